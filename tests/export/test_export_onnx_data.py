@@ -137,7 +137,7 @@ def test_files_that_are_missing(file: Path, location: str) -> None:
 def test_what_is_no_plain_file(file: Path) -> None:
     (file.parent / "weights.bin").unlink()
     (file.parent / "weights.bin").mkdir()
-    assert "weights.bin is no plain file" in refused(file)
+    assert "weights.bin is not a regular file" in refused(file)
 
 
 @pytest.mark.parametrize("location", ["", "a\0b"])
@@ -150,7 +150,7 @@ def test_no_name_at_all(file: Path, location: str) -> None:
     ("entries", "said"),
     [
         ({"offset": "-4"}, "tensor 'table' lies at bytes -4 to 1596 of "),
-        ({"offset": "1e3"}, "tensor 'table': where its data lie in weights.bin is no number: "),
+        ({"offset": "1e3"}, "tensor 'table': the offset or length in weights.bin is not a number: "),
         ({"offset": "9" * 40}, "tensor 'table' lies at bytes 999"),
         ({"length": "-1"}, "tensor 'table' has length -1 in weights.bin; its shape (50, 8) of float32 takes "),
         ({"length": "8"}, f"has length 8 in weights.bin; its shape (50, 8) of float32 takes {TABLE_BYTES} bytes"),

@@ -383,7 +383,10 @@ def vary_width(model: onnx.ModelProto) -> None:
         ),
         (overflow, "the output rows has numbers that are not finite for inputs of shape (1, 1)"),
         (swap_axes, "the output swapped has shape (16, 1, 8) for inputs of shape (1, 16); it must be (1, 16, d_model)"),
-        (vary_width, "the output wide has rows of 16 numbers for inputs of shape (1, 16), and of 1 elsewhere"),
+        (
+            vary_width,
+            "the output wide has rows of 16 dimensions for inputs of shape (1, 16), and of 1 for other inputs",
+        ),
     ],
 )
 def test_what_only_running_tells(refused: Callable[..., str], change: Change, said: str) -> None:

@@ -118,6 +118,16 @@ def test_other_precisions_are_smaller(data2vec: Path, models: Path, precision: P
     assert data < {"float16": 0.6, "int8": 0.6}[precision] * weights
 
 
+def test_layers_that_share_weights_are_stored_once(tmp_path: Path) -> None:
+    sizes = []
+    for n_layers in (1, 8):
+        settings = NAMED["ALBERT"].settings | {"num_hidden_layers": n_layers}
+        albert = Architecture(f"{n_layers} layers", "albert", settings)
+        exported = export(save(albert, tmp_path), tmp_path / "models" / str(n_layers))
+        sizes.append((exported.path / "model.onnx.data").stat().st_size)
+    assert sizes[1] <= 1.01 * sizes[0]
+
+
 def test_what_the_manifest_says(data2vec: Path, models: Path) -> None:
     exported = export(data2vec, models, max_sequence_tokens=None)
     shape, source = exported.manifest.encoder, exported.manifest.source

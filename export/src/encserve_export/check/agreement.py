@@ -8,7 +8,8 @@ A sequence is token ids, int64 (seq,), or vectors, float32 (seq, width).
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -168,7 +169,7 @@ def case_lengths(longest: int) -> list[tuple[int, ...]]:
 
 
 def random_sequences(longest: int, *, vocab_size: int = 0, width: int = 0) -> Sequences:
-    """The sequences of the batches of `case_lengths`, random but always the same.
+    """The sequences of the batches of `case_lengths`, from a fixed seed.
 
     Args:
         longest: The longest sequence, in tokens.
@@ -192,20 +193,17 @@ def reference_rows(run: Run, sequences: Sequences, module: nn.Module | None = No
         module: The module that `run` computes with, for float64; None for the rows of `run` themselves, which are also
             used if the module does not run in float64.
     """
-    rows = {key: _alone(run, sequence) for key, sequence in sequences.items()}
-    if module is None:
-        return ReferenceRows(sequences, rows, None)
-    exact: dict[_Key, Rows] = {}
-    errors = []
-    # Code that mixes in float32 constants does not run in float64, or hides tokens with a number that is -∞ there.
-    with contextlib.suppress(UnsupportedModelError, RuntimeError), in_float64(module):
-        for key, sequence in sequences.items():
-            found = _alone(run, sequence)  # (seq, d_model), float64
-            errors.append(relative_error(rows[key], found))
-            exact[key] = found.astype(np.float32)
-    if len(exact) < len(rows) or not all(np.isfinite(found).all() for found in exact.values()):
-        return ReferenceRows(sequences, rows, None)
-    return ReferenceRows(sequences, exact, max(errors))
+
+    def compute(sequence: Input) -> list[Rows]:
+        return [_alone(run, sequence)]
+
+    float32 = [compute(sequence) for sequence in sequences.values()]
+    exact = None if module is None else _run_in_float64(module, compute, sequences.values())
+    rows = {key: outputs[0] for key, outputs in zip(sequences, exact or float32, strict=True)}
+    float32_error = None
+    if exact is not None:
+        float32_error = max(relative_error(*pair) for pair in zip(chain(*float32), chain(*exact), strict=True))
+    return ReferenceRows(sequences, rows, float32_error)
 
 
 def check_rows(
@@ -217,14 +215,14 @@ def check_rows(
     precision: str = "float32",
     advice: str = "",
 ) -> Parity:
-    """Runs every batch, and every sequence alone, and refuses the first batch that is out of bounds.
+    """Runs every batch and every sequence alone, and raises for the first batch that is out of bounds.
 
     Args:
         run: Inputs and mask -> rows, float32 (batch, seq, d_model).
         sequences: See `random_sequences`.
         pad_token_id: The id that fills a short sequence.
         want: The expected rows of the same sequences; None to check padding alone.
-        precision: The precision of the rows, which chooses the bounds.
+        precision: The precision of the bundle, which sets the bounds.
         advice: An explanation for a model that changes when padded.
 
     Raises:
@@ -247,8 +245,8 @@ def check_rows(
         _refuse(padding, "changes when padded", lengths, advice)
         both = [padding]
         if want is not None:
-            due = np.concatenate([want.rows[key] for key in keys])  # (tokens, d_model)
-            both = [compare(got, due, bounds, float32_error) for got in (padded, single)]
+            expected = np.concatenate([want.rows[key] for key in keys])  # (tokens, d_model)
+            both = [compare(got, expected, bounds, float32_error) for got in (padded, single)]
             for comparison in both:
                 _refuse(comparison, "differs from PyTorch", lengths)
         cases.append(
@@ -264,7 +262,7 @@ def check_rows(
 
 
 def check_padding(reference: Reference, longest: int, advice: str) -> None:
-    """Refuses a model if its rows change in a padded batch in PyTorch already: no graph could do better.
+    """Raises if padding changes the rows in PyTorch already. No graph could do better.
 
     Args:
         reference: The model.
@@ -308,38 +306,51 @@ def check_inspection(
     assert reference.inspection is not None  # noqa: S101
     bounds, random = bounds_of(graph.precision), np.random.default_rng(0)
     lengths = [min(length, longest) for length in (1, 7, _MEASURED_TOKENS, _MEASURED_TOKENS)]
-    sequences = [_draw(random, length, reference.vocab_size, reference.width)[None] for length in lengths]
-    masks = [np.ones((1, length), np.int64) for length in lengths]
-    want, n_states = [*map(reference.inspect, sequences, masks)], len(inspect_graph.hidden_state_names)
-    rows_error = weights_error = 0.0
-    if bounds.cosine is None:
-        with contextlib.suppress(UnsupportedModelError, RuntimeError), in_float64(reference.inspection.module):
-            exact = [*map(reference.inspect, sequences, masks)]
-            for rounded, precise in zip(want, exact, strict=True):
-                rows_error = max([rows_error, *map(relative_error, rounded[:n_states], precise[:n_states])])
-                differences = map(_largest_difference, rounded[n_states:], precise[n_states:])
-                weights_error = max([weights_error, *differences])
-            want = exact
-    of_states = bounds.with_rounding(rows_error)
+    sequences = [_draw(random, length, reference.vocab_size, reference.width) for length in lengths]
+    states, weights = inspect_graph.hidden_state_names, inspect_graph.attention_weights_names
+
+    def compute(sequence: Input) -> list[Rows]:
+        return reference.inspect(*_pad([sequence], 0))
+
+    want = [compute(sequence) for sequence in sequences]
+    exact = None if bounds.cosine else _run_in_float64(reference.inspection.module, compute, sequences)
+    states_error = weights_error = 0.0
+    for float32, float64 in zip(want, exact or want, strict=True):
+        pairs = list(zip(float32, float64, strict=True))
+        states_error = max([states_error, *(relative_error(*pair) for pair in pairs[: len(states)])])
+        weights_error = max([weights_error, *(_largest_difference(*pair) for pair in pairs[len(states) :])])
+    of_states = bounds.with_rounding(states_error)
     of_weights = tolerance_for(bounds.attention_error, weights_error)
     encoder = OnnxEncoder(folder / inspect_graph.file, graph)
-    for sequence, mask, due in zip(sequences, masks, want, strict=True):
-        outputs = [*inspect_graph.hidden_state_names, *inspect_graph.attention_weights_names]
-        for name, got, expected in zip(outputs, encoder.outputs(outputs, sequence, mask), due, strict=True):
-            if name in inspect_graph.attention_weights_names:
-                excess = _attention_excess(got, expected, bounds, of_weights)
+    for sequence, expected in zip(sequences, exact or want, strict=True):
+        outputs = encoder.outputs([*states, *weights], *_pad([sequence], 0))
+        for name, got, rows in zip([*states, *weights], outputs, expected, strict=True):
+            if name in weights:
+                excess = _attention_excess(got, rows, bounds, of_weights)
             else:
-                excess = compare(got, expected, of_states, rows_error).excess
+                excess = compare(got, rows, of_states, states_error).excess
             if excess:
                 raise ParityError(
-                    f"the ONNX model for inspections differs from PyTorch in {name}: {excess}, for {mask.size} tokens"
+                    f"the ONNX model for inspections differs from PyTorch in {name}: {excess}, for {len(sequence)} "
+                    "tokens"
                 )
     if inspect_graph.positions_name:
-        (positions,) = encoder.outputs([inspect_graph.positions_name], sequences[0], masks[0])  # (seq, d_model)
+        (positions,) = encoder.outputs([inspect_graph.positions_name], *_pad(sequences[:1], 0))  # (seq, d_model)
         first = reference.inspection.first_position
-        rows: Rows = reference.inspection.positions.numpy()[first:][: len(positions)]
-        if excess := compare(positions, rows, bounds).excess:
+        table: Rows = reference.inspection.positions.numpy()[first:][: len(positions)]
+        if excess := compare(positions, table, bounds).excess:
             raise ParityError(f"the ONNX model for inspections gives other positions than PyTorch: {excess}")
+
+
+def _run_in_float64(
+    module: nn.Module, compute: Callable[[Input], list[Rows]], sequences: Iterable[Input]
+) -> list[list[Rows]] | None:
+    """The outputs for each sequence in float64, rounded to float32; None if the module does not run in float64."""
+    exact: list[list[Rows]] = []
+    # Code that mixes in float32 constants does not run in float64, or hides tokens with a number that is -∞ there.
+    with contextlib.suppress(UnsupportedModelError, RuntimeError), in_float64(module):
+        exact = [[output.astype(np.float32) for output in compute(sequence)] for sequence in sequences]
+    return exact if exact and all(np.isfinite(output).all() for output in chain(*exact)) else None
 
 
 def _attention_excess(got: Rows, want: Rows, bounds: Bounds, tolerance: float) -> str:
@@ -366,10 +377,9 @@ def _keys(lengths: Sequence[int]) -> list[_Key]:
     return [(length, list(lengths[:row]).count(length)) for row, length in enumerate(lengths)]
 
 
-def _alone(run: Callable[[Input, Mask], Rows], sequence: Input) -> Rows:
-    """(seq, d_model)."""
-    rows: Rows = run(sequence[None], np.ones((1, len(sequence)), np.int64))[0]
-    return rows
+def _alone(run: Run, sequence: Input) -> Rows:
+    rows: Rows = run(*_pad([sequence], 0))[0]
+    return rows  # (seq, d_model)
 
 
 def _pad(sequences: Sequence[Input], pad: int) -> tuple[Input, Mask]:

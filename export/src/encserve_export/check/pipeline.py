@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from encserve_export.check.agreement import least_cosine, relative_error
+from encserve_export.check.agreement import compare, relative_error
 from encserve_export.core.arrays import Rows
 from encserve_export.core.errors import ParityError, UnsupportedModelError, first_line
 from encserve_export.core.precision import (
@@ -26,7 +26,8 @@ from encserve_export.core.precision import (
     bounds_of,
     tolerance_for,
 )
-from encserve_export.kinds.directory import quiet, transformer_of
+from encserve_export.core.quiet import quiet
+from encserve_export.kinds.directory import transformer_of
 from encserve_export.kinds.spec import NO_BOUND, TASKS, ModelSpec
 from encserve_export.models import pretrained
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
@@ -37,7 +38,7 @@ from encserve_proto.fingerprint import fingerprint, to_fields
 from encserve_server.errors import EncserveError
 from encserve_server.offline import Embedder
 
-LONGEST_BY_DEFAULT = 8192  # the longest text if no file and no caller states one; longer ones take hours to check
+LONGEST_BY_DEFAULT = 8192  # the default without a stated limit; the checks of longer texts take hours
 
 _SENTENCE = "The cat sleeps on the warm windowsill while it rains. "
 # For these texts vectors are compared; for many more only ids.
@@ -99,7 +100,7 @@ class Way:
 
     @property
     def task(self) -> str:
-        """The task, or nothing."""
+        """The task, or an empty text."""
         return str(self.options.get("task", ""))
 
 
@@ -123,12 +124,12 @@ class Answers:
     advice: str = _ADVICE
 
 
-Comparison = Callable[[Path, manifest_pb2.Manifest], Compared | None]
+PipelineCheck = Callable[[Path, manifest_pb2.Manifest], Compared | None]
 
 
 def prepare_comparison(
     spec: ModelSpec, *, takes_text: bool, asked: int | None, progress: Callable[[str], None]
-) -> Comparison:
+) -> PipelineCheck:
     """Return a function that compares a bundle, given its folder and its manifest.
 
     sentence-transformers answers at once, so that its model can be freed before the graph is written. transformers
@@ -161,23 +162,23 @@ def _compare(
 ) -> Compared | None:
     answers = ask(manifest)
     progress(f"comparing texts' ids and vectors with {answers.library}")
-    judge = _Judge(manifest, answers)
+    comparison = Comparison(manifest, answers)
     with _open(folder, manifest) as embedder:
         for way, texts, ids in answers.ids:
             got = embedder.tokenize(texts, truncate=True, **way.options)
             for text, ours, theirs in zip(texts, got, ids, strict=True):
-                judge.ids(text, way, ours if isinstance(ours, str) else ours.tolist(), theirs)
+                comparison.ids(text, way, ours if isinstance(ours, str) else ours.tolist(), theirs)
         for way, output, texts, want in answers.outputs:
-            judge.output(way, output, texts, _embed(embedder, way, output, texts), want)
-    judge.scores()
-    return judge.compared if answers.outputs else None
+            comparison.output(way, output, texts, _embed(embedder, way, output, texts), want)
+    comparison.scores()
+    return comparison.compared if answers.outputs else None
 
 
 @contextlib.contextmanager
 def _open(folder: Path, manifest: manifest_pb2.Manifest) -> Iterator[Embedder]:
     """Load the bundle in a draft folder, with a manifest that keeps all vectors and all weights.
 
-    Token pooling and a limit of weights turn rounding into other vectors, so they would hide how far apart these are.
+    Token pooling and a limit on the weights turn rounding into large differences.
     """
     whole = manifest_pb2.Manifest()
     whole.CopyFrom(manifest)
@@ -187,7 +188,7 @@ def _open(folder: Path, manifest: manifest_pb2.Manifest) -> Iterator[Embedder]:
         whole.sparse.max_active_dims = 0
     whole.fingerprint = fingerprint(whole)
     (folder / "manifest.json").write_text(json.dumps(to_fields(whole)), encoding="utf-8")
-    with tempfile.TemporaryDirectory() as repository, quiet("encserve_server"):
+    with tempfile.TemporaryDirectory() as repository, quiet():
         bundle = Path(repository) / manifest.name / manifest.version  # the server compares both names
         bundle.parent.mkdir()
         bundle.symlink_to(folder.absolute(), target_is_directory=True)
@@ -206,7 +207,7 @@ def _open(folder: Path, manifest: manifest_pb2.Manifest) -> Iterator[Embedder]:
 
 
 def _embed(embedder: Embedder, way: Way, output: str, texts: Sequence[Any]) -> list[Rows]:
-    """For each text its (rows, width) array; weights over the vocabulary as (1, width)."""
+    """The (rows, width) array of each text; (1, width) for weights over the vocabulary."""
     made: Any = embedder.run(texts, truncate=True, output=output, **way.options)  # type: ignore[arg-type]
     if made.refused:
         place, reason = next(iter(made.refused.items()))
@@ -220,23 +221,25 @@ def _embed(embedder: Embedder, way: Way, output: str, texts: Sequence[Any]) -> l
     return list(dense[:, None])
 
 
-class _Judge:
-    """Compares the bundle's ids and vectors with the library's, and keeps the largest differences."""
+class Comparison:
+    """Compares the bundle's ids and vectors with the library's, and stores the largest differences."""
 
     def __init__(self, manifest: manifest_pb2.Manifest, answers: Answers) -> None:
-        self._precision, self._library = manifest.graph.precision, answers.library
-        self._exact_advice = answers.advice
+        self._library = answers.library
+        self._advice = answers.advice
         self._vocab_size = manifest.encoder.vocab_size
         # If float32 itself is far from float64, both the library's vectors and the bundle's are.
         self._tolerance = tolerance_for(PIPELINE_TOLERANCE, 2 * manifest.parity.float32_error)
-        self._bounds = bounds_of(self._precision)
+        self._bounds = bounds_of(manifest.graph.precision)
+        exact = self._bounds.cosine is None
+        self._allowed = Bounds(error=self._tolerance) if exact else Bounds(cosine=self._bounds.cosine)
         self._texts, self._max_error, self._min_cosine = 0, 0.0, 1.0
         self._max_maxsim_error: float | None = None
         self._vectors: dict[str, tuple[Sequence[Rows], Sequence[Rows]]] = {}  # of MaxSim, by task
 
     @property
     def compared(self) -> Compared:
-        """The result so far."""
+        """The differences so far."""
         return Compared(
             self._library, self._texts, self._max_error, self._min_cosine, self._max_maxsim_error, self._bounds
         )
@@ -253,7 +256,8 @@ class _Judge:
 
     def output(self, way: Way, output: str, texts: Sequence[Any], got: Sequence[Rows], want: Sequence[Rows]) -> None:
         """Refuse other rows or weights."""
-        compare = self._compare_weights if output == "sparse" and self._bounds.cosine is None else self._compare_rows
+        exact_weights = output == "sparse" and self._bounds.cosine is None
+        refuse_other = self._refuse_other_weights if exact_weights else self._refuse_other_rows
         for text, ours, theirs in zip(texts, got, want, strict=True):
             where = f"for the text {_short(text)} with {way.label}"
             if ours.shape != theirs.shape:
@@ -263,7 +267,7 @@ class _Judge:
             if output == "sparse" and self._bounds.cosine is not None and text == "":
                 continue  # rounding moves the few weights of an empty text most
             if theirs.size:
-                compare(ours, theirs, where)
+                refuse_other(ours, theirs, where)
             self._texts += 1
         if output == "multi_vector":
             self._vectors[way.task] = got, want
@@ -281,22 +285,23 @@ class _Judge:
         best = np.abs(theirs).max(axis=1, keepdims=True)  # (texts, 1)
         self._max_maxsim_error = error = float((np.abs(ours - theirs) / np.maximum(best, 1e-12)).max())
         if not error <= self._bounds.maxsim_error:
+            advice = "float32 is exact" if self._bounds.cosine is not None else self._advice
             raise ParityError(
                 f"a MaxSim score differs from {self._library} by {error:.1e} of the best score of its query, at most "
-                f"{self._bounds.maxsim_error:.1e} is allowed; {self._advice}"
+                f"{self._bounds.maxsim_error:.1e} is allowed; {advice}"
             )
 
-    def _compare_rows(self, got: Rows, want: Rows, where: str) -> None:
-        error, cosine, least = relative_error(got, want), least_cosine(got, want), self._bounds.cosine
-        self._max_error, self._min_cosine = max(self._max_error, error), min(self._min_cosine, cosine)
-        if error <= self._tolerance or (least is not None and cosine >= least):
-            return
-        figures = f"relative error {error:.1e}, tolerance {self._tolerance:.1e}"
-        if least is not None:
-            figures = f"cosine similarity {cosine:.4f}, at least {least} is required"
-        raise ParityError(f"the bundle gives another vector than {self._library} {where}: {figures}; {self._advice}")
+    def _refuse_other_rows(self, got: Rows, want: Rows, where: str) -> None:
+        difference = compare(got, want, self._allowed)
+        self._max_error = max(self._max_error, difference.error)
+        self._min_cosine = min(self._min_cosine, difference.cosine)
+        if difference.excess:
+            advice = f"; {self._advice}" if self._bounds.cosine is None else ""
+            raise ParityError(
+                f"the bundle gives another vector than {self._library} {where}: {difference.excess}{advice}"
+            )
 
-    def _compare_weights(self, got: Rows, want: Rows, where: str) -> None:
+    def _refuse_other_weights(self, got: Rows, want: Rows, where: str) -> None:
         self._max_error = max(self._max_error, relative_error(got, want))
         excess = float((np.abs(got - want) - self._tolerance * np.abs(want)).max())
         if not excess <= PIPELINE_WEIGHT_TOLERANCE:
@@ -305,17 +310,9 @@ class _Judge:
                 f"{self._tolerance:.0e} of the weight, at most {PIPELINE_WEIGHT_TOLERANCE:.0e} is allowed; {_ADVICE}"
             )
 
-    @property
-    def _advice(self) -> str:
-        return (
-            self._exact_advice
-            if self._bounds.cosine is None
-            else f"{self._precision} rounds too much here, float32 is exact"
-        )
-
 
 def _ask_transformers(spec: ModelSpec, manifest: manifest_pb2.Manifest, progress: Callable[[str], None]) -> Answers:
-    """Ask transformers for the ids of texts and the rows of its model; without a tokenizer for the rows of some ids."""
+    """Ask transformers for ids and rows of texts; without a tokenizer, for rows of fixed ids."""
     longest, way = manifest.encoder.max_sequence_tokens, _NO_PROMPT
     ids: list[Any] = []
     texts: Sequence[Any]
@@ -385,8 +382,8 @@ def _ask_sentence_transformers(spec: ModelSpec, asked: int | None) -> Answers:
         if way.task and spec.tasks[way.task].HasField("static_sparse"):
             continue  # another tokenizer
         ids.append((way, probes, _ids(transformer, probes[:-1], way) + _ids(transformer, probes[-1:], way)))
-        made = zip(texts, _ids(transformer, texts, way), strict=True)
-        usable[way.label] = [text for text, its in made if 0 <= max(its, default=-1) < vocab_size]
+        pairs = zip(texts, _ids(transformer, texts, way), strict=True)
+        usable[way.label] = [text for text, text_ids in pairs if 0 <= max(text_ids, default=-1) < vocab_size]
         if not usable[way.label]:
             raise ParityError(
                 f"no text with {way.label} has token ids below {vocab_size}, the rows of the model's table"
@@ -396,7 +393,7 @@ def _ask_sentence_transformers(spec: ModelSpec, asked: int | None) -> Answers:
 
 
 def _set_lengths(transformer: Any, spec: ModelSpec, asked: int | None) -> int:
-    """Have sentence-transformers cut texts as the bundle must; return the longest text without a task, in tokens.
+    """Set sentence-transformers' text lengths to the bundle's. Return the longest text without a task, in tokens.
 
     sentence-transformers knows neither the user's length nor, for some models, the number of positions.
     """
@@ -424,7 +421,7 @@ def _check_prompts(tokenizer: Any, prompts: Iterable[str], longest: int) -> None
 
 
 def _prompt_task_pairs(spec: ModelSpec) -> list[Way]:
-    """The ways to send texts that differ for a model."""
+    """The prompts and tasks that change the vectors of a model."""
     tasks = [
         Way({"task": task}, f"the task {task}", spec.prompts.get(settings.prompt_name, ""))
         for task, settings in spec.tasks.items()
@@ -441,7 +438,7 @@ def _prompt_task_pairs(spec: ModelSpec) -> list[Way]:
 
 def _ids(transformer: Any, texts: Sequence[str], way: Way) -> list[list[int]]:
     try:
-        with quiet("sentence_transformers"):
+        with quiet():
             made = transformer.preprocess(texts, prompt=way.prompt or None, **({"task": way.task} if way.task else {}))
     except Exception as error:  # a tokenizer raises any class
         raise ParityError(

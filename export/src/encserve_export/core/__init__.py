@@ -1,1 +1,1 @@
-"""What everything stands on: errors, names, precisions, and ONNX Runtime."""
+"""Shared basics: errors, names, precisions, array types, and ONNX Runtime."""

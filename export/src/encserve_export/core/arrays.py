@@ -1,4 +1,4 @@
-"""The arrays that models take and give."""
+"""The types of the arrays that models take and return."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,4 +10,4 @@ Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.float32]
 Input = Ids | Rows
-Run = Callable[[Any, Mask], Rows]  # of whichever input the model takes; float64 where PyTorch computes in that
+Run = Callable[[Any, Mask], Rows]  # float64 rows if PyTorch computes in float64

@@ -1,9 +1,9 @@
-"""ONNX Runtime, told not to report to its makers and not to keep an identifier in the home directory."""
+"""ONNX Runtime without telemetry, which would also store an identifier in the home directory."""
 
 import os
 from pathlib import Path
 
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # it is read once, when the library is loaded
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # ONNX Runtime reads it at import
 
 import onnxruntime
 
@@ -11,18 +11,18 @@ __all__ = ["onnxruntime", "open_session"]
 
 
 def open_session(graph: Path | bytes, weights: Path | None = None) -> onnxruntime.InferenceSession:
-    """A graph in ONNX Runtime on the CPU, ready to run.
+    """Loads a graph in ONNX Runtime on the CPU.
 
     Args:
-        graph: The path of an ONNX file, or the bytes of one.
+        graph: The path of an ONNX file, or its content.
         weights: The folder of the external weights, for `graph` as bytes.
 
     Raises:
         Exception: ONNX Runtime cannot load it; its exceptions share no public base class.
     """
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # errors are raised too, and we report each once
-    # On x86 CPUs without VNNI, sums of two products of 8 bits are saturated at 16 bits, but for this option.
+    options.log_severity_level = 4  # ONNX Runtime raises its errors too, and the exporter reports each once
+    # Without this option, x86 CPUs without VNNI saturate sums of two 8-bit products at 16 bits.
     options.add_session_config_entry("session.x64quantprecision", "1")
     if weights is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(weights))

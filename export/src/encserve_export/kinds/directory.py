@@ -3,17 +3,15 @@
 No code from a directory is run: each module must be a class of sentence-transformers, in a folder of the directory.
 """
 
-import contextlib
-import io
-import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from encserve_export.core.errors import CheckpointFileError, UnsupportedModelError, first_line
+from encserve_export.core.quiet import quiet
 from encserve_export.kinds.spec import Kind
 from encserve_export.source.weights import read_json, read_object
 
@@ -184,7 +182,7 @@ def load(directory: Path, kind: Kind, repository: str = "") -> Any:
     make = getattr(sentence_transformers, _CLASSES[kind])
     arguments: dict[str, Any] = {} if kind == "static" else {"model_kwargs": _model_arguments(directory)}
     advice = "a table must be float32 or float16: export that one" if kind == "static" else _ALONE
-    with quiet("sentence_transformers"):
+    with quiet():
         try:
             model = make(str(directory), device="cpu", local_files_only=True, trust_remote_code=False, **arguments)
         except Exception as error:  # it raises many classes
@@ -203,19 +201,6 @@ def transformer_of(loaded: Any) -> Any:
     # By class: DistilBERT has a module named Transformer too.
     (transformer,) = [it for it in loaded.modules() if isinstance(it, Transformer)]
     return transformer
-
-
-@contextlib.contextmanager
-def quiet(library: str) -> Iterator[None]:
-    """Within this block a library logs errors only, and prints nothing on stderr."""
-    logger = logging.getLogger(library)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def refusal(kind: str) -> str:

@@ -4,12 +4,7 @@ The model is traced once, with all outputs. The served graph is cut from that tr
 numbers from the same weights, which lie in one file.
 """
 
-import contextlib
 import dataclasses
-import io
-import logging
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -20,6 +15,7 @@ from onnx import helper, numpy_helper
 from encserve_export.core import names
 from encserve_export.core.errors import UnsupportedModelError, first_line
 from encserve_export.core.precision import Precision
+from encserve_export.core.quiet import quiet
 from encserve_export.models.reference import LONGEST_AT_ONCE, Inspection, Reference
 from encserve_export.onnx_graph import external, interface, query_blocks, traced
 from encserve_export.onnx_graph.convert import convert
@@ -67,7 +63,7 @@ def write_graphs(
     path, data_path, inspect_path = folder / names.FILE, folder / names.DATA_FILE, folder / names.INSPECT_FILE
     inspection = reference.inspection if exporter == "tracing with inspection" else None
     try:
-        with _quiet(), torch.no_grad():
+        with quiet(), torch.no_grad():
             whole = _run_dynamo(reference, path) if exporter == "dynamo" else _trace(reference, inspection, folder)
     except Exception as error:  # another author's model may raise anything
         raise UnsupportedModelError(
@@ -113,7 +109,7 @@ def refuse_control_flow(reference: Reference) -> None:
     """
     axes = dict.fromkeys(_AXES, torch.export.Dim.AUTO)
     try:
-        with _quiet(), torch.no_grad():
+        with quiet(), torch.no_grad():
             torch.export.export(reference.module, reference.example(), dynamic_shapes=(axes, axes), strict=False)
     except Exception as error:  # another author's module may raise anything
         raise UnsupportedModelError(
@@ -195,17 +191,3 @@ def _describe(reference: Reference, model: onnx.ModelProto, precision: Precision
         output_name=names.OUTPUT,
         precision=precision,
     )
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Discards warnings, logs and prints: the comparison with PyTorch decides, and PyTorch prints whole graphs."""
-    level = logging.root.manager.disable
-    logging.disable()
-    discarded = io.StringIO()
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(discarded), contextlib.redirect_stdout(discarded):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(level)

@@ -1,7 +1,7 @@
-"""Reads the weights that an ONNX file keeps in other files, from beside it and nowhere else.
+"""Reads and writes the weights that an ONNX model keeps in files beside it.
 
-An ONNX file names such files itself, with any path, so that one from a stranger could pull in what lies elsewhere on
-the disk. Everything is checked and read here, once; what is written into a bundle has no path of another machine in it.
+An ONNX file names these files with any path, so a stranger's file could copy private files into a bundle. Only files in
+the model's folder are read. The paths in a bundle are the names of its own files.
 """
 
 import math
@@ -23,27 +23,27 @@ LEAST_DATA_BYTES = 1024
 # ONNX Runtime maps the weights into memory, which it does page by page.
 _ALIGNMENT_BYTES = 4096
 
-# Equal weights may lie in one place; a file in which more tensors do would take any amount of memory.
+# Equal weights may share a range of a file. Without a limit, a small file could fill the memory.
 _MOST_SHARED = 4
 
 _TYPES = {it: helper.tensor_dtype_to_np_dtype(it) for it in helper.get_all_tensor_dtypes()}
-# The bits of a number where several lie in one byte; NumPy gives each a byte.
+# The bits of a number if one byte holds several; NumPy uses a byte for each.
 _PACKED_BITS: dict[int, int] = {TensorProto.INT4: 4, TensorProto.UINT4: 4}
 
 
 def take_in(model: onnx.ModelProto, folder: Path) -> list[Path]:
-    """Reads all external tensors into the model, which has none afterwards.
+    """Reads all external tensors into the model.
 
     Args:
-        model: As `onnx_model.read_model` gave it.
-        folder: The folder of its file; no external file may lie outside it.
+        model: From `interface.read_model`; changed in place.
+        folder: The folder of the model's file. External files must lie in this folder.
 
     Returns:
-        The files that were read, in the order of their names.
+        The external files, sorted by name.
 
     Raises:
-        ExternalDataError: A file is elsewhere, missing or too short, or an entry makes no sense. Nothing is read from
-            a file before its path has been checked.
+        ExternalDataError: A file is outside the folder, missing or too short, or an entry is invalid. Every path is
+            checked before any file is read.
     """
     places = [
         (tensor, _place(tensor, folder))
@@ -70,18 +70,18 @@ def take_in(model: onnx.ModelProto, folder: Path) -> list[Path]:
 
 
 def write_model(model: onnx.ModelProto, path: Path, external: list[Path], folder: Path) -> list[Path]:
-    """Writes a model into a bundle's folder: as one file, or with its weights in a second one where it is larger.
+    """Writes a model into a bundle's folder, with its weights in a second file if the model is large.
 
     Args:
-        model: After `take_in`. It has no large weights afterwards.
-        path: Its file. A small one without others is copied as it is, byte for byte.
-        external: What `take_in` gave.
+        model: The model after `take_in`. Weights that go to the second file are removed from it.
+        path: The model's file. A small file without external files is copied byte for byte.
+        external: The result of `take_in`.
         folder: The bundle's folder.
 
     Returns:
-        The files written, the graph first.
+        The new files, the graph first.
     """
-    # An upper bound that is cheap to have: serializing would fail where the model is too large.
+    # An upper bound from the sizes of the files: protobuf fails to serialize a model above 2 GiB.
     size = path.stat().st_size + sum(it.stat().st_size for it in external)
     if external or size > MAX_FILE_BYTES:
         return save_model(model, folder, apart=size > MAX_FILE_BYTES)
@@ -91,12 +91,15 @@ def write_model(model: onnx.ModelProto, path: Path, external: list[Path], folder
 
 
 def save_model(model: onnx.ModelProto, folder: Path, *, apart: bool) -> list[Path]:
-    """Writes a model with its weights in it, in place of what was there; perhaps the weights in a file of their own.
+    """Writes a model over the one in a bundle's folder.
 
-    Those in a file of their own the model has no more afterwards.
+    Args:
+        model: The model with its weights. Weights that go to the second file are removed from it.
+        folder: The bundle's folder.
+        apart: Whether large weights go to a second file.
 
     Returns:
-        The files written, the graph first.
+        The new files, the graph first.
     """
     target, data_path = folder / names.FILE, folder / names.DATA_FILE
     if apart:
@@ -114,11 +117,11 @@ def move_weights(model: onnx.ModelProto, data: BinaryIO) -> None:
 
 
 def place(tensor: TensorProto, content: bytes | memoryview, data: BinaryIO) -> None:
-    """Writes a tensor's bytes at the end of a file beside the graph's, and has the tensor point there."""
+    """Appends a tensor's bytes to the file of weights, and stores the place in the tensor."""
     data.write(bytes(-data.tell() % _ALIGNMENT_BYTES))
     offset = data.tell()
     data.write(content)
-    tensor.raw_data = b""  # which the library asks for
+    tensor.raw_data = b""  # set_external_data raises without raw_data
     external_data_helper.set_external_data(tensor, Path(data.name).name, offset, len(content))
     tensor.ClearField("raw_data")
 
@@ -128,12 +131,12 @@ def _name(tensor: TensorProto) -> str:
 
 
 def _path(tensor: TensorProto, location: str, folder: Path) -> Path:
-    """The file of an external tensor, once it is known to lie in the folder.
+    """The file of an external tensor in the folder.
 
-    onnx's own loader refuses every link, also links in the hub's cache.
+    onnx's own loader refuses every link. The hub's cache consists of links, so links within one cache are allowed.
     """
     what = f"{_name(tensor)} keeps its data in {location!r}"
-    windows = PureWindowsPath(location)  # which takes both kinds of slashes
+    windows = PureWindowsPath(location)  # splits at both kinds of slashes
     if not location or "\0" in location or windows.drive or windows.root or ".." in windows.parts:
         raise ExternalDataError(
             f"{what}; it must lie in the folder of the ONNX file: a name, no absolute path and no '..'"
@@ -149,12 +152,12 @@ def _path(tensor: TensorProto, location: str, folder: Path) -> Path:
             "(cp -L)"
         )
     if not real.is_file():
-        raise ExternalDataError(f"{what}, and {path} is no plain file")
+        raise ExternalDataError(f"{what}, and {path} is not a regular file")
     return path
 
 
 def _blobs(folder: Path) -> Path | None:
-    """Where the files of a model lie that huggingface_hub has downloaded, and that a snapshot has links to."""
+    """The folder that the links of a snapshot in huggingface_hub's cache point to; None outside of a cache."""
     for parent in folder.resolve().parents:
         if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
             return parent.parent / "blobs"
@@ -162,26 +165,28 @@ def _blobs(folder: Path) -> Path | None:
 
 
 def _place(tensor: TensorProto, folder: Path) -> tuple[Path, int, int]:
-    """The file of an external tensor, its offset and its length; the length must fit the shape and the type."""
+    """The file of an external tensor, the offset and the length in bytes."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     path = _path(tensor, entries.get("location", ""), folder)
     kind, shape = type_name(tensor.data_type), tuple(tensor.dims)
     dtype = _TYPES.get(tensor.data_type)
     if dtype is None or dtype.hasobject or any(size < 0 for size in shape):
         raise ExternalDataError(f"{_name(tensor)} of {kind} and shape {shape} cannot lie in {path.name}")
-    due = math.ceil(math.prod(shape) * _PACKED_BITS.get(tensor.data_type, 8 * dtype.itemsize) / 8)
+    expected = math.ceil(math.prod(shape) * _PACKED_BITS.get(tensor.data_type, 8 * dtype.itemsize) / 8)
     try:
-        offset, length = (int(entries.get(key, default)) for key, default in (("offset", 0), ("length", due)))
+        offset, length = (int(entries.get(key, default)) for key, default in (("offset", 0), ("length", expected)))
     except ValueError as error:
-        raise ExternalDataError(f"{_name(tensor)}: where its data lie in {path.name} is no number: {error}") from error
-    if length != due:
         raise ExternalDataError(
-            f"{_name(tensor)} has length {length} in {path.name}; its shape {shape} of {kind} takes {due} bytes"
+            f"{_name(tensor)}: the offset or length in {path.name} is not a number: {error}"
+        ) from error
+    if length != expected:
+        raise ExternalDataError(
+            f"{_name(tensor)} has length {length} in {path.name}; its shape {shape} of {kind} takes {expected} bytes"
         )
     size = path.stat().st_size
-    if not 0 <= offset <= size - due:
+    if not 0 <= offset <= size - expected:
         raise ExternalDataError(
-            f"{_name(tensor)} lies at bytes {offset} to {offset + due} of {path}, which has {size}; it was cut "
+            f"{_name(tensor)} lies at bytes {offset} to {offset + expected} of {path}, which has {size}; it was cut "
             "off, or belongs to another model"
         )
-    return path, offset, due
+    return path, offset, expected

@@ -86,7 +86,7 @@ class Layer:
 def quantize(
     model: onnx.ModelProto, graph: manifest_pb2.Graph, *, vocab_size: int, width: int, longest: int, folder: Path
 ) -> onnx.ModelProto:
-    """Converts a model; returns it with its weights in it.
+    """Converts a model to int8, in place, and returns it with its weights.
 
     Args:
         model: The model. Its weights are in other files.
@@ -265,7 +265,7 @@ class _Quantizer:
         yield helper.make_node("Mul", scaled, list(node.output), f"{scope}/Mul")  # (batch, seq, n)
 
     def _zero(self, *, signed: bool) -> str:
-        """The step that stands for 0."""
+        """The name of the zero point: a constant of one uint8."""
         zero = 128 if signed else 0
         return self._constant(f"quantized.zero_at_{zero}", np.uint8(zero))
 
@@ -293,7 +293,7 @@ def _run(
     names: list[str],
     folder: Path,
 ) -> dict[str, Any]:
-    """Values of a graph for random ids or vectors, always the same."""
+    """The named values of a graph for ids or vectors from a fixed seed."""
     watched = onnx.ModelProto()
     watched.CopyFrom(model)
     outputs = {value.name for value in model.graph.output}
@@ -301,7 +301,7 @@ def _run(
     shape = (_CALIBRATION_BATCH[0], min(_CALIBRATION_BATCH[1], longest))
     random = np.random.default_rng(0)
     inputs: Any = random.standard_normal((*shape, width), "f4") if width else random.integers(0, vocab_size, shape)
-    path = folder / "watched.onnx"  # beside the weights of both
+    path = folder / "watched.onnx"  # beside the file of weights
     onnx.save_model(watched, path)
     encoder = OnnxEncoder(path, graph)
     path.unlink()
@@ -328,7 +328,7 @@ def _matrix(node: NodeProto, weights: Mapping[str, TensorProto]) -> Array:
 
 
 def _minima(model: onnx.ModelProto) -> dict[str, float]:
-    """The minima of the values that an activation gives, by their names."""
+    """The minima of the outputs of activations, by their names."""
     made_by = {name: node for node in model.graph.node for name in node.output}
     found = {}
     for name, node in made_by.items():
@@ -347,7 +347,7 @@ def _minima(model: onnx.ModelProto) -> dict[str, float]:
 
 
 def _replace_nodes(model: onnx.ModelProto, nodes: Iterable[NodeProto]) -> None:
-    """Puts nodes in place of a graph's own, and removes weights that no node uses."""
+    """Replaces the nodes of a graph, and removes weights that no node uses."""
     made = list(nodes)
     del model.graph.node[:]
     model.graph.node.extend(made)

@@ -1,4 +1,4 @@
-"""Reads an ONNX file by another author, checks that it is an encoder, and finds its interface without a run."""
+"""Reads an ONNX file by another author, checks that the model is an encoder, and finds the inputs and the output."""
 
 import contextlib
 import dataclasses
@@ -51,8 +51,8 @@ class Names:
     Attributes:
         input_ids: The input of token ids.
         attention_mask: The input that says which tokens are real.
-        token_type_ids: The input that is filled with zeros; None for "token_type_ids" where there is one.
-        output: The output of rows; None for the only one that can be it, or "last_hidden_state" among several.
+        token_type_ids: The input that is filled with zeros; None for "token_type_ids" if the model has this input.
+        output: The output of rows; None for the only output of rows, or "last_hidden_state" among several.
     """
 
     input_ids: str = names.INPUT_IDS
@@ -84,9 +84,9 @@ class Port:
 
     Attributes:
         name: Its name.
-        data_type: A TensorProto.DataType; 0 where it is not a tensor or says nothing.
-        axes: For each axis its fixed size, or the name of one that is free ("?" without a name); empty where the file
-            does not say.
+        data_type: A TensorProto.DataType; 0 if the file declares no tensor type.
+        axes: The size of each fixed axis, and the name of each free axis ("?" without a name); empty if the file
+            declares no shape.
     """
 
     name: str
@@ -99,10 +99,10 @@ class Port:
 
 
 def read_model(path: Path) -> onnx.ModelProto:
-    """Parses an ONNX file; weights in other files are not read yet.
+    """Parses an ONNX file without the weights in other files.
 
     Raises:
-        OnnxFileError: It is unreadable, no ONNX model, empty, or for training.
+        OnnxFileError: The file is unreadable, not ONNX, empty, or for training.
     """
     try:
         model = onnx.load_model(path, format="protobuf", load_external_data=False)
@@ -135,10 +135,10 @@ def opset(model: onnx.ModelProto) -> int:
 
 
 def find_interface(model: onnx.ModelProto, names: Names) -> Interface:
-    """Finds the inputs and the output of an encoder, and checks their types and shapes as far as the file tells them.
+    """Finds the inputs and the output of an encoder, and checks the types and shapes that the file declares.
 
     Raises:
-        OnnxInterfaceError: They do not fit an encoder; the text names the fault and lists all of them.
+        OnnxInterfaceError: The inputs or outputs do not fit an encoder. The text lists them.
     """
     # Older files list weights among the inputs too.
     weights = {tensor.name for tensor in model.graph.initializer}
@@ -155,19 +155,19 @@ def find_interface(model: onnx.ModelProto, names: Names) -> Interface:
 
 
 def vector_width(model: onnx.ModelProto, interface: Interface) -> int:
-    """The numbers of a vector, of a model that takes one for each token in place of its id; 0 where it takes ids."""
+    """The width of the vectors that a model takes in place of token ids; 0 for a model that takes ids."""
     return next(_width(_port(value)) for value in model.graph.input if value.name == interface.input_ids)
 
 
 def precision_of(model: onnx.ModelProto) -> str:
-    """The coarsest type that a matrix of weights is stored in, e.g. "float32", "float16" or "int8"."""
+    """The coarsest type of the stored matrices, such as "float32", "float16" or "int8"."""
     stored = {tensor.data_type for tensor in all_tensors(model) if len(tensor.dims) >= 2}
     found = [kind for kind in _WEIGHTS if kind in stored]
     return type_name(found[-1]) if found else "float32"
 
 
 def count_parameters(model: onnx.ModelProto) -> int:
-    """The number of weights. Numbers without an axis are constants of the formula, not weights."""
+    """The number of weights. Scalars are constants of the formula, not weights."""
     return sum(math.prod(it.dims) for it in all_tensors(model) if it.dims and it.data_type in _WEIGHTS)
 
 
@@ -321,11 +321,11 @@ def _pooled(there: str) -> str:
 
 
 def _looked_up(node: NodeProto, ids: set[str]) -> str:
-    """The name of the table that a node looks the token ids up in; empty where it does not."""
+    """The name of the table that a node indexes with the token ids; empty for other nodes."""
     if node.op_type == "Gather" and node.domain in DEFAULT_DOMAINS and len(node.input) == 2:
-        axis = next((its.i for its in node.attribute if its.name == "axis"), 0)
+        axis = next((it.i for it in node.attribute if it.name == "axis"), 0)
         return node.input[0] if node.input[1] in ids and axis in (0, -2) else ""
-    # ONNX Runtime's own, as its optimizer writes it: ids, token types, the word table.
+    # ONNX Runtime's optimizer writes this operator. Its inputs are ids, token types and the table of words.
     if node.op_type == "EmbedLayerNormalization" and len(node.input) > 2 and node.input[0] in ids:
         return str(node.input[2])
     return ""

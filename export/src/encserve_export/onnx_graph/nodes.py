@@ -1,4 +1,4 @@
-"""The nodes and tensors of a model, wherever they are in it."""
+"""Finds the nodes and tensors of a model, also in branches and functions."""
 
 from collections.abc import Iterable, Iterator
 
@@ -7,14 +7,14 @@ from onnx import AttributeProto, GraphProto, NodeProto, TensorProto
 
 
 def all_nodes(model: onnx.ModelProto) -> Iterator[NodeProto]:
-    """Every node: of the graph, of the graphs inside nodes, and of local functions."""
+    """All nodes of the graph, of its branches and of its functions."""
     yield from walk(model.graph.node)
     for function in model.functions:
         yield from walk(function.node)
 
 
 def all_tensors(model: onnx.ModelProto) -> Iterator[TensorProto]:
-    """Every stored tensor: initializers and attributes, wherever in the model."""
+    """All stored tensors: initializers, and attributes of nodes and functions."""
     yield from _initializers(model.graph)
     for node in all_nodes(model):
         for attribute in node.attribute:
@@ -25,13 +25,13 @@ def all_tensors(model: onnx.ModelProto) -> Iterator[TensorProto]:
 
 
 def constants(node: NodeProto) -> dict[str, TensorProto]:
-    """The tensor of a Constant node by the name of its output; nothing for any other node."""
-    values = [its.t for its in node.attribute if its.name == "value" and node.op_type == "Constant"]
+    """The tensor of a Constant node by the name of its output; empty for other nodes."""
+    values = [it.t for it in node.attribute if it.name == "value" and node.op_type == "Constant"]
     return dict(zip(node.output, values, strict=False))
 
 
 def walk(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
-    """These nodes, and the nodes of the graphs inside them."""
+    """These nodes, and the nodes in their branches."""
     for node in nodes:
         yield node
         for attribute in node.attribute:
@@ -43,9 +43,9 @@ def _graphs(attribute: AttributeProto) -> list[GraphProto]:
     return [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]
 
 
-def _initializers(its: GraphProto) -> Iterator[TensorProto]:
-    yield from its.initializer
-    for sparse in its.sparse_initializer:
+def _initializers(graph: GraphProto) -> Iterator[TensorProto]:
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
         yield from (sparse.values, sparse.indices)
 
 
@@ -63,7 +63,7 @@ def _attribute_tensors(attribute: AttributeProto) -> Iterator[TensorProto]:
 
 
 def type_name(data_type: int) -> str:
-    """A tensor type in the words of NumPy: "float32", "int64"; "type 99" for one that ONNX does not have."""
+    """NumPy's name of a tensor type, such as "float32"; "type 99" for a type that ONNX does not have."""
     try:
         name = TensorProto.DataType.Name(data_type).lower()
     except ValueError:

@@ -1,4 +1,4 @@
-"""Makes a traced graph attend block by block of queries, so that long sequences need no (heads, seq, seq) tensor.
+"""Splits attention into blocks of queries, so that long sequences need no (heads, seq, seq) tensor.
 
 A token's row of attention needs its own query, and all keys and values. So the queries of a long sequence go through a
 loop, as many at a time as keep the scores of the whole batch small. Each query's result is the same.

@@ -1,4 +1,4 @@
-"""Runs an ONNX graph in ONNX Runtime, and says for which batch it fails."""
+"""Runs an ONNX graph in ONNX Runtime. Errors name the shape of the batch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,8 +63,8 @@ class OnnxEncoder:
         width, other = rows.shape[2], self.d_model or rows.shape[2]
         if width != other or not width:
             raise OnnxRunError(
-                f"the output {name} has rows of {width} numbers {shape}, and of {other} elsewhere; the width must be "
-                "the same for all inputs"
+                f"the output {name} has rows of {width} dimensions {shape}, and of {other} for other inputs; the width "
+                "must be the same for all inputs"
             )
         if not np.isfinite(rows[mask == 1]).all():
             raise OnnxRunError(f"the output {name} has numbers that are not finite {shape}")

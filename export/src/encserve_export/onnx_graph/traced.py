@@ -1,10 +1,9 @@
-"""Has PyTorch's tracing exporter write a module, with its weights in memory no more often than needed.
+"""Exports a module with PyTorch's tracing exporter, without extra copies of the weights in memory.
 
-The exporter itself would hold them up to five times: folded, as protobuf, as bytes, parsed again. So it writes the
-graph alone, in which weights are inputs, and they are added to it here.
+The exporter itself would hold the weights up to five times: folded, as protobuf, as bytes, parsed again. Here it writes
+a graph that takes the weights as inputs. `take_weights` then adds the weights.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -16,6 +15,7 @@ from onnx import helper, numpy_helper
 from torch import Tensor, nn
 
 from encserve_export.core import names
+from encserve_export.core.quiet import quiet
 from encserve_export.onnx_graph.external import LEAST_DATA_BYTES, place
 from encserve_export.onnx_graph.nodes import all_nodes, constants, walk
 
@@ -34,15 +34,14 @@ def trace(
     Args:
         module: In evaluation mode.
         arguments: The arguments of the call.
-        path: A file to write to for a while.
+        path: A temporary file, removed afterwards.
         inputs: The names of the arguments in the graph.
         outputs: The names of the results in the graph.
         dynamic_axes: Axes without a fixed size.
     """
-    with warnings.catch_warnings():
+    with quiet():
         # The exporter is deprecated, and tracing warns about transformers' code. The comparison with PyTorch decides.
         # Its successor's graph is no faster and takes six times as long to write, and torch is pinned.
-        warnings.simplefilter("ignore")
         torch.onnx.export(
             module,
             arguments,
@@ -85,7 +84,7 @@ def cut(model: onnx.ModelProto, output: str) -> onnx.ModelProto:
 
 
 def lift_constants(model: onnx.ModelProto) -> None:
-    """Turns large Constant nodes into initializers: the exporter writes tables that way that have no gradient."""
+    """Turns large Constant nodes into initializers. The exporter writes tables without a gradient as Constant nodes."""
     for node in list(model.graph.node):
         for name, tensor in constants(node).items():
             if len(tensor.raw_data) >= LEAST_DATA_BYTES:
@@ -95,10 +94,10 @@ def lift_constants(model: onnx.ModelProto) -> None:
 
 
 def take_weights(model: onnx.ModelProto, weights: Mapping[str, Tensor], data: BinaryIO | None = None) -> None:
-    """Makes the inputs that are weights initializers.
+    """Turns the inputs that are weights into initializers.
 
     Args:
-        model: From `trace`.
+        model: From `trace`; changed in place.
         weights: The weights by the names of the inputs.
         data: The file for weights of 1,024 bytes and more; without a file they go into the model.
     """
@@ -117,41 +116,55 @@ def take_weights(model: onnx.ModelProto, weights: Mapping[str, Tensor], data: Bi
 
 
 def fold_weights(model: onnx.ModelProto, module: nn.Module) -> dict[str, Tensor]:
-    """Computes what a graph makes of weights alone: matrices that it transposes, and rows that it takes of tables.
+    """Computes the values that depend on weights alone: transposed matrices, and rows at fixed places of tables.
+
+    Layers that share a matrix, as in ALBERT, share its transpose too.
 
     Args:
-        model: From `trace`.
+        model: From `trace`; changed in place.
         module: The traced module.
 
     Returns:
         The weights by the names of the inputs that the graph has now.
     """
     graph = model.graph
-    known: dict[str, Tensor] = dict(module.state_dict(keep_vars=True))
-    own, constants, kept = len(known), {}, []
+    weights: dict[str, Tensor] = dict(module.state_dict(keep_vars=True))
+    indices: dict[str, onnx.TensorProto] = {}
+    first: dict[tuple[int, str], str] = {}  # the first name of each folded value
+    renamed: dict[str, str] = {}
+    nodes = []
     for node in graph.node:
-        source = known.get(node.input[0]) if node.input else None
-        if node.op_type == "Constant":
-            constants[node.output[0]] = node.attribute[0].t
-        elif source is not None and node.op_type == "Identity":  # of equal weights the exporter keeps one
-            known[node.output[0]] = source
-        elif source is not None and node.op_type == "Transpose" and list(node.attribute[0].ints) == [1, 0]:
-            known[node.output[0]] = source.T
+        source = weights.get(node.input[0]) if node.input else None
+        value = None if source is None else _fold(node, source, indices)
+        if value is not None:
+            name, (operation, weights[name]) = node.output[0], value
+            renamed[name] = first.setdefault((id(source), operation), name)
+            weights[name] = weights[renamed[name]]
             continue
-        elif source is not None and node.op_type == "Gather" and node.input[1] in constants:
-            index = numpy_helper.to_array(constants[node.input[1]])
-            if not index.ndim and not any(its.i for its in node.attribute):
-                known[node.output[0]] = source[int(index)]
-                continue
-        kept.append(node)
+        if node.op_type == "Constant":
+            indices[node.output[0]] = node.attribute[0].t
+        elif source is not None and node.op_type == "Identity":  # of equal weights the exporter keeps one
+            weights[node.output[0]] = source
+        nodes.append(node)
     del graph.node[:]
-    graph.node.extend(kept)
+    graph.node.extend(nodes)
+    for node in all_nodes(model):
+        node.input[:] = [renamed.get(name, name) for name in node.input]
+    for name in first.values():
+        kind = helper.np_dtype_to_tensor_dtype(weights[name].detach().numpy().dtype)
+        graph.input.append(helper.make_tensor_value_info(name, kind, weights[name].shape))
     used = {name for node in all_nodes(model) for name in node.input}
-    for name, weight in list(known.items())[own:]:
-        kind = helper.np_dtype_to_tensor_dtype(weight.detach().numpy().dtype)
-        graph.input.append(helper.make_tensor_value_info(name, kind, weight.shape))
-    inputs = {value.name: value for value in graph.input if value.name in used or value.name not in known}
-    made = {name for node in kept for name in node.output}
+    inputs = [value for value in graph.input if value.name in used or value.name not in weights]
     del graph.input[:]
-    graph.input.extend(value for name, value in inputs.items() if name not in made)
-    return known
+    graph.input.extend(inputs)
+    return weights
+
+
+def _fold(node: onnx.NodeProto, weight: Tensor, indices: Mapping[str, onnx.TensorProto]) -> tuple[str, Tensor] | None:
+    """The name of a node's operation and its value for this weight; None if the graph has to compute the value."""
+    if node.op_type == "Transpose" and list(node.attribute[0].ints) == [1, 0]:
+        return "transpose", weight.T
+    if node.op_type == "Gather" and node.input[1] in indices and not any(it.i for it in node.attribute):
+        index = numpy_helper.to_array(indices[node.input[1]])
+        return None if index.ndim else (f"row {index}", weight[int(index)])
+    return None

@@ -13,7 +13,7 @@ from encserve_export.bundle import manifest, store
 from encserve_export.bundle.space import digest_model
 from encserve_export.bundle.write import Exported, Progress, Target, show_progress
 from encserve_export.check.expected import Expected, read_expected
-from encserve_export.check.pipeline import LONGEST_BY_DEFAULT, Comparison, prepare_comparison
+from encserve_export.check.pipeline import LONGEST_BY_DEFAULT, PipelineCheck, prepare_comparison
 from encserve_export.core import names
 from encserve_export.core.errors import (
     CheckpointFileError,
@@ -165,7 +165,7 @@ class _Build:
     precision: Precision
     origin: Snapshot | None
     progress: Progress
-    pipeline: Comparison
+    pipeline: PipelineCheck
     expected: Expected | None
 
     @property

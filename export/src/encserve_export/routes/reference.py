@@ -1,4 +1,4 @@
-"""From a model in PyTorch to a bundle: traced, compared with itself, and written."""
+"""Exports a PyTorch model as a bundle, after comparing ONNX Runtime with PyTorch."""
 
 import dataclasses
 from pathlib import Path
@@ -25,8 +25,8 @@ from encserve_export.source.weights import sha256
 from encserve_proto.bundle.v1 import manifest_pb2
 
 _PADDING_ADVICE = (
-    "A text's vector would depend on the texts beside it. In your own module, no token may attend where the mask is "
-    "False; otherwise choose another model"
+    "A text's vector would depend on the other texts of its batch. In your own module, no token may attend to tokens "
+    "with a mask of False; otherwise choose another model"
 )
 
 
@@ -104,7 +104,7 @@ def _write_first(
     precision: Precision,
     progress: Progress,
 ) -> tuple[Graphs, manifest.Model, agreement.Parity, str]:
-    """Writes the graphs of the first exporter that passes; the last value says why there is only one graph.
+    """Writes the graphs of the first exporter that passes. The last value is the remark about inspection.
 
     Raises:
         ExportError: Every exporter fails. The text has all reasons.
@@ -115,7 +115,7 @@ def _write_first(
     failures: list[ExportError] = []
     while exporters:
         exporter = exporters.pop(0)
-        progress(f"having PyTorch write {reference.description} as ONNX ({exporter})")
+        progress(f"writing {reference.description} as ONNX with PyTorch ({exporter})")
         try:
             graphs = write_graphs(
                 reference, folder, exporter, precision=precision, max_sequence_tokens=max_sequence_tokens
