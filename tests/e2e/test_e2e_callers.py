@@ -24,11 +24,11 @@ class Load(threading.Thread):
         self.refused: list[float] = []
         self._server = server
         self._key = key
-        self._stop = threading.Event()
+        self._finished = threading.Event()
         self.start()
 
     def run(self) -> None:
-        while not self._stop.is_set():
+        while not self._finished.is_set():
             try:
                 self._call()
             except UnauthenticatedError:
@@ -38,12 +38,12 @@ class Load(threading.Thread):
     def _call(self) -> None:
         """Call until refused, or until the load ends."""
         with EncoderClient(self._server.target, token=self._key) as client:
-            while not self._stop.is_set():
+            while not self._finished.is_set():
                 client.encode([[1, 2, 3]])
                 self.answered.append(time.monotonic())
 
     def finish(self) -> None:
-        self._stop.set()
+        self._finished.set()
         self.join(timeout=30)
         assert not self.is_alive()
 
@@ -54,7 +54,7 @@ class HttpLoad(Load):
     def _call(self) -> None:
         url, body = f"{self._server.url}/v1/embeddings", {"input": [1, 2, 3], "model": "tiny"}
         with httpx.Client(headers={"api-key": self._key}, trust_env=False) as client:
-            while not self._stop.is_set():
+            while not self._finished.is_set():
                 answer = client.post(url, json=body)
                 if answer.status_code == 401:
                     raise UnauthenticatedError(answer.text)
@@ -66,7 +66,7 @@ class StreamLoad(Load):
     """Requests in one open gRPC stream."""
 
     def _call(self) -> None:
-        endless = itertools.takewhile(lambda _: not self._stop.is_set(), itertools.repeat([1, 2, 3]))
+        endless = itertools.takewhile(lambda _: not self._finished.is_set(), itertools.repeat([1, 2, 3]))
         with EncoderClient(self._server.target, token=self._key) as client:
             for _ in client.encode_stream(endless, max_in_flight=2):
                 self.answered.append(time.monotonic())
