@@ -1,4 +1,4 @@
-"""Jobs that cannot go on: one line says why, and nothing that is half there has a final name."""
+"""Jobs that cannot continue: one line gives the reason, and no incomplete file has a final name."""
 
 import contextlib
 import re
@@ -22,7 +22,7 @@ def truncated(path: Path) -> None:
 
 
 def damaged(path: Path) -> None:
-    """The footer is as it was, and the text is not."""
+    """Overwrites the text, not the footer."""
     text = parquet.read_metadata(path).row_group(0).column(1)
     data = bytearray(path.read_bytes())
     end = text.dictionary_page_offset + text.total_compressed_size
@@ -47,8 +47,10 @@ def numbers(path: Path) -> None:
         (numbers, "corpus-001.parquet: column 'text' must be of text; its type is double"),
     ],
 )
-def test_a_file_that_cannot_be_read(encoder: Path, tmp_path: Path, spoil: Callable[[Path], None], problem: str) -> None:
-    """All files are looked at before anything is computed."""
+def test_an_unreadable_file_stops_the_job_first(
+    encoder: Path, tmp_path: Path, spoil: Callable[[Path], None], problem: str
+) -> None:
+    """The job opens all files before it computes."""
     corpus = write_corpus(tmp_path / "texts", 3000, files=3)
     spoil(corpus[1])
     done = run("embed", *corpus, "--keep", "id", "--output", f"{tmp_path}/vectors/", "--bundle", encoder)
@@ -58,7 +60,7 @@ def test_a_file_that_cannot_be_read(encoder: Path, tmp_path: Path, spoil: Callab
     assert not (tmp_path / "vectors").exists()
 
 
-def test_a_bundle_that_was_altered(encoder: Path, tmp_path: Path) -> None:
+def test_a_damaged_bundle(encoder: Path, tmp_path: Path) -> None:
     bundle = shutil.copytree(encoder, tmp_path / "models" / encoder.parent.name / encoder.name)
     graph = bundle / "model.onnx"
     data = bytearray(graph.read_bytes())
@@ -83,9 +85,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
     try:
         mount(folder, f"size={size}")
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(
-            f"only who may mount file systems, such as root, has a full disk and one that is read-only: {error}"
-        )
+        pytest.skip(f"a full and a read-only disk need the right to mount file systems: {error}")
     try:
         yield folder
     finally:
@@ -93,7 +93,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 def test_a_full_disk(encoder: Path, tmp_path: Path) -> None:
-    """Finished parts stay. With more room the job goes on."""
+    """Finished parts stay. With more room the job continues."""
     corpus = write_corpus(tmp_path / "texts", 12_000, files=12)
     with small_disk(tmp_path / "disk", "700k") as disk:
         command = ("embed", *corpus, "--keep", "id", "--output", f"{disk}/vectors/", "--bundle", encoder)
@@ -111,7 +111,7 @@ def test_a_full_disk(encoder: Path, tmp_path: Path) -> None:
         check_rows(output_of(disk / "vectors"), short_texts(12_000))
 
 
-def test_a_disk_that_cannot_be_written(encoder: Path, tmp_path: Path) -> None:
+def test_a_read_only_disk(encoder: Path, tmp_path: Path) -> None:
     (corpus,) = write_corpus(tmp_path / "texts", 10)
     with small_disk(tmp_path / "disk", "1m") as disk:
         mount(disk, "remount,ro")

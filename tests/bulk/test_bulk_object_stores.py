@@ -1,4 +1,4 @@
-"""Jobs that read from object stores and write to them, on servers of their own on the loopback address."""
+"""Jobs that read from object stores and write to them, on loopback."""
 
 import subprocess
 import sys
@@ -33,23 +33,23 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 class Bucket:
-    """A bucket named "corpus", as its server has it."""
+    """A bucket named "corpus", read directly from the server."""
 
     def __init__(self, files: Any, root: str, options: str = "") -> None:
-        """Takes its file system, and what URIs in it begin and end with."""
+        """Take the file system, and the beginning and the end of every URI."""
         self.files, self.root, self.options = files, root, options
 
     def uri(self, path: str) -> str:
         return f"{self.root}/{path}{self.options}"
 
     def upload(self, paths: list[Path]) -> list[str]:
-        """Their URIs."""
+        """Upload files, and return their URIs."""
         for path in paths:
             fs.copy_files(str(path), f"corpus/texts/{path.name}", fs.LocalFileSystem(), self.files, use_threads=False)
         return [self.uri(f"texts/{it.name}") for it in paths]
 
     def contents(self, folder: str) -> dict[str, bytes]:
-        """Every file of a job's output but the plan."""
+        """The files of a job's output by name, without the plan."""
         found = self.files.get_file_info(fs.FileSelector(f"corpus/{folder}", recursive=True, allow_not_found=True))
         paths = [it.path for it in found if it.type == fs.FileType.File and it.base_name != "_plan.json"]
         return {it.removeprefix(f"corpus/{folder}/"): self.files.open_input_stream(it).read() for it in paths}
@@ -63,7 +63,7 @@ def output_of(contents: dict[str, bytes]) -> Any:
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[tuple[Bucket, CutProxy]]:
-    """A bucket, and the proxy that `environment` has jobs use."""
+    """A bucket, and the proxy between jobs and the bucket."""
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     port = server.get_host_and_port()[1]
@@ -100,11 +100,11 @@ def command(s3: tuple[Bucket, CutProxy], corpus: list[Path], encoder: Path) -> t
 
 @dataclass(frozen=True)
 class Alone:
-    """A job that was left alone.
+    """An uninterrupted job.
 
     Attributes:
         contents: The objects in the bucket.
-        passed: How many bytes it sent and got.
+        passed: The bytes in each direction.
     """
 
     contents: dict[str, bytes]
@@ -125,10 +125,10 @@ def test_s3_in_and_out(alone: Alone) -> None:
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
-def test_a_job_goes_on_after_its_connection_to_s3_was_cut(
+def test_a_job_continues_after_a_lost_connection_to_s3(
     s3: tuple[Bucket, CutProxy], command: tuple[object, ...], alone: Alone, tmp_path: Path, direction: Direction
 ) -> None:
-    """It fails with one line, and nothing that is half there has a final name."""
+    """The first run fails with one line, and no incomplete file has a final name."""
     (bucket, proxy), folder = s3, f"cut-{direction}"
     variables = environment(proxy, tmp_path / "temporary")
     proxy.mend()
@@ -142,11 +142,11 @@ def test_a_job_goes_on_after_its_connection_to_s3_was_cut(
     assert len(said(cut.stderr)) == 1, cut.stderr
     assert "NETWORK_CONNECTION" in cut.stderr
     assert not list((tmp_path / "temporary").iterdir())
-    there = bucket.contents(folder)
-    assert there.items() < alone.contents.items()
+    present = bucket.contents(folder)
+    assert present.items() < alone.contents.items()
     done = run(*command, bucket.uri(folder), variables=variables)
     assert done.returncode == SOME_REJECTED, done.stderr
-    before = sum(it.endswith(".parquet") for it in there)
+    before = sum(it.endswith(".parquet") for it in present)
     assert before
     assert f"{before} of them made before" in done.stdout
     assert bucket.contents(folder) == alone.contents
@@ -168,7 +168,7 @@ def gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
 
 
 def test_gs_in_and_out(gcs: Bucket, corpus: list[Path], encoder: Path) -> None:
-    """And a part that is not there is made again."""
+    """A second run computes a deleted part again."""
     command = ("embed", *gcs.upload(corpus), "--keep", "id", "--bundle", encoder, "--max-batch-tokens", 1024)
     output = gcs.uri("vectors")
     done = run(*command, "--output", output)

@@ -36,12 +36,12 @@ pytestmark = pytest.mark.timeout(2400)
 
 @dataclass(frozen=True)
 class Done:
-    """A job that was left alone.
+    """An uninterrupted job.
 
     Attributes:
-        output: Its folder.
-        seconds: How long it took.
-        peak_bytes: The most memory that it held.
+        output: The folder of the output.
+        seconds: The duration.
+        peak_bytes: The peak resident memory.
     """
 
     output: Path
@@ -54,7 +54,7 @@ def command(corpus: Path, output: Path, bundle: Path) -> tuple[object, ...]:
 
 
 def peak_bytes(process: "subprocess.Popen[str]") -> int:
-    """The most memory that a process has held so far; 0 once it has ended."""
+    """The peak resident memory of a process; 0 after the end."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
@@ -89,7 +89,7 @@ def alone(corpus: Path, encoder: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def killed_at_random(rows: int, corpus: Path, output: Path, bundle: Path, part_seconds: float) -> Iterator[list[str]]:
-    """Starts the job again and again and kills it; yields the parts that are there after each time."""
+    """Start and kill the job several times; yield the names of the parts after each time."""
     parts = -(-rows // 20_000)
     for begun in sorted(random.sample(range(parts - 3), KILLS)):
         with running(*command(corpus, output, bundle)) as process:
@@ -97,19 +97,19 @@ def killed_at_random(rows: int, corpus: Path, output: Path, bundle: Path, part_s
                 time.sleep(0.01)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(random.uniform(0, part_seconds))
-            assert process.poll() is None, "it ended before it was killed"
+            assert process.poll() is None, "the job ended before the kill"
             kill(process)
         yield part_names(output)
 
 
-def test_every_row_is_there_once_and_in_order(rows: int, alone: Done) -> None:
+def test_every_row_once_and_in_order(rows: int, alone: Done) -> None:
     check_rows(output_of(alone.output), short_texts(rows))
 
 
-def test_a_job_that_is_killed_five_times_gives_the_same_bytes(
+def test_a_job_killed_five_times_gives_the_same_bytes(
     rows: int, corpus: Path, alone: Done, encoder: Path, tmp_path: Path
 ) -> None:
-    """And no part that was done is done again."""
+    """No finished part is computed again."""
     output = tmp_path / "vectors"
     made: dict[str, int] = {}
     for names in killed_at_random(rows, corpus, output, encoder, alone.seconds * 20_000 / rows):
@@ -126,7 +126,7 @@ def test_memory_does_not_grow_with_the_rows(alone: Done, encoder: Path, tmp_path
     assert alone.peak_bytes <= max(1.1 * fewer.peak_bytes, fewer.peak_bytes + 64 * MIB)
 
 
-def test_two_runs_at_once_do_no_harm(encoder: Path, tmp_path: Path) -> None:
+def test_two_runs_of_a_job_at_once(encoder: Path, tmp_path: Path) -> None:
     files = write_corpus(tmp_path / "texts", 20_000, files=10)
     both = ("embed", *files, "--keep", "id", "--bundle", encoder, "--output", f"{tmp_path}/both/")
     with running(*both) as one, running(*both) as other:
@@ -137,7 +137,7 @@ def test_two_runs_at_once_do_no_harm(encoder: Path, tmp_path: Path) -> None:
 
 
 class SlowSource(LocalSource):
-    """A bundle that is loaded so slowly that meanwhile another run makes the plan, and measures other batches."""
+    """A bundle whose load takes so long that another run writes the plan first, with other batches."""
 
     def __init__(self, bundle: Path, other: Callable[[], None]) -> None:
         super().__init__(bundle, EngineOptions())
@@ -149,7 +149,7 @@ class SlowSource(LocalSource):
         return super().open(make, kind, before)
 
 
-def test_of_two_runs_that_begin_at_once_the_slower_takes_the_plan_of_the_faster(encoder: Path, tmp_path: Path) -> None:
+def test_the_slower_of_two_runs_takes_the_plan_of_the_faster(encoder: Path, tmp_path: Path) -> None:
     corpus, output = write_corpus(tmp_path / "texts", 100)[0], str(tmp_path / "vectors")
 
     def job(source: LocalSource) -> EmbedJob:

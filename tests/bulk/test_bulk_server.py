@@ -1,4 +1,4 @@
-"""Jobs through a server: killed, through a server that restarts, and through one that refuses for a while."""
+"""Jobs through a server: the job is killed, the server restarts, or the server refuses calls for a while."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ ROWS, FILES = 20_000, 20
 # 60 shows that a job waits for a server that refuses for a minute.
 REFUSAL_SECONDS = float(os.environ.get("ENCSERVE_BULK_REFUSAL_SECONDS", "4"))
 SOME_REJECTED = 3
-TOLERANCE = 1e-5  # of a sequence among some neighbours against the same among others
+TOLERANCE = 1e-5  # relative error of a vector in another batch
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def wait_for_parts(output: Path, count: int) -> None:
         time.sleep(0.01)
 
 
-def test_a_job_that_is_killed_goes_on(corpus: list[Path], want: Any, encoder: Path, tmp_path: Path) -> None:
+def test_a_killed_job_continues(corpus: list[Path], want: Any, encoder: Path, tmp_path: Path) -> None:
     output = tmp_path / "vectors"
     with real_server(encoder.parent.parent) as server:
         for parts in (3, 9):
@@ -84,7 +84,7 @@ def test_a_job_that_is_killed_goes_on(corpus: list[Path], want: Any, encoder: Pa
 
 @contextlib.contextmanager
 def killed_after(parts: int, output: Path, bundle: Path) -> Iterator[str]:
-    """A server's target. It is killed once so many parts are there; two seconds later it is started again."""
+    """The target of a server. After some parts the server is killed, and starts again two seconds later."""
     flags = ("--grpc-port", str(free_port()))
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(real_server(bundle.parent.parent, *flags))]
@@ -106,10 +106,10 @@ def killed_after(parts: int, output: Path, bundle: Path) -> Iterator[str]:
 
 
 def check_both_worked(servers: list[RealServer]) -> None:
-    assert servers[1].metric("encserve_tokens_total") > 0, "everything was done before the restart"
+    assert servers[1].metric("encserve_tokens_total") > 0, "all work ended before the restart"
 
 
-def test_a_job_outlives_a_restart_of_its_server(corpus: list[Path], want: Any, encoder: Path, tmp_path: Path) -> None:
+def test_a_job_survives_a_restart_of_the_server(corpus: list[Path], want: Any, encoder: Path, tmp_path: Path) -> None:
     output = tmp_path / "vectors"
     with killed_after(3, output, encoder) as target:
         done = run(*command(target, corpus, output))

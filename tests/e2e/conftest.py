@@ -1,11 +1,11 @@
-"""From checkpoint to client: real weights are exported, a real server process serves them, real clients ask."""
+"""From checkpoint to client: exports of real weights, real server processes, real clients."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import DATA, GOLDENS, MODEL, export_golden, export_minilm, minilm_directory
+from checkpoints import DATA, MODEL, export_golden, export_minilm, export_small_with_text, minilm_directory
 from real_server import RealServer, real_server
 from tokenizers import Tokenizer
 from zoo import Zoo
@@ -15,19 +15,24 @@ from encserve_client import EncoderClient
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository of exported models: the real one, and a small one for each layout."""
+    """A repository with all-MiniLM-L6-v2 and raw-matrices."""
     repository = tmp_path_factory.mktemp("models")
     export_minilm(repository)
-    for name in GOLDENS:
-        export_golden(name, repository)
+    export_golden("raw-matrices", repository)
     return repository
 
 
 @pytest.fixture(scope="session")
+def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository with one small model that takes text, for servers that start often."""
+    folder = tmp_path_factory.mktemp("small")
+    return export_small_with_text(folder / "models", "small", folder / "checkpoint").path.parent.parent
+
+
+@pytest.fixture(scope="session")
 def server(models: Path) -> Iterator[RealServer]:
-    """One server of all models, for tests that do not change the server."""
-    flags = [flag for name in (MODEL, *GOLDENS) for flag in ("--model", name)]
-    with real_server(models, *flags) as server:
+    """A server of all-MiniLM-L6-v2, its default model, and raw-matrices."""
+    with real_server(models, f"--model={MODEL}", "--model=raw-matrices") as server:
         yield server
 
 
@@ -46,11 +51,17 @@ def minilm() -> Any:
 
 
 @pytest.fixture(scope="session")
-def real_ids() -> list[int]:
-    """The token ids of a real text of thousands of tokens: the project's licence, special tokens left out."""
+def tokenizer() -> Tokenizer:
+    """The tokenizer of all-MiniLM-L6-v2, without truncation and padding."""
     tokenizer = Tokenizer.from_file(str(minilm_directory() / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def real_ids(tokenizer: Tokenizer) -> list[int]:
+    """The token ids of the project's licence, without special tokens: more than 1,600."""
     ids = tokenizer.encode((DATA.parent.parent / "LICENSE").read_text(), add_special_tokens=False).ids
     assert len(ids) > 1600
     return list(ids)
@@ -58,5 +69,5 @@ def real_ids() -> list[int]:
 
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
-    """The tiny models of all kinds, each written and exported when a test first asks for it."""
+    """The tiny models of all kinds; the first test that needs a model writes and exports it."""
     return Zoo(tmp_path_factory.mktemp("zoo"))

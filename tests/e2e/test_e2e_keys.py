@@ -58,29 +58,29 @@ def parts_of(key: str) -> list[str]:
     """All texts that would reveal a key: its parts, its digest, its Basic encoding."""
     random = key.removeprefix("encserve-")
     basic = base64.b64encode(f"user:{key}".encode()).decode()
-    sums = [digest_of(key).hex(), base64.b64encode(digest_of(key)).decode()]
-    return [it[i : i + PART] for it in (random, *sums, basic[20:]) for i in range(len(it) - PART)]
+    digests = [digest_of(key).hex(), base64.b64encode(digest_of(key)).decode()]
+    return [it[i : i + PART] for it in (random, *digests, basic[20:]) for i in range(len(it) - PART)]
 
 
-class Told:
+class Outputs:
     """All outputs, by their source."""
 
     def __init__(self) -> None:
         self.texts: dict[str, list[str]] = {}
 
-    def add(self, who: str, *what: object) -> None:
-        self.texts.setdefault(who, []).extend(map(str, what))
+    def add(self, source: str, *values: object) -> None:
+        self.texts.setdefault(source, []).extend(map(str, values))
 
     def with_any(self, parts: list[str]) -> list[str]:
         return [
-            f"{who}: {text[:2000]}"
-            for who, texts in self.texts.items()
+            f"{source}: {text[:2000]}"
+            for source, texts in self.texts.items()
             for text in texts
             if any(part in text for part in parts)
         ]
 
 
-def call_grpc(server: RealServer, told: Told, key: str) -> None:
+def call_grpc(server: RealServer, outputs: Outputs, key: str) -> None:
     infer = infer_request(text=text_tensor("w3 w4")).SerializeToString()
     unary = [(f"{SERVICE}/{it}", data) for it in ("Encode", "Tokenize", "Inspect") for data in (ENCODE, b"\xff")]
     unary += [(f"{SERVICE}/Nothing", b""), (f"{SERVICE}/GetModel", b""), (f"{INFER}/ModelInfer", infer)]
@@ -93,16 +93,16 @@ def call_grpc(server: RealServer, told: Told, key: str) -> None:
                 try:
                     rpc(data, metadata=(header,), timeout=20)
                 except grpc.RpcError as error:
-                    told.add("gRPC's error", repr(error), error.trailing_metadata())
+                    outputs.add("gRPC's error", repr(error), error.trailing_metadata())
             for method, data in streams:
                 stream: Any = channel.stream_stream(f"/{method}")
                 try:
                     list(stream(iter([data, b"\xff"]), metadata=(header,), timeout=20))
                 except grpc.RpcError as error:
-                    told.add("gRPC's error", repr(error), error.trailing_metadata())
+                    outputs.add("gRPC's error", repr(error), error.trailing_metadata())
 
 
-def call_http(server: RealServer, told: Told, key: str) -> None:
+def call_http(server: RealServer, outputs: Outputs, key: str) -> None:
     body = {"input": "w3 w4", "model": "tiny"}
     paths = ("/v1/embeddings", "/embed", "/v2/embed", "/v2/models/tiny/infer", "/v1/models", "/nowhere", "/health")
     with httpx.Client(base_url=server.url, trust_env=False) as client:
@@ -110,15 +110,15 @@ def call_http(server: RealServer, told: Told, key: str) -> None:
             for path in paths:
                 for send in ({"json": body}, {"content": b"{no JSON"}, {"content": b""}):
                     answer = client.post(path, headers={name: value}, params={"api_key": key, "key": key}, **send)
-                    told.add(f"HTTP's answer to {path}", answer.status_code, answer.headers, answer.text)
+                    outputs.add(f"HTTP's answer to {path}", answer.status_code, answer.headers, answer.text)
     with httpx.Client(base_url=f"http://user:{key}@127.0.0.1:{server.metrics_port}", trust_env=False) as client:
         for name, value in headers_of(key):
             for path in ("/metrics", "/healthz", "/nowhere"):
                 answer = client.get(path, headers={name: value}, params={"api_key": key})
-                told.add(f"the metrics page, {path}", answer.headers, answer.text)
+                outputs.add(f"the metrics page, {path}", answer.headers, answer.text)
 
 
-def talk_nonsense(server: RealServer, key: str) -> None:
+def send_invalid_heads(server: RealServer, key: str) -> None:
     """Heads that are not HTTP, on every port; a head that is too large; a head without its body."""
     heads = [
         f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\napi-key: {key}\x00\r\n\r\n",
@@ -139,19 +139,19 @@ def talk_nonsense(server: RealServer, key: str) -> None:
                     connection.recv(65536)  # an answer may quote a wrong head to its sender
 
 
-def call_ours(server: RealServer, told: Told, key: str, *, is_right: bool) -> None:
+def call_ours(server: RealServer, outputs: Outputs, key: str, *, is_right: bool) -> None:
     """Our client and our command."""
     with EncoderClient(server.target, token=key, retry=RetryPolicy(max_attempts=1)) as client:
-        told.add("our client", repr(client), vars(client).keys())
+        outputs.add("our client", repr(client), vars(client).keys())
         if is_right:
             client.embed(["w3 w4"])
         else:
             with pytest.raises(AccessDeniedError) as refused:
                 client.embed(["w3 w4"])
-            told.add("our client", repr(refused.value), refused.value, vars(refused.value))
+            outputs.add("our client", repr(refused.value), refused.value, vars(refused.value))
         with pytest.raises(EncserveError) as wrong:
             client.embed([[999_999]])
-        told.add("our client", repr(wrong.value), vars(wrong.value))
+        outputs.add("our client", repr(wrong.value), vars(wrong.value))
     flag, variables = ("--token", key), ({"ENCSERVE_API_KEY": key}, {"ENCSERVE_TOKEN": key})
     for given, environment, command in (
         (flag, {}, ("models",)),
@@ -167,7 +167,7 @@ def call_ours(server: RealServer, told: Told, key: str, *, is_right: bool) -> No
             check=False,
             env=os.environ | environment,
         )
-        told.add(f"the command {command}", done.returncode, done.stdout, done.stderr)
+        outputs.add(f"the command {command}", done.returncode, done.stdout, done.stderr)
 
 
 @pytest.fixture
@@ -177,15 +177,15 @@ def repository(tmp_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def server_that_tells(
+def server_with_all_logs(
     repository: Path, receiver: OtlpReceiver, keys: str, *flags: str
 ) -> Iterator[tuple[RealServer, Path]]:
-    """A server with all logs on. Its key is in its environment, its standard output in a file."""
+    """A server with all logs on. The server's key is in its environment, the standard output goes to a file."""
     program, output = repository.parent / "encserve-server", repository.parent / "output"
     program.write_text(f'#!/bin/sh\n{keys}\nexec "{COMMAND}" "$@" > "{output}"\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    said = ("--http-port", "0", "--log-level", "debug", "--access-log", "--trace-endpoint", receiver.endpoint)
-    with real_server(repository, *said, *flags, program=program) as server:
+    log_flags = ("--http-port", "0", "--log-level", "debug", "--access-log", "--trace-endpoint", receiver.endpoint)
+    with real_server(repository, *log_flags, *flags, program=program) as server:
         yield server, output
 
 
@@ -194,17 +194,17 @@ def test_no_output_reveals_a_key(repository: Path, has_file: bool, caplog: pytes
     """With a callers file, which is later replaced by a file with a key in the wrong place; and with a variable."""
     caplog.set_level(logging.DEBUG)
     right, wrong = make_key(), make_key()
-    told, file = Told(), repository.parent / "callers.toml"
+    outputs, file = Outputs(), repository.parent / "callers.toml"
     entry = f'[[caller]]\nname = "search"\nkey_sha256 = ["{digest_of(right).hex()}"]\n'
     file.write_text(entry)
     flags = ("--callers", str(file)) if has_file else ()
     variable = "" if has_file else f"export ENCSERVE_API_KEY={right}"
-    with otlp_receiver() as receiver, server_that_tells(repository, receiver, variable, *flags) as (server, output):
+    with otlp_receiver() as receiver, server_with_all_logs(repository, receiver, variable, *flags) as (server, output):
         for key in (right, wrong):
-            call_grpc(server, told, key)
-            call_http(server, told, key)
-            talk_nonsense(server, key)
-            call_ours(server, told, key, is_right=key == right)
+            call_grpc(server, outputs, key)
+            call_http(server, outputs, key)
+            send_invalid_heads(server, key)
+            call_ours(server, outputs, key, is_right=key == right)
         if has_file:
             for text, outcome in ((f'{entry}{wrong} = "b"', "refused"), (entry.replace("search", "b"), "loaded")):
                 file.write_text(text)
@@ -212,16 +212,16 @@ def test_no_output_reveals_a_key(repository: Path, has_file: bool, caplog: pytes
                 while not server.metric("encserve_callers_reads_total", outcome=outcome):
                     assert time.monotonic() < ends_at
         with httpx.Client(trust_env=False) as client:
-            told.add("the metrics", client.get(f"http://127.0.0.1:{server.metrics_port}/metrics").text)
-        told.add("the command line", Path(f"/proc/{server.process.pid}/cmdline").read_text())
+            outputs.add("the metrics", client.get(f"http://127.0.0.1:{server.metrics_port}/metrics").text)
+        outputs.add("the command line", Path(f"/proc/{server.process.pid}/cmdline").read_text())
         server.terminate()
         assert server.wait() == 0
-        told.add("the log", *map(json.dumps, server.log))
-        told.add("the access log", output.read_text())
+        outputs.add("the log", *map(json.dumps, server.log))
+        outputs.add("the access log", output.read_text())
         assert output.read_text().count("\n") > 300
         spans = receiver.wait_for(lambda spans: len(spans) > 300)
-        told.add("traces", *(f"{it.name} {it.attributes} {it.resource} {it.trace_state}" for it in spans))
-    told.add(
+        outputs.add("traces", *(f"{it.name} {it.attributes} {it.resource} {it.trace_state}" for it in spans))
+    outputs.add(
         "the client's log", *(it.getMessage() for it in caplog.records if it.name.startswith(("encserve", "grpc")))
     )
-    assert not told.with_any([part for key in (right, wrong) for part in parts_of(key)])
+    assert not outputs.with_any([part for key in (right, wrong) for part in parts_of(key)])

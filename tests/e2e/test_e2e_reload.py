@@ -1,4 +1,4 @@
-"""New versions of a model arrive under load: no call fails, and each answer comes from the version it names."""
+"""New versions of a model arrive under load: no call fails, and each reply has the rows of its version."""
 
 import asyncio
 import json
@@ -83,12 +83,12 @@ def served(server: RealServer) -> list[str]:
 def only_loaded(server: RealServer, version: str) -> Callable[[], bool]:
     """Whether this version serves and the version before it has left the metrics, so is unloaded."""
 
-    def is_so() -> bool:
+    def condition() -> bool:
         return (
             server.metric("encserve_model_default", version=version) == 1 and server.metric("encserve_model_info") == 1
         )
 
-    return is_so
+    return condition
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -135,7 +135,9 @@ async def test_twenty_switches_under_load(
     assert memory[-1] - memory[0] < weights / 2, [f"{it / 2**20:.0f} MiB" for it in memory]
 
 
-def test_a_bad_version_is_refused_and_the_old_one_serves_on(server: RealServer, repository: Path, drafts: Path) -> None:
+def test_a_damaged_version_is_refused_and_the_old_version_stays(
+    server: RealServer, repository: Path, drafts: Path
+) -> None:
     publish(drafts, repository, "1")
     path = repository / "m" / "1" / "model.onnx.data"
     data = bytearray(path.read_bytes())
@@ -151,9 +153,7 @@ def test_a_bad_version_is_refused_and_the_old_one_serves_on(server: RealServer, 
         client.encode(INPUTS)
 
 
-def test_a_client_that_expects_a_fingerprint_never_gets_another(
-    server: RealServer, repository: Path, drafts: Path
-) -> None:
+def test_a_client_gets_only_the_expected_fingerprint(server: RealServer, repository: Path, drafts: Path) -> None:
     with EncoderClient(server.target) as client:
         fingerprint = client.model().fingerprint
     with EncoderClient(server.target, expected_fingerprint=fingerprint) as client:
@@ -186,7 +186,7 @@ def test_a_stream_never_mixes_versions(server: RealServer, repository: Path, dra
             list(results)
 
 
-def test_the_default_looks_by_itself(repository: Path, drafts: Path) -> None:
+def test_the_server_finds_new_versions_by_itself(repository: Path, drafts: Path) -> None:
     with real_server(repository, "--model-poll-seconds", "0.1", "--latest-versions", "2") as server:
         publish(drafts, repository, "1")
         until(lambda: served(server) == ["1", "0"])

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from callers import Callers
-from checkpoints import export_small_with_text
 from ports import free_port
 from real_envoy import real_envoy
 from real_server import RealServer, real_server
@@ -64,17 +63,10 @@ class Replicas:
             self.want = client.encode(TEXTS)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model, since servers start often here."""
-    folder = tmp_path_factory.mktemp("small")
-    return export_small_with_text(folder / "models", "small", folder / "checkpoint").path.parent.parent
-
-
 @pytest.fixture
-def replicas(models: Path) -> Iterator[Replicas]:
+def replicas(small_models: Path) -> Iterator[Replicas]:
     with contextlib.ExitStack() as stack:
-        yield Replicas(models, stack)
+        yield Replicas(small_models, stack)
 
 
 @pytest.fixture(params=["envoy", "round robin"])

@@ -3,13 +3,12 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import export_small_with_text
 from click.testing import CliRunner
 from ports import free_port
 from real_server import RealServer, real_server
@@ -22,15 +21,8 @@ TEXTS = [f"hello {'new ' * (n % 7)}world {'brave ' * (n % 40)}".strip() for n in
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model, which loads soon."""
-    folder = tmp_path_factory.mktemp("small")
-    return export_small_with_text(folder / "models", "small", folder / "checkpoint").path.parent.parent
-
-
-@pytest.fixture(scope="module")
-def want(models: Path) -> Any:
-    with real_server(models) as server, EncoderClient(server.target) as client:
+def want(small_models: Path) -> Any:
+    with real_server(small_models) as server, EncoderClient(server.target) as client:
         return client.embed(TEXTS, pooling="mean")
 
 
@@ -60,34 +52,29 @@ def killed_in_the_middle(models: Path) -> Iterator[str]:
         assert servers[1].metric("encserve_tokens_total") > 0, "everything was done before the restart"
 
 
-def agree(found: Any, want: Any) -> None:
-    np.testing.assert_allclose(np.asarray(found), want, atol=1e-5)
+def embed(target: str, _: Path) -> Any:
+    with EncoderClient(target) as client:
+        return client.embed(TEXTS, pooling="mean")
 
 
-def test_embed_outlives_a_restart(models: Path, want: Any) -> None:
-    with killed_in_the_middle(models) as target, EncoderClient(target) as client:
-        agree(client.embed(TEXTS, pooling="mean"), want)
+def embed_stream(target: str, _: Path) -> Any:
+    with EncoderClient(target) as client:
+        return list(client.embed_stream(TEXTS, pooling="mean"))
 
 
-def test_embed_stream_outlives_a_restart(models: Path, want: Any) -> None:
-    with killed_in_the_middle(models) as target, EncoderClient(target) as client:
-        agree(list(client.embed_stream(TEXTS, pooling="mean")), want)
+def command(target: str, folder: Path) -> Any:
+    file, output = folder / "texts.txt", folder / "vectors.npy"
+    file.write_text("\n".join(TEXTS))
+    arguments = ["--target", target, "embed", str(file), "--pooling", "mean", "--output", str(output)]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0, result.output
+    return np.load(output)
 
 
-def test_the_command_outlives_a_restart(models: Path, want: Any, tmp_path: Path) -> None:
-    (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
-    output = tmp_path / "vectors.npy"
-    with killed_in_the_middle(models) as target:
-        arguments = [
-            "--target",
-            target,
-            "embed",
-            str(tmp_path / "texts.txt"),
-            "--pooling",
-            "mean",
-            "--output",
-            str(output),
-        ]
-        result = CliRunner().invoke(cli, arguments)
-        assert result.exit_code == 0, result.output
-    agree(np.load(output), want)
+@pytest.mark.parametrize("call", [embed, embed_stream, command])
+def test_a_long_call_survives_a_restart(
+    small_models: Path, want: Any, tmp_path: Path, call: Callable[[str, Path], Any]
+) -> None:
+    with killed_in_the_middle(small_models) as target:
+        vectors = call(target, tmp_path)
+    np.testing.assert_allclose(np.asarray(vectors), want, atol=1e-5)

@@ -48,7 +48,7 @@ def test_a_thousand_ranges_are_pooled_from_the_rows_of_one_run(stub: Any) -> Non
         assert isinstance(response, pb.EncodeResponse)
         return response
 
-    with ThreadPoolExecutor(4) as pool:  # in company
+    with ThreadPoolExecutor(4) as pool:  # together with other calls
         responses = list(pool.map(ask, np.split(bounds, [1, 500])))
         responses.append(ask(bounds))
     for response, ranges in zip(responses, [*np.split(bounds, [1, 500]), bounds], strict=True):
@@ -58,14 +58,14 @@ def test_a_thousand_ranges_are_pooled_from_the_rows_of_one_run(stub: Any) -> Non
         starts, ends = np.array(info.char_starts), np.array(info.char_ends)
         of_text = (ends > starts) & ~np.array(info.special)
         tokens = [np.flatnonzero(of_text & (starts < end) & (ends > start) & (start < end)) for start, end in ranges]
-        assert list(info.span_token_counts) == [len(its) for its in tokens]
+        assert list(info.span_token_counts) == [len(places) for places in tokens]
         for tensor, pool_rows in zip(response.outputs[1:], POOL.values(), strict=True):
             assert list(tensor.lengths) == [len(ranges), 0]
-            want = np.array([pool_rows(rows[its]) if len(its) else np.zeros(tensor.width) for its in tokens])
+            want = np.array([pool_rows(rows[it]) if len(it) else np.zeros(tensor.width) for it in tokens])
             assert np.abs(tensor_of(tensor) - want).max() <= 1e-6
 
 
-def test_tokenize_tells_what_encode_sees(stub: Any) -> None:
+def test_tokenize_gives_the_tokens_of_encode(stub: Any) -> None:
     """Tokenize returns the whole text in characters and in bytes, though the text is too long for the model."""
     texts = [TEXT, "", TEXT * 3]
     options = pb.EncodeOptions(truncation=pb.TRUNCATION_END, include_token_strings=True)

@@ -1,4 +1,4 @@
-"""Rows of masked tokens equal transformers' rows, alone and in a batch of mixed lengths."""
+"""Rows of tokens that no token attends to equal transformers' rows, alone and in a batch of mixed lengths."""
 
 import dataclasses
 from pathlib import Path
@@ -19,16 +19,16 @@ from encserve_server.repository.bundle import read_bundle
 # nothing, and transformers' row for the token depends on the padding.
 WINDOW = {"local_attention": 64}
 SOME = [
-    dataclasses.replace(its, settings=its.settings | WINDOW) if "local_attention" in its.settings else its
-    for its in ARCHITECTURES
-    if its.name in ("BERT", "RoBERTa", "DistilBERT", "ModernBERT")
+    dataclasses.replace(it, settings=it.settings | WINDOW) if "local_attention" in it.settings else it
+    for it in ARCHITECTURES
+    if it.name in ("BERT", "RoBERTa", "DistilBERT", "ModernBERT")
 ]
 # (sequence length, number of attended tokens); 0 attended tokens means all.
 LENGTHS = ((5, 0), (32, 4), (32, 31), (40, 0), (32, 32), (9, 1))
 
 
 @pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
-@pytest.mark.parametrize("architecture", SOME, ids=lambda its: its.folder)
+@pytest.mark.parametrize("architecture", SOME, ids=lambda it: it.folder)
 def test_rows_of_unattended_tokens(architecture: Architecture, name: str, tmp_path: Path) -> None:
     target = Target(model_repository=tmp_path, name="some")
     made = export_once(export_hf, save(architecture, tmp_path), target=target, max_sequence_tokens=60, ids_only=True)

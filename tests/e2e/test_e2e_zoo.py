@@ -16,6 +16,7 @@ import pytest
 import torch
 from agreement import least_cosine, worst_relative_error
 from architectures import ARCHITECTURES, VOCAB_SIZE, Architecture, build, rows_of, save
+from checkpoints import MODEL
 from click.testing import CliRunner
 from exporting import export_once
 from real_server import RealServer, cpu_has_bfloat16, real_server
@@ -89,7 +90,7 @@ def test_the_server_gives_the_vectors_of_the_library(zoo: Zoo, client: EncoderCl
     compare_with_the_library(zoo, client, name)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda its: its.folder)
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda it: it.folder)
 def test_the_server_gives_the_rows_of_transformers(client: EncoderClient, architecture: Architecture) -> None:
     compare_with_transformers(client, architecture)
 
@@ -119,13 +120,17 @@ def test_openvino_bfloat16_vectors_are_close_to_the_library(zoo: Zoo, models: Pa
                 assert least_cosine(got, [rows_of(build(architecture), ids)]) >= 0.999
 
 
-@pytest.mark.parametrize("name", [*LATE, *SPARSE])
+@pytest.mark.parametrize("name", [*LATE, *SPARSE, MODEL])
 def test_http_has_the_same_bits(server: RealServer, client: EncoderClient, name: str) -> None:
     row = MODELS[name]
     for way in row.ways:
+        body: dict[str, Any]
         if row.kind == "sparse":
             body = {"inputs": row.texts, "model": name, "input_type": way.task}
             got = [_dense(it, client.model(name).vocab_size) for it in _post(server, "/embed_sparse", body)]
+        elif row.kind == "dense":
+            body = {"inputs": row.texts, "model": name, "normalize": False}  # the model has no prompts
+            got = [np.array([it], np.float32) for it in _post(server, "/embed", body)]
         else:
             body = {"input": row.texts, "model": name, "task": "token_embed", "input_type": way.task}
             got = [_reshaped(it) for it in _post(server, "/pooling", body)["data"]]
@@ -149,7 +154,7 @@ def _dense(weights: list[dict[str, Any]], width: int) -> Array:
     return dense
 
 
-async def test_asyncio_has_the_same_vectors_and_warns_of_texts_that_are_cut(zoo: Zoo, server: RealServer) -> None:
+async def test_the_async_client_gives_the_same_vectors_and_warns_of_cut_texts(zoo: Zoo, server: RealServer) -> None:
     name, texts = "fixed-unattended", TEXTS
     cut = [i for i, text in enumerate(texts) if len(text.split()) > 80 - 4]  # the prompt, [CLS] and [SEP] take four
     async with AsyncEncoderClient(server.target) as client:
@@ -243,8 +248,9 @@ def test_maxsim_scores_and_html_report_equal_the_library(
     library = zoo.library(name)
     queries, documents = [text_of(1 + i, seed=i) for i in range(5)], [text_of(2 * i, seed=99 + i) for i in range(20)]
     want = library.similarity(library.encode_query(queries), library.encode_document(documents)).numpy()
-    asked, found = served(client, name, Way("query"), queries), served(client, name, Way("document"), documents)
-    got = [[maxsim(query, document, library.similarity_fn_name) for document in found] for query in asked]
+    query_vectors = served(client, name, Way("query"), queries)
+    document_vectors = served(client, name, Way("document"), documents)
+    got = [[maxsim(query, it, library.similarity_fn_name) for it in document_vectors] for query in query_vectors]
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
     page = tmp_path / "page.html"

@@ -337,7 +337,7 @@ def statuses_of(server: RealServer, channel: grpc.Channel, text: str) -> dict[st
     for path, data in unary.items():
         method: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)
         statuses[path] = method.future(data, timeout=ANSWER_SECONDS).code().name
-    message = serialized(pb.EncodeStreamRequest(request_id="a", request=request))
+    message = in_stream("a", serialized(request))
     stream: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(ENCODE_STREAM)
     statuses[ENCODE_STREAM] = first_status(stream(iter([message]), timeout=ANSWER_SECONDS))
     for path, fields in {"/embed": {"inputs": [text], "pooling": "mean"}, "/tokenize": {"inputs": [text]}}.items():

@@ -10,7 +10,18 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from checkpoints import MODEL
-from judging import JUDGES, ROOT, go_example, missing, npm_folder, program, python_environment, run, source_folder
+from judging import (
+    JUDGES,
+    ROOT,
+    TEXTS,
+    go_example,
+    missing,
+    npm_folder,
+    program,
+    python_environment,
+    run,
+    source_folder,
+)
 from real_server import RealServer
 
 from encserve_client import EncoderClient
@@ -19,7 +30,6 @@ pytestmark = pytest.mark.timeout(900)  # the first run installs the clients
 
 Array = npt.NDArray[Any]
 BinOf = Callable[[str], Path]
-TEXTS = ["I understand this", "and that", "🌍 ein längerer Satz, der in mehr Tokens zerfällt als andere", "a" * 300]
 IDS = [[101, 1045, 3305, 2023, 102], [101, 1998, 2008, 102]]
 
 

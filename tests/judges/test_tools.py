@@ -17,7 +17,7 @@ import pytest
 import torch
 from checkpoints import MODEL, minilm_directory
 from exporting import export_once
-from judging import JUDGES, ROOT, npm_folder, program, python_environment, run
+from judging import JUDGES, ROOT, TEXTS, npm_folder, program, python_environment, run
 from real_server import RealServer, real_server
 from scipy.stats import spearmanr
 
@@ -52,7 +52,6 @@ PAIRS = [
 ]
 # Tools whose lines send all texts in one request, which holds at most 256.
 OPEN_INFERENCE = ("KServe", "MLServer", "tritonclient")
-TEXTS = ["I understand this", "and that", "🌍 ein längerer Satz, der in mehr Tokens zerfällt als andere", "a" * 300]
 QUIET = {
     "HF_HUB_OFFLINE": "0",  # 1 would keep Hugging Face's client from loopback
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -172,7 +171,7 @@ def test_mteb(server: RealServer, tmp_path: Path) -> None:
     blocks = [tmp_path / f"{i}.py" for i in range(len(blocks_by_tool()["MTEB"]))]
     for path, (_, lines) in zip(blocks, blocks_by_tool()["MTEB"], strict=True):
         path.write_text(with_ports(lines, server))
-    python = python_environment("mteb", with_ours=True) / "python"
+    python = python_environment("mteb", with_encserve=True) / "python"
     output = run([python, JUDGES / "mteb_judge.py", tmp_path / "requests.json", *blocks], cwd=tmp_path)
     first, second, similarity = zip(*PAIRS, strict=True)
     with EncoderClient(server.target) as client:

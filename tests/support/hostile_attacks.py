@@ -36,6 +36,7 @@ _READ_BYTES = 1 << 20
 _PACKET_BYTES = 1 << 16
 # A slow sender holds back the last bytes and sends one each second.
 _HELD_BACK_BYTES, _DRIP_SECONDS = 64 * 1024, 1.0
+_ANY_SIZE = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 Report = dict[str, Any]
 
 
@@ -166,8 +167,7 @@ def ask_grpc(over: threading.Event, target: str, path: str, requests: Sequence[b
                 counts[await _unary(call, request)] += 1
 
     async def run() -> None:
-        options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-        async with grpc.aio.insecure_channel(target, options=options) as channel:
+        async with grpc.aio.insecure_channel(target, options=_ANY_SIZE) as channel:
             asking = asyncio.gather(*(ask(channel.unary_unary(path)) for _ in range(callers)))
             while not over.is_set() and not asking.done():
                 await asyncio.sleep(0.05)
@@ -193,8 +193,7 @@ def stream_grpc(over: threading.Event, target: str, path: str, request: bytes, c
 
     async def run() -> int:
         answers = 0
-        options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-        async with grpc.aio.insecure_channel(target, options=options) as channel:
+        async with grpc.aio.insecure_channel(target, options=_ANY_SIZE) as channel:
 
             async def send(call: Any) -> None:
                 for _ in range(count):

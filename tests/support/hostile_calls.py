@@ -2,14 +2,15 @@
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import orjson
 from google.protobuf.message import Message
 from hostile_attacks import ENCODE, ENCODE_STREAM, MODEL_INFER, Holder
 from hostile_models import WIDE_TOKENS
+from open_inference import infer_request, text_tensor
 from real_server import RealServer
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as infer_pb
 
 HTTP = "/v1/embeddings"
 # One method of each protocol.
@@ -35,9 +36,7 @@ def encode(inputs: Iterable[Sequence[int]], outputs: Iterable[pb.OutputSpec] = (
 
 def encode_text(text: str) -> pb.EncodeRequest:
     """An EncodeRequest of one text."""
-    request = pb.EncodeRequest()
-    request.inputs.add().text = text
-    return request
+    return pb.EncodeRequest(inputs=[pb.Input(text=text)])
 
 
 def in_stream(request_id: str, request: bytes) -> bytes:
@@ -47,20 +46,13 @@ def in_stream(request_id: str, request: bytes) -> bytes:
 
 def infer(n_tokens: int, request_id: str = "") -> bytes:
     """An Open Inference request for the rows of `n_tokens` ids."""
-    request = infer_pb.ModelInferRequest(id=request_id)
-    request.inputs.add(name="input_ids", datatype="INT64", shape=[1, n_tokens])
-    request.raw_input_contents.append(b"\1\0\0\0\0\0\0\0" * n_tokens)
-    request.outputs.add(name="last_hidden_state")
-    return serialized(request)
+    ids = np.ones((1, n_tokens), np.int64)
+    return serialized(infer_request(model="", request_id=request_id, outputs=["last_hidden_state"], input_ids=ids))
 
 
 def infer_text(text: str) -> bytes:
     """An Open Inference request for the rows of a text."""
-    request = infer_pb.ModelInferRequest()
-    request.inputs.add(name="text", datatype="BYTES", shape=[1])
-    request.raw_input_contents.append(len(text).to_bytes(4, "little") + text.encode())
-    request.outputs.add(name="last_hidden_state")
-    return serialized(request)
+    return serialized(infer_request(model="", outputs=["last_hidden_state"], text=text_tensor(text)))
 
 
 def post(path: str, fields: object) -> bytes:

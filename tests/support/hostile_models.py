@@ -8,9 +8,8 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 from tiny_bundle import write_bundle
+from tiny_heads import multi_vector, sparse
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-
-from encserve_proto.bundle.v1 import manifest_pb2
 
 VOCAB_SIZE = 64
 # A row of the wide model is 64 KiB, so 1,000 tokens make a reply of 62.5 MiB; the limit is 64 MiB.
@@ -43,8 +42,8 @@ def write_sparse(repository: Path) -> None:
         [
             helper.make_node("Unsqueeze", ["mask", "last"], ["column"]),
             helper.make_node("MatMul", ["rows", "w"], ["logits"]),
-            helper.make_node("Mul", ["logits", "column"], ["kept"]),
-            helper.make_node("ReduceMax", ["kept"], ["largest"], axes=[1], keepdims=0),
+            helper.make_node("Mul", ["logits", "column"], ["masked"]),
+            helper.make_node("ReduceMax", ["masked"], ["largest"], axes=[1], keepdims=0),
             helper.make_node("Relu", ["largest"], ["out"]),
         ],
         {"rows": ["batch", "seq", SPARSE_D_MODEL], "mask": ["batch", "seq"]},
@@ -52,21 +51,13 @@ def write_sparse(repository: Path) -> None:
         w=_random(SPARSE_D_MODEL, SPARSE_WIDTH),
         last=np.array([-1]),
     )
-    part = manifest_pb2.Sparse(
-        file="sparse.onnx",
-        rows_name="rows",
-        mask_name="mask",
-        output_name="out",
-        width=SPARSE_WIDTH,
-        pooling=manifest_pb2.SPARSE_POOLING_MAX,
-    )
     files = {"sparse.onnx": head, "model.onnx": _lookup_graph(SPARSE_D_MODEL, SPARSE_WIDTH)}
     _write(
         repository,
         "sparse",
         SPARSE_D_MODEL,
         files=files,
-        sparse=part,
+        sparse=sparse(width=SPARSE_WIDTH),
         encoder__vocab_size=SPARSE_WIDTH,
         encoder__max_sequence_tokens=512,
     )
@@ -84,13 +75,7 @@ def write_multi_vector(repository: Path) -> None:
         ["tokens", MULTI_VECTOR_WIDTH],
         w=_random(NARROW, MULTI_VECTOR_WIDTH),
     )
-    part = manifest_pb2.MultiVector(
-        file="multi_vector.onnx",
-        input_name="rows",
-        output_name="out",
-        width=MULTI_VECTOR_WIDTH,
-        similarity="maxsim",
-    )
+    part = multi_vector(width=MULTI_VECTOR_WIDTH)
     _write(repository, "multi-vector", NARROW, files={"multi_vector.onnx": head}, multi_vector=part)
 
 

@@ -23,6 +23,7 @@ from harness.programs import peer_environment
 ROOT = Path(__file__).parent.parent.parent
 ENVIRONMENTS = ROOT / ".venv-judges"
 JUDGES = ROOT / "tests/judges"
+TEXTS = ["I understand this", "and that", "🌍 ein längerer Satz, der in mehr Tokens zerfällt als andere", "a" * 300]
 DEBIAN_GO = (  # the same packages as in .ci/run
     "golang-go golang-google-grpc-dev golang-github-golang-protobuf-1-5-dev protobuf-compiler protoc-gen-go "
     "protoc-gen-go-grpc"
@@ -33,11 +34,11 @@ _OFFLINE = {"NO_PROXY": "localhost,127.0.0.1"} | dict.fromkeys(("HTTP_PROXY", "H
 _OFFLINE |= {name.lower(): value for name, value in _OFFLINE.items()}
 
 
-def missing(what: str) -> NoReturn:
+def missing(reason: str) -> NoReturn:
     """Skip the test, or fail it if CI is set."""
     if os.environ.get("CI"):
-        pytest.fail(f"no judge: {what}")
-    pytest.skip(f"no judge: {what}")
+        pytest.fail(f"no judge: {reason}")
+    pytest.skip(f"no judge: {reason}")
 
 
 @contextlib.contextmanager
@@ -59,8 +60,8 @@ def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def python_environment(name: str, versions: str = "pinned", *, with_ours: bool = False) -> Path:
-    """The bin folder of an environment; `with_ours` also makes this environment's packages importable in it.
+def python_environment(name: str, versions: str = "pinned", *, with_encserve: bool = False) -> Path:
+    """The bin folder of an environment; `with_encserve` also makes this environment's packages importable in it.
 
     The newest versions are looked up again each week.
     """
@@ -76,7 +77,7 @@ def python_environment(name: str, versions: str = "pinned", *, with_ours: bool =
         if needed:
             run([*uv, "venv", "--quiet", "--python", sys.executable, folder], installs=True)
             run([*install, requirements, "--quiet", "--python", folder / "bin/python"], installs=True)
-            if with_ours:
+            if with_encserve:
                 (packages,) = folder.glob("lib/python*/site-packages")
                 line = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
                 (packages / "ours.pth").write_text(line)
