@@ -19,7 +19,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_waits() -> Iterator[None]:
-    """Servers notice a broken engine soon, and stop without refusing new calls for some seconds before."""
+    """Servers notice a broken engine soon, and do not wait for balancers before they stop."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("encserve_server.app._REFUSING_SECONDS", 0.0)
         patch.setattr("encserve_server.app._FAREWELL_SECONDS", 0.1)

@@ -127,7 +127,7 @@ def test_lines_beyond_the_buffer_are_dropped_and_counted(
 def test_a_closed_log_is_reported_at_intervals(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log reports lost lines at once, then once a minute, and at the end, each time with their number."""
+    """The log reports the number of lost lines: at once, then each minute, and at the end."""
     monkeypatch.setattr(call_log, "_FLUSH_SECONDS", 0.001)
     file = io.StringIO()
     file.close()
@@ -224,7 +224,7 @@ async def test_no_key_is_in_a_log_a_metric_a_trace_or_an_error(
         server.app.catalog.resolve = _fail  # type: ignore[method-assign, assignment]
         assert (await refusal(server.call("Encode", ENCODE, metadata=BEARER))).reason == "INTERNAL"
         count = len(headers) * 7 + 1
-        await server.app.stop()  # sends the spans and writes the lines
+        await server.app.stop()  # the stop sends the spans and writes the lines
         spans = await asyncio.to_thread(receiver.wait_for, lambda spans: len(spans) >= count)
         seen += [f"{it.name} {it.attributes} {it.resource}" for it in spans]
         seen += [json.dumps(it) for it in await lines_of(server, capsys, count)]

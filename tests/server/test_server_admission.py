@@ -9,7 +9,7 @@ from encserve_server.scheduling.admission import Admission
 
 LIMIT = 800
 LIMITS = st.integers(1, LIMIT)
-# A call of so many tokens comes, or (negative) so many tokens leave the queue.
+# The tokens of an arriving call, or (negative) the tokens that leave the queue.
 EVENTS = st.lists(st.integers(1, LIMIT) | st.integers(-LIMIT, -1), max_size=60)
 
 
@@ -69,8 +69,8 @@ def test_bulk_leaves_a_quarter_free_unless_it_is_larger_than_the_rest(tokens: in
 
 
 def admitted(lengths: np.ndarray, limit: int, batch: int) -> np.ndarray:
-    """The mask of admitted calls while three times as many tokens come as leave, a batch at a time."""
-    leaving = lengths.mean() / 3  # tokens, for each call that comes
+    """The mask of admitted calls. Three times as many tokens arrive as leave, a batch at a time."""
+    leaving = lengths.mean() / 3  # in tokens, of each arriving call
     admission, queued, ready = Admission(limit), 0, 0.0
     taken = np.zeros(len(lengths), bool)
     for i, length in enumerate(lengths):
@@ -85,7 +85,7 @@ def admitted(lengths: np.ndarray, limit: int, batch: int) -> np.ndarray:
 
 def test_a_long_text_has_nearly_the_chance_of_a_short_text() -> None:
     rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(3.3, 0.9, 60_000), 4, 256).astype(int)  # roughly as in real texts
+    lengths = np.clip(rng.lognormal(3.3, 0.9, 60_000), 4, 256).astype(int)  # roughly the lengths of real texts
     taken = admitted(lengths, limit=8192, batch=256)
     settled = np.arange(len(lengths)) > 5000
     short, long = settled & (lengths < 32), settled & (lengths >= 200)
@@ -96,7 +96,10 @@ def test_a_long_text_has_nearly_the_chance_of_a_short_text() -> None:
 
 @pytest.mark.parametrize(("tokens", "chance"), [(1000, 0.85), (11_000, 0.2)])
 def test_a_call_of_many_sequences_is_admitted_too(tokens: int, chance: float) -> None:
-    """A few among short ones; 11,000 tokens are 256 usual texts. The chance is relative to a short call's."""
+    """Such calls are few among short ones.
+
+    11,000 tokens are 256 usual texts. A long call has a fixed share of a short call's chance.
+    """
     rng = np.random.default_rng(0)
     lengths = rng.integers(4, 90, 120_000)
     many = rng.random(len(lengths)) < 0.004

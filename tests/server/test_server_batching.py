@@ -1,4 +1,4 @@
-"""The batching decision, and the queue from which batches are taken, as laws over any queue."""
+"""Laws of the batching decision and of the queue, for any queue."""
 
 import gc
 import math
@@ -66,14 +66,14 @@ def is_live(sequence: TokenSequence) -> bool:
 
 
 def taken_from(queue: PendingQueue, policy: BatchPolicy) -> tuple[list[TokenSequence], Taken]:
-    """The sequences of the next batch, if any."""
+    """The sequences of the next batch; empty if there is none."""
     taken = queue.take(policy, NOW)
     return taken.batch.sequences if taken.batch is not None else [], taken
 
 
 @given(QUEUES, POLICIES)
 def test_a_batch_holds_the_oldest_live_sequence_and_keeps_its_limits(calls: list[Call], policy: BatchPolicy) -> None:
-    """A sequence with k live sequences before it runs in the (k + 1)-th batch at the latest."""
+    """A sequence behind k live sequences runs in the (k + 1)-th batch at the latest."""
     queue, sequences = queued(calls)
     batch, taken = taken_from(queue, policy)
     assert batch[:1] == [it for it in sequences if is_live(it)][:1]
@@ -133,7 +133,7 @@ def test_a_queue_frees_the_inputs_of_sequences_that_left(calls: list[Call], poli
 
 
 def test_outputs_that_cost_much_close_a_batch() -> None:
-    """A sequence of 10 tokens costs 40 here, so a batch of 100 tokens has three sequences, not ten."""
+    """Here a sequence of 10 tokens costs 40, so a batch of 100 tokens has three sequences and not ten."""
     policy = BatchPolicy(100, 64, 1.0)
     queue, _ = queued([Call(10, extra_cost=30)] * 5)
     batch, taken = taken_from(queue, policy)
@@ -225,7 +225,7 @@ class CountedLookups(Mapping[int, int]):
 
 
 def test_a_decision_costs_no_more_in_a_long_queue() -> None:
-    """65,536 one-token sequences, and as many as fill one batch."""
+    """The queue holds 65,536 one-token sequences, or as many as fill one batch."""
     lookups = []
     for waiting in (257, 65_536):
         counted = CountedLookups({1: waiting})
@@ -263,7 +263,7 @@ class QueueMachine(RuleBasedStateMachine):
         priority=st.sampled_from(Priority),
     )
     def add(self, length: int, count: int, extra_cost: int, seconds: float, caller: Caller, priority: Priority) -> None:
-        """The sequences of one call are alike, so that only their number matters after the call has ended."""
+        """The sequences of one call are equal, so their number says all after the call has ended."""
         deadline = self.now + seconds
         lengths = [length] * count
         ticket = ticket_of(lengths, deadline=deadline, extra_cost=extra_cost, caller=caller, priority=priority)
@@ -297,7 +297,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert all(not it.ticket.done.done() and it.deadline > self.now for it in ran)
         assert ran or not len(self.queue)
         self.remove([*ran, *taken.expired])
-        for call in self.calls:  # sequences of an ended call may have been dropped
+        for call in self.calls:  # the queue may have dropped sequences of an ended call
             if call.ticket.done.done():
                 assert call.ticket.queued <= len(call.waiting)
                 del call.waiting[call.ticket.queued :]

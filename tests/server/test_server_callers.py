@@ -42,7 +42,7 @@ def hash_of(key: str) -> str:
 
 
 def entry(name: str, *keys: str, **fields: Any) -> str:
-    """One [[caller]]; the values of fields are TOML."""
+    """A [[caller]] table; the values of the fields are TOML."""
     hashes = ", ".join(f'"{hash_of(key)}"' for key in keys)
     lines = ["[[caller]]", f'name = "{name}"', f"key_sha256 = [{hashes}]"]
     return "\n".join([*lines, *(f"{field} = {value}" for field, value in fields.items())]) + "\n"
@@ -116,7 +116,10 @@ async def change(server: FakeServer, file: Path, text: str, outcome: str = "load
         (("api-key", RIGHT),),
         (("x-api-key", RIGHT),),
         (("authorization", "Basic abc"), ("x-api-key", RIGHT)),
-        (("authorization", f"Bearer {WRONG}"), ("api-key", RIGHT)),  # OpenAI's client always sends a key of its own
+        (
+            ("authorization", f"Bearer {WRONG}"),
+            ("api-key", RIGHT),
+        ),  # OpenAI's client always sends an Authorization header
     ],
 )
 async def test_a_right_key_is_accepted(shared_callers: FakeServer, metadata: Any) -> None:
@@ -144,7 +147,7 @@ async def test_a_right_key_is_accepted(shared_callers: FakeServer, metadata: Any
         (
             *(("api-key", f"{WRONG}{i}") for i in range(3)),
             ("api-key", RIGHT),
-        ),  # few keys are hashed
+        ),  # the server hashes few keys
     ],
 )
 async def test_a_wrong_key_is_refused_before_the_body_is_parsed(shared_callers: FakeServer, metadata: Any) -> None:
@@ -232,7 +235,7 @@ async def test_a_wrong_file_changes_nothing_and_is_counted_once(
 ) -> None:
     server = await serve()
     await change(server, file, entry("search", OTHER) + "[[caller]\n", "refused")
-    await asyncio.sleep(0.05)  # several more looks at the same file
+    await asyncio.sleep(0.05)  # the server checks the file several more times
     file.unlink()
     await until(lambda: server.sample("encserve_callers_reads_total", outcome="refused") == 2)
     await server.encode("hello", metadata=bearer(RIGHT))
@@ -512,7 +515,9 @@ async def test_inspect_is_a_permission(serve: Serve) -> None:
 
 async def test_a_caller_over_its_rate_gets_a_delay(serve: Serve) -> None:
     server = await serve(entry("search", RIGHT, tokens_per_second=10) + entry("other", OTHER))
-    await server.encode(*["hello brave new world"] * 5, metadata=bearer(RIGHT))  # 30 tokens: 2 s above a burst of 1 s
+    await server.encode(
+        *["hello brave new world"] * 5, metadata=bearer(RIGHT)
+    )  # 30 tokens take 2 s above a burst of 1 s
     error = await refused(server, metadata=bearer(RIGHT))
     assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "RATE_LIMITED")
     assert 1000 < int(error.pushback_ms or 0) <= 2000
@@ -534,11 +539,11 @@ async def test_all_parts_of_a_call_count_against_the_rate(serve: Serve) -> None:
             assert (await client.post("/v1/embeddings", json=body)).status_code == 200
         answer = await client.post("/v1/embeddings", json=EMBEDDINGS)
         assert answer.status_code == 429
-        assert 6 <= int(answer.headers["retry-after"]) <= 8  # 900 tokens, of which the burst covers 100
+        assert 6 <= int(answer.headers["retry-after"]) <= 8  # the burst covers 100 of 900 tokens
 
 
 async def test_a_call_that_fails_midway_costs_the_parts_that_ran(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third of three parts finds the queue full after the first has run, while the second runs."""
+    """The queue is full for the third of three parts: the first part has run, the second part runs."""
     monkeypatch.setattr(parts, "_ROOM_SECONDS", 0.0)
     refusals = []
 
@@ -577,7 +582,7 @@ async def test_a_call_that_ends_before_it_runs_costs_nothing(serve: Serve, outco
     stall_seconds = 0.1 if outcome == "ENGINE_UNHEALTHY" else 60
     server = await serve(text, max_queue_tokens=64, stall_seconds=stall_seconds)
     others = [await server.start_held(server.encode([1], metadata=bearer(OTHER)))]
-    texts = ["hello"] * (22 if outcome == "REQUEST_TOO_LARGE" else 10)  # of 3 tokens
+    texts = ["hello"] * (22 if outcome == "REQUEST_TOO_LARGE" else 10)  # the request has 3 tokens
     if outcome == "QUEUE_FULL":
         others.append(asyncio.create_task(server.encode([5] * 20, [5] * 20, metadata=bearer(OTHER))))
         await until(lambda: server.queued() == 40)
@@ -625,7 +630,7 @@ async def test_a_refused_inspection_costs_nothing(serve: Serve) -> None:
 
 
 async def test_tokenize_takes_turns_between_callers(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One caller sends five texts, then another sends one, which is tokenized third."""
+    """One caller sends five texts. A second caller then sends one text, which is tokenized third."""
     server = await serve(BOTH, tokenizer_threads=1)
     lengths: list[int] = []
     go_on = threading.Event()
@@ -645,7 +650,7 @@ async def test_tokenize_takes_turns_between_callers(serve: Serve, monkeypatch: p
         await until(lambda: server.queued("text_bytes") == waiting)  # noqa: B023
     go_on.set()
     await asyncio.gather(*tasks)
-    assert lengths.index(594) == 2  # the thread had one text and the pool's queue another
+    assert lengths.index(594) == 2  # one text is in the thread, another in the pool's queue
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -769,7 +774,7 @@ def test_a_certificate_names_the_caller(file: Path, names: Sequence[str]) -> Non
     with pytest.raises(Unauthenticated, match="client certificate"):
         callers.identify((), tuple)
     assert who(()) == who(bearer(WRONG)) == "search"
-    assert who(bearer(OTHER)) == "other"  # a key comes before the certificate
+    assert who(bearer(OTHER)) == "other"  # a key has precedence over the certificate
 
 
 @pytest.mark.usefixtures("_poll_fast")

@@ -229,7 +229,7 @@ async def test_slow_requests_have_places_and_others_need_none(
 ) -> None:
     server = await start_server(**two_places)
     halves = [half_sent(server) for _ in range(2)]
-    await until(lambda: server.held_bytes() == 4 * MIB)  # half of the budget, 2 MiB each
+    await until(lambda: server.held_bytes() == 4 * MIB)  # each takes half of the budget, 2 MiB
     await asyncio.gather(*(server.encode([i]) for i in range(10)))
     failed = await refusal(half_sent(server))
     assert (failed.code, failed.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "BUDGET_FULL")
@@ -267,7 +267,7 @@ async def test_a_stop_does_not_wait_for_half_sent_calls(start_server: StartServe
 async def test_a_call_without_a_request_is_refused_at_once(server: FakeServer) -> None:
     call = half_sent(server)
     await call.done_writing()
-    async with asyncio.timeout(PATIENCE_SECONDS / 3):  # shorter than the time for a request to arrive
+    async with asyncio.timeout(PATIENCE_SECONDS / 3):  # shorter than the limit for the arrival of a request
         failed = await refusal(call)
     assert (failed.code, failed.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST")
     await all_given_back(server)
@@ -342,7 +342,7 @@ async def test_only_callers_that_do_not_read_a_reply_are_cut_off(
     impatient: None, monkeypatch: pytest.MonkeyPatch, start_server: StartServer
 ) -> None:
     close, all_held = sending.close_connections, asyncio.Event()
-    # Close connections only after the third reply: on a slow machine the first is late by then.
+    # Connections close only after the third reply: on a slow machine the first reply is late.
     monkeypatch.setattr(sending, "close_connections", lambda peers: close(peers) if all_held.is_set() else None)
     server = await start_server(FakeEngine(500_000))  # 2 MB for each token
     data = pb.EncodeRequest(inputs=[make_input([1] * 5)]).SerializeToString()
@@ -350,9 +350,11 @@ async def test_only_callers_that_do_not_read_a_reply_are_cut_off(
     await other.write(stream_request("a", [1]))
     await other.read()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}", options=OWN) as channel:
-        rpc: Any = channel.unary_stream(f"/{SERVICE}/Encode")  # gRPC reads the reply of a unary call by itself
+        rpc: Any = channel.unary_stream(
+            f"/{SERVICE}/Encode"
+        )  # gRPC reads the reply of a unary call before the caller asks
         calls = [rpc(data) for _ in range(3)]
-        await until(lambda: server.held_bytes() >= 3 * 2 * 10_000_000)  # the reply and gRPC's copy
+        await until(lambda: server.held_bytes() >= 3 * 2 * 10_000_000)  # the reply and gRPC's copy of it
         assert server.handled("OK") == 3
         all_held.set()
         await until(lambda: server.held_bytes() == 4.5 * MIB)  # the place of the stream
@@ -421,7 +423,7 @@ async def test_the_errors_of_a_streams_requests_are_counted(server: FakeServer) 
         await call.write(stream_request(str(i), ids))
     await call.write(pb.EncodeStreamRequest(request_id="5", request=pb.EncodeRequest(model="no")).SerializeToString())
     await read_all(call)
-    await until(lambda: server.handled("OK", "EncodeStream") == 1)  # the stream
+    await until(lambda: server.handled("OK", "EncodeStream") == 1)  # the stream's own bytes
     assert server.handled("InvalidArgument", "EncodeStream") == 2
     assert server.handled("NotFound", "EncodeStream") == 1
     assert server.rpc_sample("started_total", "EncodeStream") == 1
@@ -463,7 +465,9 @@ async def test_an_idle_stream_keeps_no_message(server: FakeServer) -> None:
     call = stream_of(server)
     await call.write(stream_request("a", [1]))
     await call.read()
-    await until(lambda: server.in_flight() == 1 and server.held_bytes() == 4.5 * MIB)  # the bytes of its place
+    await until(
+        lambda: server.in_flight() == 1 and server.held_bytes() == 4.5 * MIB
+    )  # the bytes that an idle stream holds
     await asyncio.sleep(0.05)
     assert kept_messages() == []
     call.cancel()
@@ -525,7 +529,7 @@ async def test_unwritten_replies_of_a_cancelled_stream_are_released(cancels: int
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the functions that copy contents of a request, one for each call of a function."""
+    """The names of the functions that copy contents of a request, once for each call of a function."""
     seen: list[str] = []
 
     def counting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:

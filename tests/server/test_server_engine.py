@@ -1,4 +1,4 @@
-"""Both engines on a real, tiny graph, and the properties of ONNX Runtime's."""
+"""Both engines on a small real graph, and properties of ONNX Runtime."""
 
 import contextlib
 import os
@@ -102,7 +102,7 @@ def test_a_bad_file_or_width_is_refused(bundle: Bundle, tmp_path: Path, engine: 
 
 
 def test_a_very_long_sequence_warms_up_alone(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in traffic, batches keep the budget, except for a sequence that is longer alone."""
+    """Batches keep the budget as in traffic. Only a single sequence may be longer."""
     engine = opened(bundle.graph)
     run, padded = engine.run, []
 
@@ -148,7 +148,7 @@ def test_parallel_batches_use_every_thread_once(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, threads: int, asked: int, parallel: int, *, widens: bool,
     sessions: list[int],
 ) -> None:  # fmt: skip
-    """The threads of a session are shared by all its runs, and each run has its caller's thread too."""
+    """All runs of a session share its threads, and each run also uses its caller's thread."""
     session, opened_with = ort.InferenceSession, []
 
     def note(path: Path, options: ort.SessionOptions, **rest: object) -> ort.InferenceSession:
@@ -190,7 +190,7 @@ def test_a_cuda_provider_that_does_not_load_is_noticed(
 
 
 def test_a_failed_run_writes_nothing_to_the_terminal(bundle: Bundle, capfd: pytest.CaptureFixture[str]) -> None:
-    """The runtime would write between the JSON lines of the log."""
+    """The runtime's own text would stand between the JSON lines of the log."""
     with pytest.raises(Exception, match="idx=99"):
         opened(bundle.graph).run([np.array([99])])
     assert capfd.readouterr() == ("", "")
@@ -218,7 +218,7 @@ def test_the_runtime_frees_memory_and_reports_nothing(bundle: Bundle, tmp_path: 
 
     ONNX Runtime alone would leave an identifier in the home directory and send reports.
     """
-    names = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")  # without the variables that tell it of a test
+    names = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")  # without the variables of pytest
     environment = {name: os.environ[name] for name in names if name in os.environ} | {"HOME": str(tmp_path)}
     command = [sys.executable, "-c", PROGRAM, str(bundle.graph.path.parent)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

@@ -16,7 +16,7 @@ from encserve_server.settings import Settings
 from encserve_server.telemetry import logs
 
 SETTINGS = {f"ENCSERVE_{name.upper()}" for name in Settings.__dataclass_fields__}
-# A pod has these next to services called encserve and encserve-http.
+# Kubernetes sets these variables in a pod beside services called encserve and encserve-http.
 KUBERNETES = {
     "ENCSERVE_SERVICE_HOST": "10.0.0.1",
     "ENCSERVE_SERVICE_PORT": "50051",
@@ -37,7 +37,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Starts":
 
 
 class Starts:
-    """Starts the command without serving, and keeps its settings."""
+    """Starts the command without serving, and records its settings."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.settings: list[Settings] = []

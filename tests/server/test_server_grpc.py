@@ -20,7 +20,7 @@ REFLECTION = "reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
 async def test_a_flood_gets_replies_or_refusals(start_server: StartServer) -> None:
-    """gRPC alone would cancel calls if more than a thousand wait."""
+    """Without the server's own limit, gRPC cancels calls if more than a thousand wait."""
     server = await start_server(max_queue_tokens=100)
     target = f"127.0.0.1:{server.app.grpc_port}"
     data = pb.EncodeRequest(inputs=[make_input([1] * 10)]).SerializeToString()
@@ -35,7 +35,7 @@ async def test_a_flood_gets_replies_or_refusals(start_server: StartServer) -> No
 
     server.engine.hold()  # until the queue is full
     async with AsyncExitStack() as stack:
-        own = [("grpc.use_local_subchannel_pool", 1)]  # one connection each
+        own = [("grpc.use_local_subchannel_pool", 1)]  # each on its own connection
         channels = [await stack.enter_async_context(grpc.aio.insecure_channel(target, options=own)) for _ in range(8)]
         await asyncio.gather(*(call_twice(channels[i % len(channels)]) for i in range(1100)))
     assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}, codes
@@ -52,7 +52,7 @@ async def test_connections_are_bounded(start_server: StartServer) -> None:
     connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(10)]
     try:
         pending = {asyncio.create_task(reader.read()) for reader, _ in connections}
-        while len(pending) > 2:  # a settings frame does not end a read
+        while len(pending) > 2:  # a settings frame is not the end of a read
             done, pending = await asyncio.wait(pending, timeout=PATIENCE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             assert done, f"{len(pending)} are open"
         await check(HealthCheckRequest().SerializeToString())
@@ -74,7 +74,7 @@ async def test_compressed_requests_are_refused(server: FakeServer, compression: 
     async with grpc.aio.insecure_channel(target, compression=compression) as channel:
         rpc: Any = channel.unary_unary(f"/{SERVICE}/Encode")
         assert (await refusal(rpc(data))).code is grpc.StatusCode.UNIMPLEMENTED
-    # The call begins before its message arrives, and ends without it.
+    # The call begins before its message arrives, and ends without the message.
     await until(lambda: server.in_flight() == 0)
     assert server.handled("Canceled") == server.rpc_sample("started_total")
     assert server.sample("encserve_refused_total", reason="MALFORMED_REQUEST") == 0
@@ -109,7 +109,7 @@ async def test_other_services_refuse_bytes_that_are_not_a_message(
 
 
 async def test_a_stop_ends_watchers_and_reflection(start_server: StartServer) -> None:
-    """Balancers keep such streams open; a stop does not wait the grace period for them."""
+    """Balancers keep such streams open. A stop does not wait for them until the grace period ends."""
     server = await start_server(grace_seconds=3600)
     channel: Any = server.channel
     watch = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"")
@@ -148,7 +148,7 @@ async def test_a_watcher_that_does_not_read_does_not_stop_other_watchers(start_s
 
 
 async def statuses(watch: Any, until_status: int | None = None) -> list[int]:
-    """The statuses that a watcher gets, to the end or to `until_status`."""
+    """The statuses that a watcher receives, until the end or until `until_status`."""
     seen: list[int] = []
     with contextlib.suppress(grpc.aio.AioRpcError):
         while (data := await watch.read()) is not grpc.aio.EOF:
@@ -161,7 +161,7 @@ async def statuses(watch: Any, until_status: int | None = None) -> list[int]:
 async def test_the_last_caller_of_a_stop_is_refused_and_not_cancelled(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A caller may call again at once after the last reply before the stop."""
+    """A caller may call again directly after the last reply before the stop."""
     monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.1)
     server = await start_server()
     server.engine.hold()

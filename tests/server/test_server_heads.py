@@ -30,7 +30,7 @@ from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.rpc import codec
 
-MASK, PROMPT, DOT = 3, 7, 9  # ids; a word "w7" has the id 7
+MASK, PROMPT, DOT = 3, 7, 9  # in ids; the word "w7" has the id 7
 MULTI = pb.OutputSpec(kind=pb.OUTPUT_KIND_MULTI_VECTOR)
 SPARSE = pb.OutputSpec(kind=pb.OUTPUT_KIND_SPARSE)
 QUERY, DOCUMENT = pb.TASK_QUERY, pb.TASK_DOCUMENT
@@ -397,7 +397,7 @@ async def test_the_estimated_size_of_a_reply_is_never_too_low(serve: Serve) -> N
 async def test_the_memory_of_a_large_vocabulary_is_bounded(serve: Serve, pooling: str) -> None:
     """XLM-R's vocabulary for eight texts of 512 tokens; all weights at once would take 4 GiB."""
     width = 250_002
-    weights = tiny_heads.weights(width, 2) - np.float32(4)  # so that most weights are 0
+    weights = tiny_heads.weights(width, 2) - np.float32(4)  # most weights become 0
     server = await serve(
         {"sparse.onnx": tiny_heads.sparse_file(pooling, width, weights)},
         encoder__max_sequence_tokens=512,
@@ -413,7 +413,7 @@ async def test_the_memory_of_a_large_vocabulary_is_bounded(serve: Serve, pooling
 
 
 def reset_peak_kib() -> int:
-    """Makes the peak count from here; returns the memory of this process."""
+    """Reset the peak to the memory of now, and return that memory."""
     Path("/proc/self/clear_refs").write_text("5")
     return memory_kib("VmRSS")
 

@@ -16,7 +16,7 @@ from encserve_server.http.replies import joined, rows_as_json
 
 SHARED_SETTINGS = {"http_port": 0}
 TEXTS = ["hello brave new world", "new world", "hello"]
-IDS = [[1, 4, 5, 6, 2], [1, 7, 2]]  # with the special tokens that the tokenizer adds to a text
+IDS = [[1, 4, 5, 6, 2], [1, 7, 2]]  # in tokens of a text, special tokens included
 LONG = "hello " * 100
 OPENAI, TEI = "/v1/embeddings", "/embed"
 
@@ -33,7 +33,7 @@ def openai_vectors(response: httpx.Response) -> Any:
 
 
 def error_of(response: httpx.Response) -> tuple[int, str | None]:
-    """The status and the field of a refusal of OpenAI's."""
+    """The status, and the field that an OpenAI error names."""
     return response.status_code, response.json()["error"]["param"]
 
 
@@ -215,7 +215,7 @@ BAD: list[tuple[Any, str, str]] = [  # a body, the field that the error names, a
 
 
 def spelled(body: Any, name: str) -> bytes:
-    """The body of a protocol with this name for inputs."""
+    """The body of a request in this protocol's format."""
     data: bytes = body if isinstance(body, bytes) else json.dumps(body).encode()
     return data.replace(b"INPUTS", name.encode())
 
@@ -266,7 +266,9 @@ async def test_a_strict_server_refuses_unknown_fields(start_server: StartServer)
             assert "add_special_tokens" in refused.json()["error"]["message"]
     assert (await post(server, TEI, {"inputs": "hello", "raw_scores": True})).status_code == 422
     names = ("model", "user", "dimensions", "task", "truncate", "truncate_prompt_tokens", "add_special_tokens", "foo")
-    assert (await post(server, OPENAI, {"input": "hello", **dict.fromkeys(names)})).status_code == 200  # null is absent
+    assert (
+        await post(server, OPENAI, {"input": "hello", **dict.fromkeys(names)})
+    ).status_code == 200  # null means that the field is absent
     assert (await post(server, OPENAI, b'{"foo" : null , "input":"hello"}')).status_code == 200
 
 

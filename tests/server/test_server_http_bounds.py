@@ -63,7 +63,7 @@ async def test_the_bytes_behind_a_request_are_bounded() -> None:
     assert not transport.is_reading()
     connection.answered()
     assert not transport.is_reading()
-    connection.received(99)  # the next one
+    connection.received(99)  # the next request
     assert not transport.is_reading()
     connection.answered()
     connection.received(1)
@@ -156,7 +156,7 @@ async def test_a_chunked_body_does_not_count_as_waiting(server: FakeServer) -> N
 async def test_a_malformed_chunk_ends_as_a_body_that_does_not_arrive(
     shared: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """aiohttp does not report the chunk to the reader of the body."""
+    """aiohttp does not report the malformed chunk to the reader of the body."""
     monkeypatch.setattr("encserve_server.http.bodies.BODY_SECONDS", 0.1)
     async with raw(shared) as (reader, writer):
         writer.write(CHUNKED + b"5\r\n{ \r\n")
@@ -295,7 +295,7 @@ def test_the_count_is_that_of_the_values(value: Any, piece_bytes: int, ensure_as
 
 
 async def test_bytes_are_bounded_over_all_callers(start_server: StartServer) -> None:
-    """A request counts with its body and its texts until the caller has its reply."""
+    """A request counts with its body and texts until its caller has the reply."""
     server = await start_server(http_port=0, max_in_flight_mib=100, max_text_bytes=2**22)
     server.app._calls.max_held_bytes = 3_000_000
     server.engine.hold()

@@ -59,7 +59,7 @@ def check_sparse(response: httpx.Response, want: list[tuple[Any, Any]]) -> None:
 
 
 async def test_a_model_of_every_kind_has_a_route_for_each(serve: Serve) -> None:
-    """Like BGE-M3."""
+    """BGE-M3 is such a model."""
     server = await serve(settings=HTTP, **tiny_heads.every_kind())
     (model,) = (await get(server, "/v1/models")).json()["data"]
     assert model["outputs"] == {
@@ -120,7 +120,7 @@ async def test_refusals_of_a_sparse_model_name_its_route(serve: Serve) -> None:
 
 
 async def test_refusals_of_a_late_interaction_model_name_its_route(serve: Serve) -> None:
-    """Like ColBERT: queries get a prompt and are filled up with tokens."""
+    """The model is like ColBERT: queries get a prompt and are filled up with tokens."""
     expansion = manifest_pb2.Expansion(min_tokens=8, token_id=3, attended=False)
     query = manifest_pb2.TaskSettings(prompt_name="q", max_tokens=8, expansion=expansion)
     document = manifest_pb2.TaskSettings(max_tokens=20, skipped_token_ids=[8, BEGIN, END])

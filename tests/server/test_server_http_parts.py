@@ -24,7 +24,7 @@ from encserve_server.types.sequences import TokenSequence
 
 MANY = 2048
 OPENAI, TEI = "/v1/embeddings", "/embed"
-# Two parts of at most 1,024 tokens at a time.
+# Two parts with at most 1,024 tokens run at once.
 SMALL_QUEUE = {"http_port": 0, "max_queue_tokens": 8192}
 
 
@@ -58,7 +58,7 @@ async def test_one_request_takes_at_most_a_quarter_of_the_queue(start_server: St
     assert 0 < most <= 2048
 
 
-@pytest.mark.parametrize("at", [256, 1099])  # the first input of the second part, the last of the last part
+@pytest.mark.parametrize("at", [256, 1099])  # the first input of the second part, and the last input of the last part
 async def test_one_bad_input_is_named_by_its_place(start_server: StartServer, at: int) -> None:
     server = await start_server(FakeEngine(D_MODEL, poison=666, nan_id=777), **SMALL_QUEUE)
     bad: list[tuple[Any, str, str]] = [
@@ -161,7 +161,7 @@ async def test_a_request_that_ends_in_the_middle_gives_everything_back(start_ser
 
 
 class Crowded:
-    """A model with full queues: the calls with these numbers, from 0, are refused."""
+    """A model with full queues refuses the calls with these numbers, counted from 0."""
 
     def __init__(self, *, full_runs: Collection[int] = (), full_texts: Collection[int] = ()) -> None:
         self.limits = SimpleNamespace(max_tokens=40, max_response_bytes=2**20)
@@ -171,7 +171,7 @@ class Crowded:
         self.costs: list[int] = []
 
     async def prepare(self, call: EncodeCall, span: None, sender: Sender) -> EncodeReply:
-        """One token a text."""
+        """One token for each text."""
         self.texts += 1
         if self.texts - 1 in self.full_texts:
             raise QueueFull("bytes of text", 1, 1, 1, 5.0)
@@ -181,7 +181,7 @@ class Crowded:
         return EncodeReply(sequences, SimpleNamespace(row_bytes=None), Detail.COUNTS, False, None, 0.0, 1)  # type: ignore[arg-type]
 
     async def run(self, reply: EncodeReply, deadline: float, span: None, sender: Sender) -> None:
-        """Counts."""
+        """Count the runs."""
         self.runs += 1
         if self.runs - 1 in self.full_runs:
             raise QueueFull("tokens", 10, 40, 40, 5.0)
@@ -189,7 +189,7 @@ class Crowded:
 
 
 async def run_crowded(model: Crowded, clock: FakeClock, inputs: int) -> EncodeReply:
-    """Runs a call while time passes."""
+    """Run a call while the fake clock advances."""
     call = EncodeCall(["a"] * inputs, ())
     running = asyncio.create_task(PartedCall(model, call, lambda _: None, clock=clock).run())  # type: ignore[arg-type]
     while not running.done():
@@ -214,7 +214,7 @@ async def test_a_refused_first_part_ends_the_call(model: Crowded) -> None:
     clock = FakeClock()
     with pytest.raises(QueueFull):
         await run_crowded(model, clock, 300)
-    assert model.runs <= 1 + 2 * (1 + 30 / 5)  # of two parts
+    assert model.runs <= 1 + 2 * (1 + 30 / 5)  # a request of two parts
     assert clock.now() < 120
 
 

@@ -85,7 +85,7 @@ async def test_a_body_that_does_not_arrive(server: FakeServer, monkeypatch: pyte
     monkeypatch.setattr("encserve_server.http.bodies.BODY_SECONDS", 0.05)
     async with raw(server) as (reader, writer):
         writer.write(b'POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"input"')
-        answer = await reader.read()  # until the connection ends
+        answer = await reader.read()  # read until the connection ends
     assert answer.startswith(b"HTTP/1.1 408")
     assert b"8 bytes came" in answer
     assert server.held_bytes() == 0
@@ -160,7 +160,7 @@ async def test_an_offer_of_http_2_is_answered_with_http_1(shared: FakeServer, pa
             for begin, stop in zip([0, *cuts], cuts, strict=False):
                 writer.write(OFFERING[begin:stop])
                 await writer.drain()
-                await asyncio.sleep(0.01)  # the server reads each part alone
+                await asyncio.sleep(0.01)  # each send arrives as a part of its own
             assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
             await reader.readuntil(b"\r\n\r\n[[0.5,0.5,0.5,0.5]]")
 

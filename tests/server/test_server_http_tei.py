@@ -107,7 +107,7 @@ async def test_unknown_fields_of_an_inner_object(start_server: StartServer, capl
 
 
 async def test_huggingface_hub_at_the_address_alone(shared: FakeServer) -> None:
-    """Its client sends every task to `/`."""
+    """huggingface_hub sends every task to `/`."""
     from huggingface_hub import InferenceClient
 
     client = InferenceClient(f"http://127.0.0.1:{shared.app.http_port}")
@@ -171,7 +171,7 @@ async def test_ping_is_health(shared: FakeServer) -> None:
 
 
 async def test_a_large_comparison_is_counted_first(start_server: StartServer) -> None:
-    """Before the body is decoded."""
+    """The count comes before the body is decoded."""
     server = await start_server(http_port=0)
     refused = await post(server, "/similarity", compared("hello", ["hello"] * 20_000))
     assert refused.status_code == 413

@@ -64,7 +64,7 @@ async def hold(server: FakeServer) -> "asyncio.Task[list[pb.InspectResponse]]":
 
 
 async def queue_behind(server: FakeServer, length: int) -> "asyncio.Task[list[pb.InspectResponse]]":
-    """Sends an inspection of so many tokens, and waits until it is the second one."""
+    """Send an inspection of `tokens` tokens, and wait until it is the second in the queue."""
     waiting = asyncio.create_task(server.inspect(request([1] * length)))
     await until(lambda: inspections(server) == 2)
     return waiting
@@ -120,7 +120,7 @@ async def test_vectors_have_no_ids_and_no_tokens(start_server: StartServer) -> N
 async def test_large_tensors_come_in_chunks(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("encserve_server.rpc.inspect_codec._CHUNK_BYTES", 100)
     parts = await server.inspect(request([1] * 20))
-    # 20 x 20 x 2 heads x 4 bytes a layer: 32 chunks each; 20 x 4 x 4 bytes a state: 3 full ones and a rest.
+    # A layer has 20 x 20 x 2 heads x 4 bytes in 32 chunks. A state has 20 x 4 x 4 bytes: 3 full chunks and a rest.
     assert len(parts) == 1 + N_LAYERS * 32 + (N_LAYERS + 1) * 4
     want = layers(InspectKind.ATTENTION_WEIGHTS, range(N_LAYERS), N_HEADS, 20, 20)
     np.testing.assert_array_equal(tensors_of(parts)[0], want)
@@ -187,7 +187,7 @@ async def test_a_bad_request_is_refused_by_field_and_never_runs(start_server: St
 
 @pytest.mark.parametrize("settings", [{"can_inspect": False}, {"inspect": False}])
 async def test_a_model_without_inspection_refuses_first(start_server: StartServer, settings: dict[str, Any]) -> None:
-    """Before anything else is checked, since the layers of such a model may not be known."""
+    """The refusal precedes all other checks, since the layers of such a model may be unknown."""
     server = await start_server(**settings)
     with pytest.raises(Failed) as caught:
         await server.inspect(request([1], spec(ATTENTION, 99)))
@@ -323,7 +323,7 @@ def open_call(channel: grpc.aio.Channel, *specs: pb.InspectSpec) -> Any:
 
 
 async def end_of(call: Any) -> grpc.aio.AioRpcError:
-    """Reads to the end, which is an error."""
+    """Read a reply that must end with an error."""
     try:
         while await call.read() is not grpc.aio.EOF:
             pass
@@ -353,7 +353,7 @@ async def test_a_caller_that_reads_nothing_loses_its_connection(
 
 
 async def test_a_caller_that_reads_too_slowly_is_ended(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk now and then must not keep a place in the queue."""
+    """A slow reader of single chunks must not keep a place in the queue."""
     monkeypatch.setattr(service, "_ANSWER_SECONDS", 0.3)
     server.inspector.n_heads = 4000
     call = open_call(server.channel, spec(ATTENTION))
@@ -372,7 +372,7 @@ async def test_a_caller_that_goes_during_a_write_is_not_an_error_of_the_server(
     for _ in range(3):
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}")
         assert await open_call(channel, spec(ATTENTION)).read() is not grpc.aio.EOF
-        await asyncio.sleep(0.05)  # in which a write begins to wait
+        await asyncio.sleep(0.05)  # the time in which a write begins to wait
         await channel.close()
     await until(lambda: not inspections(server))
     await until(lambda: server.sample("grpc_server_handled_total", **METHOD, grpc_code="Canceled") == 3)

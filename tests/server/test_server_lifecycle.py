@@ -65,7 +65,10 @@ def page_status(server: FakeServer, path: str) -> int:
 
 
 async def test_health_follows_the_engine(server: FakeServer) -> None:
-    """A broken engine: NOT_SERVING, and UNAVAILABLE at once. A repaired engine serves again by itself."""
+    """With a broken engine, health is NOT_SERVING and calls fail as UNAVAILABLE.
+
+    A repaired engine serves again by itself.
+    """
     for service in ("", SERVICE, f"{SERVICE}/tiny"):
         await becomes(server, SERVING, service)
     with pytest.raises(grpc.aio.AioRpcError) as missing:
@@ -156,7 +159,7 @@ async def test_a_stop_finishes_running_calls_and_refuses_new_ones(server: FakeSe
             await asyncio.wait([refused], timeout=0.2)
             if refused.done():
                 break
-            refused.cancel()  # accepted, since the stop had not begun
+            refused.cancel()  # the server accepts the call, since the stop has not begun
     failure = refused.exception()
     assert isinstance(failure, Failed)
     assert (failure.code, failure.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
@@ -169,7 +172,7 @@ async def test_a_stop_finishes_running_calls_and_refuses_new_ones(server: FakeSe
 async def test_new_calls_during_a_stop_are_refused_and_never_cancelled(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gRPC must not close the connections before callers were sent elsewhere, even if no call was running."""
+    """gRPC must not close connections before callers have learned of the stop, even without running calls."""
     monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 1.5)
     server = await start_server()
     stopping = asyncio.create_task(server.app.stop())
@@ -179,7 +182,7 @@ async def test_new_calls_during_a_stop_are_refused_and_never_cancelled(
         codes = {(it.code, it.reason) for it in results if isinstance(it, Failed)}
         assert codes == {(grpc.StatusCode.UNAVAILABLE, "DRAINING")}
     assert await stopping
-    monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.0)  # for the fixture's stop
+    monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.0)  # the fixture stops the server
 
 
 async def test_a_stuck_engine_does_not_prevent_a_stop(
@@ -197,7 +200,7 @@ async def test_a_stuck_engine_does_not_prevent_a_stop(
 
 
 async def test_a_stop_right_after_a_change_of_health_ends(start_server: StartServer) -> None:
-    """The task that follows health is cancelled at the moment that wakes it."""
+    """The stop cancels the health task at the moment that wakes the task."""
     for _ in range(5):
         server = await start_server()
         server.app._health.changed()
@@ -246,7 +249,10 @@ async def test_every_port_listens_on_ipv4_and_ipv6_with_host_any(start_server: S
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8")
 def test_the_metrics_page_listens_on_every_local_address_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It asks no name server for its own name, which may take a minute. One of the addresses is not this machine's."""
+    """The server resolves the name without a name server, which may take a minute.
+
+    One address belongs to another machine.
+    """
     look_up = socket.getaddrinfo
     addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", it) for it in ("127.0.0.1", "192.0.2.1", "127.0.0.2")]
 
@@ -274,7 +280,7 @@ def test_the_metrics_page_listens_on_every_local_address_of_a_name(monkeypatch: 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
 async def test_computing_threads_have_a_lower_priority_than_the_event_loop(start_server: StartServer) -> None:
-    """Also the threads that an engine starts while it is loaded. 19 is the lowest priority that Linux has."""
+    """That includes the threads that an engine starts while it loads. 19 is the lowest priority of Linux."""
     seen: dict[str, int] = {}
 
     def look(thread: str) -> None:
@@ -305,7 +311,7 @@ async def test_metrics_count_calls_tokens_and_stages(server: FakeServer) -> None
     with pytest.raises(Failed):
         await server.encode([-1])
     method = {"grpc_type": "unary", "grpc_service": SERVICE, "grpc_method": "Encode"}
-    # A caller may have its answer before its call is counted.
+    # A caller may have its reply before the server counts the call.
     await until(lambda: server.sample("encserve_in_flight_requests") == 0)
     assert server.sample("grpc_server_started_total", **method) == 12
     assert server.sample("grpc_server_handled_total", **method, grpc_code="OK") == 11

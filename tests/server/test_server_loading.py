@@ -46,7 +46,7 @@ def with_a_token(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def test_a_served_bundle_is_verified_and_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its folder may only have been touched or copied back."""
+    """The folder may only have been touched or copied back."""
     directory = write_bundle(tmp_path)
     served = load(directory)
     monkeypatch.setattr(loading, "open_engine", lambda *_, **__: pytest.fail("a model was loaded"))
@@ -68,7 +68,7 @@ def test_a_served_bundle_is_verified_and_not_loaded(tmp_path: Path, monkeypatch:
     ],
 )
 def test_a_tokenizer_that_fits_is_loaded(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """It may have fewer words than the model, and any of the model's ids around a text."""
+    """The tokenizer may have fewer words than the model, and any of the model's ids around a text."""
     load(write_bundle(tmp_path, tokenizer=tokenizer))
 
 
@@ -84,7 +84,7 @@ def test_a_tokenizer_that_fits_is_loaded(tmp_path: Path, tokenizer: Tokenizer) -
     ],
 )
 def test_a_tokenizer_with_ids_beyond_the_model_is_refused(tmp_path: Path, tokenizer: Tokenizer, largest: int) -> None:
-    """In its vocabulary, or around a text, outside the vocabulary."""
+    """The ids are in the vocabulary, or around a text and outside the vocabulary."""
     directory = write_bundle(tmp_path, tokenizer=tokenizer)
     with pytest.raises(BundleError, match=rf"tokenizer.json: .* {largest}, .* 49"):
         load(directory)
@@ -103,7 +103,7 @@ def test_an_added_token_without_a_row_refuses_only_texts_that_hold_it(tmp_path: 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE + 1, FAR])
 def test_a_vocabulary_larger_than_the_graphs_table_is_refused(tmp_path: Path, vocab_size: int) -> None:
-    """The last id is run, so that the manifest need not be trusted."""
+    """The server runs the last id, and so does not trust the manifest."""
     directory = write_bundle(tmp_path, encoder__vocab_size=vocab_size, tokenizer=words(VOCAB_SIZE + 1))
     with pytest.raises(BundleError, match=rf"\[1\] tokens: .*idx={vocab_size - 1}"):
         load(directory)

@@ -33,7 +33,7 @@ def panels(dashboard: Any) -> Iterator[Any]:
 
 
 def queries() -> list[tuple[str, str]]:
-    """All expressions, each with its place: dashboard, panel and letter."""
+    """All expressions with the dashboard, panel and letter of each."""
     return [
         (f"{name}: {panel['title']} {target['refId']}", target["expr"])
         for name, dashboard in DASHBOARDS.items()
@@ -43,7 +43,7 @@ def queries() -> list[tuple[str, str]]:
 
 
 def selectors(expr: str) -> set[str]:
-    """The vector selectors of an expression, without windows and offsets."""
+    """The vector selectors of an expression, without time windows and offsets."""
     return set(_SELECTOR.findall(expr))
 
 

@@ -77,10 +77,10 @@ class OpenPage:
             self.complaints.append(f"{message.type}: {message.text}")
 
     def hover(self, box: str, x: float, y: float) -> str:
-        """Move the mouse to a place in a figure, from 0 to 1 of its map's size; return the text of the tooltip."""
+        """Move the mouse in a figure; x and y run from 0 to 1 of the figure's map. Return the text of the tooltip."""
         area = self.page.locator(f"{box} .nsewdrag").first
         area.scroll_into_view_if_needed()
-        self.page.wait_for_timeout(150)  # one frame after a scroll the page hides its tooltip
+        self.page.wait_for_timeout(150)  # the page hides its tooltip one frame after a scroll
         found = area.bounding_box()
         assert found is not None
         self.page.mouse.move(found["x"] + found["width"] * x, found["y"] + found["height"] * y)

@@ -20,7 +20,7 @@ N_STREAMS = 2
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call that was answered: when it began and ended, on time.monotonic, and how often it was sent."""
+    """An answered call: its start and end on time.monotonic, and the number of attempts."""
 
     began: float
     ended: float
@@ -72,7 +72,7 @@ class Callers:
         self.calls: list[Call] = []
         self.n_streamed = 0
         self.failed: list[str] = []
-        # When each got its last answer: callers by their numbers, from 0, and streams by theirs, below 0.
+        # The time of each last answer: callers by numbers from 0, streams by numbers below 0.
         self._last = dict.fromkeys(range(-N_STREAMS, n_callers), 0.0)
 
     def __enter__(self) -> Self:
@@ -86,14 +86,14 @@ class Callers:
         self._thread.join()
 
     def wait_until(self, done: Callable[[], bool], what: str, seconds: float = 60) -> None:
-        """Lets the callers go on until something has come about, or they have failed."""
+        """Continue until a condition holds or a call fails."""
         ends = time.monotonic() + seconds
         while not done() and not self.failed:
             assert time.monotonic() < ends, f"not within {seconds} s: {what}"
             time.sleep(0.05)
 
     def all_answered_since(self, moment: float) -> bool:
-        """Whether every caller and every stream has got an answer since then."""
+        """Whether every caller and every stream has received an answer since a time."""
         return min(self._last.values(), default=0.0) > moment
 
     async def _gather(self) -> None:

@@ -1,4 +1,4 @@
-"""Certificates: of an authority, a server and a caller, and wrong certificates of several kinds."""
+"""Certificates of an authority, a server and a client, and wrong certificates of several kinds."""
 
 import datetime
 import socket
@@ -106,7 +106,7 @@ def self_signed(directory: Path, name: str, key: str) -> Pair:
 
 
 class Mount:
-    """Files as Kubernetes mounts them: links through a link to a directory, which each change replaces."""
+    """Files as Kubernetes mounts them: links to a directory, which each change replaces."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -130,7 +130,7 @@ class Mount:
 
 
 def served(port: int, context: ssl.SSLContext) -> bytes:
-    """The certificate of the server at a port."""
+    """The certificate that the server at a port sends."""
     with (
         socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
         context.wrap_socket(plain, server_hostname="localhost") as encrypted,

@@ -43,7 +43,7 @@ class CutProxy:
         return self._is_cut
 
     def mend(self) -> None:
-        """Passes everything on again."""
+        """Pass all bytes on again."""
         self.passed, self.cut_after = {"up": 0, "down": 0}, {}
         self._is_cut = False
 
@@ -58,7 +58,7 @@ class CutProxy:
             self._open -= {client, server}
 
     def _pass_on(self, source: socket.socket, target: socket.socket, direction: Direction) -> None:
-        with contextlib.suppress(OSError):  # the other end is gone
+        with contextlib.suppress(OSError):  # the other end closed the connection
             while (data := source.recv(16384)) and self._may_pass(direction, len(data)):
                 target.sendall(data)
         _end(source)
@@ -91,5 +91,5 @@ class CutProxy:
 
 
 def _end(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it has ended already
+    with contextlib.suppress(OSError):  # the connection has ended already
         connection.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""A DNS server on a free loopback port that knows one thing: a list of IPv4 addresses, which a test may change."""
+"""A DNS server on a free loopback port with a list of IPv4 addresses that a test may change."""
 
 import ipaddress
 import socket
@@ -7,17 +7,17 @@ import threading
 from types import TracebackType
 from typing import Self
 
-_RESPONSE, _NO_ERROR = 0x8580, 0  # an authoritative answer; recursion was wanted and is there
+_RESPONSE, _NO_ERROR = 0x8580, 0  # an authoritative answer; recursion is available
 _TYPE_A, _CLASS_IN = 1, 1
 
 
 class DnsServer:
-    """Answers every question for A records with `addresses`, and every other question with nothing.
+    """Answers every question for A records with `addresses`, and every other question with no record.
 
     Attributes:
-        addresses: What to answer.
-        n_answered: How many questions for A records were answered.
-        port: Where it listens on 127.0.0.1, over UDP.
+        addresses: The addresses of the answer.
+        n_answered: The number of answered questions for A records.
+        port: The UDP port on 127.0.0.1.
     """
 
     def __init__(self, *addresses: str) -> None:
@@ -47,14 +47,14 @@ class DnsServer:
             self._socket.sendto(self._answer(query), caller)
 
     def _answer(self, query: bytes) -> bytes:
-        """RFC 1035, section 4: a header, the question again, and the records."""
-        end = query.index(b"\0", 12) + 1  # of the name
+        """RFC 1035, section 4: a header, the question, and the records."""
+        end = query.index(b"\0", 12) + 1  # the end of the name
         (kind,) = struct.unpack_from(">H", query, end)
         found = self.addresses if kind == _TYPE_A else ()
         self.n_answered += kind == _TYPE_A
         header = query[:2] + struct.pack(">HHHHH", _RESPONSE | _NO_ERROR, 1, len(found), 0, 0)
         records = [
-            # The name as a pointer to the question's, no time to live, four bytes of address.
+            # A pointer to the question's name, a time to live of 0, and four bytes of address.
             struct.pack(">HHHIH", 0xC00C, _TYPE_A, _CLASS_IN, 0, 4) + ipaddress.IPv4Address(address).packed
             for address in found
         ]

@@ -23,8 +23,8 @@ from encserve_cli.load.lengths import real_text_lengths, sample_lengths
 from encserve_export import EncoderConfig, Target, export_init, read_tokenizer
 
 COMMAND = Path(sys.executable).parent / "encserve"
-LONGEST = 64  # tokens of a text
-MOST_SECONDS = 250.0  # for a job; below the timeout of a test
+LONGEST = 64  # in tokens, of a text
+MOST_SECONDS = 250.0  # for a job; less than the timeout of a test
 
 
 def export_small_encoder(folder: Path) -> Path:
@@ -100,7 +100,7 @@ def run(
 
 
 def said(errors: str) -> list[str]:
-    """The lines of standard error, without the progress that a job prints every 30 s."""
+    """The lines of standard error without the progress line, which a job prints every 30 s."""
     return [line for line in errors.splitlines() if re.match(r"[\d,]+ of [\d,]+ rows, ", line) is None]
 
 

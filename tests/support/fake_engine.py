@@ -60,7 +60,7 @@ class FakeEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """Names that no real engine has."""
+        """A description with names that no real engine has."""
         return EngineInfo(provider="FakeExecutionProvider", device="cpu", precision="float32", runtime="fake")
 
     def hold(self) -> None:

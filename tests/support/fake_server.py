@@ -103,7 +103,7 @@ class FakeServer:
 
     @contextlib.asynccontextmanager
     async def queue_of(self, tokens: int) -> AsyncIterator[None]:
-        """Within this block one call holds the engine, and another call of `tokens` tokens waits."""
+        """Hold the engine with one call and let another call of `tokens` tokens wait, until the end of the block."""
         running = await self.start_held(self.encode([1]))
         waiting = asyncio.create_task(self.encode([2] * tokens))
         try:
@@ -139,19 +139,19 @@ class FakeServer:
         return self.sample(f"grpc_server_{name}", grpc_type=kind, grpc_service=service, grpc_method=method, **labels)
 
     def handled(self, code: str, method: str = "Encode") -> float:
-        """The number of calls of a method that ended with a status code."""
+        """The number of finished calls of a method with a status code."""
         return self.rpc_sample("handled_total", method, grpc_code=code)
 
     def in_flight(self) -> float:
-        """The number of calls that the server works on, of all protocols."""
+        """The number of open calls of all protocols."""
         return self.sample("encserve_in_flight_requests")
 
     def held_bytes(self) -> float:
-        """The bytes of requests and replies that calls hold, of all protocols."""
+        """The bytes of requests and replies of open calls, of all protocols."""
         return self.sample("encserve_in_flight_bytes")
 
     async def stop(self) -> None:
-        """Lets all work end, then stops the server."""
+        """Wait for all calls, then stop the server."""
         self.engine.let_go()
         self.inspector.let_go()
         await self.channel.close()

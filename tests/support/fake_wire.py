@@ -124,7 +124,7 @@ class FakeWire:
         self.is_closed = True
 
     def _is_stale(self, event: Event) -> bool:
-        """Whether an event is a later answer of an ended stream; also counts answered messages."""
+        """Whether an event is a late answer of an ended stream. Also counts answered messages."""
         if isinstance(event, Answered | Failed):
             self._out -= 1
         if isinstance(event, StreamAnswered | StreamEnded) and event.stream in self._over:

@@ -1,10 +1,10 @@
-"""Damage for the messages of fuzzers."""
+"""Damages messages for fuzz tests."""
 
 import random
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """The bytes with some flipped, cut off or added."""
+    """The bytes with some bits flipped, or a part cut off, or bytes added."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         match rng.randrange(3):

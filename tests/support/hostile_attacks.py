@@ -265,7 +265,7 @@ def hold(over: threading.Event, *holders: Holder) -> Report:
 
 async def _connect(port: int) -> socket.socket:
     opened = socket.socket()
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _PACKET_BYTES)  # holds little of a reply
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _PACKET_BYTES)  # the buffer holds little of a reply
     opened.setblocking(False)
     await asyncio.get_running_loop().sock_connect(opened, ("127.0.0.1", port))
     return opened
@@ -293,7 +293,7 @@ async def _hold_http(over: threading.Event, holder: Holder, body: bytes) -> str:
 
 
 async def _hold_grpc(over: threading.Event, holder: Holder, body: bytes) -> str:
-    """One call that sends as the server's windows allow and opens no window for the reply."""
+    """A call that sends as much as the server's windows allow, and opens no window for the reply."""
     loop = asyncio.get_running_loop()
     with contextlib.closing(await _connect(holder.port)) as opened:
         connection = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))

@@ -14,9 +14,9 @@ from real_server import RealServer, real_server
 # The default of a machine with enough memory, set so that every machine tests the same.
 BUDGET_MIB = 1024
 WARM_UP_SECONDS, CONTROL_SECONDS, SETTLE_SECONDS, ATTACK_SECONDS = 2.0, 3.0, 1.0, 5.0
-# No ordinary batch takes longer. The default is a minute.
+# No ordinary batch takes longer. The server's default is a minute.
 SHORT_STALL = ("--stall-seconds", "3")
-# For replies of 64 MiB: the queue must not refuse the calls, and memory of parallel batches must not be measured.
+# Settings for replies of 64 MiB: the queue accepts the calls, and the server does not measure parallel batches.
 LARGE_REPLIES = ("--max-queue-tokens", "1000000", "--parallel-batches", "1")
 Driver = tuple[Any, ...]
 

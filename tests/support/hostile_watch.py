@@ -230,7 +230,7 @@ class _Prober:
 
     def _call(self, path: str, request: bytes, pause_seconds: float, samples: list[Sample]) -> None:
         """Send one call after the other, at multiples of the pause."""
-        options = [("grpc.use_local_subchannel_pool", 1)]  # its own connection
+        options = [("grpc.use_local_subchannel_pool", 1)]  # each prober has its own connection
         with grpc.insecure_channel(self._target, options=options) as channel:
             call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)
             while not self._over.is_set():

@@ -52,7 +52,7 @@ async def vectors_over_grpc(
     dimensions: int = 0,
     data_type: pb.DataType = pb.DATA_TYPE_FLOAT32,
 ) -> Any:
-    """The rows that Encode gives for these inputs, cut at the end where too long: (rows, width)."""
+    """The rows of Encode for these inputs, long inputs cut at the end: (rows, width)."""
     outputs = [pb.OutputSpec(kind=kind, l2_normalize=l2_normalize, dimensions=dimensions)]
     options = pb.EncodeOptions(outputs=outputs, truncation=pb.TRUNCATION_END, data_type=data_type)
     (tensor,) = (await server.encode(*inputs, options=options)).outputs

@@ -24,12 +24,12 @@ ROOT = Path(__file__).parent.parent.parent
 ENVIRONMENTS = ROOT / ".venv-judges"
 JUDGES = ROOT / "tests/judges"
 TEXTS = ["I understand this", "and that", "🌍 ein längerer Satz, der in mehr Tokens zerfällt als andere", "a" * 300]
-DEBIAN_GO = (  # the same packages as in .ci/run
+DEBIAN_GO = (  # the package names of .ci/run
     "golang-go golang-google-grpc-dev golang-github-golang-protobuf-1-5-dev protobuf-compiler protoc-gen-go "
     "protoc-gen-go-grpc"
 )
 _TIMEOUT_SECONDS = 480
-# The clients may reach loopback only: a look-up elsewhere fails here as it would without a network.
+# The clients may reach loopback only. Looking up another host fails as without a network.
 _OFFLINE = {"NO_PROXY": "localhost,127.0.0.1"} | dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
 _OFFLINE |= {name.lower(): value for name, value in _OFFLINE.items()}
 
@@ -43,7 +43,7 @@ def missing(reason: str) -> NoReturn:
 
 @contextlib.contextmanager
 def _installing(folder: Path, wanted: str) -> Iterator[bool]:
-    """Yield whether `folder` must be filled. Locks out other processes; `wanted` identifies the content."""
+    """Yield whether `folder` must be filled, and lock out other processes. `wanted` identifies the content."""
     stamp = folder / ".installed"
     ENVIRONMENTS.mkdir(exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:

@@ -12,7 +12,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def make_attention(n_layers: int, n_heads: int, seq: int, seed: int = 0) -> Floats:
-    """(n_layers, n_heads, seq, seq): heads for the token before, the first token, near tokens, and all tokens."""
+    """(n_layers, n_heads, seq, seq): heads that attend to the last token, the first token, near tokens, or all tokens."""
     random = np.random.default_rng(seed)
     places = np.arange(seq)
     distance = places[:, None] - places[None, :]  # (seq, seq)
@@ -31,7 +31,7 @@ def make_attention(n_layers: int, n_heads: int, seq: int, seed: int = 0) -> Floa
 
 
 def make_states(n_layers: int, seq: int, d_model: int, seed: int = 0) -> Floats:
-    """(n_layers + 1, seq, d_model): rows that grow and become more alike from layer to layer."""
+    """(n_layers + 1, seq, d_model): rows that grow, and become more similar from layer to layer."""
     random = np.random.default_rng(seed + 1)
     rows = random.normal(0, 0.3, (seq, d_model))
     shared = random.normal(0, 1, d_model)

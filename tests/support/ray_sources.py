@@ -19,12 +19,12 @@ from encserve_cli.job.types import BatchProgress, Encoded, Stopped, Value
 from encserve_client import Block, EncodedOutput, EncodeResult, Timings
 
 WIDTH = 4
-DEADLY = "deadly"  # a text that ends the process that encodes it
+DEADLY = "deadly"  # a text that ends the process of its encoder
 FACTS = ModelFacts("fake", "1", "sha256:fake", "", "mean", WIDTH, 512)
 
 
 class FakeEncoder:
-    """Encodes values into (values, 4) arrays of their bytes, one part at a time, in a given time for each part."""
+    """Encodes values into (values, 4) arrays of their bytes, one part at a time. Each part takes a fixed time."""
 
     def __init__(self, seconds: float, together: tuple[Path, int] | None) -> None:
         self._seconds = seconds

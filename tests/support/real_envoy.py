@@ -1,4 +1,4 @@
-"""A real Envoy process that runs deploy/envoy/envoy.yaml, with this machine's ports in place of the deployment's."""
+"""A real Envoy process with deploy/envoy/envoy.yaml, on ports of this machine."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ ADMIN_PORT, METRICS_PORT, GRPC_PORT, HTTP_PORT = 9901, 9902, 50051, 8080
 
 
 def moved(config: Any, moves: dict[tuple[str, int], tuple[str, int]]) -> Any:
-    """The configuration with other addresses. Every move is made at least once, and no other address stays."""
+    """The configuration with other addresses. AssertionError if an address is missing or was not replaced."""
     made = set()
 
     def walk(node: Any) -> Any:
@@ -41,12 +41,12 @@ class RealEnvoy:
     """A running Envoy.
 
     Attributes:
-        target: Where callers connect.
-        url: Where callers of HTTP do.
+        target: The address for gRPC callers.
+        url: The address for HTTP callers.
     """
 
     def __init__(self, process: "subprocess.Popen[str]", grpc_port: int, http_port: int, metrics_port: int) -> None:
-        """Waits until it answers callers."""
+        """Wait until Envoy answers callers."""
         self.process = process
         self.target = f"127.0.0.1:{grpc_port}"
         self.url = f"http://127.0.0.1:{http_port}"
@@ -64,25 +64,25 @@ class RealEnvoy:
             return False
 
     def get(self, path: str) -> str:
-        """A page of the port for metrics. Raises urllib's HTTPError, an OSError, for one that is not there."""
+        """A page of the metrics port. Raises urllib's HTTPError, an OSError, for an unknown page."""
         with urllib.request.urlopen(self._metrics + path, timeout=10) as page:
             text: str = page.read().decode()
         return text
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples that have these labels, from the page that Prometheus scrapes."""
+        """The sum of a metric's samples with these labels, from the page that Prometheus scrapes."""
         return sum(
             sample.value
             for family in text_string_to_metric_families(self.get("/stats/prometheus"))
             for sample in family.samples
-            # The parser gives every counter the ending that Envoy leaves out.
+            # The parser adds the ending _total to every counter; Envoy leaves that ending out.
             if sample.name in (name, f"{name}_total") and labels.items() <= sample.labels.items()
         )
 
 
 @contextlib.contextmanager
 def real_envoy(folder: Path, replicas: Sequence[str], http_ports: Sequence[int] = (1, 1)) -> Iterator[RealEnvoy]:
-    """Runs the committed configuration before two servers, given as host:port and their HTTP ports, and ends it."""
+    """Run the committed configuration for two servers, given as host:port and HTTP ports. End Envoy after the block."""
     grpc_port, http_port, metrics_port, admin_port = free_port(), free_port(), free_port(), free_port()
     moves = {
         ("0.0.0.0", GRPC_PORT): ("127.0.0.1", grpc_port),  # noqa: S104 - of the configuration, and moved to loopback
@@ -102,4 +102,4 @@ def real_envoy(folder: Path, replicas: Sequence[str], http_ports: Sequence[int] 
         try:
             yield RealEnvoy(process, grpc_port, http_port, metrics_port)
         finally:
-            process.kill()  # it has nothing to finish, and draining takes its time
+            process.kill()  # there is no call to finish, and draining takes time
