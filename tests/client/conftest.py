@@ -1,4 +1,4 @@
-"""A small encoder service on a real grpc.aio server, and both clients to call it with."""
+"""A small encoder service on a real grpc.aio server, and both clients of the service."""
 
 from collections.abc import AsyncIterator
 
@@ -8,7 +8,7 @@ from fake_encoder import Caller, FakeEncoder
 
 @pytest.fixture
 async def service() -> AsyncIterator[FakeEncoder]:
-    """The service, started."""
+    """The started service."""
     it = FakeEncoder()
     await it.start()
     yield it

@@ -1,4 +1,4 @@
-"""Several servers behind one client: who gets calls, and who gets none. Real servers with a fake engine."""
+"""One client with several real servers, each with a fake engine: the distribution of the calls."""
 
 import asyncio
 import tempfile
@@ -20,7 +20,7 @@ Start = Callable[..., Awaitable[FakeServer]]
 
 @pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
-    """Starts servers and stops them at the end."""
+    """Start servers, and stop them at the end."""
     servers: list[FakeServer] = []
 
     async def start_one(**settings: Any) -> FakeServer:
@@ -33,7 +33,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 
 
 async def stop(server: FakeServer) -> None:
-    """As on SIGTERM; a second time does nothing."""
+    """Stop a server as SIGTERM does. A second stop does nothing."""
     if not getattr(server, "stopped", False):
         server.stopped = True  # type: ignore[attr-defined]
         await server.app.stop()
@@ -49,7 +49,7 @@ def answered(server: FakeServer) -> int:
 
 
 def set_health(server: FakeServer, *, serving: bool) -> None:
-    """For good: how its models are does not count any more."""
+    """Set the health status permanently: the health of the models no longer changes it."""
     health = server.app._health
     assert health._following is not None
     health._following.cancel()
@@ -57,7 +57,7 @@ def set_health(server: FakeServer, *, serving: bool) -> None:
 
 
 async def call_until(client: AsyncEncoderClient, done: Callable[[], bool]) -> None:
-    """Calls until something has come about; no call may fail."""
+    """Call until a condition holds. Fail if a call fails."""
     async with asyncio.timeout(60):
         while not done():
             await client.encode([IDS])
@@ -80,7 +80,7 @@ async def test_several_addresses_take_turns(start: Start, kind: str) -> None:
                 client.encode([IDS])
         return before
 
-    # The first calls may find only one connection ready; from then on it is call by call.
+    # The first calls may find only one ready connection. Later calls alternate.
     if kind == "sync":
         before = await asyncio.to_thread(ask)
     else:
@@ -106,7 +106,7 @@ async def test_whoever_is_not_serving_gets_no_calls(start: Start) -> None:
 
 
 async def _calls_reach_only(client: AsyncEncoderClient, chosen: FakeServer, shunned: FakeServer) -> None:
-    """The client notices within moments. Then a hundred calls in a row go to one server."""
+    """Wait a moment until the client notices, then check that a hundred consecutive calls reach one server."""
 
     async def a_hundred_in_a_row() -> bool:
         before = answered(chosen), answered(shunned)
@@ -120,7 +120,7 @@ async def _calls_reach_only(client: AsyncEncoderClient, chosen: FakeServer, shun
 
 
 async def test_one_address_has_its_calls_whatever_its_health_says(start: Start) -> None:
-    """The client has no other server, and the server decides what to refuse."""
+    """A client with one address has no alternative, and the server decides which calls to refuse."""
     server = await start()
     async with AsyncEncoderClient(address(server), retry=RetryPolicy(max_attempts=1)) as client:
         set_health(server, serving=False)
@@ -128,7 +128,7 @@ async def test_one_address_has_its_calls_whatever_its_health_says(start: Start) 
 
 
 async def test_one_that_stops_and_comes_back_costs_no_call(start: Start) -> None:
-    """The other may go as soon as it is back."""
+    """The second server may stop as soon as the first one is back."""
     port = free_port()
     one, other = await start(grpc_port=port), await start()
     async with AsyncEncoderClient([address(one), address(other)]) as client:
@@ -136,12 +136,12 @@ async def test_one_that_stops_and_comes_back_costs_no_call(start: Start) -> None
         stopping = asyncio.ensure_future(stop(one))
         await call_until(client, stopping.done)
         again = await start(grpc_port=port)
-        await stop(other)  # no call ran meanwhile, so the client found out by itself
+        await stop(other)  # no call ran, so the client noticed without a call
         await call_until(client, lambda: answered(again) > 20)
 
 
 async def test_a_name_stands_for_all_of_its_addresses(start: Start) -> None:
-    """They change while the client lives: one is replaced by another, and then the only other one goes."""
+    """The addresses change twice: one is replaced by another, then the only remaining first one disappears."""
     port = free_port()
     one, other = [await start(host=host, grpc_port=port) for host in ("127.0.0.1", "127.0.0.2")]
     with DnsServer("127.0.0.1", "127.0.0.2") as dns:
@@ -160,7 +160,7 @@ async def test_a_name_stands_for_all_of_its_addresses(start: Start) -> None:
 
 
 async def test_a_server_that_is_added_gets_calls_when_connections_are_renewed(start: Start) -> None:
-    """No server went away, so nothing but the connection's age makes the client look the name up again."""
+    """Only the end of a connection makes the client look up the name again."""
     port = free_port()
     one = await start(host="127.0.0.1", grpc_port=port, max_connection_age_seconds=1.0)
     with DnsServer("127.0.0.1") as dns:
@@ -174,12 +174,12 @@ async def test_a_server_that_is_added_gets_calls_when_connections_are_renewed(st
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 async def test_a_call_that_meets_a_renewal_is_not_lost(start: Start, kind: str) -> None:
-    """The server gives the connection up while the call is on its way, and says that it has not seen the call."""
+    """The server closes the connection while the call is on its way, and reports that it has not seen the call."""
     port = free_port()
     servers: list[FakeServer] = []
 
     async def renew_at_first_call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Speaks HTTP/2 until a call begins; then a real server takes over the port, and the call gets GOAWAY."""
+        """Speak HTTP/2 until a call begins. Then a real server takes over the port, and the call gets GOAWAY."""
         settings, headers, goaway = 4, 1, 7
         writer.write(frame(settings, b""))
         await reader.readexactly(len(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
@@ -209,12 +209,12 @@ async def test_a_call_that_meets_a_renewal_is_not_lost(start: Start, kind: str) 
 
 
 def frame(kind: int, payload: bytes) -> bytes:
-    """A frame of HTTP/2 about the whole connection (RFC 9113, section 4.1)."""
+    """An HTTP/2 frame of the whole connection (RFC 9113, section 4.1)."""
     return len(payload).to_bytes(3) + bytes([kind, 0]) + bytes(4) + payload
 
 
 async def test_a_stream_goes_on_with_another_server(start: Start) -> None:
-    """Every input is answered, in order, when the server of the stream stops in the middle."""
+    """If the server of the stream stops, the client still gets every answer in order."""
     servers = [await start(), await start()]
     sent: list[tuple[int, int]] = []
 
@@ -223,7 +223,7 @@ async def test_a_stream_goes_on_with_another_server(start: Start) -> None:
         return server.sample("grpc_server_started_total", **labels)
 
     def inputs() -> Iterator[list[int]]:
-        """Until the second server has the stream, and then some."""
+        """Inputs until the second server has the stream, and some more."""
         left = 200
         while left:
             left -= all(map(streams, servers))

@@ -1,4 +1,4 @@
-"""Both clients against a real server: results, requests, failures."""
+"""Both clients with a real server: results, requests, failures."""
 
 import asyncio
 import random
@@ -35,7 +35,7 @@ TEXTS = ["one", "two words", "and three words"]
 
 
 async def test_every_input_gets_its_rows(caller: Caller) -> None:
-    """Texts, lists, tuples and arrays may be mixed; each gets a (seq, d_model) array, in order."""
+    """Texts, lists, tuples and arrays may be mixed. Each gets a (seq, d_model) array, in order."""
     inputs = ["two words", [5, 6, 7], (8,), np.array([9, 10], np.uint16), np.array([11], np.int64)]
     arrays = await caller(caller.connect().encode, inputs)
     for array, ids in zip(arrays, [[1, 3, 5, 2], [5, 6, 7], [8], [9, 10], [11]], strict=True):
@@ -66,7 +66,7 @@ async def test_options_reach_the_server(caller: Caller, service: FakeEncoder) ->
 
 
 async def test_no_rows_at_all(caller: Caller) -> None:
-    """A sequence of special tokens only, without them."""
+    """A sequence of special tokens has no rows without the special tokens."""
     [array] = await caller(caller.connect().encode, [""], exclude_special_tokens=True)
     assert array.shape == (0, 8)
 
@@ -82,7 +82,7 @@ async def test_embeddings_are_one_matrix(caller: Caller, service: FakeEncoder) -
 
 
 async def test_run_tells_everything(caller: Caller, service: FakeEncoder) -> None:
-    """Several outputs, cut into several messages, put together again."""
+    """The server sends several outputs in several messages, which the client joins."""
     service.max_request_sequences = 2
     client = caller.connect()
     result = await caller(client.run, TEXTS, outputs=["tokens", Output("cls", True)], include_token_strings=True)
@@ -101,7 +101,7 @@ async def test_run_tells_everything(caller: Caller, service: FakeEncoder) -> Non
 
 
 async def test_no_inputs(caller: Caller, service: FakeEncoder) -> None:
-    """No request is made for nothing; arrays have the model's width all the same."""
+    """No request is sent. The arrays still have the model's width."""
     client = caller.connect()
     assert await caller(client.encode, []) == []
     assert service.n_get_model == 0
@@ -132,7 +132,7 @@ async def test_order_is_kept_whichever_answer_comes_first(caller: Caller, servic
 
 
 async def test_texts_with_more_tokens_than_estimated_are_split(caller: Caller, service: FakeEncoder) -> None:
-    """Texts of one-letter words have far more tokens than typical: the server refuses, the halves pass."""
+    """Texts of one-letter words have more tokens than usual. The server refuses the message, and its halves pass."""
     service.max_request_tokens = 200
     texts = ["a b c d e f g h i j k l m n o p q r s t u v w x y z"] * 10
     arrays = await caller(caller.connect(max_concurrent_messages=1).encode, texts)
@@ -141,7 +141,7 @@ async def test_texts_with_more_tokens_than_estimated_are_split(caller: Caller, s
 
 
 async def test_oversize_replies_are_split(caller: Caller, service: FakeEncoder) -> None:
-    """A client that takes less than the server sends: gRPC's own limit, without a reason of the server's."""
+    """The client accepts smaller replies than the server sends. gRPC's error has no reason of the server."""
     client = caller.connect(max_message_bytes=6000, max_concurrent_messages=1)
     service.before = _padded(service, 1000)
     arrays = await caller(client.encode, [[5]] * 20)
@@ -154,7 +154,7 @@ async def test_oversize_replies_are_split(caller: Caller, service: FakeEncoder) 
 
 
 def _padded(service: FakeEncoder, n_bytes: int) -> Any:
-    """Answers with a name that many bytes long for each input."""
+    """Answer with a name of this many bytes for each input."""
 
     async def before(request: pb.EncodeRequest) -> pb.EncodeResponse:
         response = service.answer(request)
@@ -179,7 +179,7 @@ async def test_a_full_queue_is_tried_again_after_its_delay(caller: Caller, servi
 
 
 async def test_a_share_that_is_used_up_is_waited_for_as_long_as_it_takes(caller: Caller, service: FakeEncoder) -> None:
-    """More often than other failures are tried again: another job has its turn meanwhile."""
+    """Such refusals are retried more often than other failures, because another job uses the share meanwhile."""
 
     async def refused(_: pb.EncodeRequest) -> None:
         if len(service.requests) <= 8:
@@ -196,7 +196,7 @@ async def test_a_share_that_is_used_up_is_waited_for_as_long_as_it_takes(caller:
 
 @pytest.mark.parametrize("priority", [None, "interactive", "bulk"])
 async def test_the_priority_reaches_the_server(caller: Caller, service: FakeEncoder, priority: Priority | None) -> None:
-    """Calls of many messages are bulk, unless the client sets a priority."""
+    """Calls of several messages are bulk unless the client sets a priority."""
     service.max_request_sequences = 1
     client = caller.connect(priority=priority)
     await caller(client.encode, [[5]] * 2)
@@ -211,7 +211,7 @@ async def test_the_priority_reaches_the_server(caller: Caller, service: FakeEnco
 
 
 async def test_a_server_that_comes_back_is_found(caller: Caller, service: FakeEncoder) -> None:
-    """The same channel connects again, within the call's own retries."""
+    """The same channel connects again within the retries of the call."""
     client = caller.connect(retry=RetryPolicy(max_attempts=1000, max_backoff_seconds=0.2))
     await caller(client.encode, [[5]])
     port = int(service.target.rpartition(":")[2])
@@ -224,7 +224,7 @@ async def test_a_server_that_comes_back_is_found(caller: Caller, service: FakeEn
 
 
 async def test_what_a_stopping_server_cancels_is_sent_again(caller: Caller, service: FakeEncoder) -> None:
-    """Calls that gRPC's server has read but not begun when it stops end so: a unary call, a stream."""
+    """A stopping server cancels calls that gRPC has read and the server has not begun: a unary call or a stream."""
     cancelled: list[object] = []
 
     async def cancel_once(_: pb.EncodeRequest) -> None:
@@ -249,7 +249,7 @@ async def test_a_slow_server_meets_the_deadline(caller: Caller, service: FakeEnc
     client = caller.connect()
     await caller(client.model)
     text = f"Deadline Exceeded.*: {service.target} did not answer within 1 s"
-    with pytest.raises(DeadlineError, match=text) as caught:  # time for the server to notice
+    with pytest.raises(DeadlineError, match=text) as caught:  # the server notices meanwhile
         await caller(client.encode, [[5]], timeout_seconds=1.0)
     assert (caught.value.code, caught.value.attempts) == (Code.DEADLINE_EXCEEDED, 1)
     await until(lambda: service.n_cancelled == 1)
@@ -273,7 +273,7 @@ async def test_the_first_failure_cancels_the_other_messages(caller: Caller, serv
 
 @pytest.mark.parametrize("code", [code for code in Code if code is not Code.OK])
 async def test_grpcs_own_exceptions_never_get_out(caller: Caller, service: FakeEncoder, code: Code) -> None:
-    """Every status, from the unary call and from the stream."""
+    """For every status of the unary call and of the stream."""
 
     async def fail(*_: object) -> None:
         raise Refused(code, "because")
@@ -353,7 +353,7 @@ async def test_a_closed_client_says_so(caller: Caller) -> None:
 
 
 async def test_closing_ends_calls_that_are_going_on(caller: Caller, service: FakeEncoder) -> None:
-    """One message, several messages, and a stream: a cancelled call is not repeated, and does not wait."""
+    """A cancelled call of one message, of several messages or of a stream is not repeated and does not wait."""
     service.before = lambda _: asyncio.sleep(30)
     service.before_stream = lambda *_: asyncio.sleep(30)
     service.max_request_sequences = 2
@@ -374,7 +374,7 @@ async def test_closing_ends_calls_that_are_going_on(caller: Caller, service: Fak
 
 
 async def test_a_bug_below_does_not_hang_the_call(caller: Caller, service: FakeEncoder) -> None:
-    """Errors of gRPC that are not statuses, here for invalid metadata."""
+    """gRPC raises errors without a status, here for invalid metadata."""
     client = caller.connect()
     client._metadata = (("Bad Key", "x"),)
     for call in (client.models, client.encode):

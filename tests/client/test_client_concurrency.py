@@ -1,4 +1,4 @@
-"""Many callers of one client, and callers that go away."""
+"""Many callers of one client, and cancelled calls."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ from encserve_client import AsyncEncoderClient, EncoderClient, InvalidInputError
 
 
 async def test_threads_share_a_client(service: FakeEncoder) -> None:
-    """Calls of one message, of several, and streams, from 16 threads at once: each gets its own rows."""
+    """16 threads make calls of one message, calls of several messages, and streams. Each gets its own rows."""
     service.max_request_sequences = 3
 
     def work(client: EncoderClient, thread: int) -> int:
@@ -51,7 +51,7 @@ async def test_tasks_share_a_client(service: FakeEncoder) -> None:
 
 @pytest.mark.parametrize("n_messages", [1, 6])
 async def test_cancelling_a_task_cancels_its_call(service: FakeEncoder, n_messages: int) -> None:
-    """The caller sees asyncio's own error, the server that its callers are gone, and no task is left."""
+    """The caller gets asyncio's own error, the server sees the cancellation, and no task remains."""
     service.max_request_sequences = 1
     service.before = lambda _: asyncio.sleep(30)
     async with AsyncEncoderClient(service.target) as client:
@@ -65,11 +65,11 @@ async def test_cancelling_a_task_cancels_its_call(service: FakeEncoder, n_messag
         await until(lambda: service.n_cancelled == n_out)
         assert not [task for task in asyncio.all_tasks() if "encserve_client" in repr(task)]
         service.before = None
-        assert len(await client.encode([[1]])) == 1  # the client is as good as before
+        assert len(await client.encode([[1]])) == 1  # the client still works
 
 
 async def test_a_timeout_of_the_callers_own(service: FakeEncoder) -> None:
-    """asyncio.timeout works on calls as on anything else."""
+    """asyncio.timeout works with calls."""
     service.before = lambda _: asyncio.sleep(30)
     async with AsyncEncoderClient(service.target) as client:
         with pytest.raises(TimeoutError):
@@ -78,14 +78,14 @@ async def test_a_timeout_of_the_callers_own(service: FakeEncoder) -> None:
 
 
 async def test_the_async_client_can_be_made_outside_a_loop(service: FakeEncoder) -> None:
-    """Its channel is made in the loop in which it is first used; here in a thread without any."""
+    """The channel belongs to the loop of the first call, here in a thread without a loop at construction."""
     client = await asyncio.to_thread(AsyncEncoderClient, service.target)
     async with client:
         assert len(await client.models()) == 1
 
 
 async def test_an_async_client_in_another_loop_says_so(service: FakeEncoder) -> None:
-    """Like one `asyncio.run` after another. The loop of the client is not disturbed."""
+    """For example with two calls of asyncio.run. The loop of the client is not disturbed."""
     async with AsyncEncoderClient(service.target) as client:
         await client.encode([[1]])
         with pytest.raises(InvalidInputError, match="the event loop of its first use: make one in each loop"):

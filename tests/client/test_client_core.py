@@ -36,7 +36,7 @@ THREE_OUTPUTS = Options(tuple(Output(dimensions=dimensions) for dimensions in (N
 
 
 def echo(request: pb.EncodeRequest) -> pb.EncodeResponse:
-    """Rows of one number: the token ids."""
+    """Rows of one number, the token id."""
     ids = [list(item.token_ids.ids) for item in request.inputs]
     tensor = pb.RaggedTensor(
         kind=pb.OUTPUT_KIND_TOKENS,
@@ -68,7 +68,7 @@ class Server:
 
 
 def core_of(timeout_seconds: float = 100.0, max_concurrent: int = 4, retry: RetryPolicy = POLICY) -> Core:
-    """With the largest jitter."""
+    """A core with the largest jitter."""
     return Core(Settings(timeout_seconds, 64 << 20, max_concurrent, retry, random=lambda: 1.0, target="host:1"))
 
 
@@ -91,16 +91,16 @@ def ids_in(result: EncodeResult) -> list[list[int]]:
 
 
 def failing(failures: list[Failure]) -> Encode:
-    """Fails so many times, then answers."""
+    """Fail `times` times, then answer."""
     left = list(failures)
     return lambda request: (0.0, left.pop(0)) if left else (0.0, echo(request))
 
 
 def test_backoff_then_success() -> None:
-    """Waits of 1 s, then 2 s; the result says how often it was sent."""
+    """The client waits 1 s, then 2 s. The result has the number of attempts."""
     server = Server(failing([DOWN, DOWN]))
     result = encode(core_of(), server, [[5, 6]])
-    assert server.wire.sent == [0.0, 0.0, 1.0, 3.0]  # GetModel, then three attempts
+    assert server.wire.sent == [0.0, 0.0, 1.0, 3.0]  # a request for the model, then three attempts
     assert ids_in(result) == [[5, 6]]
     assert (result.timings.messages, result.timings.attempts, result.timings.total_seconds) == (1, 3, 3.0)
 
@@ -108,7 +108,7 @@ def test_backoff_then_success() -> None:
 def test_the_servers_delay_is_kept() -> None:
     server = Server(failing([FULL]))
     encode(core_of(), server, [[5]])
-    assert server.wire.sent[1:] == [0.0, 3.0]  # 2 s as asked, and 1 s of jitter
+    assert server.wire.sent[1:] == [0.0, 3.0]  # the requested 2 s, and 1 s of jitter
 
 
 def test_attempts_run_out() -> None:
@@ -125,7 +125,7 @@ def test_a_server_that_never_answered_is_given_up_after_its_attempts() -> None:
 
 
 def test_a_server_that_has_answered_is_waited_for() -> None:
-    """Until the message's time is over: waits of 1, 2, 4 and then 5 s."""
+    """The client waits 1, 2, 4, and then 5 s each time, until the message's time is over."""
     server = Server(failing([DOWN] * 9))
     result = encode(core_of(), server, [[5]])
     assert result.timings.attempts == 10
@@ -138,13 +138,13 @@ def test_a_server_that_has_answered_is_waited_for() -> None:
 
 
 def test_attempts_while_the_server_is_away_do_not_count() -> None:
-    """When it is back its queue may be full for a while."""
+    """After a restart the queue of the server may be full for a while."""
     server = Server(failing([FULL, *[DOWN] * 5, FULL]))
     assert encode(core_of(), server, [[5]]).timings.attempts == 8
 
 
 def test_a_messages_time_is_over_all_its_attempts() -> None:
-    """An attempt has the rest of the message's time."""
+    """Each attempt has the rest of the message's time."""
     answers = iter([(4.0, DOWN), (99.0, None)])
     server = Server(lambda _: next(answers))
     text = r"^Deadline Exceeded: host:1 did not answer within 6 s \(sent 2 times\)$"
@@ -155,7 +155,7 @@ def test_a_messages_time_is_over_all_its_attempts() -> None:
 
 
 def test_a_wait_past_the_deadline_is_not_begun() -> None:
-    """The caller gets the error at once, with the delay to wait."""
+    """The caller gets the error at once, with the server's delay."""
     server = Server(failing([FULL]))
     with pytest.raises(OverloadedError) as caught:
         encode(core_of(timeout_seconds=2.5), server, [[5]])
@@ -164,7 +164,7 @@ def test_a_wait_past_the_deadline_is_not_begun() -> None:
 
 
 def test_a_long_call_may_take_longer_than_each_of_its_messages() -> None:
-    """10,000 texts on a slow server: 40 messages of 20 s each, four at a time, where a message may take 30 s."""
+    """A slow server takes 20 s for each of 40 messages, four at a time. The limit of a message is 30 s."""
     server = Server(lambda request: (20.0, echo(request)), max_request_sequences=256)
     inputs: list[Input] = [[i + 1] for i in range(10_000)]
     assert ids_in(encode(core_of(timeout_seconds=30.0), server, inputs)) == inputs
@@ -172,7 +172,7 @@ def test_a_long_call_may_take_longer_than_each_of_its_messages() -> None:
 
 
 def test_an_outage_starts_no_clock_of_messages_whose_turn_has_not_come() -> None:
-    """Else a restart of a second fails every call that takes longer than a message may, 30 s after it."""
+    """Otherwise a restart of one second would fail every call that takes longer than one message may."""
 
     def answer(request: Any) -> Any:
         return (0.0, DOWN) if 40.0 <= server.wire.time < 41.3 else (20.0, echo(request))
@@ -184,7 +184,7 @@ def test_an_outage_starts_no_clock_of_messages_whose_turn_has_not_come() -> None
 
 
 def test_messages_are_small_enough_for_a_slow_server() -> None:
-    """BERT-large on four CPUs computes some 700 tokens a second, and a message has 30 s by default."""
+    """BERT-large on four CPUs computes about 700 tokens a second, and a message has 30 s by default."""
     free_at = 0.0
 
     def compute(request: pb.EncodeRequest) -> Outcome:
@@ -199,7 +199,7 @@ def test_messages_are_small_enough_for_a_slow_server() -> None:
 
 
 def test_a_messages_time_begins_when_it_is_sent() -> None:
-    """The message's time counts, not the call's. A slow message fails even late in a good call."""
+    """A slow message fails even late in a call, because the limit belongs to the message."""
     answers = iter([9.0, 9.0, 11.0])
     server = Server(lambda request: (next(answers), echo(request)), max_request_sequences=1)
     with pytest.raises(DeadlineError, match="host:1 did not answer within 10 s"):
@@ -229,14 +229,14 @@ def test_a_calls_own_timeout_is_for_the_whole_and_goes_before_the_clients(client
 
 
 def test_what_there_was_no_time_to_send_is_a_deadline_too() -> None:
-    """The second of two messages, where one may be out at a time and the first takes all the time there is."""
+    """Only one message may be open at a time, and the first one takes the whole time of the call."""
     server = Server(lambda request: (2.0, echo(request)), max_request_sequences=1)
     with pytest.raises(DeadlineError, match="^2 s passed before everything was sent to host:1$"):
         encode(core_of(max_concurrent=1), server, [[5], [6]], timeout_seconds=2.0)
 
 
 def test_order_is_kept_whichever_answer_comes_first() -> None:
-    """Later messages are answered earlier; never more than four are out."""
+    """The server answers later messages first. Never more than four messages are open."""
     server = Server(
         lambda request: (100.0 - request.inputs[0].token_ids.ids[0], echo(request)), max_request_sequences=2
     )
@@ -248,7 +248,7 @@ def test_order_is_kept_whichever_answer_comes_first() -> None:
 
 
 def test_messages_too_large_are_halved_until_they_pass() -> None:
-    """The server takes at most 3 sequences, though its limits said otherwise; the limits are asked for again."""
+    """The server accepts at most 3 sequences, and its limits said more. The client asks for the limits again."""
 
     def at_most_3(request: pb.EncodeRequest) -> Outcome:
         if len(request.inputs) > 3:
@@ -267,7 +267,7 @@ def test_messages_too_large_are_halved_until_they_pass() -> None:
 
 
 def test_grpcs_own_size_limit_halves_but_never_repeats() -> None:
-    """RESOURCE_EXHAUSTED without our reason: the same message is never sent twice."""
+    """RESOURCE_EXHAUSTED without a reason of the server: the client never sends the same message twice."""
     refusal = Failure(Code.RESOURCE_EXHAUSTED, "CLIENT: Received message larger than max (9 vs. 4)")
     server = Server(lambda _: (0.0, refusal))
     with pytest.raises(MessageTooLargeError):
@@ -282,7 +282,7 @@ def test_grpcs_own_size_limit_halves_but_never_repeats() -> None:
 
 
 def test_the_first_failure_ends_the_call() -> None:
-    """Nothing more is sent, and the index in the text is the caller's."""
+    """The client sends nothing more. The error names the caller's index."""
 
     def second_fails(request: pb.EncodeRequest) -> Outcome:
         if request.inputs[0].token_ids.ids[0] == 3:
@@ -320,7 +320,7 @@ def test_more_outputs_than_a_server_takes_are_refused_before_inputs_are_sent(inp
 
 
 def test_a_server_that_takes_more_outputs_than_before_gets_them() -> None:
-    """A remembered description of a model does not refuse a call."""
+    """The client's copy of the model's description may be old, so it refuses no call."""
     core, server = core_of(), Server(echo_thrice, max_outputs=2)
     with pytest.raises(InvalidInputError):
         encode(core, server, [[1]], options=THREE_OUTPUTS)
@@ -337,7 +337,7 @@ def test_a_server_that_does_not_say_how_many_outputs_it_takes_judges_itself() ->
 
 
 def test_asking_for_the_model_is_retried_too() -> None:
-    """With the same deadline as the call's."""
+    """The request has the same deadline as the call."""
     answers: list[Outcome] = [
         (0.0, DOWN),
         (0.0, pb.GetModelResponse(model=pb.ModelInfo(fingerprint="f", name="m", d_model=1))),

@@ -1,4 +1,4 @@
-"""Answers become arrays; contradictory answers are refused with their numbers."""
+"""Answers become arrays. Contradictory answers are refused with their numbers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ def response_of(arrays: list[Array], width: int, dtype: DType = "float32") -> pb
 
 @given(st.data(), st.integers(1, 5), st.sampled_from(["float32", "float16"]))
 def test_ragged_rows_come_back(data: st.DataObject, width: int, dtype: DType) -> None:
-    """Any lengths, 0 included, in both types, every number bit for bit, infinite and NaN ones too."""
+    """Any length from 0, both types, and every number to the bit, infinite and NaN included."""
     rows = hnp.arrays(np.dtype(dtype), st.tuples(st.integers(0, 6), st.just(width)))
     arrays = data.draw(st.lists(rows, min_size=1, max_size=5))
     options = Options(dtype=dtype)
@@ -47,7 +47,7 @@ def test_ragged_rows_come_back(data: st.DataObject, width: int, dtype: DType) ->
 
 
 def good() -> pb.EncodeResponse:
-    """Two sequences of 2 and 1 tokens, 3 numbers wide."""
+    """Two sequences with 2 tokens and 1 token, 3 numbers wide."""
     return response_of([np.ones((2, 3), np.float32), np.ones((1, 3), np.float32)], 3)
 
 
@@ -100,7 +100,7 @@ def test_normalised_rows_are_wanted_where_they_were_asked_for() -> None:
 
 
 def test_rows_without_special_tokens_may_be_fewer() -> None:
-    """There may be fewer rows than tokens, but not more."""
+    """An answer may have fewer rows than tokens, but not more."""
     response = good()
     response.sequences[0].token_count = 4
     decode_response(response, Options(exclude_special_tokens=True), 2, describe=False)
@@ -135,7 +135,7 @@ def test_sequence_info_of_another_length_is_refused(fields: dict[str, list[int]]
 
 
 def test_parts_of_different_vector_spaces_are_not_mixed() -> None:
-    """A model that is replaced between two messages of one call."""
+    """The server replaced the model between two messages of one call."""
     first, second = good(), good()
     second.fingerprint = "g"
     parts = [decode_response(it, Options(), 2, describe=False) for it in (first, second)]
@@ -153,7 +153,7 @@ def test_parts_of_different_widths_are_not_mixed() -> None:
 
 
 def test_one_message_is_not_copied_several_are() -> None:
-    """`matrix` is a view on the bytes received where it can be."""
+    """`matrix` is a view on the received bytes if the call has one message."""
     part = decode_response(good(), Options(), 2, describe=False)
     one, two = merge_parts([part], 0.0, 1), merge_parts([part, part], 0.0, 2)
     assert one.outputs[0].matrix() is part.blocks[0].rows
@@ -162,13 +162,13 @@ def test_one_message_is_not_copied_several_are() -> None:
 
 
 def test_how_many_outputs_a_call_may_have() -> None:
-    """0 from a server that is older than the field."""
+    """An older server sends 0, because it does not know the field."""
     assert model_info(pb.ModelInfo(max_outputs=16)).max_outputs == 16
     assert model_info(pb.ModelInfo()).max_outputs == 0
 
 
 def test_a_pooling_of_a_newer_server_is_handed_on() -> None:
-    """By its number, where it was asked for as "model"."""
+    """A request for "model" gets the number of the unknown pooling."""
     newer: Any = 77
     response = good()
     tensor = response.outputs[0]

@@ -46,7 +46,7 @@ N_TOKENS = 3
 
 
 def request_of(**wanted: Any) -> pb.InspectRequest:
-    """For three token ids."""
+    """A request for three token ids."""
     wanted = {"attention": True, "hidden_states": True, "positions": False, "dtype": "float32", **wanted}
     return inspect_request([5, 6, 7], ("", ""), **{"truncate": False, "prompt_name": None, "task": None, **wanted})
 
@@ -199,7 +199,7 @@ async def test_vectors_are_inspected(caller: Caller, service: FakeEncoder) -> No
 
 @given(st.lists(st.integers(1, 700), min_size=1, max_size=8), st.sampled_from(["float32", "float16"]))
 def test_chunk_boundaries_do_not_change_the_result(sizes: list[int], dtype: str) -> None:
-    """Chunks may end within a number, a row, a layer; empty ones do no harm."""
+    """Chunks may end within a number, a row or a layer. Empty chunks change nothing."""
     request = request_of(hidden_states=[0, 2], positions=True, dtype=dtype)
     parts = inspection(request, N_TOKENS, max_chunk_bytes=sizes)
     parts[2:2] = [chunk(0, 0)]
@@ -381,7 +381,7 @@ async def test_an_endless_answer_is_read_no_further_than_announced(caller: Calle
     service.inspect = endless
     with pytest.raises(ProtocolError, match="65536 more came after them"):
         await caller(caller.connect(timeout_seconds=60).inspect, [5, 6, 7])
-    # The server's handler ends: gRPC cancels it, or its write fails.
+    # The server's handler ends because gRPC cancels it or its write fails.
     await until(lambda: service.n_open_inspections == 0)
     assert len(service.inspect_requests) == 1
 
@@ -457,7 +457,7 @@ async def test_each_refusal_has_its_own_exception(
 
 
 async def never(request: pb.InspectRequest) -> AsyncIterator[pb.InspectResponse]:
-    """The header, and then nothing."""
+    """Send the header, and then nothing."""
     yield inspection(request, N_TOKENS)[0]
     await asyncio.sleep(30)
 
@@ -489,7 +489,7 @@ async def test_cancelling_a_task_cancels_its_inspection(service: FakeEncoder) ->
         assert not [task for task in asyncio.all_tasks() if "encserve_client" in repr(task)]
         at_once = asyncio.create_task(client.inspect([5, 6, 7]))
         await asyncio.sleep(0)
-        at_once.cancel()  # before anything was sent
+        at_once.cancel()  # before any message was sent
         with pytest.raises(asyncio.CancelledError):
             await at_once
         service.inspect = None
@@ -519,7 +519,7 @@ async def test_an_internal_error_does_not_hang_the_call(caller: Caller, service:
 
 
 async def test_many_at_a_time(caller: Caller, service: FakeEncoder) -> None:
-    """One client, many calls of different lengths."""
+    """One client makes many calls of different lengths."""
     client = caller.connect()
     results = await asyncio.gather(*(caller(client.inspect, [5] * n) for n in range(1, 21)))
     for n, result in enumerate(results, start=1):

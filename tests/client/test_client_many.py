@@ -1,4 +1,4 @@
-"""Calls of many inputs: one text, errors in their places, progress, read-only arrays, options."""
+"""Calls of many inputs: a single text, errors at their indices, progress, read-only arrays, options."""
 
 import json
 from collections.abc import Callable
@@ -27,13 +27,13 @@ from encserve_client import (
 from encserve_client.inputs import check_spans
 from encserve_proto.v1 import encoder_pb2 as pb
 
-WORDS = rows_of([1, 3, 5, 2])  # of "two words"
-LONG = [4] * 65  # the service takes 64
+WORDS = rows_of([1, 3, 5, 2])  # the tokens of "two words"
+LONG = [4] * 65  # the service accepts 64
 LATE = pb.ModelInfo(multi_vector_width=8, multi_vector_similarity="maxsim")
 
 
 async def test_a_text_is_one_input(caller: Caller, service: FakeEncoder) -> None:
-    """The result has no list around it."""
+    """The result is not a list."""
     client = caller.connect()
     np.testing.assert_array_equal(await caller(client.encode, "two words"), WORDS)
     np.testing.assert_allclose(await caller(client.embed, "two words"), WORDS.mean(axis=0), rtol=1e-6)
@@ -47,7 +47,7 @@ async def test_a_text_is_one_input(caller: Caller, service: FakeEncoder) -> None
 
 @pytest.mark.parametrize("n", [1, 10])
 async def test_arrays_are_read_only(caller: Caller, service: FakeEncoder, n: int) -> None:
-    """Whether they are views on one message, or a copy of several, or of no inputs at all."""
+    """For views on one message, copies of several messages, and calls without inputs."""
     service.max_request_sequences = 4
     client, texts = caller.connect(), ["two words"] * n
     result = await caller(client.run, texts, outputs=["tokens", "mean"])
@@ -72,7 +72,7 @@ async def test_arrays_are_read_only(caller: Caller, service: FakeEncoder, n: int
 
 @pytest.mark.parametrize("size", [4, 256])
 async def test_one_bad_input_does_not_lose_the_others(caller: Caller, service: FakeEncoder, size: int) -> None:
-    """Inputs that are invalid, refused or not computable are errors in their places."""
+    """Invalid, refused and failed inputs become errors at their indices."""
     service.max_request_sequences = size
 
     async def poisoned(request: pb.EncodeRequest) -> None:
@@ -115,7 +115,7 @@ async def test_all_inputs_may_be_bad(caller: Caller) -> None:
 
 
 async def test_what_is_wrong_with_the_whole_call_is_raised(caller: Caller, service: FakeEncoder) -> None:
-    """Not sent again for every input, though it is an error of the request."""
+    """The client does not repeat such a call for each input."""
 
     async def refused(_: pb.EncodeRequest) -> None:
         raise Refused(StatusCode.INVALID_ARGUMENT, "options.prompt_name: the model has no prompts", "INVALID_OPTION")
@@ -166,7 +166,7 @@ async def test_progress(caller: Caller, service: FakeEncoder) -> None:
 
 
 async def test_what_is_told_of_inputs(caller: Caller, service: FakeEncoder) -> None:
-    """No more than the method reads."""
+    """Only the properties that the method reads."""
     client = caller.connect()
     await caller(client.encode, ["a"])
     await caller(client.embed, ["a"])
@@ -188,7 +188,7 @@ async def test_what_is_told_of_inputs(caller: Caller, service: FakeEncoder) -> N
 
 
 async def test_tokenize(caller: Caller, service: FakeEncoder) -> None:
-    """Cut into messages and put together, an error by the caller's own index."""
+    """The client splits and joins the messages. An error names the caller's index."""
     service.max_request_sequences = 3
     client = caller.connect()
     texts = [f"{'x' * (i + 1)} words" for i in range(10)]
@@ -220,7 +220,7 @@ async def test_spans_are_sent_with_their_unit(caller: Caller, service: FakeEncod
     assert (output.kind, output.span_pooling) == (pb.OUTPUT_KIND_SPANS, pb.OUTPUT_KIND_MAX)
 
 
-NEW_KIND = 77  # of a server of tomorrow
+NEW_KIND = 77  # a value of a newer server
 
 
 async def test_a_kind_of_tomorrow_is_handed_on(caller: Caller, service: FakeEncoder) -> None:
@@ -244,7 +244,7 @@ async def test_a_kind_of_tomorrow_is_handed_on(caller: Caller, service: FakeEnco
     result = await caller(client.run, ["a", "b"], outputs=[Output(NEW_KIND), "model"][:1])
     assert result.outputs[0].kind == NEW_KIND
     assert [its.shape for its in result.outputs[0].arrays()] == [(2, 4)] * 2
-    assert (await caller(client.embed, ["a", "b"])).shape == (2, 8)  # "model" stands for a pooling without a name
+    assert (await caller(client.embed, ["a", "b"])).shape == (2, 8)  # "model" is the name for a pooling without a name
     assert (await caller(client.embed, ["a"], pooling=NEW_KIND)).shape == (2, 4)
     assert [it.options.outputs[0].kind for it in service.requests] == [
         NEW_KIND,
@@ -309,7 +309,7 @@ def test_sentences(text: str, sentences: list[str]) -> None:
 
 
 def test_so_many_tokens_at_a_time() -> None:
-    """Special tokens are left out at any place. The last range has the rest."""
+    """Special tokens are left out at any place. The last range has the remaining tokens."""
     offsets = np.array([(0, 0), (0, 3), (3, 5), (6, 9), (10, 11), (11, 12), (0, 0)])
     info = SequenceInfo(7, 7, False, None, offsets, None, None)
     assert token_spans(info, 2) == [(0, 5), (6, 11), (11, 12)]

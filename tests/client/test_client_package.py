@@ -33,7 +33,7 @@ def in_a_new_process(code: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.system
 def test_importing_needs_only_what_is_declared() -> None:
-    """Neither click nor rich, nor anything of the server's; not even where they are installed."""
+    """Neither click nor rich nor a module of the server, even if they are installed."""
     unwanted = "{'click', 'rich', 'google.rpc', 'grpc_status', 'onnxruntime', 'torch', 'tokenizers'}"
     done = in_a_new_process(f"import sys, encserve_client; print(sorted({unwanted} & set(sys.modules)))")
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
@@ -63,7 +63,7 @@ def test_every_exception_is_in_the_tree() -> None:
 
 
 def test_both_clients_have_the_same_methods() -> None:
-    """With the same arguments and defaults."""
+    """The methods also have the same arguments and defaults."""
 
     def public(kind: type) -> set[str]:
         return {name for name in dir(kind) if not name.startswith("_")}
@@ -78,7 +78,7 @@ def test_both_clients_have_the_same_methods() -> None:
 
 
 def test_channel_options() -> None:
-    """The library's raise gRPC's limits; the caller's go before them."""
+    """The library raises gRPC's limits. The caller's options have precedence."""
     options = dict(
         channel_options("encoder:1", 5, Tls(server_name="encoder"), {"grpc.max_send_message_length": 7, "x": "y"})
     )
@@ -98,7 +98,7 @@ def test_channel_options() -> None:
 )
 @pytest.mark.parametrize("client", [EncoderClient, AsyncEncoderClient])
 def test_metadata_that_cannot_be_sent_is_refused(client: Any, settings: dict[str, Any], text: str) -> None:
-    """By gRPC only when a call is made, and then with no word on why."""
+    """gRPC refuses such metadata only at the first call, and gives no reason."""
     with pytest.raises(ValueError, match=text):
         client(**settings)
 
@@ -146,7 +146,7 @@ def test_contradictions_are_refused() -> None:
 
 @dataclass(frozen=True)
 class Certificates:
-    """PEM files: an authority, and a certificate for the name "encoder" with its key."""
+    """PEM files of an authority, and of a certificate for the name "encoder" with its key."""
 
     authority: Path
     cert: Path
@@ -166,7 +166,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 
 async def test_encryption(service: FakeEncoder, certificates: Certificates) -> None:
-    """Mutual TLS with both clients; plaintext and a missing client certificate are turned away."""
+    """Mutual TLS with both clients. The server refuses plaintext and callers without a certificate."""
     ca, cert, key = certificates.authority, certificates.cert, certificates.key
     server = grpc.aio.server()
     add_EncoderServiceServicer_to_server(service, server)

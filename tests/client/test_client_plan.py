@@ -1,4 +1,4 @@
-"""Calls cut into messages: every input once, in order, each message within the limits."""
+"""Calls are split into messages: every input once, in order, each message within the limits."""
 
 import itertools
 
@@ -58,7 +58,7 @@ def total(inputs: list[pb.Input], options: Options, limits: Limits) -> Cost:
 
 @given(some_inputs, options, limits)
 def test_every_input_once_in_order_within_limits(inputs: list[Input], options: Options, limits: Limits) -> None:
-    """Only an input that is too much alone may break a limit. No two neighbouring messages would have fitted in one."""
+    """Only a single input may exceed a limit. No two neighbouring messages would fit into one."""
     messages = list(plan_messages(read_inputs(inputs)[0], TEMPLATE, options, limits))
     requests = requests_of(messages)
     assert [item for request in requests for item in request.inputs] == packed(inputs)
@@ -73,7 +73,7 @@ def test_every_input_once_in_order_within_limits(inputs: list[Input], options: O
 
 @given(st.lists(id_lists, min_size=1, max_size=30), st.integers(1, 400))
 def test_a_request_is_no_larger_than_planned(inputs: list[Input], max_request_bytes: int) -> None:
-    """The planned bytes are an upper bound of the real ones, names and options aside."""
+    """The planned bytes are an upper bound of the real bytes without names and options."""
     limits = Limits(2**31, 2**31, max_request_bytes, 2**31, 2**31, 8)
     for request in requests_of(list(plan_messages(inputs, pb.EncodeRequest(), Options(), limits))):
         assert request.ByteSize() <= max_request_bytes or len(request.inputs) == 1
@@ -81,7 +81,7 @@ def test_a_request_is_no_larger_than_planned(inputs: list[Input], max_request_by
 
 @given(some_inputs.filter(bool))
 def test_halves_are_the_whole(inputs: list[Input]) -> None:
-    """Cutting until nothing can be cut any more gives single inputs, in order, with their indices."""
+    """Repeated splitting gives single inputs in order, with their indices."""
     [message] = plan_messages(inputs, TEMPLATE, Options(), NO_LIMITS)
 
     def leaves(it: Message) -> list[Message]:
@@ -93,7 +93,7 @@ def test_halves_are_the_whole(inputs: list[Input]) -> None:
 
 
 def test_messages_are_made_when_they_are_asked_for() -> None:
-    """A bad id late in the list does not stop the inputs before it. It is found in its turn."""
+    """A bad id late in the list does not stop earlier inputs. The client finds the id when its message is due."""
     limits = Limits(1, 2**31, 2**31, 2**31, 512, 8)
     messages = plan_messages([[1], [2], [2**63]], TEMPLATE, Options(), limits)
     assert next(messages).first_index == 0
@@ -113,7 +113,7 @@ def test_a_call_of_more_than_two_messages_is_bulk(count: int) -> None:
 
 
 def test_texts_are_not_planned_for_the_worst_case() -> None:
-    """256 ordinary sentences of 100 bytes go into one message, though in theory each could have 102 tokens."""
+    """256 ordinary sentences of 100 bytes fit into one message, though each could have 102 tokens."""
     limits = Limits(256, 65536 // 4, 64 << 20, 64 << 20, 512, 768)
     assert len(list(plan_messages(["x" * 100] * 256, TEMPLATE, Options(), limits))) == 1
 

@@ -1,4 +1,4 @@
-"""Which failures are tried again, and when. No clock, no network."""
+"""The failures that are retried, and the time of each retry. No clock, no network."""
 
 import grpc
 import pytest
@@ -70,7 +70,7 @@ def test_only_what_time_may_mend_is_retried(failure: Failure, expected: bool) ->
 
 @pytest.mark.parametrize("code", [Code.UNKNOWN, Code.INTERNAL])
 def test_a_call_that_a_proxy_cuts_off_is_sent_again(code: grpc.StatusCode) -> None:
-    """gRPC's own errors have a text only; the server's errors have a reason."""
+    """gRPC's own errors have only a text. The server's errors have a reason."""
     text = "Stream removed (RST_STREAM (Received RST_STREAM with error code 2))"
     cut_off = failure_of_status(code, text, ())
     assert cut_off.code is Code.UNAVAILABLE
@@ -84,7 +84,7 @@ def test_a_call_that_a_proxy_cuts_off_is_sent_again(code: grpc.StatusCode) -> No
 
 
 def test_backoff_doubles_up_to_its_bound_then_ends() -> None:
-    """With the largest draw the waits are the bounds themselves."""
+    """With the largest jitter the waits are the bounds themselves."""
     waits = [seconds_until_retry(POLICY, DOWN, attempts, 100.0, always(1.0)) for attempts in (1, 2, 3, 4)]
     assert waits == [pytest.approx(0.1), pytest.approx(0.2), pytest.approx(0.3), None]
 
@@ -107,7 +107,7 @@ def test_no_wait_is_begun_that_ends_after_the_deadline() -> None:
     asked=st.none() | st.floats(0, 1e6),
 )
 def test_a_wait_is_within_its_bounds(attempts: int, draw: float, remaining: float, asked: float | None) -> None:
-    """Never before the server's delay, never more than one backoff after it, never past the deadline."""
+    """Never before the server's delay, never later than one backoff after it, never past the deadline."""
     policy = RetryPolicy(max_attempts=20_000)
     failure = Failure(Code.UNAVAILABLE, "", retry_delay_seconds=asked)
     wait = seconds_until_retry(policy, failure, attempts, remaining, lambda: draw)
@@ -154,7 +154,7 @@ EXPECTED: dict[Code, type[EncserveError]] = {
 
 @pytest.mark.parametrize("code", [code for code in Code if code is not Code.OK])
 def test_every_status_has_its_exception(code: Code) -> None:
-    """A status that gRPC adds fails here until it has one."""
+    """If gRPC adds a status, this test fails until the status has an exception."""
     error = failure_of_status(code, "text", None).to_exception(attempts=1)
     assert type(error) is EXPECTED[code]
     assert (error.code, str(error), error.reason, error.attempts) == (code, "text", "", 1)
@@ -183,7 +183,7 @@ def test_a_reason_says_more_than_a_code(failure: Failure, expected: type[Encserv
 
 
 def test_exceptions_are_also_what_python_calls_them() -> None:
-    """Callers may catch the built-in kinds."""
+    """Callers may catch the built-in classes."""
     assert issubclass(DeadlineError, TimeoutError)
     assert issubclass(InvalidRequestError, ValueError)
     assert issubclass(ModelNotFoundError, LookupError)
@@ -210,14 +210,14 @@ def test_a_pushback_that_is_no_delay_forbids_retries(pushback: str) -> None:
 
 
 def test_an_index_is_the_callers() -> None:
-    """The server counts from the message's first input; the caller from the first of the call."""
+    """The server counts from the first input of a message, the caller from the first input of the call."""
     failure = Failure(Code.INVALID_ARGUMENT, "inputs[3].token_ids.ids[17]: must be < 100; was 200")
     assert str(failure.to_exception(1, first_index=256)).startswith("inputs[259].token_ids.ids[17]: must")
     assert str(failure.to_exception(1)).startswith("inputs[3].token_ids")
 
 
 def test_stream_errors_are_read() -> None:
-    """0 seconds stand for no delay; a code that no one knows, or OK, for UNKNOWN."""
+    """0 seconds mean no delay. An unknown code, or OK, means UNKNOWN."""
     error = pb.StreamError(code=8, message="full", reason="QUEUE_FULL", retry_delay_seconds=0.5)
     assert failure_of_stream_error(error) == Failure(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", 0.5)
     for code in (0, 99, -1):

@@ -39,7 +39,7 @@ def ids_in(request: pb.EncodeStreamRequest) -> list[int]:
 
 
 def echo(request: pb.EncodeStreamRequest, fingerprint: str = "f") -> pb.EncodeStreamResponse:
-    """A row of one number for each token: its id."""
+    """A row of one number for each token, its id."""
     ids = ids_in(request)
     tensor = pb.RaggedTensor(
         kind=pb.OUTPUT_KIND_TOKENS,
@@ -67,20 +67,20 @@ def run_of(
     policy: RetryPolicy = POLICY,
     target: str = "",
 ) -> StreamRun:
-    """With the largest jitter."""
+    """A run with the largest jitter."""
     books: StreamBooks[Any] = StreamBooks(policy, max_in_flight, timeout, ordered, lambda: 1.0, target)
     return StreamRun(wire, books, pb.EncodeRequest(), Options())
 
 
 def results(run: StreamRun) -> Iterator[tuple[int, Any]]:
-    """Index, and the token id or the error."""
+    """The index and the token id or the error of each result."""
     while (item := run_without_loop(run.next())) is not None:
         index, result = item
         yield index, result if isinstance(result, EncserveError) else int(result[0, 0])
 
 
 def counting(n: int, read: list[int]) -> Iterator[list[int]]:
-    """The inputs [1], [2], …; records each input that is read."""
+    """The inputs [1], [2], …. Records each input that is read."""
     for i in range(1, n + 1):
         read.append(i)
         yield [i]
@@ -96,7 +96,7 @@ def counting(n: int, read: list[int]) -> Iterator[list[int]]:
 def test_every_input_is_answered_once(
     delays: list[float], breaks: set[int], refused: set[int], max_in_flight: int, ordered: bool
 ) -> None:
-    """Late answers, refusals for a while, streams that break: no loss, no duplicate; order and bound are kept."""
+    """With late answers, refusals and broken streams: no loss, no duplicate, the right order and bound."""
     read: list[int] = []
     break_once, refuse_once = set(breaks), set(refused)
 
@@ -131,7 +131,7 @@ def test_results_come_as_they_are_ready_if_asked() -> None:
 
 
 def test_reading_stops_at_the_bound_behind_a_slow_first_answer() -> None:
-    """All others are ready, but nothing may be handed over: nothing more is read."""
+    """All other answers are ready, but none may be returned yet, so the client reads no more inputs."""
     read: list[int] = []
     wire = FakeWire(
         answer_stream=lambda _, request: (90.0 if request.request_id == "0" else 0.0, echo(request)),
@@ -158,16 +158,16 @@ def test_a_broken_stream_is_opened_again_for_what_was_not_answered() -> None:
         sent.append((stream, ids_in(request)))
         if stream == 1 and ids_in(request) == [3]:
             return 1.0, BROKEN
-        return 2.0 * (ids_in(request) == [2]), echo(request)  # 2 is still out when the stream breaks
+        return 2.0 * (ids_in(request) == [2]), echo(request)  # input 2 has no answer when the stream breaks
 
     wire = FakeWire(answer_stream=answer, inputs=[[1], [2], [3]])
     assert list(results(run_of(wire))) == [(0, 1), (1, 2), (2, 3)]
     assert sent == [(1, [1]), (1, [2]), (1, [3]), (2, [2]), (2, [3])]
-    assert wire.sent[3:] == [2.0, 2.0]  # broken after 1 s, then a wait of 1 s
+    assert wire.sent[3:] == [2.0, 2.0]  # the stream broke after 1 s, then came a wait of 1 s
 
 
 def test_a_stream_that_always_breaks_ends_the_call() -> None:
-    """After max_attempts in a row, whether or not errors are to be yielded."""
+    """After max_attempts consecutive failures, with or without yielded errors."""
     wire = FakeWire(answer_stream=lambda *_: (0.0, BROKEN), inputs=[[1], [2]])
     with pytest.raises(ServerUnavailableError, match=r"connection reset \(sent 3 times\)"):
         list(results(run_of(wire)))
@@ -175,7 +175,7 @@ def test_a_stream_that_always_breaks_ends_the_call() -> None:
 
 
 def test_a_restart_in_the_middle_is_waited_out() -> None:
-    """However often new streams fail meanwhile: no input is given up, and none is sent alone afterwards."""
+    """The client gives up no input and sends none alone afterwards, however often new streams fail."""
     sizes: list[int] = []
 
     def answer(stream: int, request: pb.EncodeStreamRequest) -> Outcome:
@@ -193,7 +193,7 @@ def test_a_restart_in_the_middle_is_waited_out() -> None:
 
 
 def test_a_server_that_does_not_come_back_ends_the_call() -> None:
-    """After the time of one input, errors yielded or not."""
+    """After the time of one input, with or without yielded errors."""
 
     def answer(stream: int, request: pb.EncodeStreamRequest) -> Outcome:
         return (0.1, echo(request)) if stream == 1 and ids_in(request) == [1] else (0.0, UNREACHED)
@@ -213,7 +213,7 @@ def test_a_stream_that_breaks_in_other_ways_is_not_opened_again() -> None:
 
 @pytest.mark.parametrize("max_in_flight", [3, 64])
 def test_an_input_that_brings_down_every_stream_is_given_up(max_in_flight: int) -> None:
-    """Answers to the others do not keep the input alive."""
+    """Answers to other inputs do not extend the time of this input."""
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome:
         return (0.5, BROKEN) if 1 in ids_in(request) else (0.1, echo(request))
@@ -226,7 +226,7 @@ def test_an_input_that_brings_down_every_stream_is_given_up(max_in_flight: int) 
 
 
 def test_an_error_is_the_inputs_own() -> None:
-    """It does not end the stream, and its text has the caller's index."""
+    """The error does not end the stream, and its text has the caller's index."""
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome:
         if request.request_id == "1":
@@ -242,7 +242,7 @@ def test_an_error_is_the_inputs_own() -> None:
 
 
 def test_a_server_that_is_stopping_gets_nothing_more() -> None:
-    """An input refused with UNAVAILABLE goes to a new stream; the old one still brings its answers."""
+    """The client sends a refused input on a new stream. The old stream still delivers its answers."""
     sent: list[tuple[int, list[int]]] = []
 
     def answer(stream: int, request: pb.EncodeStreamRequest) -> Outcome:
@@ -257,7 +257,7 @@ def test_a_server_that_is_stopping_gets_nothing_more() -> None:
 
 
 def test_an_input_that_is_never_answered_is_given_up() -> None:
-    """Its own time is up; the others go on. A late answer is dropped."""
+    """The time of the input is over. The others continue, and a late answer is dropped."""
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome | None:
         if request.request_id == "0":
@@ -304,7 +304,7 @@ def test_a_stream_does_not_mix_vector_spaces() -> None:
 @pytest.mark.parametrize("wrong", [5, [], [1.5], None, np.array([[0.0, np.nan]])])
 @pytest.mark.parametrize("ordered", [True, False])
 def test_a_wrong_input_is_an_error_in_its_place(wrong: object, ordered: bool) -> None:
-    """The error names the input, nothing is sent for it, and the inputs around it are answered."""
+    """The error names the input. The client sends nothing for it and answers its neighbours."""
     wire = FakeWire(answer_stream=lambda _, request: (1.0, echo(request)), inputs=[[7], wrong, [9]])
     found = list(results(run_of(wire, ordered=ordered)))
     assert [index for index, _ in found] == ([0, 1, 2] if ordered else [1, 0, 2])
@@ -330,7 +330,7 @@ def test_an_endless_row_of_wrong_inputs_is_read_no_further_than_allowed() -> Non
 
 
 def test_a_stream_that_fails_names_the_server() -> None:
-    """As does an input that was not answered in time."""
+    """An input without an answer in time also names the server."""
     down = FakeWire(answer_stream=lambda *_: (0.0, BROKEN), inputs=[[1]])
     with pytest.raises(ServerUnavailableError, match=r"^host:1: connection reset \(sent 3 times\)"):
         list(results(run_of(down, target="host:1")))
@@ -352,7 +352,7 @@ def packs_of(wire_answer: Answer, inputs: list[Any], **settings: Any) -> tuple[l
 
 
 def test_short_inputs_that_come_fast_share_messages() -> None:
-    """The first inputs leave at once. While the limit is reached, later inputs gather for the next message."""
+    """The first inputs leave at once. At the limit, later inputs wait for the next message."""
     inputs = [[i] for i in range(1, 1001)]
     sent, found = packs_of(lambda _, request: (1.0, echo(request)), inputs, max_in_flight=64)
     assert found == {i: i + 1 for i in range(1000)}
@@ -363,12 +363,12 @@ def test_short_inputs_that_come_fast_share_messages() -> None:
 
 
 def test_an_input_that_comes_alone_is_sent_at_once() -> None:
-    """Nothing waits for a neighbour while there is room for a message."""
+    """Below the limit, no input waits for others."""
     times: list[float] = []
 
     def inputs() -> Iterator[list[int]]:
         for i in range(1, 6):
-            wire.time += 100.0  # more than an input has: the time in which the caller makes one does not count
+            wire.time += 100.0  # longer than the limit of an input: the caller's own time does not count
             times.append(wire.time)
             yield [i]
 
@@ -379,7 +379,7 @@ def test_an_input_that_comes_alone_is_sent_at_once() -> None:
 
 
 def test_long_inputs_do_not_share_messages() -> None:
-    """Two of these have more tokens than one message of `encode` may have."""
+    """Two of these inputs have more tokens than a message of `encode` may have."""
     sent: list[int] = []
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome:
@@ -392,7 +392,7 @@ def test_long_inputs_do_not_share_messages() -> None:
 
 
 def test_one_bad_input_does_not_fail_its_neighbours() -> None:
-    """The message is sent again without the bad input. This does not count as an attempt of the others."""
+    """The client sends the message again without the bad input. That is not an attempt of the others."""
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome:
         bad = [place for place, token in enumerate(ids_in(request)) if token % 3 == 0]
@@ -422,7 +422,7 @@ def test_a_message_that_is_too_large_is_halved() -> None:
 
 
 def test_a_message_that_is_never_answered_makes_room_when_its_inputs_are_given_up() -> None:
-    """As many as may be out at a time hang; what waited behind them is sent all the same."""
+    """The inputs that reached the limit get no answer. The client still sends the inputs behind them."""
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome | None:
         return None if ids_in(request)[0] <= 4 else (0.0, echo(request))

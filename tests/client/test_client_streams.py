@@ -1,4 +1,4 @@
-"""encode_stream of both clients against a real server: bounds, broken connections, leaving early, no leaks."""
+"""encode_stream of both clients with a real server: bounds, broken connections, early ends, no leaks."""
 
 import asyncio
 import gc
@@ -21,7 +21,7 @@ Code = grpc.StatusCode
 
 
 def counting(n: int, read: list[int]) -> Iterator[list[int]]:
-    """The inputs [1], [2], …; records each input that is read."""
+    """The inputs [1], [2], …. Records each input that is read."""
     for i in range(1, n + 1):
         read.append(i)
         yield [i]
@@ -32,7 +32,7 @@ async def jitter(*_: object) -> None:
 
 
 async def test_results_come_in_the_order_of_the_inputs(caller: Caller, service: FakeEncoder) -> None:
-    """However they come in; only as many as allowed are under way."""
+    """In any order of the answers. The number of open inputs stays within its limit."""
     service.before_stream = jitter
     inputs = [[i, i + 1] for i in range(1, 300)]
     arrays = await caller.all_of(caller.connect(), inputs)
@@ -71,7 +71,7 @@ async def test_pooled_results_are_vectors(caller: Caller) -> None:
 
 
 async def test_a_broken_connection_loses_and_doubles_nothing(caller: Caller, service: FakeEncoder) -> None:
-    """The server is killed in the middle and comes back on the same port."""
+    """The server is killed in the middle, and starts again on the same port."""
     service.before_stream = jitter
     port = int(service.target.rpartition(":")[2])
     client = caller.connect(retry=RetryPolicy(max_attempts=1000, max_backoff_seconds=0.2))
@@ -122,7 +122,7 @@ async def test_errors_are_raised_or_yielded(caller: Caller, service: FakeEncoder
 
 
 async def test_an_input_that_is_none_is_an_error_in_its_place(caller: Caller, service: FakeEncoder) -> None:
-    """Raised in its turn, after the results before it, or yielded."""
+    """The error is raised after the earlier results, or yielded."""
     client = caller.connect()
     nothings: list[Any] = [[], None]
     for wrong in nothings:
@@ -136,7 +136,7 @@ async def test_an_input_that_is_none_is_an_error_in_its_place(caller: Caller, se
 
 
 async def test_a_slow_caller_bounds_what_is_read(caller: Caller, service: FakeEncoder) -> None:
-    """Neither the iterable nor the server is run ahead of by more than the bound."""
+    """The client reads and sends at most the allowed number of inputs ahead."""
     read: list[int] = []
     stream = caller.connect().encode_stream(counting(10_000, read), max_in_flight=5)
     for taken in range(1, 20):
@@ -168,7 +168,7 @@ async def test_a_slow_first_answer_bounds_what_is_read(caller: Caller, service: 
 
 @pytest.mark.parametrize("leave", ["close", "forget", "error"])
 async def test_leaving_early_leaks_nothing(caller: Caller, service: FakeEncoder, leave: str) -> None:
-    """The server sees the stream end; no thread and no task is left, however the loop is left."""
+    """The server sees the end of the stream, and no thread and no task remains."""
     service.before_stream = jitter
     client = caller.connect()
     threads, tasks = set(threading.enumerate()), asyncio.all_tasks()
@@ -184,7 +184,7 @@ async def test_leaving_early_leaks_nothing(caller: Caller, service: FakeEncoder,
     del stream
     gc.collect()
     await until(lambda: service.n_open_streams == 0)
-    # The worker threads of `asyncio.to_thread` are this test's; gRPC's own end when their channel has nothing to do.
+    # The worker threads of `asyncio.to_thread` belong to this test. gRPC's threads end when their channel is idle.
     await until(lambda: not [it for it in set(threading.enumerate()) - threads if "asyncio" not in it.name])
     await until(lambda: not [it for it in asyncio.all_tasks() - tasks if "first_of" in repr(it) or "_wire" in repr(it)])
 
@@ -232,7 +232,7 @@ async def test_a_single_text_is_one_input(caller: Caller) -> None:
 
 
 async def test_progress(caller: Caller) -> None:
-    """With each result; of how many only where that is known."""
+    """Progress comes with each result. The total is known only for inputs with a length."""
     told: list[tuple[int, int | None]] = []
     client = caller.connect()
 
@@ -245,7 +245,7 @@ async def test_progress(caller: Caller) -> None:
 
 
 async def test_an_input_that_is_never_answered_is_given_up(caller: Caller, service: FakeEncoder) -> None:
-    """The others are not; they have a second to be answered, on a connection that is there."""
+    """The other inputs have a second for their answers, on an open connection."""
 
     async def first_never(request: Any, _: object) -> None:
         await asyncio.sleep(300 if request.request_id == "0" else 0)
@@ -261,14 +261,14 @@ async def test_an_input_that_is_never_answered_is_given_up(caller: Caller, servi
     ("text", "expected"), [("Internal error from Core", Code.UNAVAILABLE), ("not finite", Code.INTERNAL)]
 )
 def test_the_status_that_grpc_makes_up_is_no_reason_to_give_up(text: str, expected: Code) -> None:
-    """grpc.aio raises this if a write meets a stream that has just ended."""
+    """grpc.aio raises this status if a write meets a stream that has just ended."""
     error = grpc.aio.AioRpcError(Code.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), text)
     assert failure_of_stream(error).code is expected
 
 
 @pytest.mark.parametrize("caller", ["async"], indirect=True)
 async def test_answers_come_while_an_async_iterable_waits(caller: Caller) -> None:
-    """The second input is made from the first one's answer."""
+    """The second input is made from the first answer."""
     answered = asyncio.Event()
 
     async def inputs() -> AsyncIterator[list[int]]:
@@ -286,7 +286,7 @@ async def test_answers_come_while_an_async_iterable_waits(caller: Caller) -> Non
 
 @pytest.mark.parametrize("caller", ["async"], indirect=True)
 async def test_leaving_while_an_async_iterable_waits(caller: Caller, service: FakeEncoder) -> None:
-    """The iterable that is being waited for is cancelled too."""
+    """The client also cancels the iterable that it waits for."""
     ended: list[str] = []
 
     async def inputs() -> AsyncIterator[list[int]]:

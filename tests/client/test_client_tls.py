@@ -1,4 +1,4 @@
-"""The client names the cause of a failed connection, and follows changes of its files."""
+"""The client names the cause of a failed connection, and reads changed files again."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 
 def credentials(pair: Pair, client_ca: Path | None) -> grpc.ServerCredentials:
-    """A server's files."""
+    """The files of a server."""
     ca = None if client_ca is None else client_ca.read_bytes()
     return grpc.ssl_server_credentials([(pair.key.read_bytes(), pair.cert.read_bytes())], ca, client_ca is not None)
 
@@ -48,7 +48,7 @@ Start = Callable[..., Any]
 
 @pytest.fixture
 async def start(service: FakeEncoder) -> AsyncIterator[Start]:
-    """Starts servers with these certificates; gives their targets."""
+    """Start servers with these certificates; return their targets."""
     servers = []
 
     async def start(pair: Pair | None, client_ca: Path | None = None) -> str:
@@ -68,7 +68,7 @@ async def start(service: FakeEncoder) -> AsyncIterator[Start]:
 
 
 async def said(target: str, **settings: Any) -> str:
-    """What both clients say, which is the same."""
+    """The error text of both clients, which must be equal."""
 
     def ask() -> str:
         with EncoderClient(target, retry=ONCE, **settings) as client, pytest.raises(ServerUnavailableError) as error:
@@ -138,7 +138,7 @@ async def test_a_name_that_is_given(start: Start, made: Certificates) -> None:
         ("localhost:1", "connections to all backends failing; last error: ipv4:127.0.0.1:{port}: Socket closed"),
         ("ipv4:127.0.0.1:{port},127.0.0.1:1", "failed to connect to all addresses; last error: Socket closed"),
         ("unix:///run/x", "failed to connect to all addresses; last error: Socket closed"),
-        (  # as gRPC says of a name with two addresses, where nothing listens at the one
+        (  # gRPC's text for a name with two addresses, one of them without a server
             "localhost:{port}",
             "failed to connect to all addresses; last error: UNKNOWN: ipv6:%5B::1%5D:{port}: Failed to connect to "
             "remote host: Connection refused",
@@ -160,7 +160,7 @@ async def test_where_it_asks(start: Start, made: Certificates, target: str, mess
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 def test_servers_that_say_why(made: Certificates, version: ssl.TLSVersion) -> None:
-    """As proxies do, with an alert, where gRPC's own server just hangs up."""
+    """Proxies send a TLS alert. gRPC's own server just closes the connection."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(made.server.cert, made.server.key)
     context.load_verify_locations(made.ca)
@@ -191,7 +191,7 @@ def test_servers_that_say_why(made: Certificates, version: ssl.TLSVersion) -> No
     ("message", "reason"),
     [
         ("failed to connect to all addresses; last error: ipv4:127.0.0.1:1: Connection refused", ""),
-        ("Socket closed", ""),  # of a connection that was there
+        ("Socket closed", ""),  # a connection that was established before
         ("failed to connect to all addresses: Socket closed", "DRAINING"),
     ],
 )
@@ -203,7 +203,7 @@ def test_other_failures_cost_no_handshake(message: str, reason: str) -> None:
 async def test_files_that_change(
     start: Start, made: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:
-    """A new call has the new certificate; half a change is not taken."""
+    """A new call uses the new certificate. The client ignores a half-finished change."""
     monkeypatch.setattr(channels, "_LOOK_SECONDS", 0.0)
     mount = Mount(tmp_path / "mount")
     mount.put(made.stranger, made.ca)
@@ -217,7 +217,7 @@ async def test_files_that_change(
             assert len(await client.models()) == 1
             mount.put(Pair(made.server.cert, made.client.key), made.ca)
             assert len(await client.models()) == 1
-            assert len(client._links) == 1  # the old one is closed
+            assert len(client._links) == 1  # the old connection is closed
         return
 
     def ask() -> None:
@@ -236,7 +236,7 @@ async def test_files_that_change(
 async def test_a_stream_goes_on_while_files_change(
     start: Start, made: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Running calls stay on their connection, which is closed after the last call."""
+    """Running calls keep their connection, which closes after the last call."""
     monkeypatch.setattr(channels, "_LOOK_SECONDS", 0.0)
     mount = Mount(tmp_path / "mount")
     mount.put(made.client, made.ca)
@@ -270,7 +270,7 @@ def test_files_that_are_no_certificates(made: Certificates, tmp_path: Path) -> N
 
 
 def test_a_server_that_hangs_is_not_waited_for(made: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A port that takes connections and says nothing."""
+    """The port accepts connections and sends nothing."""
     monkeypatch.setattr("encserve_client._grpc.diagnosis._SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         target = f"127.0.0.1:{silent.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""The caller's trace goes along, if there is one."""
+"""The client sends the caller's trace context, if there is one."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ TRACEPARENT = f"00-{TRACE_ID:032x}-{SPAN_ID:016x}-01"
 
 @pytest.fixture
 def span() -> Iterator[None]:
-    """A span that is current."""
+    """A current span."""
     context = SpanContext(TRACE_ID, SPAN_ID, False, TraceFlags(1), TraceState([("congo", "t61")]))
     token = attach(trace.set_span_in_context(NonRecordingSpan(context)))
     yield

@@ -12,7 +12,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def make_attention(n_layers: int, n_heads: int, seq: int, seed: int = 0) -> Floats:
-    """(n_layers, n_heads, seq, seq): heads that attend to the last token, the first token, near tokens, or all tokens."""
+    """(n_layers, n_heads, seq, seq): heads that attend to the last, the first, near, or all tokens."""
     random = np.random.default_rng(seed)
     places = np.arange(seq)
     distance = places[:, None] - places[None, :]  # (seq, seq)
