@@ -1,4 +1,4 @@
-"""A small encoder service on a real grpc.aio server, for the command to call."""
+"""A small encoder service on a real grpc.aio server, for the command."""
 
 from collections.abc import AsyncIterator
 
@@ -8,7 +8,7 @@ from fake_encoder import FakeEncoder
 
 @pytest.fixture
 async def service() -> AsyncIterator[FakeEncoder]:
-    """The service, started."""
+    """The started service."""
     it = FakeEncoder()
     await it.start()
     yield it

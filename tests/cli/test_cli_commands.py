@@ -1,4 +1,4 @@
-"""The command `encserve` against a real server: what people and pipes get to read."""
+"""The command `encserve` with a real server: its output for people and for pipes."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ LONG = "a rather long text " * 15
 
 
 async def encserve(service: FakeEncoder, *arguments: str, **env: str) -> Result:
-    """Runs the command against the service; 80 columns, as if piped."""
+    """Run the command with the service, 80 columns wide, as in a pipe."""
     call = ["--target", service.target, *arguments]
     result = await asyncio.to_thread(CliRunner().invoke, cli, call, env={"COLUMNS": "80", **env})
     assert max(map(len, result.output.splitlines())) <= 80 or {"--json", "models"} & set(arguments) or result.exit_code
@@ -40,7 +40,7 @@ async def encserve(service: FakeEncoder, *arguments: str, **env: str) -> Result:
 
 
 async def test_encode(service: FakeEncoder) -> None:
-    """A table for each text, its shape, the model and the times."""
+    """The output has a table for each text, the shape, the model and the times."""
     result = await encserve(service, "encode", "two words", "[red]no markup[/red]")
     assert (result.exit_code, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
@@ -71,7 +71,7 @@ async def test_encode_json(service: FakeEncoder) -> None:
 
 
 async def test_encode_to_a_file(service: FakeEncoder, tmp_path: Path) -> None:
-    """The file has exactly the name that was asked for, and needs no pickle."""
+    """The file has the requested name and needs no pickle."""
     path = tmp_path / "vectors.NPZ"
     result = await encserve(service, "encode", "two words", "one", "--output", str(path))
     assert "2 texts, 7 rows of 8" in " ".join(result.stdout.split())
@@ -85,7 +85,7 @@ async def test_encode_to_a_file(service: FakeEncoder, tmp_path: Path) -> None:
 
 
 async def test_similarity(service: FakeEncoder) -> None:
-    """The numbers say it all, without colour; wide matrices go over several tables."""
+    """Without colour the numbers show everything. A wide matrix has several tables."""
     result = await encserve(service, "similarity", "one", "one", LONG)
     rows = [line.split() for line in result.stdout.splitlines() if line.lstrip()[:1] in {"1", "2", "3"}]
     assert [row[-3:-1] for row in rows if row[0] == "1"] == [["1.000", "1.000"]]
@@ -105,7 +105,7 @@ async def test_similarity_json(service: FakeEncoder) -> None:
 
 
 async def test_embed(service: FakeEncoder) -> None:
-    """A row for each text, with the task, the prompt and the cut that were asked for."""
+    """One row for each text, with the requested task, prompt and length."""
     options = ["--task", "query", "--prompt-name", "q", "--truncate"]
     result = await encserve(service, "embed", "two words", "one", *options)
     assert (result.exit_code, result.stderr) == (0, "")
@@ -117,7 +117,7 @@ async def test_embed(service: FakeEncoder) -> None:
 
 
 async def test_embed_what_maxsim_compares(service: FakeEncoder, tmp_path: Path) -> None:
-    """The token that each vector comes from; a text of which nothing counts has none."""
+    """The output names the token of each vector. A text of skipped tokens has no vector."""
     service.model_info = LATE
     result = await encserve(service, "embed", "two words", "")
     [line] = [line.split() for line in result.stdout.splitlines() if line.startswith(" words ")]
@@ -133,7 +133,7 @@ async def test_embed_what_maxsim_compares(service: FakeEncoder, tmp_path: Path) 
 
 
 async def test_embed_pooled_vectors(service: FakeEncoder) -> None:
-    """They come from no token."""
+    """Pooled vectors have no tokens."""
     service.model_info = LATE
 
     async def pooled(request: pb.EncodeRequest) -> pb.EncodeResponse:
@@ -148,7 +148,7 @@ async def test_embed_pooled_vectors(service: FakeEncoder) -> None:
 
 
 async def test_embed_weights(service: FakeEncoder, tmp_path: Path) -> None:
-    """The largest first, with the tokens that the text has; SciPy reads the file."""
+    """The largest weights come first, with the tokens of the text. SciPy reads the file."""
     service.model_info = SPARSE
     result = await encserve(service, "embed", "the vector with weights", "--max-rows", "2")
     lines = [line.split() for line in result.stdout.splitlines()]
@@ -210,7 +210,7 @@ async def test_similarity_of_texts_of_one_task(service: FakeEncoder) -> None:
 
 
 async def test_a_page_of_what_met(service: FakeEncoder, tmp_path: Path) -> None:
-    """The best document first. The page shows the model's tokens."""
+    """The best document comes first. The page shows the tokens of the model."""
     service.model_info, path = LATE, tmp_path / "met.html"
     result = await encserve(service, "similarity", "two words", "one", "four five", "--html", str(path))
     assert result.exit_code == 0, result.output
@@ -226,7 +226,7 @@ async def test_a_page_of_what_met(service: FakeEncoder, tmp_path: Path) -> None:
 
 
 async def test_what_similarity_cannot_compare(service: FakeEncoder) -> None:
-    """A query without vectors, weights that are not compared by their product, a pooling of many vectors."""
+    """A query without vectors, weights that the model does not compare by product, and a pooling of many vectors."""
     service.model_info = LATE
     result = await encserve(service, "similarity", "", "two")
     assert result.stderr == "Error: query must have at least 1 vector; had none\n"
@@ -241,7 +241,7 @@ TERMINAL = {"TTY_COMPATIBLE": "1", "NO_COLOR": "1", "TERM": "xterm", "COLUMNS": 
 
 
 async def test_tokenize(service: FakeEncoder, tmp_path: Path) -> None:
-    """A table for each text; special tokens stand nowhere in it. As JSON a line each, of files of any length."""
+    """A table for each text without special tokens. JSON has a line for each text, for files of any length."""
     result = await encserve(service, "tokenize", "two words", "", "--task", "query", "--offset-unit", "utf8_bytes")
     lines = [line.split() for line in result.stdout.splitlines()]
     assert [line for line in lines if line[:1] in (["two"], ["words"], ["[FIRST]"])] == [
@@ -268,14 +268,14 @@ async def test_tokenize(service: FakeEncoder, tmp_path: Path) -> None:
 
 
 async def test_tokens_are_named_only_where_they_are_shown(service: FakeEncoder, tmp_path: Path) -> None:
-    """They take more of an answer than a vector."""
+    """Token strings take more of a reply than a vector."""
     for command, suffix in (("embed", ".npy"), ("embed", ".jsonl"), ("encode", ".npz"), ("encode", ".jsonl")):
         await encserve(service, command, "two words", "--output", str(tmp_path / f"out{suffix}"))
     assert [it.options.include_token_strings for it in service.requests] == [False, False, False, True]
 
 
 async def test_models_of_other_kinds(service: FakeEncoder) -> None:
-    """The model's outputs, and the longest text of each task."""
+    """The output shows the model's outputs, and the longest text of each task."""
     service.model_info.CopyFrom(WHICHEVER)
     service.model_info.tasks.extend(TASKS)
     lines = [line.split() for line in (await encserve(service, "models", **TERMINAL)).stdout.splitlines()]
@@ -286,7 +286,7 @@ async def test_models_of_other_kinds(service: FakeEncoder) -> None:
 
 
 async def test_models(service: FakeEncoder) -> None:
-    """Whole names and fingerprints, on a terminal and in a pipe."""
+    """Names and fingerprints are complete, on a terminal and in a pipe."""
     name = service.model_info.name = "a-model-with-a-name-of-forty-characters-"
     service.model_info.max_outputs = 16
     shown = (await encserve(service, "models", **TERMINAL)).stdout
@@ -344,7 +344,7 @@ async def test_the_target_may_come_from_the_environment(service: FakeEncoder) ->
 
 @pytest.mark.system
 def test_version() -> None:
-    """By either way of calling it."""
+    """With both forms of the command."""
     done = subprocess.run(
         [sys.executable, "-m", "encserve_cli", "--version"], capture_output=True, text=True, check=True
     )

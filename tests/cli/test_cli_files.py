@@ -1,4 +1,4 @@
-"""`encserve embed` and `encserve encode` with files: any number of inputs in, everything out, in order, or nothing."""
+"""`encserve embed` and `encserve encode` with files: all results in order, or no file."""
 
 import asyncio
 import csv
@@ -67,7 +67,7 @@ async def vectors_of(service: FakeEncoder, texts: list[str]) -> Any:
 
 
 async def test_progress_is_shown_on_a_terminal(service: FakeEncoder, tmp_path: Path) -> None:
-    """From the first moment, whether or not the number of inputs is known; nowhere else."""
+    """From the first moment, with a known or unknown number of inputs, and only on a terminal."""
     terminal = {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "NO_COLOR": "1", "TERM": "xterm", "COLUMNS": "110"}
     for suffix, total in ((".txt", "63"), (".csv", "?")):
         command = ("embed", write_texts(tmp_path, suffix), "--output", tmp_path / "vectors.npy")
@@ -79,7 +79,7 @@ async def test_progress_is_shown_on_a_terminal(service: FakeEncoder, tmp_path: P
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv", ".tsv", ".parquet", ".csv.gz", ".jsonl.zst"])
 async def test_files_in_and_one_vector_each_out(service: FakeEncoder, tmp_path: Path, suffix: str) -> None:
-    """For each format: the vectors of the texts in their order, an empty text too."""
+    """Each format holds the vectors in the order of the texts, an empty text included."""
     (tmp_path / "inputs").mkdir()
     path, output = write_texts(tmp_path / "inputs", suffix), tmp_path / "vectors.npy"
     result = await encserve(service, "embed", path, "--output", output)
@@ -136,7 +136,7 @@ async def test_int8_in_every_form(service: FakeEncoder, tmp_path: Path) -> None:
 
 
 async def test_rows_of_every_token(service: FakeEncoder, tmp_path: Path) -> None:
-    """.npz, .jsonl and .parquet hold them, with the ids; .npy and .csv say that they cannot."""
+    """.npz, .jsonl and .parquet hold the rows and the ids. .npy and .csv refuse rows."""
     source = write_texts(tmp_path, ".txt")
     for suffix in (".npz", ".jsonl", ".parquet"):
         result = await encserve(service, "encode", source, "--output", tmp_path / f"v{suffix}")
@@ -236,7 +236,7 @@ def test_only_a_line_feed_ends_a_line_and_bytes_must_be_utf8(tmp_path: Path, suf
 
 
 def test_a_long_field_and_a_carriage_return_in_a_csv_file(tmp_path: Path) -> None:
-    """The csv module alone takes at most 128 KiB a field."""
+    """The csv module alone accepts at most 128 KiB in a field."""
     path = tmp_path / "t.csv"
     path.write_bytes(b"text\r" + b"x" * 200_000 + b"\rtwo\r")
     assert [len(it.value) for it in read_inputs([str(path)], None, ids=False)] == [200_000, 3]
@@ -256,7 +256,7 @@ def test_a_column_of_parquet_must_hold_text_or_ids(tmp_path: Path) -> None:
 
 
 async def test_token_ids(service: FakeEncoder, tmp_path: Path) -> None:
-    """Out of arguments, text and lists; they come back beside their rows."""
+    """Ids come from arguments, text and lists, and stand beside their rows in the output."""
     (tmp_path / "ids.txt").write_text("1 3 2\n")
     (tmp_path / "ids.jsonl").write_text('[1, 4, 2]\n{"text": [1, 5, 2]}\n')
     sources = ["1,2", tmp_path / "ids.txt", tmp_path / "ids.jsonl"]
@@ -336,7 +336,7 @@ async def test_another_suffix_and_too_many_to_print(service: FakeEncoder, tmp_pa
 
 
 async def test_a_server_without_room_is_asked_again(service: FakeEncoder, tmp_path: Path) -> None:
-    """Far more often than a single call would be."""
+    """The command retries far more often than a single call."""
     full = 12
 
     async def refuse(request: pb.EncodeRequest) -> None:
@@ -352,7 +352,7 @@ async def test_a_server_without_room_is_asked_again(service: FakeEncoder, tmp_pa
 
 
 async def test_nobody_waits_for_room_once_an_input_has_failed(service: FakeEncoder, tmp_path: Path) -> None:
-    """The calls beside the failed call wait for a retry in 100 s."""
+    """The other calls would wait 100 s for a retry."""
     others_wait = asyncio.Event()
 
     async def refuse(request: pb.EncodeRequest) -> None:
@@ -369,7 +369,7 @@ async def test_nobody_waits_for_room_once_an_input_has_failed(service: FakeEncod
 
 
 def test_no_more_is_read_than_a_few_calls_ahead_of_what_is_written() -> None:
-    """So memory does not grow with the file, whichever call is slow."""
+    """Memory does not grow with the file, whichever call is slow."""
     read: list[int] = []
 
     def inputs() -> Iterator[Sent]:
@@ -386,7 +386,7 @@ def test_no_more_is_read_than_a_few_calls_ahead_of_what_is_written() -> None:
 
 
 def test_reading_is_a_stream(tmp_path: Path) -> None:
-    """A problem further down does not delay the texts before it."""
+    """A problem further down in the file does not delay the texts before it."""
     (tmp_path / "t.jsonl").write_text('"one"\n{')
     found = read_inputs([str(tmp_path / "t.jsonl")], None, ids=False)
     assert next(found).value == "one"

@@ -1,4 +1,4 @@
-"""`encserve inspect` with a stand-in for the client: requests, output and files."""
+"""`encserve inspect` with a stub client: requests, output and files."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from encserve_client.results import InspectResult, ModelInfo
 
 
 class StubClient:
-    """Answers as given, and records the requests."""
+    """Gives fixed answers, and records the requests."""
 
     def __init__(self, result: InspectResult, model: ModelInfo) -> None:
         self.result, self.info = result, model
@@ -45,21 +45,21 @@ class StubClient:
 
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> StubClient:
-    """A model of 3 layers and 2 heads, in place of any server."""
+    """A stub of a model with 3 layers and 2 heads."""
     client = StubClient(*make_inspection(n_layers=3, n_heads=2, d_model=16, max_sequence_tokens=32))
     monkeypatch.setattr(commands, "EncoderClient", lambda *args, **kwargs: client)
     return client
 
 
 def inspect(*arguments: str) -> Result:
-    """Runs the command, 80 columns wide."""
+    """Run the command, 80 columns wide."""
     result = CliRunner().invoke(commands.cli, ["inspect", *arguments], env={"COLUMNS": "80"})
     assert max(map(len, result.stdout.splitlines()), default=0) <= 80 or "--json" in arguments
     return result
 
 
 def test_tables(stub: StubClient) -> None:
-    """A row for each token and for each layer, and where the time went."""
+    """A row for each token and for each layer, and the times."""
     result = inspect("I understand this")
     assert (result.exit_code, result.stderr) == (0, "")
     lines = [line.split() for line in result.stdout.splitlines() if line.strip()]
@@ -102,11 +102,11 @@ def test_json(stub: StubClient) -> None:
 
 
 def test_page(stub: StubClient, tmp_path: Path) -> None:
-    """The positions are asked for where there are any; the file has the name that was given."""
+    """The command requests positions if the model has them. The file has the given name."""
     path = tmp_path / "report.page"
     result = inspect("I understand this", "--html", str(path))
     assert (result.exit_code, result.stderr) == (0, "")
-    assert f"{path.name}:4.9MB,8tokens" in "".join(result.stdout.split())  # wrapped where the path's length has it
+    assert f"{path.name}:4.9MB,8tokens" in "".join(result.stdout.split())  # lines may break where the path ends
     assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert stub.asked["positions"] is True
 
@@ -119,14 +119,14 @@ def test_a_model_without_positions(stub: StubClient, tmp_path: Path, position: s
 
 
 def test_layers(stub: StubClient) -> None:
-    """A layer's attention, what leaves it, and what enters the first."""
+    """The attention of a layer, its output, and the input of the first layer."""
     inspect("a text", "--layers", "2,0", "--model", "m", "--model-version", "7", "--truncate")
     assert (stub.asked["attention"], stub.asked["hidden_states"]) == ([0, 2], [0, 1, 3])
     assert (stub.asked["model"], stub.asked["version"], stub.asked["truncate"]) == ("m", "7", True)
 
 
 def test_ids(stub: StubClient) -> None:
-    """They are all that a model without a tokenizer takes; their places and ids are shown."""
+    """A model without a tokenizer takes only ids. The output shows their positions and values."""
     stub.info = dataclasses.replace(stub.info, has_tokenizer=False)
     stub.result = dataclasses.replace(stub.result, sequence=dataclasses.replace(stub.result.sequence, tokens=None))
     result = inspect("--ids", "101,2023,102")

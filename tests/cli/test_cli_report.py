@@ -1,4 +1,4 @@
-"""The numbers of a report, their packing, and the page's text; no browser is needed."""
+"""The numbers of a report, their encoding, and the text of the page. No browser is needed."""
 
 import base64
 import dataclasses
@@ -36,24 +36,24 @@ def unpacked(stack: dict[str, Any]) -> np.ndarray[Any, Any]:
 
 
 def test_norms_and_cosines() -> None:
-    """3-4-5, a right angle, an opposite, and a row of zeros, which has no direction."""
+    """A vector of length 5, a right angle, an opposite vector, and a row of zeros, which has no direction."""
     states = np.array([[[3, 4], [-8, 6], [-6, -8], [0, 0]]], np.float16)
     assert numbers.state_norms(states).tolist() == [[5, 10, 10, 0]]
     cosines = numbers.cosine_similarity(states)
     np.testing.assert_allclose(cosines, [[[1, 0, -1, 0], [0, 1, 0, 0], [-1, 0, 1, 0], [0, 0, 0, 0]]], atol=1e-15)
-    # Of six pairs one is -1, and the rest are 0.
+    # Of six pairs one cosine is -1, and the others are 0.
     np.testing.assert_allclose(numbers.mean_similarity(cosines), [-1 / 6])
     assert numbers.mean_similarity(np.ones((2, 1, 1))).tolist() == [1, 1]
 
 
 def test_entropy() -> None:
-    """0 bits for one token, 2 for four alike, 1.5 for a half and two quarters."""
+    """0 bits for one token, 2 bits for four equal weights, 1.5 bits for a half and two quarters."""
     attention = np.array([[[[0, 1, 0, 0], [0.25] * 4, [0.5, 0.25, 0.25, 0], [0.5, 0.5, 0, 0]]]], np.float32)
     np.testing.assert_allclose(numbers.attention_entropy(attention), [[[0, 2, 1.5, 1]]])
 
 
 def test_strongest() -> None:
-    """The place with the greatest mean over the heads."""
+    """The position with the largest mean over the heads."""
     heads = np.array([[[0.9, 0.1], [0.6, 0.4]], [[0.5, 0.5], [0.0, 1.0]]])
     places, weights = numbers.strongest(heads)
     assert places.tolist() == [0, 1]
@@ -77,7 +77,7 @@ def test_spread(count: int, at_most: int, indices: list[int]) -> None:
 
 
 def test_quantise() -> None:
-    """Ends are exact, other values are off by half a step at most, and NaN stays within the scale."""
+    """The ends are exact, other values differ by at most half a step, and NaN stays within the scale."""
     values = np.linspace(-1, 1, 1001)
     packed = numbers.quantise(values, -1, 1)
     assert (packed[0], packed[-1]) == (0, 65535)
@@ -106,7 +106,7 @@ def test_a_page_holds_the_numbers() -> None:
 
 
 def test_a_page_needs_nothing_else() -> None:
-    """No address of another file in any element of ours, and a policy that allows this page's scripts alone."""
+    """No element has an address of another file, and the policy allows only this page's scripts."""
     result, model = make_inspection(n_layers=1, n_heads=2, d_model=8, tokens=3)
     page = build_page(result, model)
     ours = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
@@ -154,7 +154,7 @@ def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_colours_end_where_nearly_all_numbers_do() -> None:
-    """A learned table has a few numbers of 2 among thousands of 0.05: they must not leave the image blank."""
+    """A learned table has a few numbers of 2 among thousands of 0.05. The image must still show those."""
     table = np.random.default_rng(0).normal(0, 0.05, (100, 100)).astype(np.float32)
     table[0, :50] = 2
     end, beyond = numbers.contrast(table)
@@ -166,7 +166,7 @@ def test_colours_end_where_nearly_all_numbers_do() -> None:
 
 
 def test_positions_are_cut_not_thinned() -> None:
-    """The first places and dimensions: every other one would show waves that are not there."""
+    """The page shows the first positions and dimensions. Every second one would show false waves."""
     result, model = make_inspection(n_layers=1, n_heads=1, d_model=400, tokens=2, max_sequence_tokens=600)
     page = build_page(result, model)
     assert "The first 512 of 600 places and the first 384 of 400 dimensions." in page
@@ -176,7 +176,7 @@ def test_positions_are_cut_not_thinned() -> None:
 
 
 def test_pages_stay_small() -> None:
-    """plotly takes 4.8 MB of the page; a number of a map takes 2.7 bytes."""
+    """plotly takes 4.8 MB of the page, and a number of a map takes 2.7 bytes."""
     usual = build_page(*make_inspection(n_layers=6, n_heads=12, d_model=384, tokens=8))
     assert len(usual) < 6e6
     large = build_page(*make_inspection(n_layers=12, n_heads=12, d_model=32, tokens=128, position="none"))
@@ -184,7 +184,7 @@ def test_pages_stay_small() -> None:
 
 
 def test_names_of_tokens() -> None:
-    """Strings, or ids, or places; nothing that cannot be seen, nothing that steers the text around it."""
+    """The names are strings, ids or positions, without invisible characters or changes of direction."""
     result, _ = make_inspection(n_layers=1, n_heads=1, d_model=8, tokens=("a b", " ", "", "\u202ex", "日本"))
     sequence = result.sequence
     assert labels.token_names(sequence) == ("a b", "␣", "(empty)", "U+202Ex", "日本")
@@ -217,7 +217,7 @@ def test_what_the_vectors_add_is_the_score(n: int, m: int, by: Similarity) -> No
 
 @pytest.mark.parametrize("by", ["maxsim", "meanmaxsim"])
 def test_a_query_against_documents(by: Similarity) -> None:
-    """Every dot product, the largest of each row framed, and bars that sum to the score, which is the heading."""
+    """The page has every dot product, frames each row's largest, and shows bars that add up to the score."""
     query, document = side_of(3, "[MASK]", "a", "a"), side_of(5)
     page = match_page(query, document, side_of(0), by=by)
     products, frames, bars = data_of(page)["figures"]["match-0"]["data"]
@@ -233,7 +233,7 @@ def test_a_query_against_documents(by: Similarity) -> None:
 
 
 def test_of_long_documents_what_is_like_the_query_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No frame is lost. The page names omitted rows and documents without a picture."""
+    """The page keeps every frame, and names omitted rows and documents without a picture."""
     monkeypatch.setattr(matches, "MOST_COLUMNS", 6)
     monkeypatch.setattr("encserve_cli.report.page.MOST_COLUMNS", 6)
     monkeypatch.setattr(matches, "_MOST_NUMBERS", 4 * 6)
@@ -255,7 +255,7 @@ def test_hostile_words_of_a_match_are_only_text() -> None:
 
 
 def test_figures() -> None:
-    """Many tokens are one line with gaps, few have colours of their own; tall norms get a log scale."""
+    """Many tokens are one line with gaps, few have colours of their own, and large norms get a log scale."""
     few = figures.norms_lines(np.ones((3, 2)), (0, 1, 2), ["a", "a"])
     assert [trace.name.strip("\u2068\u2069") for trace in few.data] == ["a", "a", "mean"]
     many = figures.norms_lines(np.ones((3, 20)), (0, 1, 2), [str(i) for i in range(20)])

@@ -1,4 +1,4 @@
-"""`--bundle` takes bundles and versions, URIs, checkpoints and names on the hub, and refuses the rest."""
+"""`--bundle` takes bundles, versions, URIs, checkpoints and names on the hub, and refuses others."""
 
 import os
 import stat
@@ -47,7 +47,7 @@ def no_exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def exports(no_exporter: Path, tmp_path: Path) -> Exports:
-    """encserve-export, which writes an empty bundle, and its arguments, "SOURCE NAME" each."""
+    """A fake encserve-export, which writes an empty bundle, and its arguments, "SOURCE NAME" for each run."""
     program, log = no_exporter / "encserve-export", tmp_path / "log"
     program.write_text(EXPORTER.format(python=os.path.realpath("/proc/self/exe"), log=str(log)))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -105,7 +105,7 @@ def test_what_is_no_bundle_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_is_exported_once(
     tmp_path: Path, cache: Path, exports: Exports, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Into the user's cache, and again after a change of a file. The exporter's output goes to stderr."""
+    """The export goes into the user's cache, and runs again after a change of a file. Its output goes to stderr."""
     checkpoint = make_checkpoint(tmp_path / "my encoder")
     bundle = find_bundle("my encoder")
     assert bundle == find_bundle(str(checkpoint))

@@ -1,4 +1,4 @@
-"""`encserve embed` and `encserve encode` with a folder as output: jobs, as people and programs see them."""
+"""`encserve embed` and `encserve encode` with a folder as output: jobs, for people and for programs."""
 
 import asyncio
 import json
@@ -75,7 +75,7 @@ def table_of(folder: Path) -> pyarrow.Table:
 
 
 def files_in(folder: Path) -> dict[str, int]:
-    """When each was last changed."""
+    """The time of the last change of each file."""
     return {str(it.relative_to(folder)): it.stat().st_mtime_ns for it in folder.rglob("*") if it.is_file()}
 
 
@@ -144,7 +144,7 @@ async def test_columns_come_along(service: FakeEncoder, tmp_path: Path) -> None:
 
 
 async def test_run_again_nothing_is_done_twice(service: FakeEncoder, tmp_path: Path) -> None:
-    """Only missing parts are made."""
+    """The second run makes only missing parts."""
     command = ("embed", write_texts(tmp_path / "texts.txt"), "--output", f"{tmp_path}/vectors/")
     await encserve(service, *command)
     before, requests = files_in(tmp_path / "vectors"), len(service.requests)
@@ -193,7 +193,7 @@ async def test_inputs_are_added(service: FakeEncoder, tmp_path: Path) -> None:
 
 
 async def test_another_job_is_overwritten(service: FakeEncoder, tmp_path: Path) -> None:
-    """Only its own files."""
+    """The job overwrites only the files of the other job."""
     source, other = write_texts(tmp_path / "texts.txt"), write_texts(tmp_path / "other.txt", ["one more"])
     output = ("--output", f"{tmp_path}/vectors/")
     await encserve(service, "embed", source, *output)
@@ -205,7 +205,7 @@ async def test_another_job_is_overwritten(service: FakeEncoder, tmp_path: Path) 
 
 
 async def test_a_dry_run_shows_the_plan_and_writes_nothing(service: FakeEncoder, tmp_path: Path) -> None:
-    """With an estimate of the time; the files that one worker reads are named."""
+    """The plan has an estimate of the time, and the files that one worker reads."""
     source, table = write_texts(tmp_path / "texts.txt"), tmp_path / "table.csv"
     table.write_text("text\none\n")
     command = ("embed", source, table, "--output", f"{tmp_path}/vectors/", "--dry-run")
@@ -236,7 +236,7 @@ async def test_a_dry_run_with_overwrite_removes_nothing(service: FakeEncoder, tm
 
 
 async def test_rejected_rows_are_counted_and_named(service: FakeEncoder, tmp_path: Path) -> None:
-    """The exit status is 3, also of a run that finds them done."""
+    """The exit status is 3, also of a run that finds the rows rejected before."""
     source = write_texts(tmp_path / "texts.txt", [*TEXTS, TOO_LONG])
     command = ("embed", source, "--output", f"{tmp_path}/vectors/")
     result = await encserve(service, *command)
@@ -324,7 +324,10 @@ def test_programs_are_told_at_most_once_a_second(capsys: pytest.CaptureFixture[s
 def test_what_is_not_known_yet_is_not_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a terminal too: no speed, no padding and no time left before the first batch, and no padding of a server."""
+    """Before the first batch the command shows no speed, padding or remaining time.
+
+    It never shows a server's padding.
+    """
     for name, value in TERMINAL.items():
         monkeypatch.setenv(name, value)
     clock = FakeClock()
@@ -363,7 +366,7 @@ def test_what_is_not_known_yet_is_not_shown(
 def test_options_that_do_not_go_together(
     flags: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A usage error that names the option, before anything is asked or written."""
+    """A usage error names the option before any request or file."""
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(cli, ["--target", "127.0.0.1:1", "embed", "texts.txt", *flags])
     assert result.exit_code == 2, result.output
@@ -393,9 +396,9 @@ FACTS = ModelFacts("words", "1", "f" * 16, "", "mean", 2, 100, "onnxruntime", "f
 
 @dataclass
 class Words:
-    """A source without a server: of every text a vector with its words, but of "bad" ones. It is its own encoder.
+    """A source without a server and its own encoder: the vector of a text counts its words; "bad" texts fail.
 
-    `on_encode` is called with every part's values.
+    `on_encode` is called with the values of each part.
     """
 
     on_encode: Callable[["Words"], None] | None = None
@@ -435,7 +438,7 @@ class Words:
 
 @pytest.fixture
 def run_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Result]:
-    """Runs a job of TEXTS with `Words` in place of a bundle."""
+    """Run a job of TEXTS with `Words` in place of a bundle."""
     source = write_texts(tmp_path / "texts.txt")
 
     def run(words: Any, *flags: str) -> Result:
@@ -454,9 +457,9 @@ def press_ctrl_c(number: int = signal.SIGINT) -> None:
 def test_ctrl_c_ends_after_the_batch_and_says_how_to_go_on(
     run_words: Callable[..., Result], tmp_path: Path, number: int
 ) -> None:
-    """Then the same command does the rest; SIGTERM does the same."""
+    """The same command then does the rest. SIGTERM has the same effect."""
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    once = threading.Lock()  # three parts are encoded at a time
+    once = threading.Lock()  # the job encodes three parts at a time
 
     def interrupt(words: Words) -> None:
         if words.encoded and once.acquire(blocking=False):
@@ -560,7 +563,7 @@ def test_a_dry_run_of_a_job_that_is_done(run_words: Callable[..., Result]) -> No
 
 
 def test_work_is_shared_out_as_far_as_it_can_be_divided() -> None:
-    """One actor does a part, and all parts of a file that can only be read from its beginning."""
+    """An actor takes one part, or all parts of a file that can only be read from its start."""
 
     def shares(workers: int, *, in_order: bool = False) -> list[int]:
         files = (InputFile("a", 0, 0, 3, in_order), InputFile("b.txt", 0, 0, 2, False))
@@ -576,7 +579,7 @@ def test_work_is_shared_out_as_far_as_it_can_be_divided() -> None:
 
 
 def test_a_bundle_makes_single_files_and_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An input that is refused is an error, with its place, as through a server."""
+    """A refused input is an error at its index, as with a server."""
     monkeypatch.setattr(job_command, "source_of", lambda **_: Words())
     source = write_texts(tmp_path / "texts.txt")
     command = ["embed", str(source), "--bundle", "words"]
@@ -627,7 +630,7 @@ def open_words(source: Path, words: Words) -> EmbedJob:
 
 
 def test_a_sample_is_taken_until_it_has_taken_a_while(tmp_path: Path) -> None:
-    """1, 2, 4 and so on rows, of which the last are what counts; at most 512."""
+    """1, 2, 4 and so on rows, at most 512. Only the last sample counts."""
     with open_words(write_texts(tmp_path / "texts.txt", TEXTS * 40), Words()) as job:
         clock = FakeClock()
         slow = Words(lambda _: clock.advance(0.5))
@@ -648,7 +651,7 @@ def test_of_nothing_no_sample_is_taken(tmp_path: Path) -> None:
 
 
 async def test_files_are_embedded_from_python(service: FakeEncoder, tmp_path: Path) -> None:
-    """With the same output, a summary and progress."""
+    """The output is the same, with a summary and progress."""
     source, told = write_texts(tmp_path / "texts.txt"), list[JobProgress]()
 
     def embed() -> Any:
@@ -672,7 +675,7 @@ def test_python_callers_name_a_bundle_or_a_client(tmp_path: Path) -> None:
 
 
 async def test_a_job_goes_on_with_its_version_while_that_is_served(service: FakeEncoder) -> None:
-    """Also if the default version is another one by then. Without a version, the new version is refused by name."""
+    """The job keeps its version even if the default changes. A job without a version refuses a new version by name."""
     with EncoderClient(service.target) as client:
         old = await asyncio.to_thread(client.model)
     new = replace(old, version="2", fingerprint="e" * 16)
@@ -711,7 +714,7 @@ def test_jobs_import_neither_a_server_nor_ray() -> None:
 
 
 async def test_only_files_of_jobs_are_removed_and_inputs_are_no_outputs(service: FakeEncoder, tmp_path: Path) -> None:
-    """Spark's files begin with part- too."""
+    """Spark's files also begin with part-."""
     source = write_texts(tmp_path / "texts.txt")
     folder = tmp_path / "vectors"
     folder.mkdir()
@@ -741,7 +744,7 @@ async def test_what_the_model_does_not_have_removes_nothing(service: FakeEncoder
 
 
 async def test_added_inputs_may_come_before_those_that_are_there(service: FakeEncoder, tmp_path: Path) -> None:
-    """As a pattern of the shell gives them; and the same command goes on."""
+    """A pattern of the shell sorts new files among the others, and the same command continues the job."""
     for name in "ac":
         write_texts(tmp_path / f"{name}.txt")
     job = ["--output", f"{tmp_path}/vectors/"]

@@ -1,4 +1,4 @@
-"""The inputs of a job: parts have every row once and in order, and a part reads the same whenever it is read."""
+"""The inputs of a job: the parts have every row once and in order, and a part always reads the same."""
 
 import csv
 import gzip
@@ -22,7 +22,7 @@ from encserve_cli.job.inputs import PartReader, find_inputs, scan
 from encserve_cli.job.types import PartLimits, ReadOptions, Rows, Scan
 
 SUFFIXES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
-# What ends a line for str.splitlines, but not in a file; no line feed and carriage return, which do.
+# These characters end a line for str.splitlines, but not in a file. Line feed and carriage return are absent.
 TEXT = st.text(st.one_of(st.sampled_from("ab é\"',\t\x85\u2028\x0b\x0c"), st.characters(codec="utf-8"))).map(
     lambda text: text.replace("\n", " ").replace("\r", " ")
 )
@@ -45,7 +45,7 @@ def compressed(data: bytes, path: Path) -> bytes:
 
 
 def write(path: Path, texts: Sequence[str], row_group_size: int = 7, end: str = "\n") -> Path:
-    """A file of texts in the column "text", and beside them their numbers in the column "n"."""
+    """Write a file with texts in the column "text" and their numbers in the column "n"."""
     suffix = path.suffixes[0]
     if suffix == ".parquet":
         table = pa.table({"n": pa.array(range(len(texts)), pa.int32()), "text": pa.array(texts, pa.string())})
@@ -67,7 +67,7 @@ def write(path: Path, texts: Sequence[str], row_group_size: int = 7, end: str = 
 
 
 def read_all(found: Scan, options: ReadOptions, order: Callable[[list[Any]], None] = lambda _: None) -> list[Rows]:
-    """The rows of every part, in the order of the plan, read in any order."""
+    """The rows of every part in the order of the plan, read in any order."""
     reader = PartReader(found.inputs, options, found.kept_types)
     places = list(range(len(found.parts)))
     order(places)
@@ -90,7 +90,7 @@ def test_parts_have_every_row_once_and_in_order(
     row_group_size: int,
     shuffler: random.Random,
 ) -> None:
-    """The parts have these sizes for any limits and any order of reading. An empty text has a problem, no value."""
+    """For any limits and any order of reading. An empty text has a problem and no value."""
     path = write(tmp_path_factory.getbasetemp() / f"law{suffix}", texts, row_group_size)
     found = scan([str(path)], ReadOptions(), limits)
     [file] = found.inputs
@@ -118,7 +118,7 @@ def test_parts_have_every_row_once_and_in_order(
 def test_a_part_of_more_than_one_row_keeps_every_limit(
     tmp_path_factory: pytest.TempPathFactory, suffix: str, texts: list[str], limits: PartLimits
 ) -> None:
-    """The next row would break a limit, as far as sizes are known. Sizes of lines are upper bounds."""
+    """One more row would exceed a limit, as far as sizes are known. Sizes of lines are upper bounds."""
     path = write(tmp_path_factory.getbasetemp() / f"limits{suffix}", texts)
     found = scan([str(path)], ReadOptions(), limits)
 
@@ -170,7 +170,7 @@ def test_compressed_files_have_the_parts_of_uncompressed_ones(tmp_path: Path, su
 def test_line_ends_and_a_byte_order_mark_are_no_part_of_a_text(
     tmp_path: Path, codec: str, end: str, last: bool
 ) -> None:
-    """A carriage return alone ends no line, nor does a line separator; the last line needs no end."""
+    """A carriage return alone or a line separator ends no line. The last line needs no end."""
     texts = ["one", "two\u2028lines\x85or\rnot", "", "four"]
     data = b"\xef\xbb\xbf" + end.join(texts).encode() + (end.encode() if last else b"")
     path = tmp_path / f"a.txt{codec}"
@@ -203,7 +203,7 @@ def test_a_file_without_rows_has_no_parts(tmp_path: Path, suffix: str) -> None:
 def test_row_groups_are_read_once_where_parts_are_read_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a file in order is begun again only for a part before the place where it stands."""
+    """A file is opened again only for a part before the current position."""
     begun: list[str] = []
     parquet, csv_file = write(tmp_path / "a.parquet", ["text"] * 30, 8), write(tmp_path / "a.csv", ["text"] * 30)
     found = scan([str(parquet), str(csv_file)], ReadOptions(), PartLimits(max_rows=5))
@@ -274,7 +274,7 @@ def test_a_row_without_a_usable_text_is_a_problem_of_that_row(tmp_path: Path) ->
 
 
 def test_token_ids(tmp_path: Path) -> None:
-    """Out of lists of every type of whole numbers, and out of text."""
+    """Ids come from text and from lists of every integer type."""
     ids = [[1, 2], [], None, [3, None], [2**31]]
     for number, its in enumerate((pa.list_(pa.int64()), pa.large_list(pa.uint32()))):
         path = tmp_path / f"{number}.parquet"
@@ -368,7 +368,7 @@ def test_vectors(tmp_path: Path) -> None:
     ids=["dictionary", "large_string", "string_view"],
 )
 def test_columns_of_every_type_of_text(tmp_path: Path, texts: Any) -> None:
-    """As inputs, and as columns that come along, which are plain text then."""
+    """Such columns may be inputs, or may be copied to the output as plain text."""
     path = str(tmp_path / "a.parquet")
     pyarrow.parquet.write_table(pa.table({"text": texts, "title": texts}), path, row_group_size=2)
     rows = rows_of(path, keep=("title",))
@@ -377,7 +377,7 @@ def test_columns_of_every_type_of_text(tmp_path: Path, texts: Any) -> None:
 
 
 def test_columns_come_along(tmp_path: Path) -> None:
-    """Parquet's columns keep their types, also in a row with a problem."""
+    """Columns of Parquet keep their types, also in a row with a problem."""
     columns = {
         "text": ["a", None, "c"],
         "id": pa.array([1, 2, None], pa.int16()),
@@ -412,7 +412,7 @@ def test_columns_come_along(tmp_path: Path) -> None:
     ],
 )
 def test_fields_of_json_lines_get_one_type(tmp_path: Path, values: list[Any], its: str, want: list[Any]) -> None:
-    """Also of several files, of lines without the field, and of lines that are not objects."""
+    """Also over several files, lines without the field, and lines that are not objects."""
     lines = [json.dumps({"text": "t", "x": value}) for value in values]
     first = one_file(tmp_path / "a.jsonl", lines[0], '"no object"', "{")
     second = one_file(tmp_path / "b.jsonl", *lines[1:], '{"text": "t"}')
@@ -484,7 +484,7 @@ def test_a_column_of_another_type_is_an_error(tmp_path: Path) -> None:
 
 
 def test_files_that_are_not_whole(tmp_path: Path) -> None:
-    """Cut off or damaged: one line that names the file, while it is planned."""
+    """A truncated or damaged file gives one line with its name, during planning."""
     texts = [f"{random.Random(i).random()}" for i in range(5000)]
     for name in ("a.parquet", "a.txt.gz", "a.jsonl.zst"):
         path = write(tmp_path / name, texts, 1000)
@@ -526,7 +526,7 @@ def test_arguments_of_a_job_are_files_that_can_be_read_again(tmp_path: Path, mon
 
 
 def test_a_file_that_was_changed_since_the_plan_was_made(tmp_path: Path) -> None:
-    """Of another size, or of the same size with other lines, or gone."""
+    """The file has another size, or other lines of the same size, or is gone."""
     for suffix in (".txt", ".parquet", ".csv.gz"):
         path = write(tmp_path / f"a{suffix}", ["one", "two"])
         found = scan([str(path)], ReadOptions(), PartLimits())
