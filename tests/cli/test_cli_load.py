@@ -261,7 +261,7 @@ async def test_what_is_wrong_on_a_stream_is_said(data: bytes, label: str, text: 
 
 
 def test_arrivals_are_poisson() -> None:
-    """The times ascend within the duration, and are equal for equal seeds. Their rate and randomness are as requested."""
+    """The times ascend within the duration and are equal for equal seeds. Their rate and randomness are right."""
     times = poisson_times(50, 400, seed=3)
     assert times.tolist() == poisson_times(50, 400, seed=3).tolist()
     assert times.tolist() != poisson_times(50, 400, seed=4).tolist()
