@@ -81,7 +81,9 @@ def test_fused_qkv_merges_heads_as_its_own_code_does() -> None:
     assert find_golden("split-qkv").encoder.config.merge_heads == "transpose"
 
 
-@pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
+@pytest.mark.parametrize(
+    "precision", ["float32", *(pytest.param(it, marks=pytest.mark.system) for it in ("float16", "int8"))]
+)
 @pytest.mark.parametrize("longest", [40, 1100])
 def test_reshaped_heads_reach_the_bundle(models: Path, precision: Precision, longest: int) -> None:
     """Alone and in batches; sequences above 1,024 tokens are computed in blocks of queries."""

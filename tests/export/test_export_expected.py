@@ -133,6 +133,7 @@ def test_models_that_take_vectors(trained: Path, models: Path, tmp_path: Path) -
         export(trained, models, expect=trained / "rows.npz", model_input="embeddings")
 
 
+@pytest.mark.system
 def test_hf_and_onnx_take_it_too(data: Path, models: Path, tmp_path: Path) -> None:
     ids, rows = (cases[0][None] for cases in golden_cases("hf-bert"))
     given = write(tmp_path / "bert.npz", input_ids=ids, attention_mask=np.ones_like(ids), rows=rows)

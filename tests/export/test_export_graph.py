@@ -66,7 +66,9 @@ def test_the_interface(bundles: dict[str, Exported], golden: str) -> None:
     assert [(opset.domain, opset.version) for opset in model.opset_import] == [("", names.OPSET)]
 
 
-@pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
+@pytest.mark.parametrize(
+    "precision", ["float32", *(pytest.param(it, marks=pytest.mark.system) for it in ("float16", "int8"))]
+)
 @pytest.mark.parametrize("fields", CHOICES)
 def test_every_choice_in_the_formula_survives(
     tiny: EncoderConfig, models: Path, fields: dict[str, Any], precision: Precision

@@ -202,13 +202,13 @@ def prompts_forgotten(spec: ModelSpec) -> dict[str, Any]:
     "fault",
     [
         lambda _: {"pooling": manifest_pb2.POOLING_CLS},
-        lambda _: {"skips_prompt": False},
-        lambda _: {"l2_normalize": False},
-        lambda _: {"dimensions": 0},
-        lambda _: {"head": None},
         prompts_forgotten,
+        pytest.param(lambda _: {"skips_prompt": False}, marks=pytest.mark.system),
+        pytest.param(lambda _: {"l2_normalize": False}, marks=pytest.mark.system),
+        pytest.param(lambda _: {"dimensions": 0}, marks=pytest.mark.system),
+        pytest.param(lambda _: {"head": None}, marks=pytest.mark.system),
     ],
-    ids=["pooling", "prompt in pooling", "length 1", "dimensions", "head", "prompts"],
+    ids=["pooling", "prompts", "prompt in pooling", "length 1", "dimensions", "head"],
 )
 def test_the_comparison_finds_a_misread_directory(
     fault: Callable[[ModelSpec], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

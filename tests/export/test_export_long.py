@@ -54,7 +54,9 @@ print(peak(1), peak(int(sys.argv[2])))
 """
 
 
-@pytest.fixture(scope="module", params=["float32", "float16", "int8"])
+@pytest.fixture(
+    scope="module", params=["float32", *(pytest.param(it, marks=pytest.mark.system) for it in ("float16", "int8"))]
+)
 def long_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """An encoder for 1,300 tokens, in blocks of 64 queries, of which the last is short."""
     target = Target(model_repository=tmp_path_factory.mktemp("models"), name="m")

@@ -19,7 +19,9 @@ from encserve_export.kinds.reading import read
 from encserve_export.kinds.spec import ModelSpec, MultiVectorHead
 
 
-@pytest.mark.parametrize("name", ["plain", "token-pooling", "stanford"])
+@pytest.mark.parametrize(
+    "name", ["plain", *(pytest.param(it, marks=pytest.mark.system) for it in ("token-pooling", "stanford"))]
+)
 def test_vectors_are_those_of_sentence_transformers(name: str, tmp_path: Path) -> None:
     """The end-to-end tests compare every directory through a server."""
     DIRECTORIES[name](tmp_path / name)
@@ -50,7 +52,13 @@ def without_projection(spec: ModelSpec) -> dict[str, Any]:
     return {"multi_vector": MultiVectorHead(nn.Identity(), "maxsim")}
 
 
-@pytest.mark.parametrize("fault", [others_skipped, expanded_with_another_token, seen_by_others, without_projection])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        expanded_with_another_token,
+        *(pytest.param(it, marks=pytest.mark.system) for it in (others_skipped, seen_by_others, without_projection)),
+    ],
+)
 def test_the_comparison_finds_a_misread_directory(
     fault: Callable[[ModelSpec], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,13 @@ def test_products_of_8_bits_are_exact() -> None:
 
 
 @pytest.mark.parametrize("precision", ["float16", "int8"])
-@pytest.mark.parametrize("name", ["hf-bert", "split-qkv", "torch-native-pre", "attention-only"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "split-qkv",
+        *(pytest.param(it, marks=pytest.mark.system) for it in ("hf-bert", "torch-native-pre", "attention-only")),
+    ],
+)
 def test_golden_checkpoints(bundles: dict[str, Exported], models: Path, name: str, precision: Precision) -> None:
     manifest = export_golden(name, models, precision).manifest
     parity = manifest.parity

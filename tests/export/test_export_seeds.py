@@ -42,7 +42,9 @@ def draw(layout: str, encoder: Encoder) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", ["tiny", pytest.param("full", marks=pytest.mark.weekly)])
+@pytest.mark.parametrize(
+    "size", [pytest.param("tiny", marks=pytest.mark.system), pytest.param("full", marks=pytest.mark.weekly)]
+)
 @pytest.mark.timeout(900)
 def test_initial_weights_of_each_layout(layout: str, size: str, models: Path, tmp_path: Path) -> None:
     fields = PLAIN | (FULL | SETTINGS[layout] if size == "full" else SETTINGS[layout] | TINY) | VARIANTS.get(layout, {})

@@ -61,7 +61,9 @@ def export(directory: Path, folder: Path, **options: Any) -> Any:
     return export_hf(directory, Target(model_repository=folder / "models", name="m"), **options)
 
 
-@pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
+@pytest.mark.parametrize(
+    "precision", ["float32", *(pytest.param(it, marks=pytest.mark.system) for it in ("float16", "int8"))]
+)
 def test_splade_is_exported_and_compared(splade: Path, tmp_path: Path, precision: Any) -> None:
     exported = export(splade, tmp_path, precision=precision)
     manifest = exported.manifest
