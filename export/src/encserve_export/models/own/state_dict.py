@@ -122,7 +122,7 @@ def find_encoder(
     _check_names(tensors, stack, positions, table, model_input)
     sizes = stack.sizes(tensors)
     shown: dict[str, Any] = {**sizes, "input": model_input, "attention_bias": stack.attention_bias}
-    shown |= {"final_norm": stack.final_norm, "embedding_norm": False, "n_token_types": 0}
+    shown["final_norm"] = stack.final_norm
     remarks: list[str] = []
     if model_input == "embeddings":
         shown |= {"vocab_size": 0, "pad_token_id": 0, "scale_embedding": False}
