@@ -124,6 +124,15 @@ def open_tokenizer(path: Path, *, split_special_tokens: bool = False) -> Tokeniz
     return tokenizer
 
 
+def import_transformers() -> Any:
+    """Import transformers, which takes a second, and turn off its log and its progress bars."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
 def tokenizer_source(directory: Path) -> Path | None:
     """Return the file that a directory's tokenizer is made from; None without a tokenizer."""
     return next((path for name in (FILE, *OLDER_FILES) if (path := directory / name).is_file()), None)
@@ -143,11 +152,8 @@ def load_tokenizer(directory: Path) -> Any:
         return None
     if source.name == FILE:
         open_tokenizer(source)  # transformers' error for an unreadable file names neither the file nor the cause
-    import transformers  # takes a second
-
-    transformers.utils.logging.set_verbosity_error()
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
+        tokenizer = import_transformers().AutoTokenizer.from_pretrained(
             directory, trust_remote_code=False, local_files_only=True
         )
     except Exception as error:  # a converter raises any class
