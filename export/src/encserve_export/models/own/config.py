@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, Self, get_args
 
 from encserve_export.core.errors import ConfigError
@@ -99,22 +99,13 @@ class EncoderConfig:
         Raises:
             ConfigError: A name is unknown, `vocab_size` is missing, or a value is out of range.
         """
-        cls.check_names(fields)
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(fields.keys() - set(known))
+        if unknown:
+            raise ConfigError(f"unknown configuration fields: {', '.join(unknown)}; known are {', '.join(known)}")
         if "vocab_size" not in fields and fields.get("input") != "embeddings":
             raise ConfigError("vocab_size is missing from the configuration")
         return cls(**{"vocab_size": 0, **fields})
-
-    @classmethod
-    def check_names(cls, names: Iterable[str]) -> None:
-        """Refuse unknown names of fields.
-
-        Raises:
-            ConfigError: A name is unknown; the text lists all unknown names.
-        """
-        known = [field.name for field in dataclasses.fields(cls)]
-        unknown = sorted(set(names) - set(known))
-        if unknown:
-            raise ConfigError(f"unknown configuration fields: {', '.join(unknown)}; known are {', '.join(known)}")
 
     def _check_fields(self) -> None:
         for field in dataclasses.fields(self):

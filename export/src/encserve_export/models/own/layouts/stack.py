@@ -1,6 +1,6 @@
 """Layouts of hand-written checkpoints: a stack of equal blocks, recognised by the names of its weights.
 
-In a template, `{layer}` is the number of the block and `{head}` the number of the attention head, both from 0.
+In a template, `{layer}` is the index of the block and `{head}` the index of the attention head.
 """
 
 import dataclasses
@@ -12,12 +12,10 @@ from torch import Tensor
 from encserve_export.core.errors import WeightShapeError
 from encserve_export.models.own.config import EncoderConfig, MergeHeads
 from encserve_export.models.own.encoder import Encoder, encoder_of
-from encserve_export.models.own.layouts.base import check_names, check_values, read_weight
+from encserve_export.models.own.layouts.base import read_weight
 
 QKV, OUTPUT = "attention.qkv", "attention.output"
 ATTENTION_NORM, INNER = "attention_norm", "feed_forward.inner"
-
-_ADVICE = ". Save the encoder with all of its weights, and without a head, a decoder or an optimizer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,19 +133,6 @@ class Stack:
             names["final_norm.bias"] = self._filled(self.root, norm.bias, 0)
         return names
 
-    def check_names(self, tensors: Mapping[str, Tensor], tables: Iterable[str]) -> None:
-        """Refuse a checkpoint with missing or surplus weights.
-
-        Args:
-            tensors: The state dict.
-            tables: Its names of embedding and position tables.
-
-        Raises:
-            WeightNamesError: Names are missing or unknown; the text lists them.
-        """
-        used = {name for sources in self.names().values() for name in sources}
-        check_names(f"the layout {self.layout.name}", tensors, used | set(tables), advice=_ADVICE)
-
     def sizes(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """Return the fields of EncoderConfig that the names and the first block's shapes show.
 
@@ -161,25 +146,26 @@ class Stack:
             sizes["n_heads"] = self.n_heads
         return sizes
 
-    def load(self, config: EncoderConfig, tensors: Mapping[str, Tensor], tables: Mapping[str, Tensor]) -> Encoder:
+    def load(
+        self, config: EncoderConfig, tensors: Mapping[str, Tensor], tables: Mapping[str, tuple[str, Tensor]]
+    ) -> Encoder:
         """Build the encoder.
 
         Args:
             config: Its sizes and settings.
-            tensors: The state dict, after `check_names`.
-            tables: The tables of embeddings and positions, by the Encoder's names.
+            tensors: The state dict, which holds all `names`.
+            tables: The names and values of the tables of embeddings and positions, by the Encoder's names.
 
         Raises:
-            WeightValueError: A tensor holds other numbers than finite floating-point ones.
+            WeightValueError: A tensor holds other numbers than finite floating-point numbers.
             WeightShapeError: The shape of a tensor does not fit the configuration.
         """
         names = self.names()
-        for name in (name for sources in names.values() for name in sources):
-            check_values(name, tensors[name])
 
         def weight(target: str, shape: tuple[int, ...]) -> Tensor:
             if target in tables:
-                return read_weight(tables, (target,), shape)
+                name, values = tables[target]
+                return read_weight({name: values}, (name,), shape)
             part, _, kind = re.sub(r"^blocks\.[0-9]+\.", "", target).rpartition(".")
             transposed = kind == "weight" and part in self.layout.parts and self.layout.parts[part].transposed
             stacked = read_weight(tensors, names[target], shape, transposed=transposed)
