@@ -17,11 +17,10 @@ from encserve_export.core.errors import (
     UnsupportedModelError,
     WeightNamesError,
     WeightShapeError,
-    WeightValueError,
     first_line,
 )
-from encserve_export.models.own.layouts.base import listed
 from encserve_export.models.reference import Inspection, Reference
+from encserve_export.models.tensors import check_values, listed
 from encserve_export.source.tokenizer import import_transformers
 from encserve_export.source.weights import INDICES, Weights, read_object
 from encserve_proto.bundle.v1 import manifest_pb2
@@ -83,7 +82,7 @@ def load_model(directory: Path, weights: Weights) -> Reference:
         ConfigError: transformers refuses config.json.
         WeightNamesError: Weights that the rows depend on are missing, or the model has no place for some weights.
         WeightShapeError: The shapes of weights contradict config.json.
-        WeightValueError: A weight holds NaN or infinity.
+        WeightValueError: A weight holds NaN or infinity, or integers, for which transformers would have no scale.
     """
     config, (model, info) = _from_pretrained(
         directory,
@@ -98,8 +97,9 @@ def load_model(directory: Path, weights: Weights) -> Reference:
     vocab_size = _vocab_size(encoder)
     module = _Rows(encoder).eval().requires_grad_(False)
     unused_parts = _unused_parts(module, model, info["missing_keys"])
-    _refuse_not_finite(model)
-    _refuse_integers(weights, info["unexpected_keys"])
+    for name in sorted(weights.tensors.keys() - set(info["unexpected_keys"])):
+        if not name.endswith(INDICES):
+            check_values(name, weights.tensors[name])
     pad_token_id = getattr(config, "pad_token_id", None)
     reference = Reference(
         module=module,
@@ -349,19 +349,3 @@ def _used_parameters(module: _Rows, parameters: Mapping[str, nn.Parameter]) -> s
             return set()
         gradients = torch.autograd.grad(rows.sum(), list(parameters.values()), allow_unused=True)
     return {name for name, gradient in zip(parameters, gradients, strict=True) if gradient is not None}
-
-
-def _refuse_integers(weights: Weights, unexpected: Iterable[str]) -> None:
-    """Refuse integer weights, which transformers would use without the scales that they need."""
-    for name in sorted(set(weights.tensors) - set(unexpected)):
-        tensor = weights.tensors[name]
-        if not tensor.is_floating_point() and not name.endswith(INDICES):
-            raise WeightValueError(
-                f"{name} must hold floating-point numbers; was {str(tensor.dtype).removeprefix('torch.')}"
-            )
-
-
-def _refuse_not_finite(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            raise WeightValueError(f"{name} holds numbers that are not finite")

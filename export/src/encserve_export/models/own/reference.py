@@ -11,7 +11,7 @@ from encserve_proto.bundle.v1 import manifest_pb2
 
 
 class _Inspected(nn.Module):
-    """All hidden states of an encoder, then all attention weights. Names of parameters are the same as the encoder's."""
+    """All hidden states of an encoder, then all attention weights. The names of its parameters are the encoder's."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()

@@ -21,8 +21,8 @@ from encserve_export.core.precision import SINUSOID_TOLERANCE
 from encserve_export.models.own.config import CHOICES, EncoderConfig, Input, Position
 from encserve_export.models.own.encoder import Encoder, sinusoids
 from encserve_export.models.own.layouts import StackLayout, known_layouts
-from encserve_export.models.own.layouts.base import check_values, listed
 from encserve_export.models.own.layouts.stack import ATTENTION_NORM, QKV, Stack
+from encserve_export.models.tensors import check_values, listed
 
 # The names of tables of token embeddings and of positions, at any place in a larger model.
 _TABLES = r"(?:.+\.)?(?:W_embed|(?:(?:tok|token|word|src|input)_)?(?:emb|embed|embedding|embeddings)\.weight)"

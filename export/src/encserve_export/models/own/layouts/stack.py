@@ -5,14 +5,15 @@ In a template, `{layer}` is the index of the block and `{head}` the index of the
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from encserve_export.core.errors import WeightShapeError
 from encserve_export.models.own.config import EncoderConfig, MergeHeads
 from encserve_export.models.own.encoder import Encoder, encoder_of
-from encserve_export.models.own.layouts.base import read_weight
+from encserve_export.models.tensors import check_values
 
 QKV, OUTPUT = "attention.qkv", "attention.output"
 ATTENTION_NORM, INNER = "attention_norm", "feed_forward.inner"
@@ -165,10 +166,10 @@ class Stack:
         def weight(target: str, shape: tuple[int, ...]) -> Tensor:
             if target in tables:
                 name, values = tables[target]
-                return read_weight({name: values}, (name,), shape)
+                return _read_weight({name: values}, (name,), shape)
             part, _, kind = re.sub(r"^blocks\.[0-9]+\.", "", target).rpartition(".")
             transposed = kind == "weight" and part in self.layout.parts and self.layout.parts[part].transposed
-            stacked = read_weight(tensors, names[target], shape, transposed=transposed)
+            stacked = _read_weight(tensors, names[target], shape, transposed=transposed)
             if part != QKV or not self.layout.interleaved:
                 return stacked
             by_head = stacked.reshape(config.n_heads, 3, config.d_k, -1)  # (heads, 3, d_k, …)
@@ -190,3 +191,18 @@ class Stack:
             heads = range(self.n_heads or 0) if "{head}" in template else (0,)
             names += [prefix + template.replace("{head}", str(head)) for head in heads]
         return tuple(name.replace("{layer}", str(layer)) for name in names)
+
+
+def _read_weight(
+    tensors: Mapping[str, Tensor], sources: Sequence[str], shape: tuple[int, ...], *, transposed: bool = False
+) -> Tensor:
+    """Return one weight of the Encoder in float32; its sources are equal shares of the first axis."""
+    share = (shape[0] // len(sources), *shape[1:])
+    if transposed:
+        share = share[::-1]
+    for name in sources:
+        check_values(name, tensors[name])
+        if tuple(tensors[name].shape) != share:
+            raise WeightShapeError(f"{name} must have the shape {share}; was {tuple(tensors[name].shape)}")
+    parts = [tensors[name].float().T if transposed else tensors[name].float() for name in sources]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
