@@ -1,6 +1,6 @@
-"""Loads a checkpoint into transformers' model of it.
+"""Loads checkpoints as models of transformers.
 
-No code of the checkpoint is executed: `source.weights` reads the weights, and classes of its own are refused.
+No code of a checkpoint is executed: `source.weights` reads the weights, and custom model classes are refused.
 """
 
 import contextlib
@@ -128,12 +128,12 @@ def load_reference(directory: Path) -> Any:
 
 
 def read_positions(directory: Path) -> int | None:
-    """Return the same as `positions` for a directory without weights."""
+    """Return the `positions` of a directory without weights."""
     try:
         config, kind = _read_config(directory)
         with torch.device("meta"):
             return positions(_encoder_of(kind(config), config), config)
-    except Exception:  # transformers has no such model; the ONNX file is run with sequences of this length
+    except Exception:  # transformers cannot make the model, so only the number in config.json is known
         return _positive(read_object(directory / "config.json").get("max_position_embeddings"))
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from encserve_export.models.own.config import Activation, EncoderConfig
 
-# `encoder_of` builds modules on the meta device. The sinusoids are no weights, so they are computed all the same.
+# `encoder_of` builds modules on the meta device. Sinusoids are not weights, so they are computed on the CPU there too.
 _CPU = torch.device("cpu")
 _ACTIVATIONS: Mapping[Activation, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
@@ -153,7 +153,7 @@ class SelfAttention(nn.Module):
         Args:
             x: (tokens, d_model).
             padding: The positions of the tokens.
-            return_attention: Whether to return the attention weights. They take memory for all of them at once.
+            return_attention: Whether to return the attention weights. All of them are then in memory.
 
         Returns:
             (tokens, d_model), and the attention weights, (batch, heads, seq, seq), or None. Each row of weights sums

@@ -106,7 +106,7 @@ def find_encoder(
     Args:
         tensors: The state dict.
         settings: Fields of EncoderConfig. They must not contradict the weights.
-        embeddings: The embedding table, if it is not in the state dict.
+        embeddings: The embedding table, if the state dict has none.
         layout: The layout's name; None detects it.
         model_input: The encoder's input. "embeddings" needs no embedding table and ignores one.
         max_sequence_tokens: The longest sequence in tokens. It overrides the field in `settings`; the default is 512,
@@ -177,7 +177,7 @@ def _find_stack(tensors: Mapping[str, Tensor], name: str | None) -> Stack:
 
 
 def _patterns(names: Iterable[str]) -> str:
-    """List names with N for each number, because all blocks of a stack have the same names."""
+    """List names with N for each number: the names of all blocks become one."""
     return ", ".join(sorted({re.sub(r"(?<=\.)[0-9]+(?=\.|$)", "N", name) for name in names}))
 
 
@@ -186,7 +186,7 @@ def _check_names(
 ) -> None:
     """Refuse missing and surplus names, and list the surplus weights that may be tables."""
     needed = {name for sources in stack.names().values() for name in sources}
-    needed |= {found.name for found in (positions, table) if found and found.name in tensors}
+    needed |= {it.name for it in (positions, table) if it is not None} & tensors.keys()
     missing, surplus = sorted(needed - tensors.keys()), sorted(tensors.keys() - needed)
     if not missing and not surplus:
         return
@@ -236,7 +236,7 @@ def _vocab_size(table: Table | None, d_model: int) -> int:
 
 def _position_table(tensors: Mapping[str, Tensor]) -> Table | None:
     """Return the position table as (rows, d_model), without the batch axis of length 1."""
-    # A second table is reported as surplus.
+    # `_check_names` reports a second table as surplus.
     name = min((name for name in tensors if re.fullmatch(_POSITIONS, name)), default=None)
     if name is None:
         return None

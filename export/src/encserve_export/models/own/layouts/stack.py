@@ -24,8 +24,8 @@ class Part:
     """The names of one linear layer or norm in a checkpoint.
 
     Attributes:
-        weight: Templates of the names of its weight. Several matrices are stacked along their outputs.
-        bias: Templates of the names of its bias; empty for a layer without one.
+        weight: Templates of the names of its weight. Several matrices are concatenated along their outputs.
+        bias: Templates of the names of its bias; empty for a layer without a bias.
         transposed: Whether the weight is stored as (in, out), for x @ W.
     """
 
@@ -55,9 +55,8 @@ class StackLayout:
         parts: The parts of a block, by the Encoder's names. A layout without feed-forward parts has d_ff 0; a layout
             without norms has the norm "none".
         final_norm: The LayerNorm after the last block; a checkpoint may lack it.
-        interleaved: Whether the rows of the projection to Q, K and V run head by head: Q, K and V of head 0, then of
-            head 1.
-        merge_heads: The way in which the family's code merges heads; see `EncoderConfig`.
+        interleaved: Whether the projection to Q, K and V is ordered by head: Q, K and V of head 0, then of head 1.
+        merge_heads: The default of `EncoderConfig.merge_heads`, as in the code of these checkpoints.
     """
 
     name: str
