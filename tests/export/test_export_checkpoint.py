@@ -35,7 +35,7 @@ from encserve_export.models.own import layouts
 from encserve_export.models.own.encoder import sinusoids
 from encserve_export.models.own.init import random_encoder
 from encserve_export.models.own.layouts import known_layouts
-from encserve_export.models.own.state_dict import Found, Table, find_encoder, rename_tensors
+from encserve_export.models.own.state_dict import CheckpointEncoder, Table, find_encoder, rename_tensors
 from encserve_export.source.weights import read_checkpoint, read_table
 
 CHOICES: dict[str, Any] = {"activation": "relu", "norm": "post", "scale_embedding": False, "position": "sinusoidal"}
@@ -49,11 +49,11 @@ WITHOUT_POSITION = {name: value for name, value in LINEAR.items() if name != "po
 NAN = float("nan")
 
 
-def find(state: dict[str, Tensor], fields: dict[str, Any] = LINEAR, **options: Any) -> Found:
+def find(state: dict[str, Tensor], fields: dict[str, Any] = LINEAR, **options: Any) -> CheckpointEncoder:
     return find_encoder(state, fields, **options)
 
 
-def find_golden(name: str, **changed: Any) -> Found:
+def find_golden(name: str, **changed: Any) -> CheckpointEncoder:
     path = golden_embeddings(name)
     table = Table(*read_table(path)) if path else None
     fields = {field: value for field, value in (golden_fields(name) | changed).items() if value is not None}

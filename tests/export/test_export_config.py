@@ -23,7 +23,6 @@ def test_defaults_are_the_encoder_of_the_paper_with_eight_layers() -> None:
         ({"d_ff": -4}, "d_ff must be at least 0; was -4"),
         ({"n_layers": 2.0}, "n_layers must be an integer; was 2.0"),
         ({"n_layers": True}, "n_layers must be an integer; was True"),
-        ({"n_token_types": -1}, "n_token_types must be at least 0; was -1"),
         ({"pad_token_id": 100}, "pad_token_id must be < vocab_size; was 100 >= 100"),
         ({"activation": "swish"}, "activation must be one of relu, gelu, gelu_tanh, silu; was 'swish'"),
         ({"norm": "sandwich"}, "norm must be one of post, pre, none; was 'sandwich'"),
@@ -36,7 +35,6 @@ def test_defaults_are_the_encoder_of_the_paper_with_eight_layers() -> None:
         ({"layer_norm_eps": "1e-5"}, "layer_norm_eps must be a positive number; was '1e-5'"),
         ({"d_model": 9, "n_heads": 3}, "d_model must be even for sinusoidal positions; was 9"),
         ({"position": "none", "position_offset": 2}, "position_offset must be 0 without a table of positions; was 2"),
-        ({"pad_takes_no_position": True}, "position_offset must be at least 1 with pad_takes_no_position; was 0"),
     ],
 )
 def test_a_field_out_of_range_is_named_with_its_numbers(fields: dict[str, Any], message: str) -> None:

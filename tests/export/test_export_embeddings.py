@@ -93,10 +93,9 @@ def test_a_tokenizer_is_refused(tmp_path: Path, tiny: EncoderConfig) -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"vocab_size": 5}, "vocab_size must be 0 where the input is embeddings; was 5"),
-        ({"pad_token_id": 1}, "pad_token_id must be 0 where the input is embeddings; was 1"),
+        ({"vocab_size": 5}, "vocab_size must be 0 if the input is embeddings; was 5"),
+        ({"pad_token_id": 1}, "pad_token_id must be 0 if the input is embeddings; was 1"),
         ({"scale_embedding": True}, "scale_embedding must be false"),
-        ({"position_offset": 1, "pad_takes_no_position": True}, "pad_takes_no_position must be false"),
     ],
 )
 def test_what_only_token_ids_have_is_refused(fields: dict[str, Any], text: str) -> None:

@@ -21,12 +21,12 @@ from encserve_export.onnx_graph.run import OnnxEncoder
 CHOICES: list[dict[str, Any]] = [
     {"norm": "pre", "final_norm": True, "activation": "gelu_tanh"},
     {"position": "none", "scale_embedding": True, "n_layers": 1, "activation": "gelu"},
-    {"position": "learned", "position_offset": 2, "pad_token_id": 1, "pad_takes_no_position": True},
+    {"position": "learned", "position_offset": 2, "pad_token_id": 1},
     {"norm": "none", "residual": False, "attention_bias": False, "d_ff": 0, "n_layers": 1},
     {"norm": "none", "n_layers": 1},
     {"residual": False, "attention_bias": False},
     {"d_ff": 0, "norm": "pre"},
-    {"max_sequence_tokens": 1, "n_heads": 1, "embedding_norm": True, "n_token_types": 3, "position": "learned"},
+    {"max_sequence_tokens": 1, "n_heads": 1, "position": "learned"},
     {"input": "embeddings", "vocab_size": 0},
 ]
 

@@ -45,13 +45,13 @@ def test_the_manifest_of_a_checkpoint(bundles: dict[str, Exported], data: Path) 
 
 
 def test_parameters_are_counted_by_part(tiny: EncoderConfig) -> None:
-    config = dataclasses.replace(tiny, position="learned", final_norm=True, embedding_norm=True, n_token_types=2)
+    config = dataclasses.replace(tiny, position="learned", final_norm=True)
     d, ff, blocks = 16, 32, 2
     assert count_parameters(random_encoder(config, 0)) == {
-        "embedding": (50 + 24 + 2) * d,
+        "embedding": (50 + 24) * d,
         "attention": blocks * (4 * d * d + 4 * d),
         "feed_forward": blocks * (2 * d * ff + ff + d),
-        "norm": (2 * blocks + 2) * 2 * d,
+        "norm": (2 * blocks + 1) * 2 * d,
     }
 
 

@@ -1,7 +1,7 @@
-"""Writes a `Reference` as ONNX: the served graph, and the graph for inspections if the model shows its inside.
+"""Writes a `Reference` as ONNX: the served graph, and the graph for inspections if the model has an `Inspection`.
 
-The model is traced once, with all outputs. The served graph is cut from that trace, so both graphs compute the same
-numbers from the same weights, which lie in one file.
+The model is traced once, with all outputs. The served graph is cut from that trace. So both graphs compute the same
+numbers, and share one file of weights.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from encserve_export.onnx_graph import external, interface, query_blocks, traced
 from encserve_export.onnx_graph.convert import convert
 from encserve_proto.bundle.v1 import manifest_pb2
 
-# In the order of preference. Tracing is several times as fast as dynamo, and dynamo takes masks that tracing does not.
+# In the order of preference. Tracing is several times as fast as dynamo, but fails for some models' masks.
 Exporter = Literal["tracing with inspection", "tracing", "dynamo"]
 EXPORTERS: tuple[Exporter, ...] = get_args(Exporter)
 _AXES = {0: "batch", 1: "seq"}
@@ -33,10 +33,10 @@ class Graphs:
     """The graphs of a bundle.
 
     Attributes:
-        files: The files that were written, the served graph first.
+        files: The written files, the served graph first.
         graph: The served graph's interface.
         inspect_graph: The interface of the graph for inspections, or None.
-        n_parameters: The number of weights, before they were rounded.
+        n_parameters: The number of parameters in float32.
     """
 
     files: tuple[Path, ...]
@@ -48,13 +48,13 @@ class Graphs:
 def write_graphs(
     reference: Reference, folder: Path, exporter: Exporter, *, precision: Precision, max_sequence_tokens: int
 ) -> Graphs:
-    """Writes the graphs of a model, and their weights in a file beside them.
+    """Write the graphs of a model, and their weights in a file in the same folder.
 
     Args:
         reference: The model; it needs an inspection for "tracing with inspection".
         folder: The folder of the bundle.
-        exporter: The exporter of PyTorch.
-        precision: The precision of both graphs; inputs and outputs have the same types in each.
+        exporter: PyTorch's exporter.
+        precision: The precision of the weights of both graphs. The types of inputs and outputs do not change.
         max_sequence_tokens: The longest sequence to serve, in tokens.
 
     Raises:
@@ -102,7 +102,7 @@ def write_graphs(
 
 
 def refuse_control_flow(reference: Reference) -> None:
-    """Refuses a module that branches on the values of its inputs: a trace would keep one branch only.
+    """Refuse a module that branches on the values of its inputs: a trace would keep one branch only.
 
     Raises:
         UnsupportedModelError: torch.export does not take the module; the text has its reason.
@@ -162,7 +162,7 @@ def _run_dynamo(reference: Reference, path: Path) -> onnx.ModelProto:
 
 
 def _add_positions(model: onnx.ModelProto, inspection: Inspection, max_sequence_tokens: int) -> str:
-    """Adds the output of the position table's rows and returns its name; empty for a model without a table."""
+    """Add the output of the position table's rows and return its name; empty for a model without a table."""
     if not inspection.position_table:
         return ""
     table, graph = inspection.positions, model.graph

@@ -1,6 +1,6 @@
-"""Loads a checkpoint as transformers computes it.
+"""Loads checkpoints as models of transformers.
 
-No code of the checkpoint is executed: its weights are read by `source.weights`, and its own classes are refused.
+No code of a checkpoint is executed: `source.weights` reads the weights, and custom model classes are refused.
 """
 
 import contextlib
@@ -17,15 +17,16 @@ from encserve_export.core.errors import (
     UnsupportedModelError,
     WeightNamesError,
     WeightShapeError,
-    WeightValueError,
     first_line,
 )
-from encserve_export.models.own.layouts.base import listed
 from encserve_export.models.reference import Inspection, Reference
+from encserve_export.models.tensors import check_values, listed
+from encserve_export.source.tokenizer import import_transformers
 from encserve_export.source.weights import INDICES, Weights, read_object
 from encserve_proto.bundle.v1 import manifest_pb2
 
 OWN_ONNX = "export it as ONNX yourself, ids and mask in and rows out, and give the file to `encserve-export onnx`"
+_OTHER_CONFIG = "is config.json of this checkpoint?"
 # The names of the manifest for transformers' `hidden_act`.
 _ACTIVATIONS = {
     "relu": "relu",
@@ -34,52 +35,43 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-_POSITION_TABLES = ("position_embeddings.weight", "position_embedding.weight")
+_POSITION_TABLES = ("position_embeddings", "position_embedding")
 
 
 class _Rows(nn.Module):
-    """Ids and mask, int64 (batch, seq), see `Reference.module` -> rows, float32 (batch, seq, d_model)."""
+    """The module of a `Reference`: ids and mask, int64 (batch, seq) -> rows, float32 (batch, seq, d_model)."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The last hidden state."""
-        rows: Tensor = self.model(input_ids=input_ids, attention_mask=_attended(attention_mask)).last_hidden_state
+        """Return the last hidden state."""
+        rows: Tensor = self.model(input_ids=input_ids, attention_mask=_binary(attention_mask)).last_hidden_state
         return rows
 
 
 class _Inspected(_Rows):
-    """The same inputs -> hidden states and attention weights, see `Inspection.module`."""
+    """The module of an `Inspection`: ids and mask -> hidden states and attention weights."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
-        """All hidden states, the last one with the model's final norm, then all attention weights."""
+        """Return all hidden states, the last one after the model's final norm, then all attention weights."""
         output = self.model(
             input_ids=input_ids,
-            attention_mask=_attended(attention_mask),
+            attention_mask=_binary(attention_mask),
             output_hidden_states=True,
             output_attentions=True,
         )
         return (*output.hidden_states[:-1], output.last_hidden_state, *output.attentions)
 
 
-def _attended(attention_mask: Tensor) -> Tensor:
-    """1 for the tokens that others attend to, int64 (batch, seq); a 2 in the mask is a token that has a row only."""
+def _binary(attention_mask: Tensor) -> Tensor:
+    """Our mask for transformers, int64 (batch, seq): a 2 becomes 0, so no other token attends to that token."""
     return (attention_mask == 1).long()
 
 
-def package() -> Any:
-    """Imports transformers and turns off its log and its progress bars."""
-    import transformers  # takes a second
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    return transformers
-
-
 def load_model(directory: Path, weights: Weights) -> Reference:
-    """Loads transformers' model of a checkpoint.
+    """Load transformers' model of a checkpoint with weights that are already read.
 
     Args:
         directory: The folder of config.json.
@@ -87,34 +79,27 @@ def load_model(directory: Path, weights: Weights) -> Reference:
 
     Raises:
         UnsupportedModelError: transformers does not know the architecture, or has no text encoder for it.
-        ConfigError: transformers does not take config.json.
-        WeightNamesError: Weights that the rows depend on are missing, or layers are left over.
-        WeightShapeError: Weights have other shapes than config.json says.
-        WeightValueError: A weight holds NaN or infinity.
+        ConfigError: transformers refuses config.json.
+        WeightNamesError: Weights that the rows depend on are missing, or the model has no place for some weights.
+        WeightShapeError: The shapes of weights contradict config.json.
+        WeightValueError: A weight holds NaN or infinity, or integers, for which transformers would have no scale.
     """
-    config, kind = _read_kind(directory)
-    try:
-        model, info = kind.from_pretrained(
-            None,
-            config=config,
-            state_dict=dict(weights.tensors),
-            dtype=torch.float32,
-            attn_implementation="eager",
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    except Exception as error:  # another author's model may raise anything
-        raise ConfigError(
-            f"transformers cannot make a {kind.__name__} of config.json: {first_line(error)}; is it this checkpoint's?"
-        ) from error
+    config, (model, info) = _from_pretrained(
+        directory,
+        None,
+        state_dict=dict(weights.tensors),
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
     _refuse_mismatched(info["mismatched_keys"])
-    surplus_parts = _parts_without_place(model, weights.tensors, info["unexpected_keys"])
+    surplus_parts = _surplus_parts(model, weights.tensors, info["unexpected_keys"])
     encoder = _encoder_of(model, config)
     vocab_size = _vocab_size(encoder)
     module = _Rows(encoder).eval().requires_grad_(False)
-    unused = _unused_parts(module, model, info["missing_keys"])
-    _refuse_not_finite(model)
-    _refuse_integers(weights, info["unexpected_keys"])
+    unused_parts = _unused_parts(module, model, info["missing_keys"])
+    for name in sorted(weights.tensors.keys() - set(info["unexpected_keys"])):
+        if not name.endswith(INDICES):
+            check_values(name, weights.tensors[name])
     pad_token_id = getattr(config, "pad_token_id", None)
     reference = Reference(
         module=module,
@@ -122,49 +107,78 @@ def load_model(directory: Path, weights: Weights) -> Reference:
         vocab_size=vocab_size,
         positions=positions(encoder, config),
         pad_token_id=pad_token_id if isinstance(pad_token_id, int) and 0 <= pad_token_id < vocab_size else 0,
-        unused_parts=tuple(sorted(surplus_parts | unused)),
+        unused_parts=tuple(sorted(surplus_parts | unused_parts)),
         long_attention=lambda: _sdpa(encoder),
     )
     return _with_inspection(reference, encoder, config)
 
 
-def _read_kind(directory: Path) -> tuple[Any, Any]:
-    """The configuration in a directory, and transformers' class of its text encoder."""
-    transformers = package()
-    config = _read_config(transformers, directory, read_object(directory / "config.json"))
-    return config, _model_class(transformers, config)
-
-
-def _encoder_of(model: Any, config: Any) -> Any:
-    return model.get_encoder() if config.is_encoder_decoder and hasattr(model, "decoder") else model
-
-
 def load_reference(directory: Path) -> Any:
-    """Loads the model of a directory as transformers reads it by itself, in float32.
+    """Load the model of a directory with transformers' own reader of weights, in float32.
 
     Returns:
-        A PreTrainedModel, the encoder of one with a decoder, that takes the output of its tokenizer.
+        A PreTrainedModel, or its encoder if it has a decoder. It takes the output of its tokenizer.
 
     Raises:
         UnsupportedModelError: transformers does not know the architecture, or has no text encoder for it.
-        ConfigError: transformers does not take config.json or the weights.
+        ConfigError: transformers refuses config.json or the weights.
     """
-    config, kind = _read_kind(directory)
+    config, model = _from_pretrained(directory, directory, local_files_only=True)
+    return _encoder_of(model, config).eval().requires_grad_(False)
+
+
+def read_positions(directory: Path) -> int | None:
+    """Return the `positions` of a directory without weights."""
     try:
-        model = kind.from_pretrained(
-            directory, config=config, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        config, kind = _read_config(directory)
+        with torch.device("meta"):
+            return positions(_encoder_of(kind(config), config), config)
+    except Exception:  # transformers cannot make the model, so only the number in config.json is known
+        return _positive(read_object(directory / "config.json").get("max_position_embeddings"))
+
+
+def positions(encoder: nn.Module, config: Any) -> int | None:
+    """Return the longest sequence that a model of transformers has positions for, in tokens; None without a limit."""
+    if table := _position_table(encoder):
+        return table[1].num_embeddings - _first_position(table[1])
+    return _positive(getattr(config, "max_position_embeddings", None))
+
+
+def _positive(number: Any) -> int | None:
+    return number if isinstance(number, int) and number > 0 else None
+
+
+def _position_table(model: nn.Module) -> tuple[str, nn.Embedding] | None:
+    tables = (
+        (name, part)
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Embedding) and name.rpartition(".")[2] in _POSITION_TABLES
+    )
+    return next(tables, None)
+
+
+def _first_position(table: nn.Embedding) -> int:
+    """The row of the first token. Models like RoBERTa count from the row after the padding's."""
+    return 0 if table.padding_idx is None else table.padding_idx + 1
+
+
+def _from_pretrained(directory: Path, weights: Path | None, **arguments: Any) -> tuple[Any, Any]:
+    """The configuration of a directory, and the result of transformers' from_pretrained."""
+    config, kind = _read_config(directory)
+    try:
+        return config, kind.from_pretrained(
+            weights, config=config, dtype=torch.float32, attn_implementation="eager", **arguments
         )
     except Exception as error:  # another author's model may raise anything
         raise ConfigError(
-            f"transformers cannot make a {kind.__name__} of {directory}: {first_line(error)}; is config.json of this "
-            "checkpoint?"
+            f"transformers cannot make a {kind.__name__} of {directory}: {first_line(error)}; {_OTHER_CONFIG}"
         ) from error
-    encoder = _encoder_of(model, config)
-    return encoder.eval().requires_grad_(False)
 
 
-def _read_config(transformers: Any, directory: Path, settings: Mapping[str, Any]) -> Any:
-    """The configuration of the part that reads text."""
+def _read_config(directory: Path) -> tuple[Any, Any]:
+    """The configuration of a directory's text model, and transformers' class for it."""
+    transformers = import_transformers()
+    settings = read_object(directory / "config.json")
     model_type = settings.get("model_type")
     if model_type not in transformers.CONFIG_MAPPING:
         if "auto_map" in settings:
@@ -182,44 +196,25 @@ def _read_config(transformers: Any, directory: Path, settings: Mapping[str, Any]
             "--precision"
         )
     try:
-        whole = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-        config = whole if whole.is_encoder_decoder else whole.get_text_config()
+        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+        if not config.is_encoder_decoder:
+            config = config.get_text_config()
     except Exception as error:  # the checks of a configuration may raise anything
-        raise ConfigError(
-            f"transformers does not take config.json: {first_line(error)}; is it this checkpoint's?"
-        ) from error
+        raise ConfigError(f"transformers refuses config.json: {first_line(error)}; {_OTHER_CONFIG}") from error
     config.use_cache = False
-    return config
-
-
-def _model_class(transformers: Any, config: Any) -> Any:
     for mapping in (transformers.MODEL_FOR_TEXT_ENCODING_MAPPING, transformers.MODEL_MAPPING):
         if type(config) in mapping:
             kind = mapping[type(config)]
-            return kind[0] if isinstance(kind, tuple) else kind
+            return config, kind[0] if isinstance(kind, tuple) else kind
     raise UnsupportedModelError(f"transformers has no plain model for model_type {config.model_type!r}; {OWN_ONNX}")
 
 
-def positions(encoder: nn.Module, config: Any) -> int | None:
-    """The longest sequence that a model of transformers has positions for; None without a limit."""
-    tables = [
-        module
-        for name, module in encoder.named_modules()
-        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
-    ]
-    if tables:
-        return tables[0].num_embeddings - _first_position(tables[0])
-    number = getattr(config, "max_position_embeddings", None)
-    return number if isinstance(number, int) and number > 0 else None
-
-
-def _first_position(table: nn.Embedding) -> int:
-    """The row of the first token: models like RoBERTa count from the row after the padding's."""
-    return 0 if table.padding_idx is None else table.padding_idx + 1
+def _encoder_of(model: Any, config: Any) -> Any:
+    return model.get_encoder() if config.is_encoder_decoder and hasattr(model, "decoder") else model
 
 
 def _with_inspection(reference: Reference, encoder: Any, config: Any) -> Reference:
-    """Adds the inspection if the model gives hidden states and attention weights of the usual shapes."""
+    """Add the inspection if the model returns hidden states and attention weights of the usual shapes."""
     module = _Inspected(encoder).eval()
     inputs, mask = reference.example()
     try:
@@ -238,8 +233,15 @@ def _with_inspection(reference: Reference, encoder: Any, config: Any) -> Referen
         or any(tuple(weight.shape) != (batch, n_heads, seq, seq) for weight in weights)
     ):
         return reference
-    table, first = _position_table(module, states[-1].shape[2])
-    inspection = Inspection(module=module, n_layers=n_layers, position_table=table, first_position=first)
+    table = _position_table(module)
+    if table and table[1].embedding_dim != states[-1].shape[2]:
+        table = None
+    inspection = Inspection(
+        module=module,
+        n_layers=n_layers,
+        position_table=f"{table[0]}.weight" if table else "",
+        first_position=_first_position(table[1]) if table else 0,
+    )
     position = "learned" if table else "rotary" if getattr(config, "rope_parameters", None) else ""
     d_ff = getattr(config, "intermediate_size", None)
     shape = manifest_pb2.EncoderShape(
@@ -252,17 +254,9 @@ def _with_inspection(reference: Reference, encoder: Any, config: Any) -> Referen
     return dataclasses.replace(reference, inspection=inspection, shape=shape)
 
 
-def _position_table(module: nn.Module, d_model: int) -> tuple[str, int]:
-    """The name of the position table, (rows, d_model), and its row for the first token; empty without a table."""
-    for name, part in module.named_modules():
-        if isinstance(part, nn.Embedding) and f"{name}.weight".endswith(_POSITION_TABLES):
-            return (f"{name}.weight", _first_position(part)) if part.embedding_dim == d_model else ("", 0)
-    return "", 0
-
-
 @contextlib.contextmanager
 def _sdpa(encoder: Any) -> Iterator[None]:
-    """Computes attention without a tensor of all scores, if the model can."""
+    """Within this block the model computes attention without a tensor of all scores, if it can."""
     try:
         encoder.set_attn_implementation("sdpa")
     except ValueError:  # the model has no such attention
@@ -288,25 +282,24 @@ def _vocab_size(encoder: Any) -> int:
         return int(encoder.get_input_embeddings().num_embeddings)
     except (AttributeError, NotImplementedError):
         raise UnsupportedModelError(
-            f"{type(encoder).__name__} has no token table, so it does not take token ids as a text encoder does; "
-            f"{OWN_ONNX}"
+            f"{type(encoder).__name__} has no token table, so it does not take token ids; {OWN_ONNX}"
         ) from None
 
 
-def _parts_without_place(model: Any, names: Iterable[str], unexpected: Iterable[str]) -> set[str]:
-    """The parts of the checkpoint that the model does not have.
+def _surplus_parts(model: Any, names: Iterable[str], unexpected: Iterable[str]) -> set[str]:
+    """The parts of the checkpoint that the model does not have, such as heads.
 
     Raises:
-        WeightNamesError: Surplus weights belong to a part that the model has.
+        WeightNamesError: A part that the model has holds surplus weights.
     """
     parts = {name for name, _ in model.named_children()}
-    surplus = {name: _part(model, name) for name in unexpected}
-    inside = sorted(name for name, part in surplus.items() if part in parts and not name.endswith(INDICES))
-    if inside:
-        raise WeightNamesError(f"there are weights that config.json has no place for: {listed(inside)}")
-    # transformers itself says nothing of the decoder if the encoder alone is loaded.
-    ignored = {"decoder"} & {_part(model, name) for name in names} - parts
-    return ignored | {part for name, part in surplus.items() if not name.endswith(INDICES)}
+    surplus = {name: _part(model, name) for name in unexpected if not name.endswith(INDICES)}
+    misplaced = sorted(name for name, part in surplus.items() if part in parts)
+    if misplaced:
+        raise WeightNamesError(f"there are weights that config.json has no place for: {listed(misplaced)}")
+    # transformers does not report a decoder as unexpected if it loads the encoder alone.
+    decoder = {"decoder"} & {_part(model, name) for name in names} - parts
+    return decoder | set(surplus.values())
 
 
 def _part(model: Any, name: str) -> str:
@@ -322,7 +315,7 @@ def _unused_parts(module: _Rows, model: Any, missing: Iterable[str]) -> set[str]
     """
     parameters = dict(model.named_parameters())
     random = {name for name in missing if name in parameters}
-    # The two smallest parameters of a part stand for the part: gradients of all would take the model's memory again.
+    # Gradients of all parameters would need the model's memory again, so each part has a sample: its two smallest.
     # The token table always contributes, and is often the largest.
     encoder: Any = module.model
     table = encoder.get_input_embeddings().weight
@@ -331,9 +324,18 @@ def _unused_parts(module: _Rows, model: Any, missing: Iterable[str]) -> set[str]
         if name not in random and parameters[name] is not table:
             parts.setdefault(_part(model, name), []).append(name)
     samples = {part: set(names[:2]) for part, names in parts.items()}
-    tried = sorted(random.union(*samples.values()))
-    for name in tried:
-        parameters[name].requires_grad_(True)
+    used = _used_parameters(module, {name: parameters[name] for name in sorted(random.union(*samples.values()))})
+    model.requires_grad_(False)
+    needed = sorted((random & used) | {name for name in missing if name not in parameters})
+    if needed:
+        raise WeightNamesError(f"weights are missing: {listed(needed)}")
+    return {part for part, names in samples.items() if not names & used}
+
+
+def _used_parameters(module: _Rows, parameters: Mapping[str, nn.Parameter]) -> set[str]:
+    """The names of the parameters that the rows have a gradient of."""
+    for parameter in parameters.values():
+        parameter.requires_grad_(True)
     ids = torch.zeros((2, 3), dtype=torch.int64)  # (batch, seq)
     with torch.enable_grad():
         try:
@@ -343,28 +345,7 @@ def _unused_parts(module: _Rows, model: Any, missing: Iterable[str]) -> set[str]
                 f"the model does not run in PyTorch with token ids of shape (2, 3) and their mask: "
                 f"{first_line(error)}; {OWN_ONNX}"
             ) from error
-        found: tuple[Tensor | None, ...] = (None,) * len(tried)
-        if rows.requires_grad:
-            found = torch.autograd.grad(rows.sum(), [parameters[name] for name in tried], allow_unused=True)
-    model.requires_grad_(False)
-    used = {name for name, gradient in zip(tried, found, strict=True) if gradient is not None}
-    needed = sorted((random & used) | {name for name in missing if name not in parameters})
-    if needed:
-        raise WeightNamesError(f"weights are missing: {listed(needed)}")
-    return {part for part, names in samples.items() if not names & used}
-
-
-def _refuse_integers(weights: Weights, unexpected: Iterable[str]) -> None:
-    """Refuses integer weights, which transformers would use without the scales that they need."""
-    for name in sorted(set(weights.tensors) - set(unexpected)):
-        tensor = weights.tensors[name]
-        if not tensor.is_floating_point() and not name.endswith(INDICES):
-            raise WeightValueError(
-                f"{name} must hold floating-point numbers; was {str(tensor.dtype).removeprefix('torch.')}"
-            )
-
-
-def _refuse_not_finite(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            raise WeightValueError(f"{name} holds numbers that are not finite")
+        if not rows.requires_grad:
+            return set()
+        gradients = torch.autograd.grad(rows.sum(), list(parameters.values()), allow_unused=True)
+    return {name for name, gradient in zip(parameters, gradients, strict=True) if gradient is not None}

@@ -13,14 +13,14 @@ from encserve_export.core.errors import UnsupportedModelError, first_line
 from encserve_proto.bundle.v1 import manifest_pb2
 
 AttentionContext = Callable[[], contextlib.AbstractContextManager[object]]
-# Attention weights of longer sequences are not computed all at once: 16 heads of 1,024 tokens take 64 MiB in float32,
-# 16 heads of 8,192 tokens take 4 GiB.
+# Longer sequences are computed without a tensor of all attention weights. With 16 heads in float32, that tensor takes
+# 64 MiB for 1,024 tokens and 4 GiB for 8,192 tokens.
 LONGEST_AT_ONCE = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """How to see the inside of a model.
+    """The module that computes a model's hidden states and attention weights.
 
     Attributes:
         module: Takes the inputs of `Reference.module`. Returns n_layers + 1 hidden states, (batch, seq, d_model) each,
@@ -68,7 +68,7 @@ class Reference:
         unused_parts: The parts of the checkpoint that do not contribute to the rows, such as heads.
         shape: The known sizes and choices, for the manifest.
         parameters: The number of parameters by part, for the manifest; empty for one total.
-        inspection: How to see the inside; None if the model does not show it.
+        inspection: The module of hidden states and attention weights; None if the model does not return them.
         long_attention: A context in which the module computes attention without a (seq, seq) tensor; None if the module
             needs none.
     """
@@ -91,7 +91,7 @@ class Reference:
         return names.EMBEDDINGS if self.width else names.INPUT_IDS
 
     def __call__(self, inputs: Input, mask: Mask) -> Rows:
-        """Runs one batch in PyTorch.
+        """Run one batch in PyTorch.
 
         Args:
             inputs: Token ids, int64 (batch, seq), or vectors, (batch, seq, width).
@@ -110,31 +110,31 @@ class Reference:
         return rows
 
     def inspect(self, inputs: Input, mask: Mask) -> list[Rows]:
-        """Runs one batch and returns the outputs of `Inspection.module`, rounded to float32."""
+        """Run one batch and return the outputs of `Inspection.module`, rounded to float32."""
         assert self.inspection is not None  # noqa: S101
         return [output.float().numpy() for output in self._run(self.inspection.module, inputs, mask)]
 
     def example(self) -> tuple[Tensor, Tensor]:
-        """A batch to trace with: no size is 1, which PyTorch would take for a constant, and the mask hides tokens.
+        """A batch for tracing. No size is 1, which PyTorch would take for a constant, and one sequence has padding.
 
         Returns:
             Two sequences of 7 tokens, (2, 7) or (2, 7, width), and their mask, int64 (2, 7).
         """
         if self.width:
             inputs = torch.randn((2, 7, self.width), generator=torch.Generator().manual_seed(0))
-        else:  # the largest id is among them
+        else:  # includes the largest id
             inputs = ((self.vocab_size - 1 - torch.arange(14)) % self.vocab_size).reshape(2, 7)
         mask = torch.ones((2, 7), dtype=torch.int64)
         mask[1, 4:] = 0
         return inputs, mask
 
     def _run(self, module: nn.Module, inputs: Input, mask: Mask) -> Tensor:
-        given = torch.from_numpy(inputs)
-        if given.is_floating_point():  # the module may be in float64
-            given = given.to(next((tensor.dtype for tensor in module.parameters()), given.dtype))
+        batch = torch.from_numpy(inputs)
+        if batch.is_floating_point():  # the module may be in float64
+            batch = batch.to(next((tensor.dtype for tensor in module.parameters()), batch.dtype))
         try:
             with torch.inference_mode():
-                output: Tensor = module(given, torch.from_numpy(mask))
+                output: Tensor = module(batch, torch.from_numpy(mask))
         except Exception as error:  # another author's module may raise anything
             raise UnsupportedModelError(
                 f"{self.description} does not run in PyTorch with inputs of shape {tuple(inputs.shape)} and their "

@@ -44,8 +44,6 @@ from encserve_export.source.weights import Weights, holds_weights, read_object, 
 Route = Literal["transformers", "onnx"]
 ROUTES: tuple[Route, ...] = ("transformers", "onnx")
 ONNX_FILE = Path("onnx", "model.onnx")
-# In these models positions begin after the row of the padding.
-_OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
 _LANGUAGE_MODEL = (
     "which is a language model's head. If that makes SPLADE's weights, save the directory with sentence-transformers, "
     "SparseEncoder(DIRECTORY).save_pretrained(OTHER), and export OTHER"
@@ -314,7 +312,8 @@ def _export_file(
     if reference is not None:
         positions, pad_token_id, vocab_size = reference.positions, reference.pad_token_id, reference.vocab_size
     else:
-        positions, pad_token_id = _positions(build.settings), _number(build.settings, "pad_token_id") or 0
+        positions = pretrained.read_positions(build.directory) if build.settings else None
+        pad_token_id = _number(build.settings, "pad_token_id") or 0
         vocab_size = vocab_size or _number(build.settings, "vocab_size")
     longest, remark = build.longest(positions)
     if positions is not None and longest > positions:
@@ -335,14 +334,6 @@ def _export_file(
 def _number(settings: Mapping[str, Any], name: str) -> int | None:
     value = settings.get(name)
     return value if type(value) is int else None
-
-
-def _positions(settings: Mapping[str, Any]) -> int | None:
-    """The longest sequence of a model that transformers does not load, in tokens."""
-    positions = _number(settings, "max_position_embeddings")
-    if positions is not None and settings.get("model_type") in _OFFSET_POSITIONS:
-        positions -= (_number(settings, "pad_token_id") or 0) + 1
-    return positions
 
 
 def _remarks(settings: Mapping[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ from encserve_export.core.errors import CheckpointFileError, HubError
 from encserve_export.source.weights import holds_weights, read_json
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# The configuration of a model, its tokenizer, and its weights in a format that holds tensors only.
+# The configuration of a model, its tokenizer, its safetensors, and the small pickles of ColBERT and BGE-M3.
 _FILES = (
     "*.json",
     "*.jinja",
@@ -57,16 +57,16 @@ def is_id(text: str) -> bool:
 def download(repository: str, revision: str | None = None, *, with_onnx: bool = False) -> Snapshot:
     """Download a checkpoint into the cache of huggingface_hub, or find it there.
 
-    Files directly in the repository's root count, and those in the folders that modules.json names.
+    The files are those in the repository's root and in the folders that modules.json names.
 
     Args:
         repository: OWNER/NAME.
         revision: A branch, a tag or a commit; None for the main branch.
-        with_onnx: Whether to download onnx/model.onnx too. Without other weights it is downloaded anyway.
+        with_onnx: Whether to download onnx/model.onnx too. If the repository has no other weights, it always is.
 
     Raises:
-        HubError: The repository or revision does not exist or is not accessible, or the download failed. Also if
-            OWNER is a local directory and no revision is given, because NAME may be a typing error.
+        HubError: The repository or revision does not exist or is not accessible, or the download failed; or OWNER is
+            a local directory and no revision is given, because NAME may be a typing error.
     """
     owner = repository.partition("/")[0]
     if revision is None and Path(owner).is_dir():
@@ -108,7 +108,7 @@ def _download(repository: str, revision: str | None, *, with_onnx: bool) -> Snap
 
 
 def _fetch(repository: str, revision: str | None, folder: str, patterns: Iterable[str]) -> Path:
-    """Download the files of a folder, without its subfolders. In these patterns "*" also matches "/"."""
+    """Download the files of a folder, without its subfolders; a "*" in a pattern matches "/" too."""
     prefix = f"{glob.escape(folder)}/" if folder else ""
     return Path(
         huggingface_hub.snapshot_download(
@@ -129,6 +129,6 @@ def _module_folders(snapshot: Path) -> list[str]:
             router = snapshot / folder / "router_config.json"
             if router.is_file():
                 folders += [f"{folder}/{inner}".lstrip("/") for inner in read_json(router)["types"]]
-    except (CheckpointFileError, TypeError, KeyError):  # no modules, or an error that reading the directory reports
+    except (CheckpointFileError, TypeError, KeyError):  # the directory's reader reports a broken file
         return []
     return folders

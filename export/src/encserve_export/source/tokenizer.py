@@ -1,8 +1,8 @@
 """The tokenizer of a directory as transformers loads it, and the tokenizer.json of a bundle.
 
-transformers takes the vocabulary from tokenizer.json or an older file, and more settings from tokenizer_config.json.
-The two files may contradict each other. So a bundle holds the backend of the loaded tokenizer, as a file of the
-tokenizers library, and `check.pipeline` compares the ids of both.
+transformers reads the vocabulary from tokenizer.json or an older file, and settings from tokenizer_config.json. The two
+files may contradict each other. So a bundle holds the backend of the loaded tokenizer, as a file of the tokenizers
+library, and `check.pipeline` compares the ids of both.
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ OLDER_FILES = (
     *("tokenizer.model", "prophetnet.tokenizer"),
 )
 _SPACE = "▁"  # SentencePiece's
-# Letters that hardly any vocabulary has, and a word that is too long for WordPiece.
+# Letters that few vocabularies have, and a word that is too long for WordPiece.
 _UNKNOWN = "\U00012000 \ua66e " + "q" * 200
-_NO_TOKENIZER = f"put a {FILE} there, or remove the tokenizer's files: the model then takes token ids only"
+_ADVICE = f"put a {FILE} there, or remove the tokenizer's files: the model then takes token ids only"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +36,9 @@ class TokenizerFile:
         path: The file.
         largest_id: The largest token id in the file.
         around_text: The ids of the special tokens around a text.
-        added_tokens: The added tokens by id. A text has such an id only if the token is written out in the text.
+        added_tokens: The added tokens by id. A text has such an id only if it contains the token.
         split_special_tokens: Whether a special token in a text is tokenized like other text.
-        made_of: The file of the directory that this file was made from, for errors; None if it is the same file.
+        made_of: The file of the checkpoint that this file was made from, for errors; None if they are the same file.
     """
 
     path: Path
@@ -53,22 +53,23 @@ class TokenizerFile:
         return Path(shutil.copyfile(self.path, path))
 
     def check_fits(self, vocab_size: int) -> None:
-        """Refuse a tokenizer that gives ids without a row in the model's table.
+        """Refuse a tokenizer that gives ids beyond the model's table of token embeddings.
 
         Raises:
-            TokenizerError: An ordinary text has an id of `vocab_size` or more.
+            TokenizerError: A text without added tokens may have an id of `vocab_size` or more.
         """
-        ids = {*open_tokenizer(self.path).get_vocab().values()} - self.added_tokens.keys()
+        tokenizer = open_tokenizer(self.path)
+        ids = set(tokenizer.get_vocab().values()) - self.added_tokens.keys()
         largest_id = max(ids.union(self.around_text), default=0)
         if largest_id >= vocab_size:
-            token = open_tokenizer(self.path).id_to_token(largest_id)
             raise TokenizerError(
-                f"{self.made_of or self.path} gives token ids up to {largest_id} ({token!r}); the model's vocab_size "
-                f"is {vocab_size}: the tokenizer belongs to another model. Put the model's own tokenizer there"
+                f"{self.made_of or self.path} gives token ids up to {largest_id} "
+                f"({tokenizer.id_to_token(largest_id)!r}); the model's vocab_size is {vocab_size}: the tokenizer "
+                "belongs to another model. Put the model's own tokenizer there"
             )
 
     def remark(self, vocab_size: int) -> str:
-        """Name the added tokens without a row in the model's table, if any: the server refuses texts that hold one."""
+        """Return a remark that lists the added tokens without a row in the model's table; empty without such tokens."""
         tokens = [repr(token) for i, token in sorted(self.added_tokens.items()) if i >= vocab_size]
         if not tokens:
             return ""
@@ -82,7 +83,7 @@ def read_tokenizer(path: Path, *, split_special_tokens: bool = False, made_of: P
     Args:
         path: The file.
         split_special_tokens: Whether special tokens in a text are tokenized like other text.
-        made_of: The file of the directory that this file was made from, if any.
+        made_of: The file of the checkpoint that this file was made from, if any.
 
     Raises:
         TokenizerError: The file is unreadable or empty, gives random ids, or fails for unknown words.
@@ -124,6 +125,15 @@ def open_tokenizer(path: Path, *, split_special_tokens: bool = False) -> Tokeniz
     return tokenizer
 
 
+def import_transformers() -> Any:
+    """Import transformers, which takes a second, and turn off its log and its progress bars."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
 def tokenizer_source(directory: Path) -> Path | None:
     """Return the file that a directory's tokenizer is made from; None without a tokenizer."""
     return next((path for name in (FILE, *OLDER_FILES) if (path := directory / name).is_file()), None)
@@ -142,22 +152,19 @@ def load_tokenizer(directory: Path) -> Any:
     if source is None:
         return None
     if source.name == FILE:
-        open_tokenizer(source)  # transformers' error for an unreadable file names neither the file nor the cause
-    import transformers  # takes a second
-
-    transformers.utils.logging.set_verbosity_error()
+        open_tokenizer(source)  # transformers' error for an unreadable file has neither its name nor the cause
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
+        tokenizer = import_transformers().AutoTokenizer.from_pretrained(
             directory, trust_remote_code=False, local_files_only=True
         )
     except Exception as error:  # a converter raises any class
         raise TokenizerError(
-            f"transformers makes no tokenizer of the files in {directory}: {first_line(error)}; {_NO_TOKENIZER}"
+            f"transformers makes no tokenizer of the files in {directory}: {first_line(error)}; {_ADVICE}"
         ) from error
     if set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, _SPACE}:
         raise TokenizerError(
-            f"transformers makes no tokenizer of the files in {directory}: it ignores all files, and has special "
-            f"tokens alone; {_NO_TOKENIZER}"
+            f"transformers makes no tokenizer of the files in {directory}: its vocabulary has special tokens alone; "
+            f"{_ADVICE}"
         )
     return tokenizer
 
@@ -168,17 +175,18 @@ def write_tokenizer(tokenizer: Any, path: Path, *, made_of: Path | None, add_spe
     Args:
         tokenizer: A PreTrainedTokenizerBase, or a tokenizers.Tokenizer.
         path: The tokenizer.json to write.
-        made_of: The file of the directory that the tokenizer was made from, for errors.
-        add_special_tokens: Whether special tokens stand around a text; not so with a chat template or a table.
+        made_of: The file of the checkpoint that the tokenizer was made from, for errors.
+        add_special_tokens: Whether the file adds special tokens around a text; False with a chat template or for static
+            embeddings.
 
     Raises:
-        TokenizerError: The tokenizer has no backend of the tokenizers library, or one that `read_tokenizer` refuses.
+        TokenizerError: The tokenizer has no backend of the tokenizers library, or `read_tokenizer` refuses the file.
     """
     backend = tokenizer if isinstance(tokenizer, Tokenizer) else getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise TokenizerError(
             f"{made_of}: its tokenizer is a {type(tokenizer).__name__}, which runs in Python alone and has no file of "
-            f"the tokenizers library; {_NO_TOKENIZER}"
+            f"the tokenizers library; {_ADVICE}"
         )
     written = Tokenizer.from_str(backend.to_str())
     written.no_truncation()

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's files: JSON, safetensors, and pickles of plain tensors. No code in them is run."""
+"""Reads a checkpoint's files: JSON, safetensors, and pickles of plain tensors. No code in a file is run."""
 
 import dataclasses
 import hashlib
@@ -16,16 +16,15 @@ from torch import Tensor
 
 from encserve_export.core.errors import CheckpointFileError, UnsafeWeightsError
 
-# In the order of preference. Each may also be several files with an index.
+# In the order of preference. Each may be split into several files with an index.
 _FILES = ("model.safetensors", "pytorch_model.bin")
-# The keys under which training scripts save a state dict, and how deep they nest them.
+# The keys under which training scripts save a state dict.
 _CONTAINERS = ("state_dict", "model", "model_state_dict")
-_MAX_NESTING = 3
 AGAIN = "download or save it again (in a git clone: git lfs pull)"
 _SAVE_TENSORS = "save the state dict alone: torch.save(model.state_dict(), FILE)"
-# Ends of the names of indices that older versions of transformers saved as weights.
+# Older versions of transformers saved indices as weights, with these ends of names.
 INDICES = ("position_ids", "token_type_ids", "inv_freq")
-# torch's wrappers for several devices and for compiling put these before every name, perhaps more than once.
+# Prefixes of all names, from torch's wrappers for several devices and for compiling; wrappers may be nested.
 _WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
 
 
@@ -35,8 +34,8 @@ class Weights:
 
     Attributes:
         tensors: All tensors, by their names in the checkpoint.
-        sha256: SHA-256 of the weights file, in hex. For several files, of their bytes in the order of their names, with
-            a separate file of embeddings last.
+        sha256: SHA-256 of the weights files, in hex: of their bytes, in the order of their names, with a separate file
+            of embeddings last.
     """
 
     tensors: Mapping[str, Tensor]
@@ -81,11 +80,8 @@ def read_weights(directory: Path) -> Weights:
     for path in files:
         if not path.is_file():
             raise CheckpointFileError(f"{path} is missing, but the index names it; {AGAIN}")
-        if path.suffix == ".safetensors":
-            tensors |= _load_safetensors(path)
-            continue
-        content = _load_pickle(path)
-        if not _is_state_dict(content):
+        content = _load(path)
+        if not _are_tensors(content):
             raise CheckpointFileError(f"{path} must hold tensors by name and nothing else; {_SAVE_TENSORS}")
         tensors |= content
     return Weights(tensors, sha256(files))
@@ -110,9 +106,8 @@ def read_checkpoint(path: Path, embeddings: Path | None = None) -> Weights:
         CheckpointFileError: The file is unreadable, or does not hold one state dict.
         UnsafeWeightsError: It is a pickle of other objects than plain data.
     """
-    content: Any = _load_safetensors(path) if path.suffix == ".safetensors" else _load_pickle(path)
     tensors: dict[str, Tensor] = {}
-    for name, tensor in _only_state_dict(path, content).items():
+    for name, tensor in _only_state_dict(path, _load(path)).items():
         plain = _WRAPPERS.sub("", name)
         if plain in tensors:
             raise CheckpointFileError(f"{path} holds {plain} twice, once with a wrapper's prefix; keep one")
@@ -127,7 +122,7 @@ def read_table(path: Path) -> tuple[str, Tensor]:
         CheckpointFileError: The file is unreadable, or does not hold one tensor.
         UnsafeWeightsError: It is a pickle of other objects than plain data.
     """
-    content: Any = _load_safetensors(path) if path.suffix == ".safetensors" else _load_pickle(path)
+    content = _load(path)
     if isinstance(content, Tensor):
         return path.stem, content
     tensors = content if content == {} else _only_state_dict(path, content)
@@ -161,15 +156,13 @@ def _indexed_files(index: Path) -> list[str]:
     return names
 
 
-def _load_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (safetensors.SafetensorError, OSError) as error:
-        raise CheckpointFileError(f"{path} is not a readable safetensors file: {error}; {AGAIN}") from error
-
-
-def _load_pickle(path: Path) -> Any:
-    """Load plain data and tensors. PyTorch's unpickler refuses everything that could run code."""
+def _load(path: Path) -> Any:
+    """The content of a safetensors file or a pickle. PyTorch's unpickler refuses everything that could run code."""
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except (safetensors.SafetensorError, OSError) as error:
+            raise CheckpointFileError(f"{path} is not a readable safetensors file: {error}; {AGAIN}") from error
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -182,49 +175,47 @@ def _load_pickle(path: Path) -> Any:
         raise CheckpointFileError(f"{path} is unreadable: {error}; {_SAVE_TENSORS}, or {AGAIN}") from error
 
 
-def _is_state_dict(content: Any) -> bool:
+def _are_tensors(content: Any) -> bool:
     return isinstance(content, dict) and all(isinstance(value, Tensor) for value in content.values())
 
 
 def _only_state_dict(path: Path, content: Any) -> dict[str, Tensor]:
-    found = _find_state_dicts(content, "", _MAX_NESTING)
-    if not found and isinstance(content, dict):
-        leaves = dict(_leaves(content, "", _MAX_NESTING))
-        found = {"": leaves} if leaves and _is_state_dict(leaves) else {}
-    if len(found) == 1:
-        (tensors,) = found.values()
-        return {str(name): tensor for name, tensor in tensors.items()}
-    if found:
-        raise CheckpointFileError(f"{path} holds several state dicts: {', '.join(found)}; save the encoder's alone")
-    held = ", ".join(sorted(map(str, content))) if isinstance(content, dict) else type(content).__name__
+    state_dicts = _find_state_dicts(content, "")
+    if len(state_dicts) == 1:
+        (tensors,) = state_dicts.values()
+        return tensors
+    if state_dicts:
+        raise CheckpointFileError(
+            f"{path} holds several state dicts: {', '.join(state_dicts)}; save the encoder's alone"
+        )
+    names = ", ".join(sorted(map(str, content))) if isinstance(content, dict) else type(content).__name__
     raise CheckpointFileError(
-        f"{path} must hold tensors by name, alone or under {', '.join(_CONTAINERS)}; was {held or 'empty'}"
+        f"{path} must hold tensors by name, alone or under {', '.join(_CONTAINERS)}; was {names or 'empty'}"
     )
 
 
-def _find_state_dicts(content: Any, key: str, depth: int) -> dict[str, dict[Any, Tensor]]:
-    """The state dicts under the usual keys, by their dotted keys."""
-    if not isinstance(content, dict) or not content or depth < 0:
+def _find_state_dicts(content: Any, key: str) -> dict[str, dict[str, Tensor]]:
+    """The state dicts under the usual keys, or else the content itself, by their dotted keys."""
+    if not isinstance(content, dict):
         return {}
-    if _is_state_dict(content):
-        return {key: content}
-    found: dict[str, dict[Any, Tensor]] = {}
+    found: dict[str, dict[str, Tensor]] = {}
     for name in _CONTAINERS:
-        found |= _find_state_dicts(content.get(name), f"{key}.{name}" if key else name, depth - 1)
-    return found
+        found |= _find_state_dicts(content.get(name), f"{key}.{name}" if key else name)
+    leaves = {} if found else dict(_leaves(content, ""))
+    return {key: leaves} if leaves and _are_tensors(leaves) else found
 
 
-def _leaves(content: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Join the keys of nested dicts and lists by dots, as in layers.0.W_Q."""
-    if isinstance(content, dict | list) and depth >= 0:
-        for key, value in content.items() if isinstance(content, dict) else enumerate(content):
-            yield from _leaves(value, f"{name}.{key}" if name else str(key), depth - 1)
-    else:
+def _leaves(content: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The values in nested dicts and lists, with their keys joined by dots, as in layers.0.W_Q."""
+    if not isinstance(content, dict | list):
         yield name, content
+        return
+    for key, value in content.items() if isinstance(content, dict) else enumerate(content):
+        yield from _leaves(value, f"{name}.{key}" if name else str(key))
 
 
 def sha256(files: Iterable[Path]) -> str:
-    """Hash the bytes of files one after the other, in hex."""
+    """Return the SHA-256 of the concatenated bytes of files, in hex."""
     digest = hashlib.sha256()
     for path in files:
         with path.open("rb") as file:

@@ -1,8 +1,8 @@
-"""The sizes of an encoder and the choices in its formula."""
+"""The sizes and settings of our own encoder."""
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, Self, get_args
 
 from encserve_export.core.errors import ConfigError
@@ -14,7 +14,7 @@ Position = Literal["sinusoidal", "learned", "none"]
 MergeHeads = Literal["transpose", "reshape"]
 
 _POSITIVE = ("d_model", "n_heads", "n_layers", "max_sequence_tokens")
-# Positions take memory too, that of tables and of attention.
+# The position table and attention take memory by the longest sequence.
 _MOST = {"n_layers": 1024, "max_sequence_tokens": 2**20}
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "input": get_args(Input),
@@ -27,38 +27,32 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
-    """Everything that fixes the shapes and the formula of an `Encoder`; validated when built.
+    """The sizes and settings of an `Encoder`, checked when built.
 
-    A choice that a new checkpoint layout needs becomes a field. Its default keeps the rows of earlier layouts.
+    A setting that a new checkpoint layout needs becomes a field. Its default keeps the rows of earlier layouts.
 
     Attributes:
-        vocab_size: Rows of the token embedding; 0 where the input is embeddings.
+        vocab_size: Rows of the token embedding; 0 if the input is embeddings.
         d_model: Width of a token's representation.
         n_heads: Attention heads per block; divides `d_model`.
-        d_ff: Inner width of the feed-forward part; 0 for blocks of attention alone.
-        n_layers: Blocks.
-        max_sequence_tokens: The longest sequence, in tokens.
-        input: What a sequence is made of: token ids, or "embeddings", one vector per token that takes the place of the
-            token embedding and enters as it is.
-        activation: Between the two feed-forward layers. "gelu" is the exact x·Φ(x), "gelu_tanh" its tanh approximation,
-            "silu" x·σ(x).
+        d_ff: Inner width of the feed-forward layers; 0 for blocks of attention alone.
+        n_layers: Number of blocks.
+        max_sequence_tokens: Length of the longest sequence, in tokens.
+        input: "token_ids", or "embeddings": one vector per token, used unchanged in place of the token embedding.
+        activation: The function between the two feed-forward layers. "gelu" is the exact x·Φ(x) of Hendrycks & Gimpel
+            2016, "gelu_tanh" its approximation x/2·(1 + tanh(√(2/π)·(x + 0.044715·x³))), "silu" x·σ(x).
         attention_bias: Whether the four projections of attention add a bias.
-        merge_heads: How the heads' results, (heads, seq, d_k), become rows, (seq, d_model). "transpose" puts the heads
-            of a token side by side, as in Vaswani et al. 2017. "reshape" keeps the order in memory, without a
-            transpose: row i takes the numbers from i·d_model on, so it mixes tokens.
-        residual: Whether x is added to f(x), around attention and around the feed-forward part.
+        merge_heads: The step from the heads' results, (heads, seq, d_k), to rows, (seq, d_model). "transpose"
+            concatenates the heads of each token, as in Vaswani et al. 2017. "reshape" reshapes without a transpose, so
+            a row mixes tokens.
+        residual: Whether x is added to f(x), for attention and for the feed-forward layers.
         norm: "post" is LayerNorm(x + f(x)), as in Vaswani et al. 2017; "pre" is x + f(LayerNorm(x)); "none" has none.
-        final_norm: One more LayerNorm after the last block; usual with "pre".
-        position: Where a token's place in the sequence comes from: fixed sinusoids, a table among the
-            weights ("learned", also if it was never trained), or nowhere.
+        final_norm: Whether a LayerNorm follows the last block; usual with "pre".
+        position: The position table: "sinusoidal", "learned" for a table among the weights, or "none".
         scale_embedding: Whether token embeddings are multiplied by √d_model, as in Vaswani et al. 2017.
-        embedding_norm: Whether a LayerNorm follows the sum of embeddings, as in BERT.
-        n_token_types: Rows of the token type (segment) embedding, of which row 0 is added to every token; 0 for none.
-        layer_norm_eps: Added to the variance in every LayerNorm.
-        pad_token_id: The id that fills a padded batch. The attention mask hides it, so it changes no other row.
-        position_offset: The row of the position table that the first token takes. RoBERTa: `pad_token_id + 1`.
-        pad_takes_no_position: RoBERTa's rule for a token whose id is `pad_token_id` inside a sequence: it takes row
-            `position_offset - 1`, and the tokens after it count on as if it were not there.
+        layer_norm_eps: The number added to the variance in every LayerNorm.
+        pad_token_id: The id that fills a padded batch. It changes no row of a real token.
+        position_offset: The row of the position table for the first token; `pad_token_id + 1` in RoBERTa.
     """
 
     vocab_size: int
@@ -76,15 +70,12 @@ class EncoderConfig:
     final_norm: bool = False
     position: Position = "sinusoidal"
     scale_embedding: bool = False
-    embedding_norm: bool = False
-    n_token_types: int = 0
     layer_norm_eps: float = 1e-5
     pad_token_id: int = 0
     position_offset: int = 0
-    pad_takes_no_position: bool = False
 
     def __post_init__(self) -> None:
-        """Checks each field, then the fields against each other."""
+        """Check each field, then the fields against each other."""
         self._check_fields()
         self._check_together()
 
@@ -100,30 +91,21 @@ class EncoderConfig:
 
     @classmethod
     def from_mapping(cls, fields: Mapping[str, Any]) -> Self:
-        """Builds a configuration from JSON-like data.
+        """Build a configuration from JSON-like data.
 
         Args:
-            fields: Values by field name; a field left out takes its default.
+            fields: Values by field name. A missing field has its default.
 
         Raises:
             ConfigError: A name is unknown, `vocab_size` is missing, or a value is out of range.
         """
-        cls.check_names(fields)
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(fields.keys() - set(known))
+        if unknown:
+            raise ConfigError(f"unknown configuration fields: {', '.join(unknown)}; known are {', '.join(known)}")
         if "vocab_size" not in fields and fields.get("input") != "embeddings":
             raise ConfigError("vocab_size is missing from the configuration")
         return cls(**{"vocab_size": 0, **fields})
-
-    @classmethod
-    def check_names(cls, names: Iterable[str]) -> None:
-        """Refuses unknown names of fields.
-
-        Raises:
-            ConfigError: A name is unknown; the text lists all unknown names.
-        """
-        known = [field.name for field in dataclasses.fields(cls)]
-        unknown = sorted(set(names) - set(known))
-        if unknown:
-            raise ConfigError(f"unknown configuration fields: {', '.join(unknown)}; known are {', '.join(known)}")
 
     def _check_fields(self) -> None:
         for field in dataclasses.fields(self):
@@ -147,7 +129,11 @@ class EncoderConfig:
         if self.d_model % self.n_heads:
             raise ConfigError(f"n_heads must divide d_model; was {self.n_heads} for {self.d_model}")
         if self.input == "embeddings":
-            self._check_embeddings()
+            for name in ("vocab_size", "pad_token_id"):
+                if getattr(self, name):
+                    raise ConfigError(f"{name} must be 0 if the input is embeddings; was {getattr(self, name)}")
+            if self.scale_embedding:
+                raise ConfigError("scale_embedding must be false if the input is embeddings, which are used unchanged")
         elif self.vocab_size < 1:
             raise ConfigError(f"vocab_size must be at least 1; was {self.vocab_size}")
         elif self.pad_token_id >= self.vocab_size:
@@ -156,16 +142,3 @@ class EncoderConfig:
             raise ConfigError(f"d_model must be even for sinusoidal positions; was {self.d_model}")
         if self.position == "none" and self.position_offset:
             raise ConfigError(f"position_offset must be 0 without a table of positions; was {self.position_offset}")
-        if self.pad_takes_no_position and self.position_offset < 1:
-            raise ConfigError(
-                f"position_offset must be at least 1 with pad_takes_no_position; was {self.position_offset}"
-            )
-
-    def _check_embeddings(self) -> None:
-        """Refuses what only token ids have."""
-        for name in ("vocab_size", "pad_token_id"):
-            if getattr(self, name):
-                raise ConfigError(f"{name} must be 0 where the input is embeddings; was {getattr(self, name)}")
-        for name in ("scale_embedding", "pad_takes_no_position"):
-            if getattr(self, name):
-                raise ConfigError(f"{name} must be false where the input is embeddings: they enter as they are")

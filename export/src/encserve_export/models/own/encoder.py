@@ -1,87 +1,88 @@
 """The transformer encoder of Vaswani et al. 2017, "Attention Is All You Need", and its later variants, in PyTorch.
 
-Token ids go in, or one vector per token; one row of `d_model` numbers per token comes out. The module is written for
-inference: it has no dropout. All arithmetic is in the type of the weights, float32 in a bundle.
+The module is for inference: it has no dropout. It computes in the dtype of its weights, float32 in a bundle.
 
-Sequences of different lengths come as one batch, padded on the right. Attention alone looks beyond a token, so all else
-runs on the real tokens only, as rows of one matrix, and padding costs nothing there (as in ModernBERT, Warner et al.
-2024). In attention a mask keeps padding out of every real token's result.
+A batch is padded on the right. Only attention needs the batch's shape. All other layers run on the real tokens alone,
+as rows of one matrix, so padding costs nothing there (as in ModernBERT, Warner et al. 2024).
 
-In the shapes, `batch` is sequences, `seq` the tokens of the longest one, `tokens` the real tokens of all of them,
-`heads` is `n_heads`, and `d_k` is `d_model / n_heads`.
+In the shapes, `batch` is the number of sequences, `seq` the length of the longest sequence, and `tokens` the number of
+real tokens in the batch; `heads` is `n_heads`, and `d_k` is `d_model / n_heads`.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from encserve_export.models.own.config import EncoderConfig
+from encserve_export.models.own.config import Activation, EncoderConfig
 
-# Tables are computed even where a module is made without memory for its weights: see `encoder_of`.
-_TABLES = torch.device("cpu")
+# `encoder_of` builds modules on the meta device. Sinusoids are not weights, so they are computed on the CPU there too.
+_CPU = torch.device("cpu")
+_ACTIVATIONS: Mapping[Activation, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "gelu_tanh": functools.partial(nn.GELU, approximate="tanh"),
+    "silu": nn.SiLU,
+}
 
 
 def sinusoids(n_positions: int, d_model: int) -> Tensor:
-    """The fixed position table of Vaswani et al. 2017, section 3.5.
+    """Compute the fixed position table of Vaswani et al. 2017, section 3.5.
 
     PE(pos, 2i) = sin(pos / 10000^(2i/d_model)) and PE(pos, 2i+1) = cos(pos / 10000^(2i/d_model)).
 
     Args:
-        n_positions: Rows of the table.
-        d_model: Its columns, an even number.
+        n_positions: The number of rows.
+        d_model: The number of columns, an even number.
 
     Returns:
-        float32 (n_positions, d_model), computed in float64: in float32 the angle of a late position is off by 1e-5.
+        float32 (n_positions, d_model), computed in float64. In float32 the angle of a late position is off by 1e-5.
     """
-    position = torch.arange(n_positions, dtype=torch.float64, device=_TABLES).unsqueeze(1)  # (n_positions, 1)
-    exponent = torch.arange(0, d_model, 2, dtype=torch.float64, device=_TABLES) / d_model  # (d_model / 2)
+    position = torch.arange(n_positions, dtype=torch.float64, device=_CPU).unsqueeze(1)  # (n_positions, 1)
+    exponent = torch.arange(0, d_model, 2, dtype=torch.float64, device=_CPU) / d_model  # (d_model / 2)
     angle = position / torch.pow(10000.0, exponent)  # (n_positions, d_model / 2)
     return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1).float()  # (n_positions, d_model)
 
 
 class Padding:
-    """Where the real tokens of a batch are; made once per batch and shared by all blocks.
+    """The positions of the real tokens in a batch, built once and used by all blocks.
 
     Attributes:
-        bias: (batch, 1, 1, seq), what is added to attention scores so that no token attends to padding: 0 for a token
-            (1 in the mask), the lowest finite number for padding (0) and for a token that is not to be seen (2). After
-            softmax that gives exactly 0, as -∞ would, but where a sequence is all padding it does not turn into NaN.
-        places: (tokens), where in its sequence each token stands.
+        attention_bias: (batch, 1, 1, seq), added to the attention scores: 0 for a 1 in the mask, and the lowest finite
+            number for a 0 or a 2. Softmax turns that number into 0. -∞ would give NaN for a sequence of padding only.
     """
 
     def __init__(self, attention_mask: Tensor, dtype: torch.dtype) -> None:
-        is_token, is_hidden = attention_mask != 0, attention_mask != 1  # (batch, seq) both
-        lowest = torch.finfo(dtype).min
-        self.bias = torch.zeros((), dtype=dtype).masked_fill(is_hidden[:, None, None, :], lowest)  # (batch, 1, 1, seq)
-        # Which positions are tokens, and which token stands at each position. Padding is given the token before it.
-        flat = is_token.reshape(-1).long()  # (batch·seq)
-        self._tokens = flat.nonzero().squeeze(1)  # (tokens)
-        self._is_token = is_token
-        self.places = self._tokens % attention_mask.shape[1]  # (tokens)
-        self._at = (flat.cumsum(0) - 1).clamp(min=0)  # (batch·seq)
+        self._is_token, is_masked = attention_mask != 0, attention_mask != 1  # (batch, seq) both
+        bias = torch.zeros((), dtype=dtype).masked_fill(is_masked[:, None, None, :], torch.finfo(dtype).min)
+        self.attention_bias = bias  # (batch, 1, 1, seq)
+        flat = self._is_token.reshape(-1).long()  # (batch·seq)
+        self._from_batch = flat.nonzero().squeeze(1)  # (tokens)
+        self._positions = self._from_batch % attention_mask.shape[1]  # (tokens)
+        self._to_batch = (flat.cumsum(0) - 1).clamp(min=0)  # (batch·seq)
 
     def remove(self, x: Tensor) -> Tensor:
-        """Takes the rows of real tokens: (batch·seq, n) -> (tokens, n)."""
-        return x.index_select(0, self._tokens)  # (tokens, n)
+        """Select the rows of real tokens: (batch·seq, n) -> (tokens, n)."""
+        return x.index_select(0, self._from_batch)  # (tokens, n)
 
     def restore(self, rows: Tensor) -> Tensor:
-        """Puts each token back at its position: (tokens, n) -> (batch·seq, n); padding repeats the token before it."""
-        return rows.index_select(0, self._at)  # (batch·seq, n)
+        """Undo `remove`: (tokens, n) -> (batch·seq, n). A padded position repeats the token before it."""
+        return rows.index_select(0, self._to_batch)  # (batch·seq, n)
 
     def transpose_heads(self, heads: Tensor) -> Tensor:
-        """Puts the heads of each token side by side: (batch, heads, seq, d_k) -> (tokens, heads·d_k)."""
+        """Concatenate the heads of each token: (batch, heads, seq, d_k) -> (tokens, heads·d_k)."""
         n_heads, d_k = heads.shape[1], heads.shape[3]
         return self.remove(heads.transpose(1, 2).reshape(-1, n_heads * d_k))  # (tokens, heads·d_k)
 
     def reshape_heads(self, heads: Tensor) -> Tensor:
-        """Reshapes each sequence's own (heads, length, d_k) to (length, heads·d_k), in the order of the memory.
+        """Reshape each sequence's (heads, length, d_k) to (length, heads·d_k), without a transpose and without padding.
 
-        Row i of a sequence holds the parts i·heads to i·heads + heads - 1 of its heads·length parts of d_k numbers.
-        Part p is of head p // length, at position p % length. Padding has no parts.
+        A sequence holds heads·length vectors of d_k numbers. Vector p is of head p // length, at position p % length.
+        Row i of the result holds the vectors i·heads to i·heads + heads - 1.
 
         Args:
             heads: (batch, heads, seq, d_k).
@@ -90,18 +91,15 @@ class Padding:
             (tokens, heads·d_k).
         """
         n_heads, seq, d_k = heads.shape[1], heads.shape[2], heads.shape[3]
-        sequences = self._tokens // seq  # (tokens)
+        sequences = self._from_batch // seq  # (tokens)
         lengths = self._is_token.long().sum(dim=1).index_select(0, sequences)[:, None]  # (tokens, 1)
-        parts = self.places[:, None] * n_heads + torch.arange(n_heads)  # (tokens, heads)
-        rows = (sequences[:, None] * n_heads + parts // lengths) * seq + parts % lengths  # (tokens, heads)
+        vectors = self._positions[:, None] * n_heads + torch.arange(n_heads)  # (tokens, heads)
+        rows = (sequences[:, None] * n_heads + vectors // lengths) * seq + vectors % lengths  # (tokens, heads)
         return heads.reshape(-1, d_k).index_select(0, rows.reshape(-1)).reshape(-1, n_heads * d_k)
 
 
 class Embeddings(nn.Module):
-    """Tokens, positions and token types, summed: x = E[id]·(√d_model) + P[position] (+ T[0]).
-
-    Where the input is embeddings they stand for E[id]. A LayerNorm follows if the configuration asks for one.
-    """
+    """The sum of token and position embeddings: x = E[id]·(√d_model) + P[position]."""
 
     positions: Tensor
 
@@ -114,14 +112,12 @@ class Embeddings(nn.Module):
             self.positions = nn.Parameter(torch.empty(config.n_positions, config.d_model))
         elif config.position == "sinusoidal":
             self.register_buffer("positions", sinusoids(config.n_positions, config.d_model), persistent=False)
-        self.types = nn.Parameter(torch.empty(config.n_token_types, config.d_model)) if config.n_token_types else None
-        self.norm = _norm(config) if config.embedding_norm else nn.Identity()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Embeds tokens.
+        """Embed a batch.
 
         Args:
-            inputs: Token ids, int64 (batch, seq), or embeddings, (batch, seq, d_model).
+            inputs: Token ids, int64 (batch, seq), or embeddings, (batch, seq, d_model), which take the place of E[id].
 
         Returns:
             (batch, seq, d_model).
@@ -130,28 +126,16 @@ class Embeddings(nn.Module):
         if self.config.scale_embedding:
             x = x * math.sqrt(self.config.d_model)  # (batch, seq, d_model)
         if self.config.position in ("sinusoidal", "learned"):
-            x = x + self._positions(inputs)  # (batch, seq, d_model)
-        if self.types is not None:
-            x = x + self.types[0]  # (batch, seq, d_model)
-        y: Tensor = self.norm(x)  # (batch, seq, d_model)
-        return y
-
-    def _positions(self, inputs: Tensor) -> Tensor:
-        """The rows of the position table: (seq, d_model), or (batch, seq, d_model) where they depend on the ids."""
-        first = self.config.position_offset
-        if not self.config.pad_takes_no_position:
-            return self.positions[first : first + inputs.shape[1]]  # (seq, d_model)
-        # Hugging Face, create_position_ids_from_input_ids: a pad id takes the row before the first and is not counted.
-        counted = (inputs != self.config.pad_token_id).long()  # (batch, seq)
-        index = counted.cumsum(dim=1) * counted + (first - 1)  # (batch, seq)
-        return functional.embedding(index, self.positions)  # (batch, seq, d_model)
+            first = self.config.position_offset
+            x = x + self.positions[first : first + inputs.shape[1]]  # (batch, seq, d_model)
+        return x
 
 
 class SelfAttention(nn.Module):
     """Multi-head self-attention, Vaswani et al. 2017, section 3.2.
 
-    head_h = softmax(Q_h·K_hᵀ / √d_k)·V_h. The heads are merged as the configuration says and go through one linear
-    layer. The projections to Q, K and V are one layer; its output holds the three after one another.
+    head_h = softmax(Q_h·K_hᵀ / √d_k)·V_h. The heads are merged by `merge_heads` and go through one linear layer. One
+    layer projects to Q, K and V; its output holds Q, then K, then V.
     """
 
     def __init__(self, config: EncoderConfig) -> None:
@@ -164,18 +148,18 @@ class SelfAttention(nn.Module):
         self.output = nn.Linear(config.d_model, config.d_model, bias=config.attention_bias)
 
     def forward(self, x: Tensor, padding: Padding, return_attention: bool) -> tuple[Tensor, Tensor | None]:
-        """Lets every token attend to every other token of its sequence.
+        """Compute attention within each sequence.
 
         Args:
             x: (tokens, d_model).
             padding: The positions of the tokens.
-            return_attention: Whether to return the attention weights. PyTorch then holds all of them. Otherwise it
-                computes them in small parts, and long sequences fit into memory.
+            return_attention: Whether to return the attention weights. All of them are then in memory.
 
         Returns:
-            (tokens, d_model), and the attention weights: (batch, heads, seq, seq), of which each row sums to 1.
+            (tokens, d_model), and the attention weights, (batch, heads, seq, seq), or None. Each row of weights sums
+            to 1.
         """
-        bias = padding.bias  # (batch, 1, 1, seq)
+        bias = padding.attention_bias  # (batch, 1, 1, seq)
         by_head = (bias.shape[0], bias.shape[3], self.n_heads, self.d_k)
         qkv = self.qkv(x)  # (tokens, 3·d_model)
         q, k, v = torch.split(padding.restore(qkv), self.d_model, dim=-1)  # (batch·seq, d_model) each
@@ -193,37 +177,25 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The position-wise network, Vaswani et al. 2017, section 3.3: W₂·f(W₁·x + b₁) + b₂, for every token alone.
-
-    f is max(0, x), or the GELU of Hendrycks & Gimpel 2016: x·Φ(x), or x/2·(1 + tanh(√(2/π)·(x + 0.044715·x³))), or the
-    SiLU x·σ(x).
-    """
+    """The position-wise network, Vaswani et al. 2017, section 3.3: W₂·f(W₁·x + b₁) + b₂ for each token."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.inner = nn.Linear(config.d_model, config.d_ff)
-        self.activation = _activation(config)
+        self.activation = _ACTIVATIONS[config.activation]()
         self.outer = nn.Linear(config.d_ff, config.d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transforms each row: (tokens, d_model) -> (tokens, d_model)."""
+        """Transform each row: (tokens, d_model) -> (tokens, d_model)."""
         y: Tensor = self.outer(self.activation(self.inner(x)))  # (tokens, d_model)
         return y
-
-
-def _activation(config: EncoderConfig) -> nn.Module:
-    if config.activation == "relu":
-        return nn.ReLU()
-    if config.activation == "silu":
-        return nn.SiLU()
-    return nn.GELU(approximate="tanh" if config.activation == "gelu_tanh" else "none")
 
 
 class EncoderBlock(nn.Module):
     """One layer: attention, then feed-forward, each with a residual connection and a LayerNorm.
 
     Post-norm (Vaswani et al. 2017): x ← LayerNorm(x + f(x)). Pre-norm (Xiong et al. 2020): x ← x + f(LayerNorm(x)).
-    The configuration may leave out the norms, the residual connections, and the feed-forward part.
+    A configuration may leave out the norms, the residual connections, or the feed-forward layers.
     """
 
     def __init__(self, config: EncoderConfig) -> None:
@@ -236,21 +208,16 @@ class EncoderBlock(nn.Module):
         self.feed_forward_norm = _block_norm(config) if config.d_ff else nn.Identity()
 
     def forward(self, x: Tensor, padding: Padding, return_attention: bool) -> tuple[Tensor, Tensor | None]:
-        """Runs one layer: (tokens, d_model) -> (tokens, d_model), and the attention weights of `SelfAttention`."""
-        y, weights = self.attention(self._before(self.attention_norm, x), padding, return_attention)
-        x = self._after(self.attention_norm, x, y)  # (tokens, d_model)
+        """Run one layer: (tokens, d_model) -> (tokens, d_model), and the attention weights of `SelfAttention`."""
+        y = self.attention_norm(x) if self.pre_norm else x  # (tokens, d_model)
+        y, weights = self.attention(y, padding, return_attention)  # (tokens, d_model), (batch, heads, seq, seq)
+        x = self._add(x, y, self.attention_norm)  # (tokens, d_model)
         if self.feed_forward is not None:
-            y = self.feed_forward(self._before(self.feed_forward_norm, x))  # (tokens, d_model)
-            x = self._after(self.feed_forward_norm, x, y)  # (tokens, d_model)
+            y = self.feed_forward_norm(x) if self.pre_norm else x  # (tokens, d_model)
+            x = self._add(x, self.feed_forward(y), self.feed_forward_norm)  # (tokens, d_model)
         return x, weights
 
-    def _before(self, norm: nn.Module, x: Tensor) -> Tensor:
-        """What f is given of x: (tokens, d_model) both."""
-        y: Tensor = norm(x) if self.pre_norm else x  # (tokens, d_model)
-        return y
-
-    def _after(self, norm: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """What becomes of x and y, which is what f gave: (tokens, d_model) all."""
+    def _add(self, x: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
         if self.residual:
             y = x + y  # (tokens, d_model)
         z: Tensor = y if self.pre_norm else norm(y)  # (tokens, d_model)
@@ -267,12 +234,12 @@ def _norm(config: EncoderConfig) -> nn.LayerNorm:
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """What happens inside an encoder.
+    """The hidden states and attention weights of one batch.
 
     Attributes:
-        hidden_states: (batch, seq, d_model) each: what enters the first block, then what leaves each block; after the
-            last one the norm that follows it has been applied, so that it is the encoder's own result.
-        attention_weights: (batch, heads, seq, seq) for each block; empty where they were not kept.
+        hidden_states: (batch, seq, d_model) each: the input of the first block, then the output of each block. The
+            last one is the encoder's result, after the final norm.
+        attention_weights: (batch, heads, seq, seq) for each block; empty without `return_attention`.
     """
 
     hidden_states: list[Tensor]
@@ -280,7 +247,7 @@ class Inspection:
 
 
 class Encoder(nn.Module):
-    """Embeddings, `n_layers` blocks, and a last LayerNorm if the configuration asks for one."""
+    """Embeddings, `n_layers` blocks, and a LayerNorm if the configuration has `final_norm`."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -290,22 +257,22 @@ class Encoder(nn.Module):
         self.final_norm = _norm(config) if config.final_norm else nn.Identity()
 
     def forward(self, inputs: Tensor, attention_mask: Tensor) -> Tensor:
-        """Encodes a batch.
+        """Encode a batch.
 
         Args:
-            inputs: Token ids, int64 (batch, seq), padded on the right with any valid id; or, where the configuration
-                says so, embeddings, (batch, seq, d_model), padded with anything finite.
-            attention_mask: int64 (batch, seq), 1 for a token, 0 for padding, 2 for a token that none attends to; at
-                least one token.
+            inputs: Token ids, int64 (batch, seq), or embeddings, (batch, seq, d_model), padded on the right with any
+                valid id or any finite numbers.
+            attention_mask: int64 (batch, seq): 1 for a token, 0 for padding, 2 for a token that has a row and that no
+                other token attends to. The batch has at least one token.
 
         Returns:
-            last_hidden_state: (batch, seq, d_model). A token's row depends on its own sequence alone. The rows at
-            padded positions are finite and mean nothing.
+            The last hidden state, (batch, seq, d_model). A token's row depends on its own sequence alone. Rows at
+            padded positions are finite and have no meaning.
         """
         return self.inspect(inputs, attention_mask, return_attention=False).hidden_states[-1]
 
     def inspect(self, inputs: Tensor, attention_mask: Tensor, *, return_attention: bool = True) -> Inspection:
-        """Encodes a batch and keeps what happens on the way; takes what `forward` does."""
+        """Encode a batch as `forward` does, and return the hidden states and attention weights of all blocks."""
         x: Tensor = self.embeddings(inputs)  # (batch, seq, d_model)
         padding = Padding(attention_mask, x.dtype)
         rows = padding.remove(x.reshape(-1, self.config.d_model))  # (tokens, d_model)
@@ -320,14 +287,14 @@ class Encoder(nn.Module):
 
 
 def encoder_of(config: EncoderConfig, weights: Callable[[str, tuple[int, ...]], Tensor]) -> Encoder:
-    """An encoder of weights that are there already: they are neither copied, nor initialised before.
+    """Build an encoder of existing weights, without initialising or copying any.
 
     Args:
-        config: Its sizes and choices.
-        weights: Gives the weight of a name and a shape, in float32.
+        config: The sizes and settings.
+        weights: Returns the float32 weight of a name and a shape.
     """
-    with torch.device("meta"):  # sizes that the weights do not have may be larger than any memory
+    with torch.device("meta"):  # takes no memory, even if the configuration's sizes are wrong
         encoder = Encoder(config)
-    given = {name: weights(name, tuple(weight.shape)) for name, weight in encoder.state_dict().items()}
-    encoder.load_state_dict(given, assign=True)
+    loaded = {name: weights(name, tuple(weight.shape)) for name, weight in encoder.state_dict().items()}
+    encoder.load_state_dict(loaded, assign=True)
     return encoder.eval().requires_grad_(False)

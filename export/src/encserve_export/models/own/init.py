@@ -30,8 +30,6 @@ def random_encoder(config: EncoderConfig, seed: int) -> Encoder:
             )
         if config.position == "learned":
             embeddings.positions.normal_(generator=random)
-        if embeddings.types is not None:
-            embeddings.types.normal_(generator=random)
     return encoder.eval().requires_grad_(False)
 
 

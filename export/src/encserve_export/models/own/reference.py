@@ -1,8 +1,6 @@
 """Our own encoder as a `Reference`."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,7 +11,7 @@ from encserve_proto.bundle.v1 import manifest_pb2
 
 
 class _Inspected(nn.Module):
-    """All hidden states of an encoder, then all attention weights. Its parameters have the names of the encoder's."""
+    """All hidden states of an encoder, then all attention weights. The names of its parameters are the encoder's."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
@@ -23,13 +21,13 @@ class _Inspected(nn.Module):
         self._inspect = encoder.inspect
 
     def forward(self, inputs: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
-        """See `models.reference.Inspection`."""
+        """Return the outputs of `models.reference.Inspection`."""
         inspection = self._inspect(inputs, attention_mask)
         return (*inspection.hidden_states, *inspection.attention_weights)
 
 
 def encoder_reference(encoder: Encoder) -> Reference:
-    """Describes an encoder for `routes.reference.export_reference`."""
+    """Return the `Reference` of an encoder."""
     config = encoder.config
     is_table = config.position in ("sinusoidal", "learned")
     return Reference(
@@ -51,7 +49,7 @@ def encoder_reference(encoder: Encoder) -> Reference:
 
 
 def count_parameters(encoder: Encoder) -> dict[str, int]:
-    """The number of parameters of the embedding, attention, feed_forward and norm parts."""
+    """Count the parameters of the embedding, attention, feed_forward and norm parts."""
     counts = dict.fromkeys(("embedding", "attention", "feed_forward", "norm"), 0)
     for name, parameter in encoder.named_parameters():
         counts[_part(name)] += parameter.numel()
@@ -67,6 +65,7 @@ def _part(name: str) -> str:
 
 
 def _shape(config: EncoderConfig) -> manifest_pb2.EncoderShape:
-    fields = [field.name for field in manifest_pb2.EncoderShape.DESCRIPTOR.fields]
-    values: Mapping[str, Any] = dataclasses.asdict(config)
-    return manifest_pb2.EncoderShape(**{name: values[name] for name in fields})
+    values = dataclasses.asdict(config)
+    return manifest_pb2.EncoderShape(
+        **{field.name: values[field.name] for field in manifest_pb2.EncoderShape.DESCRIPTOR.fields}
+    )

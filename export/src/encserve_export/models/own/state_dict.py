@@ -1,4 +1,4 @@
-"""Finds the encoder in a state dict: its layout, its sizes, and the settings that the user must give."""
+"""Finds the encoder in a state dict: its layout, its sizes, and the settings that the user must add."""
 
 import dataclasses
 import json
@@ -21,8 +21,8 @@ from encserve_export.core.precision import SINUSOID_TOLERANCE
 from encserve_export.models.own.config import CHOICES, EncoderConfig, Input, Position
 from encserve_export.models.own.encoder import Encoder, sinusoids
 from encserve_export.models.own.layouts import StackLayout, known_layouts
-from encserve_export.models.own.layouts.base import check_values, listed
 from encserve_export.models.own.layouts.stack import ATTENTION_NORM, QKV, Stack
+from encserve_export.models.tensors import check_values, listed
 
 # The names of tables of token embeddings and of positions, at any place in a larger model.
 _TABLES = r"(?:.+\.)?(?:W_embed|(?:(?:tok|token|word|src|input)_)?(?:emb|embed|embedding|embeddings)\.weight)"
@@ -53,13 +53,13 @@ class Table:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class CheckpointEncoder:
     """The encoder in a checkpoint.
 
     Attributes:
         encoder: The encoder.
         layout: The name of its layout.
-        remarks: Decisions that the user should know about.
+        remarks: Decisions that the user should know.
     """
 
     encoder: Encoder
@@ -78,54 +78,56 @@ def rename_tensors(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> d
     Raises:
         WeightNamesError: No name contains an old part, or two tensors get one name.
     """
-    plain = {name: name for name in tensors}
+    new_names = {name: name for name in tensors}
     for old, new in names.items():
-        renamed = {name: f".{it}.".replace(f".{old}.", f".{new}.")[1:-1] for name, it in plain.items()}
-        if renamed == plain:
+        renamed = {name: f".{current}.".replace(f".{old}.", f".{new}.")[1:-1] for name, current in new_names.items()}
+        if renamed == new_names:
             raise WeightNamesError(f"--rename {old}={new}: no name contains {old}; the names are {_patterns(tensors)}")
-        plain = renamed
-    found: dict[str, Tensor] = {}
-    for name, new in plain.items():
-        if new in found:
+        new_names = renamed
+    result: dict[str, Tensor] = {}
+    for name, new in new_names.items():
+        if new in result:
             raise WeightNamesError(f"--rename gives two weights the name {new}; {name} is the second")
-        found[new] = tensors[name]
-    return found
+        result[new] = tensors[name]
+    return result
 
 
 def find_encoder(
     tensors: Mapping[str, Tensor],
-    given: Mapping[str, Any],
+    settings: Mapping[str, Any],
     *,
     embeddings: Table | None = None,
     layout: str | None = None,
     model_input: Input = "token_ids",
     max_sequence_tokens: int | None = None,
-) -> Found:
+) -> CheckpointEncoder:
     """Recognise the layout of a state dict and build the encoder.
 
     Args:
         tensors: The state dict.
-        given: Fields of EncoderConfig. Fields that the weights show may be left out and must not contradict them.
-        embeddings: The embedding table, if it is not in the state dict.
+        settings: Fields of EncoderConfig. They must not contradict the weights.
+        embeddings: The embedding table, if the state dict has none.
         layout: The layout's name; None detects it.
         model_input: The encoder's input. "embeddings" needs no embedding table and ignores one.
-        max_sequence_tokens: The longest sequence in tokens. It overrides the field in `given`; the default is 512, or
-            the rows of the position table.
+        max_sequence_tokens: The longest sequence in tokens. It overrides the field in `settings`; the default is 512,
+            or the rows of the position table.
 
     Raises:
         ExportError: One of its kinds, by cause.
     """
-    EncoderConfig.check_names(given)
     stack = _find_stack(tensors, layout)
     positions = _position_table(tensors)
     table = _embedding_table(tensors, embeddings)
     _check_names(tensors, stack, positions, table, model_input)
-    sizes = stack.sizes(tensors)
-    shown: dict[str, Any] = {**sizes, "input": model_input, "attention_bias": stack.attention_bias}
-    shown |= {"final_norm": stack.final_norm, "embedding_norm": False, "n_token_types": 0}
+    known: dict[str, Any] = {
+        **stack.sizes(tensors),
+        "input": model_input,
+        "attention_bias": stack.attention_bias,
+        "final_norm": stack.final_norm,
+    }
     remarks: list[str] = []
     if model_input == "embeddings":
-        shown |= {"vocab_size": 0, "pad_token_id": 0, "scale_embedding": False}
+        known |= {"vocab_size": 0, "pad_token_id": 0, "scale_embedding": False}
         if embeddings is not None:
             raise EmbeddingTableError(
                 f"the input is embeddings, so --embeddings {embeddings.name} is unused; remove it"
@@ -134,99 +136,90 @@ def find_encoder(
             remarks.append(f"{table.name} is left out: the input is embeddings")
             table = None
     else:
-        shown["vocab_size"] = _vocab_size(table, sizes["d_model"])
+        known["vocab_size"] = _vocab_size(table, known["d_model"])
     if positions is not None:
-        _check_width(positions, sizes["d_model"])
-        shown["position"], remark = _judge_positions(positions, given)
+        _check_width(positions, known["d_model"])
+        known["position"], remark = _judge_positions(positions, settings)
         remarks.append(remark)
-    fields = _join_fields(stack.layout, shown, given)
-    longest = fields.get("max_sequence_tokens") if max_sequence_tokens is None else max_sequence_tokens
-    fields["max_sequence_tokens"] = _longest(longest, positions, fields)
-    config = EncoderConfig.from_mapping(fields)
+    config = _config(_join_fields(stack.layout, known, settings), positions, max_sequence_tokens)
     if config.merge_heads == "reshape":
         remarks.append(
             "merge_heads is reshape: (heads, seq, d_k) becomes (seq, d_model) without a transpose, as in the code of "
             'fused-qkv. If your code transposes, give "merge_heads": "transpose" in --config'
         )
-    tables: dict[str, Tensor] = {}
+    tables: dict[str, tuple[str, Tensor]] = {}
     if table is not None:
-        check_values(table.name, table.values)
-        tables["embeddings.tokens.weight"] = table.values
+        tables["embeddings.tokens.weight"] = (table.name, table.values)
     if positions is not None and config.position == "learned":
-        tables["embeddings.positions"] = positions.values[: config.n_positions]
-    return Found(stack.load(config, tensors, tables), stack.layout.name, tuple(remarks))
+        tables["embeddings.positions"] = (positions.name, positions.values[: config.n_positions])
+    return CheckpointEncoder(stack.load(config, tensors, tables), stack.layout.name, tuple(remarks))
 
 
-def _find_stack(tensors: Mapping[str, Tensor], wanted: str | None) -> Stack:
+def _find_stack(tensors: Mapping[str, Tensor], name: str | None) -> Stack:
     known = known_layouts()
-    if wanted is not None and wanted not in known:
-        raise UnknownLayoutError(f"layout must be one of {', '.join(known)}; was {wanted!r}")
-    tried = list(known.values()) if wanted is None else [known[wanted]]
-    stacks = [stack for layout in tried for stack in layout.find_stacks(tensors)]
+    if name is not None and name not in known:
+        raise UnknownLayoutError(f"layout must be one of {', '.join(known)}; was {name!r}")
+    layouts = list(known.values()) if name is None else [known[name]]
+    stacks = [stack for layout in layouts for stack in layout.find_stacks(tensors)]
     if not stacks:
-        raise UnknownLayoutError(_unknown(tensors, tried))
+        markers = "; ".join(f"{layout.name} by {re.sub('{[a-z]+}', 'N', layout.marker)}" for layout in layouts)
+        raise UnknownLayoutError(
+            f"no known layout has these names: {_patterns(tensors)}. Looked for {markers}. If only names differ, give "
+            "--rename OLD=NEW. Export any other module with `encserve-export module FILE.py:FACTORY`, or export_module "
+            "in Python, and a Hugging Face directory with `encserve-export hf`"
+        )
     if len(stacks) > 1:
-        found = ", ".join(f"{stack.layout.name} at {stack.root + stack.layout.marker}" for stack in stacks)
+        places = ", ".join(f"{stack.layout.name} at {stack.root + stack.layout.marker}" for stack in stacks)
         raise UnsupportedModelError(
-            f"the checkpoint holds {len(stacks)} stacks ({found}); save the encoder alone, or choose with --layout"
+            f"the checkpoint holds {len(stacks)} stacks ({places}); save the encoder alone, or choose with --layout"
         )
     return stacks[0]
 
 
-def _unknown(tensors: Mapping[str, Tensor], tried: list[StackLayout]) -> str:
-    layouts = "; ".join(f"{layout.name} by {re.sub('{[a-z]+}', 'N', layout.marker)}" for layout in tried)
-    return (
-        f"no known layout has these names: {_patterns(tensors)}. Looked for {layouts}. If only names differ, give "
-        "--rename OLD=NEW. Export any other module with `encserve-export module FILE.py:FACTORY`, or export_module in "
-        "Python, and a Hugging Face directory with `encserve-export hf`"
-    )
-
-
 def _patterns(names: Iterable[str]) -> str:
-    """List names with N for each number, because all blocks of a stack have the same names."""
+    """List names with N for each number: the names of all blocks become one."""
     return ", ".join(sorted({re.sub(r"(?<=\.)[0-9]+(?=\.|$)", "N", name) for name in names}))
 
 
 def _check_names(
     tensors: Mapping[str, Tensor], stack: Stack, positions: Table | None, table: Table | None, model_input: Input
 ) -> None:
-    """Refuse missing and surplus names, and say which of the surplus may be tables."""
-    tables = {found.name for found in (positions, table) if found and found.name in tensors}
-    try:
-        stack.check_names(tensors, tables)
-    except WeightNamesError as error:
-        complete = positions is not None and (table is not None or model_input == "embeddings")
-        advice = "" if complete else _possible_tables(tensors, stack, tables)
-        raise WeightNamesError(f"{error}{advice}") from error
-
-
-def _possible_tables(tensors: Mapping[str, Tensor], stack: Stack, tables: set[str]) -> str:
-    known = {*tables, *(name for sources in stack.names().values() for name in sources)}
+    """Refuse missing and surplus names, and list the surplus weights that may be tables."""
+    needed = {name for sources in stack.names().values() for name in sources}
+    needed |= {it.name for it in (positions, table) if it is not None} & tensors.keys()
+    missing, surplus = sorted(needed - tensors.keys()), sorted(tensors.keys() - needed)
+    if not missing and not surplus:
+        return
+    kinds = {"missing": missing, "surplus": surplus}
+    problems = "; ".join(f"{kind}: {listed(names)}" for kind, names in kinds.items() if names)
+    advice = "Save the encoder with all of its weights, and without a head, a decoder or an optimizer"
     first = tensors.get(stack.sources(0, QKV)[0][0])
     widths = set() if first is None else set(first.shape)
-    likely = [
-        f"{name} {tuple(tensor.shape)}"
-        for name, tensor in sorted(tensors.items())
-        if name not in known and tensor.dim() in (2, 3) and tensor.shape[-1] in widths
+    tables = [
+        f"{name} {tuple(tensors[name].shape)}"
+        for name in surplus
+        if tensors[name].dim() in (2, 3) and tensors[name].shape[-1] in widths
     ]
-    if not likely:
-        return ""
-    return (
-        f". If one of {listed(likely)} is a table, give --rename OLD=NEW with one of these names: for token embeddings "
-        f"{_TABLE_NAMES}; for positions {_POSITION_NAMES}"
-    )
+    if tables and (positions is None or (table is None and model_input != "embeddings")):
+        advice += (
+            f". If one of {listed(tables)} is a table, give --rename OLD=NEW with one of these names: for token "
+            f"embeddings {_TABLE_NAMES}; for positions {_POSITION_NAMES}"
+        )
+    raise WeightNamesError(f"the weights do not fit the layout {stack.layout.name}; {problems}. {advice}")
 
 
 def _embedding_table(tensors: Mapping[str, Tensor], separate: Table | None) -> Table | None:
     tables = sorted(name for name in tensors if re.fullmatch(_TABLES, name))
-    if separate is None and len(tables) > 1:
+    if separate is not None:
+        if tables:
+            raise EmbeddingTableError(
+                f"the checkpoint holds an embedding table, {', '.join(tables)}; remove --embeddings"
+            )
+        return Table(f"--embeddings {separate.name}", separate.values)
+    if len(tables) > 1:
         raise EmbeddingTableError(
             f"the checkpoint holds several embedding tables: {', '.join(tables)}; save the encoder's alone"
         )
-    if separate is not None and tables:
-        raise EmbeddingTableError(f"the checkpoint holds an embedding table, {', '.join(tables)}; remove --embeddings")
-    if separate is not None:
-        return Table(f"--embeddings {separate.name}", separate.values)
     return Table(tables[0], tensors[tables[0]]) if tables else None
 
 
@@ -243,7 +236,7 @@ def _vocab_size(table: Table | None, d_model: int) -> int:
 
 def _position_table(tensors: Mapping[str, Tensor]) -> Table | None:
     """Return the position table as (rows, d_model), without the batch axis of length 1."""
-    # A second table is reported as surplus.
+    # `_check_names` reports a second table as surplus.
     name = min((name for name in tensors if re.fullmatch(_POSITIONS, name)), default=None)
     if name is None:
         return None
@@ -266,7 +259,7 @@ def _check_width(table: Table, d_model: int) -> None:
         )
 
 
-def _judge_positions(positions: Table, given: Mapping[str, Any]) -> tuple[Position, str]:
+def _judge_positions(positions: Table, settings: Mapping[str, Any]) -> tuple[Position, str]:
     """Decide whether a position table is the sinusoid, and describe the decision.
 
     The sinusoid is computed again, in float64 and for any length. The rows of any other table are used unchanged.
@@ -277,9 +270,9 @@ def _judge_positions(positions: Table, given: Mapping[str, Any]) -> tuple[Positi
         difference = float((positions.values.double() - sinusoids(rows, d_model)).abs().max())
     is_sinusoid = difference <= SINUSOID_TOLERANCE
     figures = f"largest difference {difference:.1e}, tolerance {SINUSOID_TOLERANCE:.1e}"
-    if is_sinusoid and given.get("position") != "learned":
+    if is_sinusoid and settings.get("position") != "learned":
         return "sinusoidal", f"{positions.name} is the sinusoid ({figures}) and is computed again in float64"
-    if given.get("position") == "sinusoidal":
+    if settings.get("position") == "sinusoidal":
         raise ConfigError(
             f"position is sinusoidal in --config, but {positions.name} is not the sinusoid ({figures}); without the "
             "field its rows are used"
@@ -288,53 +281,55 @@ def _judge_positions(positions: Table, given: Mapping[str, Any]) -> tuple[Positi
     return "learned", f"{positions.name} is {kind} ({figures}); its rows are used"
 
 
-def _join_fields(layout: StackLayout, shown: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Join the fields that the weights show and the given fields.
+def _join_fields(layout: StackLayout, known: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Join the fields that the weights show and the user's settings.
 
     Raises:
         ConfigError: They contradict each other, or a field is in neither; the text lists all such fields.
     """
-    known = dict(shown)
-    needed: dict[str, tuple[str, ...]] = {} if "scale_embedding" in shown else {"scale_embedding": _FLAG}
+    known = dict(known)
+    needed: dict[str, tuple[str, ...]] = {} if "scale_embedding" in known else {"scale_embedding": _FLAG}
     if ATTENTION_NORM in layout.parts:
         needed["norm"] = ("post", "pre")
     else:
         known["norm"] = "none"
         needed["residual"] = _FLAG
-    if shown["d_ff"]:
+    if known["d_ff"]:
         needed["activation"] = CHOICES["activation"]
-    if "n_heads" not in shown:
-        needed["n_heads"] = (f"a divisor of {shown['d_model']}",)
-    if "position" not in shown:
+    if "n_heads" not in known:
+        needed["n_heads"] = (f"a divisor of {known['d_model']}",)
+    if "position" not in known:
         needed["position"] = ("sinusoidal", "none")
     conflicts = [
-        f"{name} is {json.dumps(known[name])} in the weights, {json.dumps(given[name])} in --config"
-        for name in known
-        if name in given and given[name] != known[name]
+        f"{name} is {json.dumps(value)} in the weights, {json.dumps(settings[name])} in --config"
+        for name, value in known.items()
+        if settings.get(name, value) != value
     ] + [
-        f"{name} must be {' or '.join(choices)} for these weights, is {json.dumps(given[name])} in --config"
+        f"{name} must be {' or '.join(choices)} for these weights, is {json.dumps(settings[name])} in --config"
         for name, choices in needed.items()
-        if name in CHOICES and name in given and given[name] not in choices
+        if name in CHOICES and name in settings and settings[name] not in choices
     ]
     if conflicts:
         raise ConfigError(f"the checkpoint and the configuration contradict each other: {'; '.join(conflicts)}")
-    missing = [f"{name} ({', '.join(choices)})" for name, choices in needed.items() if name not in given]
+    missing = [f"{name} ({', '.join(choices)})" for name, choices in needed.items() if name not in settings]
     if missing:
         raise ConfigError(
             f"the weights, in the layout {layout.name}, do not show {'; '.join(missing)}: give each in the JSON file "
             "of --config"
         )
-    return {"merge_heads": layout.merge_heads, **given, **known}
+    return {"merge_heads": layout.merge_heads, **settings, **known}
 
 
-def _longest(wanted: Any, positions: Table | None, fields: Mapping[str, Any]) -> Any:
-    """Return the longest sequence in tokens. EncoderConfig refuses values of other types."""
-    offset = fields.get("position_offset", 0)
-    if positions is None or not isinstance(offset, int):
-        return DEFAULT_LONGEST if wanted is None else wanted
-    most = len(positions.values) - offset
-    if wanted is None:
-        return min(DEFAULT_LONGEST, most)
-    if fields["position"] == "learned" and isinstance(wanted, int) and wanted > most:
-        raise ConfigError(f"max_sequence_tokens must be at most {most}, the rows of {positions.name}; was {wanted}")
-    return wanted
+def _config(fields: Mapping[str, Any], positions: Table | None, max_sequence_tokens: int | None) -> EncoderConfig:
+    """The configuration, with the longest sequence that the user asks for or that the position table allows."""
+    asked = fields.get("max_sequence_tokens") if max_sequence_tokens is None else max_sequence_tokens
+    longest = DEFAULT_LONGEST if asked is None else asked
+    config = EncoderConfig.from_mapping({**fields, "max_sequence_tokens": longest})
+    if positions is None:
+        return config
+    rows = len(positions.values) - config.position_offset
+    if asked is None:
+        return dataclasses.replace(config, max_sequence_tokens=min(DEFAULT_LONGEST, rows))
+    if config.position == "learned" and longest > rows:
+        raise ConfigError(f"max_sequence_tokens must be at most {rows}, the rows of {positions.name}; was {longest}")
+    return config

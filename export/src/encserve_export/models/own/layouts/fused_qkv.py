@@ -1,7 +1,7 @@
 """One `nn.Linear` to Q, K and V, its rows ordered by head: `layers.0.attention.qkv_layer.weight`.
 
-Code of this family reshapes (batch, heads, seq, d_k) to (batch, seq, d_model) without a transpose, and so does the
-Encoder by default. A model trained with the transpose needs `"merge_heads": "transpose"`.
+Code of this family reshapes (batch, heads, seq, d_k) to (batch, seq, d_model) without a transpose, so this is the
+layout's default. A model that was trained with the transpose needs `"merge_heads": "transpose"`.
 """
 
 from encserve_export.models.own.layouts.stack import Part, StackLayout, linear

@@ -1,23 +1,22 @@
 """Layouts of hand-written checkpoints: a stack of equal blocks, recognised by the names of its weights.
 
-In a template, `{layer}` is the number of the block and `{head}` the number of the attention head, both from 0.
+In a template, `{layer}` is the index of the block and `{head}` the index of the attention head.
 """
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from encserve_export.core.errors import WeightShapeError
 from encserve_export.models.own.config import EncoderConfig, MergeHeads
 from encserve_export.models.own.encoder import Encoder, encoder_of
-from encserve_export.models.own.layouts.base import check_names, check_values, read_weight
+from encserve_export.models.tensors import check_values
 
 QKV, OUTPUT = "attention.qkv", "attention.output"
 ATTENTION_NORM, INNER = "attention_norm", "feed_forward.inner"
-
-_ADVICE = ". Save the encoder with all of its weights, and without a head, a decoder or an optimizer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +24,8 @@ class Part:
     """The names of one linear layer or norm in a checkpoint.
 
     Attributes:
-        weight: Templates of the names of its weight. Several matrices are stacked along their outputs.
-        bias: Templates of the names of its bias; empty for a layer without one.
+        weight: Templates of the names of its weight. Several matrices are concatenated along their outputs.
+        bias: Templates of the names of its bias; empty for a layer without a bias.
         transposed: Whether the weight is stored as (in, out), for x @ W.
     """
 
@@ -56,9 +55,8 @@ class StackLayout:
         parts: The parts of a block, by the Encoder's names. A layout without feed-forward parts has d_ff 0; a layout
             without norms has the norm "none".
         final_norm: The LayerNorm after the last block; a checkpoint may lack it.
-        interleaved: Whether the rows of the projection to Q, K and V run head by head: Q, K and V of head 0, then of
-            head 1.
-        merge_heads: The way in which the family's code merges heads; see `EncoderConfig`.
+        interleaved: Whether the projection to Q, K and V is ordered by head: Q, K and V of head 0, then of head 1.
+        merge_heads: The default of `EncoderConfig.merge_heads`, as in the code of these checkpoints.
     """
 
     name: str
@@ -135,19 +133,6 @@ class Stack:
             names["final_norm.bias"] = self._filled(self.root, norm.bias, 0)
         return names
 
-    def check_names(self, tensors: Mapping[str, Tensor], tables: Iterable[str]) -> None:
-        """Refuse a checkpoint with missing or surplus weights.
-
-        Args:
-            tensors: The state dict.
-            tables: Its names of embedding and position tables.
-
-        Raises:
-            WeightNamesError: Names are missing or unknown; the text lists them.
-        """
-        used = {name for sources in self.names().values() for name in sources}
-        check_names(f"the layout {self.layout.name}", tensors, used | set(tables), advice=_ADVICE)
-
     def sizes(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """Return the fields of EncoderConfig that the names and the first block's shapes show.
 
@@ -161,28 +146,29 @@ class Stack:
             sizes["n_heads"] = self.n_heads
         return sizes
 
-    def load(self, config: EncoderConfig, tensors: Mapping[str, Tensor], tables: Mapping[str, Tensor]) -> Encoder:
+    def load(
+        self, config: EncoderConfig, tensors: Mapping[str, Tensor], tables: Mapping[str, tuple[str, Tensor]]
+    ) -> Encoder:
         """Build the encoder.
 
         Args:
             config: Its sizes and settings.
-            tensors: The state dict, after `check_names`.
-            tables: The tables of embeddings and positions, by the Encoder's names.
+            tensors: The state dict, which holds all `names`.
+            tables: The names and values of the tables of embeddings and positions, by the Encoder's names.
 
         Raises:
-            WeightValueError: A tensor holds other numbers than finite floating-point ones.
+            WeightValueError: A tensor holds other numbers than finite floating-point numbers.
             WeightShapeError: The shape of a tensor does not fit the configuration.
         """
         names = self.names()
-        for name in (name for sources in names.values() for name in sources):
-            check_values(name, tensors[name])
 
         def weight(target: str, shape: tuple[int, ...]) -> Tensor:
             if target in tables:
-                return read_weight(tables, (target,), shape)
+                name, values = tables[target]
+                return _read_weight({name: values}, (name,), shape)
             part, _, kind = re.sub(r"^blocks\.[0-9]+\.", "", target).rpartition(".")
             transposed = kind == "weight" and part in self.layout.parts and self.layout.parts[part].transposed
-            stacked = read_weight(tensors, names[target], shape, transposed=transposed)
+            stacked = _read_weight(tensors, names[target], shape, transposed=transposed)
             if part != QKV or not self.layout.interleaved:
                 return stacked
             by_head = stacked.reshape(config.n_heads, 3, config.d_k, -1)  # (heads, 3, d_k, …)
@@ -204,3 +190,18 @@ class Stack:
             heads = range(self.n_heads or 0) if "{head}" in template else (0,)
             names += [prefix + template.replace("{head}", str(head)) for head in heads]
         return tuple(name.replace("{layer}", str(layer)) for name in names)
+
+
+def _read_weight(
+    tensors: Mapping[str, Tensor], sources: Sequence[str], shape: tuple[int, ...], *, transposed: bool = False
+) -> Tensor:
+    """Return one weight of the Encoder in float32; its sources are equal shares of the first axis."""
+    share = (shape[0] // len(sources), *shape[1:])
+    if transposed:
+        share = share[::-1]
+    for name in sources:
+        check_values(name, tensors[name])
+        if tuple(tensors[name].shape) != share:
+            raise WeightShapeError(f"{name} must have the shape {share}; was {tuple(tensors[name].shape)}")
+    parts = [tensors[name].float().T if transposed else tensors[name].float() for name in sources]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)

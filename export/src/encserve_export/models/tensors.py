@@ -1,0 +1,37 @@
+"""Checks the tensors of a checkpoint, and lists their names in errors."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from encserve_export.core.errors import WeightValueError
+
+_MAX_LISTED = 12
+
+
+def listed(names: Sequence[str]) -> str:
+    """Join names for an error, at most 12."""
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more
+
+
+def check_values(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor unless all of its numbers are floating-point and finite in float32.
+
+    Raises:
+        WeightValueError: The text has the tensor's name, and its dtype or the count of wrong numbers.
+    """
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise WeightValueError(f"{name} must hold all of its numbers; was {tensor.device.type}, {tensor.layout}")
+    if not tensor.is_floating_point():
+        raise WeightValueError(
+            f"{name} must hold floating-point numbers; was {str(tensor.dtype).removeprefix('torch.')}"
+        )
+    # PyTorch does not check 8-bit numbers, and a float64 may be too large for float32. Copies take memory.
+    numbers = tensor if tensor.dtype in (torch.float32, torch.float16, torch.bfloat16) else tensor.float()
+    not_finite = tensor.numel() - int(torch.isfinite(numbers).sum())
+    if not_finite:
+        raise WeightValueError(
+            f"{name} must be finite; {not_finite} of its {tensor.numel()} numbers are NaN or infinite"
+        )
