@@ -22,7 +22,8 @@ SLOW_SUITES := test-judges test-bulk test-operate
 ALONE := test-hostile
 # Which tests of a suite run: fast, system or weekly (tests/conftest.py); for example `make test-server TIER=system`.
 TIER ?= fast
-JOBS ?= 2
+# Three at a time keep two CPUs busy, because tests of the server and the client wait.
+JOBS ?= 3
 PARALLEL := $(MAKE) --no-print-directory --jobs=$(JOBS) --output-sync=target --keep-going
 # A check with a stamp runs again only after one of its files changed.
 STAMPS := .cache/checks
@@ -53,7 +54,7 @@ demo: $(BUNDLE)  ## Export a real model, serve it, encode a sentence, compare a 
 serve: $(BUNDLE)  ## Serve the demo's model until Ctrl-C: gRPC on 50051, metrics on 9464.
 	$(BIN)/encserve-server --model-repository $(MODEL_REPOSITORY) --model $(MODEL) --log-format text
 
-test: $(VENV)/.installed  ## Run every check and the fast tests, two at a time; JOBS=4 for more.
+test: $(VENV)/.installed  ## Run every check and the fast tests, three at a time; JOBS=4 for more.
 	+@$(PARALLEL) $(SUITES) $(CHECKS)
 
 test-system: $(VENV)/.installed  ## Run the tests that start processes or take seconds: for each change, after `make test`.
