@@ -22,8 +22,8 @@ SLOW_SUITES := test-judges test-bulk test-operate
 ALONE := test-hostile
 # Which tests of a suite run: fast, system or weekly (tests/conftest.py); for example `make test-server TIER=system`.
 TIER ?= fast
-# Three at a time keep two CPUs busy, because tests of the server and the client wait.
-JOBS ?= 3
+# Suites at a time. The fast tests of the server and the client wait, so three suites keep two CPUs busy.
+JOBS ?= $(if $(filter test,$(MAKECMDGOALS)),3,2)
 PARALLEL := $(MAKE) --no-print-directory --jobs=$(JOBS) --output-sync=target --keep-going
 # A check with a stamp runs again only after one of its files changed.
 STAMPS := .cache/checks
