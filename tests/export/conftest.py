@@ -1,4 +1,4 @@
-"""Checkpoints and bundles that the tests of the exporter share."""
+"""Checkpoints and bundles for the tests of the exporter."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ class Checkpoint:
         shutil.copytree(DATA / golden, path)
 
     def set(self, **settings: Any) -> None:
-        """Changes fields of config.json; None removes one."""
+        """Change fields of config.json; None removes a field."""
         file = self.path / "config.json"
         changed = json.loads(file.read_text()) | settings
         file.write_text(json.dumps({name: value for name, value in changed.items() if value is not None}))
@@ -60,7 +60,7 @@ def roberta(tmp_path: Path) -> Checkpoint:
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """The folder of all models, which does not exist yet."""
+    """The folder of all models. It does not exist yet."""
     return tmp_path / "models"
 
 
@@ -73,7 +73,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
 
 @pytest.fixture(params=GOLDENS)
 def golden(request: pytest.FixtureRequest) -> str:
-    """The name of each golden checkpoint in turn."""
+    """The name of a golden checkpoint, each in turn."""
     name: str = request.param
     return name
 
@@ -85,7 +85,7 @@ def tiny() -> EncoderConfig:
 
 @pytest.fixture
 def write_tokenizer() -> Callable[..., Path]:
-    """Writes a tokenizer.json of n words, with what one wants baked into it."""
+    """Write a tokenizer.json of n words, with these settings."""
 
     def write(path: Path, n_words: int = 30, *, fixed_length: int | None = None) -> Path:
         words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{index}" for index in range(n_words - 5))]
@@ -105,5 +105,5 @@ def write_tokenizer() -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
-    """The tiny models of all kinds, each written and exported when a test first asks for it."""
+    """The tiny models of all kinds. The first test that needs a model writes and exports it."""
     return Zoo(tmp_path_factory.mktemp("zoo"))

@@ -433,7 +433,7 @@ def test_usual_names_of_embedding_tables(name: str) -> None:
 @pytest.mark.parametrize("name", ["pos_encoding.pe", "PE", "encoder.positional.pe"])
 @pytest.mark.parametrize("batch_axis", [None, 0, 1])
 def test_a_buffer_of_sinusoids_is_recognised(name: str, batch_axis: int | None) -> None:
-    # Reference code computes it in float32, and late angles are off.
+    # Other code computes the table in float32, where late angles are off.
     position, column = torch.arange(3000)[:, None], torch.arange(8)[None]
     angle = position / torch.pow(10000, (2 * (column // 2)) / 8)
     table = torch.where(column % 2 == 0, angle.sin(), angle.cos())

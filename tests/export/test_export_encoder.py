@@ -1,4 +1,4 @@
-"""The encoder computes what others compute: PyTorch's own encoder, and the formulas written out."""
+"""The encoder computes the same as PyTorch's own encoder and as the formulas."""
 
 import dataclasses
 import math
@@ -50,7 +50,7 @@ def pytorch_encoder(encoder: Encoder) -> nn.TransformerEncoder:
 
 
 def randomize_norms(encoder: Encoder) -> Encoder:
-    """Gives LayerNorms and biases values that show when one is left out."""
+    """Set LayerNorms and biases to values that show a missing norm or bias."""
     random = torch.Generator().manual_seed(1)
     for name, parameter in encoder.named_parameters():
         if "norm" in name or name.endswith("bias"):
@@ -110,7 +110,7 @@ def test_embeddings_are_summed_as_configured(tiny: EncoderConfig) -> None:
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("norm", ["post", "pre", "none"])
 def test_parts_that_are_left_out(tiny: EncoderConfig, norm: str, residual: bool) -> None:
-    """One block of attention without biases, and what stands around it."""
+    """A block without biases, norms, residual connections or feed-forward layers."""
     fields = {"norm": norm, "residual": residual, "attention_bias": False, "d_ff": 0, "n_layers": 1}
     encoder = randomize_norms(random_encoder(EncoderConfig.from_mapping(dataclasses.asdict(tiny) | fields), 0))
     assert not any("feed_forward" in name for name in encoder.state_dict())

@@ -1,4 +1,4 @@
-"""Rows that the caller's own module made: a bundle that does not give them is refused."""
+"""Rows of the caller's own module: a bundle with other rows is refused."""
 
 import json
 from pathlib import Path
@@ -53,7 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(path: Path, **changed: Any) -> Path:
-    """A file of expected rows; None leaves an array out."""
+    """Write a file of expected rows; None leaves an array out."""
     arrays = {name: array for name, array in (ARRAYS | changed).items() if array is not None}
     if path.suffix == ".safetensors":
         save_file({name: torch.as_tensor(array) for name, array in arrays.items()}, path)

@@ -1,4 +1,4 @@
-"""Directories that make one vector of a text: read as sentence-transformers reads them, or refused."""
+"""Directories of models with one vector per text: read as sentence-transformers reads them, or refused."""
 
 import dataclasses
 import json
@@ -49,14 +49,14 @@ def test_the_settings_of_a_directory_are_read(directory: Path) -> None:
         (),
         True,
     )
-    assert found.prompts == {"query": "", "document": ""}  # sentence-transformers always has both
+    assert found.prompts == {"query": "", "document": ""}  # sentence-transformers always writes both
     (directory / "modules.json").unlink()
     plain = read(directory)
     assert (plain.kind, plain.pooling, plain.l2_normalize) == ("dense", manifest_pb2.POOLING_UNSPECIFIED, False)
 
 
 def test_modules_behind_pooling_count_for_the_vector_space(tmp_path: Path) -> None:
-    """With the names, the types and the bytes of their files."""
+    """The names, the types and the bytes of their files count."""
     dense = {"in_features": D_MODEL, "out_features": 7, "activation_function": "torch.nn.modules.activation.GELU"}
     write_model(tmp_path, [MEAN, ("Dense", dense), ("Dropout", {"dropout": 0.1}), NORMALIZE])
     file = torch.load(tmp_path / "2_Dense" / "pytorch_model.bin")
@@ -70,7 +70,7 @@ def test_modules_behind_pooling_count_for_the_vector_space(tmp_path: Path) -> No
 
 
 def test_prompts_of_an_instructor_are_left_out_of_pooling(directory: Path) -> None:
-    """sentence-transformers does so by the name on the hub."""
+    """sentence-transformers decides this by the name on the hub."""
     assert not read(directory, "someone/else").skips_prompt
     assert read(directory, "hkunlp/instructor-large").skips_prompt
 
@@ -274,7 +274,7 @@ def test_modules_lead_nowhere_else(directory: Path) -> None:
 
 
 def test_modules_run_no_code_of_the_directory(directory: Path) -> None:
-    """Nor does config.json, which can name classes for a caller that trusts them."""
+    """config.json can name classes too, for callers that trust it."""
     change(directory / "config.json", model_type="mine", auto_map={"AutoConfig": "c.C", "AutoModel": "c.M"})
     (directory / "c.py").write_text("raise SystemExit('it was run')")
     with pytest.raises(UnsupportedModelError, match="sentence-transformers cannot load"):
@@ -289,7 +289,7 @@ def test_weights_are_never_unpickled(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_tokenizer_takes_ids_only(directory: Path) -> None:
-    """transformers makes a tokenizer that knows no word."""
+    """transformers would make a tokenizer without words."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (directory / name).unlink()
     exported = export(directory, ids_only=True)
@@ -300,7 +300,7 @@ def test_a_directory_without_a_tokenizer_takes_ids_only(directory: Path) -> None
 
 @pytest.mark.system
 def test_modules_without_a_pooling(tmp_path: Path) -> None:
-    """sentence-transformers has the rows alone, also if the user names a pooling."""
+    """sentence-transformers gives only rows, even if the user names a pooling."""
     exported = export(write_model(tmp_path / "directory", []), pooling="mean")
     assert exported.manifest.pooling == manifest_pb2.POOLING_MEAN
     assert exported.notes["compared with"] == "sentence-transformers"
@@ -338,7 +338,7 @@ def test_flash_attention_needs_no_gpu_here(directory: Path, modules: bool, place
 @pytest.mark.system
 @pytest.mark.parametrize(("asked", "problem"), [(None, "at most 6 "), (4, "at most 4 "), (20, "")])
 def test_a_prompt_that_fills_the_longest_text_is_refused(asked: int | None, problem: str, tmp_path: Path) -> None:
-    """Pooling leaves the prompt out, and nothing else is left."""
+    """Pooling skips the prompt, and no token is left."""
     directory = write_model(
         tmp_path / "directory",
         [("Pooling", {"pooling_mode": "mean", "include_prompt": False})],

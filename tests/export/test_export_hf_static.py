@@ -25,7 +25,7 @@ def test_a_table_is_exported_and_compared(write: Callable[[Path], Path], tmp_pat
     assert its.parity.pipeline_texts >= 5
     assert its.parity.max_pipeline_error <= 1e-6
     tokenizer = Tokenizer.from_file(str(exported.path / "tokenizer.json"))
-    assert tokenizer.encode("C 東京 a").ids == [6, 4]  # nothing is put around a text
+    assert tokenizer.encode("C 東京 a").ids == [6, 4]  # without special tokens around a text
 
 
 def test_a_tokenizer_that_cuts_texts_sets_the_longest(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_directory_of_model2vec_that_does_not_say_what_is_made(tmp_path: Path)
 
 
 def test_a_table_lies_beside_its_graph(tmp_path: Path) -> None:
-    """A graph with a table of over 2 GB in it could not be written."""
+    """A graph with a table of over 2 GB inside cannot be written."""
     table = np.arange(4000, dtype=np.float32).reshape(1000, 4)
     path = tmp_path / "model.onnx"
     write_graph(table, path)

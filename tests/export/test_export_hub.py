@@ -1,4 +1,4 @@
-"""A model on the hub is downloaded at one commit: the files that the exporter reads, and no others."""
+"""The exporter downloads a model from the hub at one commit, and only the files that it reads."""
 
 import errno
 import os

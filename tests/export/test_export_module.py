@@ -157,7 +157,7 @@ def test_weights_and_configuration_determine_the_space_id(module: Mixing, target
 
 
 class ByNumbers(Mixing):
-    """Branches on the numbers in a tensor: a trace with small rows is wrong for large rows."""
+    """Branches on the numbers in a tensor, so a trace with small rows is wrong for large rows."""
 
     def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
         rows = super().forward(inputs, mask)

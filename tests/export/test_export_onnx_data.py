@@ -1,4 +1,4 @@
-"""Weights in other files come from beside the ONNX file and from nowhere else."""
+"""External weights come only from the folder of the ONNX file."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ TABLE_BYTES = VOCAB_SIZE * D_MODEL * 4
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """An encoder whose tables lie in weights.bin beside it."""
+    """An encoder with its tables in weights.bin, in the same folder."""
     folder = tmp_path / "given"
     folder.mkdir()
     return save_with_data(build(), folder / "encoder.onnx")
@@ -24,7 +24,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
-    """A file that is long enough, and none of the model's business."""
+    """A file outside the model's folder, long enough to hold its weights."""
     path = tmp_path / "secret"
     path.write_bytes(bytes(10000))
     return path
@@ -76,7 +76,7 @@ def test_links_and_folders_inside_are_fine(file: Path) -> None:
 
 
 def in_a_cache(file: Path) -> Path:
-    """The same files as huggingface_hub keeps them: links into a folder of contents. The path of the ONNX file."""
+    """The path of an ONNX file in the layout of huggingface_hub's cache: links into a folder of contents."""
     snapshot = file.parent.parent / "models--somebody--tiny" / "snapshots" / "0123" / "onnx"
     blobs = snapshot.parent.parent.parent / "blobs"
     snapshot.mkdir(parents=True)
@@ -105,7 +105,7 @@ def test_links_out_of_the_hubs_cache_are_not_followed(file: Path, secret: Path, 
 
 
 def test_contents_of_the_hubs_cache_that_are_a_link_are_not_followed(file: Path, secret: Path) -> None:
-    """A folder of a stranger's may look like a cache."""
+    """A stranger's folder may look like a cache."""
     cached = in_a_cache(file)
     blobs = cached.parents[3] / "blobs"
     blobs.rename(secret.parent / "elsewhere")
@@ -115,7 +115,7 @@ def test_contents_of_the_hubs_cache_that_are_a_link_are_not_followed(file: Path,
 
 
 def test_many_tensors_in_one_place(file: Path) -> None:
-    """Read one by one, they would take any amount of memory."""
+    """Each tensor has its own copy in memory, so few bytes on the disk could fill any memory."""
     model = onnx.load(file, load_external_data=False)
     for number in range(20):
         copy = model.graph.initializer.add()
@@ -181,7 +181,7 @@ def test_types_and_shapes_that_cannot_be(file: Path, kind: int, dims: list[int])
 
 @pytest.mark.parametrize("where", ["attribute", "branch", "function", "sparse"])
 def test_no_tensor_is_overlooked(tmp_path: Path, where: str) -> None:
-    """Wherever in a model a tensor may stand, its path is looked at."""
+    """The path of a tensor is checked wherever the tensor is in the model."""
     model = build()
     tensor = helper.make_tensor("hidden", TensorProto.FLOAT, [1], [0.0])
     tensor.ClearField("float_data")

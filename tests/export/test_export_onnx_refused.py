@@ -1,4 +1,4 @@
-"""An ONNX file that cannot be served is refused, in words that name what is wrong and what there is."""
+"""An ONNX file that cannot be served is refused, with the fault and the alternatives."""
 
 import re
 from collections.abc import Callable
@@ -28,7 +28,7 @@ ROWS = ("batch", "seq", D_MODEL)
 
 @pytest.fixture
 def refused(tmp_path: Path) -> Callable[..., str]:
-    """The text with which a changed model is refused; nothing is left of it."""
+    """The error text for a changed model. No file is left."""
 
     def refuse(change: Change, error: type[Exception], options: OnnxOptions | None = None) -> str:
         model = build()
@@ -50,7 +50,7 @@ def refused(tmp_path: Path) -> Callable[..., str]:
 
 
 def set_input(name: str, kind: int = INT64, axes: Any = ("batch", "seq")) -> Change:
-    """Declares an input anew, or one more."""
+    """Declare an input, new or again."""
 
     def change(model: onnx.ModelProto) -> None:
         kept = [port for port in model.graph.input if port.name != name]
@@ -61,7 +61,7 @@ def set_input(name: str, kind: int = INT64, axes: Any = ("batch", "seq")) -> Cha
 
 
 def set_outputs(*ports: Any) -> Change:
-    """Declares the outputs anew; those that no node gives are the rows."""
+    """Declare the outputs again. Outputs without a node are the rows."""
 
     def change(model: onnx.ModelProto) -> None:
         del model.graph.output[:]
@@ -306,7 +306,7 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_cut_or_altered(tmp_path: Path) -> None:
-    """Whatever is wrong with the bytes, it is one of our errors or a bundle."""
+    """A damaged file gives one of our errors or a bundle."""
     content = build().SerializeToString()
     path, random = tmp_path / "encoder.onnx", np.random.default_rng(0)
     for at in random.integers(0, len(content), 60):
@@ -321,11 +321,11 @@ def test_a_file_that_was_cut_or_altered(tmp_path: Path) -> None:
                 continue
 
 
-# What only running tells.
+# Faults that only a run shows.
 
 
 def shorter_table(model: onnx.ModelProto) -> None:
-    """A position table of 12 rows, as a learned one is."""
+    """Shorten the position table to 12 rows, as a learned table may have."""
     tensor_of(model, "places").CopyFrom(numpy_helper.from_array(random_table(12, 1), "places"))
 
 
@@ -344,7 +344,7 @@ def test_the_longest_that_works_is_exported(tmp_path: Path) -> None:
 
 
 def reshape_rows(model: onnx.ModelProto, shape: list[int]) -> None:
-    """A size from the exporter's example is baked in."""
+    """Put a size of the exporter's example into the graph."""
     model.graph.initializer.append(numpy_helper.from_array(np.array(shape), "baked"))
     node_of(model, "rows").output[0] = "before"
     model.graph.node.append(helper.make_node("Reshape", ["before", "baked"], ["rows"], name="shaped"))
@@ -416,7 +416,7 @@ def test_float16_arithmetic_that_rounds_with_the_batch(refused: Callable[..., st
 
 
 def test_padding_that_takes_no_place(refused: Callable[..., str]) -> None:
-    """As in RoBERTa; a sequence of nothing else would never reach the end of the table."""
+    """RoBERTa does this. A sequence of padding ids alone would never reach the end of the table."""
 
     def count_places(model: onnx.ModelProto) -> None:
         shorter_table(model)

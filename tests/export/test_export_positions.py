@@ -1,4 +1,4 @@
-"""The positions that a bundle shows are the rows of the model's table, for every size of the table."""
+"""The positions in a bundle's inspection are the rows of the model's table, for every size of the table."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Bundles in float16 and int8: as close to PyTorch as their bounds say, or refused."""
+"""Bundles in float16 and int8 are within their bounds from PyTorch, or refused."""
 
 import dataclasses
 from pathlib import Path
@@ -20,7 +20,7 @@ from encserve_export.onnx_graph import int8
 from encserve_export.onnx_graph.run import OnnxEncoder
 
 SOURCE = Source("init", "random weights, seed 0")
-# Large enough for 8 bits: smaller matrices stay in float32.
+# Matrices large enough for int8: smaller matrices stay in float32.
 FIELDS = {"vocab_size": 50, "d_model": 32, "n_heads": 2, "d_ff": 64, "n_layers": 2, "max_sequence_tokens": 24}
 
 
@@ -86,13 +86,13 @@ def test_matrices_are_stored_in_the_precision(models: Path, precision: Precision
         model = onnx.load(exported.path / name, load_external_data=False)
         matrices = {tensor.data_type for tensor in model.graph.initializer if len(tensor.dims) == 2}
         assert kind in matrices
-        # The scales of the token table are a column beside it.
+        # The scales of the token table are a separate column.
         assert matrices - {kind} == ({onnx.TensorProto.FLOAT} if precision == "int8" else set())
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 def test_a_neighbour_of_any_size_changes_nothing(models: Path, activation: str) -> None:
-    """With one scale for the whole batch the small sequence would be rounded to nothing."""
+    """With one scale for the whole batch, the numbers of the small sequence would become 0."""
     encoder = random_encoder(small(input="embeddings", vocab_size=0, norm="none", activation=activation), 0)
     exported = export(encoder, models, "int8")
     run = OnnxEncoder(exported.path, exported.manifest.graph)
@@ -103,7 +103,7 @@ def test_a_neighbour_of_any_size_changes_nothing(models: Path, activation: str) 
 
 
 def hard_to_round(**fields: Any) -> Encoder:
-    """An encoder with large weights for a number that is always 0, beside which the others are rounded to nothing."""
+    """An encoder with large weights for a number that is always 0. Next to them the other weights are rounded to 0."""
     encoder = random_encoder(small(activation="relu", **fields), 0)
     feed_forward: Any = encoder.blocks[1].feed_forward
     with torch.no_grad():
@@ -140,7 +140,7 @@ def test_numbers_that_float16_does_not_have_are_refused(tiny: EncoderConfig, mod
 
 @pytest.mark.parametrize(("activation", "least"), [("relu", 0.0), ("gelu", -0.1701), ("gelu_tanh", -0.1701)])
 def test_all_steps_of_an_activation_lie_above_its_minimum(models: Path, activation: str, least: float) -> None:
-    """Its layer takes unsigned numbers, and the others signed ones."""
+    """The layer after the activation takes unsigned numbers, the other layers signed ones."""
     exported = export(random_encoder(small(activation=activation), 0), models, "int8")
     graph = onnx.load(exported.path / "model.onnx").graph
     constants = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
@@ -161,7 +161,7 @@ def test_rounded_rows_are_within_half_a_step() -> None:
 
 
 def test_a_layer_is_rounded_as_its_plan_says() -> None:
-    """The measured error of a plan is that of the rounded product."""
+    """The planned error equals the error of the rounded product."""
     random = np.random.default_rng(0)
     x = random.standard_normal((20, 16)).astype(np.float32)
     x[:, 3] *= 50

@@ -59,7 +59,7 @@ def files_in(folder: Path) -> dict[Path, bytes | None]:
 
 
 def refused(directory: Path, via: str | None = None) -> str:
-    """The error of one line. The directory and the model repository stay as they were."""
+    """The error, which has one line. The directory and the model repository stay unchanged."""
     models = directory.parent / "models"
     old = models / "m" / "1" / "manifest.json"
     old.parent.mkdir(parents=True)
@@ -191,7 +191,7 @@ def test_a_route_that_does_not_take_it(directory: Path) -> None:
 
 
 def test_a_tokenizers_file_of_another_kind(tmp_path: Path) -> None:
-    """transformers makes T5's of nothing, with a space in it."""
+    """From such files transformers makes a T5 tokenizer of special tokens and a space."""
     directory = save(NAMED["T5"], tmp_path)
     (directory / "vocab.txt").write_text("[UNK]\nword")
     assert "special tokens alone; put a tokenizer.json there" in refused(directory)
@@ -200,7 +200,7 @@ def test_a_tokenizers_file_of_another_kind(tmp_path: Path) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("name", ["ELECTRA"])
 def test_code_in_a_directory_is_not_run(directory: Path) -> None:
-    """Neither for an architecture that transformers does not have, nor for unknown weights."""
+    """For an unknown architecture, and for unknown weights."""
     shutil.rmtree(directory / "onnx")
     change_config(directory, auto_map={"AutoModel": "modeling.Mine"})
     (directory / "modeling.py").write_text("raise SystemExit('it was run')")
@@ -216,7 +216,7 @@ def test_code_in_a_directory_is_not_run(directory: Path) -> None:
 
 
 def test_an_architecture_with_rows_that_depend_on_padding(tmp_path: Path) -> None:
-    """Its convolution runs over the end of a sequence."""
+    """The model's convolution runs over the end of a sequence."""
     convolving = Architecture("ConvBERT", "convbert", {**NAMED["ELECTRA"].settings, "num_attention_heads": 4})
     message = r"ConvBertModel gives different rows in a padded batch, even in PyTorch: .* choose another model$"
     assert re.search(message, refused(save(convolving, tmp_path)))
@@ -238,7 +238,7 @@ def test_an_onnx_file_that_ignores_its_mask(tmp_path: Path, via: str | None) -> 
 
 @pytest.mark.parametrize(("name", "via"), [("BERT", None), ("ELECTRA", "onnx"), ("ELECTRA", "transformers")])
 def test_indices_and_heads_are_accepted(directory: Path, name: str, via: str | None) -> None:
-    """A head is reported, even with a table equal to the embedding table."""
+    """The report names a head, even one with a table equal to the embedding table."""
     table = load_file(directory / "model.safetensors")["embeddings.word_embeddings.weight"]
     legal = {"embeddings.position_ids": torch.arange(66)[None], "classifier.weight": table.clone()}
     weights(lambda its: its | legal)(directory)
@@ -259,7 +259,7 @@ def test_control_characters_in_names_are_escaped(directory: Path) -> None:
 
 @pytest.mark.system
 def test_a_decoder_is_an_unused_part(tmp_path: Path) -> None:
-    """transformers does not report it."""
+    """transformers does not report the decoder."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     T5ForConditionalGeneration(T5Config(**NAMED["T5"].settings)).save_pretrained(tmp_path / "directory")
@@ -267,7 +267,7 @@ def test_a_decoder_is_an_unused_part(tmp_path: Path) -> None:
 
 
 def test_a_cross_encoder(tmp_path: Path) -> None:
-    """As sentence-transformers 6 writes one, with modules.json."""
+    """The directory is in the format of sentence-transformers 6, with modules.json."""
     from sentence_transformers import CrossEncoder
     from transformers import AutoModelForSequenceClassification
 

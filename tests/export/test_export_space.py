@@ -1,4 +1,4 @@
-"""space_id: the same for every form of one model, another for every change of a vector."""
+"""The space_id is the same for every form of one model, and another after every change of a vector."""
 
 import json
 import re
@@ -142,7 +142,7 @@ def set_field(message: Message, name: str) -> None:
 
 
 def test_a_field_of_the_manifest_counts_unless_it_is_listed(tmp_path: Path) -> None:
-    """So a field that is added to the manifest counts."""
+    """A field that is added to the manifest later counts."""
     plain = manifest_pb2.Manifest()
     spaces = {space_id(plain, "", (), tmp_path)}
     for name in set(manifest_pb2.Manifest.DESCRIPTOR.fields_by_name) - MANIFEST_IGNORED:

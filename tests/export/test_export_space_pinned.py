@@ -72,7 +72,7 @@ def test_an_onnx_file() -> None:
 
 
 def test_tensors_and_a_configuration(tmp_path: Path) -> None:
-    """As `export_module` identifies a module."""
+    """`export_module` identifies a module in this way."""
     tensors = {"weight": space_models.fill("weight", 4, 4), "half": torch.tensor([0.5, -2.0], dtype=torch.bfloat16)}
     configuration = {"heads": 2, "scale": 0.1, "names": ["é", None, True], "eps": 1e-12, "theta": 10000.0}
     manifest = manifest_pb2.Manifest(pooling=manifest_pb2.POOLING_MEAN, l2_normalize=True)
@@ -82,7 +82,7 @@ def test_tensors_and_a_configuration(tmp_path: Path) -> None:
 
 
 def test_another_program_can_compute_an_id(tmp_path: Path) -> None:
-    """It follows docs/models.md, with the files of "dense" alone."""
+    """The program follows docs/models.md, and reads only the files of "dense"."""
     folder = space_models.write_dense(tmp_path)
 
     def digest(facts: Any) -> str:

@@ -70,7 +70,7 @@ def test_splade_is_exported_and_compared(splade: Path, tmp_path: Path, precision
     assert manifest.sparse.pooling == manifest_pb2.SPARSE_POOLING_MAX
     assert (manifest.sparse.width, manifest.sparse.max_active_dims) == (1000, 32)
     assert (manifest.query.prompt_name, manifest.document.prompt_name) == ("query", "document")
-    assert manifest.parity.pipeline_texts == (16 if precision == "float32" else 14)  # without the empty one
+    assert manifest.parity.pipeline_texts == (16 if precision == "float32" else 14)  # without the empty text
     assert manifest.parity.min_pipeline_cosine >= (BOUNDS[precision].cosine or 0)
     assert manifest.encoder.max_sequence_tokens == LONGEST
     assert exported.unused_parts == ()
@@ -132,7 +132,7 @@ def test_weights_that_are_others_are_refused(splade: Path, tmp_path: Path, monke
 
 @pytest.mark.system
 def test_weights_that_barely_pass_are_no_difference(tmp_path: Path) -> None:
-    """Of the rows that a head is tried with hardly any has a weight."""
+    """Hardly any row of the comparison has a weight."""
     assert export(write_trained_splade(tmp_path / "model", active=10), tmp_path).manifest.parity.pipeline_texts == 16
 
 
@@ -140,7 +140,7 @@ def test_weights_that_barely_pass_are_no_difference(tmp_path: Path) -> None:
 def test_weights_that_a_precision_would_move_too_far_are_refused(
     splade: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the figures; the rows themselves pass."""
+    """The error has the figures. The rows themselves pass."""
     bounds = dataclasses.replace(BOUNDS["int8"], cosine=0.99999)
     monkeypatch.setattr("encserve_export.check.pipeline.bounds_of", lambda _: bounds)
     figures = r"cosine similarity 0\.99\d\d of a row, at least 0.99999 is required; float32 is exact"
@@ -181,7 +181,7 @@ def test_bge_m3_has_three_kinds(bge_m3: Path, tmp_path: Path) -> None:
     assert manifest.sparse.pooling == manifest_pb2.SPARSE_POOLING_OWN_ID
     assert sorted(manifest.sparse.skipped_token_ids) == [0, 1, 2, 3]
     assert "FlagEmbedding to 512 tokens" in exported.notes["remark"]
-    # Dense vectors, those for MaxSim, and the weights of tokens.
+    # Dense vectors, vectors for MaxSim, and weights of tokens.
     assert (manifest.parity.pipeline_texts, manifest.parity.maxsim_tolerance) == (24, 1e-4)
 
 
@@ -208,7 +208,7 @@ def test_the_report_says_what_is_made(splade: Path, static: Path, bge_m3: Path, 
 
 @pytest.mark.system
 def test_a_language_models_head_is_said_to_be_left_behind(tmp_path: Path) -> None:
-    """The advice in the report leads to a sparse model."""
+    """The report's advice leads to a sparse model."""
     from sentence_transformers import SparseEncoder
 
     left = facts(export(write_language_model(tmp_path / "bare"), tmp_path))["unused parts"]

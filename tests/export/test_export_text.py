@@ -35,7 +35,7 @@ def test_a_vocabulary_of_one_word(tmp_path: Path) -> None:
 def test_a_tokenizer_is_what_transformers_makes_of_it(
     bert: "Checkpoint", models: Path, write_tokenizer: Callable[..., Path]
 ) -> None:
-    """For BERT transformers reads the vocabulary alone. The length of training is left out."""
+    """transformers reads only the vocabulary of a BERT. The truncation of training is left out."""
     write_tokenizer(bert.path / "tokenizer.json", 101, fixed_length=12)
     bert.set(pad_token_id=5)
     exported = export_hf(bert.path, Target(model_repository=models, name="bert"))
@@ -56,7 +56,7 @@ def test_a_vocabulary_larger_than_the_model_is_refused(
 
 
 def test_ids_around_a_text_count_too(tmp_path: Path, write_tokenizer: Callable[..., Path]) -> None:
-    """The rule for special tokens holds these ids, and the vocabulary may lack them."""
+    """The post-processor has these ids, and the vocabulary may lack them."""
     path = write_tokenizer(tmp_path / "tokenizer.json", 30)
     content = json.loads(path.read_text())
     content["post_processor"]["special_tokens"]["[SEP]"]["ids"] = [101]
@@ -102,7 +102,7 @@ def write_length(folder: Path, content: object, name: str = "sentence_bert_confi
 def test_the_longest_text_is_that_of_sentence_transformers(
     usual: int | None, asked: int | None, longest: int, remark: str
 ) -> None:
-    """Another length is taken if the user asks for it, with a remark."""
+    """The user's length replaces it, with a remark."""
     found, said = longest_sequence(512, usual, asked)
     assert found == longest
     assert said.endswith(remark)

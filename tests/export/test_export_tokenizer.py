@@ -200,7 +200,7 @@ def test_a_tokenizer_that_adds_no_token_has_no_vector_for_an_empty_text(tmp_path
     directory = write_model(tmp_path / "directory")
     change(directory / "tokenizer.json", post_processor=None)
     exported = export(directory)
-    assert exported.manifest.parity.pipeline_texts == 7  # of eight
+    assert exported.manifest.parity.pipeline_texts == 7  # of eight words
     with Embedder(exported.path, tune_batches=False) as embedder, pytest.raises(InvalidField, match="has no tokens"):
         embedder.embed(["the cat", ""])
 
@@ -340,7 +340,7 @@ def test_a_chat_template_that_changes_some_texts_is_refused(tmp_path: Path) -> N
 
 
 def test_a_misread_configuration_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that is compared with a misread model alone would pass."""
+    """Without this comparison, both the graph and its reference would be the misread model."""
     load = pretrained.load_model
 
     def misread(*arguments: Any) -> Any:

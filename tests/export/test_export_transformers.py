@@ -34,7 +34,7 @@ from encserve_server.types.inspections import InspectKind
 
 NAMED = {architecture.name: architecture for architecture in ARCHITECTURES}
 FAST = ("BERT", "ModernBERT")
-# Its window of attention is made by code that PyTorch's tracing does not take.
+# PyTorch's tracing does not take the code that makes its attention window.
 NOT_INSPECTED = ("EmbeddingGemma",)
 WITH_POSITIONS = {
     *("BERT", "RoBERTa", "XLM-R", "CamemBERT", "DistilBERT", "MPNet", "DeBERTa-v2", "MobileBERT", "Ernie", "CLIP"),
@@ -53,7 +53,7 @@ def export(directory: Path, models: Path, **options: Any) -> Exported:
 
 
 def change(directory: Path, **changed: Tensor | None) -> None:
-    """Changes weights, by their names with "__" for "."; None takes one out."""
+    """Change weights by name, with "__" for "."; None removes a weight."""
     path = directory / "model.safetensors"
     tensors = load_file(path) | {name.replace("__", "."): tensor for name, tensor in changed.items()}
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path, {"format": "pt"})
@@ -76,7 +76,7 @@ def test_rows_hidden_states_and_attention_are_those_of_transformers(name: str, t
         )
     rows = OnnxEncoder(exported.path, manifest.graph)(ids, np.ones_like(ids))
     assert relative_error(rows, want.last_hidden_state.numpy()) <= 5e-5
-    inspect = read_bundle(exported.path).inspect_graph  # as the server reads it
+    inspect = read_bundle(exported.path).inspect_graph  # in the server's reading of the manifest
     if name in NOT_INSPECTED:
         assert inspect is None
         assert exported.notes["inspection"].startswith("not possible: PyTorch cannot write")
@@ -153,7 +153,7 @@ def test_the_longest_sequence(data2vec: Path, models: Path) -> None:
 def test_positions_for_long_texts_are_refused_with_the_longest_sequence_that_works(
     tmp_path: Path, models: Path
 ) -> None:
-    """longrope: a long text in a batch changes the positions of the short ones."""
+    """With longrope a long text in a batch changes the positions of short texts."""
     scaling = {
         "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 30,
         "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
@@ -175,7 +175,7 @@ def test_heads_are_left_behind_and_named(data2vec: Path, models: Path) -> None:
 
 @pytest.mark.system
 def test_other_names_and_types_of_weights_give_the_same_rows(tmp_path: Path) -> None:
-    """LayerNorms named gamma and beta, a prefix, and float64, as old and half-converted checkpoints have."""
+    """Old and half-converted checkpoints have LayerNorms named gamma and beta, a prefix, or float64."""
     directory = save(NAMED["BERT"], tmp_path)
     ids = np.arange(12)[None]
 
@@ -251,7 +251,7 @@ def test_a_missing_shard(data2vec: Path, models: Path) -> None:
 
 
 class Looking(torch.nn.Module):
-    """Branches on the values of its mask, which no graph can."""
+    """Branches on the values of its mask, which a graph cannot do."""
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         return ids.float() if mask.sum().item() > 3 else mask.float()
@@ -267,7 +267,7 @@ def test_pytorch_prints_nothing_if_it_fails(tmp_path: Path, capfd: pytest.Captur
 
 
 def test_a_model_whose_padding_changes_rows(data2vec: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own mask is forgotten, in PyTorch as in the graph."""
+    """The model ignores its own mask, in PyTorch and in the graph."""
     from transformers import Data2VecTextModel
 
     forward = Data2VecTextModel.forward
@@ -303,7 +303,7 @@ def test_a_model_that_hides_its_inside_is_exported_without_inspection(
 def test_an_onnx_file_in_the_directory_is_used_if_asked_for(
     data2vec: Path, models: Path, tmp_path: Path, true: bool
 ) -> None:
-    """Its rows must be the model's."""
+    """The rows of the file must equal the model's rows."""
     exported = export(data2vec, tmp_path / "before")
     (data2vec / "onnx").mkdir()
     for file in exported.path.glob("model.onnx*"):
@@ -323,7 +323,7 @@ def test_an_onnx_file_in_the_directory_is_used_if_asked_for(
 @pytest.mark.system
 @pytest.mark.parametrize("name", ["BERT", "T5"])
 def test_an_onnx_file_without_weights_is_used(name: str, tmp_path: Path, models: Path) -> None:
-    """As in directories of the hub that hold config.json and onnx/model.onnx alone."""
+    """Some directories of the hub hold only config.json and onnx/model.onnx."""
     directory = save(NAMED[name], tmp_path)
     bundle = export(directory, tmp_path / "before", via="transformers").path
     (directory / "model.safetensors").unlink()

@@ -1,4 +1,4 @@
-"""Agreement, per row: |got - want| <= tolerance * |want|, Euclidean."""
+"""Agreement of rows: |got - want| <= tolerance * |want|, with Euclidean norms."""
 
 from collections.abc import Sequence
 from typing import Any

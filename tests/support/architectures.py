@@ -1,4 +1,4 @@
-"""One small model of each architecture that people embed with, made by transformers from its configuration."""
+"""A small model of each usual architecture of encoders, made by transformers from its configuration."""
 
 import dataclasses
 import json
@@ -27,9 +27,9 @@ class Architecture:
     """A model type with its settings.
 
     Attributes:
-        name: What people call it.
-        model_type: What transformers calls it.
-        settings: Of its configuration.
+        name: The usual name.
+        model_type: The name in transformers.
+        settings: The fields of the configuration.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Architecture:
 
     @property
     def folder(self) -> str:
-        """A name for its directory, and so for the model."""
+        """The name of the directory and of the model."""
         return self.name.replace(" ", "-")
 
 
@@ -76,7 +76,7 @@ ARCHITECTURES = [
 
 
 def build(architecture: Architecture) -> Any:
-    """A model with random weights, in float32, for inference; of T5 the whole."""
+    """Build a model with random weights, in float32 and evaluation mode; for T5 with the decoder."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -86,20 +86,20 @@ def build(architecture: Architecture) -> Any:
 
 
 def save(architecture: Architecture, folder: Path) -> Path:
-    """Writes a model's directory, as transformers does, below a folder."""
+    """Write a model's directory with transformers, below a folder."""
     directory = folder / architecture.folder
     build(architecture).save_pretrained(directory)
     return directory
 
 
 def change_config(directory: Path, **settings: Any) -> None:
-    """Changes what config.json says."""
+    """Change fields of config.json."""
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
 def rows_of(model: Any, ids: list[int]) -> npt.NDArray[np.float32]:
-    """What transformers makes of one sequence: (seq, d_model)."""
+    """transformers' rows of one sequence: (seq, d_model)."""
     encoder = model.get_encoder() if model.config.is_encoder_decoder else model
     tokens = torch.tensor([ids])  # (1, seq)
     with torch.inference_mode():

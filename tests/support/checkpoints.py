@@ -47,7 +47,7 @@ def golden_fields(name: str) -> dict[str, Any]:
 
 
 def golden_checkpoint(name: str) -> Path:
-    """The file of its weights; the two ways to merge the heads of fused-qkv share one."""
+    """The file of its weights. Both ways to merge the heads of fused-qkv share one file."""
     return DATA / name.removesuffix("-as-written") / "checkpoint.safetensors"
 
 
@@ -65,7 +65,7 @@ def export_golden_for_embeddings(name: str, models: Path) -> Exported:
         if key not in {"vocab_size", "scale_embedding", "pad_token_id"}
     }
     path, target = golden_checkpoint(name), Target(model_repository=models, name=f"{name}-vectors")
-    # The longest case has 33 tokens, and comparing the longest sequences takes most of the time.
+    # The longest case has 33 tokens. Comparing longer sequences takes most of the time.
     return export_once(
         export_checkpoint, path, target=target, fields=fields, model_input="embeddings", max_sequence_tokens=64
     )

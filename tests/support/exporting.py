@@ -1,4 +1,4 @@
-"""Exports that several tests read, kept on disk while the exporter's sources and the packages are the same."""
+"""Exports for several tests, kept on disk as long as the exporter's sources and packages stay the same."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""A hub of one model, as far as huggingface_hub asks."""
+"""A hub with one model, for huggingface_hub."""
 
 import contextlib
 import functools
@@ -69,12 +69,12 @@ class _Hub(http.server.BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
-        """Says nothing."""
+        """Discard the log."""
 
 
 @contextlib.contextmanager
 def fake_hub(repository: str, directory: Path, revisions: tuple[str, ...] = ("main",)) -> Iterator[str]:
-    """Serves the files of a directory as a repository of the hub; gives its address, for HF_ENDPOINT."""
+    """Serve the files of a directory as a repository of the hub; yield the URL for HF_ENDPOINT."""
     paths = [path for path in directory.rglob("*") if path.is_file()]
     files = {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
     handler = functools.partial(_Hub, repository, files, revisions)

@@ -1,4 +1,4 @@
-"""Small ONNX encoders as other authors may write them, node by node."""
+"""Small ONNX encoders in the style of other authors, node by node."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -31,9 +31,9 @@ def random_table(rows: int, seed: int = 0, width: int = D_MODEL) -> Any:
 
 
 def build(*, with_types: bool = False, positions: int = POSITIONS, opset: int = 17) -> onnx.ModelProto:
-    """An encoder: a row is its token's vector plus its place's plus the mean over the sequence's tokens.
+    """Build an encoder: the sum of the token's vector, the position's vector, and the mean over the sequence's tokens.
 
-    Node names: words, first, places, mean, rows and such.
+    The nodes are named words, first, places, mean, rows and so on.
     """
     node = helper.make_node
     nodes = [
@@ -95,7 +95,7 @@ def save_with_data(model: onnx.ModelProto, path: Path, location: str = "weights.
 
 
 def point_elsewhere(path: Path, name: str = "table", **entries: str) -> None:
-    """Changes entries of the external data of a tensor in a file that `save_with_data` wrote."""
+    """Change entries of a tensor's external data in a file from `save_with_data`."""
     model = onnx.load(path, load_external_data=False)
     for entry in tensor_of(model, name).external_data:
         entry.value = entries.pop(entry.key, entry.value)
@@ -105,7 +105,7 @@ def point_elsewhere(path: Path, name: str = "table", **entries: str) -> None:
 
 
 class Renamed(nn.Module):
-    """An Encoder as a stranger's module: it takes token types too, and gives a pooled vector beside the rows."""
+    """An Encoder with another author's interface: it also takes token types, and also gives a pooled vector."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
@@ -119,14 +119,14 @@ class Renamed(nn.Module):
 
 
 def export_torch(path: Path, config: EncoderConfig) -> Path:
-    """Exports a `Renamed` with inputs tokens, real and segments and outputs hidden and pooled."""
+    """Export a `Renamed` with inputs tokens, real and segments and outputs hidden and pooled."""
     torch.manual_seed(0)
     module = Renamed(random_encoder(config, 0)).eval()
     ids = torch.tensor([[0, 0, 0], [0, 0, 0]])  # (batch, seq)
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])  # (batch, seq)
     names = ["tokens", "real", "segments"]
     with warnings.catch_warnings():
-        # The tracing exporter announces that it will go one day.
+        # The tracing exporter is deprecated.
         warnings.simplefilter("ignore", DeprecationWarning)
         torch.onnx.export(
             module,

@@ -1,4 +1,4 @@
-"""Directories as sentence-transformers saves them: a small BERT with random weights, and every setting around it."""
+"""Directories in sentence-transformers' format: a small BERT with random weights, and every setting."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ MODULES = {
 
 
 def text_of(n_words: int, seed: int = 0) -> str:
-    """A text of so many tokens."""
+    """A text of `n_tokens` tokens."""
     picked = torch.randint(0, len(WORDS), (n_words,), generator=torch.Generator().manual_seed(seed))
     return " ".join(WORDS[i] for i in picked.tolist())
 
@@ -34,7 +34,7 @@ def write_encoder(
     more_words: Iterable[str] = (),
     **tokenizer_settings: Any,
 ) -> None:
-    """Writes a small model and its tokenizer, by transformers."""
+    """Write a small model and its tokenizer with transformers."""
     from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
@@ -79,15 +79,15 @@ def write_model(
     transformer_folder: str = "",
     encoder: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes a directory.
+    """Write a directory.
 
     Args:
-        folder: Where to.
+        folder: The new folder.
         modules: The modules after the Transformer: class and config.json. Weights are random.
         settings: config_sentence_transformers.json.
         transformer: sentence_bert_config.json.
         version: The release of sentence-transformers that names the module paths, 5 or 6.
-        transformer_folder: Where the encoder lies in it.
+        transformer_folder: The encoder's folder in the directory.
         encoder: Arguments of `write_encoder`.
     """
     within = folder / transformer_folder

@@ -1,4 +1,4 @@
-"""Models with fixed bytes. They are written by hand, without any library that could change them."""
+"""Models with fixed bytes, written by hand without a library that could change them."""
 
 import json
 import math
@@ -29,14 +29,14 @@ _TRANSFORMER = f"{_PIPELINE}base.modules.transformer.Transformer"
 
 
 def fill(name: str, *shape: int) -> Tensor:
-    """Numbers from -0.5 to 0.5 that float32 has exactly, by the name's letters and the place."""
+    """Numbers from -0.5 to 0.5 that float32 represents exactly. They depend on the name and the position."""
     seed = sum(ord(letter) * (i + 1) for i, letter in enumerate(name))
     places = torch.arange(math.prod(shape), dtype=torch.int64)
     return (((places + seed) * 2654435761 % 65536 - 32768).float() / 65536).reshape(shape)
 
 
 def layers(prefix: str, vocab_size: int, positions: int = LONGEST) -> dict[str, Tensor]:
-    """A BERT of one layer, or a RoBERTa, by the names that transformers gives."""
+    """A BERT of one layer, or a RoBERTa, with transformers' names."""
     block, d = f"{prefix}encoder.layer.0.", D_MODEL
     shapes: dict[str, tuple[int, ...]] = {
         f"{prefix}embeddings.word_embeddings.weight": (vocab_size, d),
@@ -67,15 +67,15 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def word_level() -> dict[str, Any]:
-    """The model of a tokenizer.json that knows words alone."""
+    """The model of a tokenizer.json with whole words."""
     return {"type": "WordLevel", "vocab": VOCABULARY, "unk_token": "[UNK]"}
 
 
 def write_tokenizer(folder: Path, model: Mapping[str, Any], tokens: Mapping[str, int]) -> None:
-    """Writes tokenizer.json and tokenizer_config.json.
+    """Write tokenizer.json and tokenizer_config.json.
 
     Args:
-        folder: Where to.
+        folder: The new folder.
         model: The "model" of tokenizer.json.
         tokens: The ids of `SPECIAL`.
     """
@@ -203,7 +203,7 @@ def write_sparse(folder: Path) -> Path:
 
 
 def write_static_queries(folder: Path) -> Path:
-    """Writes a SPLADE model with a table for the weights of queries."""
+    """Write a SPLADE model with a table for the weights of queries."""
     _write_language_model(folder / "document_0_Transformer")
     pooling = {"pooling_strategy": "max", "activation_function": "log1p_relu", "embedding_dimension": None}
     write_json(folder / "document_1_SpladePooling/config.json", pooling)

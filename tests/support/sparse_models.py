@@ -1,4 +1,4 @@
-"""Directories of sparse encoders and of BGE-M3's layout, as their own code saves them: small, with random weights."""
+"""Directories of sparse encoders and of BGE-M3, in the format of their own code: small, with random weights."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,10 @@ def _tokenizer(longest: int = LONGEST) -> Any:
 
 
 def write_language_model(folder: Path, kind: str = "bert") -> Path:
-    """Writes a "bert", "roberta", "distilbert" or class of transformers, biased to some `ACTIVE` words of a text."""
+    """Write a language model of transformers: "bert", "roberta", "distilbert" or a class.
+
+    Its bias favours `ACTIVE` words.
+    """
     import transformers
 
     torch.manual_seed(0)
@@ -70,7 +73,7 @@ def write_language_model(folder: Path, kind: str = "bert") -> Path:
 def write_splade(
     folder: Path, kind: str = "bert", pooling: str = "max", activation: str = "relu", **options: Any
 ) -> Path:
-    """Writes a SparseEncoder that gives queries and documents the same treatment, but for `PROMPTS`."""
+    """Write a SparseEncoder that treats queries and documents alike, except for `PROMPTS`."""
     from sentence_transformers import SparseEncoder
 
     modules = _splade(folder, kind, pooling, activation)
@@ -79,7 +82,7 @@ def write_splade(
 
 
 def write_static_queries(folder: Path, *, documents: bool = False) -> Path:
-    """Writes a SparseEncoder with queries that take no run of the model, or with documents that take none."""
+    """Write a SparseEncoder with a table in place of the model for queries, or for documents."""
     from sentence_transformers import SparseEncoder
     from sentence_transformers.base.modules import Router
     from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding
@@ -137,7 +140,7 @@ def change(path: Path, **changed: Any) -> None:
 
 
 def write_trained_splade(folder: Path, active: int = 2000) -> Path:
-    """Writes the real MiniLM as a SPLADE model, with an untrained head, biased to `active` words a text."""
+    """Write the real MiniLM as a SPLADE model with an untrained head, with a bias for `active` words a text."""
     import transformers
     from sentence_transformers import SparseEncoder
     from sentence_transformers.base.modules import Transformer

@@ -1,4 +1,4 @@
-"""An encoder's weights as the code of each layout would have saved them; written without the exporter's own tables."""
+"""An encoder's weights in the format of each layout's own code, written without the exporter's tables."""
 
 from typing import Any
 

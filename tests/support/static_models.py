@@ -1,4 +1,4 @@
-"""Directories of static embeddings, as sentence-transformers and model2vec save them: small, with random tables."""
+"""Directories of static embeddings, in the formats of sentence-transformers and model2vec, with small random tables."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ WIDTH = 12
 
 
 def _tokenizer() -> Tokenizer:
-    """It knows no other letters, and puts tokens around a text that static embeddings leave out."""
+    """A tokenizer of some letters. It puts tokens around a text, which static embeddings leave out."""
     vocabulary = {token: i for i, token in enumerate(["[PAD]", "[CLS]", "[SEP]", "[MASK]", *LETTERS])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.normalizer = normalizers.Lowercase()
@@ -25,7 +25,7 @@ def _tokenizer() -> Tokenizer:
 
 
 def write_static(folder: Path, *, dense: bool = False) -> Path:
-    """Writes a StaticEmbedding, with a Dense behind it where that is asked for."""
+    """Write a StaticEmbedding, with a Dense after it if `dense` is set."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import Dense, Normalize
     from sentence_transformers.sentence_transformer.modules import StaticEmbedding
@@ -39,7 +39,7 @@ def write_static(folder: Path, *, dense: bool = False) -> Path:
 
 
 def write_model2vec(folder: Path) -> Path:
-    """Writes a directory as model2vec does: a small table in float16, which row each id has, and each id's weight."""
+    """Write a directory of model2vec: a small table in float16, each id's row, and each id's weight."""
     torch.manual_seed(1)
     folder.mkdir()
     size = 4 + len(LETTERS)
@@ -64,6 +64,6 @@ def write_model2vec(folder: Path) -> Path:
 
 
 def static_text(n_tokens: int) -> str:
-    """A text of so many tokens."""
+    """A text of `n_tokens` tokens."""
     picked = torch.randint(0, len(LETTERS), (n_tokens,), generator=torch.Generator().manual_seed(n_tokens))
     return "".join(LETTERS[i] for i in picked.tolist())

@@ -1,4 +1,4 @@
-"""Tiny models as rows of data: each is a directory that an author's library saved, and the vectors that it gives.
+"""Tiny models as rows of data: each row is a directory from an author's library, and the library's vectors.
 
 A row is one directory of sentence-transformers, PyLate, ColBERT, model2vec or BGE-M3. `Zoo` writes the directory,
 exports it once for all test tiers, and computes the library's vectors. The tests ask an Embedder or a server for the
@@ -42,7 +42,7 @@ WEIGHT_TOLERANCE = 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One way to ask for vectors.
+    """One combination of prompt and task.
 
     Attributes:
         task: "query" or "document"; None for neither.
@@ -76,7 +76,7 @@ class ZooModel:
 
     @property
     def ways(self) -> list[Way]:
-        """Each prompt and each task that the directory knows."""
+        """All prompts and tasks of the directory."""
         tasks = [Way("query"), Way("document")] if self.tasks else []
         if self.kind != "dense":
             return tasks
@@ -210,7 +210,7 @@ _SPARSE: dict[str, Callable[[Path], object]] = {
 }
 SPARSE = {name: ZooModel(write, "sparse", SPARSE_TEXTS) for name, write in _SPARSE.items()}
 MODELS: dict[str, ZooModel] = {**DENSE, **LATE, **SPARSE}
-# Not compared with a library row by row: the authors' code of BGE-M3 is in the test, trained weights judge precisions.
+# Not compared with a library row by row: a test has BGE-M3's own code, and trained weights are for precisions.
 OTHERS: dict[str, ZooModel] = {
     "bge-m3": ZooModel(write_bge_m3, texts=SPARSE_TEXTS),
     "trained-late": ZooModel(trained, "multi_vector", REAL_TEXTS),
@@ -226,7 +226,7 @@ class Zoo:
         self._libraries: dict[str, Any] = {}
 
     def directory(self, name: str) -> Path:
-        """The directory of a row, as its library saved it."""
+        """The directory of a row, written by its library."""
         path = self._folder / "directories" / name
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
@@ -258,15 +258,15 @@ class Zoo:
         if row.kind == "sparse":
             made = encode(list(texts or row.texts), convert_to_sparse_tensor=False, **arguments).numpy()
         else:
-            # One text at a time: in other batches the library's own rows differ by as much as the tolerance.
+            # One text at a time: the library's own rows differ by as much as the tolerance in other batches.
             made = encode(list(texts or row.texts), batch_size=1, convert_to_numpy=True, **arguments)
         return [np.atleast_2d(vectors) for vectors in made]
 
 
 def served(client: Any, name: str, way: Way, texts: Sequence[str], **options: Any) -> list[Array]:
-    """The vectors that a server gives, in the shapes of `Zoo.vectors`."""
+    """A server's vectors, in the shapes of `Zoo.vectors`."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the client warns of texts that are cut
+        warnings.simplefilter("ignore")  # the client warns of truncated texts
         if way.task:
             made = getattr(client, f"encode_{way.task}")(list(texts), model=name, **options)
         else:
@@ -275,7 +275,7 @@ def served(client: Any, name: str, way: Way, texts: Sequence[str], **options: An
 
 
 def embedded(embedder: Any, way: Way, texts: Sequence[str], **options: Any) -> list[Array]:
-    """The vectors that an Embedder gives, in the shapes of `Zoo.vectors`."""
+    """An Embedder's vectors, in the shapes of `Zoo.vectors`."""
     made = embedder.embed(list(texts), task=way.task, prompt_name=way.prompt_name, truncate=True, **options)
     if embedder.trained_kind != "sparse":
         return [np.atleast_2d(it) for it in made]
@@ -286,7 +286,7 @@ def embedded(embedder: Any, way: Way, texts: Sequence[str], **options: Any) -> l
 
 
 def assert_same(kind: Kind, got: Sequence[Array], want: Sequence[Array], where: object = "") -> None:
-    """Each text has as many vectors, and each vector is the library's within the tolerance."""
+    """Check that each text has as many vectors as expected, each within the tolerance."""
     assert [it.shape for it in got] == [it.shape for it in want], where
     for i, (ours, theirs) in enumerate(zip(got, want, strict=True)):
         if kind == "sparse":
@@ -297,7 +297,7 @@ def assert_same(kind: Kind, got: Sequence[Array], want: Sequence[Array], where: 
 
 
 def least_cosine_of(got: Sequence[Array], want: Sequence[Array]) -> float:
-    """The least cosine similarity of two vectors of the same place; texts without vectors are left out."""
+    """The least cosine similarity of vectors at the same place. Texts without vectors are left out."""
     ours, theirs = (torch.from_numpy(np.concatenate(its)).double() for its in (got, want))
     kept = theirs.norm(dim=-1) > 0
     return float(torch.nn.functional.cosine_similarity(ours[kept], theirs[kept]).min())
