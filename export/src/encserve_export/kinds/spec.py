@@ -201,6 +201,10 @@ class ModelSpec:
     used_parts: tuple[str, ...] = ()
     remark: str = ""
 
+    def __post_init__(self) -> None:
+        if self.l2_normalize and not self.pooling:
+            raise ConfigError("l2_normalize is for pooled vectors; give the pooling too")
+
 
 def spec_from_options(pooling: str | None, *, l2_normalize: bool) -> ModelSpec:
     """Return the spec of a model that is not in a directory.
@@ -212,8 +216,4 @@ def spec_from_options(pooling: str | None, *, l2_normalize: bool) -> ModelSpec:
     Raises:
         ConfigError: No pooling has that name, or `l2_normalize` is set without a pooling.
     """
-    if pooling is not None:
-        return ModelSpec(read_pooling(pooling), l2_normalize)
-    if l2_normalize:
-        raise ConfigError("l2_normalize is for pooled vectors; give the pooling too")
-    return ModelSpec()
+    return ModelSpec(manifest_pb2.POOLING_UNSPECIFIED if pooling is None else read_pooling(pooling), l2_normalize)

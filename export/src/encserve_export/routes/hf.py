@@ -317,8 +317,6 @@ def _export_file(
         positions, pad_token_id = _positions(build.settings), _number(build.settings, "pad_token_id") or 0
         vocab_size = vocab_size or _number(build.settings, "vocab_size")
     longest, remark = build.longest(positions)
-    if positions is not None and longest > positions:
-        raise ConfigError(f"max_sequence_tokens must be at most {positions} for this model; was {longest}")
     options = OnnxOptions(
         max_sequence_tokens=longest,
         pad_token_id=pad_token_id,
@@ -420,6 +418,8 @@ def _make_tokenizer(spec: ModelSpec, folder: Path) -> tuple[TokenizerFile | None
 
 def _longest(recipe: ModelSpec, positions: int | None, asked: int | None) -> tuple[int, str]:
     """The longest sequence to serve, and a remark, for a model with so many positions."""
+    if positions is not None and asked is not None and asked > positions:
+        raise ConfigError(f"max_sequence_tokens must be at most {positions} for this model; was {asked}")
     usual = recipe.max_seq_length
     known = [length for length in (positions, _model_max_length(recipe.encoder)) if length is not None]
     bound = min(known, default=DEFAULT_LONGEST)

@@ -31,7 +31,7 @@ from encserve_export.onnx_graph.interface import (
     vector_width,
 )
 from encserve_export.onnx_graph.run import OnnxEncoder, check_file, check_range
-from encserve_export.routes.reference import check_tokenizer
+from encserve_export.routes.reference import check_sizes
 from encserve_export.source.tokenizer import TokenizerFile
 from encserve_export.source.weights import sha256
 from encserve_proto.bundle.v1 import manifest_pb2
@@ -118,9 +118,15 @@ def export_onnx(
         if reference is None:  # otherwise the file's weights and PyTorch's would be in memory at once
             encoder = OnnxEncoder(files[0], graph)
         # Only now: if the file itself is at fault, an option would not help.
-        vocab_size = 0 if width else _vocab_size(options, rows)
-        _check_options(options, vocab_size)
+        vocab_size = (options.vocab_size or 0) if width else _vocab_size(options, rows)
         longest = options.max_sequence_tokens
+        check_sizes(
+            vocab_size=vocab_size,
+            width=width,
+            pad_token_id=options.pad_token_id,
+            max_sequence_tokens=longest,
+            tokenizer=options.tokenizer,
+        )
         sequences = agreement.random_sequences(longest, vocab_size=vocab_size, width=width)
         want = None
         if reference is not None:
@@ -198,30 +204,7 @@ def _vocab_size(options: OnnxOptions, rows: int | None) -> int:
             "the number of token ids is not known: no table in the file is looked up by input_ids directly. Give "
             "--vocab-size or --tokenizer"
         )
-    if wanted < 1:
-        raise VocabularyError(f"vocab_size must be at least 1; was {wanted}")
     return wanted
-
-
-def _check_options(options: OnnxOptions, vocab_size: int) -> None:
-    """Refuses options that are out of range, or contradict each other; `vocab_size` is 0 for vectors.
-
-    Raises:
-        ConfigError: A number is out of range.
-        TokenizerError: The tokenizer does not fit.
-    """
-    if options.max_sequence_tokens < 1:
-        raise ConfigError(f"max_sequence_tokens must be at least 1; was {options.max_sequence_tokens}")
-    check_tokenizer(options.tokenizer, vocab_size)
-    if vocab_size and not 0 <= options.pad_token_id < vocab_size:
-        raise ConfigError(f"pad_token_id must be from 0 to {vocab_size - 1}; was {options.pad_token_id}")
-    if not vocab_size and (options.pad_token_id or options.vocab_size):
-        raise ConfigError(
-            "vocab_size and pad_token_id must be 0 if the input is embeddings; was "
-            f"{options.vocab_size} and {options.pad_token_id}"
-        )
-    if options.vector.l2_normalize and options.vector.pooling == manifest_pb2.POOLING_UNSPECIFIED:
-        raise ConfigError("l2_normalize needs a pooling; give the pooling too")
 
 
 def _padding_advice(precision: str) -> str:
