@@ -23,6 +23,7 @@ from encserve_export.source.weights import holds_weights, read_json, read_object
 from encserve_proto.bundle.v1 import manifest_pb2
 
 _SENTENCE = "sentence_embedding"
+_MODULES = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout")
 
 
 def read_dense(directory: Path, repository: str, *, ignore_head: bool = False) -> ModelSpec:
@@ -45,20 +46,23 @@ def read_dense(directory: Path, repository: str, *, ignore_head: bool = False) -
             encoder=encoder, max_seq_length=settings.get("max_seq_length"), tokenizer=load_tokenizer(encoder)
         )
     kinds = [kind for kind, _ in read_modules(directory)]
-    if "Router" in kinds or kinds[:1] != ["Transformer"]:
-        raise UnsupportedModelError(refusal("Router" if "Router" in kinds else (kinds or ["missing"])[0]))
+    others = [kind for kind in kinds if kind not in _MODULES]
+    if others or kinds[:1] != ["Transformer"]:
+        raise UnsupportedModelError(refusal(*(others or kinds or ["missing"])[:1]))
     loaded = load(directory, "dense", repository)
     transformer, *rest = loaded.children()
     if transformer.query_expansion is not None:
         raise UnsupportedModelError(f"{encoder}: query_expansion is for multi-vector models; remove it")
     text, vector = read_text(encoder, loaded, transformer), read_vector(directory, loaded, rest)
+    tasks = read_tasks(loaded.prompts, transformer)
+    # A limit of the tokenizer or of the positions alone is not a choice of the authors.
+    lengths = read_lengths(transformer, tasks) if states_length(settings) else {}
     return dataclasses.replace(
         vector,
         **text,
+        **lengths,
         skips_prompt=vector.skips_prompt and text["template"] is None,  # messages know no length of a prompt
-        # A limit of the tokenizer or of the positions alone is not a choice of the authors.
-        max_seq_length=longest_text(transformer) if states_length(settings) else None,
-        tasks=read_tasks(loaded.prompts, transformer),
+        tasks=tasks,
     )
 
 
@@ -126,12 +130,8 @@ def read_vector(
                 spec, pooling=first, more_poolings=tuple(more), skips_prompt=not module.include_prompt
             )
         elif kind in ("Dense", "LayerNorm", "Normalize") and spec.pooling:
-            ends = {getattr(module, f"module_{end}_name", _SENTENCE) for end in ("input", "output")}
-            if ends != {_SENTENCE}:
-                raise UnsupportedModelError(
-                    f"its {kind} module must read and write {_SENTENCE}; here it reads or writes "
-                    f"{' and '.join(sorted(map(str, ends)))}. Serve it with sentence-transformers"
-                )
+            if {getattr(module, f"module_{end}_name", _SENTENCE) for end in ("input", "output")} != {_SENTENCE}:
+                raise UnsupportedModelError(refusal(kind))
             head.append(module)
         elif kind != "Dropout":  # it does nothing after training
             raise UnsupportedModelError(refusal(kind))
@@ -143,32 +143,39 @@ def read_vector(
     return dataclasses.replace(spec, head=Steps(head, _SENTENCE), modules=facts(directory, loaded, head))
 
 
-def longest_text(transformer: Any) -> int | None:
-    """Return the most tokens that sentence-transformers gives the model; None without a limit."""
-    length = transformer.max_seq_length
-    return length if length is not None and length < NO_BOUND else None
-
-
 def read_tasks(prompts: Mapping[str, str], transformer: Any) -> dict[str, manifest_pb2.TaskSettings]:
     """Return the settings of encode_query and encode_document: a prompt and a longest text.
 
     Args:
         prompts: The model's prompts by name.
         transformer: The Transformer module; None for a static embedding.
-
-    Raises:
-        UnsupportedModelError: A length of a task exceeds the length of all texts.
     """
-    tasks = {}
-    for task in TASKS:
-        length = getattr(transformer, f"{task}_length", None)
-        usual = None if transformer is None else longest_text(transformer)
-        if length is not None and usual is not None and length > usual:
-            raise UnsupportedModelError(
-                f"{task}_length must be at most max_seq_length, {usual}, a bundle's longest; was {length}"
-            )
-        tasks[task] = manifest_pb2.TaskSettings(prompt_name=task if prompts.get(task) else "", max_tokens=length or 0)
-    return tasks
+    return {
+        task: manifest_pb2.TaskSettings(
+            prompt_name=task if prompts.get(task) else "",
+            max_tokens=getattr(transformer, f"{task}_length", None) or 0,
+        )
+        for task in TASKS
+    }
+
+
+def read_lengths(transformer: Any, tasks: Mapping[str, manifest_pb2.TaskSettings]) -> dict[str, Any]:
+    """Return `max_seq_length` and `max_tokens` of a `ModelSpec`. The length of a task may exceed max_seq_length.
+
+    If so, set the length of the other tasks to max_seq_length.
+
+    Args:
+        transformer: The Transformer module.
+        tasks: The settings of each task, with its own length.
+    """
+    usual = transformer.max_seq_length
+    if usual is None or usual >= NO_BOUND:
+        return {"max_seq_length": None}
+    longest = max(usual, *(settings.max_tokens for settings in tasks.values()))
+    shorter = usual if usual < longest else 0
+    for settings in tasks.values():
+        settings.max_tokens = settings.max_tokens or shorter
+    return {"max_seq_length": longest, "max_tokens": shorter}
 
 
 def facts(directory: Path, loaded: Any, modules: Sequence[Any]) -> tuple[ModuleFacts, ...]:
