@@ -39,8 +39,6 @@ def read_static(directory: Path) -> ModelSpec:
     loaded = load(directory, "static")
     first, *rest = loaded.children()
     truncation = first.tokenizer.truncation
-    if truncation is not None and truncation["direction"].lower() != "right":
-        raise UnsupportedModelError(f"{directory}: its tokenizer cuts texts at their beginning, which is not served")
     return dataclasses.replace(
         read_vector(directory, loaded, rest, manifest_pb2.POOLING_MEAN),
         kind="static",

@@ -27,7 +27,6 @@ from encserve_export.core.errors import (
     WeightValueError,
 )
 from encserve_export.core.precision import Precision
-from encserve_export.kinds.bge_m3 import with_bge_m3
 from encserve_export.kinds.reading import read
 from encserve_export.kinds.spec import NO_BOUND, ModelSpec, read_pooling
 from encserve_export.kinds.static import write_graph
@@ -101,14 +100,12 @@ def export_hf(
     recipe = read(directory, "" if origin is None else origin.repository, ignore_head=ignore_head)
     with store.temporary_folder() as folder:
         tokenizer, text = _make_tokenizer(recipe, folder)
-        if recipe.kind == "dense":
-            recipe = with_bge_m3(recipe, recipe.encoder, tokenizer)
         if pooling is not None:
             if recipe.pooling or recipe.kind != "dense":
                 raise ConfigError("pooling is for a checkpoint that does not say its own; this one's files do")
             recipe = dataclasses.replace(recipe, pooling=read_pooling(pooling))
         settings = {} if recipe.table is not None else _read_settings(recipe.encoder)
-        _check_sides(recipe.encoder)
+        _check_side(recipe)
         _check_ids_only(directory, tokenizer, ids_only=ids_only)
         if text:
             progress(text)
@@ -379,18 +376,17 @@ def _check_ids_only(directory: Path, tokenizer: TokenizerFile | None, *, ids_onl
         )
 
 
-def _check_sides(directory: Path) -> None:
-    """Refuses a tokenizer that cuts texts at their beginning, as transformers reads it."""
-    config, file = (
-        read_object(path) if (path := directory / name).is_file() else {}
-        for name in ("tokenizer_config.json", manifest.TOKENIZER_FILE)
-    )
-    side = config.get("truncation_side") or (file.get("truncation") or {}).get("direction") or "right"
+def _check_side(recipe: ModelSpec) -> None:
+    """Refuse a tokenizer that cuts texts at their beginning."""
+    if recipe.table is None:
+        side = getattr(recipe.tokenizer, "truncation_side", "right")
+    else:
+        side = (recipe.tokenizer.truncation or {}).get("direction", "right")
     if side.lower() != "right":
         raise UnsupportedModelError(
-            f"{directory}: its tokenizer cuts long texts at their beginning (truncation_side {side!r}), which a bundle "
-            'cannot express. Write "truncation_side": "right" into tokenizer_config.json, and let callers send the end '
-            "of longer texts"
+            f"{recipe.encoder}: its tokenizer cuts long texts at their beginning (truncation_side {side!r}), which a "
+            'bundle cannot express. Write "truncation_side": "right" into tokenizer_config.json, and let callers send '
+            "the end of longer texts"
         )
 
 
