@@ -300,7 +300,7 @@ def test_a_directory_without_a_tokenizer_takes_ids_only(directory: Path) -> None
         (directory / name).unlink()
     exported = export(directory, ids_only=True)
     assert not exported.manifest.HasField("text")
-    assert "going on without tokenizer.json" in exported.notes["text"]
+    assert "no tokenizer.json: the model will take token ids" in exported.notes["text"]
     assert exported.notes["compared with"] == "transformers"
 
 
