@@ -163,7 +163,7 @@ def test_a_model_of_images_is_refused_with_its_reason(tmp_path: Path, monkeypatc
 
     DIRECTORIES["plain"](tmp_path / "m")
     monkeypatch.setattr(Transformer, "modalities", ["text", "image"])
-    assert "takes text, image: only models of text alone are served" in refused(tmp_path / "m", tmp_path)
+    assert "takes text, image; a bundle takes text only" in refused(tmp_path / "m", tmp_path)
 
 
 @pytest.mark.system

@@ -1,6 +1,6 @@
-"""BGE-M3's multi-vectors and sparse weights, from two files beside the encoder.
+"""Reads the heads of BGE-M3's multi-vectors and sparse weights from two files in the encoder's folder.
 
-modules.json describes the dense vectors. The formulas are from FlagEmbedding, the authors' code.
+modules.json describes only the dense vectors. The formulas are from FlagEmbedding, the authors' code.
 """
 
 import dataclasses
@@ -53,10 +53,7 @@ def with_bge_m3(spec: ModelSpec) -> ModelSpec:
 
 
 class _Normalize(nn.Module):
-    """Scales vectors to length 1; a vector of zeros stays."""
-
-    def forward(self, vectors: Tensor) -> Tensor:
-        """(tokens, width) to the same."""
+    def forward(self, vectors: Tensor) -> Tensor:  # (tokens, width) both
         return nn.functional.normalize(vectors, p=2, dim=-1)
 
 

@@ -1,4 +1,4 @@
-"""Reads a directory that makes one vector of a text, from the modules that sentence-transformers loads."""
+"""Reads a directory of a model with one vector per text, as sentence-transformers loads it."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -67,7 +67,7 @@ def read_dense(directory: Path, repository: str, *, ignore_head: bool = False) -
 
 
 def read_text(encoder: Path, loaded: Any, transformer: Any) -> dict[str, Any]:
-    """Return the fields of a `ModelSpec` that say how a text becomes token ids.
+    """Return the fields of a `ModelSpec` for the way from a text to token ids.
 
     Args:
         encoder: The folder of the encoder.
@@ -75,25 +75,25 @@ def read_text(encoder: Path, loaded: Any, transformer: Any) -> dict[str, Any]:
         transformer: Its Transformer module.
 
     Raises:
-        UnsupportedModelError: The model takes more than text, or gives the rows of a decoder, or its chat template
+        UnsupportedModelError: The model takes more than text, its rows come from a decoder, or its chat template
             changes a text.
     """
     modalities, config = set(transformer.modalities), transformer.model.config
     if not {"text"} <= modalities <= {"text", "message"}:
         raise UnsupportedModelError(
-            f"{encoder}: the model takes {', '.join(map(str, transformer.modalities))}: only models of text alone are "
-            "served. Save its text model alone with save_pretrained, and export that"
+            f"{encoder}: the model takes {', '.join(map(str, transformer.modalities))}; a bundle takes text only. Save "
+            "the text model alone with save_pretrained, and export that"
         )
     if config.is_encoder_decoder and hasattr(transformer.model, "decoder"):
         raise UnsupportedModelError(
-            f"{encoder / 'config.json'}: of model_type {config.model_type!r} sentence-transformers pools the rows of "
-            "the decoder, which are not served here; without modules.json the encoder alone is exported"
+            f"{encoder / 'config.json'}: for model_type {config.model_type!r} sentence-transformers pools the rows of "
+            "the decoder, which a bundle does not have; without modules.json the encoder alone is exported"
         )
     has_prompts = any(loaded.prompts.values())
     return {
         "encoder": encoder,
         "loaded": loaded,
-        # transformers makes a tokenizer of special tokens alone if the directory has no tokenizer.
+        # Without a tokenizer in the directory, transformers makes one that has only special tokens.
         "tokenizer": None if tokenizer_source(encoder) is None else transformer.tokenizer,
         "template": read_template(transformer, has_prompts=has_prompts) if "message" in modalities else None,
         "prompts": dict(loaded.prompts),
@@ -113,7 +113,7 @@ def read_vector(
         directory: The directory.
         loaded: A model of sentence-transformers.
         modules: The modules after its encoder.
-        pooling: The pooling of the encoder itself; unspecified if a Pooling module says it.
+        pooling: The pooling of the encoder itself; unspecified if a Pooling module sets it.
 
     Raises:
         CheckpointFileError: The weights of a module are unreadable.
@@ -206,7 +206,7 @@ def facts(directory: Path, loaded: Any, modules: Sequence[Any]) -> tuple[ModuleF
 
 
 def _similarity(directory: Path, loaded: Any) -> str:
-    """The similarity that the directory states, or nothing: sentence-transformers has a default."""
+    """Return the similarity in the directory's file, or "". The loaded model would give its default instead."""
     settings = read_object(directory / SETTINGS) if (directory / SETTINGS).is_file() else {}
     stated = settings.get("similarity_fn_name")
     return str(stated) if stated in loaded.SUPPORTED_SIMILARITY_FN_NAMES else ""

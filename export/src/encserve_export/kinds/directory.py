@@ -1,6 +1,7 @@
-"""The files of a directory: the kind of the model, its modules, and how sentence-transformers loads it.
+"""Finds the kind and the modules of a directory, and loads the directory with sentence-transformers.
 
-No code from a directory is run: each module must be a class of sentence-transformers, in a folder of the directory.
+The exporter runs no code from a directory. Each module must be a class of sentence-transformers, in a folder of the
+directory.
 """
 
 import os
@@ -18,16 +19,17 @@ from encserve_export.source.weights import read_json, read_object
 MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"
 TRANSFORMERS = ("Transformer", "MLMTransformer")
-_ALONE = "serve the model with sentence-transformers. Without modules.json the encoder alone is exported"
+_ALONE = "without modules.json the encoder alone is exported"
 _APART = "queries and documents go through different modules; export each folder separately"
 _SPARSE = ("MLMTransformer", "SpladePooling", "SparseStaticEmbedding", "SparseAutoEncoder")
-# By model_type in config_sentence_transformers.json, and by the fields that only PyLate writes there.
+# The kinds by model_type in config_sentence_transformers.json.
 _KINDS: Mapping[str, Kind] = {
     "SentenceTransformer": "dense",
     "SparseEncoder": "sparse",
     "MultiVectorEncoder": "multi_vector",
     "ColBERT": "multi_vector",
 }
+# Only PyLate writes these fields there.
 _PYLATE = ("query_prefix", "document_prefix", "do_query_expansion", "attend_to_expansion_tokens", "skiplist_words")
 _PYLATE_DENSE = "pylate.models.Dense.Dense"  # sentence-transformers reads it as its own Dense
 _CLASSES: Mapping[Kind, str] = {
@@ -41,7 +43,7 @@ _TRANSFORMER_FILES = [
     f"sentence_{model}_config.json"
     for model in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 ]
-# sentence-transformers leaves prompts out of pooling for these, by their names on the hub.
+# By these names on the hub, sentence-transformers leaves prompts out of pooling.
 _INSTRUCTORS = ("hkunlp/instructor-base", "hkunlp/instructor-large", "hkunlp/instructor-xl")
 
 
@@ -117,7 +119,7 @@ def read_modules(directory: Path) -> list[tuple[str, Path]]:
 
 
 def transformer_folder(directory: Path) -> Path:
-    """Return the folder of the encoder: the one in modules.json, or the directory itself.
+    """Return the encoder's folder from modules.json, or the directory itself.
 
     Raises:
         CheckpointFileError, UnsupportedModelError: As in `read_modules`.
@@ -193,7 +195,7 @@ def transformer_of(loaded: Any) -> Any:
 
 def refusal(kind: str) -> str:
     """Return the error text for a module that a bundle cannot express."""
-    advice = _APART if kind in ("Asym", "Router") else _ALONE
+    advice = _APART if kind in ("Asym", "Router") else f"serve the model with sentence-transformers; {_ALONE}"
     return f"modules.json has a {kind} module, which a bundle cannot express here: {advice}"
 
 
@@ -213,18 +215,17 @@ def _checked(directory: Path, path: Path, name: str, folder: Path) -> tuple[str,
 
 
 def _check_activation(path: Path, default: str | None) -> None:
-    """Refuse an activation that sentence-transformers replaces by Tanh without an error."""
     activation = _read_if_there(path).get("activation_function", default)
     if not str(activation).startswith("torch.nn."):
         raise UnsupportedModelError(
             f"{path}: activation_function must be a class of torch.nn; was {activation!r}, which sentence-transformers "
-            'would replace by Tanh. Write the one that the model was trained with: "torch.nn.modules.linear.Identity" '
-            "for none"
+            "would replace by Tanh. Write the activation of the training there; without one, "
+            '"torch.nn.modules.linear.Identity"'
         )
 
 
 def _model_arguments(directory: Path) -> dict[str, Any]:
-    """The arguments of the encoder. Flash attention needs a GPU, so any configured attention is replaced by eager."""
+    """Return the arguments of the encoder. A configured attention may need a GPU, so eager replaces it."""
     encoder = transformer_folder(directory)
     config = _read_if_there(encoder / "config.json")
     config |= _arguments(transformer_settings(encoder), "model_args", "model")

@@ -32,7 +32,7 @@ def read_multi_vector(directory: Path) -> ModelSpec:
             f"{directory}: its first module must be a Transformer of text; was {type(first).__name__}"
         )
     text = read_text(encoder, loaded, first)
-    projections, mask, pooling = _sorted(rest)
+    projections, mask, pooling = _split(rest)
     tasks = read_tasks(loaded.prompts, first)
     for task, settings in tasks.items():
         _fill(settings, task, first, mask, pooling)
@@ -47,7 +47,7 @@ def read_multi_vector(directory: Path) -> ModelSpec:
     )
 
 
-def _sorted(modules: list[Any]) -> tuple[list[nn.Module], Any, Any]:
+def _split(modules: list[Any]) -> tuple[list[nn.Module], Any, Any]:
     """Split modules into projections, a mask of tokens or None, and a token pooling or None."""
     projections: list[nn.Module] = []
     mask = pooling = None
@@ -106,7 +106,7 @@ def _expand(settings: manifest_pb2.TaskSettings, first: Any) -> None:
 
 
 def _skipped(words: list[str], tokenizer: Any) -> list[int]:
-    """The ids of words without a vector. A word outside the vocabulary does not skip the unknown token."""
+    """Return the ids of words without a vector. A word outside the vocabulary must not skip the unknown token."""
     ids = {word: tokenizer.convert_tokens_to_ids(word) for word in words}
     unknown = tokenizer.unk_token_id
     return sorted({it for word, it in ids.items() if it is not None and (it != unknown or word == tokenizer.unk_token)})

@@ -1,4 +1,4 @@
-"""Reads the directories of sparse encoders (SPLADE), also with a Router that sends a task to static weights.
+"""Reads a directory of a sparse encoder (SPLADE). A Router may give queries or documents static weights.
 
 sentence-transformers loads them, and adds the settings that older layouts lack.
 """
@@ -99,7 +99,7 @@ def read_sparse(directory: Path) -> ModelSpec:
 
 
 def _facts(directory: Path, pooling: Any, static: Sequence[StaticWeights]) -> tuple[ModuleFacts, ...]:
-    """The modules after the encoder, for the space id. The encoder's tensors include the head's weights."""
+    """Return the facts for the space id. The encoder's tensors already include the head's weights."""
     settings = {"pooling_strategy": pooling.pooling_strategy, "activation_function": pooling.activation_function}
     usual = {"pooling_strategy": "max", "activation_function": "relu"}
     settings = {name: value for name, value in settings.items() if value != usual[name]}
@@ -110,7 +110,7 @@ def _facts(directory: Path, pooling: Any, static: Sequence[StaticWeights]) -> tu
 
 
 def _branch(directory: Path, loaded: Any, task: str) -> Sequence[Any]:
-    """The modules for texts of a task: an encoder and its pooling, or static weights."""
+    """Return the modules for the texts of a task: an encoder and its pooling, or static weights."""
     modules = list(loaded.children())
     if type(modules[0]).__name__ == "Router":
         route = _route(modules[0], task)
@@ -136,7 +136,7 @@ def _route(router: Any, task: str | None) -> str | None:
 
 
 def _splade(language_model: Any, pooling: Any, max_active_dims: int | None) -> SparseHead:
-    """The head of the language model: a copy with the same weights, and a stub instead of the encoder."""
+    """Return the head: a copy of the language model with shared weights, and a stub instead of the encoder."""
     encoder = getattr(language_model, language_model.base_model_prefix)
     shared: dict[int, Any] = {id(weight): weight for weight in language_model.parameters()}
     head = copy.deepcopy(language_model, shared | {id(encoder): EncoderStub()})

@@ -1,4 +1,4 @@
-"""The export of a user's PyTorch module, traced and compared with itself."""
+"""Exports a user's PyTorch module, and compares the graph with the module."""
 
 import contextlib
 import json
@@ -24,14 +24,14 @@ from encserve_export.source.tokenizer import TokenizerFile
 
 
 class _Rows(nn.Module):
-    """The user's module, called with the mask of a bundle: int64 (batch, seq), 1 for a token."""
+    """Calls the user's module with a bool mask."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, inputs: Tensor, attention_mask: Tensor) -> Tensor:
-        """Rows, float32 (batch, seq, d_model)."""
+        """Map inputs and mask, int64 (batch, seq), 1 for a token, to rows, float32 (batch, seq, d_model)."""
         rows: Tensor = self.module(inputs, attention_mask == 1)
         return rows
 
@@ -155,7 +155,7 @@ def _vocab_size(
 
 
 def _check_module(reference: Reference) -> None:
-    """Refuses a module that does not run, or does not return rows."""
+    """Refuse a module that does not run, or does not return rows."""
     inputs, mask = reference.example()
     description, shape = reference.description, tuple(mask.shape)
     given = (
@@ -189,7 +189,7 @@ def _check_module(reference: Reference) -> None:
 
 @contextlib.contextmanager
 def _in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Puts a module into eval mode, and each of its parts back into the mode it was in."""
+    """Put a module into eval mode, and afterwards each of its parts back into its own mode."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
