@@ -56,7 +56,7 @@ def write_multi_vector(head: MultiVectorHead, d_model: int, folder: Path) -> man
 
 
 def write_sparse(head: SparseHead, shape: manifest_pb2.EncoderShape, folder: Path) -> manifest_pb2.Sparse:
-    """Write the modules that weigh the words of the vocabulary, in float32, with their own weights in a second file.
+    """Write the modules that weigh the words of the vocabulary, and their own weights to a second file.
 
     Raises:
         CheckpointFileError: The modules do not take rows of `d_model` dimensions.
@@ -93,8 +93,7 @@ def _write(module: nn.Module, example: Mapping[str, Tensor], path: Path, what: s
         example: Its inputs in order: (n, width), or (n, seq, width) and (n, seq).
         path: The file to write.
         what: The name of the module in errors.
-        sparse: Whether the output is weights over the vocabulary. Then the module's weights go to a file beside the
-            graph.
+        sparse: Whether the output is weights over the vocabulary. If so, the module's weights go to a second file.
     """
     rows = next(iter(example.values()))
     axes = dict(enumerate(("n", "seq")[: rows.dim() - 1]))
