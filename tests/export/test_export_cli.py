@@ -93,7 +93,7 @@ def test_hf_refuses_pooling_for_a_directory_with_its_own(tmp_path: Path, models:
     (directory / "1_Pooling").mkdir()
     (directory / "1_Pooling" / "config.json").write_text('{"embedding_dimension": 32}')
     result = run("hf", directory, "--ids-only", "--model-repository", models, "--pooling", "cls")
-    assert "pooling is for a checkpoint that does not say its own" in result.stderr
+    assert "the files of this checkpoint state its pooling" in result.stderr
 
 
 def test_checkpoint(models: Path, tmp_path: Path, write_tokenizer: Callable[..., Path]) -> None:

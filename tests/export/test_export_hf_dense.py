@@ -90,11 +90,18 @@ def test_a_length_that_is_not_a_number_of_tokens(directory: Path, content: dict[
         read(directory)
 
 
+def test_the_length_of_a_task_may_exceed_max_seq_length(directory: Path) -> None:
+    change(directory / "sentence_bert_config.json", query_length=8, max_seq_length=7)
+    spec = read(directory)
+    assert (spec.max_seq_length, spec.max_tokens) == (8, 7)
+    assert [spec.tasks[task].max_tokens for task in ("query", "document")] == [8, 7]
+
+
 @pytest.mark.parametrize(
     ("module", "problem"),
     [
-        ("sentence_transformers.models.WordEmbeddings", "WordEmbeddings module, .*: it has no encoder"),
-        ("sentence_transformers.models.CLIPModel", "CLIPModel module, .*: it takes images too; save its text model"),
+        ("sentence_transformers.models.WordEmbeddings", "WordEmbeddings module, .*: serve the model with"),
+        ("sentence_transformers.models.CLIPModel", "CLIPModel module, .*: serve the model with"),
         ("sentence_transformers.base.modules.router.Router", "Router module, .*: queries and documents go through"),
         ("custom_st.Transformer", "has a module custom_st.Transformer: it is not from sentence-transformers, so"),
         ("pylate.models.Evil.Dense", "has a module pylate.models.Evil.Dense: it is not"),
@@ -122,7 +129,7 @@ def test_a_module_that_a_bundle_cannot_express_is_refused(directory: Path) -> No
     )
     torch.save({"layer_weights": torch.ones(3)}, directory / path / "pytorch_model.bin")
     with pytest.raises(
-        UnsupportedModelError, match="WeightedLayerPooling module, .*: without modules.json the encoder"
+        UnsupportedModelError, match=r"WeightedLayerPooling module, .*; without modules.json the encoder"
     ):
         read(directory)
 
@@ -154,13 +161,12 @@ def test_a_routers_modules_are_checked_before_anything_is_loaded(directory: Path
             {"query_expansion": {"strategy": "min", "length": 9}},
             "query_expansion is for multi-vector",
         ),
+        ("adapter_config.json", {}, "is an adapter, .* merge them with PEFT's merge_and_unload"),
         (
-            "sentence_bert_config.json",
-            {"query_length": 8, "max_seq_length": 7},
-            "query_length must be at most .* was 8",
+            "2_Normalize/config.json",
+            {"module_output_name": "x"},
+            "has a Normalize module, which a bundle cannot",
         ),
-        ("adapter_config.json", {}, "holds an adapter .* merge them with PEFT's merge_and_unload"),
-        ("2_Normalize/config.json", {"module_output_name": "x"}, "Normalize module must read and write sentence_emb"),
         ("1_Pooling/config.json", {"pooling_mode": ["mean", "attention"]}, "cannot load .*Invalid pooling mode"),
     ],
 )
@@ -237,7 +243,7 @@ def test_the_rows_of_a_decoder_are_refused(tmp_path: Path) -> None:
     config = {"d_model": D_MODEL, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
               "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}  # fmt: skip
     write_model(tmp_path, [MEAN], encoder={"model_type": "bart", "config": config})
-    with pytest.raises(UnsupportedModelError, match="of model_type 'bart' sentence-transformers pools the rows of the"):
+    with pytest.raises(UnsupportedModelError, match="for model_type 'bart' sentence-transformers pools the rows"):
         read(tmp_path)
 
 
@@ -247,7 +253,7 @@ def test_the_rows_of_a_decoder_are_refused(tmp_path: Path) -> None:
         ({"in_features": 5}, "cannot load .*: Error.* size mismatch"),
         ({"activation_function": "mine.Tanh"}, "must be a class of torch.nn; was 'mine.Tanh', which .* Tanh"),
         ({"activation_function": "torch.hub.load"}, "must be a class of torch.nn; was 'torch.hub.load'"),
-        ({"module_input_name": "token_embeddings"}, "Dense module must read and write sentence_embedding"),
+        ({"module_input_name": "token_embeddings"}, "has a Dense module, which a bundle cannot"),
     ],
 )
 def test_a_dense_module_that_cannot_be_read(tmp_path: Path, config: dict[str, object], problem: str) -> None:
@@ -294,7 +300,7 @@ def test_a_directory_without_a_tokenizer_takes_ids_only(directory: Path) -> None
         (directory / name).unlink()
     exported = export(directory, ids_only=True)
     assert not exported.manifest.HasField("text")
-    assert "going on without tokenizer.json" in exported.notes["text"]
+    assert "no tokenizer.json: the model will take token ids" in exported.notes["text"]
     assert exported.notes["compared with"] == "transformers"
 
 

@@ -39,7 +39,7 @@ def test_a_tokenizer_that_cuts_texts_sets_the_longest(tmp_path: Path) -> None:
     assert its.parity.max_pipeline_error <= 1e-6
     tokenizer.enable_truncation(30, direction="left")
     tokenizer.save(path)
-    with pytest.raises(UnsupportedModelError, match="cuts texts at their beginning"):
+    with pytest.raises(UnsupportedModelError, match="cuts long texts at their beginning"):
         export_hf(directory, Target(model_repository=tmp_path / "models", name="other"))
 
 

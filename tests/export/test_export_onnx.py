@@ -31,7 +31,6 @@ from onnx_files import (
 from encserve_export import EncoderConfig, OnnxOptions, Target, export_onnx
 from encserve_export.cli import main
 from encserve_export.core.errors import ConfigError, TokenizerError, UnsupportedModelError, VocabularyError
-from encserve_export.kinds.spec import ModelSpec
 from encserve_export.onnx_graph import external
 from encserve_export.onnx_graph.interface import Names, embedding_rows, precision_of
 from encserve_export.onnx_graph.nodes import all_tensors
@@ -290,7 +289,6 @@ def test_a_tokenizer_with_more_ids(file: Path, target: Target, write_tokenizer: 
         (OnnxOptions(max_sequence_tokens=0), "max_sequence_tokens must be at least 1; was 0"),
         (OnnxOptions(pad_token_id=50), "pad_token_id must be from 0 to 49; was 50"),
         (OnnxOptions(pad_token_id=-1), "pad_token_id must be from 0 to 49; was -1"),
-        (OnnxOptions(vector=ModelSpec(l2_normalize=True)), "l2_normalize needs a pooling"),
     ],
 )
 def test_options_out_of_range(file: Path, target: Target, options: OnnxOptions, message: str) -> None:

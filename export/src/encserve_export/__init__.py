@@ -1,4 +1,4 @@
-"""Exports a PyTorch or ONNX encoder as a verified model bundle.
+"""Export a PyTorch or ONNX encoder as a verified model bundle.
 
 The command line is `encserve-export`. In Python, `export_hf`, `export_checkpoint`, `export_module`, `export_onnx`,
 `export_init` and `export_encoder` do the same.

@@ -46,8 +46,8 @@ def main() -> None:
 def _exports(command: Callable[..., Exported]) -> Callable[..., None]:
     """Turn an export function into a command.
 
-    The function gets a `target` and a `progress` callback. The command adds the options of the target, prints each step
-    on stderr and the report on stdout, and shows an `ExportError` without a traceback.
+    The function gets a `target` and a `progress` callback. The command adds the options of the target. It prints each
+    step on stderr and the report on stdout, and shows an `ExportError` without a traceback.
     """
 
     @functools.wraps(command)
@@ -64,7 +64,7 @@ def _exports(command: Callable[..., Exported]) -> Callable[..., None]:
                 overwrite=overwrite,
                 keep_space_id=keep_space_id,
             )
-            # A large model is downloaded and traced for minutes before the draft would find this out.
+            # Now, because the download and the trace of a large model take minutes.
             check_target(model_repository, target.name, version, overwrite=overwrite)
             with console.status("starting") as status:
 
@@ -83,7 +83,7 @@ def _exports(command: Callable[..., Exported]) -> Callable[..., None]:
             "--keep-space-id",
             metavar="ID",
             default="",
-            help="Write this space_id instead of the computed one, to go on using an index of vectors that has it. The "
+            help="Write this space_id instead of the computed one, to keep using an index with this space_id. The "
             "exporter cannot verify it.",
         ),
         click.option("--overwrite", is_flag=True, help="Replace this version if it exists."),
@@ -92,7 +92,7 @@ def _exports(command: Callable[..., Exported]) -> Callable[..., None]:
             "--model-repository",
             required=True,
             type=click.Path(file_okay=False, path_type=Path),
-            help="The directory of all bundles, NAME/VERSION/ in it; give the same to encserve-server.",
+            help="The directory of all bundles, in NAME/VERSION/. encserve-server takes the same directory.",
         ),
     ):
         run = option(run)
@@ -178,8 +178,7 @@ def hf(
 ) -> Exported:
     """Export the Hugging Face checkpoint in DIRECTORY, or OWNER/NAME on the hub.
 
-    Every encoder that transformers has can be exported, and models of sentence-transformers with their pooling, prompts
-    and heads.
+    It takes every encoder of transformers, and models of sentence-transformers with their pooling, prompts and heads.
     """
     is_directory = Path(source).is_dir()
     if not is_directory and not hub.is_id(source):
@@ -382,7 +381,7 @@ def _read_renames(given: tuple[str, ...]) -> dict[str, str]:
 
 
 def _make_module(factory: str) -> nn.Module:
-    """Import FILE.py and call its FACTORY."""
+    """Import FILE.py and call FACTORY."""
     file, _, function = factory.rpartition(":")
     path = Path(file)
     if not path.is_file() or path.suffix != ".py":
@@ -403,7 +402,7 @@ def _make_module(factory: str) -> nn.Module:
 
 
 def _raise_on_termination() -> None:
-    """Turn SIGTERM and SIGHUP into an exception, as Python does for Ctrl-C, so that the draft is removed."""
+    """Make SIGTERM and SIGHUP raise an exception, so that the draft is removed, as for Ctrl-C."""
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)

@@ -12,13 +12,13 @@ from encserve_proto.bundle.v1 import manifest_pb2
 
 _POOLING_UNKNOWN = (
     "not given by the checkpoint, so each call must name one. sentence-transformers would use mean, or last_token for "
-    "a ...ForCausalLM. --pooling sets it"
+    "a ...ForCausalLM. --pooling sets the pooling"
 )
 _NOT_COMPARED_ROWS = (
     "no rows given: the configuration (norm, activation, positions, ...) was not compared with your module; --expect "
-    "compares it"
+    "compares both"
 )
-# Above this float32 error the report warns: the model's own rounding is visible in its vectors.
+# The report warns above this error, because rounding then changes the vectors visibly.
 _LARGE_FLOAT32_ERROR = 1e-4
 _SPARSE_POOLINGS = {
     manifest_pb2.SPARSE_POOLING_MAX: "the maximum over the tokens",
@@ -28,7 +28,7 @@ _SPARSE_POOLINGS = {
 
 
 def show(exported: Exported, console: Console) -> None:
-    """Print the parameters by part, then one line a fact: sizes, errors, ids, the bundle's folder."""
+    """Print the parameters by part, then one fact per line, such as sizes, errors and the bundle's folder."""
     console.print(_parameters(exported.manifest))
     console.print()
     for name, value in _facts(exported):
@@ -48,7 +48,7 @@ def _parameters(manifest: manifest_pb2.Manifest) -> Table:
 
 
 def _facts(exported: Exported) -> list[tuple[str, str]]:
-    """Names and values in the order of the report; facts without a value are left out."""
+    """Return names and values in the order of the report, without empty values."""
     manifest, notes = exported.manifest, exported.notes
     size = sum(file.size_bytes for file in manifest.files if file.path.startswith(names.FILE))
     facts = [
@@ -123,16 +123,16 @@ def _parity(parity: manifest_pb2.Parity) -> str:
         return f"least cosine similarity {parity.min_cosine:.6g}, required {parity.required_min_cosine}"
     if not parity.tolerance:
         return "not compared with PyTorch: the model came as ONNX"
-    errors = f"max error {parity.max_relative_error:.1e}, tolerance {parity.tolerance:.1e}"
+    errors = f"max error {parity.max_relative_error:.1e}, tolerance {parity.tolerance:.1e}, from PyTorch in"
     if not parity.float32_error:
-        return f"{errors}, from PyTorch in float32: the model does not run in float64"
-    errors += f", from PyTorch in float64; PyTorch's own float32 {parity.float32_error:.1e}"
+        return f"{errors} float32: the model does not run in float64"
+    text = f"{errors} float64; PyTorch's own float32 {parity.float32_error:.1e}"
     if parity.float32_error > _LARGE_FLOAT32_ERROR:
-        errors += (
+        text += (
             f". float32 is off by more than {_LARGE_FLOAT32_ERROR:.0e} for this model: vectors of other CPUs and "
             "libraries differ by as much"
         )
-    return errors
+    return text
 
 
 def _expected(exported: Exported) -> str:

@@ -1,4 +1,4 @@
-"""Writes the modules that follow the encoder as ONNX: heads of pooled vectors, of MaxSim, and over the vocabulary."""
+"""Writes heads as ONNX: modules after pooling, modules that make MaxSim vectors, and modules over the vocabulary."""
 
 import contextlib
 from collections.abc import Mapping
@@ -8,9 +8,10 @@ import onnx
 import torch
 from torch import Tensor, nn
 
+from encserve_export.check.agreement import compare, relative_error
 from encserve_export.core.errors import CheckpointFileError, ParityError
 from encserve_export.core.float64 import in_float64
-from encserve_export.core.precision import HEAD_TOLERANCE, VOCABULARY_HEAD_TOLERANCE, tolerance_for
+from encserve_export.core.precision import HEAD_TOLERANCE, Bounds, tolerance_for
 from encserve_export.core.runtime import open_session
 from encserve_export.kinds.spec import MultiVectorHead, SparseHead
 from encserve_export.onnx_graph import traced
@@ -55,7 +56,7 @@ def write_multi_vector(head: MultiVectorHead, d_model: int, folder: Path) -> man
 
 
 def write_sparse(head: SparseHead, shape: manifest_pb2.EncoderShape, folder: Path) -> manifest_pb2.Sparse:
-    """Write the modules that weigh the words of the vocabulary, in float32, with their own weights in a second file.
+    """Write the modules that weigh the words of the vocabulary, and their own weights to a second file.
 
     Raises:
         CheckpointFileError: The modules do not take rows of `d_model` dimensions.
@@ -92,8 +93,7 @@ def _write(module: nn.Module, example: Mapping[str, Tensor], path: Path, what: s
         example: Its inputs in order: (n, width), or (n, seq, width) and (n, seq).
         path: The file to write.
         what: The name of the module in errors.
-        sparse: Whether the output is weights over the vocabulary. Then the module's weights go to a file beside the
-            graph.
+        sparse: Whether the output is weights over the vocabulary. If so, the module's weights go to a second file.
     """
     rows = next(iter(example.values()))
     axes = dict(enumerate(("n", "seq")[: rows.dim() - 1]))
@@ -114,23 +114,11 @@ def _write(module: nn.Module, example: Mapping[str, Tensor], path: Path, what: s
     with Path(f"{path}.data").open("wb") if sparse else contextlib.nullcontext() as data:
         traced.take_weights(model, traced.fold_weights(model, module), data)
     onnx.save_model(model, path)
-    session = open_session(path)
-    (got,) = session.run([_OUTPUT], {name: tensor.numpy() for name, tensor in example.items()})
-    worst, float32_error = (_error(rows, float64, sparse=sparse) for rows in (torch.from_numpy(got), float32))
-    tolerance = tolerance_for(VOCABULARY_HEAD_TOLERANCE if sparse else HEAD_TOLERANCE, float32_error)
-    if not worst <= tolerance:
-        raise ParityError(
-            f"{what} differ from PyTorch: error {worst:.1e}, tolerance {tolerance:.1e}, PyTorch's own float32 "
-            f"{float32_error:.1e}"
-        )
+    (got,) = open_session(path).run([_OUTPUT], {name: tensor.numpy() for name, tensor in example.items()})
+    # The weights of one token may all be 0, or almost: all weights of the example are compared as one row.
+    got, want, own = (it.reshape(1, -1) if sparse else it for it in (got, float64.numpy(), float32.numpy()))
+    float32_error = relative_error(own, want)
+    bounds = Bounds(error=tolerance_for(HEAD_TOLERANCE, float32_error))
+    if excess := compare(got, want, bounds, float32_error).excess:
+        raise ParityError(f"{what} differ from PyTorch: {excess}")
     return int(float64.shape[1])
-
-
-def _error(got: Tensor, want: Tensor, *, sparse: bool) -> float:
-    """The largest relative error of a row, (n, width) both; of sparse weights, the largest of one weight."""
-    difference = got.double() - want  # (n, width)
-    if sparse:  # a row of weights may be all zeros, so the errors are relative to the largest weight
-        error = difference.abs().max() / want.max().clamp(min=1)
-    else:
-        error = (difference.norm(dim=1) / want.norm(dim=1).clamp(min=1e-12)).max()
-    return float(error)

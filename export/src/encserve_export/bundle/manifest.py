@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from encserve_export.bundle.space import space_id
-from encserve_export.check import agreement
+from encserve_export.check.agreement import Parity
 from encserve_export.check.expected import Agreement, Expected
 from encserve_export.check.pipeline import Compared
 from encserve_export.core.errors import ConfigError
@@ -37,9 +37,9 @@ class Source:
         route: The route of `hf`, "transformers", "onnx" or "static"; empty for the other commands.
         repository: OWNER/NAME on the Hugging Face hub; empty for local files.
         revision: The commit on the hub, in hex; empty for local files.
-        pipeline: Compares a bundle with sentence-transformers, see `check.pipeline`; None to compare nothing.
-        model_digest: The digest of weights and configuration, see `space`; empty to digest the encoder.
-        expected: Rows of the user's own module that the bundle must give, or None.
+        pipeline: Compares a bundle with sentence-transformers, see `check.pipeline`; None for no comparison.
+        model_digest: The digest of weights and configuration, see `space`.
+        expected: Rows of the user's module that the bundle must give, or None.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class Model:
     """The description of a bundle's encoder.
 
     Attributes:
-        shape: Its sizes and settings.
+        shape: The encoder's sizes and settings.
         graph: The inputs and the output of the ONNX file.
         parameters: The number of parameters by part.
         inspect_graph: The ONNX file that also returns attention weights and hidden states, or None.
@@ -77,7 +77,7 @@ def build_manifest(
     version: str,
     model: Model,
     source: Source,
-    parity: agreement.Parity,
+    parity: Parity,
     files: Iterable[Path],
     heads: Mapping[str, Any],
 ) -> manifest_pb2.Manifest:
@@ -89,13 +89,13 @@ def build_manifest(
         model: The description of the encoder.
         source: The origin of the model.
         parity: The figures measured in ONNX Runtime.
-        files: All files of the bundle, which lie directly in its folder.
+        files: All files of the bundle, directly in its folder.
         heads: The graphs that follow the encoder, by their manifest fields "head", "multi_vector" and "sparse".
 
     Raises:
         ConfigError: The longest sequence is shorter than the length to which queries are expanded.
     """
-    vector, listed, shape = source.vector, sorted(files), model.shape
+    vector, paths, shape = source.vector, sorted(files), model.shape
     width = heads["head"].width if "head" in heads else pooled_width(shape, vector)
     manifest = manifest_pb2.Manifest(
         format_version=FORMAT_VERSION,
@@ -125,14 +125,14 @@ def build_manifest(
         ),
         files=[
             manifest_pb2.BundleFile(path=path.name, size_bytes=path.stat().st_size, sha256=sha256([path]))
-            for path in listed
+            for path in paths
         ],
         parameters=[manifest_pb2.ParameterCount(part=part, count=count) for part, count in model.parameters.items()],
         parity=_parity(parity),
         inspect_graph=model.inspect_graph,
         **heads,
     )
-    manifest.space_id = space_id(manifest, source.model_digest, vector.modules, listed[0].parent)
+    manifest.space_id = space_id(manifest, source.model_digest, vector.modules, paths[0].parent)
     manifest.fingerprint = fingerprint(manifest)
     return manifest
 
@@ -158,7 +158,7 @@ def pooled_width(shape: manifest_pb2.EncoderShape, vector: ModelSpec) -> int:
 
 
 def to_json(manifest: manifest_pb2.Manifest) -> str:
-    """Write the manifest in protobuf's JSON form: every field, always in the same order."""
+    """Return the manifest in protobuf's JSON form, with every field, always in the same order."""
     fields = to_fields(manifest)
     for parent, name in ((fields["source"], "versions"), (fields, "prompts")):
         parent[name] = dict(sorted(parent[name].items()))
@@ -166,8 +166,7 @@ def to_json(manifest: manifest_pb2.Manifest) -> str:
 
 
 def _tools(source: Source) -> list[str]:
-    """The tools that wrote the bundle. PyTorch does not write the graph of a model that came as ONNX."""
-    if "onnx" in (source.kind, source.route):
+    if "onnx" in (source.kind, source.route):  # PyTorch did not write the graph
         return [tool for tool in _TOOLS if tool != "torch"]
     return [*_TOOLS, *(["transformers"] if source.route == "transformers" else [])]
 
@@ -187,7 +186,7 @@ def _text(
     )
 
 
-def _parity(parity: agreement.Parity) -> manifest_pb2.Parity:
+def _parity(parity: Parity) -> manifest_pb2.Parity:
     bounds = parity.bounds
     more: dict[str, Any] = {"padding_tolerance": _rounded(bounds.padding_error or 0)}
     if bounds.cosine is not None:
@@ -221,19 +220,19 @@ def add_pipeline(parity: manifest_pb2.Parity, compared: Compared) -> None:
         parity.maxsim_tolerance = compared.bounds.maxsim_error
 
 
-def add_expected(parity: manifest_pb2.Parity, found: Agreement) -> None:
-    """Add the figures of the comparison with the user's own rows."""
-    parity.expected_rows = found.rows
-    parity.max_expected_error = _rounded(found.max_relative_error)
-    if found.bounds.cosine is not None:
-        parity.min_expected_cosine = _rounded_cosine(found.min_cosine)
+def add_expected(parity: manifest_pb2.Parity, agreement: Agreement) -> None:
+    """Add the figures of the comparison with the user's rows."""
+    parity.expected_rows = agreement.rows
+    parity.max_expected_error = _rounded(agreement.max_relative_error)
+    if agreement.bounds.cosine is not None:
+        parity.min_expected_cosine = _rounded_cosine(agreement.min_cosine)
 
 
 def _rounded(error: float) -> float:
-    """Two digits: the others depend on the order in which threads add, and the manifest would differ each time."""
+    """Keep two digits. The others depend on the order in which threads add, so each manifest would differ."""
     return float(f"{error:.1e}")
 
 
 def _rounded_cosine(cosine: float) -> float:
-    """Two digits of the distance from 1, for the same reason."""
+    """Keep two digits of the distance from 1."""
     return round(1 - _rounded(1 - cosine), 12)

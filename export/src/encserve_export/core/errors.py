@@ -7,7 +7,7 @@ traceback.
 import re
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # PyTorch writes them into its errors
-# Characters that a terminal interprets: control characters except line feed, and changes of the writing direction.
+# A terminal interprets these: control characters except line feed, and changes of the writing direction.
 _CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -17,7 +17,7 @@ def printable(text: str) -> str:
 
 
 class ExportError(Exception):
-    """The base class of all errors here. The text is for the user, and safe to print."""
+    """The base class of the exporter's errors. The text is for the user, and safe to print."""
 
     def __str__(self) -> str:
         """The text with control characters escaped."""
@@ -25,42 +25,38 @@ class ExportError(Exception):
 
 
 class ConfigError(ExportError):
-    """A setting is out of range, unknown, or does not fit another setting."""
+    """A setting is out of range, unknown, or contradicts another setting."""
 
 
-class CheckpointError(ExportError):
-    """The checkpoint cannot be used."""
-
-
-class CheckpointFileError(CheckpointError):
+class CheckpointFileError(ExportError):
     """A file of the checkpoint is missing or unreadable."""
 
 
-class UnsafeWeightsError(CheckpointError):
-    """The weights file holds other objects than tensors. Loading them could run code."""
+class UnsafeWeightsError(ExportError):
+    """The weights file holds objects that are not tensors. Loading them could run code."""
 
 
-class UnsupportedModelError(CheckpointError):
+class UnsupportedModelError(ExportError):
     """The model does something that a bundle cannot express."""
 
 
-class UnknownLayoutError(CheckpointError):
+class UnknownLayoutError(ExportError):
     """No layout fits the names of the weights."""
 
 
-class EmbeddingTableError(CheckpointError):
+class EmbeddingTableError(ExportError):
     """The checkpoint has no table of token embeddings, or more than one."""
 
 
-class WeightNamesError(CheckpointError):
+class WeightNamesError(ExportError):
     """Weights are missing or surplus."""
 
 
-class WeightShapeError(CheckpointError):
+class WeightShapeError(ExportError):
     """A weight has another shape than the configuration says."""
 
 
-class WeightValueError(CheckpointError):
+class WeightValueError(ExportError):
     """A weight holds NaN or infinity, or does not hold floating-point numbers."""
 
 
@@ -101,11 +97,11 @@ class ExpectedFileError(ExportError):
 
 
 class ExpectedRowsError(ExportError):
-    """The bundle gives other rows than the user's own module. No other route is tried."""
+    """The rows of the bundle differ from the rows of the user's module. The exporter tries no other route."""
 
 
 class ParityError(ExportError):
-    """ONNX Runtime does not give PyTorch's rows, or padding changes them."""
+    """ONNX Runtime does not reproduce PyTorch's rows, or padding changes the rows."""
 
 
 class BundleError(ExportError):
@@ -117,7 +113,7 @@ class BundleNameError(BundleError):
 
 
 class BundleExistsError(BundleError):
-    """The version of the model exists."""
+    """This version of the model already exists."""
 
 
 def first_line(error: Exception) -> str:

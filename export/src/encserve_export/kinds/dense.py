@@ -1,4 +1,4 @@
-"""Reads a directory that makes one vector of a text, from the modules that sentence-transformers loads."""
+"""Reads a directory of a model with one vector per text, as sentence-transformers loads it."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -23,6 +23,7 @@ from encserve_export.source.weights import holds_weights, read_json, read_object
 from encserve_proto.bundle.v1 import manifest_pb2
 
 _SENTENCE = "sentence_embedding"
+_MODULES = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout")
 
 
 def read_dense(directory: Path, repository: str, *, ignore_head: bool = False) -> ModelSpec:
@@ -45,25 +46,28 @@ def read_dense(directory: Path, repository: str, *, ignore_head: bool = False) -
             encoder=encoder, max_seq_length=settings.get("max_seq_length"), tokenizer=load_tokenizer(encoder)
         )
     kinds = [kind for kind, _ in read_modules(directory)]
-    if "Router" in kinds or kinds[:1] != ["Transformer"]:
-        raise UnsupportedModelError(refusal("Router" if "Router" in kinds else (kinds or ["missing"])[0]))
+    others = [kind for kind in kinds if kind not in _MODULES]
+    if others or kinds[:1] != ["Transformer"]:
+        raise UnsupportedModelError(refusal(*(others or kinds or ["missing"])[:1]))
     loaded = load(directory, "dense", repository)
     transformer, *rest = loaded.children()
     if transformer.query_expansion is not None:
         raise UnsupportedModelError(f"{encoder}: query_expansion is for multi-vector models; remove it")
     text, vector = read_text(encoder, loaded, transformer), read_vector(directory, loaded, rest)
+    tasks = read_tasks(loaded.prompts, transformer)
+    # A limit of the tokenizer or of the positions alone is not a choice of the authors.
+    lengths = read_lengths(transformer, tasks) if states_length(settings) else {}
     return dataclasses.replace(
         vector,
         **text,
+        **lengths,
         skips_prompt=vector.skips_prompt and text["template"] is None,  # messages know no length of a prompt
-        # A limit of the tokenizer or of the positions alone is not a choice of the authors.
-        max_seq_length=longest_text(transformer) if states_length(settings) else None,
-        tasks=read_tasks(loaded.prompts, transformer),
+        tasks=tasks,
     )
 
 
 def read_text(encoder: Path, loaded: Any, transformer: Any) -> dict[str, Any]:
-    """Return the fields of a `ModelSpec` that say how a text becomes token ids.
+    """Return the fields of a `ModelSpec` for the way from a text to token ids.
 
     Args:
         encoder: The folder of the encoder.
@@ -71,25 +75,25 @@ def read_text(encoder: Path, loaded: Any, transformer: Any) -> dict[str, Any]:
         transformer: Its Transformer module.
 
     Raises:
-        UnsupportedModelError: The model takes more than text, or gives the rows of a decoder, or its chat template
+        UnsupportedModelError: The model takes more than text, its rows come from a decoder, or its chat template
             changes a text.
     """
     modalities, config = set(transformer.modalities), transformer.model.config
     if not {"text"} <= modalities <= {"text", "message"}:
         raise UnsupportedModelError(
-            f"{encoder}: the model takes {', '.join(map(str, transformer.modalities))}: only models of text alone are "
-            "served. Save its text model alone with save_pretrained, and export that"
+            f"{encoder}: the model takes {', '.join(map(str, transformer.modalities))}; a bundle takes text only. Save "
+            "the text model alone with save_pretrained, and export that"
         )
     if config.is_encoder_decoder and hasattr(transformer.model, "decoder"):
         raise UnsupportedModelError(
-            f"{encoder / 'config.json'}: of model_type {config.model_type!r} sentence-transformers pools the rows of "
-            "the decoder, which are not served here; without modules.json the encoder alone is exported"
+            f"{encoder / 'config.json'}: for model_type {config.model_type!r} sentence-transformers pools the rows of "
+            "the decoder, which a bundle does not have; without modules.json the encoder alone is exported"
         )
     has_prompts = any(loaded.prompts.values())
     return {
         "encoder": encoder,
         "loaded": loaded,
-        # transformers makes a tokenizer of special tokens alone if the directory has no tokenizer.
+        # Without a tokenizer in the directory, transformers makes one that has only special tokens.
         "tokenizer": None if tokenizer_source(encoder) is None else transformer.tokenizer,
         "template": read_template(transformer, has_prompts=has_prompts) if "message" in modalities else None,
         "prompts": dict(loaded.prompts),
@@ -109,7 +113,7 @@ def read_vector(
         directory: The directory.
         loaded: A model of sentence-transformers.
         modules: The modules after its encoder.
-        pooling: The pooling of the encoder itself; unspecified if a Pooling module says it.
+        pooling: The pooling of the encoder itself; unspecified if a Pooling module sets it.
 
     Raises:
         CheckpointFileError: The weights of a module are unreadable.
@@ -126,12 +130,8 @@ def read_vector(
                 spec, pooling=first, more_poolings=tuple(more), skips_prompt=not module.include_prompt
             )
         elif kind in ("Dense", "LayerNorm", "Normalize") and spec.pooling:
-            ends = {getattr(module, f"module_{end}_name", _SENTENCE) for end in ("input", "output")}
-            if ends != {_SENTENCE}:
-                raise UnsupportedModelError(
-                    f"its {kind} module must read and write {_SENTENCE}; here it reads or writes "
-                    f"{' and '.join(sorted(map(str, ends)))}. Serve it with sentence-transformers"
-                )
+            if {getattr(module, f"module_{end}_name", _SENTENCE) for end in ("input", "output")} != {_SENTENCE}:
+                raise UnsupportedModelError(refusal(kind))
             head.append(module)
         elif kind != "Dropout":  # it does nothing after training
             raise UnsupportedModelError(refusal(kind))
@@ -143,32 +143,39 @@ def read_vector(
     return dataclasses.replace(spec, head=Steps(head, _SENTENCE), modules=facts(directory, loaded, head))
 
 
-def longest_text(transformer: Any) -> int | None:
-    """Return the most tokens that sentence-transformers gives the model; None without a limit."""
-    length = transformer.max_seq_length
-    return length if length is not None and length < NO_BOUND else None
-
-
 def read_tasks(prompts: Mapping[str, str], transformer: Any) -> dict[str, manifest_pb2.TaskSettings]:
     """Return the settings of encode_query and encode_document: a prompt and a longest text.
 
     Args:
         prompts: The model's prompts by name.
         transformer: The Transformer module; None for a static embedding.
-
-    Raises:
-        UnsupportedModelError: A length of a task exceeds the length of all texts.
     """
-    tasks = {}
-    for task in TASKS:
-        length = getattr(transformer, f"{task}_length", None)
-        usual = None if transformer is None else longest_text(transformer)
-        if length is not None and usual is not None and length > usual:
-            raise UnsupportedModelError(
-                f"{task}_length must be at most max_seq_length, {usual}, a bundle's longest; was {length}"
-            )
-        tasks[task] = manifest_pb2.TaskSettings(prompt_name=task if prompts.get(task) else "", max_tokens=length or 0)
-    return tasks
+    return {
+        task: manifest_pb2.TaskSettings(
+            prompt_name=task if prompts.get(task) else "",
+            max_tokens=getattr(transformer, f"{task}_length", None) or 0,
+        )
+        for task in TASKS
+    }
+
+
+def read_lengths(transformer: Any, tasks: Mapping[str, manifest_pb2.TaskSettings]) -> dict[str, Any]:
+    """Return `max_seq_length` and `max_tokens` of a `ModelSpec`. The length of a task may exceed max_seq_length.
+
+    If so, set the length of the other tasks to max_seq_length.
+
+    Args:
+        transformer: The Transformer module.
+        tasks: The settings of each task, with its own length.
+    """
+    usual = transformer.max_seq_length
+    if usual is None or usual >= NO_BOUND:
+        return {"max_seq_length": None}
+    longest = max(usual, *(settings.max_tokens for settings in tasks.values()))
+    shorter = usual if usual < longest else 0
+    for settings in tasks.values():
+        settings.max_tokens = settings.max_tokens or shorter
+    return {"max_seq_length": longest, "max_tokens": shorter}
 
 
 def facts(directory: Path, loaded: Any, modules: Sequence[Any]) -> tuple[ModuleFacts, ...]:
@@ -199,7 +206,7 @@ def facts(directory: Path, loaded: Any, modules: Sequence[Any]) -> tuple[ModuleF
 
 
 def _similarity(directory: Path, loaded: Any) -> str:
-    """The similarity that the directory states, or nothing: sentence-transformers has a default."""
+    """Return the similarity in the directory's file, or "". The loaded model would give its default instead."""
     settings = read_object(directory / SETTINGS) if (directory / SETTINGS).is_file() else {}
     stated = settings.get("similarity_fn_name")
     return str(stated) if stated in loaded.SUPPORTED_SIMILARITY_FN_NAMES else ""

@@ -1,10 +1,11 @@
-"""The files of a directory: the kind of the model, its modules, and how sentence-transformers loads it.
+"""Finds the kind and the modules of a directory, and loads the directory with sentence-transformers.
 
-No code from a directory is run: each module must be a class of sentence-transformers, in a folder of the directory.
+The exporter runs no code from a directory. Each module must be a class of sentence-transformers, in a folder of the
+directory.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +21,15 @@ SETTINGS = "config_sentence_transformers.json"
 TRANSFORMERS = ("Transformer", "MLMTransformer")
 _ALONE = "without modules.json the encoder alone is exported"
 _APART = "queries and documents go through different modules; export each folder separately"
-# Modules that a bundle cannot express, and the advice.
-_REFUSED = {
-    "Asym": _APART,
-    "Router": _APART,
-    "BoW": "it has no encoder to serve",
-    "WordEmbeddings": "it has no encoder to serve",
-    "CLIPModel": "it takes images too; save its text model alone (CLIPTextModel.save_pretrained) and export that",
-    "SparseAutoEncoder": "its weights come from one pooled vector and not from every token; serve the dense model "
-    "within, or use sentence-transformers' SparseEncoder",
-}
 _SPARSE = ("MLMTransformer", "SpladePooling", "SparseStaticEmbedding", "SparseAutoEncoder")
-# By model_type in config_sentence_transformers.json, and by the fields that only PyLate writes there.
+# The kinds by model_type in config_sentence_transformers.json.
 _KINDS: Mapping[str, Kind] = {
     "SentenceTransformer": "dense",
     "SparseEncoder": "sparse",
     "MultiVectorEncoder": "multi_vector",
     "ColBERT": "multi_vector",
 }
+# Only PyLate writes these fields there.
 _PYLATE = ("query_prefix", "document_prefix", "do_query_expansion", "attend_to_expansion_tokens", "skiplist_words")
 _PYLATE_DENSE = "pylate.models.Dense.Dense"  # sentence-transformers reads it as its own Dense
 _CLASSES: Mapping[Kind, str] = {
@@ -46,14 +38,12 @@ _CLASSES: Mapping[Kind, str] = {
     "sparse": "SparseEncoder",
     "multi_vector": "MultiVectorEncoder",
 }
-_CLASSIFIER = "ForSequenceClassification"
-_IGNORE_HEAD = "For the rows of the encoder alone, give --ignore-head"
 # Older versions named the file after the model.
 _TRANSFORMER_FILES = [
     f"sentence_{model}_config.json"
     for model in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 ]
-# sentence-transformers leaves prompts out of pooling for these, by their names on the hub.
+# By these names on the hub, sentence-transformers leaves prompts out of pooling.
 _INSTRUCTORS = ("hkunlp/instructor-base", "hkunlp/instructor-large", "hkunlp/instructor-xl")
 
 
@@ -70,24 +60,32 @@ def kind_of(directory: Path, *, ignore_head: bool = False) -> Kind:
     """
     settings, config = (_read_if_there(directory / name) for name in (SETTINGS, "config.json"))
     named = settings.get("model_type")
-    if named is not None and not isinstance(named, str):
-        raise CheckpointFileError(f"{directory / SETTINGS}: model_type must be a text; was {named!r}")
-    if not ignore_head:
-        _refuse_scores(directory, config, named)
+    if not ignore_head and _gives_scores(directory, config, named):
+        raise UnsupportedModelError(
+            f"{directory} is a cross-encoder or a classifier: it gives scores and no vector of a text; serve it with a "
+            "server for such models. For the rows of the encoder alone, give --ignore-head"
+        )
     if named not in (None, "CrossEncoder", *_KINDS):
         raise UnsupportedModelError(
             f"{directory / SETTINGS}: model_type must be one of {', '.join(_KINDS)}; was {named!r}. A newer version of "
             "sentence-transformers may have written it"
         )
-    _refuse_adapter(directory)
-    modules = [name for name, _ in routed_modules(directory)]
+    adapter = transformer_folder(directory) / "adapter_config.json"
+    if adapter.is_file():
+        raise UnsupportedModelError(
+            f"{adapter} is an adapter, which changes the weights of another model; merge them with PEFT's "
+            "merge_and_unload, save that with save_pretrained, and export it"
+        )
+    modules = [name for name, _ in read_modules(directory)]
     kind = _KINDS.get(named or "", "dense")
     by_pylate = named is None and not settings.keys().isdisjoint(_PYLATE)
     if by_pylate or "HF_ColBERT" in (config.get("architectures") or []):
         kind = "multi_vector"
     elif named is None and not set(modules).isdisjoint(_SPARSE):
         kind = "sparse"
-    elif kind == "dense" and (modules[:1] == ["StaticEmbedding"] or _is_model2vec(modules, config)):
+    elif kind == "dense" and (
+        modules[:1] == ["StaticEmbedding"] or (not modules and config.get("model_type") == "model2vec")
+    ):
         kind = "static"
     return kind
 
@@ -95,46 +93,38 @@ def kind_of(directory: Path, *, ignore_head: bool = False) -> Kind:
 def read_modules(directory: Path) -> list[tuple[str, Path]]:
     """Return the class name and the folder of each module in modules.json; empty without that file.
 
+    The modules of a Router follow the Router.
+
     Raises:
-        CheckpointFileError: The file is unreadable, or names a folder outside the directory.
-        UnsupportedModelError: A module is not part of sentence-transformers, or a bundle cannot express the module.
+        CheckpointFileError: A file is unreadable, or names a folder outside the directory.
+        UnsupportedModelError: A module is not part of sentence-transformers, or has an unknown activation.
     """
     path = directory / MODULES
     if not path.is_file():
         return []
     try:
-        found = [(str(module["type"]), directory / str(module["path"])) for module in read_json(path)]
+        modules = [(str(module["type"]), directory / str(module["path"])) for module in read_json(path)]
     except (TypeError, KeyError):
         raise CheckpointFileError(f"{path} must be a list of modules, each with a type and a path") from None
-    return [_checked(directory, path, name, folder) for name, folder in found]
-
-
-def routed_modules(directory: Path) -> list[tuple[str, Path]]:
-    """Return the same, with the modules of a Router instead of the Router.
-
-    Raises:
-        CheckpointFileError, UnsupportedModelError: As in `read_modules`.
-    """
     found = []
-    for kind, folder in read_modules(directory):
-        paths = [path for name in ("router_config.json", "config.json") if (path := folder / name).is_file()]
-        if kind != "Router" or not paths:
-            found.append((kind, folder))
-            continue
-        types = read_object(paths[0]).get("types")
-        if not isinstance(types, dict):
-            raise CheckpointFileError(f"{paths[0]} must give the type of each module by its folder")
-        found += [_checked(directory, paths[0], str(name), folder / str(inner)) for inner, name in types.items()]
+    for name, folder in modules:
+        found.append(_checked(directory, path, name, folder))
+        configs = [file for it in ("router_config.json", "config.json") if (file := folder / it).is_file()]
+        if found[-1][0] == "Router" and configs:
+            types = read_object(configs[0]).get("types")
+            if not isinstance(types, dict):
+                raise CheckpointFileError(f"{configs[0]} must give the type of each module by its folder")
+            found += [_checked(directory, configs[0], str(kind), folder / inner) for inner, kind in types.items()]
     return found
 
 
 def transformer_folder(directory: Path) -> Path:
-    """Return the folder of the encoder: the one in modules.json, or the directory itself.
+    """Return the encoder's folder from modules.json, or the directory itself.
 
     Raises:
         CheckpointFileError, UnsupportedModelError: As in `read_modules`.
     """
-    encoders = [folder for kind, folder in routed_modules(directory) if kind in TRANSFORMERS]
+    encoders = [folder for kind, folder in read_modules(directory) if kind in TRANSFORMERS]
     return encoders[0] if encoders else directory
 
 
@@ -205,7 +195,8 @@ def transformer_of(loaded: Any) -> Any:
 
 def refusal(kind: str) -> str:
     """Return the error text for a module that a bundle cannot express."""
-    return f"modules.json has a {kind} module, which a bundle cannot express here: {_REFUSED.get(kind, _ALONE)}"
+    advice = _APART if kind in ("Asym", "Router") else f"serve the model with sentence-transformers; {_ALONE}"
+    return f"modules.json has a {kind} module, which a bundle cannot express here: {advice}"
 
 
 def _checked(directory: Path, path: Path, name: str, folder: Path) -> tuple[str, Path]:
@@ -217,8 +208,6 @@ def _checked(directory: Path, path: Path, name: str, folder: Path) -> tuple[str,
             f"{path} has a module {name}: it is not from sentence-transformers, so its code never runs here; {_ALONE}"
         )
     kind = name.rpartition(".")[2]
-    if kind in _REFUSED and kind != "Router":
-        raise UnsupportedModelError(refusal(kind))
     if kind == "Dense":
         # The defaults of sentence-transformers and of PyLate differ.
         _check_activation(folder / "config.json", None if name == _PYLATE_DENSE else "torch.nn.")
@@ -226,18 +215,17 @@ def _checked(directory: Path, path: Path, name: str, folder: Path) -> tuple[str,
 
 
 def _check_activation(path: Path, default: str | None) -> None:
-    """Refuse an activation that sentence-transformers replaces by Tanh without an error."""
     activation = _read_if_there(path).get("activation_function", default)
     if not str(activation).startswith("torch.nn."):
         raise UnsupportedModelError(
             f"{path}: activation_function must be a class of torch.nn; was {activation!r}, which sentence-transformers "
-            'would replace by Tanh. Write the one that the model was trained with: "torch.nn.modules.linear.Identity" '
-            "for none"
+            "would replace by Tanh. Write the activation of the training there; without one, "
+            '"torch.nn.modules.linear.Identity"'
         )
 
 
 def _model_arguments(directory: Path) -> dict[str, Any]:
-    """The arguments of the encoder. Flash attention needs a GPU, so any configured attention is replaced by eager."""
+    """Return the arguments of the encoder. A configured attention may need a GPU, so eager replaces it."""
     encoder = transformer_folder(directory)
     config = _read_if_there(encoder / "config.json")
     config |= _arguments(transformer_settings(encoder), "model_args", "model")
@@ -250,37 +238,15 @@ def _arguments(settings: Mapping[str, Any], old_name: str, name: str) -> dict[st
     return found if isinstance(found, dict) else {}
 
 
-def _is_model2vec(modules: Sequence[str], config: Mapping[str, Any]) -> bool:
-    return not modules and config.get("model_type") == "model2vec"
-
-
 def _read_if_there(path: Path) -> dict[str, Any]:
     return read_object(path) if path.is_file() else {}
 
 
-def _refuse_scores(directory: Path, config: Mapping[str, Any], named: str | None) -> None:
-    """Refuse a cross-encoder or a classifier."""
+def _gives_scores(directory: Path, config: Mapping[str, Any], named: str | None) -> bool:
+    """Return whether the directory is a cross-encoder or a classifier."""
     own = config.get("sentence_transformers")
-    if named == "CrossEncoder" or (
-        named is None
-        and ("sbert_ce_default_activation_function" in config or (isinstance(own, dict) and "activation_fn" in own))
-    ):
-        raise UnsupportedModelError(
-            f"{directory} is a CrossEncoder: it scores pairs of texts and gives no vector of one text; serve it with a "
-            f"server for rerankers. {_IGNORE_HEAD}"
-        )
-    classes = [str(name) for name in config.get("architectures") or []]
-    if classes and all(name.endswith(_CLASSIFIER) for name in classes) and not (directory / MODULES).is_file():
-        raise UnsupportedModelError(
-            f"{directory / 'config.json'} names {' and '.join(classes)}: a cross-encoder or a classifier, which gives "
-            f"scores and no vector; serve it with a server for such models. {_IGNORE_HEAD}"
-        )
-
-
-def _refuse_adapter(directory: Path) -> None:
-    for folder in {directory, transformer_folder(directory)}:
-        if (folder / "adapter_config.json").is_file():
-            raise UnsupportedModelError(
-                f"{folder} holds an adapter (adapter_config.json), which changes the weights of another model; merge "
-                "them with PEFT's merge_and_unload, save that with save_pretrained, and export it"
-            )
+    if named is None and ("sbert_ce_default_activation_function" in config or "activation_fn" in (own or {})):
+        return True
+    classes = [str(name) for name in config.get("architectures") or ["none"]]
+    is_classifier = all(name.endswith("ForSequenceClassification") for name in classes)
+    return named == "CrossEncoder" or (is_classifier and not (directory / MODULES).is_file())

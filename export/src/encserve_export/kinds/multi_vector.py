@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from encserve_export.core.errors import UnsupportedModelError
-from encserve_export.kinds.dense import facts, longest_text, read_text
-from encserve_export.kinds.directory import MODULES, load, transformer_folder, transformer_settings
-from encserve_export.kinds.spec import TASKS, ModelSpec, MultiVectorHead, Steps
+from encserve_export.kinds.dense import facts, read_lengths, read_tasks, read_text
+from encserve_export.kinds.directory import MODULES, load, refusal, transformer_folder
+from encserve_export.kinds.spec import ModelSpec, MultiVectorHead, Steps
 from encserve_proto.bundle.v1 import manifest_pb2
 
 _ROWS = "token_embeddings"
@@ -25,7 +25,6 @@ def read_multi_vector(directory: Path) -> ModelSpec:
         CheckpointFileError: A file is unreadable or contradicts another one.
     """
     encoder = transformer_folder(directory)
-    transformer_settings(encoder)
     loaded = load(directory, "multi_vector")
     first, *rest = loaded.children()
     if type(first).__name__ != "Transformer":
@@ -33,19 +32,14 @@ def read_multi_vector(directory: Path) -> ModelSpec:
             f"{directory}: its first module must be a Transformer of text; was {type(first).__name__}"
         )
     text = read_text(encoder, loaded, first)
-    projections, mask, pooling = _sorted(rest)
-    tasks = {task: _task(task, first, mask, pooling) for task in TASKS}
-    usual = longest_text(first) or 0
-    longest = max(usual, *(settings.max_tokens for settings in tasks.values()))
-    shorter = usual if usual < longest else 0
-    for name, settings in tasks.items():
-        settings.prompt_name = name if loaded.prompts.get(name) else ""
-        settings.max_tokens = settings.max_tokens or shorter
+    projections, mask, pooling = _split(rest)
+    tasks = read_tasks(loaded.prompts, first)
+    for task, settings in tasks.items():
+        _fill(settings, task, first, mask, pooling)
     return ModelSpec(
         kind="multi_vector",
         **text,
-        max_seq_length=longest or None,
-        max_tokens=shorter,
+        **read_lengths(first, tasks),
         used_parts=() if (directory / MODULES).is_file() else ("linear",),
         modules=facts(directory, loaded, projections),
         tasks=tasks,
@@ -53,33 +47,30 @@ def read_multi_vector(directory: Path) -> ModelSpec:
     )
 
 
-def _sorted(modules: list[Any]) -> tuple[list[nn.Module], Any, Any]:
+def _split(modules: list[Any]) -> tuple[list[nn.Module], Any, Any]:
     """Split modules into projections, a mask of tokens or None, and a token pooling or None."""
     projections: list[nn.Module] = []
     mask = pooling = None
     for module in modules:
         kind = type(module).__name__
         ends = [getattr(module, end, None) for end in ("module_input_name", "module_output_name")]
-        if pooling is not None:
-            raise UnsupportedModelError(f"a {kind} module follows the token pooling, which must be the last module")
+        if kind == "Dropout":  # it does nothing after training
+            continue
+        if pooling is not None:  # the token pooling must be the last module
+            raise UnsupportedModelError(refusal(kind))
         if kind in ("Dense", "Normalize", "LayerNorm") and ends == [_ROWS] * 2:
             projections.append(module)
         elif kind == "MultiVectorMask" and mask is None:
             mask = module
         elif kind == "HierarchicalTokenPooling":
             pooling = module
-        elif kind != "Dropout":
-            of = "" if ends[0] in (None, _ROWS) else f" of {ends[0]}"
-            raise UnsupportedModelError(
-                f"modules.json has a {kind} module{of}, which a bundle of multi-vectors cannot express; serve it with "
-                "sentence-transformers"
-            )
+        else:
+            raise UnsupportedModelError(refusal(kind))
     return projections, mask, pooling
 
 
-def _task(task: str, first: Any, mask: Any, pooling: Any) -> manifest_pb2.TaskSettings:
-    """The settings of a task without its prompt."""
-    settings = manifest_pb2.TaskSettings(max_tokens=getattr(first, f"{task}_length") or 0)
+def _fill(settings: manifest_pb2.TaskSettings, task: str, first: Any, mask: Any, pooling: Any) -> None:
+    """Add the settings that only multi-vector models have."""
     if task == "query" and first.query_expansion is not None:
         _expand(settings, first)
     if mask is not None:
@@ -95,7 +86,6 @@ def _task(task: str, first: Any, mask: Any, pooling: Any) -> manifest_pb2.TaskSe
                 l2_normalize=pooling.normalize_embeddings,
             )
         )
-    return settings
 
 
 def _expand(settings: manifest_pb2.TaskSettings, first: Any) -> None:
@@ -116,7 +106,7 @@ def _expand(settings: manifest_pb2.TaskSettings, first: Any) -> None:
 
 
 def _skipped(words: list[str], tokenizer: Any) -> list[int]:
-    """The ids of words without a vector. A word outside the vocabulary does not skip the unknown token."""
+    """Return the ids of words without a vector. A word outside the vocabulary must not skip the unknown token."""
     ids = {word: tokenizer.convert_tokens_to_ids(word) for word in words}
     unknown = tokenizer.unk_token_id
     return sorted({it for word, it in ids.items() if it is not None and (it != unknown or word == tokenizer.unk_token)})

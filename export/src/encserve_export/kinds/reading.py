@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from encserve_export.core.errors import ConfigError
+from encserve_export.kinds.bge_m3 import with_bge_m3
 from encserve_export.kinds.dense import read_dense
 from encserve_export.kinds.directory import kind_of
 from encserve_export.kinds.multi_vector import read_multi_vector
@@ -22,6 +23,7 @@ def read(directory: Path, repository: str = "", *, ignore_head: bool = False) ->
     Raises:
         UnsupportedModelError: A bundle cannot express the model, or sentence-transformers cannot load it.
         CheckpointFileError: A file is unreadable or contradicts another one.
+        UnsafeWeightsError: A file of BGE-M3's heads holds more than tensors.
         TokenizerError: transformers cannot load the tokenizer.
         ConfigError: `ignore_head` is set for a sparse, multi-vector or static model.
     """
@@ -29,5 +31,5 @@ def read(directory: Path, repository: str = "", *, ignore_head: bool = False) ->
     if ignore_head and kind != "dense":
         raise ConfigError(f"--ignore-head is for a classifier or a cross-encoder; {directory} is a {kind} model")
     if kind == "dense":
-        return read_dense(directory, repository, ignore_head=ignore_head)
+        return with_bge_m3(read_dense(directory, repository, ignore_head=ignore_head))
     return {"multi_vector": read_multi_vector, "sparse": read_sparse, "static": read_static}[kind](directory)

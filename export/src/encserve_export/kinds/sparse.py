@@ -1,4 +1,4 @@
-"""Reads the directories of sparse encoders (SPLADE), also with a Router that sends a task to static weights.
+"""Reads a directory of a sparse encoder (SPLADE). A Router may give queries or documents static weights.
 
 sentence-transformers loads them, and adds the settings that older layouts lack.
 """
@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from encserve_export.core.errors import UnsupportedModelError
-from encserve_export.kinds.dense import longest_text, read_tasks, read_text
-from encserve_export.kinds.directory import TRANSFORMERS, load, routed_modules, transformer_folder, transformer_settings
+from encserve_export.kinds.dense import read_lengths, read_tasks, read_text
+from encserve_export.kinds.directory import TRANSFORMERS, load, read_modules, transformer_folder
 from encserve_export.kinds.spec import NO_BOUND, TASKS, ModelSpec, ModuleFacts, SparseHead, StaticWeights
 from encserve_export.source.weights import holds_weights, read_weights
 from encserve_proto.bundle.v1 import manifest_pb2
@@ -65,7 +65,6 @@ def read_sparse(directory: Path) -> ModelSpec:
         CheckpointFileError: A file is unreadable or contradicts another one.
     """
     encoder = transformer_folder(directory)
-    transformer_settings(encoder)
     loaded = load(directory, "sparse")
     branches = {task: _branch(directory, loaded, task) for task in TASKS}
     encoders = {id(it[0]): it for it in branches.values() if len(it) == 2}
@@ -89,7 +88,7 @@ def read_sparse(directory: Path) -> ModelSpec:
     return ModelSpec(
         kind="sparse",
         **read_text(encoder, loaded, transformer),
-        max_seq_length=longest_text(transformer),
+        **read_lengths(transformer, tasks),
         modules=_facts(directory, pooling, tuple(static.values())),
         similarity=loaded.similarity_fn_name,
         tasks=tasks,
@@ -100,18 +99,18 @@ def read_sparse(directory: Path) -> ModelSpec:
 
 
 def _facts(directory: Path, pooling: Any, static: Sequence[StaticWeights]) -> tuple[ModuleFacts, ...]:
-    """The modules after the encoder, for the space id. The encoder's tensors include the head's weights."""
+    """Return the facts for the space id. The encoder's tensors already include the head's weights."""
     settings = {"pooling_strategy": pooling.pooling_strategy, "activation_function": pooling.activation_function}
     usual = {"pooling_strategy": "max", "activation_function": "relu"}
     settings = {name: value for name, value in settings.items() if value != usual[name]}
-    folders = [folder for kind, folder in routed_modules(directory) if kind == _STATIC and holds_weights(folder)]
+    folders = [folder for kind, folder in read_modules(directory) if kind == _STATIC and holds_weights(folder)]
     # Without a file of tensors the weights are JSON.
     tensors = [read_weights(folders[0]).tensors if folders else {"weight": its.weight} for its in static]
     return (ModuleFacts("SpladePooling", settings, {}), *(ModuleFacts(_STATIC, {}, it) for it in tensors))
 
 
 def _branch(directory: Path, loaded: Any, task: str) -> Sequence[Any]:
-    """The modules for texts of a task: an encoder and its pooling, or static weights."""
+    """Return the modules for the texts of a task: an encoder and its pooling, or static weights."""
     modules = list(loaded.children())
     if type(modules[0]).__name__ == "Router":
         route = _route(modules[0], task)
@@ -137,7 +136,7 @@ def _route(router: Any, task: str | None) -> str | None:
 
 
 def _splade(language_model: Any, pooling: Any, max_active_dims: int | None) -> SparseHead:
-    """The head of the language model: a copy with the same weights, and a stub instead of the encoder."""
+    """Return the head: a copy of the language model with shared weights, and a stub instead of the encoder."""
     encoder = getattr(language_model, language_model.base_model_prefix)
     shared: dict[int, Any] = {id(weight): weight for weight in language_model.parameters()}
     head = copy.deepcopy(language_model, shared | {id(encoder): EncoderStub()})

@@ -1,4 +1,4 @@
-"""How a model makes vectors of texts: read from a directory, or given as options."""
+"""The spec of a model: how texts become vectors. It comes from a directory or from options."""
 
 import dataclasses
 import json
@@ -48,13 +48,13 @@ def read_pooling(name: str) -> manifest_pb2.Pooling:
 
 @dataclasses.dataclass(frozen=True)
 class ModuleFacts:
-    """The part of a module in the name of the vector space, see docs/models.md.
+    """A module as part of the space_id, see docs/models.md.
 
     Attributes:
         kind: The documented kind, such as "Dense", "Normalize", "LayerNorm" or "SpladePooling".
         settings: The settings that differ from their defaults.
-        tensors: The tensors of the module's own files, by their names there; empty if its weights are among the
-            encoder's.
+        tensors: The tensors of the module's own files, by their names in the files; empty if the encoder's files hold
+            them.
     """
 
     kind: str
@@ -63,11 +63,7 @@ class ModuleFacts:
 
 
 class Steps(nn.Module):
-    """A chain of modules of sentence-transformers that read and write the same feature.
-
-    Attributes:
-        feature: The name of that feature.
-    """
+    """A chain of modules of sentence-transformers that read and write the feature with this name."""
 
     def __init__(self, modules: Iterable[nn.Module], feature: str) -> None:
         super().__init__()
@@ -76,7 +72,7 @@ class Steps(nn.Module):
         self.eval().requires_grad_(False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """(n, width) to (n, the last module's width)."""
+        """Map (n, width) to (n, width of the last module)."""
         features = {self.feature: inputs}
         for step in self.steps:
             features = step(features)
@@ -117,7 +113,7 @@ class SparseHead:
 
 
 class StaticWeights(nn.Module):
-    """A fixed weight for each token of the vocabulary, so that a text needs no run of the model.
+    """A fixed weight for each token of the vocabulary. A text needs no run of the encoder.
 
     Attributes:
         weight: float32 (width,).
@@ -143,7 +139,7 @@ class StaticWeights(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-    """How the rows of a text become the vectors that the model was trained for.
+    """How a text becomes rows, and how rows become the vectors that the model was trained for.
 
     Attributes:
         pooling: How rows become one vector; unspecified if the checkpoint does not say.
@@ -151,8 +147,8 @@ class ModelSpec:
         kind: The kind of the model.
         encoder: The folder of the encoder and its tokenizer, for a model in a directory.
         loaded: The model as sentence-transformers loads it; None if sentence-transformers does not load the directory.
-        tokenizer: The tokenizer as the library loads it: a PreTrainedTokenizer, or a tokenizers.Tokenizer of a static
-            embedding. None without a tokenizer.
+        tokenizer: The loaded tokenizer: a PreTrainedTokenizer, or a tokenizers.Tokenizer of a static embedding. None
+            without a tokenizer.
         max_seq_length: The longest text in tokens, special tokens included; None if no file states one.
         max_tokens: The longest text without a task, in tokens, prompt and special tokens included; 0 for the longest
             sequence.
@@ -164,14 +160,14 @@ class ModelSpec:
         more_poolings: Further poolings, with their vectors appended to the vector of `pooling`.
         skips_prompt: Whether pooling leaves out the tokens of a prompt.
         head: The modules after pooling, (batch, poolings x d_model) -> (batch, width); None without any.
-        dimensions: The vector is cut to its first numbers, this many; 0 for all.
+        dimensions: The number of dimensions to keep, from the first on; 0 for all.
         similarity: How vectors are compared; empty if the checkpoint does not say.
         multi_vector: The head for MaxSim, or None.
         sparse: The head for weights over the vocabulary, or None.
-        static_weights: The fixed weights that replace the encoder for a task, as `tasks` say.
+        static_weights: The fixed weights that replace the encoder for a task; `tasks` names their files.
         table: The rows of a static embedding, float32 (vocab_size, d_model), or None.
-        modules: The modules after pooling, or after the rows if nothing is pooled, for the name of the vector space.
-            Without the last Normalize modules, which are `l2_normalize`.
+        modules: The modules after the encoder, for the space_id, without Pooling. `l2_normalize` stands for the last
+            Normalize modules.
         used_parts: The parts of the encoder's own weights that a head uses.
         remark: A note for the user.
     """
@@ -201,6 +197,10 @@ class ModelSpec:
     used_parts: tuple[str, ...] = ()
     remark: str = ""
 
+    def __post_init__(self) -> None:
+        if self.l2_normalize and not self.pooling:
+            raise ConfigError("l2_normalize is for pooled vectors; give the pooling too")
+
 
 def spec_from_options(pooling: str | None, *, l2_normalize: bool) -> ModelSpec:
     """Return the spec of a model that is not in a directory.
@@ -212,8 +212,4 @@ def spec_from_options(pooling: str | None, *, l2_normalize: bool) -> ModelSpec:
     Raises:
         ConfigError: No pooling has that name, or `l2_normalize` is set without a pooling.
     """
-    if pooling is not None:
-        return ModelSpec(read_pooling(pooling), l2_normalize)
-    if l2_normalize:
-        raise ConfigError("l2_normalize is for pooled vectors; give the pooling too")
-    return ModelSpec()
+    return ModelSpec(manifest_pb2.POOLING_UNSPECIFIED if pooling is None else read_pooling(pooling), l2_normalize)

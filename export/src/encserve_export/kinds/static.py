@@ -1,6 +1,6 @@
-"""Reads static embeddings of sentence-transformers (StaticEmbedding) and model2vec: a table, a tokenizer, a mean.
+"""Reads static embeddings of sentence-transformers (StaticEmbedding) and model2vec.
 
-The encoder is a graph with one node that looks ids up in the table. The mean is the pooling of the bundle.
+The encoder is a graph with one node, which looks up ids in a table. The bundle's pooling is the mean.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from encserve_export.onnx_graph.external import place
 from encserve_proto.bundle.v1 import manifest_pb2
 
 # A table has no longest text, but the server needs a limit.
-LONGEST = 8192
+_LONGEST = 8192
 _IR_VERSION = 9
 
 
@@ -33,21 +33,19 @@ def read_static(directory: Path) -> ModelSpec:
     """
     if not (directory / MODULES).is_file():
         raise UnsupportedModelError(
-            f"{directory} is a model2vec directory without {MODULES}, which says how its vectors are made: save it "
-            "again with StaticModel.save_pretrained of a recent model2vec, or with SentenceTransformer.save_pretrained"
+            f"{directory} is a model2vec directory without {MODULES}, so its pooling is unknown: save it again with "
+            "StaticModel.save_pretrained of a recent model2vec, or with SentenceTransformer.save_pretrained"
         )
     loaded = load(directory, "static")
     first, *rest = loaded.children()
     truncation = first.tokenizer.truncation
-    if truncation is not None and truncation["direction"].lower() != "right":
-        raise UnsupportedModelError(f"{directory}: its tokenizer cuts texts at their beginning, which is not served")
     return dataclasses.replace(
         read_vector(directory, loaded, rest, manifest_pb2.POOLING_MEAN),
         kind="static",
         encoder=read_modules(directory)[0][1],
         loaded=loaded,
         tokenizer=first.tokenizer,
-        max_seq_length=LONGEST if truncation is None else min(LONGEST, truncation["max_length"]),
+        max_seq_length=_LONGEST if truncation is None else min(_LONGEST, truncation["max_length"]),
         prompts=dict(loaded.prompts),
         default_prompt_name=loaded.default_prompt_name or "",
         table=first.embedding.weight.detach().float().numpy(),
@@ -56,9 +54,10 @@ def read_static(directory: Path) -> ModelSpec:
 
 
 def write_graph(table: Rows, path: Path) -> None:
-    """Write the graph of a table, (vocab_size, d_model), and the table beside the graph, which may be over 2 GB.
+    """Write the graph of a table, (vocab_size, d_model), and the table in a second file. It may exceed 2 GB.
 
-    Ids and mask, int64 (batch, seq) -> rows. The graph ignores the mask: a row depends on its own id alone.
+    The graph maps ids and mask, int64 (batch, seq), to rows, float32 (batch, seq, d_model). A row depends only on its
+    own id, so the graph ignores the mask.
     """
     axes = ["batch", "seq"]
     ids, mask = (

@@ -1,4 +1,4 @@
-"""Chat templates of sentence-transformers, as fixed texts before and after a text."""
+"""Reads a chat template of sentence-transformers as fixed texts before and after a text."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from encserve_export.core.errors import UnsupportedModelError, first_line
 from encserve_export.kinds.spec import TASKS
 from encserve_proto.bundle.v1 import manifest_pb2
 
-# With blanks at both ends, because a template may strip them.
+# A template may strip blanks, so both have blanks at both ends.
 _TEXT, _PROMPT = "  encserve's text \n", "  encserve's prompt \n"
 # sentence-transformers finds the tokens after a text with the same two fillers.
 _FILLERS = ("0", "1 2 3 4")
@@ -91,6 +91,6 @@ def _ids(transformer: Any, text: str, **arguments: Any) -> list[int]:
 
 
 def _common_end(left: list[int], right: list[int]) -> int:
-    """How many tokens at the end of both sequences are equal."""
+    """Return the number of equal tokens at the end of both sequences."""
     pairs = zip(reversed(left), reversed(right), strict=False)
     return next((i for i, (one, other) in enumerate(pairs) if one != other), 0)

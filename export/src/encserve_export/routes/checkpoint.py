@@ -1,4 +1,4 @@
-"""The exports of a state dict and of random weights."""
+"""Exports a state dict, or an encoder with random weights."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The export of our own encoder, with weights from any source."""
+"""Exports the project's own encoder, with weights from any source."""
 
 import dataclasses
 
@@ -19,14 +19,14 @@ def export_encoder(
     precision: Precision = "float32",
     progress: Progress = show_progress,
 ) -> Exported:
-    """Traces an encoder, compares the graph with it, and writes the bundle.
+    """Trace an encoder, compare the graph with the encoder, and write the bundle.
 
     Args:
         encoder: The encoder, in float32.
         source: The origin of the encoder.
-        target: The place of the bundle.
+        target: The destination of the bundle.
         precision: The precision of the bundle.
-        progress: Called with each step.
+        progress: Called with a line before each step.
 
     Raises:
         TokenizerError: The tokenizer gives ids that the encoder does not have, or the encoder takes embeddings.

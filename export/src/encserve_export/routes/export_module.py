@@ -1,4 +1,4 @@
-"""The export of a user's PyTorch module, traced and compared with itself."""
+"""Exports a user's PyTorch module, and compares the graph with the module."""
 
 import contextlib
 import json
@@ -19,19 +19,19 @@ from encserve_export.models.graphs import refuse_control_flow
 from encserve_export.models.own.config import Input
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
 from encserve_export.models.reference import Reference
-from encserve_export.routes.reference import check_tokenizer, export_reference
+from encserve_export.routes.reference import check_sizes, export_reference
 from encserve_export.source.tokenizer import TokenizerFile
 
 
 class _Rows(nn.Module):
-    """The user's module, called with the mask of a bundle: int64 (batch, seq), 1 for a token."""
+    """Calls the user's module with a bool mask."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, inputs: Tensor, attention_mask: Tensor) -> Tensor:
-        """Rows, float32 (batch, seq, d_model)."""
+        """Map inputs and mask, int64 (batch, seq), 1 for a token, to rows, float32 (batch, seq, d_model)."""
         rows: Tensor = self.module(inputs, attention_mask == 1)
         return rows
 
@@ -83,7 +83,14 @@ def export_module(
     """
     _check_configuration(configuration)
     vector = spec_from_options(pooling, l2_normalize=l2_normalize)
-    vocab_size = _check_sizes(input, vocab_size, d_model, pad_token_id, tokenizer)
+    vocab_size = _vocab_size(input, vocab_size, d_model, tokenizer)
+    check_sizes(
+        vocab_size=vocab_size,
+        width=d_model or 0,
+        pad_token_id=pad_token_id,
+        max_sequence_tokens=max_sequence_tokens,
+        tokenizer=tokenizer,
+    )
     store.check_target(target.model_repository, target.name, target.version, overwrite=target.overwrite)
     with _in_eval_mode(module):
         reference = Reference(
@@ -128,34 +135,27 @@ def _digest(module: nn.Module, configuration: Mapping[str, Any]) -> str:
     return digest_model(tensors, configuration)
 
 
-def _check_sizes(
-    model_input: Input, vocab_size: int | None, d_model: int | None, pad_token_id: int, tokenizer: TokenizerFile | None
+def _vocab_size(
+    model_input: Input, vocab_size: int | None, d_model: int | None, tokenizer: TokenizerFile | None
 ) -> int:
-    """Checks the sizes and returns the number of token ids; 0 for a module that takes vectors."""
+    """The number of token ids: the option, or the tokenizer's; 0 if the module takes vectors."""
     if model_input not in get_args(Input):
         raise ConfigError(f"input must be one of {', '.join(get_args(Input))}; was {model_input!r}")
     if model_input == "embeddings":
-        check_tokenizer(tokenizer, 0)
         if d_model is None or d_model < 1:
             raise ConfigError(f"d_model must be given if the input is embeddings, and be at least 1; was {d_model}")
-        if pad_token_id or vocab_size:
-            raise ConfigError(
-                f"vocab_size and pad_token_id must be 0 if the input is embeddings; was {vocab_size} and {pad_token_id}"
-            )
-        return 0
+        return vocab_size or 0
     if d_model is not None:
         raise ConfigError("d_model applies to the input embeddings only; leave it out for token_ids")
-    if vocab_size is None and tokenizer is not None:
-        vocab_size = tokenizer.largest_id + 1
-    if vocab_size is None or vocab_size < 1:
-        raise VocabularyError(f"vocab_size must be given, or a tokenizer, and be at least 1; was {vocab_size}")
-    if not 0 <= pad_token_id < vocab_size:
-        raise ConfigError(f"pad_token_id must be from 0 to {vocab_size - 1}; was {pad_token_id}")
+    if vocab_size is None:
+        if tokenizer is None:
+            raise VocabularyError("the number of token ids is not known: give vocab_size or a tokenizer")
+        return tokenizer.largest_id + 1
     return vocab_size
 
 
 def _check_module(reference: Reference) -> None:
-    """Refuses a module that does not run, or does not return rows."""
+    """Refuse a module that does not run, or does not return rows."""
     inputs, mask = reference.example()
     description, shape = reference.description, tuple(mask.shape)
     given = (
@@ -189,7 +189,7 @@ def _check_module(reference: Reference) -> None:
 
 @contextlib.contextmanager
 def _in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Puts a module into eval mode, and each of its parts back into the mode it was in."""
+    """Put a module into eval mode, and afterwards each of its parts back into its own mode."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

@@ -1,6 +1,6 @@
-"""The export of a Hugging Face checkpoint: a directory is read, and one of three routes builds the bundle.
+"""Exports a Hugging Face checkpoint.
 
-The routes are transformers, the directory's own ONNX file, and, for static embeddings, a table.
+One of three routes builds the bundle: transformers, the directory's own ONNX file, or the table of a static embedding.
 """
 
 import dataclasses
@@ -27,7 +27,6 @@ from encserve_export.core.errors import (
     WeightValueError,
 )
 from encserve_export.core.precision import Precision
-from encserve_export.kinds.bge_m3 import with_bge_m3
 from encserve_export.kinds.reading import read
 from encserve_export.kinds.spec import NO_BOUND, ModelSpec, read_pooling
 from encserve_export.kinds.static import write_graph
@@ -40,7 +39,7 @@ from encserve_export.source.hub import Snapshot
 from encserve_export.source.tokenizer import TokenizerFile, tokenizer_source, write_tokenizer
 from encserve_export.source.weights import Weights, holds_weights, read_object, read_weights
 
-# In the order of preference. Static embeddings have a route of their own, which is never chosen by name.
+# In the order of preference. Static embeddings always take a third route.
 Route = Literal["transformers", "onnx"]
 ROUTES: tuple[Route, ...] = ("transformers", "onnx")
 ONNX_FILE = Path("onnx", "model.onnx")
@@ -72,12 +71,12 @@ def export_hf(
     origin: Snapshot | None = None,
     progress: Progress = show_progress,
 ) -> Exported:
-    """Exports a checkpoint in the layout of Hugging Face.
+    """Export a checkpoint in the layout of Hugging Face.
 
     Args:
-        directory: The folder of config.json and the weights; tokenizer.json and the files of sentence-transformers if
-            there are any.
-        target: The place of the bundle.
+        directory: The folder of config.json and the weights, and of the tokenizer and the files of
+            sentence-transformers if there are any.
+        target: The destination of the bundle.
         max_sequence_tokens: The longest sequence to serve, in tokens, at most as many as the model has positions; by
             default the max_seq_length of sentence-transformers, or all positions.
         precision: The precision of the bundle.
@@ -85,43 +84,41 @@ def export_hf(
         pooling: One of `POOLINGS`, for a directory that does not name its pooling.
         ids_only: Whether a directory without a tokenizer is exported, as a model that takes token ids only.
         ignore_head: Whether a classifier or a cross-encoder is exported as its encoder alone.
-        expect: A .npz or .safetensors file of rows that the bundle must give, see `check.expected`.
+        expect: A .npz or .safetensors file of rows that the bundle must give; see `check.expected`.
         origin: The origin of the directory on the hub, for the manifest.
-        progress: Called with each step.
+        progress: Called with a line before each step.
 
     Raises:
-        ExportError: A subclass, by cause. Nothing is left on the disk.
+        ExportError: One of its kinds, by cause. No files are left.
     """
     if via not in (None, *ROUTES):
         raise ConfigError(f"via must be one of {', '.join(ROUTES)}; was {via!r}")
     expected = None if expect is None else read_expected(expect)
     progress("reading the directory")
-    recipe = read(directory, "" if origin is None else origin.repository, ignore_head=ignore_head)
+    spec = read(directory, "" if origin is None else origin.repository, ignore_head=ignore_head)
     with store.temporary_folder() as folder:
-        tokenizer, text = _make_tokenizer(recipe, folder)
-        if recipe.kind == "dense":
-            recipe = with_bge_m3(recipe, recipe.encoder, tokenizer)
+        tokenizer, text = _make_tokenizer(spec, folder)
         if pooling is not None:
-            if recipe.pooling or recipe.kind != "dense":
-                raise ConfigError("pooling is for a checkpoint that does not say its own; this one's files do")
-            recipe = dataclasses.replace(recipe, pooling=read_pooling(pooling))
-        settings = {} if recipe.table is not None else _read_settings(recipe.encoder)
-        _check_sides(recipe.encoder)
+            if spec.pooling or spec.kind != "dense":
+                raise ConfigError("the files of this checkpoint state its pooling; leave out --pooling")
+            spec = dataclasses.replace(spec, pooling=read_pooling(pooling))
+        settings = {} if spec.table is not None else _read_settings(spec.encoder)
+        _check_side(spec)
         _check_ids_only(directory, tokenizer, ids_only=ids_only)
         if text:
             progress(text)
         pipeline = prepare_comparison(
-            recipe, takes_text=tokenizer is not None, asked=max_sequence_tokens, progress=progress
+            spec, takes_text=tokenizer is not None, asked=max_sequence_tokens, progress=progress
         )
         # The model of sentence-transformers has answered. Without it there is room for the graph's weights.
-        recipe = dataclasses.replace(recipe, loaded=None)
+        spec = dataclasses.replace(spec, loaded=None)
         gc.collect()  # its modules refer to each other
         build = _Build(
-            recipe=recipe,
+            spec=spec,
             settings=settings,
             target=target,
             tokenizer=tokenizer,
-            asked=max_sequence_tokens,
+            max_sequence_tokens=max_sequence_tokens,
             precision=precision,
             origin=origin,
             progress=progress,
@@ -129,76 +126,57 @@ def export_hf(
             expected=expected,
         )
         exported = _export(build, via)
-    # The head of a language model makes no rows, but it may turn rows into sparse weights.
-    used = exported.unused_parts if exported.manifest.sparse.mask_name else recipe.used_parts
+    # A language model's head is not part of the encoder, but a sparse model uses it.
+    used = exported.unused_parts if exported.manifest.sparse.mask_name else spec.used_parts
     unused_parts = tuple(part for part in exported.unused_parts if part not in used)
-    if _has_language_model(settings, recipe) and set(unused_parts) - {"pooler"}:
+    if _has_language_model(settings, spec) and set(unused_parts) - {"pooler"}:
         unused_parts += (_LANGUAGE_MODEL,)
-    remark = "; ".join(it for it in (exported.notes.get("remark"), recipe.remark, *_remarks(settings)) if it)
+    remark = "; ".join(it for it in (exported.notes.get("remark"), spec.remark, *_remarks(settings)) if it)
     return dataclasses.replace(exported, unused_parts=unused_parts).with_notes({"text": text, "remark": remark})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Build:
-    """The inputs of every route.
+    """The inputs of every route."""
 
-    Attributes:
-        recipe: The way from rows to vectors, and the directory of the encoder.
-        settings: The config.json of the encoder; empty for a static embedding.
-        target: The place of the bundle.
-        tokenizer: The tokenizer, or None without one.
-        asked: The `max_sequence_tokens` of the caller.
-        precision: The precision of the bundle.
-        origin: The origin on the hub, or None.
-        progress: Called with each step.
-        pipeline: Compares the bundle with sentence-transformers.
-        expected: Rows that the bundle must give, or None.
-    """
-
-    recipe: ModelSpec
-    settings: Mapping[str, Any]
+    spec: ModelSpec
+    settings: Mapping[str, Any]  # config.json; empty for a static embedding
     target: Target
     tokenizer: TokenizerFile | None
-    asked: int | None
+    max_sequence_tokens: int | None
     precision: Precision
     origin: Snapshot | None
     progress: Progress
     pipeline: PipelineCheck
     expected: Expected | None
 
-    @property
-    def directory(self) -> Path:
-        """The folder of the encoder and its tokenizer."""
-        return self.recipe.encoder
-
     def source(self, route: str, description: str, weights: Weights | None) -> manifest.Source:
-        """The origin for the manifest; `weights` are in the graph, or are compared with the graph."""
-        came = {} if self.origin is None else {"repository": self.origin.repository, "revision": self.origin.revision}
+        """The origin for the manifest. The graph holds `weights`, or is compared with a model that does."""
+        origin = {} if self.origin is None else {"repository": self.origin.repository, "revision": self.origin.revision}
         return manifest.Source(
             "hf",
             description,
             "" if weights is None or route == "onnx" else weights.sha256,
-            self.recipe,
+            self.spec,
             self.tokenizer,
             route,
             pipeline=self.pipeline,
             expected=self.expected,
             model_digest="" if weights is None else digest_model(weights.tensors, self.settings),
-            **came,
+            **origin,
         )
 
     def longest(self, positions: int | None) -> tuple[int, str]:
         """The longest sequence to serve, and a remark, for a model with so many positions."""
-        longest, remark = _longest(self.recipe, positions, self.asked)
+        longest, remark = _longest(self.spec, positions, self.max_sequence_tokens)
         if remark:
             self.progress(remark)
         return longest, remark
 
 
 def _export(build: _Build, via: Route | None) -> Exported:
-    """Builds by the route that was asked for, or by the first one that takes the directory."""
     try:
-        if build.recipe.table is not None:
+        if build.spec.table is not None:
             return _export_static(build).with_notes({"route": "a table, without an encoder"})
         if via is None:
             return _export_by_default(build)
@@ -206,7 +184,7 @@ def _export(build: _Build, via: Route | None) -> Exported:
             exported = _export_onnx(build) if via == "onnx" else _export_transformers(build)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}. Without --via {via}, every route is tried") from error
-        return exported.with_notes({"route": f"{_route_name(via)}, as --via asks"})
+        return exported.with_notes({"route": f"{ONNX_FILE if via == 'onnx' else via}, as --via asks"})
     except (WeightNamesError, WeightShapeError) as error:
         advice = _CODE_OF_ITS_OWN if "auto_map" in build.settings else _NOT_OF_ONE_MODEL
         raise type(error)(f"{error}. {advice}") from error
@@ -215,8 +193,8 @@ def _export(build: _Build, via: Route | None) -> Exported:
 
 
 def _export_by_default(build: _Build) -> Exported:
-    has_file = (build.directory / ONNX_FILE).is_file()
-    if not holds_weights(build.directory) and has_file:
+    has_file = (build.spec.encoder / ONNX_FILE).is_file()
+    if not holds_weights(build.spec.encoder) and has_file:
         reason = "the directory holds no weights for transformers"
         return _export_onnx(build).with_notes({"route": f"{ONNX_FILE}; {reason}"})
     try:
@@ -229,14 +207,10 @@ def _export_by_default(build: _Build) -> Exported:
     return _export_onnx(build).with_notes({"route": f"{ONNX_FILE}; {reason}"})
 
 
-def _route_name(route: Route) -> str:
-    return str(ONNX_FILE) if route == "onnx" else route
-
-
 def _export_transformers(build: _Build) -> Exported:
     build.progress("reading the weights")
-    weights = read_weights(build.directory)
-    reference = pretrained.load_model(build.directory, weights)
+    weights = read_weights(build.spec.encoder)
+    reference = pretrained.load_model(build.spec.encoder, weights)
     source = build.source("transformers", reference.description, weights)
     del weights  # the model has its own
     longest, remark = build.longest(reference.positions)
@@ -258,7 +232,7 @@ def _export_transformers(build: _Build) -> Exported:
 
 
 def _shorter_sequences(settings: Mapping[str, Any], longest: int) -> str:
-    """Advice for a model with other positions for long sequences, such as longrope: no graph has both."""
+    """Return advice for a model whose positions change with the length, such as longrope. No graph has both."""
     scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     original = scaling.get("original_max_position_embeddings", settings.get("original_max_position_embeddings"))
     if type(original) is not int or longest <= original:
@@ -271,35 +245,35 @@ def _shorter_sequences(settings: Mapping[str, Any], longest: int) -> str:
 
 
 def _export_onnx(build: _Build) -> Exported:
-    """Exports the directory's ONNX file, compared with transformers' model if the directory has one."""
-    path = build.directory / ONNX_FILE
+    """Export the directory's ONNX file. Compare it with transformers' model if the directory has weights."""
+    path = build.spec.encoder / ONNX_FILE
     if not path.is_file():
-        raise UnsupportedModelError(f"there is no {ONNX_FILE} in {build.directory}")
-    tasks = build.recipe.tasks.values()
+        raise UnsupportedModelError(f"there is no {ONNX_FILE} in {build.spec.encoder}")
+    tasks = build.spec.tasks.values()
     if any(task.HasField("expansion") and not task.expansion.attended for task in tasks):
         raise UnsupportedModelError(
             f"{ONNX_FILE} has no rows for the tokens that fill up a query without being attended to; use transformers"
         )
     reference: Reference | None = None
     weights: Weights | None = None
-    if holds_weights(build.directory):
+    if holds_weights(build.spec.encoder):
         try:
-            weights = read_weights(build.directory)
-            reference = pretrained.load_model(build.directory, weights)
+            weights = read_weights(build.spec.encoder)
+            reference = pretrained.load_model(build.spec.encoder, weights)
         except UnsupportedModelError as error:
-            build.progress(f"going on without a comparison with PyTorch: {error}")
+            build.progress(f"no comparison with PyTorch: {error}")
             weights = None
     else:
-        build.progress("going on without a comparison with PyTorch: there are no weights")
+        build.progress("no comparison with PyTorch: the directory has no weights")
     source = build.source("onnx", str(ONNX_FILE), weights)
     del weights  # the reference has its own
     return _export_file(path, build, source, reference)
 
 
 def _export_static(build: _Build) -> Exported:
-    table = build.recipe.table
+    table = build.spec.table
     assert table is not None  # noqa: S101
-    source = build.source("static", "StaticEmbedding", read_weights(build.directory))
+    source = build.source("static", "StaticEmbedding", read_weights(build.spec.encoder))
     with store.scratch(build.target.model_repository, build.target.name) as folder:
         path = folder / names.FILE
         write_graph(table, path)
@@ -316,13 +290,11 @@ def _export_file(
         pad_token_id = _number(build.settings, "pad_token_id") or 0
         vocab_size = vocab_size or _number(build.settings, "vocab_size")
     longest, remark = build.longest(positions)
-    if positions is not None and longest > positions:
-        raise ConfigError(f"max_sequence_tokens must be at most {positions} for this model; was {longest}")
     options = OnnxOptions(
         max_sequence_tokens=longest,
         pad_token_id=pad_token_id,
         vocab_size=vocab_size,
-        vector=build.recipe,
+        vector=build.spec,
         tokenizer=build.tokenizer,
         precision=build.precision,
     )
@@ -362,28 +334,27 @@ def _has_language_model(settings: Mapping[str, Any], vector: ModelSpec) -> bool:
 def _check_ids_only(directory: Path, tokenizer: TokenizerFile | None, *, ids_only: bool) -> None:
     if tokenizer is not None and ids_only:
         raise ConfigError(
-            f"--ids-only is for a directory without a tokenizer, and {directory} has one: leave --ids-only "
-            "out, and the model takes text and token ids"
+            f"--ids-only is for a directory without a tokenizer, and {directory} has one: leave --ids-only out, and "
+            "the model takes text and token ids"
         )
     if tokenizer is None and not ids_only:
         raise TokenizerError(
-            f"{directory} has no {manifest.TOKENIZER_FILE}, nor an older file to make one of: put the one there "
-            "that the model was trained with, or give --ids-only, and the model takes token ids and no text"
+            f"{directory} has no {manifest.TOKENIZER_FILE}, and no older tokenizer file: add the tokenizer that the "
+            "model was trained with, or give --ids-only, and the model takes token ids and no text"
         )
 
 
-def _check_sides(directory: Path) -> None:
-    """Refuses a tokenizer that cuts texts at their beginning, as transformers reads it."""
-    config, file = (
-        read_object(path) if (path := directory / name).is_file() else {}
-        for name in ("tokenizer_config.json", manifest.TOKENIZER_FILE)
-    )
-    side = config.get("truncation_side") or (file.get("truncation") or {}).get("direction") or "right"
+def _check_side(spec: ModelSpec) -> None:
+    """Refuse a tokenizer that cuts texts at their beginning."""
+    if spec.table is None:
+        side = getattr(spec.tokenizer, "truncation_side", "right")
+    else:
+        side = (spec.tokenizer.truncation or {}).get("direction", "right")
     if side.lower() != "right":
         raise UnsupportedModelError(
-            f"{directory}: its tokenizer cuts long texts at their beginning (truncation_side {side!r}), which a bundle "
-            'cannot express. Write "truncation_side": "right" into tokenizer_config.json, and let callers send the end '
-            "of longer texts"
+            f"{spec.encoder}: its tokenizer cuts long texts at their beginning (truncation_side {side!r}), which a "
+            'bundle cannot express. Write "truncation_side": "right" into tokenizer_config.json, and let callers send '
+            "the end of longer texts"
         )
 
 
@@ -391,8 +362,8 @@ def _read_settings(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise CheckpointFileError(
-            f"{path} is missing: this is no directory of transformers or sentence-transformers. A state dict is "
-            "exported with `encserve-export checkpoint`, an ONNX file with `encserve-export onnx`"
+            f"{path} is missing: this is not a directory of transformers or sentence-transformers. Export a state "
+            "dict with `encserve-export checkpoint`, an ONNX file with `encserve-export onnx`"
         )
     return read_object(path)
 
@@ -400,7 +371,7 @@ def _read_settings(directory: Path) -> dict[str, Any]:
 def _make_tokenizer(spec: ModelSpec, folder: Path) -> tuple[TokenizerFile | None, str]:
     """Write the tokenizer into a folder; or return None and the reason."""
     if spec.tokenizer is None:
-        return None, f"going on without {manifest.TOKENIZER_FILE}: the model will take token ids only"
+        return None, f"no {manifest.TOKENIZER_FILE}: the model will take token ids only"
     return write_tokenizer(
         spec.tokenizer,
         folder / manifest.TOKENIZER_FILE,
@@ -409,10 +380,12 @@ def _make_tokenizer(spec: ModelSpec, folder: Path) -> tuple[TokenizerFile | None
     ), ""
 
 
-def _longest(recipe: ModelSpec, positions: int | None, asked: int | None) -> tuple[int, str]:
+def _longest(spec: ModelSpec, positions: int | None, asked: int | None) -> tuple[int, str]:
     """The longest sequence to serve, and a remark, for a model with so many positions."""
-    usual = recipe.max_seq_length
-    known = [length for length in (positions, _model_max_length(recipe.encoder)) if length is not None]
+    if positions is not None and asked is not None and asked > positions:
+        raise ConfigError(f"max_sequence_tokens must be at most {positions} for this model; was {asked}")
+    usual = spec.max_seq_length
+    known = [length for length in (positions, _model_max_length(spec.encoder)) if length is not None]
     bound = min(known, default=DEFAULT_LONGEST)
     if usual is None and asked is None and bound > LONGEST_BY_DEFAULT:
         return LONGEST_BY_DEFAULT, (
@@ -435,8 +408,8 @@ def longest_sequence(positions: int, usual: int | None, asked: int | None) -> tu
 
     Args:
         positions: The number of positions that the model has.
-        usual: The length to which sentence-transformers cuts texts; None if it is not set.
-        asked: The length that the caller asked for, or None.
+        usual: The length to which sentence-transformers cuts texts; None if no file states one.
+        asked: The user's `max_sequence_tokens`, or None.
     """
     longest = min(positions, usual or positions) if asked is None else asked
     if usual is None or longest == usual == positions:

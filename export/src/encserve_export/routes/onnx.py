@@ -1,4 +1,4 @@
-"""The export of an encoder that comes as ONNX: checked, run, and put into a bundle."""
+"""Exports an encoder from an ONNX file, after checking and running the file."""
 
 import dataclasses
 from pathlib import Path
@@ -31,7 +31,7 @@ from encserve_export.onnx_graph.interface import (
     vector_width,
 )
 from encserve_export.onnx_graph.run import OnnxEncoder, check_file, check_range
-from encserve_export.routes.reference import check_tokenizer
+from encserve_export.routes.reference import check_sizes
 from encserve_export.source.tokenizer import TokenizerFile
 from encserve_export.source.weights import sha256
 from encserve_proto.bundle.v1 import manifest_pb2
@@ -42,12 +42,11 @@ class OnnxOptions:
     """The facts of a model that its ONNX file does not contain.
 
     Attributes:
-        names: The names of its inputs and outputs.
+        names: The names of the file's inputs and outputs.
         max_sequence_tokens: The longest sequence to serve, in tokens.
-        pad_token_id: The id that fills a padded batch.
-        vocab_size: One more than the largest token id; None for the rows of the embedding table, or the tokenizer's
-            ids.
-        vector: How the model was trained to make one vector of a sequence.
+        pad_token_id: The token id that pads a batch.
+        vocab_size: The number of token ids; None for the rows of the embedding table, or the tokenizer's ids.
+        vector: How rows become vectors.
         tokenizer: The tokenizer; without one the model takes token ids only.
         precision: The precision of the bundle; None for the precision of the file.
     """
@@ -71,23 +70,24 @@ def export_onnx(
     expect: Path | None = None,
     progress: Progress = show_progress,
 ) -> Exported:
-    """Exports an encoder from an ONNX file: ids and mask, int64 (batch, seq) -> rows, float32 (batch, seq, d_model).
+    """Export an encoder from an ONNX file.
 
-    In place of ids it may take vectors, float32 (batch, seq, width).
+    The encoder maps ids and mask, int64 (batch, seq), to rows, float32 (batch, seq, d_model). It may take vectors,
+    float32 (batch, seq, width), instead of ids.
 
     Args:
         path: The file. Weights in other files must lie in its folder.
-        target: The place of the bundle.
+        target: The destination of the bundle.
         options: The facts that the file does not contain.
-        source: The origin of the model, for the manifest; by default this file. The file is hashed if the source has no
-            hash of weights, and no digest of the model of `reference`.
+        source: The origin of the model, for the manifest; by default this file. Without a hash of weights or a digest
+            in the source, the file is hashed.
         reference: The model in PyTorch that gives the expected rows; None without such a model.
-        expect: A .npz or .safetensors file of rows that the bundle must give, see `check.expected`. Not with `source`,
+        expect: A .npz or .safetensors file of rows that the bundle must give; see `check.expected`. Not with `source`,
             which has its own.
-        progress: Called with each step.
+        progress: Called with a line before each step.
 
     Raises:
-        ExportError: A subclass, by cause. Nothing is left on the disk.
+        ExportError: One of its kinds, by cause. No files are left.
     """
     options = options or OnnxOptions()
     expected = None if expect is None else read_expected(expect)
@@ -117,10 +117,16 @@ def export_onnx(
         graph = _describe(model, interface, width)
         if reference is None:  # otherwise the file's weights and PyTorch's would be in memory at once
             encoder = OnnxEncoder(files[0], graph)
-        # Only now: if the file itself is at fault, an option would not help.
-        vocab_size = 0 if width else _vocab_size(options, rows)
-        _check_options(options, vocab_size)
+        # After the checks of the file, because an option does not help with a faulty file.
+        vocab_size = (options.vocab_size or 0) if width else _vocab_size(options, rows)
         longest = options.max_sequence_tokens
+        check_sizes(
+            vocab_size=vocab_size,
+            width=width,
+            pad_token_id=options.pad_token_id,
+            max_sequence_tokens=longest,
+            tokenizer=options.tokenizer,
+        )
         sequences = agreement.random_sequences(longest, vocab_size=vocab_size, width=width)
         want = None
         if reference is not None:
@@ -173,11 +179,7 @@ def export_onnx(
 
 
 def _conversion(asked: Precision | None, found: str) -> Precision:
-    """The precision to convert a file to, which must compute in float32.
-
-    Raises:
-        ConfigError: The file has another precision than the one asked for.
-    """
+    """Return the precision to convert to. Only a file that computes in float32 can be converted."""
     if asked is None or asked == "float32" or found != "float32":
         raise ConfigError(
             f"the file computes in {found} and cannot be converted to {asked}: "
@@ -187,47 +189,28 @@ def _conversion(asked: Precision | None, found: str) -> Precision:
 
 
 def _vocab_size(options: OnnxOptions, rows: int | None) -> int:
-    """The number of token ids: the option, the rows of the embedding table, or the ids of the tokenizer."""
-    tokenizer, wanted = options.tokenizer, options.vocab_size
-    if wanted is not None and rows is not None and wanted > rows:
-        raise VocabularyError(f"vocab_size must be at most {rows}, the rows of the embedding table; was {wanted}")
-    if wanted is None:
-        wanted = rows if rows is not None or tokenizer is None else tokenizer.largest_id + 1
-    if wanted is None:
-        raise VocabularyError(
-            "the number of token ids is not known: no table in the file is looked up by input_ids directly. Give "
-            "--vocab-size or --tokenizer"
-        )
-    if wanted < 1:
-        raise VocabularyError(f"vocab_size must be at least 1; was {wanted}")
-    return wanted
-
-
-def _check_options(options: OnnxOptions, vocab_size: int) -> None:
-    """Refuses options that are out of range, or contradict each other; `vocab_size` is 0 for vectors.
-
-    Raises:
-        ConfigError: A number is out of range.
-        TokenizerError: The tokenizer does not fit.
-    """
-    if options.max_sequence_tokens < 1:
-        raise ConfigError(f"max_sequence_tokens must be at least 1; was {options.max_sequence_tokens}")
-    check_tokenizer(options.tokenizer, vocab_size)
-    if vocab_size and not 0 <= options.pad_token_id < vocab_size:
-        raise ConfigError(f"pad_token_id must be from 0 to {vocab_size - 1}; was {options.pad_token_id}")
-    if not vocab_size and (options.pad_token_id or options.vocab_size):
-        raise ConfigError(
-            "vocab_size and pad_token_id must be 0 if the input is embeddings; was "
-            f"{options.vocab_size} and {options.pad_token_id}"
-        )
-    if options.vector.l2_normalize and options.vector.pooling == manifest_pb2.POOLING_UNSPECIFIED:
-        raise ConfigError("l2_normalize needs a pooling; give the pooling too")
+    """Return the number of token ids: the option, the rows of the embedding table, or the ids of the tokenizer."""
+    vocab_size = options.vocab_size
+    if vocab_size is not None:
+        if rows is not None and vocab_size > rows:
+            raise VocabularyError(
+                f"vocab_size must be at most {rows}, the rows of the embedding table; was {vocab_size}"
+            )
+        return vocab_size
+    if rows is not None:
+        return rows
+    if options.tokenizer is not None:
+        return options.tokenizer.largest_id + 1
+    raise VocabularyError(
+        "the number of token ids is not known: the file looks up no table with input_ids directly. Give --vocab-size "
+        "or --tokenizer"
+    )
 
 
 def _padding_advice(precision: str) -> str:
     advice = (
-        "it ignores its attention mask in part or altogether, or was exported for training (without model.eval()), and "
-        "batches would change its rows"
+        "it ignores its attention mask or a part of the mask, or was exported for training (without model.eval()), so "
+        "a batch would change its rows"
     )
     if precision != "float32":
         advice = f"{advice}; or it computes in {precision}, whose rounding differs with the batch: export it in float32"

@@ -15,6 +15,7 @@ from encserve_export.core.errors import (
     ParityError,
     TokenizerError,
     UnsupportedModelError,
+    VocabularyError,
 )
 from encserve_export.core.precision import Precision
 from encserve_export.models.graphs import EXPORTERS, Exporter, Graphs, write_graphs
@@ -50,14 +51,20 @@ def export_reference(
         progress: Called with each step.
 
     Raises:
-        ConfigError: `max_sequence_tokens` is out of range.
+        ConfigError: A size is out of range, see `check_sizes`.
+        VocabularyError: The model takes token ids, and has none.
         TokenizerError: The tokenizer gives ids that the model does not have, or the model takes vectors.
         ParityError: Padding changes the rows, or no graph reproduces the model well enough in this precision.
         UnsupportedModelError: None of PyTorch's exporters takes the model.
         BundleError: The bundle cannot be written; see its subclasses.
     """
-    _check_sequence_length(reference, max_sequence_tokens)
-    check_tokenizer(source.tokenizer, reference.vocab_size)
+    check_sizes(
+        vocab_size=reference.vocab_size,
+        width=reference.width,
+        pad_token_id=reference.pad_token_id,
+        max_sequence_tokens=max_sequence_tokens,
+        tokenizer=source.tokenizer,
+    )
     with store.draft(target.model_repository, target.name, target.version, overwrite=target.overwrite) as folder:
         progress(f"running {reference.description} in PyTorch")
         agreement.check_padding(reference, max_sequence_tokens, _PADDING_ADVICE)
@@ -75,25 +82,39 @@ def export_reference(
         return exported.with_notes({"inspection": remark})
 
 
-def check_tokenizer(tokenizer: TokenizerFile | None, vocab_size: int) -> None:
-    """Refuses a tokenizer that does not fit a model with so many token ids, 0 for a model that takes vectors.
+def check_sizes(
+    *, vocab_size: int, width: int, pad_token_id: int, max_sequence_tokens: int, tokenizer: TokenizerFile | None
+) -> None:
+    """Refuse sizes that are out of range, or that contradict each other.
+
+    Args:
+        vocab_size: The number of token ids; 0 for a model that takes vectors.
+        width: The size of an input vector; 0 for a model that takes token ids.
+        pad_token_id: The id that pads a batch; 0 for a model that takes vectors.
+        max_sequence_tokens: The longest sequence to serve, in tokens.
+        tokenizer: The tokenizer, or None.
 
     Raises:
-        TokenizerError: The tokenizer does not fit.
+        ConfigError: A number is out of range, or is for token ids and the model takes vectors.
+        VocabularyError: The model takes token ids, and `vocab_size` is less than 1.
+        TokenizerError: The tokenizer gives ids that the model does not have, or the model takes vectors.
     """
-    if tokenizer is not None and not vocab_size:
-        raise TokenizerError("a tokenizer gives token ids, but this model's input is embeddings; leave it out")
-    if tokenizer is not None:
-        tokenizer.check_fits(vocab_size)
-
-
-def _check_sequence_length(reference: Reference, max_sequence_tokens: int) -> None:
     if max_sequence_tokens < 1:
         raise ConfigError(f"max_sequence_tokens must be at least 1; was {max_sequence_tokens}")
-    if reference.positions is not None and max_sequence_tokens > reference.positions:
-        raise ConfigError(
-            f"max_sequence_tokens must be at most {reference.positions} for this model; was {max_sequence_tokens}"
-        )
+    if width:
+        if tokenizer is not None:
+            raise TokenizerError("a tokenizer gives token ids, but this model's input is embeddings; leave it out")
+        if vocab_size or pad_token_id:
+            raise ConfigError(
+                f"vocab_size and pad_token_id must be 0 if the input is embeddings; was {vocab_size} and {pad_token_id}"
+            )
+        return
+    if vocab_size < 1:
+        raise VocabularyError(f"vocab_size must be at least 1; was {vocab_size}")
+    if tokenizer is not None:
+        tokenizer.check_fits(vocab_size)
+    if not 0 <= pad_token_id < vocab_size:
+        raise ConfigError(f"pad_token_id must be from 0 to {vocab_size - 1}; was {pad_token_id}")
 
 
 def _write_first(
