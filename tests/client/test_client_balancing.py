@@ -1,4 +1,4 @@
-"""One client with several real servers, each with a fake engine: the distribution of the calls."""
+"""Load balancing over several real servers with a fake engine."""
 
 import asyncio
 import tempfile
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from dns_server import DnsServer
+from fake_encoder import Caller
 from fake_server import FakeServer, start_fake_server
 from ports import free_port
 
@@ -20,7 +21,7 @@ Start = Callable[..., Awaitable[FakeServer]]
 
 @pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
-    """Start servers, and stop them at the end."""
+    """Start servers. The fixture stops them after the test."""
     servers: list[FakeServer] = []
 
     async def start_one(**settings: Any) -> FakeServer:
@@ -33,7 +34,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 
 
 async def stop(server: FakeServer) -> None:
-    """Stop a server as SIGTERM does. A second stop does nothing."""
+    """Stop a server as SIGTERM does. A second call does nothing."""
     if not getattr(server, "stopped", False):
         server.stopped = True  # type: ignore[attr-defined]
         await server.app.stop()
@@ -49,86 +50,72 @@ def answered(server: FakeServer) -> int:
 
 
 def set_health(server: FakeServer, *, serving: bool) -> None:
-    """Set the health status permanently: the health of the models no longer changes it."""
+    """Set the health that a server reports, from now on independent of its models."""
     health = server.app._health
     assert health._following is not None
     health._following.cancel()
     server.app._health_service.set_status({SERVICE_NAME: serving})
 
 
-async def call_until(client: AsyncEncoderClient, done: Callable[[], bool]) -> None:
-    """Call until a condition holds. Fail if a call fails."""
+async def call_until(client: AsyncEncoderClient, condition: Callable[[], bool]) -> None:
+    """Call until a condition holds. No call may fail."""
     async with asyncio.timeout(60):
-        while not done():
+        while not condition():
             await client.encode([IDS])
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-async def test_several_addresses_take_turns(start: Start, kind: str) -> None:
+async def test_calls_alternate_between_servers(start: Start, kind: str) -> None:
     servers = [await start(), await start()]
-    targets = [address(server) for server in servers]
+    caller = Caller(kind)
+    client = caller.connect(target=[address(server) for server in servers])
 
     def counts() -> list[int]:
         return [answered(server) for server in servers]
 
-    def ask() -> list[int]:
-        with EncoderClient(targets) as client:
-            while not all(counts()):
-                client.encode([IDS])
-            before = counts()
-            for _ in range(200):
-                client.encode([IDS])
-        return before
-
-    # The first calls may find only one ready connection. Later calls alternate.
-    if kind == "sync":
-        before = await asyncio.to_thread(ask)
-    else:
-        async with AsyncEncoderClient(targets) as client:
-            await call_until(client, lambda: all(counts()))
-            before = counts()
-            for _ in range(200):
-                await client.encode([IDS])
+    # The first calls may find only one connection ready.
+    async with asyncio.timeout(60):
+        while not all(counts()):
+            await caller(client.encode, [IDS])
+    before = counts()
+    for _ in range(200):
+        await caller(client.encode, [IDS])
+    await caller.close(client)
     grown = [after - earlier for after, earlier in zip(counts(), before, strict=True)]
     assert sum(grown) == 200
     assert min(grown) >= 90, grown
 
 
-async def test_whoever_is_not_serving_gets_no_calls(start: Start) -> None:
+async def test_a_server_that_is_not_serving_gets_no_calls(start: Start) -> None:
     one, other = await start(), await start()
     async with AsyncEncoderClient([address(one), address(other)]) as client:
         await call_until(client, lambda: answered(one) > 0 and answered(other) > 0)
         set_health(one, serving=False)
-        await _calls_reach_only(client, other, one)
+        await only_this_server_is_called(client, other, one)
         set_health(one, serving=True)
         seen = answered(one)
         await call_until(client, lambda: answered(one) > seen)
 
 
-async def _calls_reach_only(client: AsyncEncoderClient, chosen: FakeServer, shunned: FakeServer) -> None:
-    """Wait a moment until the client notices, then check that a hundred consecutive calls reach one server."""
-
-    async def a_hundred_in_a_row() -> bool:
-        before = answered(chosen), answered(shunned)
-        for _ in range(100):
-            await client.encode([IDS])
-        return (answered(chosen), answered(shunned)) == (before[0] + 100, before[1])
-
+async def only_this_server_is_called(client: AsyncEncoderClient, chosen: FakeServer, other: FakeServer) -> None:
+    """Waits until a hundred calls in a row go to one server."""
     async with asyncio.timeout(60):
-        while not await a_hundred_in_a_row():
-            pass
+        while True:
+            before = answered(chosen), answered(other)
+            for _ in range(100):
+                await client.encode([IDS])
+            if (answered(chosen), answered(other)) == (before[0] + 100, before[1]):
+                return
 
 
-async def test_one_address_has_its_calls_whatever_its_health_says(start: Start) -> None:
-    """A client with one address has no alternative, and the server decides which calls to refuse."""
+async def test_a_single_server_gets_calls_despite_its_health(start: Start) -> None:
     server = await start()
     async with AsyncEncoderClient(address(server), retry=RetryPolicy(max_attempts=1)) as client:
         set_health(server, serving=False)
         assert (await client.encode([IDS]))[0].shape == (3, 4)
 
 
-async def test_one_that_stops_and_comes_back_costs_no_call(start: Start) -> None:
-    """The second server may stop as soon as the first one is back."""
+async def test_a_restart_fails_no_call(start: Start) -> None:
     port = free_port()
     one, other = await start(grpc_port=port), await start()
     async with AsyncEncoderClient([address(one), address(other)]) as client:
@@ -136,12 +123,12 @@ async def test_one_that_stops_and_comes_back_costs_no_call(start: Start) -> None
         stopping = asyncio.ensure_future(stop(one))
         await call_until(client, stopping.done)
         again = await start(grpc_port=port)
-        await stop(other)  # no call ran, so the client noticed without a call
+        await stop(other)  # No call ran since the restart: the client itself noticed it.
         await call_until(client, lambda: answered(again) > 20)
 
 
-async def test_a_name_stands_for_all_of_its_addresses(start: Start) -> None:
-    """The addresses change twice: one is replaced by another, then the only remaining first one disappears."""
+async def test_a_name_is_resolved_to_all_its_addresses(start: Start) -> None:
+    """The addresses change while the client is open: first one server is replaced, then the other."""
     port = free_port()
     one, other = [await start(host=host, grpc_port=port) for host in ("127.0.0.1", "127.0.0.2")]
     with DnsServer("127.0.0.1", "127.0.0.2") as dns:
@@ -159,8 +146,8 @@ async def test_a_name_stands_for_all_of_its_addresses(start: Start) -> None:
             await stopping
 
 
-async def test_a_server_that_is_added_gets_calls_when_connections_are_renewed(start: Start) -> None:
-    """Only the end of a connection makes the client look up the name again."""
+async def test_an_added_server_gets_calls_after_a_renewal(start: Start) -> None:
+    """All servers stay, so only the age limit of a connection makes the client resolve the name again."""
     port = free_port()
     one = await start(host="127.0.0.1", grpc_port=port, max_connection_age_seconds=1.0)
     with DnsServer("127.0.0.1") as dns:
@@ -173,20 +160,20 @@ async def test_a_server_that_is_added_gets_calls_when_connections_are_renewed(st
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-async def test_a_call_that_meets_a_renewal_is_not_lost(start: Start, kind: str) -> None:
-    """The server closes the connection while the call is on its way, and reports that it has not seen the call."""
+async def test_a_call_during_a_renewal_is_not_lost(start: Start, kind: str) -> None:
+    """The server closes the connection during the call, and reports that it has not read the call."""
     port = free_port()
     servers: list[FakeServer] = []
 
     async def renew_at_first_call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Speak HTTP/2 until a call begins. Then a real server takes over the port, and the call gets GOAWAY."""
+        """Speaks HTTP/2 until a call begins. Then a real server takes the port, and the call gets GOAWAY."""
         settings, headers, goaway = 4, 1, 7
         writer.write(frame(settings, b""))
         await reader.readexactly(len(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
-        kind = None
-        while kind != headers:
+        frame_type = None
+        while frame_type != headers:
             header = await reader.readexactly(9)
-            kind = header[3]
+            frame_type = header[3]
             await reader.readexactly(int.from_bytes(header[:3]))
         listener.close()
         servers.append(await start(grpc_port=port))
@@ -195,16 +182,11 @@ async def test_a_call_that_meets_a_renewal_is_not_lost(start: Start, kind: str) 
         await reader.read()
         writer.close()
 
-    def ask() -> None:
-        with EncoderClient(f"127.0.0.1:{port}", retry=RetryPolicy(max_attempts=1)) as client:
-            client.encode([IDS])
-
+    caller = Caller(kind)
     async with await asyncio.start_server(renew_at_first_call, "127.0.0.1", port) as listener:
-        if kind == "sync":
-            await asyncio.to_thread(ask)
-        else:
-            async with AsyncEncoderClient(f"127.0.0.1:{port}", retry=RetryPolicy(max_attempts=1)) as client:
-                await client.encode([IDS])
+        client = caller.connect(target=f"127.0.0.1:{port}", retry=RetryPolicy(max_attempts=1))
+        await caller(client.encode, [IDS])
+        await caller.close(client)
     assert [answered(server) for server in servers] == [1]
 
 
@@ -213,8 +195,8 @@ def frame(kind: int, payload: bytes) -> bytes:
     return len(payload).to_bytes(3) + bytes([kind, 0]) + bytes(4) + payload
 
 
-async def test_a_stream_goes_on_with_another_server(start: Start) -> None:
-    """If the server of the stream stops, the client still gets every answer in order."""
+async def test_a_stream_continues_on_another_server(start: Start) -> None:
+    """When the server of the stream stops, all inputs are still answered in order."""
     servers = [await start(), await start()]
     sent: list[tuple[int, int]] = []
 
@@ -223,7 +205,7 @@ async def test_a_stream_goes_on_with_another_server(start: Start) -> None:
         return server.sample("grpc_server_started_total", **labels)
 
     def inputs() -> Iterator[list[int]]:
-        """Inputs until the second server has the stream, and some more."""
+        """Inputs until the second server has the stream, and 200 more."""
         left = 200
         while left:
             left -= all(map(streams, servers))
@@ -236,8 +218,8 @@ async def test_a_stream_goes_on_with_another_server(start: Start) -> None:
         async for rows in client.encode_stream(inputs(), max_in_flight=8):
             shapes.append(rows.shape)
             if len(shapes) == 100:
-                (its_server,) = filter(streams, servers)
-                stopping = asyncio.ensure_future(stop(its_server))
+                (first,) = filter(streams, servers)
+                stopping = asyncio.ensure_future(stop(first))
         assert stopping is not None
         await stopping
     assert shapes == sent
@@ -255,12 +237,12 @@ async def test_a_stream_goes_on_with_another_server(start: Start) -> None:
         ("ipv4:10.0.0.7:50051,10.0.0.8:50051", True),
     ],
 )
-def test_which_targets_are_balanced(target: str, balanced: bool) -> None:
+def test_targets_with_several_servers_are_balanced(target: str, balanced: bool) -> None:
     assert is_balanced(target) is balanced
     assert ("grpc.service_config" in dict(channel_options(target, 1, None, None))) is balanced
 
 
-def test_a_callers_own_service_config_goes_first() -> None:
+def test_the_service_config_of_the_caller_has_priority() -> None:
     options = channel_options("dns:///encoder:50051", 1, None, {"grpc.service_config": "{}"})
     assert dict(options)["grpc.service_config"] == "{}"
 
@@ -280,13 +262,13 @@ def test_a_callers_own_service_config_goes_first() -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("client", [EncoderClient, AsyncEncoderClient])
-def test_what_is_no_list_of_addresses(client: Any, target: Any, text: str) -> None:
+def test_a_wrong_list_of_addresses_is_refused(client: Any, target: Any, text: str) -> None:
     with pytest.raises(InvalidInputError, match=text):
         client(target)
 
 
-def test_several_addresses_have_no_one_name_for_their_certificates() -> None:
-    with pytest.raises(ValueError, match="several addresses need tls=Tls\\(server_name=…\\)"):
+def test_several_addresses_need_a_server_name_for_tls() -> None:
+    with pytest.raises(InvalidInputError, match="several addresses need tls=Tls\\(server_name=…\\)"):
         EncoderClient(["10.0.0.7:1", "10.0.0.8:1"], tls=True)
     with EncoderClient(["[fd00::7]:1", "[fd00::8]:1"], tls=Tls(server_name="encoder")) as client:
         assert repr(client) == "<EncoderClient ipv6:[fd00::7]:1,[fd00::8]:1 [open]>"

@@ -1,14 +1,13 @@
 """Both clients with a real server: results, requests, failures."""
 
 import asyncio
-import random
 import time
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from fake_encoder import Caller, FakeEncoder, Refused, rows_of
+from fake_encoder import Caller, FakeEncoder, Refused, rows_of, stalled_inspection
 from waiting import until
 
 from encserve_client import (
@@ -17,7 +16,6 @@ from encserve_client import (
     EncserveError,
     InferenceError,
     InvalidInputError,
-    InvalidRequestError,
     MessageTooLargeError,
     ModelNotFoundError,
     Output,
@@ -65,13 +63,13 @@ async def test_options_reach_the_server(caller: Caller, service: FakeEncoder) ->
     assert request.options.truncation == pb.TRUNCATION_END
 
 
-async def test_no_rows_at_all(caller: Caller) -> None:
-    """A sequence of special tokens has no rows without the special tokens."""
+async def test_a_sequence_without_rows(caller: Caller) -> None:
+    """The sequence has special tokens only, and they are excluded."""
     [array] = await caller(caller.connect().encode, [""], exclude_special_tokens=True)
     assert array.shape == (0, 8)
 
 
-async def test_embeddings_are_one_matrix(caller: Caller, service: FakeEncoder) -> None:
+async def test_embed_returns_one_matrix(caller: Caller, service: FakeEncoder) -> None:
     service.max_request_sequences = 2
     client = caller.connect()
     vectors = await caller(client.embed, TEXTS, pooling="mean")
@@ -81,8 +79,8 @@ async def test_embeddings_are_one_matrix(caller: Caller, service: FakeEncoder) -
     assert service.requests[-1].options.outputs[0].kind == pb.OUTPUT_KIND_MODEL_POOLING
 
 
-async def test_run_tells_everything(caller: Caller, service: FakeEncoder) -> None:
-    """The server sends several outputs in several messages, which the client joins."""
+async def test_run_returns_all_parts_of_an_answer(caller: Caller, service: FakeEncoder) -> None:
+    """The call has several outputs and several messages."""
     service.max_request_sequences = 2
     client = caller.connect()
     result = await caller(client.run, TEXTS, outputs=["tokens", Output("cls", True)], include_token_strings=True)
@@ -101,7 +99,7 @@ async def test_run_tells_everything(caller: Caller, service: FakeEncoder) -> Non
 
 
 async def test_no_inputs(caller: Caller, service: FakeEncoder) -> None:
-    """No request is sent. The arrays still have the model's width."""
+    """The client sends no request, and the arrays have the width of the model."""
     client = caller.connect()
     assert await caller(client.encode, []) == []
     assert service.n_get_model == 0
@@ -121,27 +119,8 @@ async def test_models(caller: Caller) -> None:
     assert (model.d_model, model.pooling, model.special_token_ids, model.ready) == (8, "mean", (1, 2), True)
 
 
-async def test_order_is_kept_whichever_answer_comes_first(caller: Caller, service: FakeEncoder) -> None:
-    service.max_request_sequences = 1
-    service.before = lambda _: asyncio.sleep(random.uniform(0, 0.02))
-    inputs = [[i, i] for i in range(1, 40)]
-    arrays = await caller(caller.connect().encode, inputs)
-    for array, ids in zip(arrays, inputs, strict=True):
-        np.testing.assert_array_equal(array, rows_of(ids))
-    assert len(service.requests) == 39
-
-
-async def test_texts_with_more_tokens_than_estimated_are_split(caller: Caller, service: FakeEncoder) -> None:
-    """Texts of one-letter words have more tokens than usual. The server refuses the message, and its halves pass."""
-    service.max_request_tokens = 200
-    texts = ["a b c d e f g h i j k l m n o p q r s t u v w x y z"] * 10
-    arrays = await caller(caller.connect(max_concurrent_messages=1).encode, texts)
-    assert [array.shape for array in arrays] == [(28, 8)] * 10
-    assert len(service.requests) > 2
-
-
 async def test_oversize_replies_are_split(caller: Caller, service: FakeEncoder) -> None:
-    """The client accepts smaller replies than the server sends. gRPC's error has no reason of the server."""
+    """The client takes less than the server sends: gRPC itself refuses the reply."""
     client = caller.connect(max_message_bytes=6000, max_concurrent_messages=1)
     service.before = _padded(service, 1000)
     arrays = await caller(client.encode, [[5]] * 20)
@@ -154,7 +133,7 @@ async def test_oversize_replies_are_split(caller: Caller, service: FakeEncoder) 
 
 
 def _padded(service: FakeEncoder, n_bytes: int) -> Any:
-    """Answer with a name of this many bytes for each input."""
+    """Adds `n_bytes` to the answer for each input."""
 
     async def before(request: pb.EncodeRequest) -> pb.EncodeResponse:
         response = service.answer(request)
@@ -164,7 +143,7 @@ def _padded(service: FakeEncoder, n_bytes: int) -> Any:
     return before
 
 
-async def test_a_full_queue_is_tried_again_after_its_delay(caller: Caller, service: FakeEncoder) -> None:
+async def test_a_full_queue_is_retried_after_its_delay(caller: Caller, service: FakeEncoder) -> None:
     times: list[float] = []
 
     async def full_twice(_: pb.EncodeRequest) -> None:
@@ -178,8 +157,8 @@ async def test_a_full_queue_is_tried_again_after_its_delay(caller: Caller, servi
     assert all(gap >= 0.08 for gap in np.diff(times))
 
 
-async def test_a_share_that_is_used_up_is_waited_for_as_long_as_it_takes(caller: Caller, service: FakeEncoder) -> None:
-    """Such refusals are retried more often than other failures, because another job uses the share meanwhile."""
+async def test_an_exceeded_share_is_retried_without_a_limit(caller: Caller, service: FakeEncoder) -> None:
+    """The client retries more often than `max_attempts`."""
 
     async def refused(_: pb.EncodeRequest) -> None:
         if len(service.requests) <= 8:
@@ -196,7 +175,7 @@ async def test_a_share_that_is_used_up_is_waited_for_as_long_as_it_takes(caller:
 
 @pytest.mark.parametrize("priority", [None, "interactive", "bulk"])
 async def test_the_priority_reaches_the_server(caller: Caller, service: FakeEncoder, priority: Priority | None) -> None:
-    """Calls of several messages are bulk unless the client sets a priority."""
+    """Without a priority of the client, calls of many messages are bulk."""
     service.max_request_sequences = 1
     client = caller.connect(priority=priority)
     await caller(client.encode, [[5]] * 2)
@@ -211,7 +190,7 @@ async def test_the_priority_reaches_the_server(caller: Caller, service: FakeEnco
 
 
 async def test_a_server_that_comes_back_is_found(caller: Caller, service: FakeEncoder) -> None:
-    """The same channel connects again within the retries of the call."""
+    """The same channel connects again during the retries of the call."""
     client = caller.connect(retry=RetryPolicy(max_attempts=1000, max_backoff_seconds=0.2))
     await caller(client.encode, [[5]])
     port = int(service.target.rpartition(":")[2])
@@ -223,8 +202,8 @@ async def test_a_server_that_comes_back_is_found(caller: Caller, service: FakeEn
     assert len(await call) == 1
 
 
-async def test_what_a_stopping_server_cancels_is_sent_again(caller: Caller, service: FakeEncoder) -> None:
-    """A stopping server cancels calls that gRPC has read and the server has not begun: a unary call or a stream."""
+async def test_a_call_that_a_stopping_server_cancels_is_sent_again(caller: Caller, service: FakeEncoder) -> None:
+    """A gRPC server that stops cancels calls that it has read and not started."""
     cancelled: list[object] = []
 
     async def cancel_once(_: pb.EncodeRequest) -> None:
@@ -244,13 +223,14 @@ async def test_what_a_stopping_server_cancels_is_sent_again(caller: Caller, serv
     assert cancelled == ["unary", "stream"]
 
 
-async def test_a_slow_server_meets_the_deadline(caller: Caller, service: FakeEncoder) -> None:
-    service.before = lambda _: asyncio.sleep(30)
+@pytest.mark.parametrize("method", ["encode", "inspect"])
+async def test_a_slow_server_meets_the_deadline(caller: Caller, service: FakeEncoder, method: str) -> None:
+    """The server sees the end of the call."""
+    service.before, service.inspect = lambda _: asyncio.sleep(30), stalled_inspection
     client = caller.connect()
     await caller(client.model)
-    text = f"Deadline Exceeded.*: {service.target} did not answer within 1 s"
-    with pytest.raises(DeadlineError, match=text) as caught:  # the server notices meanwhile
-        await caller(client.encode, [[5]], timeout_seconds=1.0)
+    with pytest.raises(DeadlineError, match=f"{service.target} did not answer within 1 s") as caught:
+        await caller(getattr(client, method), "text", timeout_seconds=1.0)
     assert (caught.value.code, caught.value.attempts) == (Code.DEADLINE_EXCEEDED, 1)
     await until(lambda: service.n_cancelled == 1)
 
@@ -272,8 +252,8 @@ async def test_the_first_failure_cancels_the_other_messages(caller: Caller, serv
 
 
 @pytest.mark.parametrize("code", [code for code in Code if code is not Code.OK])
-async def test_grpcs_own_exceptions_never_get_out(caller: Caller, service: FakeEncoder, code: Code) -> None:
-    """For every status of the unary call and of the stream."""
+async def test_no_exception_is_of_grpc(caller: Caller, service: FakeEncoder, code: Code) -> None:
+    """Every status, from the unary call and from the stream."""
 
     async def fail(*_: object) -> None:
         raise Refused(code, "because")
@@ -288,43 +268,42 @@ async def test_grpcs_own_exceptions_never_get_out(caller: Caller, service: FakeE
         await caller.all_of(client, [[5]])
 
 
-async def test_refusals_name_the_callers_input(caller: Caller, service: FakeEncoder) -> None:
-    service.max_request_sequences = 2
-    with pytest.raises(InvalidRequestError, match=r"^inputs\[3\]: has 65 tokens; the model takes at most 64") as caught:
-        await caller(caller.connect(max_concurrent_messages=1).encode, [[1], [2], [3], [4] * 65])
-    assert caught.value.reason == "SEQUENCE_TOO_LONG"
-
-
 async def test_an_unknown_model(caller: Caller) -> None:
     with pytest.raises(ModelNotFoundError, match="'nope' is not loaded") as caught:
         await caller(caller.connect().encode, [[1]], model="nope")
     assert caught.value.reason == "UNKNOWN_MODEL"
 
 
-async def test_nothing_is_sent_for_a_wrong_argument(caller: Caller, service: FakeEncoder) -> None:
-    client = caller.connect()
-    wrong_inputs: list[Any] = [b"text", [b"bytes"], [[]], 5]
-    for wrong in wrong_inputs:
-        with pytest.raises(InvalidInputError):
-            await caller(client.encode, wrong)
-    with pytest.raises(InvalidInputError, match="pooling must be one of"):
-        await caller(client.embed, ["a"], pooling="sum")
-    with pytest.raises(ValueError, match="timeout_seconds must be > 0; was 0"):
-        await caller(client.encode, ["a"], timeout_seconds=0)
-    with pytest.raises(InvalidInputError, match="timeout_seconds must be a number; was str"):
-        await caller(client.encode, ["a"], timeout_seconds="5")
-    for name in ("model", "version"):
-        with pytest.raises(InvalidInputError, match=f"{name} must be a str or None; was int"):
-            await caller(client.encode, ["a"], **{name: 1})
-    with pytest.raises(InvalidInputError, match="version must be a str or None; was int"):
-        await caller(client.model, "tiny", 1)
+@pytest.mark.parametrize(
+    ("method", "arguments", "options", "text"),
+    [
+        ("encode", [b"text"], {}, r"inputs\[0\] is a single id"),
+        ("encode", [[b"bytes"]], {}, r"inputs\[0\] must be"),
+        ("encode", [[[]]], {}, r"inputs\[0\] must have"),
+        ("encode", [5], {}, "inputs must be"),
+        ("embed", [["a"]], {"pooling": "sum"}, "pooling must be one of"),
+        ("encode", [["a"]], {"timeout_seconds": 0}, "timeout_seconds must be > 0; was 0"),
+        ("encode", [["a"]], {"timeout_seconds": "5"}, "timeout_seconds must be a number; was str"),
+        ("encode", [["a"]], {"model": 1}, "model must be a str or None; was int"),
+        ("encode", [["a"]], {"version": 1}, "version must be a str or None; was int"),
+        ("model", ["tiny", 1], {}, "version must be a str or None; was int"),
+    ],
+)
+async def test_nothing_is_sent_for_a_wrong_argument(
+    caller: Caller, service: FakeEncoder, method: str, arguments: list[Any], options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=text):
+        await caller(getattr(caller.connect(), method), *arguments, **options)
     assert service.n_get_model == 0
 
 
 async def test_no_server(caller: Caller) -> None:
     client = caller.connect(target="127.0.0.1:1")
-    with pytest.raises(ServerUnavailableError, match=r"^127\.0\.0\.1:1: .*Failed to connect.*\(sent 5 times\)"):
+    text = r"^127\.0\.0\.1:1: .*Failed to connect.*\(sent 5 times\)"
+    with pytest.raises(ServerUnavailableError, match=text):
         await caller(client.models)
+    with pytest.raises(ServerUnavailableError, match=text):
+        await caller.all_of(client, [[1]] * 10, return_exceptions=True)
 
 
 async def test_names_are_resolved(caller: Caller, service: FakeEncoder) -> None:
@@ -340,7 +319,7 @@ async def test_metadata_and_token_are_sent(caller: Caller, service: FakeEncoder)
     assert "encserve-client" in sent["user-agent"]
 
 
-async def test_a_closed_client_says_so(caller: Caller) -> None:
+async def test_a_closed_client_refuses_calls(caller: Caller) -> None:
     client = caller.connect()
     await caller(client.models)
     assert "[open]" in repr(client)
@@ -352,10 +331,11 @@ async def test_a_closed_client_says_so(caller: Caller) -> None:
             await caller(call)
 
 
-async def test_closing_ends_calls_that_are_going_on(caller: Caller, service: FakeEncoder) -> None:
-    """A cancelled call of one message, of several messages or of a stream is not repeated and does not wait."""
+async def test_closing_a_client_ends_its_calls(caller: Caller, service: FakeEncoder) -> None:
+    """One message, several messages, a stream and an inspection. None of them is retried."""
     service.before = lambda _: asyncio.sleep(30)
     service.before_stream = lambda *_: asyncio.sleep(30)
+    service.inspect = stalled_inspection
     service.max_request_sequences = 2
     client = caller.connect(
         retry=RetryPolicy(initial_backoff_seconds=100, max_backoff_seconds=100), timeout_seconds=200
@@ -364,32 +344,24 @@ async def test_closing_ends_calls_that_are_going_on(caller: Caller, service: Fak
     calls = [
         asyncio.create_task(caller(client.encode, [[1]])),
         asyncio.create_task(caller(client.encode, [[1]] * 5)),
+        asyncio.create_task(caller(client.inspect, [1])),
         asyncio.create_task(caller.all_of(client, [[1]] * 5)),
     ]
-    await until(lambda: len(service.requests) == 4 and len(service.stream_requests) == 4)
+    await until(lambda: len(service.requests) == len(service.stream_requests) == 4 and service.inspect_requests)
     await caller.close(client)
     for call in calls:
         with pytest.raises(ClientClosedError, match="the client was closed during the call"):
             await asyncio.wait_for(call, 30)
+    with pytest.raises(ClientClosedError):
+        await caller(client.inspect, [1])
 
 
-async def test_a_bug_below_does_not_hang_the_call(caller: Caller, service: FakeEncoder) -> None:
-    """gRPC raises errors without a status, here for invalid metadata."""
+async def test_an_error_in_grpc_does_not_hang_a_call(caller: Caller) -> None:
+    """For invalid metadata gRPC raises an error without a status."""
     client = caller.connect()
     client._metadata = (("Bad Key", "x"),)
-    for call in (client.models, client.encode):
+    for call, arguments in ((client.models, []), (client.encode, [[[1]]]), (client.inspect, [[1]])):
         with pytest.raises(ServerError):
-            await caller(call, *([[[1]]] if call == client.encode else []))
+            await caller(call, *arguments)
     with pytest.raises(ServerError):
         await caller.all_of(client, [[1]])
-
-
-async def test_overload_says_when_to_come_back(caller: Caller, service: FakeEncoder) -> None:
-    async def full(_: pb.EncodeRequest) -> None:
-        raise Refused(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", "60000")
-
-    service.before = full
-    with pytest.raises(OverloadedError) as caught:
-        await caller(caller.connect().encode, [[1]])
-    assert caught.value.retry_delay_seconds == 60.0
-    assert caught.value.attempts == 1

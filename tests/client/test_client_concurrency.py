@@ -3,17 +3,18 @@
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
-from fake_encoder import FakeEncoder, rows_of
+from fake_encoder import FakeEncoder, rows_of, stalled_inspection
 from waiting import until
 
 from encserve_client import AsyncEncoderClient, EncoderClient, InvalidInputError
 
 
 async def test_threads_share_a_client(service: FakeEncoder) -> None:
-    """16 threads make calls of one message, calls of several messages, and streams. Each gets its own rows."""
+    """Each of 16 threads gets its own rows, from calls of one message and of several, and from streams."""
     service.max_request_sequences = 3
 
     def work(client: EncoderClient, thread: int) -> int:
@@ -25,12 +26,12 @@ async def test_threads_share_a_client(service: FakeEncoder) -> None:
                     np.testing.assert_array_equal(array, rows_of(ids))
         return thread
 
-    def everyone() -> list[int]:
+    def all_threads() -> list[int]:
         with EncoderClient(service.target) as client, ThreadPoolExecutor(16) as pool:
             return list(pool.map(lambda thread: work(client, thread), range(16)))
 
     threads = set(threading.enumerate())
-    assert await asyncio.to_thread(everyone) == list(range(16))
+    assert await asyncio.to_thread(all_threads) == list(range(16))
     assert service.n_get_model <= 16
     await until(lambda: not [it for it in set(threading.enumerate()) - threads if "asyncio" not in it.name])
 
@@ -49,27 +50,37 @@ async def test_tasks_share_a_client(service: FakeEncoder) -> None:
         await asyncio.gather(*(work(task) for task in range(50)))
 
 
-@pytest.mark.parametrize("n_messages", [1, 6])
-async def test_cancelling_a_task_cancels_its_call(service: FakeEncoder, n_messages: int) -> None:
-    """The caller gets asyncio's own error, the server sees the cancellation, and no task remains."""
+@pytest.mark.parametrize(
+    ("method", "inputs", "n_requests"),
+    [("encode", [[1]], 1), ("encode", [[1]] * 6, 4), ("inspect", [1], 1)],
+    ids=["one message", "several messages", "inspect"],
+)
+async def test_cancelling_a_task_cancels_its_call(
+    service: FakeEncoder, method: str, inputs: list[Any], n_requests: int
+) -> None:
+    """The server sees the cancellation, no task of the client remains, and the client takes further calls."""
     service.max_request_sequences = 1
-    service.before = lambda _: asyncio.sleep(30)
+    service.before, service.inspect = lambda _: asyncio.sleep(30), stalled_inspection
     async with AsyncEncoderClient(service.target) as client:
         await client.model()
-        call = asyncio.create_task(client.encode([[1]] * n_messages))
-        n_out = min(n_messages, 4)
-        await until(lambda: len(service.requests) == n_out)
+        call = asyncio.create_task(getattr(client, method)(inputs))
+        await until(lambda: len(service.requests) + len(service.inspect_requests) == n_requests)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        await until(lambda: service.n_cancelled == n_out)
+        await until(lambda: service.n_cancelled == n_requests)
         assert not [task for task in asyncio.all_tasks() if "encserve_client" in repr(task)]
-        service.before = None
-        assert len(await client.encode([[1]])) == 1  # the client still works
+        unsent = asyncio.create_task(getattr(client, method)(inputs))
+        await asyncio.sleep(0)
+        unsent.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await unsent
+        service.before = service.inspect = None
+        assert len(await client.encode([[1]])) == 1
+        assert (await client.inspect([5, 6, 7])).attention_layers == (0, 1)
 
 
-async def test_a_timeout_of_the_callers_own(service: FakeEncoder) -> None:
-    """asyncio.timeout works with calls."""
+async def test_asyncio_timeout_ends_a_call(service: FakeEncoder) -> None:
     service.before = lambda _: asyncio.sleep(30)
     async with AsyncEncoderClient(service.target) as client:
         with pytest.raises(TimeoutError):
@@ -78,14 +89,14 @@ async def test_a_timeout_of_the_callers_own(service: FakeEncoder) -> None:
 
 
 async def test_the_async_client_can_be_made_outside_a_loop(service: FakeEncoder) -> None:
-    """The channel belongs to the loop of the first call, here in a thread without a loop at construction."""
+    """The client makes its channel in the loop of its first call."""
     client = await asyncio.to_thread(AsyncEncoderClient, service.target)
     async with client:
         assert len(await client.models()) == 1
 
 
-async def test_an_async_client_in_another_loop_says_so(service: FakeEncoder) -> None:
-    """For example with two calls of asyncio.run. The loop of the client is not disturbed."""
+async def test_an_async_client_refuses_another_loop(service: FakeEncoder) -> None:
+    """The client still works in its own loop."""
     async with AsyncEncoderClient(service.target) as client:
         await client.encode([[1]])
         with pytest.raises(InvalidInputError, match="the event loop of its first use: make one in each loop"):

@@ -1,7 +1,6 @@
 """`inspect` of both clients: requests, results, failures, and malformed answers."""
 
 import asyncio
-import time
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -10,16 +9,13 @@ import grpc
 import numpy as np
 import pytest
 from fake_encoder import Caller, FakeEncoder, Refused
-from fake_wire import FakeWire
+from fake_wire import FakeWire, gather
 from hypothesis import given
 from hypothesis import strategies as st
 from inspections import N_LAYERS, inspection, tensor_of
 from waiting import until
 
 from encserve_client import (
-    AsyncEncoderClient,
-    ClientClosedError,
-    DeadlineError,
     InspectUnavailableError,
     InvalidInputError,
     InvalidRequestError,
@@ -52,12 +48,8 @@ def request_of(**wanted: Any) -> pb.InspectRequest:
 
 
 def gathered(request: pb.InspectRequest, parts: list[pb.InspectResponse]) -> InspectResult:
-    """Gather the parts into a result; stop at the first error, as the wire does."""
-    gathering = Gathering(request)
-    for part in parts:
-        if not gathering.add(part):
-            break
-    return gathering.result(1.5, 2)
+    """The result of these parts, after 1.5 s and 2 attempts."""
+    return gather(request, parts).result(1.5, 2)
 
 
 def chunk(tensor: int, n_bytes: int) -> pb.InspectResponse:
@@ -426,13 +418,6 @@ async def test_an_incomplete_answer_is_retried(caller: Caller, service: FakeEnco
         await caller(client.inspect, [5, 6, 7])
 
 
-async def test_a_full_queue_is_tried_again_after_its_delay(caller: Caller, service: FakeEncoder) -> None:
-    breaking(service, 1, Refused(Code.RESOURCE_EXHAUSTED, "full", "INSPECT_QUEUE_FULL", "80"))
-    started = time.monotonic()
-    assert (await caller(caller.connect().inspect, [5, 6, 7])).timings.attempts == 2
-    assert time.monotonic() - started >= 0.08
-
-
 @pytest.mark.parametrize(
     ("code", "reason", "expected"),
     [
@@ -454,68 +439,6 @@ async def test_each_refusal_has_its_own_exception(
     assert type(caught.value) is expected
     assert (caught.value.code, caught.value.reason, caught.value.attempts) == (code, reason, 1)  # type: ignore[attr-defined]
     assert len(service.inspect_requests) == 1
-
-
-async def never(request: pb.InspectRequest) -> AsyncIterator[pb.InspectResponse]:
-    """Send the header, and then nothing."""
-    yield inspection(request, N_TOKENS)[0]
-    await asyncio.sleep(30)
-
-
-async def test_a_stalled_answer_times_out(caller: Caller, service: FakeEncoder) -> None:
-    service.inspect = never
-    client = caller.connect()
-    await caller(client.model)
-    started = time.monotonic()
-    text = f"{service.target} did not answer within 1 s"
-    with pytest.raises(DeadlineError, match=text) as caught:
-        await caller(client.inspect, [5, 6, 7], timeout_seconds=1.0)
-    assert time.monotonic() - started < 25
-    assert (caught.value.code, caught.value.attempts) == (Code.DEADLINE_EXCEEDED, 1)
-    await until(lambda: service.n_cancelled == 1)
-
-
-async def test_cancelling_a_task_cancels_its_inspection(service: FakeEncoder) -> None:
-    """The server sees the cancellation, no client task remains, and the client can send the next call."""
-    service.inspect = never
-    async with AsyncEncoderClient(service.target) as client:
-        call = asyncio.create_task(client.inspect([5, 6, 7]))
-        await until(lambda: len(service.inspect_requests) == 1)
-        await asyncio.sleep(0.05)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        await until(lambda: service.n_cancelled == 1)
-        assert not [task for task in asyncio.all_tasks() if "encserve_client" in repr(task)]
-        at_once = asyncio.create_task(client.inspect([5, 6, 7]))
-        await asyncio.sleep(0)
-        at_once.cancel()  # before any message was sent
-        with pytest.raises(asyncio.CancelledError):
-            await at_once
-        service.inspect = None
-        assert (await client.inspect([5, 6, 7])).attention_layers == (0, 1)
-
-
-async def test_closing_ends_an_inspection(caller: Caller, service: FakeEncoder) -> None:
-    service.inspect = never
-    client = caller.connect(
-        retry=RetryPolicy(initial_backoff_seconds=100, max_backoff_seconds=100), timeout_seconds=200
-    )
-    call = asyncio.create_task(caller(client.inspect, [5, 6, 7]))
-    await until(lambda: len(service.inspect_requests) == 1)
-    await asyncio.sleep(0.05)
-    await caller.close(client)
-    with pytest.raises(ClientClosedError, match="the client was closed during the call"):
-        await asyncio.wait_for(call, 30)
-    with pytest.raises(ClientClosedError):
-        await caller(client.inspect, [5, 6, 7])
-
-
-async def test_an_internal_error_does_not_hang_the_call(caller: Caller, service: FakeEncoder) -> None:
-    client = caller.connect()
-    client._metadata = (("Bad Key", "x"),)
-    with pytest.raises(ServerError):
-        await caller(client.inspect, [5, 6, 7])
 
 
 async def test_many_at_a_time(caller: Caller, service: FakeEncoder) -> None:

@@ -57,8 +57,10 @@ def total(inputs: list[pb.Input], options: Options, limits: Limits) -> Cost:
 
 
 @given(some_inputs, options, limits)
-def test_every_input_once_in_order_within_limits(inputs: list[Input], options: Options, limits: Limits) -> None:
-    """Only a single input may exceed a limit. No two neighbouring messages would fit into one."""
+def test_messages_have_every_input_once_and_keep_the_limits(
+    inputs: list[Input], options: Options, limits: Limits
+) -> None:
+    """Only an input that is too much alone may break a limit. No two neighbouring messages would have fitted in one."""
     messages = list(plan_messages(read_inputs(inputs)[0], TEMPLATE, options, limits))
     requests = requests_of(messages)
     assert [item for request in requests for item in request.inputs] == packed(inputs)
@@ -92,8 +94,8 @@ def test_halves_are_the_whole(inputs: list[Input]) -> None:
     assert [leaf.first_index for leaf in found] == list(range(len(inputs)))
 
 
-def test_messages_are_made_when_they_are_asked_for() -> None:
-    """A bad id late in the list does not stop earlier inputs. The client finds the id when its message is due."""
+def test_messages_are_made_one_by_one() -> None:
+    """A bad id late in the list does not stop the inputs before it. It is found in its turn."""
     limits = Limits(1, 2**31, 2**31, 2**31, 512, 8)
     messages = plan_messages([[1], [2], [2**63]], TEMPLATE, Options(), limits)
     assert next(messages).first_index == 0
@@ -118,7 +120,7 @@ def test_texts_are_not_planned_for_the_worst_case() -> None:
     assert len(list(plan_messages(["x" * 100] * 256, TEMPLATE, Options(), limits))) == 1
 
 
-def test_a_message_gets_its_share_of_the_servers_queue() -> None:
+def test_a_message_is_limited_to_a_quarter_of_the_queue() -> None:
     """Four messages together fit into the queue. A limit that the server does not name does not apply."""
     info = model_info(pb.ModelInfo(d_model=8, max_request_tokens=1000, max_request_bytes=10**6))
     limits = Limits.of(info, max_message_bytes=10**9, max_concurrent_messages=4)
@@ -150,7 +152,7 @@ def test_a_message_gets_its_share_of_the_servers_queue() -> None:
         (np.zeros((2, 2)), r"inputs must be a list of inputs; for one sequence of vectors pass \[array\]"),
     ],
 )
-def test_wrong_inputs_are_named(inputs: object, text: str) -> None:
+def test_wrong_inputs_are_refused(inputs: object, text: str) -> None:
     with pytest.raises(InvalidInputError, match=text) as caught:
         read_inputs(inputs)  # type: ignore[arg-type]
     assert isinstance(caught.value, TypeError)
@@ -158,7 +160,7 @@ def test_wrong_inputs_are_named(inputs: object, text: str) -> None:
 
 
 @pytest.mark.parametrize("item", [[1, "2"], [1.5], [2**63], "\ud800", [None]])
-def test_what_protobuf_cannot_hold_is_named(item: Input) -> None:
+def test_a_value_that_protobuf_cannot_hold_is_refused(item: Input) -> None:
     with pytest.raises(InvalidInputError, match=r"inputs\[4\] cannot be sent"):
         pack_input(item, "inputs[4]")
 
@@ -173,8 +175,10 @@ def test_what_protobuf_cannot_hold_is_named(item: Input) -> None:
             "dtype must be one of 'float32', .*, 'int8'; was 'float64'",
         ),
         (lambda: Output("sum"), "kind must be one of .* was 'sum'"),  # type: ignore[arg-type]
+        (lambda: Output(0), "kind must be"),
+        (lambda: Output(True), "kind must be"),
     ],
 )
-def test_options_that_do_not_exist_are_refused(make: object, text: str) -> None:
+def test_wrong_options_are_refused(make: object, text: str) -> None:
     with pytest.raises(InvalidInputError, match=text):
         make()  # type: ignore[operator]

@@ -172,7 +172,7 @@ NO_WEIGHTS = SparseVector(np.empty(0, np.uint32), np.empty(0, np.float32), 9)
     ],
 )
 def test_what_cannot_be_compared(query: Any, document: Any, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
+    with pytest.raises(InvalidInputError, match=problem):
         rank(query, [document])
 
 

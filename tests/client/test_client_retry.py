@@ -12,6 +12,7 @@ from encserve_client import (
     EncserveError,
     InferenceError,
     InspectUnavailableError,
+    InvalidInputError,
     InvalidRequestError,
     MessageTooLargeError,
     ModelNotFoundError,
@@ -62,15 +63,15 @@ def always(value: float):  # type: ignore[no-untyped-def]
         (Failure(Code.ABORTED, ""), False),
     ],
 )
-def test_only_what_time_may_mend_is_retried(failure: Failure, expected: bool) -> None:
+def test_only_temporary_failures_are_retried(failure: Failure, expected: bool) -> None:
     assert is_retryable(failure) is expected
     wait = seconds_until_retry(POLICY, failure, 1, 100.0, always(0.5))
     assert (wait is not None) is expected
 
 
 @pytest.mark.parametrize("code", [Code.UNKNOWN, Code.INTERNAL])
-def test_a_call_that_a_proxy_cuts_off_is_sent_again(code: grpc.StatusCode) -> None:
-    """gRPC's own errors have only a text. The server's errors have a reason."""
+def test_a_call_that_a_proxy_aborts_is_sent_again(code: grpc.StatusCode) -> None:
+    """gRPC's own errors have a text only; the server's errors have a reason."""
     text = "Stream removed (RST_STREAM (Received RST_STREAM with error code 2))"
     cut_off = failure_of_status(code, text, ())
     assert cut_off.code is Code.UNAVAILABLE
@@ -89,13 +90,13 @@ def test_backoff_doubles_up_to_its_bound_then_ends() -> None:
     assert waits == [pytest.approx(0.1), pytest.approx(0.2), pytest.approx(0.3), None]
 
 
-def test_the_servers_delay_is_the_least() -> None:
+def test_a_wait_is_at_least_the_servers_delay() -> None:
     """Jitter only adds to the server's delay."""
     assert seconds_until_retry(POLICY, FULL, 1, 100.0, always(0.0)) == pytest.approx(1.55)
     assert seconds_until_retry(POLICY, FULL, 1, 100.0, always(1.0)) == pytest.approx(1.6)
 
 
-def test_no_wait_is_begun_that_ends_after_the_deadline() -> None:
+def test_no_wait_exceeds_the_deadline() -> None:
     assert seconds_until_retry(POLICY, FULL, 1, 1.54, always(0.0)) is None
     assert seconds_until_retry(POLICY, FULL, 1, 1.6, always(0.0)) == pytest.approx(1.55)
 
@@ -127,8 +128,8 @@ def test_a_wait_is_within_its_bounds(attempts: int, draw: float, remaining: floa
         ({"max_backoff_seconds": "9"}, "max_backoff_seconds must be a number; was str"),
     ],
 )
-def test_a_policy_is_checked_when_it_is_made(settings: dict[str, float], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
+def test_a_wrong_policy_is_refused(settings: dict[str, float], text: str) -> None:
+    with pytest.raises(InvalidInputError, match=text):
         RetryPolicy(**settings)  # type: ignore[arg-type]
 
 
@@ -178,12 +179,12 @@ def test_every_status_has_its_exception(code: Code) -> None:
         (Failure(Code.PERMISSION_DENIED, "", "PERMISSION_DENIED"), PermissionDeniedError),
     ],
 )
-def test_a_reason_says_more_than_a_code(failure: Failure, expected: type[EncserveError]) -> None:
+def test_the_reason_decides_the_exception(failure: Failure, expected: type[EncserveError]) -> None:
     assert type(failure.to_exception(attempts=1)) is expected
 
 
-def test_exceptions_are_also_what_python_calls_them() -> None:
-    """Callers may catch the built-in classes."""
+def test_exceptions_are_also_builtin_kinds() -> None:
+    """Callers may catch the built-in kinds."""
     assert issubclass(DeadlineError, TimeoutError)
     assert issubclass(InvalidRequestError, ValueError)
     assert issubclass(ModelNotFoundError, LookupError)
@@ -209,8 +210,8 @@ def test_a_pushback_that_is_no_delay_forbids_retries(pushback: str) -> None:
     assert not is_retryable(failure)
 
 
-def test_an_index_is_the_callers() -> None:
-    """The server counts from the first input of a message, the caller from the first input of the call."""
+def test_the_index_counts_inputs_of_the_call() -> None:
+    """The server counts from the message's first input; the caller from the first of the call."""
     failure = Failure(Code.INVALID_ARGUMENT, "inputs[3].token_ids.ids[17]: must be < 100; was 200")
     assert str(failure.to_exception(1, first_index=256)).startswith("inputs[259].token_ids.ids[17]: must")
     assert str(failure.to_exception(1)).startswith("inputs[3].token_ids")

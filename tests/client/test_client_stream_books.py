@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import fake_wire
 import grpc
 import numpy as np
 import pytest
-from fake_wire import FakeWire, Outcome
+from fake_wire import FakeWire, Outcome, counting
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,17 +40,8 @@ def ids_in(request: pb.EncodeStreamRequest) -> list[int]:
 
 
 def echo(request: pb.EncodeStreamRequest, fingerprint: str = "f") -> pb.EncodeStreamResponse:
-    """A row of one number for each token, its id."""
-    ids = ids_in(request)
-    tensor = pb.RaggedTensor(
-        kind=pb.OUTPUT_KIND_TOKENS,
-        data_type=pb.DATA_TYPE_FLOAT32,
-        width=1,
-        lengths=[1] * len(ids),
-        data=np.array(ids, "<f4").tobytes(),
-    )
-    sequences = [pb.SequenceInfo(token_count=1)] * len(ids)
-    response = pb.EncodeResponse(outputs=[tensor], sequences=sequences, fingerprint=fingerprint)
+    """An answer with the token id of each input."""
+    response = fake_wire.echo(request.request, fingerprint)
     return pb.EncodeStreamResponse(request_id=request.request_id, response=response)
 
 
@@ -77,13 +69,6 @@ def results(run: StreamRun) -> Iterator[tuple[int, Any]]:
     while (item := run_without_loop(run.next())) is not None:
         index, result = item
         yield index, result if isinstance(result, EncserveError) else int(result[0, 0])
-
-
-def counting(n: int, read: list[int]) -> Iterator[list[int]]:
-    """The inputs [1], [2], …. Records each input that is read."""
-    for i in range(1, n + 1):
-        read.append(i)
-        yield [i]
 
 
 @given(

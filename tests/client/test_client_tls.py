@@ -1,4 +1,4 @@
-"""The client names the cause of a failed connection, and reads changed files again."""
+"""The client names the cause of a failed TLS connection, and reads changed certificate files again."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ import certificates
 import grpc
 import pytest
 from certificates import Certificates, Mount, Pair
-from fake_encoder import FakeEncoder
+from fake_encoder import Caller, FakeEncoder
 
 from encserve_client import (
     AsyncEncoderClient,
@@ -38,7 +38,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 
 def credentials(pair: Pair, client_ca: Path | None) -> grpc.ServerCredentials:
-    """The files of a server."""
     ca = None if client_ca is None else client_ca.read_bytes()
     return grpc.ssl_server_credentials([(pair.key.read_bytes(), pair.cert.read_bytes())], ca, client_ca is not None)
 
@@ -48,7 +47,7 @@ Start = Callable[..., Any]
 
 @pytest.fixture
 async def start(service: FakeEncoder) -> AsyncIterator[Start]:
-    """Start servers with these certificates; return their targets."""
+    """Start servers with these certificates and return their targets."""
     servers = []
 
     async def start(pair: Pair | None, client_ca: Path | None = None) -> str:
@@ -67,68 +66,67 @@ async def start(service: FakeEncoder) -> AsyncIterator[Start]:
         await server.stop(None)
 
 
-async def said(target: str, **settings: Any) -> str:
-    """The error text of both clients, which must be equal."""
-
-    def ask() -> str:
-        with EncoderClient(target, retry=ONCE, **settings) as client, pytest.raises(ServerUnavailableError) as error:
-            client.models()
-        return str(error.value)
-
-    async with AsyncEncoderClient(target, retry=ONCE, **settings) as client:
+async def failure_text(target: str, **settings: Any) -> str:
+    """The cause of a failed connection. Both clients name the same cause."""
+    texts = []
+    for kind in ("sync", "async"):
+        caller = Caller(kind)
+        client = caller.connect(target=target, retry=ONCE, **settings)
         with pytest.raises(ServerUnavailableError) as error:
-            await client.models()
-    words, _, rest = str(error.value).partition(". gRPC says: ")
-    assert rest
-    assert (await asyncio.to_thread(ask)).partition(". gRPC says: ")[0] == words
-    assert words.startswith(f"{target}: ")
-    return words.removeprefix(f"{target}: ")
+            await caller(client.models)
+        await caller.close(client)
+        text, _, detail = str(error.value).partition(". gRPC says: ")
+        assert detail
+        assert text.startswith(f"{target}: ")
+        texts.append(text.removeprefix(f"{target}: "))
+    assert texts[0] == texts[1]
+    return texts[0]
 
 
 async def test_plaintext_against_tls(start: Start, made: Certificates) -> None:
     speaks = "the server speaks TLS, this client plaintext: give tls=True or Tls(ca=…), with the command --tls or --ca"
-    assert await said(await start(made.server)) == speaks
-    assert await said(await start(made.server, made.ca)) == speaks
+    assert await failure_text(await start(made.server)) == speaks
+    assert await failure_text(await start(made.server, made.ca)) == speaks
 
 
 async def test_tls_against_plaintext(start: Start, made: Certificates) -> None:
-    told = await said(await start(None), tls=Tls(ca=made.ca))
-    assert told == "the server speaks plaintext, this client TLS: leave tls out, or give the port that has TLS"
+    text = await failure_text(await start(None), tls=Tls(ca=made.ca))
+    assert text == "the server speaks plaintext, this client TLS: leave tls out, or give the port that has TLS"
 
 
 async def test_client_certificates(start: Start, made: Certificates) -> None:
     target = await start(made.server, made.ca)
-    told = await said(target, tls=Tls(ca=made.ca))
-    assert told.startswith("the server wants a client certificate: give tls=Tls(cert=…, key=…)")
+    text = await failure_text(target, tls=Tls(ca=made.ca))
+    assert text.startswith("the server wants a client certificate: give tls=Tls(cert=…, key=…)")
     for wrong in (made.expired, made.stranger):
-        told = await said(target, tls=Tls(ca=made.ca, cert=wrong.cert, key=wrong.key))
-        assert told.startswith(f"the server does not take the client certificate of {wrong.cert}: it has expired, or")
+        text = await failure_text(target, tls=Tls(ca=made.ca, cert=wrong.cert, key=wrong.key))
+        assert text.startswith(f"the server does not take the client certificate of {wrong.cert}: it has expired, or")
 
 
 async def test_server_certificates(start: Start, made: Certificates) -> None:
-    told = await said(await start(made.expired), tls=Tls(ca=made.ca))
-    assert told == "the server's certificate has expired"
+    text = await failure_text(await start(made.expired), tls=Tls(ca=made.ca))
+    assert text == "the server's certificate has expired"
     later = made.authority.issue("later", begins_in_days=1)
-    told = await said(await start(later), tls=Tls(ca=made.ca))
-    assert told == "the server's certificate is not valid yet, by the clock of this machine"
-    told = await said(await start(made.other_name), tls=Tls(ca=made.ca))
-    assert told == (
+    text = await failure_text(await start(later), tls=Tls(ca=made.ca))
+    assert text == "the server's certificate is not valid yet, by the clock of this machine"
+    text = await failure_text(await start(made.other_name), tls=Tls(ca=made.ca))
+    assert text == (
         "the server's certificate is not for 'localhost', but for 'other.example': connect to one of these names, or "
         "give it as Tls(server_name=…)"
     )
     target = await start(made.stranger)
-    told = await said(target, tls=Tls(ca=made.ca))
-    assert told.startswith(f"the server's certificate is of an authority that is not in {made.ca} (")
-    told = await said(target, tls=True)
-    assert told.startswith("the server's certificate is of an authority that is not in the list of authorities of this")
+    text = await failure_text(target, tls=Tls(ca=made.ca))
+    assert text.startswith(f"the server's certificate is of an authority that is not in {made.ca} (")
+    text = await failure_text(target, tls=True)
+    assert text.startswith("the server's certificate is of an authority that is not in the list of authorities of this")
 
 
-async def test_a_name_that_is_given(start: Start, made: Certificates) -> None:
+async def test_server_name_replaces_the_host_name(start: Start, made: Certificates) -> None:
     target = await start(made.other_name)
     async with AsyncEncoderClient(target, tls=Tls(ca=made.ca, server_name="other.example")) as client:
         assert len(await client.models()) == 1
-    told = await said(target, tls=Tls(ca=made.ca, server_name="third.example"))
-    assert told.startswith("the server's certificate is not for 'third.example', but for 'other.example'")
+    text = await failure_text(target, tls=Tls(ca=made.ca, server_name="third.example"))
+    assert text.startswith("the server's certificate is not for 'third.example', but for 'other.example'")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +136,7 @@ async def test_a_name_that_is_given(start: Start, made: Certificates) -> None:
         ("localhost:1", "connections to all backends failing; last error: ipv4:127.0.0.1:{port}: Socket closed"),
         ("ipv4:127.0.0.1:{port},127.0.0.1:1", "failed to connect to all addresses; last error: Socket closed"),
         ("unix:///run/x", "failed to connect to all addresses; last error: Socket closed"),
-        (  # gRPC's text for a name with two addresses, one of them without a server
+        (  # the text of gRPC for a name with two addresses, one of them without a listener
             "localhost:{port}",
             "failed to connect to all addresses; last error: UNKNOWN: ipv6:%5B::1%5D:{port}: Failed to connect to "
             "remote host: Connection refused",
@@ -149,7 +147,7 @@ async def test_a_name_that_is_given(start: Start, made: Certificates) -> None:
         ),
     ],
 )
-async def test_where_it_asks(start: Start, made: Certificates, target: str, message: str) -> None:
+async def test_the_diagnosis_tries_every_address(start: Start, made: Certificates, target: str, message: str) -> None:
     port = (await start(made.server)).rpartition(":")[2]
     failure = Failure(grpc.StatusCode.UNAVAILABLE, message.format(port=port))
     diagnosis = Diagnosis(target.format(port=port), None)
@@ -159,8 +157,8 @@ async def test_where_it_asks(start: Start, made: Certificates, target: str, mess
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_servers_that_say_why(made: Certificates, version: ssl.TLSVersion) -> None:
-    """Proxies send a TLS alert. gRPC's own server just closes the connection."""
+def test_tls_alerts_are_named(made: Certificates, version: ssl.TLSVersion) -> None:
+    """A proxy sends a TLS alert. A gRPC server only closes the connection."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(made.server.cert, made.server.key)
     context.load_verify_locations(made.ca)
@@ -199,41 +197,27 @@ def test_other_failures_cost_no_handshake(message: str, reason: str) -> None:
     assert not Diagnosis("127.0.0.1:1", None).may_help(Failure(grpc.StatusCode.UNAVAILABLE, message, reason))
 
 
-@pytest.mark.parametrize("is_async", [True, False])
-async def test_files_that_change(
-    start: Start, made: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
+@pytest.mark.parametrize("kind", ["sync", "async"])
+async def test_changed_files_are_read_again(
+    start: Start, made: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """A new call uses the new certificate. The client ignores a half-finished change."""
+    """A new call uses the new certificate. The client ignores a key without its certificate."""
     monkeypatch.setattr(channels, "_LOOK_SECONDS", 0.0)
     mount = Mount(tmp_path / "mount")
     mount.put(made.stranger, made.ca)
-    target = await start(made.server, made.ca)
+    caller = Caller(kind)
     tls = Tls(ca=mount.ca, cert=mount.pair.cert, key=mount.pair.key)
-    if is_async:
-        async with AsyncEncoderClient(target, tls=tls, retry=ONCE) as client:
-            with pytest.raises(ServerUnavailableError, match="does not take the client certificate"):
-                await client.models()
-            mount.put(made.client, made.ca)
-            assert len(await client.models()) == 1
-            mount.put(Pair(made.server.cert, made.client.key), made.ca)
-            assert len(await client.models()) == 1
-            assert len(client._links) == 1  # the old connection is closed
-        return
-
-    def ask() -> None:
-        with EncoderClient(target, tls=tls, retry=ONCE) as client:
-            with pytest.raises(ServerUnavailableError, match="does not take the client certificate"):
-                client.models()
-            mount.put(made.client, made.ca)
-            assert len(client.models()) == 1
-            mount.put(Pair(made.server.cert, made.client.key), made.ca)
-            assert len(client.models()) == 1
-            assert len(client._closers) == 1
-
-    await asyncio.to_thread(ask)
+    client = caller.connect(target=await start(made.server, made.ca), tls=tls, retry=ONCE)
+    with pytest.raises(ServerUnavailableError, match="does not take the client certificate"):
+        await caller(client.models)
+    for pair in (made.client, Pair(made.server.cert, made.client.key)):
+        mount.put(pair, made.ca)
+        assert len(await caller(client.models)) == 1
+    assert len(client._links if kind == "async" else client._closers) == 1  # the old connection is closed
+    await caller.close(client)
 
 
-async def test_a_stream_goes_on_while_files_change(
+async def test_a_stream_continues_while_files_change(
     start: Start, made: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Running calls keep their connection, which closes after the last call."""
@@ -254,10 +238,10 @@ async def test_a_stream_goes_on_while_files_change(
         assert len(client._links) == 1
 
 
-def test_files_that_are_no_certificates(made: Certificates, tmp_path: Path) -> None:
+def test_invalid_certificate_files_are_refused(made: Certificates, tmp_path: Path) -> None:
     bad = tmp_path / "bad.pem"
     bad.write_bytes(made.ca.read_bytes()[:200])
-    for wrong, words in (
+    for tls, text in (
         (Tls(ca=bad), f"^tls.ca {bad} holds no complete PEM certificate"),
         (
             Tls(cert=bad, key=made.client.key),
@@ -265,11 +249,11 @@ def test_files_that_are_no_certificates(made: Certificates, tmp_path: Path) -> N
         ),
         (Tls(cert=made.client.cert, key=made.server.key), "^tls.cert .* must be a PEM certificate and its private key"),
     ):
-        with pytest.raises(InvalidInputError, match=words):
-            EncoderClient(tls=wrong)
+        with pytest.raises(InvalidInputError, match=text):
+            EncoderClient(tls=tls)
 
 
-def test_a_server_that_hangs_is_not_waited_for(made: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_server_is_given_up(made: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
     """The port accepts connections and sends nothing."""
     monkeypatch.setattr("encserve_client._grpc.diagnosis._SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:

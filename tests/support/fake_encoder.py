@@ -323,10 +323,17 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
         await self.server.start()
 
 
+async def stalled_inspection(request: pb.InspectRequest) -> AsyncIterator[pb.InspectResponse]:
+    """The header of an inspection and nothing more, for `FakeEncoder.inspect`."""
+    yield inspection(request, 1)[0]
+    await asyncio.sleep(30)
+
+
 class Caller:
     """Calls the sync or the async client from a coroutine; the sync client in a worker thread."""
 
-    def __init__(self, kind: str, service: FakeEncoder) -> None:
+    def __init__(self, kind: str, service: FakeEncoder | None = None) -> None:
+        """`kind` is "sync" or "async". Without a service, `connect` needs a target."""
         self.kind = kind
         self.service = service
         self.clients: list[EncoderClient | AsyncEncoderClient] = []
@@ -335,7 +342,8 @@ class Caller:
         """A new client; by default its retries wait milliseconds."""
         settings.setdefault("retry", RetryPolicy(initial_backoff_seconds=0.01, max_backoff_seconds=0.05))
         settings.setdefault("timeout_seconds", 60.0)
-        settings.setdefault("target", self.service.target)
+        if self.service is not None:
+            settings.setdefault("target", self.service.target)
         client = (EncoderClient if self.kind == "sync" else AsyncEncoderClient)(**settings)
         self.clients.append(client)
         return client

@@ -2,11 +2,12 @@
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import numpy as np
 
 from encserve_client._logic.failures import Failure
 from encserve_client._logic.inspecting import Gathering
@@ -71,7 +72,7 @@ class FakeWire:
         if timeout_seconds is not None and delay > timeout_seconds:
             delay, outcome = timeout_seconds, Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
         if isinstance(message.request, pb.InspectRequest) and not isinstance(outcome, Failure):
-            outcome = _gather(message.request, outcome)
+            outcome = gather(message.request, outcome)
         event: Event = Failed(message, outcome) if isinstance(outcome, Failure) else Answered(message, outcome)
         self.sent.append(self.time)
         self._out += 1
@@ -137,9 +138,31 @@ class FakeWire:
         heapq.heappush(self._events, (self.time + delay, next(self._order), event))
 
 
-def _gather(request: pb.InspectRequest, parts: Iterable[pb.InspectResponse]) -> Gathering:
+def gather(request: pb.InspectRequest, parts: Iterable[pb.InspectResponse]) -> Gathering:
+    """Gather the parts of an answer; stop at the first error."""
     gathering = Gathering(request)
     for part in parts:
         if not gathering.add(part):
             break
     return gathering
+
+
+def echo(request: pb.EncodeRequest, fingerprint: str = "f") -> pb.EncodeResponse:
+    """An answer with a row of one number for each token: the token id."""
+    ids = [list(item.token_ids.ids) for item in request.inputs]
+    tensor = pb.RaggedTensor(
+        kind=pb.OUTPUT_KIND_TOKENS,
+        data_type=pb.DATA_TYPE_FLOAT32,
+        width=1,
+        lengths=map(len, ids),
+        data=np.concatenate(ids).astype("<f4").tobytes(),
+    )
+    sequences = [pb.SequenceInfo(token_count=len(row), original_token_count=len(row)) for row in ids]
+    return pb.EncodeResponse(outputs=[tensor], sequences=sequences, fingerprint=fingerprint)
+
+
+def counting(n: int, read: list[int]) -> Iterator[list[int]]:
+    """The inputs [1], [2], … [n]. Appends the number of each input that is read to `read`."""
+    for i in range(1, n + 1):
+        read.append(i)
+        yield [i]
