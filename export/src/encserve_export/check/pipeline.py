@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from encserve_export.check.agreement import compare, relative_error
+from encserve_export.check.agreement import Comparison, compare
 from encserve_export.core.arrays import Rows
 from encserve_export.core.errors import ParityError, UnsupportedModelError, first_line
 from encserve_export.core.precision import (
@@ -51,7 +51,7 @@ _TEXTS = (
     f"A WORD of many letters: {'x' * 120}",
     200 * _SENTENCE,
 )
-_CUT = 3000 * _SENTENCE  # longer than any model takes
+_LONG_TEXT = 3000 * _SENTENCE  # longer than any model takes
 _TYPES_ADVICE = (
     'its tokenizer gives token_type_ids, which this model reads as tokens: write "model_input_names": ["input_ids", '
     '"attention_mask"] into tokenizer_config.json if the model was trained without'
@@ -85,14 +85,8 @@ class Compared:
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-    """One way to send texts: with a prompt, for a task, or neither.
-
-    Attributes:
-        options: The options of the server's call.
-        label: The way in words, for errors.
-        prompt: The prompt before each text.
-    """
+class _Way:
+    """One way to send texts: with a prompt, for a task, or neither. `options` are the options of the server's call."""
 
     options: Mapping[str, Any]
     label: str
@@ -100,30 +94,32 @@ class Way:
 
     @property
     def task(self) -> str:
-        """The task, or an empty text."""
         return str(self.options.get("task", ""))
 
 
-_NO_PROMPT = Way({"prompt_name": ""}, "no prompt")
+_NO_PROMPT = _Way({"prompt_name": ""}, "no prompt")
 
 
 @dataclasses.dataclass(frozen=True)
-class Answers:
-    """The library's answers.
+class _Answer:
+    """The library's output for each text: a list of ids if `output` is "ids", else an array (rows, width)."""
 
-    Attributes:
-        library: The library.
-        ids: For each way the texts, and the ids of each text.
-        outputs: For each way the server's name of the output, the texts, and the (rows, width) array of each text.
-        advice: The advice if a vector differs.
-    """
+    way: _Way
+    output: str
+    texts: Sequence[Any]
+    outputs: Sequence[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Answers:
+    """All answers of a library, and the advice if a vector differs."""
 
     library: str
-    ids: Sequence[tuple[Way, Sequence[str], Sequence[list[int]]]]
-    outputs: Sequence[tuple[Way, str, Sequence[Any], Sequence[Rows]]]
+    answers: Sequence[_Answer]
     advice: str = _ADVICE
 
 
+_ROWS = {"output_value": "token_embeddings"}  # sentence-transformers' option for the rows of the tokens
 PipelineCheck = Callable[[Path, manifest_pb2.Manifest], Compared | None]
 
 
@@ -155,23 +151,35 @@ def prepare_comparison(
 
 
 def _compare(
-    ask: Callable[[manifest_pb2.Manifest], Answers],
+    ask: Callable[[manifest_pb2.Manifest], _Answers],
     progress: Callable[[str], None],
     folder: Path,
     manifest: manifest_pb2.Manifest,
 ) -> Compared | None:
     answers = ask(manifest)
     progress(f"comparing texts' ids and vectors with {answers.library}")
-    comparison = Comparison(manifest, answers)
+    differences: list[Comparison] = []
+    multi_vectors: dict[str, tuple[Sequence[Rows], Sequence[Rows]]] = {}  # the bundle's and the library's, by task
     with _open(folder, manifest) as embedder:
-        for way, texts, ids in answers.ids:
-            got = embedder.tokenize(texts, truncate=True, **way.options)
-            for text, ours, theirs in zip(texts, got, ids, strict=True):
-                comparison.ids(text, way, ours if isinstance(ours, str) else ours.tolist(), theirs)
-        for way, output, texts, want in answers.outputs:
-            comparison.output(way, output, texts, _embed(embedder, way, output, texts), want)
-    comparison.scores()
-    return comparison.compared if answers.outputs else None
+        for answer in answers.answers:
+            if answer.output == "ids":
+                _check_ids(embedder, answer, answers.library, manifest.encoder.vocab_size)
+                continue
+            vectors = _embed(embedder, answer)
+            differences += _check_vectors(vectors, answer, answers, manifest)
+            if answer.output == "multi_vector":
+                multi_vectors[answer.way.task] = vectors, answer.outputs
+    if not differences:
+        return None
+    bounds = bounds_of(manifest.graph.precision)
+    return Compared(
+        answers.library,
+        len(differences),
+        max(it.error for it in differences),
+        min(it.cosine for it in differences),
+        _check_scores(multi_vectors, answers, bounds) if multi_vectors else None,
+        bounds,
+    )
 
 
 @contextlib.contextmanager
@@ -192,153 +200,144 @@ def _open(folder: Path, manifest: manifest_pb2.Manifest) -> Iterator[Embedder]:
         bundle = Path(repository) / manifest.name / manifest.version  # the server compares both names
         bundle.parent.mkdir()
         bundle.symlink_to(folder.absolute(), target_is_directory=True)
-        options: dict[str, Any] = {
-            "device": "cpu",
-            "tune_batches": False,
-            "cache_dir": Path("off"),  # an export leaves no weights in the user's cache
-            "parallel_batches": 1,
-        }
         try:
-            embedder = Embedder(bundle, max_text_bytes=2**24, **options)
+            embedder = Embedder(
+                bundle,
+                max_text_bytes=2**24,
+                device="cpu",
+                tune_batches=False,
+                cache_dir=Path("off"),  # an export leaves no weights in the user's cache
+                parallel_batches=1,
+            )
         except EncserveError as error:
             raise ParityError(f"the server does not load the bundle: {error}") from error
         with embedder:
             yield embedder
 
 
-def _embed(embedder: Embedder, way: Way, output: str, texts: Sequence[Any]) -> list[Rows]:
+def _check_ids(embedder: Embedder, answer: _Answer, library: str, vocab_size: int) -> None:
+    """Refuse other ids. The server must refuse a text without tokens, or with an id outside the vocabulary."""
+    tokenized = embedder.tokenize(answer.texts, truncate=True, **answer.way.options)
+    for text, got, want in zip(answer.texts, tokenized, answer.outputs, strict=True):
+        refusal = got if isinstance(got, str) else ""
+        if (not _in_vocabulary(want, vocab_size)) if refusal else got.tolist() == want:
+            continue
+        raise ParityError(
+            f"for the text {_short(text)} with {answer.way.label} the bundle gives the ids {refusal or _short(got)}, "
+            f"{library} {_short(want)}; {_ADVICE}"
+        )
+
+
+def _in_vocabulary(ids: Sequence[int], vocab_size: int) -> bool:
+    """Whether there are ids, and all are in the vocabulary."""
+    return max(ids, default=vocab_size) < vocab_size
+
+
+def _embed(embedder: Embedder, answer: _Answer) -> list[Rows]:
     """The (rows, width) array of each text; (1, width) for weights over the vocabulary."""
-    made: Any = embedder.run(texts, truncate=True, output=output, **way.options)  # type: ignore[arg-type]
-    if made.refused:
-        place, reason = next(iter(made.refused.items()))
+    way, texts = answer.way, answer.texts
+    result: Any = embedder.run(texts, truncate=True, output=answer.output, **way.options)  # type: ignore[arg-type]
+    if result.refused:
+        place, reason = next(iter(result.refused.items()))
         raise ParityError(f"the server refuses the text {_short(texts[place])} with {way.label}: {reason}; {_ADVICE}")
-    if output != "sparse":
-        arrays: list[Rows] = made.arrays()
+    if answer.output != "sparse":
+        arrays: list[Rows] = result.arrays()
         return arrays
-    dense = np.zeros((len(texts), made.sparse_width), np.float32)
-    for row, vector in zip(dense, made.sparse_vectors(), strict=True):
+    dense = np.zeros((len(texts), result.sparse_width), np.float32)
+    for row, vector in zip(dense, result.sparse_vectors(), strict=True):
         row[vector.indices] = vector.values
     return list(dense[:, None])
 
 
-class Comparison:
-    """Compares the bundle's ids and vectors with the library's, and stores the largest differences."""
-
-    def __init__(self, manifest: manifest_pb2.Manifest, answers: Answers) -> None:
-        self._library = answers.library
-        self._advice = answers.advice
-        self._vocab_size = manifest.encoder.vocab_size
-        # If float32 itself is far from float64, both the library's vectors and the bundle's are.
-        self._tolerance = tolerance_for(PIPELINE_TOLERANCE, 2 * manifest.parity.float32_error)
-        self._bounds = bounds_of(manifest.graph.precision)
-        exact = self._bounds.cosine is None
-        self._allowed = Bounds(error=self._tolerance) if exact else Bounds(cosine=self._bounds.cosine)
-        self._texts, self._max_error, self._min_cosine = 0, 0.0, 1.0
-        self._max_maxsim_error: float | None = None
-        self._vectors: dict[str, tuple[Sequence[Rows], Sequence[Rows]]] = {}  # of MaxSim, by task
-
-    @property
-    def compared(self) -> Compared:
-        """The differences so far."""
-        return Compared(
-            self._library, self._texts, self._max_error, self._min_cosine, self._max_maxsim_error, self._bounds
-        )
-
-    def ids(self, text: str, way: Way, got: list[int] | str, want: list[int]) -> None:
-        """Refuse other ids. The server must refuse a text without tokens, or with an id outside the vocabulary."""
-        refused = max(want, default=self._vocab_size) >= self._vocab_size
-        if got == want or (refused and isinstance(got, str)):
-            return
-        raise ParityError(
-            f"for the text {_short(text)} with {way.label} the bundle gives the ids {_listed(got)}, {self._library} "
-            f"{_listed(want)}; {_ADVICE}"
-        )
-
-    def output(self, way: Way, output: str, texts: Sequence[Any], got: Sequence[Rows], want: Sequence[Rows]) -> None:
-        """Refuse other rows or weights."""
-        exact_weights = output == "sparse" and self._bounds.cosine is None
-        refuse_other = self._refuse_other_weights if exact_weights else self._refuse_other_rows
-        for text, ours, theirs in zip(texts, got, want, strict=True):
-            where = f"for the text {_short(text)} with {way.label}"
-            if ours.shape != theirs.shape:
+def _check_vectors(
+    vectors: Sequence[Rows], answer: _Answer, answers: _Answers, manifest: manifest_pb2.Manifest
+) -> Iterator[Comparison]:
+    """Refuse other rows or weights, and yield the difference of each text."""
+    # If float32 itself is far from float64, both the library's vectors and the bundle's are.
+    tolerance = tolerance_for(PIPELINE_TOLERANCE, 2 * manifest.parity.float32_error)
+    cosine = bounds_of(manifest.graph.precision).cosine
+    limit = Bounds(error=tolerance) if cosine is None else Bounds(cosine=cosine)
+    advice = f"; {answers.advice}" if cosine is None else ""
+    for text, got, want in zip(answer.texts, vectors, answer.outputs, strict=True):
+        where = f"{answers.library} for the text {_short(text)} with {answer.way.label}"
+        if got.shape != want.shape:
+            raise ParityError(f"the bundle gives the shape {got.shape}, not {want.shape} of {where}; {_ADVICE}")
+        if answer.output == "sparse" and cosine is not None and text == "":
+            continue  # rounding moves the few weights of an empty text most
+        difference = compare(got, want, limit) if want.size else Comparison(error=0, cosine=1, excess="")
+        if answer.output == "sparse" and cosine is None:
+            excess = float((np.abs(got - want) - tolerance * np.abs(want)).max())
+            if not excess <= PIPELINE_WEIGHT_TOLERANCE:
                 raise ParityError(
-                    f"the bundle gives {ours.shape} numbers, {self._library} {theirs.shape}, {where}; {_ADVICE}"
+                    f"the bundle gives other weights than {where}: one differs by {excess:.1e} more than "
+                    f"{tolerance:.0e} of the weight, at most {PIPELINE_WEIGHT_TOLERANCE:.0e} is allowed{advice}"
                 )
-            if output == "sparse" and self._bounds.cosine is not None and text == "":
-                continue  # rounding moves the few weights of an empty text most
-            if theirs.size:
-                refuse_other(ours, theirs, where)
-            self._texts += 1
-        if output == "multi_vector":
-            self._vectors[way.task] = got, want
-
-    def scores(self) -> None:
-        """Refuse other MaxSim scores of queries and documents."""
-        if not self._vectors:
-            return
-        neither = next(iter(self._vectors.values()))
-        queries, documents = (self._vectors.get(task, neither) for task in TASKS)
-        ours, theirs = (
-            np.array([[_maxsim(query, document) for document in documents[i]] for query in queries[i]])
-            for i in range(2)
-        )  # (texts, texts)
-        best = np.abs(theirs).max(axis=1, keepdims=True)  # (texts, 1)
-        self._max_maxsim_error = error = float((np.abs(ours - theirs) / np.maximum(best, 1e-12)).max())
-        if not error <= self._bounds.maxsim_error:
-            advice = "float32 is exact" if self._bounds.cosine is not None else self._advice
-            raise ParityError(
-                f"a MaxSim score differs from {self._library} by {error:.1e} of the best score of its query, at most "
-                f"{self._bounds.maxsim_error:.1e} is allowed; {advice}"
-            )
-
-    def _refuse_other_rows(self, got: Rows, want: Rows, where: str) -> None:
-        difference = compare(got, want, self._allowed)
-        self._max_error = max(self._max_error, difference.error)
-        self._min_cosine = min(self._min_cosine, difference.cosine)
-        if difference.excess:
-            advice = f"; {self._advice}" if self._bounds.cosine is None else ""
-            raise ParityError(
-                f"the bundle gives another vector than {self._library} {where}: {difference.excess}{advice}"
-            )
-
-    def _refuse_other_weights(self, got: Rows, want: Rows, where: str) -> None:
-        self._max_error = max(self._max_error, relative_error(got, want))
-        excess = float((np.abs(got - want) - self._tolerance * np.abs(want)).max())
-        if not excess <= PIPELINE_WEIGHT_TOLERANCE:
-            raise ParityError(
-                f"the bundle gives other weights than {self._library} {where}: one differs by {excess:.1e} more than "
-                f"{self._tolerance:.0e} of the weight, at most {PIPELINE_WEIGHT_TOLERANCE:.0e} is allowed; {_ADVICE}"
-            )
+        elif difference.excess:
+            raise ParityError(f"the bundle gives another vector than {where}: {difference.excess}{advice}")
+        yield difference
 
 
-def _ask_transformers(spec: ModelSpec, manifest: manifest_pb2.Manifest, progress: Callable[[str], None]) -> Answers:
+def _check_scores(
+    multi_vectors: Mapping[str, tuple[Sequence[Rows], Sequence[Rows]]], answers: _Answers, bounds: Bounds
+) -> float:
+    """Refuse other MaxSim scores of queries and documents. Return the largest error."""
+    without_task = next(iter(multi_vectors.values()))
+    queries, documents = (multi_vectors.get(task, without_task) for task in TASKS)
+    got, want = (
+        np.array([[_maxsim(query, document) for document in documents[i]] for query in queries[i]]) for i in range(2)
+    )  # (texts, texts)
+    best = np.abs(want).max(axis=1, keepdims=True)  # (texts, 1)
+    error = float((np.abs(got - want) / np.maximum(best, 1e-12)).max())
+    if not error <= bounds.maxsim_error:
+        advice = answers.advice if bounds.cosine is None else "float32 is exact"
+        raise ParityError(
+            f"a MaxSim score differs from {answers.library} by {error:.1e} of the best score of its query, at most "
+            f"{bounds.maxsim_error:.1e} is allowed; {advice}"
+        )
+    return error
+
+
+def _maxsim(query: Rows, document: Rows) -> float:
+    return float((query @ document.T).max(axis=1).sum()) if len(document) else 0.0
+
+
+def _ask_transformers(spec: ModelSpec, manifest: manifest_pb2.Manifest, progress: Callable[[str], None]) -> _Answers:
     """Ask transformers for ids and rows of texts; without a tokenizer, for rows of fixed ids."""
-    longest, way = manifest.encoder.max_sequence_tokens, _NO_PROMPT
-    ids: list[Any] = []
+    longest, vocab_size = manifest.encoder.max_sequence_tokens, manifest.encoder.vocab_size
+    answers = []
     texts: Sequence[Any]
     if manifest.HasField("text"):
-        call = partial(spec.tokenizer, truncation=True, max_length=longest)
-        probes = [*difficult_texts(spec.tokenizer), _CUT]
-        ids = [(way, probes, call(probes)["input_ids"])]
+        tokenize = partial(spec.tokenizer, truncation=True, max_length=longest)
+        probes = [*difficult_texts(spec.tokenizer), _LONG_TEXT]
+        answers.append(_Answer(_NO_PROMPT, "ids", probes, tokenize(probes)["input_ids"]))
         texts = _texts(spec.tokenizer)
-        inputs = [{name: it.long() for name, it in call(text, return_tensors="pt").items()} for text in texts]
+        inputs = [{name: it.long() for name, it in tokenize(text, return_tensors="pt").items()} for text in texts]
     else:
-        some = torch.arange(min(longest, 64))[None] % manifest.encoder.vocab_size  # (1, seq)
-        texts, inputs = [some[0].numpy()], [{"input_ids": some, "attention_mask": torch.ones_like(some)}]
-    outputs = []
-    if not holds_weights(spec.encoder):
-        progress("going on without a comparison of rows: the directory has no weights")
-    else:
-        try:
-            model = pretrained.load_reference(spec.encoder)
-        except UnsupportedModelError as error:
-            progress(f"going on without a comparison of rows: {error}")
-        else:
-            usable = [i for i, it in enumerate(inputs) if _usable(it["input_ids"][0].tolist(), manifest)]
-            rows = [_rows(model, inputs[i], texts[i]) for i in usable]
-            outputs = [(way, "tokens", [texts[i] for i in usable], rows)]
-            return Answers("transformers", ids, outputs, _advice(model, inputs[0]))
-    return Answers("transformers", ids, outputs)
+        ids = torch.arange(min(longest, 64))[None] % vocab_size  # (1, seq)
+        texts, inputs = [ids[0].numpy()], [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
+    try:
+        if not holds_weights(spec.encoder):
+            raise UnsupportedModelError("the directory has no weights")
+        model = pretrained.load_reference(spec.encoder)
+    except UnsupportedModelError as error:
+        progress(f"going on without a comparison of rows: {error}")
+        return _Answers("transformers", answers)
+    texts_of_rows, rows = [], []
+    for text, tensors in zip(texts, inputs, strict=True):
+        if _in_vocabulary(tensors["input_ids"][0].tolist(), vocab_size):
+            with _failure(f"transformers itself fails for the text {_short(text)}"), torch.inference_mode():
+                rows.append(model(**tensors).last_hidden_state[0].float().numpy())  # (seq, d_model)
+            texts_of_rows.append(text)
+    answers.append(_Answer(_NO_PROMPT, "tokens", texts_of_rows, rows))
+    return _Answers("transformers", answers, _advice(model, inputs[0]))
+
+
+@contextlib.contextmanager
+def _failure(problem: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # models and tokenizers raise any class
+        raise ParityError(f"{problem}: {type(error).__name__}: {first_line(error)}; {_ADVICE}") from error
 
 
 def _advice(model: Any, inputs: Mapping[str, Any]) -> str:
@@ -347,49 +346,36 @@ def _advice(model: Any, inputs: Mapping[str, Any]) -> str:
     return _TYPES_ADVICE if reads_types else _ADVICE
 
 
-def _usable(ids: Sequence[int], manifest: manifest_pb2.Manifest) -> bool:
-    return 0 <= max(ids, default=-1) < manifest.encoder.vocab_size
+def _ask_static(spec: ModelSpec, asked: int | None) -> _Answers:
+    spec.tokenizer.enable_truncation(asked or spec.max_seq_length)
+    probes = [*TEXTS, _LONG_TEXT]
+    ids = [spec.tokenizer.encode(text, add_special_tokens=False).ids for text in probes]
+    answers = [_Answer(_NO_PROMPT, "ids", probes, ids), *_ask_vectors(spec, _TEXTS)]
+    return _Answers("sentence-transformers", answers)
 
 
-def _rows(model: Any, inputs: Mapping[str, Any], text: Any) -> Rows:
-    try:
-        with torch.inference_mode():
-            rows: Rows = model(**inputs).last_hidden_state[0].float().numpy()  # (seq, d_model)
-    except Exception as error:  # a model raises any class
-        raise ParityError(
-            f"transformers itself fails for the text {_short(text)}: {first_line(error)}; {_ADVICE}"
-        ) from error
-    return rows
-
-
-def _ask_static(spec: ModelSpec, asked: int | None) -> Answers:
-    tokenizer = spec.tokenizer
-    tokenizer.enable_truncation(asked or spec.max_seq_length)
-    probes = [*TEXTS, _CUT]
-    ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in probes]
-    return Answers("sentence-transformers", [(_NO_PROMPT, probes, ids)], _vectors(spec, {}))
-
-
-def _ask_sentence_transformers(spec: ModelSpec, asked: int | None) -> Answers:
+def _ask_sentence_transformers(spec: ModelSpec, asked: int | None) -> _Answers:
     transformer = transformer_of(spec.loaded)
     longest = _set_lengths(transformer, spec, asked)
     vocab_size = transformer.model.get_input_embeddings().num_embeddings
     if spec.skips_prompt:
         _check_prompts(transformer.tokenizer, spec.prompts.values(), longest)
-    probes, texts = [*difficult_texts(transformer.tokenizer), _CUT], _texts(transformer.tokenizer)
-    ids, usable = [], {}
-    for way in _prompt_task_pairs(spec):
+    probes, texts = difficult_texts(transformer.tokenizer), _texts(transformer.tokenizer)
+    answers: list[_Answer] = []
+    for way in _ways(spec):
         if way.task and spec.tasks[way.task].HasField("static_sparse"):
             continue  # another tokenizer
-        ids.append((way, probes, _ids(transformer, probes[:-1], way) + _ids(transformer, probes[-1:], way)))
+        # The long text has a call of its own: a call pads all texts to the longest.
+        ids = _ids(transformer, probes, way) + _ids(transformer, [_LONG_TEXT], way)
+        answers.append(_Answer(way, "ids", [*probes, _LONG_TEXT], ids))
         pairs = zip(texts, _ids(transformer, texts, way), strict=True)
-        usable[way.label] = [text for text, text_ids in pairs if 0 <= max(text_ids, default=-1) < vocab_size]
-        if not usable[way.label]:
-            raise ParityError(
-                f"no text with {way.label} has token ids below {vocab_size}, the rows of the model's table"
-            )
-    advice = _advice(transformer.model, transformer.preprocess(["a"]))
-    return Answers("sentence-transformers", ids, _vectors(spec, usable), advice)
+        texts = [text for text, text_ids in pairs if _in_vocabulary(text_ids, vocab_size)]
+    if not texts:
+        raise ParityError(f"no text has token ids below {vocab_size}, the number of rows of the model's table")
+    answers += _ask_vectors(spec, texts)
+    if spec.kind == "dense" and (spec.multi_vector or spec.sparse):
+        answers += _ask_heads(spec, texts)
+    return _Answers("sentence-transformers", answers, _advice(transformer.model, transformer.preprocess(["a"])))
 
 
 def _set_lengths(transformer: Any, spec: ModelSpec, asked: int | None) -> int:
@@ -420,78 +406,63 @@ def _check_prompts(tokenizer: Any, prompts: Iterable[str], longest: int) -> None
             )
 
 
-def _prompt_task_pairs(spec: ModelSpec) -> list[Way]:
+def _ways(spec: ModelSpec) -> list[_Way]:
     """The prompts and tasks that change the vectors of a model."""
     tasks = [
-        Way({"task": task}, f"the task {task}", spec.prompts.get(settings.prompt_name, ""))
+        _Way({"task": task}, f"the task {task}", spec.prompts.get(settings.prompt_name, ""))
         for task, settings in spec.tasks.items()
     ]
     if spec.kind == "sparse":
         return tasks
     if spec.kind == "multi_vector":
-        return [Way({}, "no task", spec.prompts.get(spec.default_prompt_name, "")), *tasks]
+        return [_Way({}, "no task", spec.prompts.get(spec.default_prompt_name, "")), *tasks]
     names = {text: name for name, text in spec.prompts.items() if text}
-    prompts = [Way({"prompt_name": name}, f"the prompt {name!r}", text) for text, name in sorted(names.items())]
+    prompts = [_Way({"prompt_name": name}, f"the prompt {name!r}", text) for text, name in sorted(names.items())]
     differ = [way for way in tasks if way.prompt or spec.default_prompt_name or spec.tasks[way.task].max_tokens]
     return [_NO_PROMPT, *prompts, *differ]
 
 
-def _ids(transformer: Any, texts: Sequence[str], way: Way) -> list[list[int]]:
-    try:
-        with quiet():
-            made = transformer.preprocess(texts, prompt=way.prompt or None, **({"task": way.task} if way.task else {}))
-    except Exception as error:  # a tokenizer raises any class
-        raise ParityError(
-            f"sentence-transformers itself fails with {way.label}: {first_line(error)}; {_ADVICE}"
-        ) from error
-    seen = made["attention_mask"].bool()  # (texts, seq)
-    if "query_expansion_positions" in made:
-        seen |= made["query_expansion_positions"].bool()
-    return [ids[kept].tolist() for ids, kept in zip(made["input_ids"], seen, strict=True)]
+def _ids(transformer: Any, texts: Sequence[str], way: _Way) -> list[list[int]]:
+    task = {"task": way.task} if way.task else {}
+    with _failure(f"sentence-transformers itself fails with {way.label}"), quiet():
+        batch = transformer.preprocess(texts, prompt=way.prompt or None, **task)
+    seen = batch["attention_mask"].bool()  # (texts, seq)
+    if "query_expansion_positions" in batch:
+        seen |= batch["query_expansion_positions"].bool()
+    return [ids[mask].tolist() for ids, mask in zip(batch["input_ids"], seen, strict=True)]
 
 
-def _vectors(spec: ModelSpec, usable: Mapping[str, Sequence[str]]) -> list[tuple[Way, str, Sequence[str], list[Rows]]]:
-    """The vectors of texts, for each way; `usable` has the texts of a way if some texts have no vector."""
-    rows: dict[str, Any] = {"output_value": "token_embeddings"}
-    output, arguments = {
-        "dense": ("model", {}) if any(type(it).__name__ == "Pooling" for it in spec.loaded) else ("tokens", rows),
-        "static": ("model", {}),
-        "multi_vector": ("multi_vector", {"convert_to_numpy": True}),
-        "sparse": ("sparse", {"convert_to_sparse_tensor": False}),
-    }[spec.kind]
-    for module in spec.loaded:
-        if hasattr(module, "pool_factor"):
-            module.pool_factor, module.normalize_embeddings = 1.0, False
-    if spec.kind == "sparse":
+def _ask_vectors(spec: ModelSpec, texts: Sequence[str]) -> list[_Answer]:
+    """The vectors of the texts for each way, or the rows without a prompt of a model that does not pool."""
+    ways, output, arguments = _ways(spec), "model", {}
+    if spec.kind == "multi_vector":
+        output, arguments = "multi_vector", {"convert_to_numpy": True}
+        for module in spec.loaded:
+            if hasattr(module, "pool_factor"):
+                module.pool_factor, module.normalize_embeddings = 1.0, False
+    elif spec.kind == "sparse":
+        output, arguments = "sparse", {"convert_to_sparse_tensor": False}
         spec.loaded.max_active_dims = None
-    usual = next(iter(usable.values())) if usable else _TEXTS
-    found = []
-    for way in _prompt_task_pairs(spec) if output != "tokens" else _prompt_task_pairs(spec)[:1]:
-        texts = usable.get(way.label, usual)
-        found.append((way, output, texts, [_encode(spec, way, text, arguments) for text in texts]))
-    if spec.kind == "dense" and (spec.multi_vector or spec.sparse):
-        found += _heads(spec, usual, [_encode(spec, _NO_PROMPT, text, rows) for text in usual])
-    return found
+    elif spec.kind == "dense" and not any(type(it).__name__ == "Pooling" for it in spec.loaded):
+        ways, output, arguments = ways[:1], "tokens", _ROWS
+    return [_Answer(way, output, texts, [_encode(spec, way, text, arguments) for text in texts]) for way in ways]
 
 
-def _encode(spec: ModelSpec, way: Way, text: str, arguments: Mapping[str, Any]) -> Rows:
+def _encode(spec: ModelSpec, way: _Way, text: str, arguments: Mapping[str, Any]) -> Rows:
     encode = getattr(spec.loaded, f"encode_{way.task}") if way.task else spec.loaded.encode
     prompt = {"prompt": way.prompt} if "prompt_name" in way.options else {}
-    try:
-        made = encode([text], show_progress_bar=False, **prompt, **arguments)[0]
-    except Exception as error:  # it raises many classes
-        raise ParityError(
-            f"sentence-transformers itself fails for the text {_short(text)} with {way.label}: {error!r}; {_ADVICE}"
-        ) from error
-    return np.atleast_2d(np.asarray(made, np.float32))
+    with _failure(f"sentence-transformers itself fails for the text {_short(text)} with {way.label}"):
+        vectors = encode([text], show_progress_bar=False, **prompt, **arguments)[0]
+    return np.atleast_2d(np.asarray(vectors, np.float32))
 
 
-def _heads(spec: ModelSpec, texts: Sequence[str], rows: Sequence[Rows]) -> Iterator[tuple[Way, str, Any, list[Rows]]]:
+def _ask_heads(spec: ModelSpec, texts: Sequence[str]) -> Iterator[_Answer]:
     """The multi-vectors and weights of BGE-M3: its heads applied to the rows of sentence-transformers."""
+    rows = [_encode(spec, _NO_PROMPT, text, _ROWS) for text in texts]
     if spec.multi_vector is not None:
         first = int(spec.multi_vector.skips_first_token)
         vectors = [spec.multi_vector.module(torch.from_numpy(it[first:])).numpy() for it in rows]
-        yield Way(_NO_PROMPT.options, "its vectors for MaxSim"), "multi_vector", texts, vectors
+        yield _Answer(_NO_PROMPT, "multi_vector", texts, vectors)
     if spec.sparse is not None:
         transformer, weights = transformer_of(spec.loaded), []
         width = transformer.model.get_input_embeddings().num_embeddings
@@ -499,28 +470,17 @@ def _heads(spec: ModelSpec, texts: Sequence[str], rows: Sequence[Rows]) -> Itera
             weights.append(np.zeros((1, width), np.float32))
             np.maximum.at(weights[-1][0], ids, spec.sparse.module(torch.from_numpy(row)).numpy()[:, 0])
             weights[-1][0, list(spec.sparse.skipped_token_ids)] = 0
-        yield Way(_NO_PROMPT.options, "its weights of tokens"), "sparse", texts, weights
+        yield _Answer(_NO_PROMPT, "sparse", texts, weights)
 
 
-def _texts(tokenizer: Any) -> tuple[str, ...]:
+def _texts(tokenizer: Any) -> Sequence[str]:
     """`_TEXTS`, and a text with the tokenizer's special tokens written out."""
-    return (*_TEXTS, " ".join(("the", *tokenizer.all_special_tokens[:8], "cat")))
+    return [*_TEXTS, " ".join(("the", *tokenizer.all_special_tokens[:8], "cat"))]
 
 
-def _maxsim(query: Rows, document: Rows) -> float:
-    return float((query @ document.T).max(axis=1).sum()) if len(document) else 0.0
-
-
-def _short(text: Any) -> str:
-    """A text for an error, at most 60 characters, with control characters escaped; ids as they are."""
-    if not isinstance(text, str):
-        return _listed(text)
-    return ascii(text) if len(text) <= 60 else f"{text[:60]!a}... ({len(text)} characters)"
-
-
-def _listed(ids: Any) -> str:
-    """At most 20 ids for an error, or the reason of a refusal."""
-    if isinstance(ids, str):
-        return f"(refused: {ids})"
-    listed = [str(it) for it in ids]
-    return f"[{', '.join([*listed[:20], '...'] if len(listed) > 20 else listed)}]"
+def _short(value: Any) -> str:
+    """The first 60 characters of a text, escaped, or the first 20 ids, for an error."""
+    if isinstance(value, str):
+        return ascii(value) if len(value) <= 60 else f"{value[:60]!a}... ({len(value)} characters)"
+    ids = [str(it) for it in value]
+    return f"[{', '.join([*ids[:20], '...'] if len(ids) > 20 else ids)}]"
