@@ -122,7 +122,7 @@ def test_errors_are_shown_without_a_traceback(file: Path, models: Path) -> None:
     file.write_bytes(b"no model")
     result = run("onnx", file, "--model-repository", models, "--name", "m")
     assert result.exit_code == 1
-    assert f"Error: {file} is no ONNX file" in result.stderr
+    assert f"Error: {file} is not an ONNX file" in result.stderr
     assert not models.exists()
 
 

@@ -94,21 +94,21 @@ def all_fixed(model: onnx.ModelProto) -> None:
         (
             rename_input("input_ids", "tokens"),
             "the model has no input input_ids; its inputs are tokens int64 (batch, seq), attention_mask int64 (batch, "
-            "seq). Say with --input-ids-name which it is",
+            "seq). Name the right input with --input-ids-name",
         ),
         (
             lambda model: model.graph.input.pop(),
-            "the model has no input attention_mask; its inputs are input_ids int64 (batch, seq). Say with "
-            "--attention-mask-name which it is",
+            "the model has no input attention_mask; its inputs are input_ids int64 (batch, seq). Name the right "
+            "input with --attention-mask-name",
         ),
         (
             set_input("position_ids"),
-            "the model has inputs that nothing fills: position_ids int64 (batch, seq). A server has input_ids, "
-            "attention_mask and zeros for token_type_ids to give; export the model again wrapped in a module",
+            "the model has inputs that a server does not fill: position_ids int64 (batch, seq). A server gives "
+            "input_ids, attention_mask and zeros for token_type_ids. Wrap the model in a module",
         ),
         (
             set_input("input_ids", TensorProto.INT32),
-            "the input input_ids int32 (batch, seq) must be int64; export the model again with ids of int64",
+            "the input input_ids int32 (batch, seq) must be int64; export the model again with int64 ids",
         ),
         (
             set_input("attention_mask", FLOAT),
@@ -133,14 +133,14 @@ def all_fixed(model: onnx.ModelProto) -> None:
         ),
         (
             set_outputs(value("hidden.0", FLOAT, ROWS), value("rows", FLOAT, ROWS), value("mean", FLOAT, ["batch", 8])),
-            "several outputs could be the rows: hidden.0 float32 (batch, seq, 8), rows float32 (batch, seq, 8); say "
-            "with --output-name which it is",
+            "several outputs could be the rows: hidden.0 float32 (batch, seq, 8), rows float32 (batch, seq, 8); "
+            "choose one with --output-name",
         ),
         (
             set_outputs(value("sentence", FLOAT, ["batch", 8])),
-            "the model has pooled already: its outputs are sentence float32 (batch, 8), one vector for each sequence. "
-            "A bundle needs the rows before that, (batch, seq, d_model): export the model without its pooling, and "
-            "name it here with --pooling",
+            "the model pools: its outputs are sentence float32 (batch, 8), one vector for each sequence. A bundle "
+            "needs the rows before pooling, (batch, seq, d_model): export the model without its pooling, and name the "
+            "pooling with --pooling",
         ),
         (
             set_outputs(value("logits", INT64, ["batch"])),
@@ -168,9 +168,12 @@ def test_inputs_and_outputs(refused: Callable[..., str], change: Change, said: s
         (
             Names(token_type_ids="segments"),
             "the model has no input segments; its inputs are input_ids int64 (batch, seq), attention_mask int64 "
-            "(batch, seq). Say with --token-type-ids-name which it is",
+            "(batch, seq). Name the right input with --token-type-ids-name",
         ),
-        (Names(attention_mask="input_ids"), "one input cannot be two things: input_ids, input_ids; its inputs are"),
+        (
+            Names(attention_mask="input_ids"),
+            "the inputs must have different names; was input_ids, input_ids; its",
+        ),
     ],
 )
 def test_names_that_are_not_there(refused: Callable[..., str], names: Names, said: str) -> None:
@@ -185,7 +188,7 @@ def test_a_named_output_of_another_rank(refused: Callable[..., str]) -> None:
     chosen = OnnxOptions(names=Names(output="count"))
     assert "the output count float32 (batch, 1, 1, 1) has rank 4" in refused(add, OnnxInterfaceError, chosen)
     chosen = OnnxOptions(names=Names(output="pooled"))
-    assert "has pooled already: the output is pooled float32 (batch, 8)" in refused(add, OnnxInterfaceError, chosen)
+    assert "the model pools: the output is pooled float32 (batch, 8)" in refused(add, OnnxInterfaceError, chosen)
 
 
 def import_domain(model: onnx.ModelProto, domain: str) -> None:
@@ -279,8 +282,8 @@ def mismatch(model: onnx.ModelProto) -> None:
     ("change", "said"),
     [
         (lambda model: model.training_info.add(), "is a training graph: it has training_info; export it for inference"),
-        (clear_nodes, "holds an empty graph, without a node"),
-        (clear_graph, "is no ONNX file: it holds no graph"),
+        (clear_nodes, "the file is not valid ONNX: Graph output 'rows' is not an output of any node in graph"),
+        (clear_graph, "is not an ONNX file: it has no graph"),
         (clear_opset, "the file is not valid ONNX: model with IR version >= 3 must specify opset_import for ONNX"),
         (dangle, "the file is not valid ONNX: Nodes in a graph must be topologically sorted, however input 'nowhere'"),
         (mismatch, "op_type:MatMul, node name: rows): [ShapeInferenceError] Incompatible dimensions"),
@@ -294,14 +297,14 @@ def test_files_that_are_none(refused: Callable[..., str], change: Change, said: 
 def test_bytes_that_are_no_model(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "encoder.onnx"
     path.write_bytes(content)
-    with pytest.raises(OnnxFileError, match=f"{path} is no ONNX file"):
+    with pytest.raises(OnnxFileError, match=f"{path} is not an ONNX file"):
         export_onnx(path, Target(model_repository=tmp_path / "models", name="mine"))
 
 
 def test_names_that_are_no_text(tmp_path: Path) -> None:
     path = tmp_path / "encoder.onnx"
     path.write_bytes(build().SerializeToString().replace(b"Unsqueeze", b"Unsqu\xffeze"))
-    with pytest.raises(OnnxFileError, match="is no ONNX file: a name in it is not UTF-8"):
+    with pytest.raises(OnnxFileError, match="is not an ONNX file: a name in it is not UTF-8"):
         export_onnx(path, Target(model_repository=tmp_path / "models", name="mine"))
 
 

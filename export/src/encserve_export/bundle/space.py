@@ -72,10 +72,10 @@ def is_quantized(precision: str) -> bool:
 
 
 def check_form(given: str) -> None:
-    """Check that a text looks like a space_id of this or an earlier version.
+    """Check the form of a space_id of this or an earlier version.
 
     Raises:
-        ConfigError: It is not "s3-", "s2-" or nothing before 32 hex digits.
+        ConfigError: The text is not 32 hex digits after "s3-", "s2-" or no prefix.
     """
     if not _FORM.fullmatch(given):
         raise ConfigError(
@@ -155,14 +155,7 @@ def digest_onnx(model: onnx.ModelProto, interface: Interface) -> str:
 
 
 def _graph_values(graph: GraphProto, outer: Mapping[str, str], opsets: Mapping[str, int], depth: int) -> dict[str, str]:
-    """Digest the values of a graph, by their names.
-
-    Args:
-        graph: The graph, or a branch of If, Loop or Scan.
-        outer: The digests of its inputs and of the values that a branch can see.
-        opsets: The opset version of each domain.
-        depth: The number of branches around the graph.
-    """
+    """Digest the values of a graph or branch by name; `outer` has its inputs and the values that a branch can see."""
     values = {**outer, "": ""}  # an omitted optional input has no name
     values |= {it.name: _digest(["constant", _onnx_tensor(it)]) for it in graph.initializer}
     values |= {it.values.name: _digest_message(it) for it in graph.sparse_initializer}

@@ -22,7 +22,7 @@ def check_name(field: str, name: str) -> None:
         name: The name.
 
     Raises:
-        BundleNameError: It is not 1 to 64 letters, digits, ".", "_" and "-" with a letter or digit first.
+        BundleNameError: The name is not 1 to 64 letters, digits, ".", "_" and "-" with a letter or digit first.
     """
     if not _NAME.fullmatch(name):
         raise BundleNameError(
@@ -62,7 +62,7 @@ def check_target(model_repository: Path, name: str, version: str, *, overwrite: 
 def draft(model_repository: Path, name: str, version: str, *, overwrite: bool) -> Iterator[Path]:
     """Give an empty folder for a bundle. It becomes <name>/<version>/ if the block ends without an exception.
 
-    Otherwise the folder and the parents made for it are removed, and an existing version stays.
+    After an exception, the folder and its new parents are removed, and an existing version stays.
 
     Raises:
         BundleNameError: The name or the version cannot be a folder.
@@ -110,7 +110,7 @@ def _folder_in(parent: Path) -> Iterator[Path]:
                 yield Path(folder)
     except BaseException:
         for path in missing:
-            with contextlib.suppress(OSError):  # it holds another export's files
+            with contextlib.suppress(OSError):  # the folder holds another export's files
                 path.rmdir()
         raise
 

@@ -56,7 +56,7 @@ class Exported:
     """A written bundle.
 
     Attributes:
-        path: Its folder.
+        path: The folder of the bundle.
         manifest: The content of its manifest.json.
         notes: Decisions that the user should know about, by topic. The topics are "route", "inspection", "text",
             "longest", "remark", "expected" (the file with the user's rows) and "compared with" (the library).
@@ -109,8 +109,9 @@ def complete(
     listed = list(files)
     if source.tokenizer is not None:
         listed.append(source.tokenizer.write(folder / manifest.TOKENIZER_FILE))
-    heads, head_files = _write_heads(source.vector, model.shape, folder)
-    listed += head_files
+    before = set(folder.iterdir())
+    heads = _write_heads(source.vector, model.shape, folder)
+    listed += sorted(set(folder.iterdir()) - before)
     described = manifest.build_manifest(target.name, target.version, model, source, parity, listed, heads)
     computed = described.space_id
     if target.keep_space_id:
@@ -135,11 +136,9 @@ def complete(
     )
 
 
-def _write_heads(
-    vector: ModelSpec, shape: manifest_pb2.EncoderShape, folder: Path
-) -> tuple[dict[str, Any], list[Path]]:
-    """Write the graphs that follow the encoder. Return their manifest fields by name, and the new files."""
-    before, heads = set(folder.iterdir()), dict[str, Any]()
+def _write_heads(vector: ModelSpec, shape: manifest_pb2.EncoderShape, folder: Path) -> dict[str, Any]:
+    """Write the graphs that follow the encoder. Return their manifest fields by name."""
+    heads = dict[str, Any]()
     if vector.head is not None:
         heads["head"] = write_head(vector.head, manifest.pooled_width(shape, vector), folder)
     if vector.multi_vector is not None:
@@ -148,4 +147,4 @@ def _write_heads(
         heads["sparse"] = write_sparse(vector.sparse, shape, folder)
     for static in vector.static_weights:
         static.write(folder)
-    return heads, sorted(set(folder.iterdir()) - before)
+    return heads

@@ -75,7 +75,7 @@ class Parity:
 
     Attributes:
         cases: The batches.
-        bounds: The allowed differences; none from PyTorch without a reference.
+        bounds: The allowed differences. Without a reference, they do not limit the difference from PyTorch.
         float32_error: The largest ‖float32 - float64‖/‖float64‖ of PyTorch's own rows; None if float64 was not used.
     """
 
@@ -177,11 +177,8 @@ def random_sequences(longest: int, *, vocab_size: int = 0, width: int = 0) -> Se
         width: The size of a vector; 0 for a model that takes token ids.
     """
     random = np.random.default_rng(0)
-    found: dict[_Key, Input] = {}
-    for key in (key for lengths in case_lengths(longest) for key in _keys(lengths)):
-        if key not in found:
-            found[key] = _draw(random, key[0], vocab_size, width)
-    return found
+    keys = dict.fromkeys(key for lengths in case_lengths(longest) for key in _keys(lengths))
+    return {key: _draw(random, key[0], vocab_size, width) for key in keys}
 
 
 def reference_rows(run: Run, sequences: Sequences, module: nn.Module | None = None) -> ReferenceRows:
@@ -243,18 +240,18 @@ def check_rows(
             padded = np.concatenate([row[:length] for row, (length, _) in zip(rows, keys, strict=True)])
         padding = compare(padded, single, of_padding, float32_error)
         _refuse(padding, "changes when padded", lengths, advice)
-        both = [padding]
+        comparisons = [padding]
         if want is not None:
             expected = np.concatenate([want.rows[key] for key in keys])  # (tokens, d_model)
-            both = [compare(got, expected, bounds, float32_error) for got in (padded, single)]
-            for comparison in both:
+            comparisons = [compare(got, expected, bounds, float32_error) for got in (padded, single)]
+            for comparison in comparisons:
                 _refuse(comparison, "differs from PyTorch", lengths)
         cases.append(
             Case(
                 lengths,
-                max_relative_error=0 if want is None else max(it.error for it in both),
+                max_relative_error=0 if want is None else max(it.error for it in comparisons),
                 max_padding_error=padding.error,
-                min_cosine=1 if want is None else min(it.cosine for it in both),
+                min_cosine=1 if want is None else min(it.cosine for it in comparisons),
                 min_padding_cosine=padding.cosine,
             )
         )
@@ -262,7 +259,7 @@ def check_rows(
 
 
 def check_padding(reference: Reference, longest: int, advice: str) -> None:
-    """Raises if padding changes the rows in PyTorch already. No graph could do better.
+    """Checks that padding does not change the rows in PyTorch. Otherwise every graph would fail.
 
     Args:
         reference: The model.

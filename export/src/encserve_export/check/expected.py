@@ -31,7 +31,7 @@ class Expected:
     """Rows of the user's own module.
 
     Attributes:
-        path: Their file.
+        path: The file of the rows.
         name: The name of the input, "input_ids" or "inputs_embeds".
         inputs: int64 (batch, seq), or float32 (batch, seq, d_model).
         mask: int64 (batch, seq), 1 for a token and 0 for the padding behind the tokens.
@@ -105,10 +105,10 @@ def check_expected(
         folder: The folder of the graph's files.
         graph: The graph's interface and precision.
         shape: The model's sizes.
-        bounds: The allowed differences from PyTorch. Without a limit for rows, the limits of the precision count.
+        bounds: The allowed differences from PyTorch. Without a limit for rows, the limits of the precision apply.
 
     Raises:
-        ExpectedFileError: The input or the rows do not fit the model; the text has the numbers.
+        ExpectedFileError: The input or the rows do not fit the model.
         ExpectedRowsError: A row differs by more than the precision allows.
     """
     _check_fits(expected, graph, shape)

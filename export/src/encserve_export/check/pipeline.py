@@ -219,12 +219,12 @@ def _check_ids(embedder: Embedder, answer: _Answer, library: str, vocab_size: in
     """Refuse other ids. The server must refuse a text without tokens, or with an id outside the vocabulary."""
     tokenized = embedder.tokenize(answer.texts, truncate=True, **answer.way.options)
     for text, got, want in zip(answer.texts, tokenized, answer.outputs, strict=True):
-        refusal = got if isinstance(got, str) else ""
-        if (not _in_vocabulary(want, vocab_size)) if refusal else got.tolist() == want:
+        if (not _in_vocabulary(want, vocab_size)) if isinstance(got, str) else got.tolist() == want:
             continue
+        ids = f"(refused: {got})" if isinstance(got, str) else _short(got)
         raise ParityError(
-            f"for the text {_short(text)} with {answer.way.label} the bundle gives the ids {refusal or _short(got)}, "
-            f"{library} {_short(want)}; {_ADVICE}"
+            f"for the text {_short(text)} with {answer.way.label} the bundle gives the ids {ids}, {library} "
+            f"{_short(want)}; {_ADVICE}"
         )
 
 
@@ -434,7 +434,8 @@ def _ids(transformer: Any, texts: Sequence[str], way: _Way) -> list[list[int]]:
 
 def _ask_vectors(spec: ModelSpec, texts: Sequence[str]) -> list[_Answer]:
     """The vectors of the texts for each way, or the rows without a prompt of a model that does not pool."""
-    ways, output, arguments = _ways(spec), "model", {}
+    ways, output = _ways(spec), "model"
+    arguments: Mapping[str, Any] = {}
     if spec.kind == "multi_vector":
         output, arguments = "multi_vector", {"convert_to_numpy": True}
         for module in spec.loaded:

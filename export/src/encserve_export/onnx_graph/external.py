@@ -1,7 +1,7 @@
-"""Reads and writes the weights that an ONNX model keeps in files beside it.
+"""Reads and writes the weights that an ONNX model stores in other files.
 
-An ONNX file names these files with any path, so a stranger's file could copy private files into a bundle. Only files in
-the model's folder are read. The paths in a bundle are the names of its own files.
+An ONNX file may name any path, so a downloaded model could copy private files into a bundle. The exporter reads only
+files in the model's folder. A bundle names only its own files.
 """
 
 import math
@@ -22,9 +22,6 @@ MAX_FILE_BYTES = 2**26
 LEAST_DATA_BYTES = 1024
 # ONNX Runtime maps the weights into memory, which it does page by page.
 _ALIGNMENT_BYTES = 4096
-
-# Equal weights may share a range of a file. Without a limit, a small file could fill the memory.
-_MOST_SHARED = 4
 
 _TYPES = {it: helper.tensor_dtype_to_np_dtype(it) for it in helper.get_all_tensor_dtypes()}
 # The bits of a number if one byte holds several; NumPy uses a byte for each.
@@ -50,13 +47,6 @@ def take_in(model: onnx.ModelProto, folder: Path) -> list[Path]:
         for tensor in all_tensors(model)
         if tensor.data_location == TensorProto.EXTERNAL
     ]
-    files = sorted({path for _, (path, _, _) in places})
-    taken, stored = sum(length for _, (_, _, length) in places), sum(path.stat().st_size for path in files)
-    if taken > _MOST_SHARED * stored:
-        raise ExternalDataError(
-            f"the tensors take {taken:,} bytes, though the files that they lie in have {stored:,}: many share one "
-            "range; export the model again"
-        )
     for tensor, (path, offset, length) in places:
         try:
             with path.open("rb") as file:
@@ -66,7 +56,7 @@ def take_in(model: onnx.ModelProto, folder: Path) -> list[Path]:
             raise ExternalDataError(f"{path} cannot be read: {error.strerror}") from error
         tensor.data_location = TensorProto.DEFAULT
         del tensor.external_data[:]
-    return files
+    return sorted({path for _, (path, _, _) in places})
 
 
 def write_model(model: onnx.ModelProto, path: Path, external: list[Path], folder: Path) -> list[Path]:
@@ -135,24 +125,26 @@ def _path(tensor: TensorProto, location: str, folder: Path) -> Path:
 
     onnx's own loader refuses every link. The hub's cache consists of links, so links within one cache are allowed.
     """
-    what = f"{_name(tensor)} keeps its data in {location!r}"
+    source = f"{_name(tensor)} has its data in {location!r}"
     windows = PureWindowsPath(location)  # splits at both kinds of slashes
     if not location or "\0" in location or windows.drive or windows.root or ".." in windows.parts:
         raise ExternalDataError(
-            f"{what}; it must lie in the folder of the ONNX file: a name, no absolute path and no '..'"
+            f"{source}; the file must be in the folder of the ONNX file: no absolute path and no '..'"
         )
     path = folder / location
     try:
         real = path.resolve(strict=True)
     except (OSError, RuntimeError) as error:
-        raise ExternalDataError(f"{what}, which cannot be opened ({error}); put it beside the ONNX file") from error
+        raise ExternalDataError(
+            f"{source}, which cannot be opened ({error}); put the file next to the ONNX file"
+        ) from error
     if not (real.is_relative_to(folder.resolve()) or real.parent == _blobs(folder)):
         raise ExternalDataError(
-            f"{what}, a link to {real}, outside the folder of the ONNX file; copy the files themselves into one folder "
-            "(cp -L)"
+            f"{source}, a link to {real}, outside the folder of the ONNX file; copy the files themselves into one "
+            "folder (cp -L)"
         )
     if not real.is_file():
-        raise ExternalDataError(f"{what}, and {path} is not a regular file")
+        raise ExternalDataError(f"{source}, and {path} is not a regular file")
     return path
 
 
@@ -186,7 +178,7 @@ def _place(tensor: TensorProto, folder: Path) -> tuple[Path, int, int]:
     size = path.stat().st_size
     if not 0 <= offset <= size - expected:
         raise ExternalDataError(
-            f"{_name(tensor)} lies at bytes {offset} to {offset + expected} of {path}, which has {size}; it was cut "
-            "off, or belongs to another model"
+            f"{_name(tensor)} lies at bytes {offset} to {offset + expected} of {path}, which has {size}; the file "
+            "was cut off, or belongs to another model"
         )
     return path, offset, expected

@@ -56,8 +56,8 @@ class Layer:
     """The rounding of one linear layer.
 
     Attributes:
-        weight: The weights, int8 (n, k); times `scales` they are W, smoothed.
-        scales: Their scales, float32 (n, 1).
+        weight: The smoothed W divided by `scales`, int8 (n, k).
+        scales: The scale of each row of `weight`, float32 (n, 1).
         smoothing: The divisors of the columns of x, float32 (k); None without smoothing.
         least: The minimum of x if it is known; otherwise None, and the middle step is 0.
         error: The largest measured ‖got - want‖/‖want‖ of a row of x·Wᵀ.
@@ -90,11 +90,11 @@ def quantize(
 
     Args:
         model: The model. Its weights are in other files.
-        graph: The names of its inputs.
+        graph: The names of the inputs.
         vocab_size: The number of token ids; 0 for a model that takes vectors.
         width: The size of a vector; 0 for a model that takes token ids.
         longest: The longest sequence, in tokens.
-        folder: The folder of its weights.
+        folder: The folder of the weights.
 
     Raises:
         UnsupportedModelError: The graph has no product with a matrix of weights.
@@ -108,7 +108,7 @@ def quantize(
             by_input.setdefault(node.input[0], []).append(node)
     if not by_input:
         raise UnsupportedModelError(
-            "the graph has no product with a matrix of weights, so int8 would bring nothing; export it in float32"
+            "the graph has no product with a matrix of weights, so int8 would change nothing; export it in float32"
         )
     seen = _run(model, graph, vocab_size, width, longest, sorted(by_input), folder)
     external_data_helper.load_external_data_for_model(model, str(folder))
@@ -121,7 +121,7 @@ def quantize(
         if layer.error <= MAX_INT8_LAYER_ERROR:
             ends = np.cumsum([0, *map(len, matrices)])
             quantizer.add(name, x.ndim, {node.output[0]: layer.part(*ends[i : i + 2]) for i, node in enumerate(nodes)})
-    _replace_nodes(model, [made for node in list(model.graph.node) for made in quantizer.replace(node)])
+    _replace_nodes(model, [new for node in list(model.graph.node) for new in quantizer.replace(node)])
     return model
 
 
@@ -188,7 +188,8 @@ class _Quantizer:
         layer = self._layers.get(node.output[0]) if node.output else None
         if layer is not None:
             return self._linear(node, layer)
-        if node.op_type == "Gather" and node.input[0] in self._tables and not self._axis_of(node):
+        takes_rows = not any(it.i for it in node.attribute if it.name == "axis")
+        if node.op_type == "Gather" and node.input[0] in self._tables and takes_rows:
             return self._lookup(node)
         return [node]
 
@@ -276,10 +277,6 @@ class _Quantizer:
         return name
 
     @staticmethod
-    def _axis_of(node: NodeProto) -> int:
-        return next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
-
-    @staticmethod
     def _node(operator: str, scope: str, inputs: list[str], output: str, **attributes: Any) -> NodeProto:
         return helper.make_node(operator, inputs, [f"{scope}/{output}"], f"{scope}/{operator}_{output}", **attributes)
 
@@ -314,10 +311,9 @@ def _is_linear(node: NodeProto, weights: Mapping[str, TensorProto]) -> bool:
     if any(name and name not in weights for name in node.input[2:]):  # a bias that is computed
         return False
     dims = weights[node.input[1]].dims
-    plain = all(its.f == 1 for its in node.attribute if its.name in ("alpha", "beta")) and not any(
-        its.i for its in node.attribute if its.name == "transA"
-    )
-    return len(dims) == 2 and plain
+    is_scaled = any(it.f != 1 for it in node.attribute if it.name in ("alpha", "beta"))
+    is_transposed = any(it.i for it in node.attribute if it.name == "transA")
+    return len(dims) == 2 and not is_scaled and not is_transposed
 
 
 def _matrix(node: NodeProto, weights: Mapping[str, TensorProto]) -> Array:
@@ -348,14 +344,14 @@ def _minima(model: onnx.ModelProto) -> dict[str, float]:
 
 def _replace_nodes(model: onnx.ModelProto, nodes: Iterable[NodeProto]) -> None:
     """Replaces the nodes of a graph, and removes weights that no node uses."""
-    made = list(nodes)
+    new = list(nodes)
     del model.graph.node[:]
-    model.graph.node.extend(made)
+    model.graph.node.extend(new)
     used = {name for node in all_nodes(model) for name in node.input} | {value.name for value in model.graph.output}
-    kept = [tensor for tensor in model.graph.initializer if tensor.name in used]
+    initializers = [tensor for tensor in model.graph.initializer if tensor.name in used]
     del model.graph.initializer[:]
-    model.graph.initializer.extend(kept)
-    if not any(its.domain == _DOMAIN for its in model.opset_import):
+    model.graph.initializer.extend(initializers)
+    if not any(it.domain == _DOMAIN for it in model.opset_import):
         model.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
 
 

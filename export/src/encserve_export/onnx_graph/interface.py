@@ -41,7 +41,6 @@ _WEIGHTS = (
 _SAME_IDS = ("Identity", "Cast", "Reshape", "Flatten", "Squeeze", "Unsqueeze")
 _SAME_ROWS = ("Identity", "Cast", "DequantizeLinear")
 _MAX_DESCRIPTION = 200
-_AS_INT64 = "export the model again with ids of int64 (torch.long)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,20 +101,18 @@ def read_model(path: Path) -> onnx.ModelProto:
     """Parses an ONNX file without the weights in other files.
 
     Raises:
-        OnnxFileError: The file is unreadable, not ONNX, empty, or for training.
+        OnnxFileError: The file is unreadable, not ONNX, or for training.
     """
     try:
         model = onnx.load_model(path, format="protobuf", load_external_data=False)
     except OSError as error:
         raise OnnxFileError(f"{path} cannot be read: {error.strerror}") from error
     except (DecodeError, ValueError) as error:
-        raise OnnxFileError(f"{path} is no ONNX file") from error
+        raise OnnxFileError(f"{path} is not an ONNX file") from error
     if not model.ir_version or not model.HasField("graph"):
-        raise OnnxFileError(f"{path} is no ONNX file: it holds no graph")
+        raise OnnxFileError(f"{path} is not an ONNX file: it has no graph")
     if not _is_text(model):
-        raise OnnxFileError(f"{path} is no ONNX file: a name in it is not UTF-8")
-    if not model.graph.node:
-        raise OnnxFileError(f"{path} holds an empty graph, without a node")
+        raise OnnxFileError(f"{path} is not an ONNX file: a name in it is not UTF-8")
     if model.training_info:
         raise OnnxFileError(f"{path} is a training graph: it has training_info; export it for inference")
     return model
@@ -127,9 +124,9 @@ def opset(model: onnx.ModelProto) -> int:
     Raises:
         OnnxFileError: The file does not name one.
     """
-    versions = [its.version for its in model.opset_import if its.domain in DEFAULT_DOMAINS]
+    versions = [it.version for it in model.opset_import if it.domain in DEFAULT_DOMAINS]
     if len(versions) != 1:
-        imports = ", ".join(f"{its.domain or 'ai.onnx'} {its.version}" for its in model.opset_import)
+        imports = ", ".join(f"{it.domain or 'ai.onnx'} {it.version}" for it in model.opset_import)
         raise OnnxFileError(f"the file must name one version of the operators of ai.onnx; was {imports or 'none'}")
     return int(versions[0])
 
@@ -207,7 +204,7 @@ def _is_text(message: Message) -> bool:
     """Whether all strings are valid text; protobuf returns bytes for an invalid string."""
     for field, value in message.ListFields():
         values = [value] if isinstance(value, str | bytes | Message) else value
-        if field.type == FieldDescriptor.TYPE_STRING and any(isinstance(its, bytes) for its in values):
+        if field.type == FieldDescriptor.TYPE_STRING and any(isinstance(it, bytes) for it in values):
             return False
         if field.type == FieldDescriptor.TYPE_MESSAGE and not all(map(_is_text, values)):
             return False
@@ -233,32 +230,30 @@ def _listed(ports: Sequence[Port]) -> str:
     return ", ".join(map(str, ports)) or "none"
 
 
-def _flag(role: str) -> str:
-    return f"--{role.replace('_', '-')}-name"
-
-
 def _check_names(used: dict[str, str], inputs: dict[str, Port]) -> None:
-    there = f"its inputs are {_listed(list(inputs.values()))}"
+    available = f"its inputs are {_listed(list(inputs.values()))}"
     if len(set(used.values())) != len(used):
-        raise OnnxInterfaceError(f"one input cannot be two things: {', '.join(used.values())}; {there}")
+        raise OnnxInterfaceError(f"the inputs must have different names; was {', '.join(used.values())}; {available}")
     missing = {role: name for role, name in used.items() if name not in inputs}
     if missing:
         wanted = " and ".join(missing.values())
-        flags = " and ".join(map(_flag, missing))
-        raise OnnxInterfaceError(f"the model has no input {wanted}; {there}. Say with {flags} which it is")
+        flags = " and ".join(f"--{role.replace('_', '-')}-name" for role in missing)
+        raise OnnxInterfaceError(f"the model has no input {wanted}; {available}. Name the right input with {flags}")
     surplus = [port for name, port in inputs.items() if name not in used.values()]
     if surplus:
         raise OnnxInterfaceError(
-            f"the model has inputs that nothing fills: {_listed(surplus)}. A server has input_ids, attention_mask and "
-            "zeros for token_type_ids to give; export the model again wrapped in a module that takes these and makes "
-            "the others itself"
+            f"the model has inputs that a server does not fill: {_listed(surplus)}. A server gives input_ids, "
+            "attention_mask and zeros for token_type_ids. Wrap the model in a module that takes these and computes the "
+            "other inputs, and export that module"
         )
 
 
 def _check_inputs(ports: Sequence[Port]) -> None:
     for port in ports:
         if port.data_type != TensorProto.INT64:
-            raise OnnxInterfaceError(f"the input {port} must be int64; {_AS_INT64}")
+            raise OnnxInterfaceError(
+                f"the input {port} must be int64; export the model again with int64 ids (torch.long)"
+            )
         if len(port.axes) != len(_AXES):
             raise OnnxInterfaceError(f"the input {port} has rank {len(port.axes)}; it must have 2: (batch, seq)")
     fixed = [
@@ -276,11 +271,11 @@ def _check_inputs(ports: Sequence[Port]) -> None:
 
 
 def _choose_output(outputs: Sequence[Port], name: str | None) -> Port:
-    there = f"its outputs are {_listed(outputs)}"
+    available = f"its outputs are {_listed(outputs)}"
     if name is not None:
         found = [port for port in outputs if port.name == name]
         if not found:
-            raise OnnxInterfaceError(f"the model has no output {name}; {there}")
+            raise OnnxInterfaceError(f"the model has no output {name}; {available}")
         return found[0]
     floats = [port for port in outputs if port.data_type in _FLOATS]
     rows = [port for port in floats if len(port.axes) == 3]
@@ -290,12 +285,10 @@ def _choose_output(outputs: Sequence[Port], name: str | None) -> Port:
     if usual:
         return usual[0]
     if rows:
-        raise OnnxInterfaceError(
-            f"several outputs could be the rows: {_listed(rows)}; say with --output-name which it is"
-        )
+        raise OnnxInterfaceError(f"several outputs could be the rows: {_listed(rows)}; choose one with --output-name")
     if any(len(port.axes) == 2 for port in floats):
-        raise OnnxInterfaceError(_pooled(there))
-    raise OnnxInterfaceError(f"no output is float32 (batch, seq, d_model); {there}")
+        raise OnnxInterfaceError(_pooled(available))
+    raise OnnxInterfaceError(f"no output is float32 (batch, seq, d_model); {available}")
 
 
 def _check_output(port: Port) -> None:
@@ -313,10 +306,10 @@ def _check_output(port: Port) -> None:
         raise OnnxInterfaceError(f"the output {port} must be float32; export the model in float32")
 
 
-def _pooled(there: str) -> str:
+def _pooled(outputs: str) -> str:
     return (
-        f"the model has pooled already: {there}, one vector for each sequence. A bundle needs the rows before that, "
-        "(batch, seq, d_model): export the model without its pooling, and name it here with --pooling"
+        f"the model pools: {outputs}, one vector for each sequence. A bundle needs the rows before pooling, "
+        "(batch, seq, d_model): export the model without its pooling, and name the pooling with --pooling"
     )
 
 

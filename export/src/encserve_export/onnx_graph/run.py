@@ -16,7 +16,7 @@ class OnnxEncoder:
     """One graph of a bundle in ONNX Runtime on the CPU.
 
     Attributes:
-        d_model: The width of its rows; 0 before the first call.
+        d_model: The width of the rows; 0 before the first call.
     """
 
     def __init__(self, path: Path, graph: manifest_pb2.Graph) -> None:
@@ -24,10 +24,10 @@ class OnnxEncoder:
 
         Args:
             path: The ONNX file, or the folder of the bundle.
-            graph: The names of its inputs and of its output.
+            graph: The names of the inputs and of the output.
 
         Raises:
-            OnnxFileError: ONNX Runtime cannot load it.
+            OnnxFileError: ONNX Runtime cannot load the file.
         """
         self.d_model = 0
         self._graph = graph
@@ -82,10 +82,10 @@ class OnnxEncoder:
         if self._graph.token_type_ids_name:
             feeds[self._graph.token_type_ids_name] = np.zeros_like(mask)
         try:
-            found: list[Rows] = self._session.run(list(names), feeds, self._options)
+            outputs: list[Rows] = self._session.run(list(names), feeds, self._options)
         except Exception as error:  # as above
             raise OnnxRunError(f"the model fails for inputs of shape {inputs.shape}: {_message(error)}") from error
-        return found
+        return outputs
 
 
 def check_file(path: Path) -> None:

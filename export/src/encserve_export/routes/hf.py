@@ -286,7 +286,7 @@ def _export_file(
     if reference is not None:
         positions, pad_token_id, vocab_size = reference.positions, reference.pad_token_id, reference.vocab_size
     else:
-        positions = pretrained.read_positions(build.directory) if build.settings else None
+        positions = pretrained.read_positions(build.spec.encoder) if build.settings else None
         pad_token_id = _number(build.settings, "pad_token_id") or 0
         vocab_size = vocab_size or _number(build.settings, "vocab_size")
     longest, remark = build.longest(positions)
