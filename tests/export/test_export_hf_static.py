@@ -6,12 +6,14 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from static_models import WIDTH, write_model2vec, write_static
 from tokenizers import Tokenizer
 
 from encserve_export import Target, export_hf
 from encserve_export.core.errors import UnsupportedModelError
-from encserve_export.kinds.static import write_graph
+from encserve_export.kinds.static import read_static, write_graph
 from encserve_proto.bundle.v1 import manifest_pb2
 
 
@@ -48,6 +50,24 @@ def test_a_directory_of_model2vec_that_does_not_say_what_is_made(tmp_path: Path)
     (directory / "modules.json").unlink()
     with pytest.raises(UnsupportedModelError, match=r"model2vec directory without modules\.json.* save it again"):
         export_hf(directory, Target(model_repository=tmp_path / "models", name="m"))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_an_int8_table_needs_token_weights(weighted: bool, tmp_path: Path) -> None:
+    """sentence-transformers multiplies the table by the weights, which gives a table of floating-point numbers."""
+    directory = write_model2vec(tmp_path / "m")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["embeddings"] = (tensors["embeddings"] * 20).to(torch.int8)
+    weights = tensors.pop("weights")
+    if weighted:
+        tensors["weights"] = weights
+        want = tensors["embeddings"].double()[tensors["mapping"]] * weights[:, None]
+    save_file(tensors, directory / "model.safetensors")
+    if weighted:
+        np.testing.assert_allclose(read_static(directory).table, want.numpy(), rtol=1e-6)
+        return
+    with pytest.raises(UnsupportedModelError, match="a table must be float32 or float16: export that one"):
+        read_static(directory)
 
 
 def test_a_table_lies_beside_its_graph(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""An encoder in an ONNX file of another author becomes a bundle."""
+"""The export of ONNX files: the manifest, the rows and the errors."""
 
 import dataclasses
 import hashlib
@@ -31,6 +31,7 @@ from onnx_files import (
 from encserve_export import EncoderConfig, OnnxOptions, Target, export_onnx
 from encserve_export.cli import main
 from encserve_export.core.errors import ConfigError, TokenizerError, UnsupportedModelError, VocabularyError
+from encserve_export.core.precision import Precision
 from encserve_export.onnx_graph import external
 from encserve_export.onnx_graph.interface import Names, embedding_rows, precision_of
 from encserve_export.onnx_graph.nodes import all_tensors
@@ -216,14 +217,27 @@ def test_operators_of_onnx_runtime(file: Path, target: Target) -> None:
     assert export_onnx(save(model, file), target, SHORT).manifest.graph.opset == 17
 
 
-def test_weights_in_float16_are_told(file: Path, target: Target) -> None:
+def build_with_float16_table() -> onnx.ModelProto:
     model = build()
     half = numpy_helper.from_array(random_table(VOCAB_SIZE).astype(np.float16), "half")
     tensor_of(model, "table").CopyFrom(half)
     model.graph.node.insert(0, helper.make_node("Cast", ["half"], ["table"], to=FLOAT))
-    manifest = export_onnx(save(model, file), target, SHORT).manifest
+    return model
+
+
+def test_the_manifest_names_float16_weights(file: Path, target: Target) -> None:
+    manifest = export_onnx(save(build_with_float16_table(), file), target, SHORT).manifest
     assert manifest.graph.precision == "float16"
     assert manifest.encoder.vocab_size == VOCAB_SIZE
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_a_float16_file_keeps_its_precision(file: Path, target: Target, precision: Precision) -> None:
+    save(build_with_float16_table(), file)
+    message = f"computes in float16 and cannot be converted to {precision}: give --precision float16"
+    with pytest.raises(ConfigError, match=message):
+        export_onnx(file, target, dataclasses.replace(SHORT, precision=precision))
+    assert not target.model_repository.exists()
 
 
 @pytest.mark.parametrize(("kind", "named"), [(TensorProto.INT8, "int8"), (TensorProto.DOUBLE, "float32")])
