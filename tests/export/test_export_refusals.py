@@ -1,5 +1,6 @@
-"""A faulty directory is refused with one line that says what to do, and nothing is written."""
+"""A faulty directory gives an error of one line with advice, and the export writes nothing."""
 
+import functools
 import io
 import json
 import re
@@ -31,21 +32,26 @@ TOKENIZERS = ("tokenizer.json", "vocab.txt", "spiece.model")
 
 
 @pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A directory of each model, with its onnx/model.onnx."""
+def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that gives the directory of a model, with its onnx/model.onnx."""
     folder = tmp_path_factory.mktemp("originals")
-    directories = {name: save(NAMED[name], folder) for name in ("BERT", "ELECTRA")}
-    for name, directory in directories.items():
+
+    @functools.cache
+    def write(name: str) -> Path:
+        directory = save(NAMED[name], folder)
         exported = export(directory, folder / "models", "transformers", name=name)
         (directory / "onnx").mkdir()
         for file in exported.path.glob("model.onnx*"):
             shutil.copy(file, directory / "onnx")
-    return directories
+        return directory
+
+    return write
 
 
 @pytest.fixture
-def directory(originals: dict[str, Path], name: str, tmp_path: Path) -> Path:
-    return shutil.copytree(originals[name], tmp_path / "directory")
+def directory(original: Callable[[str], Path], name: str, tmp_path: Path) -> Path:
+    """A copy of the directory of a model."""
+    return shutil.copytree(original(name), tmp_path / "directory")
 
 
 def export(directory: Path, models: Path, via: Any = None, **target: Any) -> Exported:
@@ -169,13 +175,11 @@ FAULTS: dict[str, tuple[Change, str]] = {
 }
 
 
-# The ONNX route reads the directory with the same functions as the default route.
+# The default tries each route. The ONNX route reads the directory with the same functions, so its errors are tested in
+# the system tier.
 @pytest.mark.parametrize(
     ("name", "via"),
-    [
-        pytest.param("BERT", None, id="default"),
-        pytest.param("ELECTRA", "onnx", id="onnx", marks=pytest.mark.system),
-    ],
+    [pytest.param("BERT", None, id="default"), pytest.param("ELECTRA", "onnx", id="onnx", marks=pytest.mark.system)],
 )
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_clear_error(directory: Path, via: str | None, fault: str) -> None:
@@ -215,11 +219,26 @@ def test_code_in_a_directory_is_not_run(directory: Path) -> None:
     assert re.search(message, refused(directory))
 
 
-def test_an_architecture_with_rows_that_depend_on_padding(tmp_path: Path) -> None:
-    """The model's convolution runs over the end of a sequence."""
-    convolving = Architecture("ConvBERT", "convbert", {**NAMED["ELECTRA"].settings, "num_attention_heads": 4})
-    message = r"ConvBertModel gives different rows in a padded batch, even in PyTorch: .* choose another model$"
-    assert re.search(message, refused(save(convolving, tmp_path)))
+# One message for each reason in the table of docs/models.md.
+PADDING = r"gives different rows in a padded batch, even in PyTorch: .* choose another model$"
+REFUSED_FAMILIES = {
+    "convbert": ({}, f"ConvBertModel {PADDING}"),  # its convolution reads the padding behind a sequence
+    "fnet": ({"type_vocab_size": 2}, f"FNetModel {PADDING}"),  # its Fourier transform reads the padding
+    "longformer": ({"attention_window": 8, "pad_token_id": 1}, r"the model fails for inputs of shape \(1, 1\)"),
+    "nystromformer": (
+        {"num_landmarks": 4, "segment_means_seq_len": 16},
+        r"does not run in PyTorch with token ids of shape \(2, 3\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(it, marks=[] if it == "convbert" else pytest.mark.system) for it in REFUSED_FAMILIES]
+)
+def test_a_family_that_cannot_be_served_is_refused(family: str, tmp_path: Path) -> None:
+    settings, message = REFUSED_FAMILIES[family]
+    architecture = Architecture(family, family, {**NAMED["ELECTRA"].settings, **settings})
+    assert re.search(message, refused(save(architecture, tmp_path)))
 
 
 @pytest.mark.parametrize("via", [None, "onnx"])
