@@ -196,6 +196,17 @@ def test_the_comparison_finds_a_setting_that_a_bundle_cannot_express(directory: 
         export(directory)
 
 
+@pytest.mark.system
+def test_gpt2_with_token_types_is_refused(tmp_path: Path) -> None:
+    """GPT-2 has no table of token types: it adds the row of a token."""
+    sizes = {"n_embd": D_MODEL, "n_layer": 1, "n_head": 2, "n_positions": 96}
+    inputs = ["input_ids", "token_type_ids", "attention_mask"]
+    encoder = {"model_type": "gpt2", "config": sizes, "model_input_names": inputs}
+    directory = write_model(tmp_path / "directory", [MEAN], encoder=encoder)
+    with pytest.raises(ParityError, match='gives token_type_ids, which this model reads as tokens: write "model_input'):
+        export(directory)
+
+
 PROMPTS = {"query": "Query: ", "document": "passage: "}
 
 
