@@ -9,10 +9,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import click
+import command as commands
 import numpy as np
 import pytest
 import scipy.sparse
 from click.testing import CliRunner, Result
+from command import TERMINAL
 from fake_encoder import FakeEncoder
 
 from encserve_cli.commands import cli
@@ -31,11 +33,10 @@ WHICHEVER = pb.ModelInfo(
 LONG = "a rather long text " * 15
 
 
-async def encserve(service: FakeEncoder, *arguments: str, **env: str) -> Result:
-    """Runs the command against the service; 80 columns, as if piped."""
-    call = ["--target", service.target, *arguments]
-    result = await asyncio.to_thread(CliRunner().invoke, cli, call, env={"COLUMNS": "80", **env})
-    assert max(map(len, result.output.splitlines())) <= 80 or {"--json", "models"} & set(arguments) or result.exit_code
+async def encserve(service: FakeEncoder, *arguments: str, status: int = 0, **env: str) -> Result:
+    """Run the command, 80 columns wide."""
+    result = await commands.encserve(service, *arguments, status=status, **{"COLUMNS": "80", **env})
+    assert max(map(len, result.output.splitlines())) <= 80 or {"--json", "models"} & set(arguments) or status
     return result
 
 
@@ -203,8 +204,7 @@ async def test_a_long_document_leaves_its_score_room(service: FakeEncoder) -> No
 
 async def test_similarity_of_texts_of_one_task(service: FakeEncoder) -> None:
     service.model_info = LATE
-    result = await encserve(service, "similarity", "one", "two", "--task", "document", "--prompt-name", "")
-    assert result.exit_code == 0
+    await encserve(service, "similarity", "one", "two", "--task", "document", "--prompt-name", "")
     assert [it.options.task for it in service.requests] == [pb.TASK_DOCUMENT] * 2
     assert [it.options.HasField("prompt_name") for it in service.requests] == [True, True]
 
@@ -213,14 +213,12 @@ async def test_a_page_of_what_met(service: FakeEncoder, tmp_path: Path) -> None:
     """The best document first. The page shows the model's tokens."""
     service.model_info, path = LATE, tmp_path / "met.html"
     result = await encserve(service, "similarity", "two words", "one", "four five", "--html", str(path))
-    assert result.exit_code == 0, result.output
     page = path.read_text()
     assert 'data-figure="match-0"' in page
     assert 'data-figure="match-1"' in page
     assert "words" in page
     service.model_info = WHICHEVER
-    result = await encserve(service, "similarity", "one", "two", "--html", str(tmp_path / "not.html"))
-    assert result.exit_code == 1
+    result = await encserve(service, "similarity", "one", "two", "--html", str(tmp_path / "not.html"), status=1)
     assert "--html shows which vectors of MaxSim met" in result.stderr
     assert not (tmp_path / "not.html").exists()
 
@@ -228,16 +226,13 @@ async def test_a_page_of_what_met(service: FakeEncoder, tmp_path: Path) -> None:
 async def test_what_similarity_cannot_compare(service: FakeEncoder) -> None:
     """A query without vectors, weights that are not compared by their product, a pooling of many vectors."""
     service.model_info = LATE
-    result = await encserve(service, "similarity", "", "two")
+    result = await encserve(service, "similarity", "", "two", status=1)
     assert result.stderr == "Error: query must have at least 1 vector; had none\n"
     service.model_info = pb.ModelInfo(sparse_width=100, similarity="cosine")
-    result = await encserve(service, "similarity", "one", "two")
+    result = await encserve(service, "similarity", "one", "two", status=1)
     assert "compares weights by cosine, and this command only by their dot product" in result.stderr
-    result = await encserve(service, "similarity", "one", "two", "--pooling", "mean", "--kind", "sparse")
+    result = await encserve(service, "similarity", "one", "two", "--pooling", "mean", "--kind", "sparse", status=2)
     assert "--pooling makes one vector of a text; leave it out with --kind sparse" in result.stderr
-
-
-TERMINAL = {"TTY_COMPATIBLE": "1", "NO_COLOR": "1", "TERM": "xterm", "COLUMNS": "110"}
 
 
 async def test_tokenize(service: FakeEncoder, tmp_path: Path) -> None:
@@ -302,17 +297,20 @@ async def test_models(service: FakeEncoder) -> None:
 
 async def test_more_is_sent_with_every_call(service: FakeEncoder) -> None:
     flags = ["--metadata", "x-team=search", "--metadata", "x-empty=", "--token", "secret"]
-    assert (await encserve(service, *flags, "embed", "one")).exit_code == 0
+    await encserve(service, *flags, "embed", "one")
     sent = service.metadata[-1]
     assert (sent["x-team"], sent["x-empty"], sent["authorization"]) == ("search", "", "Bearer secret")
     for environment in ({"ENCSERVE_API_KEY": "key"}, {"ENCSERVE_TOKEN": "key", "ENCSERVE_API_KEY": "other"}):
         with pytest.MonkeyPatch.context() as patch:
             for name, value in environment.items():
                 patch.setenv(name, value)
-            assert (await encserve(service, "embed", "one")).exit_code == 0
+            await encserve(service, "embed", "one")
         assert service.metadata[-1]["authorization"] == "Bearer key"
-    assert "--metadata wants NAME=VALUE; was 'x'" in (await encserve(service, "--metadata", "x", "models")).stderr
-    assert "--cert and --key go together" in (await encserve(service, "--cert", "a.pem", "models")).stderr
+    assert (
+        "--metadata wants NAME=VALUE; was 'x'"
+        in (await encserve(service, "--metadata", "x", "models", status=2)).stderr
+    )
+    assert "--cert and --key go together" in (await encserve(service, "--cert", "a.pem", "models", status=2)).stderr
 
 
 @pytest.mark.parametrize(
@@ -329,8 +327,8 @@ async def test_more_is_sent_with_every_call(service: FakeEncoder) -> None:
     ],
 )
 async def test_errors_are_one_line(service: FakeEncoder, arguments: list[str], text: str | None) -> None:
-    result = await encserve(service, *arguments)
-    assert (result.exit_code, result.stdout) == (1, "")
+    result = await encserve(service, *arguments, status=1)
+    assert result.stdout == ""
     assert result.stderr.startswith("Error: ")
     assert result.stderr.count("\n") == 1
     if text is not None:
