@@ -5,8 +5,10 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 
 import click
 import command as commands
@@ -33,9 +35,11 @@ WHICHEVER = pb.ModelInfo(
 LONG = "a rather long text " * 15
 
 
-async def encserve(service: FakeEncoder, *arguments: str, status: int = 0, **env: str) -> Result:
+async def encserve(
+    service: FakeEncoder, *arguments: str, status: int = 0, env: Mapping[str, str] = MappingProxyType({})
+) -> Result:
     """Run the command, 80 columns wide."""
-    result = await commands.encserve(service, *arguments, status=status, **{"COLUMNS": "80", **env})
+    result = await commands.encserve(service, *arguments, status=status, env={"COLUMNS": "80", **env})
     assert max(map(len, result.output.splitlines())) <= 80 or {"--json", "models"} & set(arguments) or status
     return result
 
@@ -273,7 +277,7 @@ async def test_models_of_other_kinds(service: FakeEncoder) -> None:
     """The model's outputs, and the longest text of each task."""
     service.model_info.CopyFrom(WHICHEVER)
     service.model_info.tasks.extend(TASKS)
-    lines = [line.split() for line in (await encserve(service, "models", **TERMINAL)).stdout.splitlines()]
+    lines = [line.split() for line in (await encserve(service, "models", env=TERMINAL)).stdout.splitlines()]
     first = next(place for place, line in enumerate(lines) if line[:1] == ["tiny"])
     assert lines[first][:8] == ["tiny", "*", "1", "8", "2", "64", "cls", "9"]
     assert [click.unstyle(it) for it in lines[first + 1]] == ["f" * 16, "query", "32", "maxsim", "8"]
@@ -284,7 +288,7 @@ async def test_models(service: FakeEncoder) -> None:
     """Whole names and fingerprints, on a terminal and in a pipe."""
     name = service.model_info.name = "a-model-with-a-name-of-forty-characters-"
     service.model_info.max_outputs = 16
-    shown = (await encserve(service, "models", **TERMINAL)).stdout
+    shown = (await encserve(service, "models", env=TERMINAL)).stdout
     assert f" {name} * " in shown
     assert "f" * 16 in shown
     [line] = (await encserve(service, "models")).stdout.splitlines()

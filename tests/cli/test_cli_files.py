@@ -64,7 +64,7 @@ async def test_progress_is_shown_on_a_terminal(service: FakeEncoder, tmp_path: P
     """From the first moment, whether or not the number of inputs is known; nowhere else."""
     for suffix, total in ((".txt", "63"), (".csv", "?")):
         command = ("embed", write_texts(tmp_path, suffix), "--output", tmp_path / "vectors.npy")
-        result = await encserve(service, *command, **TERMINAL)
+        result = await encserve(service, *command, env=TERMINAL)
         assert f"/{total} inputs" in result.stderr
         assert (await encserve(service, *command)).stderr == ""
 

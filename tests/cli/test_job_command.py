@@ -302,7 +302,7 @@ async def test_programs_read_json_lines(
 async def test_progress_of_a_job_is_shown_on_a_terminal(
     service: FakeEncoder, source: Path, output: tuple[str, str]
 ) -> None:
-    result = await encserve(service, "embed", source, *output, **WIDE_TERMINAL)
+    result = await encserve(service, "embed", source, *output, env=WIDE_TERMINAL)
     assert "/25 rows" in result.stderr
     assert "25 rows in 3 parts" in result.stdout
 

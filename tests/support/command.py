@@ -1,6 +1,7 @@
 """The command `encserve`, called in this process."""
 
 import asyncio
+from collections.abc import Mapping
 
 from click.testing import CliRunner, Result
 from fake_encoder import FakeEncoder
@@ -12,7 +13,11 @@ TERMINAL = {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "NO_COLOR": "1", "TER
 
 
 async def encserve(
-    service: FakeEncoder, *arguments: object, status: int = 0, stdin: str | None = None, **env: str
+    service: FakeEncoder,
+    *arguments: object,
+    status: int = 0,
+    stdin: str | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> Result:
     """Run the command against a service and check its exit status."""
     call = ["--target", service.target, *map(str, arguments)]
