@@ -5,14 +5,18 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 
 import click
+import command as commands
 import numpy as np
 import pytest
 import scipy.sparse
 from click.testing import CliRunner, Result
+from command import TERMINAL
 from fake_encoder import FakeEncoder
 
 from encserve_cli.commands import cli
@@ -31,11 +35,12 @@ WHICHEVER = pb.ModelInfo(
 LONG = "a rather long text " * 15
 
 
-async def encserve(service: FakeEncoder, *arguments: str, **env: str) -> Result:
-    """Run the command with the service, 80 columns wide, as in a pipe."""
-    call = ["--target", service.target, *arguments]
-    result = await asyncio.to_thread(CliRunner().invoke, cli, call, env={"COLUMNS": "80", **env})
-    assert max(map(len, result.output.splitlines())) <= 80 or {"--json", "models"} & set(arguments) or result.exit_code
+async def encserve(
+    service: FakeEncoder, *arguments: str, status: int = 0, env: Mapping[str, str] = MappingProxyType({})
+) -> Result:
+    """Run the command, 80 columns wide."""
+    result = await commands.encserve(service, *arguments, status=status, env={"COLUMNS": "80", **env})
+    assert max(map(len, result.output.splitlines())) <= 80 or {"--json", "models"} & set(arguments) or status
     return result
 
 
@@ -203,8 +208,7 @@ async def test_a_long_document_leaves_its_score_room(service: FakeEncoder) -> No
 
 async def test_similarity_of_texts_of_one_task(service: FakeEncoder) -> None:
     service.model_info = LATE
-    result = await encserve(service, "similarity", "one", "two", "--task", "document", "--prompt-name", "")
-    assert result.exit_code == 0
+    await encserve(service, "similarity", "one", "two", "--task", "document", "--prompt-name", "")
     assert [it.options.task for it in service.requests] == [pb.TASK_DOCUMENT] * 2
     assert [it.options.HasField("prompt_name") for it in service.requests] == [True, True]
 
@@ -213,14 +217,12 @@ async def test_a_page_of_what_met(service: FakeEncoder, tmp_path: Path) -> None:
     """The best document comes first. The page shows the tokens of the model."""
     service.model_info, path = LATE, tmp_path / "met.html"
     result = await encserve(service, "similarity", "two words", "one", "four five", "--html", str(path))
-    assert result.exit_code == 0, result.output
     page = path.read_text()
     assert 'data-figure="match-0"' in page
     assert 'data-figure="match-1"' in page
     assert "words" in page
     service.model_info = WHICHEVER
-    result = await encserve(service, "similarity", "one", "two", "--html", str(tmp_path / "not.html"))
-    assert result.exit_code == 1
+    result = await encserve(service, "similarity", "one", "two", "--html", str(tmp_path / "not.html"), status=1)
     assert "--html shows which vectors of MaxSim met" in result.stderr
     assert not (tmp_path / "not.html").exists()
 
@@ -228,16 +230,13 @@ async def test_a_page_of_what_met(service: FakeEncoder, tmp_path: Path) -> None:
 async def test_what_similarity_cannot_compare(service: FakeEncoder) -> None:
     """A query without vectors, weights that the model does not compare by product, and a pooling of many vectors."""
     service.model_info = LATE
-    result = await encserve(service, "similarity", "", "two")
+    result = await encserve(service, "similarity", "", "two", status=1)
     assert result.stderr == "Error: query must have at least 1 vector; had none\n"
     service.model_info = pb.ModelInfo(sparse_width=100, similarity="cosine")
-    result = await encserve(service, "similarity", "one", "two")
+    result = await encserve(service, "similarity", "one", "two", status=1)
     assert "compares weights by cosine, and this command only by their dot product" in result.stderr
-    result = await encserve(service, "similarity", "one", "two", "--pooling", "mean", "--kind", "sparse")
+    result = await encserve(service, "similarity", "one", "two", "--pooling", "mean", "--kind", "sparse", status=2)
     assert "--pooling makes one vector of a text; leave it out with --kind sparse" in result.stderr
-
-
-TERMINAL = {"TTY_COMPATIBLE": "1", "NO_COLOR": "1", "TERM": "xterm", "COLUMNS": "110"}
 
 
 async def test_tokenize(service: FakeEncoder, tmp_path: Path) -> None:
@@ -278,7 +277,7 @@ async def test_models_of_other_kinds(service: FakeEncoder) -> None:
     """The output shows the model's outputs, and the longest text of each task."""
     service.model_info.CopyFrom(WHICHEVER)
     service.model_info.tasks.extend(TASKS)
-    lines = [line.split() for line in (await encserve(service, "models", **TERMINAL)).stdout.splitlines()]
+    lines = [line.split() for line in (await encserve(service, "models", env=TERMINAL)).stdout.splitlines()]
     first = next(place for place, line in enumerate(lines) if line[:1] == ["tiny"])
     assert lines[first][:8] == ["tiny", "*", "1", "8", "2", "64", "cls", "9"]
     assert [click.unstyle(it) for it in lines[first + 1]] == ["f" * 16, "query", "32", "maxsim", "8"]
@@ -289,7 +288,7 @@ async def test_models(service: FakeEncoder) -> None:
     """Names and fingerprints are complete, on a terminal and in a pipe."""
     name = service.model_info.name = "a-model-with-a-name-of-forty-characters-"
     service.model_info.max_outputs = 16
-    shown = (await encserve(service, "models", **TERMINAL)).stdout
+    shown = (await encserve(service, "models", env=TERMINAL)).stdout
     assert f" {name} * " in shown
     assert "f" * 16 in shown
     [line] = (await encserve(service, "models")).stdout.splitlines()
@@ -302,17 +301,20 @@ async def test_models(service: FakeEncoder) -> None:
 
 async def test_more_is_sent_with_every_call(service: FakeEncoder) -> None:
     flags = ["--metadata", "x-team=search", "--metadata", "x-empty=", "--token", "secret"]
-    assert (await encserve(service, *flags, "embed", "one")).exit_code == 0
+    await encserve(service, *flags, "embed", "one")
     sent = service.metadata[-1]
     assert (sent["x-team"], sent["x-empty"], sent["authorization"]) == ("search", "", "Bearer secret")
     for environment in ({"ENCSERVE_API_KEY": "key"}, {"ENCSERVE_TOKEN": "key", "ENCSERVE_API_KEY": "other"}):
         with pytest.MonkeyPatch.context() as patch:
             for name, value in environment.items():
                 patch.setenv(name, value)
-            assert (await encserve(service, "embed", "one")).exit_code == 0
+            await encserve(service, "embed", "one")
         assert service.metadata[-1]["authorization"] == "Bearer key"
-    assert "--metadata wants NAME=VALUE; was 'x'" in (await encserve(service, "--metadata", "x", "models")).stderr
-    assert "--cert and --key go together" in (await encserve(service, "--cert", "a.pem", "models")).stderr
+    assert (
+        "--metadata wants NAME=VALUE; was 'x'"
+        in (await encserve(service, "--metadata", "x", "models", status=2)).stderr
+    )
+    assert "--cert and --key go together" in (await encserve(service, "--cert", "a.pem", "models", status=2)).stderr
 
 
 @pytest.mark.parametrize(
@@ -329,8 +331,8 @@ async def test_more_is_sent_with_every_call(service: FakeEncoder) -> None:
     ],
 )
 async def test_errors_are_one_line(service: FakeEncoder, arguments: list[str], text: str | None) -> None:
-    result = await encserve(service, *arguments)
-    assert (result.exit_code, result.stdout) == (1, "")
+    result = await encserve(service, *arguments, status=1)
+    assert result.stdout == ""
     assert result.stderr.startswith("Error: ")
     assert result.stderr.count("\n") == 1
     if text is not None:

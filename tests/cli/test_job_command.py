@@ -19,6 +19,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from click.testing import CliRunner, Result
+from command import TERMINAL, encserve
 from fake_clock import FakeClock
 from fake_encoder import FakeEncoder
 
@@ -39,7 +40,6 @@ from encserve_cli.job import (
 )
 from encserve_cli.job import command as job_command
 from encserve_cli.job.command import Interrupts
-from encserve_cli.job.inputs import PartReader, scan
 from encserve_cli.job.plan import Plan
 from encserve_cli.job.progress import shown_progress
 from encserve_cli.job.run import LocalRunner, PartWorker
@@ -51,17 +51,12 @@ from encserve_proto.v1 import encoder_pb2 as pb
 
 TEXTS = [" ".join(["word"] * (i % 7 + 1)) + f" {i}" for i in range(25)]
 TOO_LONG = "word " * 70
-TERMINAL = {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "NO_COLOR": "1", "TERM": "xterm", "COLUMNS": "150"}
+WIDE_TERMINAL = {**TERMINAL, "COLUMNS": "150"}
 
 
 @pytest.fixture(autouse=True)
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("encserve_cli.job.job.PartLimits", partial(PartLimits, max_rows=10))
-
-
-async def encserve(service: FakeEncoder, *arguments: object, **env: str) -> Result:
-    call = ["--target", service.target, *map(str, arguments)]
-    return await asyncio.to_thread(CliRunner().invoke, cli, call, env=env)
 
 
 def write_texts(path: Path, texts: Sequence[str] = TEXTS) -> Path:
@@ -83,16 +78,35 @@ def events_of(result: Result) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-async def test_a_folder_as_output_makes_a_job(service: FakeEncoder, tmp_path: Path) -> None:
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A file of TEXTS."""
+    return write_texts(tmp_path / "texts.txt")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of a job's output, not made yet."""
+    return tmp_path / "vectors"
+
+
+@pytest.fixture
+def output(folder: Path) -> tuple[str, str]:
+    """The flags of that output."""
+    return "--output", f"{folder}/"
+
+
+async def test_a_folder_as_output_makes_a_job(
+    service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path
+) -> None:
     """The parts, sorted by name, hold all rows in the order of the inputs. The calls have bulk priority."""
     one = write_texts(tmp_path / "one.txt")
     two = tmp_path / "two.csv"
     two.write_text("n,text\n" + "".join(f"{i},more {i}\n" for i in range(12)))
-    result = await encserve(service, "embed", one, two, "--output", f"{tmp_path}/vectors/")
-    assert result.exit_code == 0, result.output
+    result = await encserve(service, "embed", one, two, *output)
     assert {it.priority for it in service.requests} == {pb.PRIORITY_BULK}
     want = [*TEXTS, *(f"more {i}" for i in range(12))]
-    table = table_of(tmp_path / "vectors")
+    table = table_of(folder)
     assert table.column_names == ["text", "vector"]
     assert table["text"].to_pylist() == want
     with EncoderClient(service.target) as client:
@@ -103,19 +117,11 @@ async def test_a_folder_as_output_makes_a_job(service: FakeEncoder, tmp_path: Pa
     assert result.stderr == ""
 
 
-async def test_a_folder_that_is_there_makes_a_job(service: FakeEncoder, tmp_path: Path) -> None:
-    (tmp_path / "vectors").mkdir()
-    source = write_texts(tmp_path / "texts.txt")
-    assert (await encserve(service, "embed", source, "--output", tmp_path / "vectors")).exit_code == 0
-    assert len(list((tmp_path / "vectors").glob("part-*.parquet"))) == 3
-
-
-async def test_a_uri_as_output_makes_a_job(service: FakeEncoder, tmp_path: Path) -> None:
-    (tmp_path / "vectors").mkdir()
-    source = write_texts(tmp_path / "texts.txt")
-    result = await encserve(service, "embed", source, "--output", f"file://{tmp_path}/vectors")
-    assert result.exit_code == 0, result.output
-    assert table_of(tmp_path / "vectors")["text"].to_pylist() == TEXTS
+@pytest.mark.parametrize("name", ["{}", "file://{}"], ids=["a folder that exists", "a URI"])
+async def test_an_output_makes_a_job(service: FakeEncoder, source: Path, folder: Path, name: str) -> None:
+    folder.mkdir()  # noqa: ASYNC240
+    await encserve(service, "embed", source, "--output", name.format(folder))
+    assert table_of(folder)["text"].to_pylist() == TEXTS
 
 
 async def test_rows_of_tokens_make_a_job_too(service: FakeEncoder, tmp_path: Path) -> None:
@@ -123,94 +129,98 @@ async def test_rows_of_tokens_make_a_job_too(service: FakeEncoder, tmp_path: Pat
     source = write_texts(tmp_path / "texts.txt", texts)
     for flags, special in (([], 2), (["--exclude-special"], 0)):
         folder = tmp_path / f"special-{special}"
-        result = await encserve(service, "encode", source, "--output", f"{folder}/", *flags)
-        assert result.exit_code == 0, result.output
+        await encserve(service, "encode", source, "--output", f"{folder}/", *flags)
         table = table_of(folder)
         counts = [len(text.split()) + special for text in texts]
         assert [len(rows) for rows in table["rows"].to_pylist()] == counts
         assert [len(ids) for ids in table["token_ids"].to_pylist()] == counts
+    ids = [[5, 6, 7], [8], [9, 10]]
+    source = write_texts(tmp_path / "ids.txt", [",".join(map(str, row)) for row in ids])
+    await encserve(service, "encode", source, "--ids", "--output", f"{tmp_path}/rows/")
+    assert table_of(tmp_path / "rows")["token_ids"].to_pylist() == ids
 
 
-async def test_columns_come_along(service: FakeEncoder, tmp_path: Path) -> None:
+async def test_columns_come_along(service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path) -> None:
     path = tmp_path / "texts.parquet"
     columns = {"body": TEXTS, "id": range(25), "tag": ["x"] * 25, "date": ["y"] * 25}
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
     flags = ["--column", "body", "--keep", "id,tag", "--keep", "date"]
-    result = await encserve(service, "embed", path, *flags, "--output", f"{tmp_path}/vectors/")
-    assert result.exit_code == 0, result.output
-    table = table_of(tmp_path / "vectors")
+    await encserve(service, "embed", path, *flags, *output)
+    table = table_of(folder)
     assert table.column_names == ["text", "vector", "id", "tag", "date"]
     assert table["id"].to_pylist() == list(range(25))
 
 
-async def test_run_again_nothing_is_done_twice(service: FakeEncoder, tmp_path: Path) -> None:
-    """The second run makes only missing parts."""
-    command = ("embed", write_texts(tmp_path / "texts.txt"), "--output", f"{tmp_path}/vectors/")
+async def test_a_second_run_makes_missing_parts_only(
+    service: FakeEncoder, output: tuple[str, str], source: Path, folder: Path
+) -> None:
+    """Only missing parts are made."""
+    command = ("embed", source, *output)
     await encserve(service, *command)
-    before, requests = files_in(tmp_path / "vectors"), len(service.requests)
+    before, requests = files_in(folder), len(service.requests)
     result = await encserve(service, *command)
-    assert result.exit_code == 0
     assert "25 rows in 3 parts, 3 of them made before" in result.stdout
-    assert files_in(tmp_path / "vectors") == before
+    assert files_in(folder) == before
     assert len(service.requests) == requests
-    (tmp_path / "vectors" / "part-00000-000001.parquet").unlink()
-    assert (await encserve(service, *command)).exit_code == 0
-    after = files_in(tmp_path / "vectors")
+    (folder / "part-00000-000001.parquet").unlink()
+    await encserve(service, *command)
+    after = files_in(folder)
     assert {name for name in after if after[name] != before[name]} == {"part-00000-000001.parquet"}
-    assert table_of(tmp_path / "vectors")["text"].to_pylist() == TEXTS
+    assert table_of(folder)["text"].to_pylist() == TEXTS
 
 
-async def test_another_job_is_refused_with_what_differs(service: FakeEncoder, tmp_path: Path) -> None:
-    source, other = write_texts(tmp_path / "texts.txt"), write_texts(tmp_path / "other.txt")
-    output = ("--output", f"{tmp_path}/vectors/")
+async def test_another_job_is_refused_with_what_differs(
+    service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
+) -> None:
+    other = write_texts(tmp_path / "other.txt")
     await encserve(service, "embed", source, *output)
-    before = files_in(tmp_path / "vectors")
+    before = files_in(folder)
     for arguments, told in (
         ([source, "--dtype", "float16"], "dtype is 'float16'; the job has 'float32'"),
         ([source, "--pooling", "cls"], "kind is 'cls'; the job has 'model'"),
         ([source, other], f"{other} is no input of the job (--add-inputs adds it)"),
         ([other], f"the job has the input {source}, which is not given now"),
     ):
-        result = await encserve(service, "embed", *arguments, *output)
-        assert result.exit_code == 1
+        result = await encserve(service, "embed", *arguments, *output, status=1)
         assert told in result.stderr
         assert "--overwrite" in result.stderr
         assert result.stderr.count("\n") == 1
-    assert files_in(tmp_path / "vectors") == before
+    assert files_in(folder) == before
     service.fingerprint = "e" * 16
-    result = await encserve(service, "embed", source, *output)
+    result = await encserve(service, "embed", source, *output, status=1)
     assert "fingerprint is 'eeeeeeeeeeeeeeee'; the job has 'ffffffffffffffff'" in result.stderr
 
 
-async def test_inputs_are_added(service: FakeEncoder, tmp_path: Path) -> None:
-    source, other = write_texts(tmp_path / "texts.txt"), write_texts(tmp_path / "other.txt", ["one more"])
-    output = ("--output", f"{tmp_path}/vectors/")
+async def test_inputs_are_added(
+    service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
+) -> None:
+    other = write_texts(tmp_path / "other.txt", ["one more"])
     await encserve(service, "embed", source, *output)
     result = await encserve(service, "embed", source, other, *output, "--add-inputs")
-    assert result.exit_code == 0, result.output
     assert "26 rows in 4 parts, 3 of them made before" in result.stdout
-    assert table_of(tmp_path / "vectors")["text"].to_pylist() == [*TEXTS, "one more"]
+    assert table_of(folder)["text"].to_pylist() == [*TEXTS, "one more"]
 
 
-async def test_another_job_is_overwritten(service: FakeEncoder, tmp_path: Path) -> None:
-    """The job overwrites only the files of the other job."""
-    source, other = write_texts(tmp_path / "texts.txt"), write_texts(tmp_path / "other.txt", ["one more"])
-    output = ("--output", f"{tmp_path}/vectors/")
+async def test_another_job_is_overwritten(
+    service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
+) -> None:
+    """The job removes its own files only."""
+    other = write_texts(tmp_path / "other.txt", ["one more"])
     await encserve(service, "embed", source, *output)
-    (tmp_path / "vectors" / "notes").touch()
-    result = await encserve(service, "embed", other, *output, "--overwrite")
-    assert result.exit_code == 0, result.output
-    assert table_of(tmp_path / "vectors")["text"].to_pylist() == ["one more"]
-    assert "notes" in files_in(tmp_path / "vectors")
+    (folder / "notes").touch()
+    await encserve(service, "embed", other, *output, "--overwrite")
+    assert table_of(folder)["text"].to_pylist() == ["one more"]
+    assert "notes" in files_in(folder)
 
 
-async def test_a_dry_run_shows_the_plan_and_writes_nothing(service: FakeEncoder, tmp_path: Path) -> None:
-    """The plan has an estimate of the time, and the files that one worker reads."""
-    source, table = write_texts(tmp_path / "texts.txt"), tmp_path / "table.csv"
+async def test_a_dry_run_shows_the_plan_and_writes_nothing(
+    service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
+) -> None:
+    """With an estimate of the time; the files that one worker reads are named."""
+    table = tmp_path / "table.csv"
     table.write_text("text\none\n")
-    command = ("embed", source, table, "--output", f"{tmp_path}/vectors/", "--dry-run")
+    command = ("embed", source, table, *output, "--dry-run")
     result = await encserve(service, *command)
-    assert result.exit_code == 0, result.output
     shown = " ".join(result.stdout.split())
     assert "inputs 2 files, 26 rows" in shown
     assert f"in order {table}: one worker reads it" in shown
@@ -223,75 +233,76 @@ async def test_a_dry_run_shows_the_plan_and_writes_nothing(service: FakeEncoder,
     assert (plan["event"], plan["rows"], plan["parts"], plan["parts_before"]) == ("plan", 26, 4, 0)
     assert plan["estimated_seconds"] >= 0
     assert plan["output_bytes"] == 26 * 8 * 4 + plan["text_bytes"]
-    assert not (tmp_path / "vectors").exists()
+    assert not folder.exists()  # noqa: ASYNC240
 
 
-async def test_a_dry_run_with_overwrite_removes_nothing(service: FakeEncoder, tmp_path: Path) -> None:
-    source, output = write_texts(tmp_path / "texts.txt"), ("--output", f"{tmp_path}/vectors/")
+async def test_a_dry_run_with_overwrite_removes_nothing(
+    service: FakeEncoder, source: Path, output: tuple[str, str], folder: Path
+) -> None:
     await encserve(service, "embed", source, *output)
-    before = files_in(tmp_path / "vectors")
-    result = await encserve(service, "embed", source, *output, "--overwrite", "--dtype", "float16", "--dry-run")
-    assert result.exit_code == 0, result.output
-    assert files_in(tmp_path / "vectors") == before
+    before = files_in(folder)
+    await encserve(service, "embed", source, *output, "--overwrite", "--dtype", "float16", "--dry-run")
+    assert files_in(folder) == before
 
 
-async def test_rejected_rows_are_counted_and_named(service: FakeEncoder, tmp_path: Path) -> None:
-    """The exit status is 3, also of a run that finds the rows rejected before."""
+async def test_rejected_rows_are_counted_and_named(
+    service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path
+) -> None:
+    """The exit status is 3, also of a run that finds them done."""
     source = write_texts(tmp_path / "texts.txt", [*TEXTS, TOO_LONG])
-    command = ("embed", source, "--output", f"{tmp_path}/vectors/")
-    result = await encserve(service, *command)
-    assert result.exit_code == 3, result.output
+    command = ("embed", source, *output)
+    result = await encserve(service, *command, status=3)
     assert f"rejected: 1 row, such as {source}, row 26: has 72 tokens" in result.stdout
-    assert f"{tmp_path}/vectors/_rejected says which and why" in result.stdout
-    assert table_of(tmp_path / "vectors")["vector"].to_pylist()[-1] is None
-    again = await encserve(service, *command)
-    assert again.exit_code == 3
+    assert f"{folder}/_rejected says which and why" in result.stdout
+    assert table_of(folder)["vector"].to_pylist()[-1] is None
+    again = await encserve(service, *command, status=3)
     assert "rejected: 1 row\n" in again.stdout
 
 
-async def test_too_many_rejected_rows_fail_the_job(service: FakeEncoder, tmp_path: Path) -> None:
+async def test_too_many_rejected_rows_fail_the_job(
+    service: FakeEncoder, tmp_path: Path, output: tuple[str, str]
+) -> None:
     source = write_texts(tmp_path / "texts.txt", [*TEXTS, TOO_LONG])
-    output = ("--output", f"{tmp_path}/vectors/")
-    assert (await encserve(service, "embed", source, *output, "--max-rejected", "1")).exit_code == 3
-    result = await encserve(service, "embed", source, *output, "--max-rejected", "0")
-    assert result.exit_code == 1
+    await encserve(service, "embed", source, *output, "--max-rejected", "1", status=3)
+    result = await encserve(service, "embed", source, *output, "--max-rejected", "0", status=1)
     assert "1 rows were rejected, more than --max-rejected 0" in result.stderr
 
 
-async def test_a_failure_is_one_line(service: FakeEncoder, tmp_path: Path) -> None:
-    source, output = write_texts(tmp_path / "texts.txt"), ("--output", f"{tmp_path}/vectors/")
+async def test_a_failure_is_one_line(
+    service: FakeEncoder, tmp_path: Path, source: Path, output: tuple[str, str], folder: Path
+) -> None:
     for arguments, told in (
         ([source, "--model", "none"], "'none' is not loaded"),
         ([tmp_path / "missing.txt"], "missing.txt"),
         ([source, "--keep", "id"], "--keep is for"),
     ):
-        result = await encserve(service, "embed", *arguments, *output)
-        assert result.exit_code == 1
+        result = await encserve(service, "embed", *arguments, *output, status=1)
         assert result.stderr.startswith("Error: ")
         assert told in result.stderr
         assert result.stderr.count("\n") == 1
-    assert not (tmp_path / "vectors").exists()
+    assert not folder.exists()  # noqa: ASYNC240
 
 
-async def test_programs_read_json_lines(service: FakeEncoder, tmp_path: Path) -> None:
+async def test_programs_read_json_lines(
+    service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path
+) -> None:
     source = write_texts(tmp_path / "texts.txt", [*TEXTS, TOO_LONG])
-    result = await encserve(service, "embed", source, "--output", f"{tmp_path}/vectors/", "--json")
-    assert result.exit_code == 3
+    result = await encserve(service, "embed", source, *output, "--json", status=3)
     plan, *progress, done = events_of(result)
     assert (plan["event"], plan["rows"], plan["model"]["fingerprint"]) == ("plan", 26, "f" * 16)
     assert {it["event"] for it in progress} == {"progress"}
     assert {"rows", "total_rows", "tokens_per_second", "padding", "seconds_left"} <= progress[0].keys()
     assert (done["event"], done["rows"], done["rejected"], done["parts"]) == ("done", 26, 1, 3)
-    assert done["rejected_output"] == f"{tmp_path}/vectors/_rejected"
+    assert done["rejected_output"] == f"{folder}/_rejected"
     assert done["first_rejected"].startswith(f"{source}, row 26")
     assert done["tokens"] == sum(len(text.split()) + 2 for text in TEXTS)
     assert result.stderr == ""
 
 
-async def test_progress_of_a_job_is_shown_on_a_terminal(service: FakeEncoder, tmp_path: Path) -> None:
-    source = write_texts(tmp_path / "texts.txt")
-    result = await encserve(service, "embed", source, "--output", f"{tmp_path}/vectors/", **TERMINAL)
-    assert result.exit_code == 0, result.output
+async def test_progress_of_a_job_is_shown_on_a_terminal(
+    service: FakeEncoder, source: Path, output: tuple[str, str]
+) -> None:
+    result = await encserve(service, "embed", source, *output, env=WIDE_TERMINAL)
     assert "/25 rows" in result.stderr
     assert "25 rows in 3 parts" in result.stdout
 
@@ -324,11 +335,8 @@ def test_programs_are_told_at_most_once_a_second(capsys: pytest.CaptureFixture[s
 def test_what_is_not_known_yet_is_not_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before the first batch the command shows no speed, padding or remaining time.
-
-    It never shows a server's padding.
-    """
-    for name, value in TERMINAL.items():
+    """On a terminal too: no speed, no padding and no time left before the first batch, and no padding of a server."""
+    for name, value in WIDE_TERMINAL.items():
         monkeypatch.setenv(name, value)
     clock = FakeClock()
     with shown_progress(1000, as_json=False, clock=clock.now) as told:
@@ -374,9 +382,8 @@ def test_options_that_do_not_go_together(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_output_without_a_suffix_says_how_a_folder_is_named(tmp_path: Path) -> None:
-    source = write_texts(tmp_path / "texts.txt")
-    result = CliRunner().invoke(cli, ["embed", str(source), "--pooling", "mean", "--output", str(tmp_path / "vectors")])
+def test_an_output_without_a_suffix_says_how_a_folder_is_named(source: Path, folder: Path) -> None:
+    result = CliRunner().invoke(cli, ["embed", str(source), "--pooling", "mean", "--output", str(folder)])
     assert result.exit_code == 1
     assert "End the name of a folder with /" in result.stderr
 
@@ -455,7 +462,7 @@ def press_ctrl_c(number: int = signal.SIGINT) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_after_the_batch_and_says_how_to_go_on(
-    run_words: Callable[..., Result], tmp_path: Path, number: int
+    run_words: Callable[..., Result], number: int, folder: Path
 ) -> None:
     """The same command then does the rest. SIGTERM has the same effect."""
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -468,16 +475,16 @@ def test_ctrl_c_ends_after_the_batch_and_says_how_to_go_on(
 
     result = run_words(Words(interrupt))
     assert result.exit_code == 130, result.output
-    done = len(list((tmp_path / "vectors").glob("part-*")))
-    assert f"{done} of 3 parts are in {tmp_path}/vectors; the same command goes on from there" in result.stderr
+    done = len(list(folder.glob("part-*")))
+    assert f"{done} of 3 parts are in {folder}; the same command goes on from there" in result.stderr
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
     words = Words()
     assert run_words(words).exit_code == 0
     assert len(words.encoded) == 3 - done
-    assert table_of(tmp_path / "vectors")["text"].to_pylist() == TEXTS
+    assert table_of(folder)["text"].to_pylist() == TEXTS
 
 
-def test_ctrl_c_before_the_job_begins(run_words: Callable[..., Result], tmp_path: Path) -> None:
+def test_ctrl_c_before_the_job_begins(run_words: Callable[..., Result], folder: Path) -> None:
     class Loading(Words):
         def open(self, *_: Any) -> Opened:
             press_ctrl_c()
@@ -486,7 +493,7 @@ def test_ctrl_c_before_the_job_begins(run_words: Callable[..., Result], tmp_path
     result = run_words(Loading())
     assert result.exit_code == 130
     assert "nothing was computed" in result.stderr
-    assert not (tmp_path / "vectors").exists()
+    assert not folder.exists()
 
 
 def test_the_second_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -578,10 +585,9 @@ def test_work_is_shared_out_as_far_as_it_can_be_divided() -> None:
     assert shares(100, in_order=True) == [15, 15, 60]
 
 
-def test_a_bundle_makes_single_files_and_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A refused input is an error at its index, as with a server."""
+def test_a_bundle_makes_single_files_and_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path) -> None:
+    """An input that is refused is an error, with its place, as through a server."""
     monkeypatch.setattr(job_command, "source_of", lambda **_: Words())
-    source = write_texts(tmp_path / "texts.txt")
     command = ["embed", str(source), "--bundle", "words"]
     result = CliRunner().invoke(cli, [*command, "--output", str(tmp_path / "vectors.npy")])
     assert result.exit_code == 0, result.output
@@ -597,7 +603,9 @@ def test_a_bundle_makes_single_files_and_prints(monkeypatch: pytest.MonkeyPatch,
     assert refused.stderr == f"Error: {source}, line 2: is bad\n"
 
 
-def test_options_of_bundles_and_clusters_are_handed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_options_of_bundles_and_clusters_are_handed_on(
+    monkeypatch: pytest.MonkeyPatch, source: Path, output: tuple[str, str]
+) -> None:
     found: dict[str, Any] = {}
 
     def source_of(**options: Any) -> Words:
@@ -607,8 +615,7 @@ def test_options_of_bundles_and_clusters_are_handed_on(monkeypatch: pytest.Monke
     monkeypatch.setattr(job_command, "source_of", source_of)
     flags = ["--engine", "openvino", "--precision", "bfloat16", "--max-batch-tokens", "9", "--tokenizer-threads", "3"]
     flags += ["--ray", "auto", "--actors", "4", "--actor-cpus", "2"]
-    source = write_texts(tmp_path / "texts.txt")
-    command = ["embed", str(source), "--output", f"{tmp_path}/vectors/", "--bundle", "b", *flags]
+    command = ["embed", str(source), *output, "--bundle", "b", *flags]
     result = CliRunner().invoke(cli, command)
     assert result.exit_code == 0, result.output
     assert found["bundle"] == "b"
@@ -644,34 +651,33 @@ def test_a_sample_is_taken_until_it_has_taken_a_while(tmp_path: Path) -> None:
         assert quick.encoded == [2**i for i in range(10)]
 
 
-def test_of_nothing_no_sample_is_taken(tmp_path: Path) -> None:
+def test_empty_texts_give_no_sample(tmp_path: Path) -> None:
     words = Words()
     with open_words(write_texts(tmp_path / "texts.txt", ["", ""]), words) as job:
         assert take_sample(job.plan, job.plan.parts[0], words, FakeClock().now) is None
 
 
-async def test_files_are_embedded_from_python(service: FakeEncoder, tmp_path: Path) -> None:
-    """The output is the same, with a summary and progress."""
-    source, told = write_texts(tmp_path / "texts.txt"), list[JobProgress]()
+async def test_files_are_embedded_from_python(service: FakeEncoder, source: Path, folder: Path) -> None:
+    """With the same output, a summary and progress."""
+    told = list[JobProgress]()
 
     def embed() -> Any:
         with EncoderClient(service.target, priority="bulk") as client:
-            return embed_files([source], tmp_path / "vectors", client=client, on_progress=told.append)
+            return embed_files([source], folder, client=client, on_progress=told.append)
 
     summary = await asyncio.to_thread(embed)
     assert (summary.rows, summary.rejected, summary.parts, summary.plan.model.model) == (25, 0, 3, "tiny")
     assert (told[-1].rows, told[-1].total_rows, told[-1].parts) == (25, 25, 3)
-    assert table_of(tmp_path / "vectors")["text"].to_pylist() == TEXTS
+    assert table_of(folder)["text"].to_pylist() == TEXTS
 
 
-def test_python_callers_name_a_bundle_or_a_client(tmp_path: Path) -> None:
-    source = write_texts(tmp_path / "texts.txt")
+def test_python_callers_name_a_bundle_or_a_client(source: Path, folder: Path) -> None:
     with pytest.raises(ValueError, match="bundle or client: give one of them"):
-        embed_files([source], tmp_path / "vectors")
+        embed_files([source], folder)
     with EncoderClient("127.0.0.1:1") as client, pytest.raises(ValueError, match="engine: is for a bundle"):
-        embed_files([source], tmp_path / "vectors", client=client, engine=EngineOptions())
+        embed_files([source], folder, client=client, engine=EngineOptions())
     with pytest.raises(ValueError, match="model, model_version: are for a client"):
-        embed_files([source], tmp_path / "vectors", bundle="b", model="m")
+        embed_files([source], folder, bundle="b", model="m")
 
 
 async def test_a_job_goes_on_with_its_version_while_that_is_served(service: FakeEncoder) -> None:
@@ -698,11 +704,13 @@ async def test_a_job_goes_on_with_its_version_while_that_is_served(service: Fake
     assert ServerSource(fake).open(MakeOptions(), None, facts).model.version == "2"
 
 
-def test_without_ray_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_ray_the_error_names_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, source: Path, folder: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "encserve_cli.job.ray", raising=False)
     with pytest.raises(ValueError, match=r"pip install 'encserve-cli\[ray\]'"):
-        embed_files([write_texts(tmp_path / "texts.txt")], tmp_path / "vectors", bundle="b", ray=RayOptions())
+        embed_files([source], folder, bundle="b", ray=RayOptions())
 
 
 @pytest.mark.system
@@ -713,24 +721,24 @@ def test_jobs_import_neither_a_server_nor_ray() -> None:
     assert done.stdout == "[]\n"
 
 
-async def test_only_files_of_jobs_are_removed_and_inputs_are_no_outputs(service: FakeEncoder, tmp_path: Path) -> None:
-    """Spark's files also begin with part-."""
-    source = write_texts(tmp_path / "texts.txt")
-    folder = tmp_path / "vectors"
-    folder.mkdir()
+async def test_only_files_of_jobs_are_removed_and_inputs_are_no_outputs(
+    service: FakeEncoder, source: Path, folder: Path, output: tuple[str, str]
+) -> None:
+    """Spark's files begin with part- too."""
+    folder.mkdir()  # noqa: ASYNC240
     theirs = folder / "part-00000-3f2a-c000.snappy.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), theirs)
-    assert (await encserve(service, "embed", source, "--output", f"{folder}/")).exit_code == 0
-    assert (await encserve(service, "embed", source, "--output", f"{folder}/", "--overwrite")).exit_code == 0
+    await encserve(service, "embed", source, *output)
+    await encserve(service, "embed", source, *output, "--overwrite")
     assert theirs.exists()
-    result = await encserve(service, "embed", theirs, "--output", f"{folder}/", "--overwrite")
-    assert result.exit_code == 1
+    result = await encserve(service, "embed", theirs, *output, "--overwrite", status=1)
     assert "is an input in the folder of the output" in result.stderr
 
 
-async def test_what_the_model_does_not_have_removes_nothing(service: FakeEncoder, tmp_path: Path) -> None:
-    source, folder = write_texts(tmp_path / "texts.txt"), tmp_path / "vectors"
-    assert (await encserve(service, "embed", source, "--output", f"{folder}/")).exit_code == 0
+async def test_what_the_model_does_not_have_removes_nothing(
+    service: FakeEncoder, source: Path, folder: Path, output: tuple[str, str]
+) -> None:
+    await encserve(service, "embed", source, *output)
     before = files_in(folder)
     for flags, problem in (
         (["--prompt-name", "nope"], "--prompt-name 'nope': model tiny does not have it"),
@@ -738,41 +746,23 @@ async def test_what_the_model_does_not_have_removes_nothing(service: FakeEncoder
         (["--dimensions", "9999"], "--dimensions 9999: must be at most 8"),
         (["--kind", "sparse"], "--kind sparse: model tiny does not have it"),
     ):
-        result = await encserve(service, "embed", source, "--output", f"{folder}/", "--overwrite", *flags)
-        assert (result.exit_code, files_in(folder)) == (1, before), flags
+        result = await encserve(service, "embed", source, *output, "--overwrite", *flags, status=1)
+        assert files_in(folder) == before, flags
         assert problem in " ".join(result.stderr.split())
 
 
-async def test_added_inputs_may_come_before_those_that_are_there(service: FakeEncoder, tmp_path: Path) -> None:
-    """A pattern of the shell sorts new files among the others, and the same command continues the job."""
+async def test_added_inputs_may_come_before_those_that_are_there(
+    service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path
+) -> None:
+    """As a pattern of the shell gives them; and the same command goes on."""
     for name in "ac":
         write_texts(tmp_path / f"{name}.txt")
-    job = ["--output", f"{tmp_path}/vectors/"]
-    assert (await encserve(service, "embed", tmp_path / "a.txt", tmp_path / "c.txt", *job)).exit_code == 0
+    await encserve(service, "embed", tmp_path / "a.txt", tmp_path / "c.txt", *output)
     write_texts(tmp_path / "b.txt")
     paths = [tmp_path / f"{name}.txt" for name in "abc"]
     for flags in (["--add-inputs"], ["--add-inputs"], []):
-        result = await encserve(service, "embed", *paths, *job, *flags)
-        assert result.exit_code == 0, result.output
-    assert table_of(tmp_path / "vectors")["text"].to_pylist() == TEXTS * 3
-
-
-async def test_ids_stand_beside_their_rows(service: FakeEncoder, tmp_path: Path) -> None:
-    ids = [[5, 6, 7], [8], [9, 10]]
-    source = write_texts(tmp_path / "ids.txt", [",".join(map(str, it)) for it in ids])
-    result = await encserve(service, "encode", source, "--ids", "--output", f"{tmp_path}/rows/")
-    assert result.exit_code == 0, result.output
-    assert table_of(tmp_path / "rows")["token_ids"].to_pylist() == ids
-
-
-async def test_a_file_that_is_written_to_is_noticed(service: FakeEncoder, tmp_path: Path) -> None:
-    source = write_texts(tmp_path / "texts.txt")
-    scanned = scan([str(source)], ReadOptions(), PartLimits())
-    source.write_text(source.read_text().swapcase())
-    os.utime(source, ns=(0, scanned.inputs[0].modified_ns + 1))
-    reader = PartReader(scanned.inputs, ReadOptions(), {})
-    with pytest.raises(ValueError, match="was changed since the plan was made: it was written to"):
-        reader.read(scanned.parts[0])
+        await encserve(service, "embed", *paths, *output, *flags)
+    assert table_of(folder)["text"].to_pylist() == TEXTS * 3
 
 
 def test_a_message_without_rows_keeps_the_indices_of_others() -> None:

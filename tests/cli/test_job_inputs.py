@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -526,7 +527,7 @@ def test_arguments_of_a_job_are_files_that_can_be_read_again(tmp_path: Path, mon
 
 
 def test_a_file_that_was_changed_since_the_plan_was_made(tmp_path: Path) -> None:
-    """The file has another size, or other lines of the same size, or is gone."""
+    """The size, the lines or the time of change differ, or the file is gone."""
     for suffix in (".txt", ".parquet", ".csv.gz"):
         path = write(tmp_path / f"a{suffix}", ["one", "two"])
         found = scan([str(path)], ReadOptions(), PartLimits())
@@ -543,6 +544,12 @@ def test_a_file_that_was_changed_since_the_plan_was_made(tmp_path: Path) -> None
         path.unlink()
         with pytest.raises(FileNotFoundError):
             read_all(found, ReadOptions())
+    path = write(tmp_path / "c.txt", ["one"])
+    found = scan([str(path)], ReadOptions(), PartLimits())
+    path.write_text("two\n")
+    os.utime(path, ns=(0, found.inputs[0].modified_ns + 1))
+    with pytest.raises(ValueError, match="was changed since the plan was made: it was written to"):
+        read_all(found, ReadOptions())
 
 
 def test_progress_of_the_planning_pass_counts_rows(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_a_wrong_argument_is_refused_before_the_first_result(options: dict[str, 
 
 def test_a_stream_of_vectors_needs_a_pooling() -> None:
     with EncoderClient() as client, pytest.raises(InvalidInputError, match="pooling must be one of"):
-        client.embed_stream(["a"], pooling="sum")  # type: ignore[arg-type]
+        client.embed_stream(["a"], pooling="sum")  # type: ignore[call-overload]
 
 
 async def test_a_single_text_is_one_input(caller: Caller) -> None:
