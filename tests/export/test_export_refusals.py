@@ -131,7 +131,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "less-vocabulary": (config(vocab_size=100), rf"word_embeddings\.weight .*\(100.*{TOGETHER}"),
     "more-layers": (config(num_hidden_layers=3), rf"missing: encoder\.layer\.2\..* and \d+ more.*{TOGETHER}"),
     "fewer-layers": (config(num_hidden_layers=1), rf": encoder\.layer\.1\..* and \d+ more.*{TOGETHER}"),
-    "heads": (config(num_attention_heads=5), rf"\(?5|60.*{NOT_THIS}"),
+    "heads": (config(num_attention_heads=5), rf"\(64.*\((5\)|60).*{NOT_THIS}"),
     "heads-in-words": (config(num_attention_heads="four"), rf"'four'.*{NOT_THIS}"),
     "missing-tensor": (
         weights(lambda its: {name: tensor for name, tensor in its.items() if name != LAST}),
