@@ -64,7 +64,9 @@ def test_an_int8_table_needs_token_weights(weighted: bool, tmp_path: Path) -> No
         want = tensors["embeddings"].double()[tensors["mapping"]] * weights[:, None]
     save_file(tensors, directory / "model.safetensors")
     if weighted:
-        np.testing.assert_allclose(read_static(directory).table, want.numpy(), rtol=1e-6)
+        table = read_static(directory).table
+        assert table is not None
+        np.testing.assert_allclose(table, want.numpy(), rtol=1e-6)
         return
     with pytest.raises(UnsupportedModelError, match="a table must be float32 or float16: export that one"):
         read_static(directory)
