@@ -81,7 +81,7 @@ def addresses(servers: list[FakeServer]) -> list[str]:
 
 
 async def test_a_refusal_of_one_server_is_repeated_at_the_other(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
-    """Envoy repeats the call, not the caller; requests of the largest size too."""
+    """Envoy, not the caller, retries the call, even for the largest requests."""
     fakes[0].app._calls.drain()  # refuses all calls while its health still says SERVING
     texts = ["hello " * 40_000] * 16  # 3.7 MiB
     async with AsyncEncoderClient(envoy.target, retry=ONCE) as client:
@@ -97,7 +97,7 @@ async def test_a_refusal_of_one_server_is_repeated_at_the_other(fakes: list[Fake
 
 
 async def test_http_requests_go_to_the_server_that_accepts_them(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
-    """A stopping server's refusal is repeated at the other; a caller's error comes back unchanged."""
+    """The request that a stopping server refuses is retried at the other. A caller's error comes back unchanged."""
     fakes[0].app._calls.drain()
     async with httpx.AsyncClient(base_url=envoy.url, trust_env=False, timeout=60) as client:
         for _ in range(20):
@@ -112,7 +112,7 @@ async def test_http_requests_go_to_the_server_that_accepts_them(fakes: list[Fake
 async def test_calls_that_a_stopping_server_has_not_begun_go_to_the_other(
     fakes: list[FakeServer], envoy: RealEnvoy
 ) -> None:
-    """gRPC answers CANCELLED to calls that it has read and has not passed on."""
+    """The gRPC library of a stopping server answers CANCELLED to calls that no handler has got yet."""
     request = pb.ListModelsRequest().SerializeToString()
     with grpc.insecure_channel(envoy.target) as channel:
         rpc: Any = channel.unary_unary(f"/{SERVICE}/ListModels")
@@ -138,7 +138,7 @@ async def test_a_refusal_of_all_servers_reaches_the_caller(fakes: list[FakeServe
 
 
 async def test_errors_and_their_trailers_come_through(envoy: RealEnvoy) -> None:
-    """The caller waits for a full queue: Envoy repeats nothing, and the delay arrives."""
+    """Envoy does not retry an invalid request. Its error and trailers reach the caller."""
     async with grpc.aio.insecure_channel(envoy.target) as channel:
         rpc: Any = channel.unary_unary(f"/{SERVICE}/Encode")
         with pytest.raises(grpc.aio.AioRpcError) as caught:

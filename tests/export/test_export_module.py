@@ -157,7 +157,7 @@ def test_weights_and_configuration_determine_the_space_id(module: Mixing, target
 
 
 class ByNumbers(Mixing):
-    """Branches on the numbers in a tensor, so a trace with small rows is wrong for large rows."""
+    """Branches on the values of a tensor, so a trace made with small values is wrong for large values."""
 
     def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
         rows = super().forward(inputs, mask)
@@ -188,7 +188,7 @@ def test_data_dependent_control_flow_is_refused_with_torchs_reason(
     with pytest.raises(UnsupportedModelError, match=f"PyTorch cannot export {kind.__name__} as one graph: {reason}"):
         export(kind(), target)
     assert not models.exists()
-    assert capfd.readouterr() == ("", f"encserve-export: running {kind.__name__}\n"), "torch prints nothing"
+    assert capfd.readouterr() == ("", f"encserve-export: running {kind.__name__}\n"), "PyTorch printed something"
 
 
 class WithoutMask(Mixing):

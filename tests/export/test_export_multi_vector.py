@@ -1,4 +1,4 @@
-"""Multi-vector directories of every layout become the model that sentence-transformers reads."""
+"""A bundle of a multi-vector directory, in any layout, gives the same vectors as sentence-transformers."""
 
 import dataclasses
 import json
@@ -83,7 +83,7 @@ def test_the_manifest_says_how_queries_and_documents_are_treated(tmp_path: Path)
     assert not found.query.expansion.attended
     assert not found.query.skipped_token_ids
     assert found.document.skipped_token_ids
-    assert (found.encoder.max_sequence_tokens, found.text.max_tokens) == (64, 63)  # of a document, or without a task
+    assert (found.encoder.max_sequence_tokens, found.text.max_tokens) == (64, 63)  # documents; no task
     assert found.multi_vector.similarity == "maxsim"
 
 

@@ -1,6 +1,6 @@
 """Attacks of an anonymous caller on a real server, each with a control: ordinary calls of the same kind.
 
-The quick attacks are of the system tier. They measure latencies, so no other test may run at the same time.
+The quick attacks are of the system tier. All attacks measure latencies, so no other test may run at the same time.
 """
 
 import time
@@ -115,7 +115,7 @@ def flooding(first: bytes, block: bytes, connections: int) -> MakeDriver:
 
 
 def largest_body(element: bytes) -> MakeDriver:
-    """8 callers with 2,048 times an element of JSON."""
+    """8 callers; each posts a list with the same JSON element 2,048 times."""
     body = b'{"pooling": "mean", "priority": 1, "inputs": [%s]}'
 
     def driver(server: RealServer) -> Driver:
@@ -134,14 +134,14 @@ def mean_outputs(count: int) -> bytes:
 
 
 def pooled_document(n_tokens: int, factors: int) -> bytes:
-    """A document with vectors pooled by `factors` different factors; 0 is no pooling."""
+    """A document whose vectors are requested with `factors` different pool factors; 0 means without pooling."""
     outputs = [pb.OutputSpec(kind=MULTI_VECTOR, dimensions=1, pool_factor=2 + i / 1000) for i in range(factors)]
     ids = [i * i % VOCAB_SIZE for i in range(n_tokens)]
     return encode([ids], outputs or [pb.OutputSpec(kind=MULTI_VECTOR, dimensions=1)])
 
 
 def readers(protocol: str, count: int) -> MakeDriver:
-    """Callers that read replies of 62.5 MiB, or more over HTTP."""
+    """Callers that read replies of 62.5 MiB; over HTTP the replies are larger."""
     if protocol == "http":
         return lambda server: (ask_http, server.http_port, post(HTTP, wide_fields(WIDE_TOKENS)), count)
     return call(lambda: [encode([[1] * WIDE_TOKENS])], count)
@@ -310,7 +310,7 @@ def test_a_text_at_which_the_tokenizer_panics(tmp_path: Path) -> None:
     """All methods refuse the text. The control is another text, before and after."""
     write_panicking(tmp_path)
     program = tmp_path.with_name(f"{tmp_path.name}-server")
-    # Rust prints lines about a panic that are not log lines.
+    # A panic makes Rust print lines that are not log lines. They are left out.
     program.write_text(f"""#!/bin/bash\nexec {COMMAND} "$@" 2> >(grep --line-buffered '^{{' >&2)\n""")
     program.chmod(0o755)
     with (
@@ -362,8 +362,9 @@ STEPS_PER_RUN, FEW, MANY = 120, 256, 65_536
 def test_health_with_a_full_queue(tmp_path: Path) -> None:
     """65,536 inputs wait. The control is the same load with 256 waiting.
 
-    Each phase runs three times, in turns, and the least of its latencies counts: the others include the rest of the
-    machine.
+    Each phase runs three times, in turns. Only its lowest latency counts, because other work on the machine slows
+    the
+    other runs.
     """
     write_slow(tmp_path, STEPS_PER_RUN)
     flags = ("--parallel-batches", "1", "--intra-op-threads", "1", "--max-queue-tokens", "100000")

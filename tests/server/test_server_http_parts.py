@@ -24,12 +24,12 @@ from encserve_server.types.sequences import TokenSequence
 
 MANY = 2048
 OPENAI, TEI = "/v1/embeddings", "/embed"
-# Two parts with at most 1,024 tokens run at once.
+# Two parts run at once, each with at most 1,024 tokens.
 SMALL_QUEUE = {"http_port": 0, "max_queue_tokens": 8192}
 
 
 def ids_of(i: int) -> list[int]:
-    """1 to 32 ids that differ for each place."""
+    """An id repeated 1 to 32 times; the id and the count depend on the index of the input."""
     return [3 + i % 900] * (1 + i % 32)
 
 
@@ -161,7 +161,7 @@ async def test_a_request_that_ends_in_the_middle_gives_everything_back(start_ser
 
 
 class Crowded:
-    """A model with full queues refuses the calls with these numbers, counted from 0."""
+    """A fake model whose queue is full for the calls with the given numbers, counted from 0."""
 
     def __init__(self, *, full_runs: Collection[int] = (), full_texts: Collection[int] = ()) -> None:
         self.limits = SimpleNamespace(max_tokens=40, max_response_bytes=2**20)
@@ -214,7 +214,7 @@ async def test_a_refused_first_part_ends_the_call(model: Crowded) -> None:
     clock = FakeClock()
     with pytest.raises(QueueFull):
         await run_crowded(model, clock, 300)
-    assert model.runs <= 1 + 2 * (1 + 30 / 5)  # a request of two parts
+    assert model.runs <= 1 + 2 * (1 + 30 / 5)  # two parts, each retried every 5 s for 30 s
     assert clock.now() < 120
 
 

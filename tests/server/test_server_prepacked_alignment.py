@@ -1,4 +1,7 @@
-"""Prepacked weights lie where the CPU's kernels can load from: at an address that is not aligned the process dies."""
+"""Prepacked weights are saved at aligned offsets.
+
+A CPU kernel that loads from an unaligned address ends the process.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ WIDTHS = {"tiny": 24, "TinyBERT": 312, "MiniLM": 384}
 
 
 def write_products(path: Path, width: int) -> Path:
-    """A graph with a table of 19 rows and two products with a bias, the second inside a branch."""
+    """A graph with a table of 19 rows and two matrix products; the second has a bias and is inside a branch."""
     rng = np.random.default_rng(0)
     sizes = {"table": (19, width), "up": (width, 72), "bias": (width,), "down": (72, width)}
     arrays = {name: rng.standard_normal(size).astype(np.float32) for name, size in sizes.items()}

@@ -99,7 +99,7 @@ def change_config(directory: Path, **settings: Any) -> None:
 
 
 def rows_of(model: Any, ids: list[int]) -> npt.NDArray[np.float32]:
-    """transformers' rows of one sequence: (seq, d_model)."""
+    """The rows that transformers computes for one sequence: (seq, d_model)."""
     encoder = model.get_encoder() if model.config.is_encoder_decoder else model
     tokens = torch.tensor([ids])  # (1, seq)
     with torch.inference_mode():

@@ -1,7 +1,8 @@
 """Splits attention into blocks of queries, so that long sequences need no (heads, seq, seq) tensor.
 
-A token's row of attention needs its own query, and all keys and values. So the queries of a long sequence go through a
-loop, as many at a time as keep the scores of the whole batch small. Each query's result is the same.
+The attention of a token needs the token's own query, and all keys and values. So a loop takes the queries of a long
+sequence in blocks. A block is so large that the scores of the whole batch stay small. The result of each query does
+not change.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,13 +12,13 @@ import numpy as np
 import onnx
 from onnx import NodeProto, helper, numpy_helper
 
-# The scores of all heads and sequences of a batch that exist at once: 64 MiB in float32.
+# The most attention scores in memory at once, over all heads and sequences of a batch: 64 MiB in float32.
 _SCORES = 2**24
 # Blocks have at least this many queries, so that a product of a block still fills the rows of a CPU's matrix kernel.
 _LEAST_QUERIES = 64
 _PREFIX = "query_blocks"
 # The operators between the product of queries and keys and the softmax, and between the softmax and the product with
-# the values. Each works number by number, so it may run on a part of the queries.
+# the values. Each is elementwise, or works on the scores of one query, so it can run on a part of the queries.
 _BETWEEN = ("Add", "Mul", "Div", "Cast", "Softmax")
 
 
@@ -88,7 +89,7 @@ def _constants(n_heads: int) -> Iterable[onnx.TensorProto]:
 
 
 def _sizes(attention_mask: str) -> Iterator[NodeProto]:
-    """The queries of a block, and the number of blocks."""
+    """Nodes that compute the number of queries in a block, and the number of blocks."""
     yield _node("Size", [attention_mask], "padded_tokens")
     yield _node("Div", [_name("scores_of_a_head"), _name("padded_tokens")], "fitting")
     yield _node("Max", [_name("fitting"), _name("least")], "queries")
@@ -102,7 +103,7 @@ def _sizes(attention_mask: str) -> Iterator[NodeProto]:
 def _choice(attention: list[NodeProto], element_type: int) -> NodeProto:
     """The replacement of attention's nodes, from queries·keys to weights·values: (batch, heads, seq, d_k).
 
-    If all queries fit into one block, the nodes themselves run, which runtimes fuse; otherwise a loop.
+    If all queries fit into one block, the original nodes run, because runtimes can fuse them. Otherwise a loop runs.
     """
     scope, rows = attention[0].name, attention[-1].output[0]
     once, looped = f"{scope}/once/", f"{scope}/blocks/"

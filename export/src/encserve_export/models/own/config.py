@@ -14,7 +14,7 @@ Position = Literal["sinusoidal", "learned", "none"]
 MergeHeads = Literal["transpose", "reshape"]
 
 _POSITIVE = ("d_model", "n_heads", "n_layers", "max_sequence_tokens")
-# The position table and attention take memory by the longest sequence.
+# The memory of the position table and of attention grows with the longest sequence.
 _MOST = {"n_layers": 1024, "max_sequence_tokens": 2**20}
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "input": get_args(Input),
@@ -29,7 +29,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 class EncoderConfig:
     """The sizes and settings of an `Encoder`, checked when built.
 
-    A setting that a new checkpoint layout needs becomes a field. Its default keeps the rows of earlier layouts.
+    A setting that a new checkpoint layout needs becomes a field. Its default does not change the rows
+    of earlier layouts.
 
     Attributes:
         vocab_size: Rows of the token embedding; 0 if the input is embeddings.
