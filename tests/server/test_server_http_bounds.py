@@ -6,7 +6,7 @@ import socket
 from typing import Any, cast
 
 import pytest
-from fake_server import FakeServer, StartServer
+from fake_server import Failed, FakeServer, StartServer
 from http_calls import connect, get, post, raw
 from hypothesis import given
 from hypothesis import strategies as st
@@ -187,8 +187,14 @@ async def test_connections_are_bounded(start_server: StartServer) -> None:
             assert refused.headers["retry-after"] == "1"
             for path in ("/health", "/ping", "/", "/v2/health/ready", "/v2/health/live"):
                 assert (await get(server, path)).status_code == 200
-            server.app._health_service.set_status({"": False})
+            server.engine.broken = True
+            for _ in range(3):
+                with pytest.raises(Failed):
+                    await server.encode([1])
+            await until(lambda: not server.app._health_service.serving[""])
             assert [(await get(server, path)).status_code for path in ("/ping", "/v2/health/live")] == [503, 200]
+            server.engine.broken = False
+            await until(lambda: server.app._health_service.serving[""])
         await until(lambda: len(connections) == 1)
         assert (await post(server, "/embed", TEXT)).status_code == 200
         writer.write(ONE)
