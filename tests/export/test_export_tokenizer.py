@@ -247,7 +247,7 @@ def test_another_length_is_refused(modules: bool, tmp_path: Path, monkeypatch: p
     transformer = {"max_seq_length": 50}
     directory = write_directory(tmp_path / "directory", "no settings", modules=modules, transformer=transformer)
     if modules:
-        monkeypatch.setattr(dense, "longest_text", lambda _: 48)
+        monkeypatch.setattr(dense, "read_lengths", lambda *_: {"max_seq_length": 48})
         with pytest.raises(
             ParityError, match=r"for the text .*\(\d+ characters\) with no prompt the bundle gives the ids"
         ):
