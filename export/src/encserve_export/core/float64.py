@@ -1,4 +1,4 @@
-"""A PyTorch module in float64: the numbers that float32 approximates."""
+"""Runs a PyTorch module in float64, to measure the rounding errors of float32."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -6,17 +6,19 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-# Tensors are converted in groups of at least this size. The C library returns blocks of this size to the system when
-# they are freed; freed smaller blocks stay with the process, which took twice the memory of the model's weights.
+# Tensors are converted in groups of at least this size. The C library returns freed blocks of this size to the
+# operating system. It keeps smaller freed blocks in the process. With smaller blocks, the process took twice the memory
+# of the model's weights.
 _GROUP_BYTES = 2**25
 
 
 @contextlib.contextmanager
 def in_float64(module: nn.Module) -> Iterator[None]:
-    """Put a module's floating-point parameters and buffers into float64, and afterwards back into their types.
+    """Convert a module's floating-point parameters and buffers to float64 for the `with` block, and then back.
 
-    The module takes twice its float32 memory meanwhile, and at most a group more during a conversion. Casts to float32
-    in the module's code stay. Afterwards all numbers have their earlier bits.
+    Within the block, the module takes twice its float32 memory. A conversion takes the memory of at most one more group
+    of tensors. Casts to float32 in the module's code still apply. After the block, parameters and buffers are
+    bit-identical to before.
     """
     tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.is_floating_point()]
     dtypes = [tensor.dtype for tensor in tensors]
