@@ -1,4 +1,4 @@
-"""Docker or podman with compose, for `test_containers.py`."""
+"""Runs docker or podman, and their compose commands, for `test_containers.py`."""
 
 import json
 import os
@@ -10,39 +10,39 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-# The published ports of docker-compose.yml.
+# The environment variables with which docker-compose.yml chooses its published ports.
 PORTS = ("GRPC_PORT", "HTTP_PORT", "METRICS_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")
 
 
 class EngineFailed(Exception):
-    """A command of the engine failed; the message has its output."""
+    """A command of docker, podman or compose failed; the message contains the output of the command."""
 
 
 class Engine:
-    """Docker or podman with its compose, and one compose project.
+    """Docker or podman, its compose command, and one compose project.
 
     Attributes:
         command: The path of docker or podman.
         is_podman: Whether the engine is podman.
         project: The name of the compose project.
-        ports: The published ports, by name: grpc, http, metrics, prometheus, grafana.
+        ports: The published port numbers. The keys are grpc, http, metrics, prometheus and grafana.
     """
 
     def __init__(self, command: str, compose: list[str]) -> None:
-        """Choose free ports; `command` and `compose` are the commands of the engine and of compose."""
+        """Choose free ports. `command` is the path of docker or podman; `compose` is the compose command."""
         self.command = command
         self.is_podman = Path(command).name == "podman"
         self.project = f"encserve-test-{os.getpid()}"
         self._compose = [*compose, "--project-name", self.project]
         ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
         self.ports = {name.removesuffix("_PORT").lower(): port for name, port in ports.items()}
-        # chroot, because a container may not use stronger isolation for its builds.
+        # Podman builds with chroot isolation: stronger isolation fails if this script itself runs in a container.
         self._environment = os.environ | {name: str(port) for name, port in ports.items()}
         self._environment |= {"BUILDAH_ISOLATION": "chroot", "COMPOSE_PROFILES": ""}
 
     @staticmethod
     def find() -> "Engine | None":
-        """Docker if its daemon answers, else podman; None without an engine or without compose."""
+        """Find docker with compose, or else podman with podman-compose; return None if neither works."""
         for name, composes in (
             ("docker", [["docker", "compose"], ["docker-compose"]]),
             ("podman", [["podman-compose"]]),
@@ -58,20 +58,21 @@ class Engine:
     def run(
         self, *arguments: str | Path, timeout: float = 120, check: bool = True
     ) -> "subprocess.CompletedProcess[str]":
-        """Run a command of the engine.
+        """Run a command of docker or podman.
 
         Raises:
-            EngineFailed: `check`, and the exit status is not 0.
+            EngineFailed: `check` is True, and the exit status is not 0.
             subprocess.TimeoutExpired: The command takes more than `timeout` seconds.
         """
         return self._run([self.command, *map(str, arguments)], timeout, check)
 
     def compose(self, profile: str, *arguments: str, timeout: float = 300) -> str:
-        """Run a command of compose with a profile; return its output."""
+        """Run a compose command with a profile; return its stdout."""
         return self._run([*self._compose, "--profile", profile, *arguments], timeout, check=True).stdout
 
     def _run(self, command: list[str], timeout: float, check: bool) -> "subprocess.CompletedProcess[str]":
-        # Output goes to files: processes that the engine leaves running would keep a pipe open.
+        # Output goes to files. Processes that the command leaves running would keep a pipe open, and reading from the
+        # pipe would not end.
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
             status = subprocess.run(
                 command, cwd=ROOT, env=self._environment, stdout=output, stderr=errors, timeout=timeout, check=False
@@ -84,7 +85,7 @@ class Engine:
         return done
 
     def has(self, image: str) -> bool:
-        """Whether an image exists here or can be pulled."""
+        """Pull an image if it is missing; return whether it is on this machine."""
         if self.run("image", "inspect", image, check=False).returncode == 0:
             return True
         try:
@@ -106,23 +107,23 @@ class Engine:
         return ids[0]
 
     def inspect(self, service: str) -> Any:
-        """The engine's JSON about a service's container."""
+        """The output of `container inspect` for a service's container, parsed from JSON."""
         return json.loads(self.run("container", "inspect", self.container(service)).stdout)[0]
 
     def healthy(self, service: str) -> bool:
         """Whether the container's health check passes."""
-        if self.is_podman:  # runs health checks by itself only with systemd
+        if self.is_podman:  # podman runs health checks on a schedule only with systemd
             return self.run("healthcheck", "run", self.container(service), check=False).returncode == 0
         return str(self.inspect(service)["State"]["Health"]["Status"]) == "healthy"
 
     def logs(self) -> str:
-        """The last lines of each container's log."""
+        """The last 20 lines of each container's log."""
         names = self.run("ps", "--all", *self._in_project(), "--format", "{{.Names}}").stdout.split()
         parts = [(name, self.run("logs", "--tail", "20", name, check=False)) for name in names]
         return "\n".join(f"--- {name}\n{done.stdout}{done.stderr}" for name, done in parts)
 
     def leftovers(self) -> list[str]:
-        """Ids of containers, volumes and networks of the project."""
+        """The ids of the project's containers, volumes and networks that still exist."""
         kinds = (["ps", "--all"], ["volume", "ls"], ["network", "ls"])
         return [it for kind in kinds for it in self.run(*kind, "--quiet", *self._in_project()).stdout.split()]
 
@@ -138,7 +139,7 @@ def _succeeds(command: list[str]) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different free ports of the loopback interface."""
+    """Find `count` different free ports on the loopback interface."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     try:
         return [it.getsockname()[1] for it in sockets]

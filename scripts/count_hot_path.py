@@ -1,9 +1,10 @@
-"""Counts the server's functions that run for one short text over gRPC with a pooled vector.
+"""Counts the server functions that run for one gRPC call with one short text and a pooled vector.
 
     python scripts/count_hot_path.py [models/all-MiniLM-L6-v2/1]
 
-Python's profiler counts the calls of every thread, after a warm-up. Of many calls, the one with the fewest functions is
-reported, because a timer or a gauge may run at the same time. A coroutine counts again each time it resumes.
+Python's profiler counts function calls in every thread. After a warm-up, the script makes 50 gRPC calls and reports the
+call that ran the fewest functions. During other calls, a timer or a gauge may run too. A coroutine counts again each
+time it resumes.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from encserve_server.settings import Settings
 
 SOURCE = str(Path(encserve_server.__file__).parent)
 ENCODE = "/encserve.v1.EncoderService/Encode"
-# Files, or file:function, that also run without a call.
+# Files, or functions as file:function, that run in the background even without a call. They are not counted.
 BACKGROUND = {
     "telemetry/lag.py",
     "telemetry/page.py",
@@ -43,23 +44,23 @@ class Profile:
     """Counts the calls of functions under `SOURCE`.
 
     Attributes:
-        counts: Calls by function; None if nothing is counted now.
+        counts: The number of calls of each function; None while nothing is counted.
     """
 
     def __init__(self) -> None:
-        """Profile this thread and all threads that start later."""
+        """Start profiling this thread and all threads that start later."""
         self.counts: Counts | None = None
         threading.setprofile(self._count)
         sys.setprofile(self._count)
 
     def _count(self, frame: FrameType, event: str, _: object) -> None:
-        counts = self.counts  # another thread may set it to None
+        counts = self.counts  # a copy, because another thread may set self.counts to None
         if event == "call" and counts is not None and frame.f_code.co_filename.startswith(SOURCE):
             counts[frame.f_code] += 1
 
 
 async def measure(settings: Settings, profile: Profile) -> Counts:
-    """The functions of the call with the fewest functions."""
+    """Make several gRPC calls; return the function counts of the call that ran the fewest functions."""
     app = App(settings, load_model)
     await app.start()
     options = pb.EncodeOptions(outputs=[pb.OutputSpec(kind=pb.OUTPUT_KIND_MODEL_POOLING)])
@@ -73,7 +74,7 @@ async def measure(settings: Settings, profile: Profile) -> Counts:
             counts: Counts = Counter()
             profile.counts = counts
             await encode(request)
-            await asyncio.sleep(0.01)  # for the work after the reply
+            await asyncio.sleep(0.01)  # the server may still work after the reply
             profile.counts = None
             found.append(Counter({code: n for code, n in counts.copy().items() if not _is_background(code)}))
     await app.stop()
@@ -85,12 +86,12 @@ def _is_background(code: CodeType) -> bool:
 
 
 def file_of(code: CodeType) -> str:
-    """The file of a function, relative to the package."""
+    """The file of a function, relative to the package encserve_server."""
     return str(Path(code.co_filename).relative_to(SOURCE))
 
 
 def report(counts: Counts) -> str:
-    """The functions of each file with the number of calls, and the totals."""
+    """Format the counts: the functions of each file with their numbers of calls, and the totals."""
     files: dict[str, list[str]] = {}
     for code, calls in sorted(counts.items(), key=lambda item: (file_of(item[0]), item[0].co_firstlineno)):
         files.setdefault(file_of(code), []).append(code.co_qualname + (f" x{calls}" if calls > 1 else ""))
@@ -99,13 +100,13 @@ def report(counts: Counts) -> str:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure one bundle and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Path("models/all-MiniLM-L6-v2/1")
     parser.add_argument("bundle", nargs="?", type=Path, default=default, help="a bundle's directory, MODEL/VERSION")
     bundle: Path = parser.parse_args().bundle.absolute()
     repository, model = bundle.parent.parent, f"{bundle.parent.name}@{bundle.name}"
-    profile = Profile()  # before the server starts threads
+    profile = Profile()  # must exist before the server starts its threads
     settings = Settings(model_repository=repository, model=(model,), grpc_port=0, metrics_port=0)
     print(report(asyncio.run(measure(settings, profile))))
 

@@ -1,6 +1,6 @@
-"""Serves the demo's model, encodes a sentence, compares four sentences, prints the server's latencies, and stops.
+"""Starts a server, encodes a sentence, compares four sentences, prints the server's latencies, and stops.
 
-The server is a real process, the calls go over gRPC, and the latencies come from the server's metrics page.
+The server is a real process, and the calls go over gRPC. The latencies come from the server's metrics page.
 """
 
 import json
@@ -32,7 +32,7 @@ console = Console()
 
 @contextmanager
 def server(model_repository: Path, model: str) -> Iterator[tuple[int, int]]:
-    """Run a server until the end of the block; yield its gRPC and metrics ports when it serves."""
+    """Run a server until the end of the block. When it serves, yield its gRPC port and its metrics port."""
     command: list[str | Path] = [BIN / "encserve-server", "--model-repository", model_repository, "--model", model]
     command += ["--grpc-port", "0", "--metrics-port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -53,18 +53,18 @@ def server(model_repository: Path, model: str) -> Iterator[tuple[int, int]]:
 
 
 def client(port: int, *arguments: str) -> None:
-    """Print a command of the client, and run it."""
+    """Print an `encserve` command and run it."""
     console.print(f"\n[bold]$ encserve {' '.join(repr(it) if ' ' in it else it for it in arguments)}[/]")
     sys.stdout.flush()
     subprocess.run([BIN / "encserve", "--target", f"127.0.0.1:{port}", *arguments], check=True)
 
 
 def quantile_ms(buckets: list[tuple[float, float]], q: float) -> float:
-    """A quantile of a cumulative histogram in milliseconds, interpolated as Prometheus' histogram_quantile does.
+    """Estimate a quantile in milliseconds by interpolation in a histogram, like Prometheus' histogram_quantile.
 
     Args:
-        buckets: The upper bound in seconds and the count of each bucket.
-        q: From 0 to 1.
+        buckets: The upper bound in seconds and the cumulative count of each bucket.
+        q: The quantile, from 0 to 1.
     """
     rank, low, below = q * buckets[-1][1], 0.0, 0.0
     for high, count in buckets:
@@ -77,7 +77,7 @@ def quantile_ms(buckets: list[tuple[float, float]], q: float) -> float:
 
 
 def latency_table(port: int) -> Table:
-    """The server's latency by stage, from its metrics page."""
+    """A table of the server's latency by stage, read from its metrics page."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
         families = text_string_to_metric_families(page.read().decode())
     samples = next(family for family in families if family.name == "encserve_stage_seconds").samples
@@ -100,7 +100,7 @@ def latency_table(port: int) -> Table:
 @click.option("--model-repository", type=click.Path(path_type=Path, exists=True), required=True)
 @click.option("--model", required=True)
 def main(model_repository: Path, model: str) -> None:
-    """Show encserve at work."""
+    """Run the demo: start a server, encode and compare sentences, and print latencies."""
     with server(model_repository, model) as (grpc_port, metrics_port):
         client(grpc_port, "models")
         client(grpc_port, "encode", SENTENCE)

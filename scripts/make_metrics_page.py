@@ -25,7 +25,7 @@ TABLE = """
 | metric | type | unit | labels | meaning |
 |---|---|---|---|---|
 """
-# The first metric of each topic; a topic ends before the next one.
+# The first metric of each topic, with the topic's heading. A topic ends before the first metric of the next topic.
 TOPICS = {
     "grpc_server_started": "RPCs",
     "encserve_queue_requests": "The queue",
@@ -34,19 +34,19 @@ TOPICS = {
     "encserve_ready": "Models and versions",
     "encserve_event_loop_lag_seconds": "The process",
 }
-UNITS = {"seconds", "bytes", "tokens", "sequences", "requests"}  # the last word of a metric's name
+UNITS = {"seconds", "bytes", "tokens", "sequences", "requests"}  # the last word of a metric's name, if it is a unit
 
 
 def page() -> str:
-    """The whole page.
+    """The text of the whole page.
 
     Raises:
-        ValueError: The first metric of a topic does not exist.
+        ValueError: A metric in TOPICS does not exist.
     """
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     labels = {it._name: it._labelnames for it in vars(metrics).values() if hasattr(it, "_labelnames")}
-    for collector in (ProcessCollector, PlatformCollector, GCCollector):  # as in `App`
+    for collector in (ProcessCollector, PlatformCollector, GCCollector):  # the collectors that `App` registers
         collector(registry=registry)
     families = list(registry.collect())
     if unknown := TOPICS.keys() - {it.name for it in families}:

@@ -1,8 +1,9 @@
-"""Writes the pictures of `encserve inspect` into docs/images: runs the command and opens its page in Chromium.
+"""Writes the screenshots of `encserve inspect` into docs/images.
 
     scripts/make_screenshots.py --model-repository models [--model NAME]
 
-Needs Chromium; see CONTRIBUTING.md.
+The script runs the command and opens its HTML report in Chromium.
+CONTRIBUTING.md has the command that installs Chromium.
 """
 
 import subprocess
@@ -13,20 +14,20 @@ from pathlib import Path
 import click
 
 ROOT = Path(__file__).parent.parent
-# The tests' helpers drive the browser and start the server.
+# Two helpers of the tests are imported: `browser` drives Chromium, and `real_server` starts the server.
 sys.path.insert(0, str(ROOT / "tests/support"))
 
 from browser import OpenPage, chromium, find_chromium  # noqa: E402
 from real_server import real_server  # noqa: E402
 
 COMMAND = Path(sys.executable).parent / "encserve"
-LAST_SECTIONS = {1400: "similarity", 390: "attention"}  # by width of the window in pixels, the end of its picture
-MAX_BYTES = 300_000  # of a picture
+LAST_SECTIONS = {1400: "similarity", 390: "attention"}  # window width in pixels: the last section in the picture
+MAX_BYTES = 300_000  # the largest size of a picture
 MARGIN = 16  # pixels below the last section
 
 
 def take_pictures(page: Path, folder: Path) -> None:
-    """Write a picture of the page's first sections for each width.
+    """Write a picture of the page's first sections for each window width in LAST_SECTIONS.
 
     Raises:
         click.ClickException: The page has errors or lacks a section, or a picture is too large.
@@ -53,7 +54,7 @@ def take_pictures(page: Path, folder: Path) -> None:
 @click.option("--model", help="Default: the server's default model.")
 @click.option("--text", default="I understand this", show_default=True, help="The text to inspect.")
 def main(model_repository: Path, model: str | None, text: str) -> None:
-    """Write the pictures of `encserve inspect`."""
+    """Write the screenshots of `encserve inspect` into docs/images."""
     if find_chromium() is None:
         raise click.ClickException("needs Chromium: apt-get install chromium")
     flags = ["--model", model] if model else []

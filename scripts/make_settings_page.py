@@ -24,7 +24,7 @@ WORDS = {int: "whole number", float: "number", str: "text", Path: "path"}
 
 
 def page() -> str:
-    """The whole page."""
+    """The text of the whole page."""
     hints = typing.get_type_hints(Settings)
     return HEAD + "".join(
         f"| {' | '.join(_row(field, hints[field.name]))} |\n" for field in dataclasses.fields(Settings)
@@ -32,7 +32,7 @@ def page() -> str:
 
 
 def _row(field: "dataclasses.Field[Any]", hint: Any) -> tuple[str, ...]:
-    if isinstance(hint, types.UnionType):  # a type or None
+    if isinstance(hint, types.UnionType):  # `hint` is a type or None; keep the type
         hint = typing.get_args(hint)[0]
     name = field.name.replace("_", "-")
     flag = f"`--{name}`, `--no-{name}`" if hint is bool else f"`--{name}`"

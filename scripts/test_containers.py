@@ -1,8 +1,10 @@
-"""Builds the images, starts docker-compose.yml, calls the servers, restarts them under load, and removes everything.
+"""Builds the images, starts docker-compose.yml, restarts its servers under load, and removes everything.
 
-Needs docker with compose, or podman with podman-compose. Without them it prints SKIPPED, and fails if
-ENCSERVE_REQUIRE_CONTAINERS=1. Containers, networks and volumes belong to a new project on free ports. Grafana and Envoy
-are left out, with a message, if their images cannot be pulled.
+The script needs docker with compose, or podman with podman-compose. Without them it prints SKIPPED. The exit status is
+then 0, or 1 if ENCSERVE_REQUIRE_CONTAINERS=1.
+
+Containers, networks and volumes belong to a new compose project, which publishes free ports. If the image of Grafana or
+Envoy cannot be pulled, the script prints a message and leaves this service out.
 """
 
 import json
@@ -26,12 +28,13 @@ from container_engine import ROOT, Engine, EngineFailed
 from encserve_client import EncoderClient, EncserveError, RetryPolicy, ServerUnavailableError
 
 WHEELS = ROOT / "deploy/wheels"
-BUILT = {  # image: Dockerfile, target
+BUILT = {  # image: (Dockerfile, build target)
     "encserve-server:cpu": ("deploy/server.cpu.Dockerfile", None),
     "encserve-export:demo": ("deploy/export.Dockerfile", "demo"),
 }
 STOP_SECONDS = 40
-# From sentence-transformers with the demo's model: the ids and the norms of a text's tokens, and cosines of sentences.
+# Expected values from sentence-transformers with the demo's model. IDS are the ids of TEXT's tokens, and NORMS are the
+# norms of the tokens' hidden states. COSINES are the similarities of SENTENCES.
 TEXT = "I understand this"
 IDS = [101, 1045, 3305, 2023, 102]
 NORMS = [6.521, 9.838, 11.576, 8.945, 11.774]
@@ -42,7 +45,8 @@ SENTENCES = [
     "Shares dropped at the start of the week.",
 ]
 COSINES = [[1, 0.657, -0.054, -0.053], [0.657, 1, 0.016, -0.009], [-0.054, 0.016, 1, 0.589], [-0.053, -0.009, 0.589, 1]]
-# Runs in the server's container; prints to stderr how the container is not confined.
+# This program runs in the server's container. It prints the missing restrictions to stderr. If none is missing, the
+# exit status is 0.
 CONFINED = """
 import importlib.util, os, shutil
 status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
@@ -63,17 +67,17 @@ raise SystemExit("; ".join(wrong) or 0)
 
 
 class Failed(Exception):
-    """A check failed; the message says which."""
+    """A check failed; the message describes the failure."""
 
 
 def expect(condition: bool, message: str) -> None:
-    """Raise Failed with a message unless a condition holds."""
+    """Raise Failed with `message` unless `condition` is true."""
     if not condition:
         raise Failed(message)
 
 
 def until(condition: Callable[[], bool], description: str, seconds: float) -> None:
-    """Wait for a condition; raise Failed after `seconds`."""
+    """Wait until a condition is true; raise Failed after `seconds`."""
     ends = time.monotonic() + seconds
     while not condition():
         expect(time.monotonic() < ends, f"{description}: not within {seconds:g} s")
@@ -81,16 +85,17 @@ def until(condition: Callable[[], bool], description: str, seconds: float) -> No
 
 
 def step(text: str) -> None:
-    """Print the next step."""
+    """Print the name of the next step."""
     print(f"--- {text}", flush=True)
 
 
 @contextmanager
 def torch_wheel() -> Iterator[bool]:
-    """Put PyTorch's CPU build into deploy/wheels, if pip's settings name a folder with it.
+    """Put PyTorch's CPU wheel into deploy/wheels during the block, if pip's find-links settings contain the wheel.
 
     Yields:
-        Whether it is there. If not, the build uses PyTorch's index, or TORCH_INDEX_URL.
+        Whether the wheel was found. If not, the image build downloads it from PyTorch's index or
+        TORCH_INDEX_URL.
     """
     before = set(WHEELS.glob("*.whl"))
     lock = ROOT / "deploy/requirements/torch.txt"
@@ -107,7 +112,7 @@ def torch_wheel() -> Iterator[bool]:
 
 
 def build(engine: Engine) -> None:
-    """Build the images of the profiles cpu and replicas."""
+    """Build the images that the compose profiles cpu and replicas use."""
     common = ["--network", "host"] + (["--format", "docker"] if engine.is_podman else [])
     indexes = {name: os.environ[name] for name in ("PIP_INDEX_URL", "TORCH_INDEX_URL") if name in os.environ}
     with torch_wheel() as has_torch:
@@ -123,14 +128,14 @@ def build(engine: Engine) -> None:
 
 
 def check_rows(port: int) -> None:
-    """Check ids, norms and cosines of real text."""
+    """Compare token ids, norms of hidden states, and cosines of real text with the expected values."""
     with EncoderClient(f"127.0.0.1:{port}") as client:
         result = client.run([TEXT], outputs=["tokens"])
         vectors = client.embed(SENTENCES)
     (rows,) = result.outputs[0].arrays()
     ids = np.asarray(result.sequences[0].token_ids)
     expect(np.array_equal(ids, IDS), f"token ids are {ids}")
-    expect(rows.shape == (len(IDS), 384), f"rows are {rows.shape}")
+    expect(rows.shape == (len(IDS), 384), f"the hidden states have the shape {rows.shape}")
     norms = np.linalg.norm(rows, axis=1)
     expect(np.allclose(norms, NORMS, atol=2e-3), f"norms are {norms}")
     units = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -138,7 +143,7 @@ def check_rows(port: int) -> None:
 
 
 def query(engine: Engine, promql: str) -> dict[str, float]:
-    """The current values of a Prometheus query, by instance."""
+    """Run a Prometheus query; return its value for each instance, or {} if Prometheus does not answer."""
     url = f"http://127.0.0.1:{engine.ports['prometheus']}/api/v1/query?" + urllib.parse.urlencode({"query": promql})
     try:
         with urllib.request.urlopen(url, timeout=10) as page:
@@ -149,15 +154,15 @@ def query(engine: Engine, promql: str) -> dict[str, float]:
 
 
 class Load:
-    """Callers that encode one text after another until the end of the block.
+    """Threads that encode one text again and again until the end of the block.
 
     Attributes:
-        answered: The number of replies with rows of the right shape.
-        failed: The number of other outcomes, by the kind of error.
+        answered: The number of replies with hidden states of the right shape.
+        failed: The number of failed calls, by the name of the error or by the wrong shape.
     """
 
     def __init__(self, port: int, callers: int, retry: RetryPolicy | None = None) -> None:
-        """Callers of a port, with the client's default retries or others."""
+        """Prepare `callers` threads that call `port`. Without `retry` they use the client's default retries."""
         self.answered = 0
         self.failed: Counter[str] = Counter()
         self._port, self._retry = port, retry or RetryPolicy()
@@ -166,19 +171,19 @@ class Load:
         self._threads = [threading.Thread(target=self._call) for _ in range(callers)]
 
     def __enter__(self) -> "Load":
-        """Start the callers."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the callers and wait for the last replies."""
+        """Stop the threads and wait for the last replies."""
         self._stop.set()
         for thread in self._threads:
             thread.join(timeout=60)
 
     def more(self, calls: int, seconds: float = 60) -> None:
-        """Wait for a number of further replies."""
+        """Wait for a number of further replies; raise Failed after `seconds`."""
         total = self.answered + calls
         until(lambda: self.answered >= total, f"{calls} more replies", seconds)
 
@@ -187,7 +192,7 @@ class Load:
             while not self._stop.is_set():
                 try:
                     (row,) = client.encode([TEXT])
-                    outcome = "" if row.shape == (len(IDS), 384) else f"rows of {row.shape}"
+                    outcome = "" if row.shape == (len(IDS), 384) else f"hidden states of the shape {row.shape}"
                 except EncserveError as error:
                     outcome = type(error).__name__
                 with self._lock:
@@ -198,7 +203,7 @@ class Load:
 
 
 def start(engine: Engine, profile: str, services: list[str]) -> None:
-    """Start services and wait until they are healthy; `export` ends by itself."""
+    """Start services and wait until they are healthy, except `export`, which exits when it is done."""
     step(f"docker compose --profile {profile} up: {', '.join(services)}")
     engine.compose(profile, "up", "--detach", "--no-build", *services, timeout=400)
     for service in services:
@@ -217,7 +222,7 @@ def restart(engine: Engine, service: str) -> None:
 
 
 def check_one_server(engine: Engine, services: list[str]) -> None:
-    """One server with Prometheus."""
+    """Check one server with Prometheus: vectors, confinement, metrics, and a restart under load."""
     start(engine, "cpu", services)
     step("real text has the known token ids, norms and cosines")
     check_rows(engine.ports["grpc"])
@@ -245,18 +250,19 @@ def check_one_server(engine: Engine, services: list[str]) -> None:
         waiting.more(50)
     print(f"    default retries: {default.answered} answered, failed during the restart: {dict(failed)}")
     print(f"    many retries: {waiting.answered} answered, failed: {dict(waiting.failed)}")
-    # Without a second server, calls may fail during the restart. They must fail with the right error, and a caller
-    # that retries must lose nothing.
+    # There is no second server, so calls may fail during the restart. They must fail with ServerUnavailableError. Calls
+    # with many retries must not fail.
     expect(set(default.failed) <= {ServerUnavailableError.__name__}, f"failures of other kinds: {default.failed}")
     expect(default.failed == failed, f"calls failed after the restart: {default.failed}")
     expect(not waiting.failed, f"calls with many retries failed: {waiting.failed}")
 
 
 def check_replicas(engine: Engine) -> None:
-    """Two servers behind Envoy restart one after the other, and no call fails."""
+    """Check that no call fails while two servers behind Envoy restart one after the other."""
     start(engine, "replicas", ["export", "prometheus-replicas", "server-a", "server-b", "envoy"])
     both = {"server-a:9464": 1.0, "server-b:9464": 1.0}
-    # For five minutes, series of the other Prometheus in the same volume also count.
+    # Both Prometheus services use the same volume. For five minutes, queries also return the last values from the other
+    # Prometheus, so the result may contain more than `both`.
     until(lambda: query(engine, "up{job='encserve'}").items() >= both.items(), "up", 60)
     balanced = "envoy_cluster_membership_healthy{envoy_cluster_name='encserve'}"
     until(lambda: query(engine, balanced) == {"envoy:9902": 2.0}, "Envoy has two healthy servers", 60)
@@ -275,7 +281,7 @@ def check_replicas(engine: Engine) -> None:
 
 
 def check(engine: Engine) -> list[str]:
-    """Run all checks; return the services without an image."""
+    """Run all checks; return the services that were left out because their image cannot be pulled."""
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     missing = [name for name in ("prometheus", "grafana", "envoy") if not engine.has(services[name]["image"])]
     for name in missing:
@@ -296,7 +302,7 @@ def main() -> int:
         print("SKIPPED, not passed: needs docker with compose, or podman with podman-compose.")
         return 1 if os.environ.get("ENCSERVE_REQUIRE_CONTAINERS") == "1" else 0
     step(f"with {engine.command}, as the project {engine.project}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` runs
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises SystemExit, so that `finally` runs
     began = time.monotonic()
     try:
         missing = check(engine)

@@ -1,7 +1,10 @@
 """Settings for all tests, and their tiers.
 
-Each test is of one tier: `fast`, `system` or `weekly`. `pytest --tier system tests/server` runs one tier of a folder;
-without `--tier` all tests run. A marker on a test decides, then a marker on its file, then FOLDERS; the rest is fast.
+Each test belongs to one tier: `fast`, `system` or `weekly`. `pytest --tier system tests/server` runs the tests of one
+tier in a folder. Without `--tier` all tests run.
+
+The tier comes from a marker on the test, or else from a marker on its file, or else from FOLDERS. All other tests are
+fast.
 """
 
 import atexit
@@ -20,15 +23,15 @@ TIERS = {
 }
 FOLDERS = {"bulk": "system", "e2e": "system", "hostile": "weekly", "judges": "system", "operate": "system"}
 
-# torch reads this when it is imported. Two suites share two CPUs.
+# One thread, because two test suites share two CPUs. torch reads the variable when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The servers of this run share weights in one folder, outside the home directory.
+# All servers of a test run share one cache of weights. The cache is a temporary folder outside the home directory.
 if "ENCSERVE_CACHE_DIR" not in os.environ:
     os.environ["ENCSERVE_CACHE_DIR"] = tempfile.mkdtemp(prefix="encserve-cache-")
     atexit.register(shutil.rmtree, os.environ["ENCSERVE_CACHE_DIR"], ignore_errors=True)
 
-# No deadline for an example: a busy machine makes any example slow.
+# Hypothesis sets no deadline for an example, because a busy machine makes any example slow.
 settings.register_profile("local", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("local"), max_examples=100)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
@@ -44,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def tier_of(test: pytest.Item) -> str:
-    """The tier of a test: the marker nearest to it, or that of its folder."""
+    """The tier of a test: from the nearest marker, or else from the test's folder."""
     for marker in test.iter_markers():
         if marker.name in TIERS:
             return marker.name
@@ -53,7 +56,7 @@ def tier_of(test: pytest.Item) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of `--tier`."""
+    """If `--tier` is given, deselect the tests of the other tiers."""
     tier = config.getoption("--tier")
     if tier is None:
         return
@@ -62,6 +65,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A folder without tests of a tier is not a failure."""
+    """With `--tier`, exit successfully even if no collected test belongs to the tier."""
     if session.config.getoption("--tier") and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK

@@ -1,4 +1,4 @@
-"""Bundles that jobs run."""
+"""Bundles for the tests of `encserve embed`."""
 
 from pathlib import Path
 
@@ -10,11 +10,11 @@ from tiny_heads import every_kind, words
 
 @pytest.fixture(scope="session")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundle of a real Encoder, small, with a tokenizer."""
+    """The bundle of a small encoder with a tokenizer, written by the exporter."""
     return export_small_encoder(tmp_path_factory.mktemp("encoder"))
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle of a few nodes that makes every kind of output."""
+    """A bundle with every kind of output; its ONNX graphs have only a few nodes."""
     return write_bundle(tmp_path_factory.mktemp("tiny"), tokenizer=words(), **every_kind())

@@ -1,4 +1,4 @@
-"""Jobs that cannot continue: one line gives the reason, and no incomplete file has a final name."""
+"""A job that cannot continue prints one line with the reason, and leaves no incomplete output file."""
 
 import contextlib
 import re
@@ -22,7 +22,7 @@ def truncated(path: Path) -> None:
 
 
 def damaged(path: Path) -> None:
-    """Overwrites the text, not the footer."""
+    """Overwrite bytes of the text column; the Parquet footer stays valid."""
     text = parquet.read_metadata(path).row_group(0).column(1)
     data = bytearray(path.read_bytes())
     end = text.dictionary_page_offset + text.total_compressed_size
@@ -50,7 +50,7 @@ def numbers(path: Path) -> None:
 def test_an_unreadable_file_stops_the_job_first(
     encoder: Path, tmp_path: Path, spoil: Callable[[Path], None], problem: str
 ) -> None:
-    """The job opens all files before it computes."""
+    """The job opens all input files before it computes the first vector."""
     corpus = write_corpus(tmp_path / "texts", 3000, files=3)
     spoil(corpus[1])
     done = run("embed", *corpus, "--keep", "id", "--output", f"{tmp_path}/vectors/", "--bundle", encoder)
@@ -80,7 +80,7 @@ def mount(folder: Path, options: str) -> None:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A separate file system in this folder."""
+    """Mount a small file system at `folder` during the block. Without the right to mount, skip the test."""
     folder.mkdir()
     try:
         mount(folder, f"size={size}")
@@ -93,7 +93,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 def test_a_full_disk(encoder: Path, tmp_path: Path) -> None:
-    """Finished parts stay. With more room the job continues."""
+    """Finished output files stay on the full disk. When the disk has more space, the next run continues the job."""
     corpus = write_corpus(tmp_path / "texts", 12_000, files=12)
     with small_disk(tmp_path / "disk", "700k") as disk:
         command = ("embed", *corpus, "--keep", "id", "--output", f"{disk}/vectors/", "--bundle", encoder)

@@ -1,4 +1,4 @@
-"""Jobs that read from object stores and write to them, on loopback."""
+"""Jobs that read from and write to S3 and Google Cloud Storage, both emulated on this machine."""
 
 import subprocess
 import sys
@@ -22,21 +22,24 @@ SOME_REJECTED = 3
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Files of every way to read: Parquet and lines by ranges, a compressed file from its beginning."""
+    """Input files in three formats: Parquet, JSON lines and compressed JSON lines.
+
+    Jobs read ranges of the first two formats, and a compressed file from its beginning.
+    """
     paths = write_corpus(tmp_path_factory.mktemp("corpus") / "texts", ROWS, FILES)
     for i, suffix in ((2, ".jsonl"), (4, ".jsonl.gz")):
         lines = parquet.read_table(paths[i]).to_pandas().to_json(orient="records", lines=True)
         paths[i] = paths[i].with_name(paths[i].stem + suffix)
-        with pa.output_stream(paths[i]) as stream:  # which compresses as the name says
+        with pa.output_stream(paths[i]) as stream:  # compresses if the name ends with .gz
             stream.write(lines.encode())
     return paths
 
 
 class Bucket:
-    """A bucket named "corpus", read directly from the server."""
+    """The bucket "corpus" of an emulated object store. Its methods do not use the proxy."""
 
     def __init__(self, files: Any, root: str, options: str = "") -> None:
-        """Take the file system, and the beginning and the end of every URI."""
+        """`root` is the start of every URI, and `options` is the query string at its end."""
         self.files, self.root, self.options = files, root, options
 
     def uri(self, path: str) -> str:
@@ -49,7 +52,7 @@ class Bucket:
         return [self.uri(f"texts/{it.name}") for it in paths]
 
     def contents(self, folder: str) -> dict[str, bytes]:
-        """The files of a job's output by name, without the plan."""
+        """The content of each output file of a job by name, without _plan.json."""
         found = self.files.get_file_info(fs.FileSelector(f"corpus/{folder}", recursive=True, allow_not_found=True))
         paths = [it.path for it in found if it.type == fs.FileType.File and it.base_name != "_plan.json"]
         return {it.removeprefix(f"corpus/{folder}/"): self.files.open_input_stream(it).read() for it in paths}
@@ -63,7 +66,7 @@ def output_of(contents: dict[str, bytes]) -> Any:
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[tuple[Bucket, CutProxy]]:
-    """A bucket, and the proxy between jobs and the bucket."""
+    """A bucket of an S3 emulator, and the proxy between the jobs and the emulator."""
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     port = server.get_host_and_port()[1]
@@ -100,11 +103,11 @@ def command(s3: tuple[Bucket, CutProxy], corpus: list[Path], encoder: Path) -> t
 
 @dataclass(frozen=True)
 class Alone:
-    """An uninterrupted job.
+    """The results of an uninterrupted job.
 
     Attributes:
-        contents: The objects in the bucket.
-        passed: The bytes in each direction.
+        contents: The output files by name.
+        passed: The number of bytes that passed the proxy in each direction.
     """
 
     contents: dict[str, bytes]
@@ -128,7 +131,7 @@ def test_s3_in_and_out(alone: Alone) -> None:
 def test_a_job_continues_after_a_lost_connection_to_s3(
     s3: tuple[Bucket, CutProxy], command: tuple[object, ...], alone: Alone, tmp_path: Path, direction: Direction
 ) -> None:
-    """The first run fails with one line, and no incomplete file has a final name."""
+    """The first run prints one line and leaves only complete files. The second run computes the missing files."""
     (bucket, proxy), folder = s3, f"cut-{direction}"
     variables = environment(proxy, tmp_path / "temporary")
     proxy.mend()
@@ -168,7 +171,7 @@ def gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
 
 
 def test_gs_in_and_out(gcs: Bucket, corpus: list[Path], encoder: Path) -> None:
-    """A second run computes a deleted part again."""
+    """If an output file is deleted, a second run computes only this file again."""
     command = ("embed", *gcs.upload(corpus), "--keep", "id", "--bundle", encoder, "--max-batch-tokens", 1024)
     output = gcs.uri("vectors")
     done = run(*command, "--output", output)

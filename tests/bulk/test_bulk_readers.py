@@ -1,4 +1,4 @@
-"""pandas, polars, DuckDB and PyArrow read a job's files with the same types and numbers."""
+"""pandas, polars, DuckDB and PyArrow read the same values from a job's output files."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from encserve_cli.job import PartLimits, embed_files
 
 TEXTS = [text(5, 6, 7), text(8), None, text(9, 9), text(*[5] * 100), *(text(3 + i) for i in range(20))]
 REJECTED = (2, 4)
-PART_ROWS = 10  # so that there are several files
+PART_ROWS = 10  # few rows, so that a job writes several files
 
 Rows = list[dict[str, Any]]
 
@@ -40,7 +40,7 @@ def with_duckdb(folder: Path) -> Rows:
 
 
 READERS = {"pyarrow": with_pyarrow, "pandas": with_pandas, "polars": with_polars, "duckdb": with_duckdb}
-# For each output: the request, the columns with their types, and the numbers of each row.
+# For each kind of output: the arguments of `embed_files`, and the expected columns with their types.
 MADE: dict[str, tuple[dict[str, Any], dict[str, pa.DataType]]] = {
     **{
         dtype: ({"kind": "model", "dtype": dtype}, {"vector": pa.list_(number, size)})
@@ -76,17 +76,17 @@ MADE: dict[str, tuple[dict[str, Any], dict[str, pa.DataType]]] = {
 
 
 def plain(value: Any) -> Any:
-    """A cell as Python lists and numbers, from any reader."""
+    """Convert a cell from any reader to Python lists and numbers."""
     if isinstance(value, np.ndarray | list):
         return [plain(it) for it in value]
-    if isinstance(value, float) and np.isnan(value):  # pandas' null
+    if isinstance(value, float) and np.isnan(value):  # pandas reads null as NaN
         return None
     return value.item() if isinstance(value, np.generic) else value
 
 
 @pytest.mark.parametrize("name", MADE)
 def test_four_readers_find_the_same(tiny: Path, tmp_path: Path, name: str) -> None:
-    """Null in the places of rows that were rejected, and numbers elsewhere."""
+    """The output columns are null in the rows of rejected texts, and all readers return the same values."""
     (asked, columns), corpus = MADE[name], tmp_path / "texts.parquet"
     parquet.write_table(pa.table({"id": range(len(TEXTS)), "text": TEXTS}), corpus)
     folder = tmp_path / "vectors"

@@ -1,4 +1,4 @@
-"""A large job in one process is complete after any interruption, in memory that does not grow."""
+"""A large job writes every row after any interruption, and its memory does not grow with the corpus."""
 
 import contextlib
 import random
@@ -36,12 +36,12 @@ pytestmark = pytest.mark.timeout(2400)
 
 @dataclass(frozen=True)
 class Done:
-    """An uninterrupted job.
+    """The results of an uninterrupted job.
 
     Attributes:
-        output: The folder of the output.
-        seconds: The duration.
-        peak_bytes: The peak resident memory.
+        output: The output folder.
+        seconds: The duration of the job.
+        peak_bytes: The peak resident memory of the job's process.
     """
 
     output: Path
@@ -54,7 +54,7 @@ def command(corpus: Path, output: Path, bundle: Path) -> tuple[object, ...]:
 
 
 def peak_bytes(process: "subprocess.Popen[str]") -> int:
-    """The peak resident memory of a process; 0 after the end."""
+    """The peak resident memory of a process, or 0 if the process has ended."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
@@ -89,7 +89,7 @@ def alone(corpus: Path, encoder: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def killed_at_random(rows: int, corpus: Path, output: Path, bundle: Path, part_seconds: float) -> Iterator[list[str]]:
-    """Start and kill the job several times; yield the names of the parts after each time."""
+    """Start and kill the job KILLS times; after each kill, yield the names of the finished output files."""
     parts = -(-rows // 20_000)
     for begun in sorted(random.sample(range(parts - 3), KILLS)):
         with running(*command(corpus, output, bundle)) as process:
@@ -109,7 +109,7 @@ def test_every_row_once_and_in_order(rows: int, alone: Done) -> None:
 def test_a_job_killed_five_times_gives_the_same_bytes(
     rows: int, corpus: Path, alone: Done, encoder: Path, tmp_path: Path
 ) -> None:
-    """No finished part is computed again."""
+    """The last run does not compute a finished output file again."""
     output = tmp_path / "vectors"
     made: dict[str, int] = {}
     for names in killed_at_random(rows, corpus, output, encoder, alone.seconds * 20_000 / rows):
@@ -137,7 +137,7 @@ def test_two_runs_of_a_job_at_once(encoder: Path, tmp_path: Path) -> None:
 
 
 class SlowSource(LocalSource):
-    """A bundle whose load takes so long that another run writes the plan first, with other batches."""
+    """A source that opens slowly: during its first `open`, another run writes _plan.json with another batch limit."""
 
     def __init__(self, bundle: Path, other: Callable[[], None]) -> None:
         super().__init__(bundle, EngineOptions())

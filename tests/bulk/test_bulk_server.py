@@ -1,4 +1,4 @@
-"""Jobs through a server: the job is killed, the server restarts, or the server refuses calls for a while."""
+"""Jobs that use a server: the job is killed, the server restarts, or the server refuses calls for a while."""
 
 import asyncio
 import contextlib
@@ -33,10 +33,10 @@ from waiting import PATIENCE_SECONDS
 from encserve_proto.v1 import encoder_pb2 as pb
 
 ROWS, FILES = 20_000, 20
-# 60 shows that a job waits for a server that refuses for a minute.
+# Set the variable to 60 to test that a job waits for a server that refuses calls for a minute.
 REFUSAL_SECONDS = float(os.environ.get("ENCSERVE_BULK_REFUSAL_SECONDS", "4"))
 SOME_REJECTED = 3
-TOLERANCE = 1e-5  # relative error of a vector in another batch
+TOLERANCE = 1e-5  # largest relative error between a text's vectors from two different batches
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def want(corpus: list[Path], encoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The rows of a job without a server."""
+    """The output table of a job that runs the bundle without a server."""
     output = tmp_path_factory.mktemp("want") / "vectors"
     done = run("embed", *corpus, "--keep", "id", "--output", f"{output}/", "--bundle", encoder)
     assert done.returncode == SOME_REJECTED, done.stderr
@@ -84,7 +84,10 @@ def test_a_killed_job_continues(corpus: list[Path], want: Any, encoder: Path, tm
 
 @contextlib.contextmanager
 def killed_after(parts: int, output: Path, bundle: Path) -> Iterator[str]:
-    """The target of a server. After some parts the server is killed, and starts again two seconds later."""
+    """Run a server and yield its address.
+
+    When the job has finished `parts` output files, the server is killed. It starts again two seconds later.
+    """
     flags = ("--grpc-port", str(free_port()))
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(real_server(bundle.parent.parent, *flags))]

@@ -1,4 +1,4 @@
-"""From checkpoint to client: exports of real weights, real server processes, real clients."""
+"""Fixtures for tests from export to client: exported models, server processes and clients."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ from encserve_client import EncoderClient
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository with all-MiniLM-L6-v2 and raw-matrices."""
+    """A model repository with all-MiniLM-L6-v2 and raw-matrices, a checkpoint in tests/data."""
     repository = tmp_path_factory.mktemp("models")
     export_minilm(repository)
     export_golden("raw-matrices", repository)
@@ -24,14 +24,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository with one small model that takes text, for servers that start often."""
+    """A model repository with one small model that takes text, for tests that start many servers."""
     folder = tmp_path_factory.mktemp("small")
     return export_small_with_text(folder / "models", "small", folder / "checkpoint").path.parent.parent
 
 
 @pytest.fixture(scope="session")
 def server(models: Path) -> Iterator[RealServer]:
-    """A server of all-MiniLM-L6-v2, its default model, and raw-matrices."""
+    """A server with two models: all-MiniLM-L6-v2, which is the default model, and raw-matrices."""
     with real_server(models, f"--model={MODEL}", "--model=raw-matrices") as server:
         yield server
 
@@ -44,7 +44,7 @@ def client(server: RealServer) -> Iterator[EncoderClient]:
 
 @pytest.fixture(scope="session")
 def minilm() -> Any:
-    """all-MiniLM-L6-v2 in transformers."""
+    """The transformers model all-MiniLM-L6-v2, without its pooling layer."""
     from transformers import AutoModel
 
     return AutoModel.from_pretrained(minilm_directory(), add_pooling_layer=False).eval()
@@ -61,7 +61,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def real_ids(tokenizer: Tokenizer) -> list[int]:
-    """The token ids of the project's licence, without special tokens: more than 1,600."""
+    """The token ids of the project's LICENSE file, without special tokens; there are more than 1,600."""
     ids = tokenizer.encode((DATA.parent.parent / "LICENSE").read_text(), add_special_tokens=False).ids
     assert len(ids) > 1600
     return list(ids)
@@ -69,5 +69,5 @@ def real_ids(tokenizer: Tokenizer) -> list[int]:
 
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
-    """The tiny models of all kinds; the first test that needs a model writes and exports it."""
+    """Tiny models of all kinds. The first test that needs a model writes and exports the model."""
     return Zoo(tmp_path_factory.mktemp("zoo"))

@@ -1,6 +1,8 @@
-"""The server gives the rows that PyTorch computes: real weights and text, any length, alone and in batches.
+"""The server returns the hidden states that PyTorch computes, for any length, alone and in batches.
 
-tests/export/test_export_graph.py compares the graphs of the golden checkpoints of token ids.
+Most tests use all-MiniLM-L6-v2 and real texts. A golden checkpoint in tests/data has stored outputs of the original
+model. These tests send vectors to golden checkpoints; tests/export/test_export_graph.py tests golden checkpoints with
+token ids.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +19,10 @@ from tokenizers import Tokenizer
 
 from encserve_client import AsyncEncoderClient, EncoderClient, InvalidRequestError
 
-# Largest relative error of a row: against PyTorch, and against the same row in another batch.
+# The largest relative error of a token's hidden state: compared with PyTorch, and compared with the same input in
+# another batch.
 PYTORCH, OTHER_BATCH = 5e-5, 1e-5
-# Every short length, fewer long lengths, and the last lengths up to 256, the model's limit.
+# All lengths up to 16, some longer lengths, and the last lengths up to 256, the model's limit.
 LENGTHS = sorted({*range(1, 17), *(round(1.25**i) for i in range(13, 25)), 127, 128, 129, 200, 254, 255, 256})
 TEXTS = [
     "I understand this",
@@ -65,7 +68,7 @@ async def test_rows_and_tokens_of_texts_by_each_method_of_the_clients(
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
 def test_golden_checkpoints_that_take_vectors(tmp_path: Path, engine: str) -> None:
-    """Every golden layout: alone, in a batch, in a stream and inspected."""
+    """A model that takes vectors returns the stored hidden states alone, in a batch, in a stream and in Inspect."""
     for name in BARE_GOLDENS:
         export_golden_for_embeddings(name, tmp_path)
     with real_server(tmp_path, "--engine", engine) as server, EncoderClient(server.target) as client:
@@ -91,7 +94,7 @@ def test_pooled_vectors_are_the_normalized_means_of_the_rows(client: EncoderClie
 
 
 def test_the_limit_is_max_seq_length_of_sentence_transformers(client: EncoderClient) -> None:
-    """256 tokens, though the model has 512 positions. A cut text keeps its special tokens."""
+    """The limit is 256 tokens, though the model has 512 positions. A truncated text keeps its special tokens."""
     with pytest.raises(InvalidRequestError, match=r"at most 256 tokens .*was 302"):
         client.embed(["word " * 300])
     info = client.run(["word " * 1000], truncate=True).sequences[0]

@@ -1,4 +1,4 @@
-"""The callers file changes under load: the server refuses a revoked key within 2 s, and no other call fails."""
+"""The callers file changes under load: a revoked key is refused within 2 s, and valid keys keep working."""
 
 import itertools
 import threading
@@ -16,7 +16,7 @@ EFFECT_SECONDS = 2.0
 
 
 class Load(threading.Thread):
-    """Calls over gRPC without a pause, with the times of replies and of refusals."""
+    """A thread that calls over gRPC without a pause, and records the times of replies and refusals."""
 
     def __init__(self, server: RealServer, key: str) -> None:
         super().__init__(daemon=True)
@@ -36,7 +36,7 @@ class Load(threading.Thread):
                 time.sleep(0.01)
 
     def _call(self) -> None:
-        """Call until refused, or until the load ends."""
+        """Call until a refusal raises UnauthenticatedError, or until `finish` is called."""
         with EncoderClient(self._server.target, token=self._key) as client:
             while not self._finished.is_set():
                 client.encode([[1, 2, 3]])
@@ -49,7 +49,7 @@ class Load(threading.Thread):
 
 
 class HttpLoad(Load):
-    """Calls over HTTP, on one connection."""
+    """Calls over HTTP instead of gRPC, on one connection until a refusal."""
 
     def _call(self) -> None:
         url, body = f"{self._server.url}/v1/embeddings", {"input": [1, 2, 3], "model": "tiny"}
@@ -63,7 +63,7 @@ class HttpLoad(Load):
 
 
 class StreamLoad(Load):
-    """Requests in one open gRPC stream."""
+    """Sends requests in one gRPC stream until a refusal ends the stream."""
 
     def _call(self) -> None:
         endless = itertools.takewhile(lambda _: not self._finished.is_set(), itertools.repeat([1, 2, 3]))
@@ -82,7 +82,7 @@ def test_a_key_is_revoked_under_load(tmp_path: Path) -> None:
     valid, revoked = (make_key().replace("_", "a").replace("-", "b") for _ in range(2))
     file, link = tmp_path / "callers-1.toml", tmp_path / "callers.toml"
     file.write_text(file_of(valid, revoked))
-    link.symlink_to(file)  # as Kubernetes mounts it
+    link.symlink_to(file)  # as Kubernetes mounts files
     with real_server(tmp_path / "models", "--http-port", "0", "--callers", str(link)) as server:
         kinds = (Load, HttpLoad, StreamLoad)
         kept, cut_off, wrong = ([kind(server, key) for kind in kinds] for key in (valid, revoked, "encserve-wrong"))
@@ -107,6 +107,6 @@ def test_a_key_is_revoked_under_load(tmp_path: Path) -> None:
         log = "".join(map(str, server.log))
     refusals = [line for line in server.log if line["message"] == "calls were refused, or failed"]
     assert sum(line["count"] for line in refusals) == sum(len(load.refused) for load in (*cut_off, *wrong))
-    assert 3 <= len(refusals) <= 10  # one immediately, then one per second
+    assert 3 <= len(refusals) <= 10  # the first immediately, then one line per second
     assert valid not in log
     assert revoked not in log

@@ -1,4 +1,4 @@
-"""The committed Envoy configuration in a real Envoy: retries, limits, headers, health and metrics."""
+"""deploy/envoy/envoy.yaml in a real Envoy: retries, limits, headers, health and metrics."""
 
 import asyncio
 import contextlib
@@ -50,7 +50,10 @@ async def fakes(tmp_path: Path) -> AsyncIterator[list[FakeServer]]:
 
 @pytest.fixture
 async def envoys(fakes: list[FakeServer], tmp_path: Path) -> AsyncIterator[list[RealEnvoy]]:
-    """Two Envoys in front of both servers. Each runs in a thread, since the servers run in the test's own thread."""
+    """Two Envoys in front of both servers.
+
+    Another thread starts the Envoys, because the start blocks and the servers need this thread's event loop.
+    """
     http_ports = [server.app.http_port or 0 for server in fakes]
     with contextlib.ExitStack() as stack:
         started = []
@@ -81,8 +84,8 @@ def addresses(servers: list[FakeServer]) -> list[str]:
 
 
 async def test_a_refusal_of_one_server_is_repeated_at_the_other(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
-    """Envoy, not the caller, retries the call, even for the largest requests."""
-    fakes[0].app._calls.drain()  # refuses all calls while its health still says SERVING
+    """Envoy retries the refused call at the other server, even if the request is large. The client does not retry."""
+    fakes[0].app._calls.drain()  # the server refuses all calls, but its health check still reports SERVING
     texts = ["hello " * 40_000] * 16  # 3.7 MiB
     async with AsyncEncoderClient(envoy.target, retry=ONCE) as client:
         for _ in range(3):
@@ -92,12 +95,15 @@ async def test_a_refusal_of_one_server_is_repeated_at_the_other(fakes: list[Fake
     refused = fakes[0].sample("encserve_refused_total", reason="DRAINING")
     assert refused > 0, "nothing went to the server that refuses, so nothing was tested"
     assert envoy.metric("envoy_cluster_upstream_rq_retry", envoy_cluster_name="encserve") == refused
-    # After a few refusals Envoy leaves the server out.
+    # After several refusals in a row Envoy may stop using the server, at most once in this test.
     assert envoy.metric("envoy_cluster_outlier_detection_ejections_enforced_consecutive_5xx") <= 1
 
 
 async def test_http_requests_go_to_the_server_that_accepts_them(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
-    """The request that a stopping server refuses is retried at the other. A caller's error comes back unchanged."""
+    """If a stopping server refuses a request, Envoy retries at the other server.
+
+    Other errors reach the caller unchanged.
+    """
     fakes[0].app._calls.drain()
     async with httpx.AsyncClient(base_url=envoy.url, trust_env=False, timeout=60) as client:
         for _ in range(20):
@@ -112,12 +118,15 @@ async def test_http_requests_go_to_the_server_that_accepts_them(fakes: list[Fake
 async def test_calls_that_a_stopping_server_has_not_begun_go_to_the_other(
     fakes: list[FakeServer], envoy: RealEnvoy
 ) -> None:
-    """The gRPC library of a stopping server answers CANCELLED to calls that no handler has got yet."""
+    """Envoy retries calls that a stopping server cancels before a handler starts.
+
+    gRPC ends these calls with CANCELLED.
+    """
     request = pb.ListModelsRequest().SerializeToString()
     with grpc.insecure_channel(envoy.target) as channel:
         rpc: Any = channel.unary_unary(f"/{SERVICE}/ListModels")
         calls = [rpc.future(request) for _ in range(40)]
-        # Blocks the servers, which run in this thread.
+        # This loop blocks the event loop of both servers, so that no handler starts.
         while envoy.metric("envoy_cluster_upstream_rq_active", envoy_cluster_name="encserve") < len(calls):
             time.sleep(0.01)  # noqa: ASYNC251
         assert fakes[0].app._server is not None
@@ -127,7 +136,7 @@ async def test_calls_that_a_stopping_server_has_not_begun_go_to_the_other(
 
 
 async def test_a_refusal_of_all_servers_reaches_the_caller(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
-    """The caller gets the server's text, after each server was asked."""
+    """Envoy tries both servers. The caller then gets the error message of a server."""
     for server in fakes:
         server.app._calls.drain()
     async with AsyncEncoderClient(envoy.target, retry=ONCE) as client:
@@ -138,7 +147,7 @@ async def test_a_refusal_of_all_servers_reaches_the_caller(fakes: list[FakeServe
 
 
 async def test_errors_and_their_trailers_come_through(envoy: RealEnvoy) -> None:
-    """Envoy does not retry an invalid request. Its error and trailers reach the caller."""
+    """Envoy does not retry an invalid request. The error and its trailers reach the caller."""
     async with grpc.aio.insecure_channel(envoy.target) as channel:
         rpc: Any = channel.unary_unary(f"/{SERVICE}/Encode")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -151,7 +160,7 @@ async def test_errors_and_their_trailers_come_through(envoy: RealEnvoy) -> None:
 
 
 async def test_a_callers_deadline_reaches_the_server(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
-    """A server stops work whose caller has given up."""
+    """A server stops the work of a call when the caller's deadline has passed."""
     for server in fakes:
         server.engine.hold()
     async with AsyncEncoderClient(envoy.target) as client:
@@ -169,7 +178,7 @@ async def test_a_callers_deadline_reaches_the_server(fakes: list[FakeServer], en
 
 
 async def test_health_through_envoy(envoy: RealEnvoy) -> None:
-    """Any server may answer Check. Watch is refused: it would describe one server only."""
+    """The health method Check works through Envoy. Envoy refuses Watch, which would describe only one server."""
     async with grpc.aio.insecure_channel(envoy.target) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service=SERVICE)
@@ -180,7 +189,7 @@ async def test_health_through_envoy(envoy: RealEnvoy) -> None:
 
 
 async def test_a_client_takes_turns_among_envoys(envoys: list[RealEnvoy]) -> None:
-    """The Envoys watch the servers' health; the client does not."""
+    """A client spreads its calls over both Envoys. Only the Envoys check the servers' health."""
     async with AsyncEncoderClient([envoy.target for envoy in envoys], retry=ONCE) as client:
         for _ in range(40):
             await client.encode(["hello"])
@@ -192,7 +201,7 @@ def test_replies_of_tens_of_megabytes(server: RealServer, tmp_path: Path, real_i
     with real_envoy(tmp_path, [server.target, server.target]) as envoy, EncoderClient(envoy.target) as client:
         sequences = [real_ids[start : start + 250] for start in range(0, 48 * 25, 25)]
         rows = client.encode(sequences, model=MODEL)
-    assert [it.shape for it in rows] == [(250, 384)] * 48  # 17.6 MiB
+    assert [it.shape for it in rows] == [(250, 384)] * 48  # 17.6 MiB in all
 
 
 async def test_prometheus_sees_the_metrics_and_nothing_else(envoy: RealEnvoy) -> None:

@@ -1,4 +1,4 @@
-"""deploy/envoy/envoy-tls.yaml in a real Envoy: TLS and tokens for callers, a key for the server."""
+"""deploy/envoy/envoy-tls.yaml in a real Envoy: callers use TLS and tokens, and Envoy sends the server a key."""
 
 import contextlib
 import hashlib
@@ -34,13 +34,13 @@ proxy = true
 
 
 class Provider:
-    """An identity provider that signs tokens."""
+    """An identity provider that signs JSON Web Tokens."""
 
     def __init__(self) -> None:
         self._key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
 
     def keys(self) -> str:
-        """The key set by which Envoy checks tokens."""
+        """The JSON Web Key Set with which Envoy verifies tokens."""
         key = json.loads(jwt.algorithms.RSAAlgorithm.to_jwk(self._key.public_key()))
         return json.dumps({"keys": [{**key, "alg": "RS256", "use": "sig"}]})
 
@@ -50,7 +50,7 @@ class Provider:
 
 
 class Deployment:
-    """A server with a fake engine, with Envoy in front."""
+    """A server with a fake engine behind Envoy, and an HTTP client of Envoy."""
 
     def __init__(self, server: FakeServer, provider: Provider, ca: Path, grpc_port: int, http_port: int) -> None:
         self.server = server
@@ -120,7 +120,7 @@ async def deployment(tmp_path: Path) -> AsyncIterator[Deployment]:
 
 
 async def test_a_token_names_the_caller_and_nothing_else_does(deployment: Deployment) -> None:
-    """Over gRPC and HTTP. Envoy removes names and keys that a caller sends."""
+    """The caller's name comes from the token, over gRPC and HTTP. Envoy removes names and keys that a caller sends."""
     provider, server = deployment.provider, deployment.server
     named = {"x-gateway-inference-fairness-id": "x"}
     assert (await deployment.post(provider.token("reports"), **named)).status_code == 200
@@ -151,7 +151,7 @@ async def test_other_tokens_are_refused_by_the_proxy(deployment: Deployment) -> 
         "no token",
     ]
     for token in wrong:
-        assert (await deployment.post(token)).status_code in (401, 403)  # 403 for another audience
+        assert (await deployment.post(token)).status_code in (401, 403)  # 403 if the token is for another audience
         async with AsyncEncoderClient(deployment.target, tls=Tls(ca=deployment.ca), token=token) as client:
             with pytest.raises(AccessDeniedError):
                 await client.embed(["hello"])

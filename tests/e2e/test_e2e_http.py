@@ -1,4 +1,4 @@
-"""HTTP on a real server with a real model: too many calls, callers that disconnect, SIGTERM."""
+"""HTTP on a real server with a real model: too many calls, callers that disconnect, and SIGTERM."""
 
 import asyncio
 import socket
@@ -27,7 +27,7 @@ def connect(server: RealServer) -> httpx.AsyncClient:
 
 
 async def test_too_many_calls_are_answered_or_refused(server: RealServer) -> None:
-    """Callers that disconnect meanwhile leave no tokens and no requests."""
+    """Calls whose callers disconnect leave no tokens in the queue and no requests in flight."""
     body = {"inputs": ["licence " * 100] * 4}
     async with connect(server) as http:
         calls = [asyncio.create_task(http.post("/embed", json=body)) for _ in range(60)]
@@ -46,25 +46,25 @@ async def test_too_many_calls_are_answered_or_refused(server: RealServer) -> Non
 
 
 def test_callers_that_disconnect_leave_no_traceback(server: RealServer) -> None:
-    """uvloop and aiohttp log nothing about such callers."""
+    """uvloop and aiohttp log nothing about callers that disconnect early."""
     lines = len(server.log)
     body = b'{"inputs": [[101, 102]]}'
     one = b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
     for i in range(60):
         with socket.create_connection((httpx.URL(server.url).host, httpx.URL(server.url).port or 0)) as caller:
             caller.sendall(one * 3)
-            caller.recv(64)  # the first of three answers
+            caller.recv(64)  # receives only the first of three replies
             time.sleep(i % 10 / 2000)
     with httpx.Client(base_url=server.url, trust_env=False) as http:
         assert http.post("/embed", json={"inputs": TEXTS}).status_code == 200
-    # The summary of refused calls appears some seconds later, here for an earlier test.
+    # The log line that counts refused calls appears some seconds later. Such a line may belong to an earlier test.
     logged = [line for line in server.log[lines:] if line["logger"] != "encserve_server.telemetry.call_log"]
     assert logged == []
     assert server.metric("encserve_in_flight_requests") == 0
 
 
 async def test_sigterm_loses_no_accepted_request(models: Path) -> None:
-    """Accepted requests are answered. Later requests get an answer that closes the connection."""
+    """The server answers all accepted requests. Later requests get status 503, and the connection closes."""
     with real_server(models, "--model", MODEL, "--http-port", "0") as server:
         async with connect(server) as http:
 

@@ -1,6 +1,6 @@
-"""Inspect from checkpoint to client: attention is the reference's, and the last state is Encode's rows.
+"""Inspect returns the attention that PyTorch computes, and the last hidden states equal the output of Encode.
 
-The exporter compares every inspection graph with PyTorch; tests/export/test_export_gates.py tests that comparison.
+The exporter compares every inspection graph with PyTorch. tests/export/test_export_gates.py tests that comparison.
 """
 
 from pathlib import Path
@@ -61,11 +61,14 @@ def test_a_server_without_inspect(models: Path) -> None:
 
 
 def test_a_replaced_bundle_is_never_mixed_with_the_running_one(tmp_path: Path) -> None:
-    """The server loads the graph for inspections with the first request; other weights may be on disk by then."""
+    """The server loads the inspection graph at the first Inspect call.
+
+    If the files have changed by then, the call fails.
+    """
     path = export_golden("raw-matrices", tmp_path).path
     with real_server(tmp_path) as server, EncoderClient(server.target) as client:
         before = client.encode([[1, 2, 3]])[0].copy()
-        # By rename, like encserve-export: the server has mapped the old file.
+        # Replace the file by a rename, like encserve-export: the running server has mapped the old file into memory.
         data, backup = path / "model.onnx.data", tmp_path / "backup"
         data.rename(backup)
         data.write_bytes(bytes(backup.stat().st_size))

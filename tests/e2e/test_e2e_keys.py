@@ -1,4 +1,4 @@
-"""No part of a key is in the output of server and client, wherever a caller puts the key."""
+"""No output of the server or the client contains a part of a key, wherever a caller puts the key."""
 
 import base64
 import contextlib
@@ -30,12 +30,12 @@ from encserve_server.callers.keys import digest_of, make_key
 ENCODE = pb.EncodeRequest(inputs=[make_input("w3 w4")]).SerializeToString()
 STREAM = pb.EncodeStreamRequest(request_id="1", request=pb.EncodeRequest.FromString(ENCODE)).SerializeToString()
 INFER = "inference.GRPCInferenceService"
-# So many characters in a row count as part of a key.
+# This many consecutive characters of a key count as a leak.
 PART = 10
 
 
 def headers_of(key: str) -> Iterator[tuple[str, str]]:
-    """Headers that carry keys, valid or not."""
+    """Headers that contain the key, in valid and invalid forms."""
     basic = base64.b64encode(f"user:{key}".encode()).decode()
     for scheme in ("Bearer ", "bearer ", "Basic ", "Token ", "ApiKey ", ""):
         yield "authorization", scheme + key
@@ -55,7 +55,7 @@ def headers_of(key: str) -> Iterator[tuple[str, str]]:
 
 
 def parts_of(key: str) -> list[str]:
-    """All texts that would reveal a key: its parts, its digest, its Basic encoding."""
+    """All strings of PART characters that would reveal a key: from the key, its digest and its Basic encoding."""
     random = key.removeprefix("encserve-")
     basic = base64.b64encode(f"user:{key}".encode()).decode()
     digests = [digest_of(key).hex(), base64.b64encode(digest_of(key)).decode()]
@@ -63,7 +63,7 @@ def parts_of(key: str) -> list[str]:
 
 
 class Outputs:
-    """All outputs, by their source."""
+    """The collected outputs of server and client, by source."""
 
     def __init__(self) -> None:
         self.texts: dict[str, list[str]] = {}
@@ -119,7 +119,7 @@ def call_http(server: RealServer, outputs: Outputs, key: str) -> None:
 
 
 def send_invalid_heads(server: RealServer, key: str) -> None:
-    """Heads that are not HTTP, on every port; a head that is too large; a head without its body."""
+    """Send request heads with a key to every port: invalid HTTP, too large, or without the announced body."""
     heads = [
         f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\napi-key: {key}\x00\r\n\r\n",
         f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\nauthorization Bearer {key}\r\n\r\n",
@@ -136,11 +136,11 @@ def send_invalid_heads(server: RealServer, key: str) -> None:
                 connection.settimeout(0.2)
                 connection.sendall(head.encode())
                 with contextlib.suppress(OSError):
-                    connection.recv(65536)  # an answer may quote a wrong head to its sender
+                    connection.recv(65536)  # not checked, because a reply may quote an invalid head to its sender
 
 
 def call_ours(server: RealServer, outputs: Outputs, key: str, *, is_right: bool) -> None:
-    """Our client and our command."""
+    """Call with `EncoderClient` and with the command `encserve`, and collect their output."""
     with EncoderClient(server.target, token=key, retry=RetryPolicy(max_attempts=1)) as client:
         outputs.add("our client", repr(client), vars(client).keys())
         if is_right:
@@ -180,7 +180,13 @@ def repository(tmp_path: Path) -> Path:
 def server_with_all_logs(
     repository: Path, receiver: OtlpReceiver, keys: str, *flags: str
 ) -> Iterator[tuple[RealServer, Path]]:
-    """A server with all logs on. The server's key is in its environment, the standard output goes to a file."""
+    """Run a server with all logs and traces enabled.
+
+    `keys` is a shell line that sets the server's key in its environment, or is empty.
+
+    Yields:
+        The server, and the file with its standard output.
+    """
     program, output = repository.parent / "encserve-server", repository.parent / "output"
     program.write_text(f'#!/bin/sh\n{keys}\nexec "{COMMAND}" "$@" > "{output}"\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -191,7 +197,10 @@ def server_with_all_logs(
 
 @pytest.mark.parametrize("has_file", [True, False])
 def test_no_output_reveals_a_key(repository: Path, has_file: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """With a callers file, which is later replaced by a file with a key in the wrong place; and with a variable."""
+    """The server's key is in a callers file or in an environment variable.
+
+    The callers file is later replaced twice: by an invalid file that contains a key, and by a valid file.
+    """
     caplog.set_level(logging.DEBUG)
     right, wrong = make_key(), make_key()
     outputs, file = Outputs(), repository.parent / "callers.toml"

@@ -1,4 +1,4 @@
-"""A real server under load: cancelled and expired calls, more calls than the queue holds, and SIGTERM."""
+"""A real server under load: cancelled and expired calls, a full queue, and SIGTERM."""
 
 import asyncio
 import random
@@ -19,7 +19,7 @@ from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as triton
 
 
 class Encode:
-    """Our protocol."""
+    """Requests and replies of our own gRPC protocol."""
 
     method = "/encserve.v1.EncoderService/Encode"
 
@@ -34,7 +34,7 @@ class Encode:
 
 
 class ModelInfer:
-    """The Open Inference Protocol."""
+    """Requests and replies of the Open Inference Protocol."""
 
     method = "/inference.GRPCInferenceService/ModelInfer"
 
@@ -57,7 +57,7 @@ PROTOCOLS = pytest.mark.parametrize("protocol", [Encode, ModelInfer])
 
 
 def sequences(real_ids: list[int], count: int, longest: int = 200) -> list[list[int]]:
-    """Real text in pieces of 5 tokens and more, each from another place."""
+    """Random slices of real token ids, each with 5 to `longest` tokens."""
     rng = random.Random(0)
     return [
         real_ids[start : start + rng.randint(5, longest)] for start in rng.sample(range(len(real_ids) - 200), count)
@@ -68,7 +68,7 @@ def sequences(real_ids: list[int], count: int, longest: int = 200) -> list[list[
 async def test_a_cancelled_and_an_expired_call_leave_62_callers_unharmed(
     server: RealServer, client: EncoderClient, real_ids: list[int], protocol: type[Encode | ModelInfer]
 ) -> None:
-    """The other callers and a later caller get the right rows."""
+    """The other callers get the right hidden states, and a later call succeeds."""
     callers = sequences(real_ids, 64, longest=60)
     want = [client.encode([ids])[0] for ids in callers]
     async with grpc.aio.insecure_channel(server.target) as channel:
@@ -77,7 +77,8 @@ async def test_a_cancelled_and_an_expired_call_leave_62_callers_unharmed(
         for round_number in range(20):
             calls = [rpc(protocol.request(ids), timeout=0.001 if i == 20 else 120) for i, ids in enumerate(callers)]
             answers = [asyncio.ensure_future(call) for call in calls]
-            # Some sequences of this round have run, most have not. If this process was slow, all may have run.
+            # Wait for the first reply. Most calls then still wait, but if this process was slow, all calls may have
+            # ended.
             await asyncio.wait(answers[:20] + answers[21:], return_when=asyncio.FIRST_COMPLETED)
             running = max((i for i, answer in enumerate(answers) if not answer.done() and i != 20), default=None)
             if running is not None:
@@ -103,7 +104,7 @@ async def test_a_cancelled_and_an_expired_call_leave_62_callers_unharmed(
 async def test_ten_times_the_queue_at_once(
     models: Path, real_ids: list[int], protocol: type[Encode | ModelInfer]
 ) -> None:
-    """Every call ends as OK or RESOURCE_EXHAUSTED, memory is bounded, and the server serves on."""
+    """Every call ends with OK or RESOURCE_EXHAUSTED, memory stays bounded, and the server continues to answer."""
     limit_tokens = 4096
     with real_server(models, "--model", MODEL, "--max-queue-tokens", str(limit_tokens)) as server:
         async with grpc.aio.insecure_channel(server.target) as channel:
@@ -134,7 +135,7 @@ async def test_ten_times_the_queue_at_once(
 
 @PROTOCOLS
 async def test_sigterm_under_load(models: Path, real_ids: list[int], protocol: type[Encode | ModelInfer]) -> None:
-    """Calls admitted before the signal are answered; later calls are answered or refused; the exit status is 0."""
+    """Calls admitted before SIGTERM are answered. Later calls are answered or refused, and the exit status is 0."""
     with real_server(models, "--model", MODEL) as server:
         async with grpc.aio.insecure_channel(server.target) as channel:
             rpc: Any = channel.unary_unary(protocol.method)
@@ -158,7 +159,10 @@ async def test_sigterm_under_load(models: Path, real_ids: list[int], protocol: t
 
 
 def test_the_batch_budget_is_measured_once_and_remembered(tmp_path: Path) -> None:
-    """On a machine too busy to measure, the budget is not remembered and the server serves."""
+    """A server measures the budget of tokens per batch and stores it; the next server reads the stored budget.
+
+    If the machine is too busy for the measurement, nothing is stored, and the server still serves.
+    """
     directory = export_golden("split-qkv", tmp_path).path
     with real_server(tmp_path, "--tune-batches") as server, EncoderClient(server.target) as client:
         budget = server.metric("encserve_batch_limit_tokens")

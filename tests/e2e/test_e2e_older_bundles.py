@@ -1,4 +1,4 @@
-"""Bundles of older exporters keep their ids and their vectors."""
+"""Bundles from an older exporter keep their embedding-space ids, fingerprints and vectors."""
 
 import json
 import zipfile
@@ -13,12 +13,14 @@ from real_server import real_server
 from encserve_client import EncoderClient, SpaceError
 from encserve_client.options import TrainedKind
 
-# Bundles of 337f60e of the models in tests/support/space_models.py, with the ids and vectors of that time.
+# BUNDLES were exported at commit 337f60e from the models of tests/support/space_models.py. EXPECTED has the ids and
+# vectors of these bundles at that commit.
 BUNDLES = DATA / "bundles-337f60e.zip"
 EXPECTED: dict[str, dict[str, Any]] = json.loads((DATA / "bundles-337f60e.json").read_text())
 TEXTS = ["The cat sat on the warm mat", "query : w1 café", "W1"]
 KINDS: tuple[TrainedKind, ...] = ("model", "multi_vector", "sparse")
-# Relative to a vector's length. CPUs round float16 differently.
+# The largest error, relative to a vector's norm. The model m3 has a larger limit, because CPUs round float16
+# differently.
 TOLERANCE = {"m3": 2e-3}
 
 
@@ -38,7 +40,7 @@ def client(target: str) -> Iterator[EncoderClient]:
 
 
 def vectors(client: EncoderClient, model: str, kind: TrainedKind) -> list[list[float]]:
-    """The numbers for each text, first as queries, then as documents."""
+    """The vectors of TEXTS as lists of numbers: first as queries, then as documents."""
     outputs = [
         it for encode in (client.encode_query, client.encode_document) for it in encode(TEXTS, model=model, kind=kind)
     ]

@@ -1,4 +1,4 @@
-"""An ONNX file by another author gives the same rows through export and server as in ONNX Runtime."""
+"""ONNX files of other authors give the same hidden states on the server as in ONNX Runtime."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,11 +20,11 @@ from encserve_export.onnx_graph.interface import Names
 from encserve_export.source.tokenizer import read_tokenizer
 from encserve_proto.bundle.v1 import manifest_pb2
 
-# The tolerance on the same runtime, and on another one.
+# The largest error by engine. The expected values come from ONNX Runtime, so OpenVINO has a larger tolerance.
 SAME = {"onnxruntime": 1e-6, "openvino": 5e-5}
 LENGTHS = (1, 24, 3, 9, 24, 2, 17)
 CONFIG = EncoderConfig(vocab_size=50, d_model=16, n_heads=2, d_ff=32, n_layers=2, max_sequence_tokens=24)
-# The names of ids, mask, token types and rows in each file.
+# For each file, the names of three inputs (ids, mask, token types) and of the output (hidden states).
 FILES = {
     "by-hand": ("input_ids", "attention_mask", "", "rows"),
     "with-types": ("input_ids", "attention_mask", "token_type_ids", "rows"),
@@ -35,7 +35,7 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The files as their authors made them."""
+    """The original ONNX files by name, before export."""
     folder = tmp_path_factory.mktemp("given")
     return {
         "by-hand": save(build(), folder / "by-hand.onnx"),
@@ -47,10 +47,10 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def onnx_models(given: dict[str, Path], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository of the files, and of the real model exported again from the bundle's ONNX file."""
+    """A model repository with the exported files, and with all-MiniLM-L6-v2 exported from its bundle's ONNX file."""
     repository = tmp_path_factory.mktemp("onnx-models")
     with pytest.MonkeyPatch.context() as patch:
-        # So that the weights of a small file stay in a second file.
+        # With this limit, even the weights of a small model go into a second file.
         patch.setattr(external, "MAX_FILE_BYTES", 1000)
         for name, path in given.items():
             ids, mask, types, _ = FILES[name]
@@ -69,7 +69,7 @@ def onnx_models(given: dict[str, Path], models: Path, tmp_path_factory: pytest.T
 
 @pytest.fixture(scope="module", params=SAME)
 def engine(request: pytest.FixtureRequest) -> str:
-    """The engine that serves the files."""
+    """The name of the engine that serves the models."""
     return str(request.param)
 
 
@@ -86,7 +86,7 @@ def onnx_client(onnx_server: RealServer) -> Iterator[EncoderClient]:
 
 
 def in_onnx_runtime(path: Path, names: tuple[str, str, str, str], sequence: Any) -> Any:
-    """The rows of one sequence, alone, in the original file."""
+    """Run one sequence alone in the original file with ONNX Runtime; return its hidden states (seq_len, d_model)."""
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     ids, mask, types, rows = names
     feeds = {ids: sequence[None], mask: np.ones((1, len(sequence)), np.int64)}
@@ -105,7 +105,7 @@ def test_mixed_lengths_in_one_batch(onnx_client: EncoderClient, given: dict[str,
 
 
 def test_the_real_model_from_its_own_onnx(onnx_client: EncoderClient, client: EncoderClient, engine: str) -> None:
-    """The same texts, with the named tokenizer and pooling, as from the checkpoint."""
+    """The model from the ONNX file, with tokenizer and pooling, gives the same results as from the checkpoint."""
     texts = ["I understand this", "", "a " * 240, "Grüße aus Köln"]
     for got, want in zip(onnx_client.encode(texts, model=MODEL), client.encode(texts), strict=True):
         assert worst_relative_error(got, want) <= SAME[engine]
@@ -113,6 +113,6 @@ def test_the_real_model_from_its_own_onnx(onnx_client: EncoderClient, client: En
 
 
 def test_unknown_sizes_are_zero(onnx_client: EncoderClient) -> None:
-    """Unknown sizes are 0."""
+    """An ONNX file does not name its numbers of layers and heads, so the server reports 0 for both."""
     info = onnx_client.model("torch")
     assert (info.d_model, info.n_layers, info.n_heads, info.precision) == (16, 0, 0, "float32")

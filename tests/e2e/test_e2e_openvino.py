@@ -1,4 +1,4 @@
-"""Real weights on OpenVINO: float32 agrees with ONNX Runtime, bfloat16 within the promised cosine."""
+"""Real weights on OpenVINO, compared with ONNX Runtime: errors in float32, and cosine similarities in bfloat16."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +31,7 @@ def bfloat16_client(bfloat16_server: RealServer) -> Iterator[EncoderClient]:
 
 @pytest.fixture(scope="module")
 def sequences(real_ids: list[int]) -> list[list[int]]:
-    """Real text cut to each length, from three places."""
+    """Token ids of real text: each length of LENGTHS, from three parts of the text."""
     return [real_ids[300 * i + 7 * k :][:length] for i in range(3) for k, length in enumerate(LENGTHS)]
 
 

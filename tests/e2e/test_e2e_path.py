@@ -1,4 +1,4 @@
-"""The whole path in the fast tier: export a checkpoint, start a server process, ask it by gRPC and HTTP."""
+"""The whole path in the fast tier: export a checkpoint, start a server, and call it over gRPC and HTTP."""
 
 import json
 import urllib.request

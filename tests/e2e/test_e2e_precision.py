@@ -1,4 +1,4 @@
-"""Bundles in float16 and int8, and a server in bfloat16: rows, scores and weights stay near those of float32."""
+"""Outputs of float16 and int8 bundles, and of a bfloat16 server, stay close to the outputs in float32."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,10 +13,11 @@ from zoo import Zoo
 from encserve_client import EncoderClient, maxsim
 from encserve_export.core.precision import Precision
 
-# The least cosine similarity of a row with PyTorch's. An export in int8 must stay above the bar of its gate.
+# The least cosine similarity between a token's hidden state and the same hidden state in float32. Below the value for
+# int8, the exporter refuses an export.
 LEAST: dict[Precision, float] = {"float16": 0.9999, "int8": 0.99}
 EACH = pytest.mark.parametrize("precision", LEAST)
-# The least cosine similarity of a row alone and the same row in a batch.
+# The least cosine similarity between a token's hidden states computed alone and in a batch.
 ALONE = 0.999
 LENGTHS = (1, 2, 5, 9, 17, 33, 64, 128, 150, 200, 256)
 QUERIES = ["where do cats sleep", "how long does bread rise", "the fastest train in Japan", "tax on a second flat"]
@@ -29,7 +30,8 @@ DOCUMENTS = [
     "A train from Kyoto to Osaka takes a quarter of an hour; the slow one costs half as much.",
     "Yes.",
 ]
-# The largest difference of a MaxSim score as a share of its query's best; the least cosine similarity of weights.
+# For each precision, two limits. First: the largest difference of a MaxSim score, as a fraction of the query's best
+# score. Second: the least cosine similarity of sparse weights.
 RETRIEVAL = {"float16": (0.01, 0.999), "bfloat16": (0.02, 0.999), "int8": (0.05, 0.98)}
 
 
@@ -93,7 +95,7 @@ def test_the_last_inspected_state_is_the_row_that_encode_gives(
 
 
 def scores(client: EncoderClient, model: str) -> np.ndarray:
-    """MaxSim of each query with each document: (queries, documents)."""
+    """The MaxSim score of each query with each document, (queries, documents)."""
     documents = client.encode_document(DOCUMENTS, model=model)
     return np.array([[maxsim(query, it) for it in documents] for query in client.encode_query(QUERIES, model=model)])
 
@@ -104,7 +106,7 @@ def weights(client: EncoderClient, model: str) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def compare_retrieval(rounded: EncoderClient) -> Callable[[EncoderClient, str, str], None]:
-    """Compares scores and weights of a client's models with those of the models in float32."""
+    """Return a function that compares a client's MaxSim scores and sparse weights with the float32 models."""
     want, want_weights = scores(rounded, "trained-late-float32"), weights(rounded, "trained-splade-float32")
 
     def compare(client: EncoderClient, served_as: str, precision: str) -> None:

@@ -1,4 +1,4 @@
-"""Real models give the same bits with and without shared weights, in every session."""
+"""Models return identical bits with and without shared prepacked weights, for encoding and for inspection."""
 
 import contextlib
 from pathlib import Path

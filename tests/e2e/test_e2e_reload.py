@@ -1,4 +1,4 @@
-"""New versions of a model arrive under load: no call fails, and each reply has the rows of its version."""
+"""New model versions arrive under load: no call fails, and each reply matches the version that it names."""
 
 import asyncio
 import json
@@ -22,14 +22,14 @@ from encserve_client import AsyncEncoderClient, EncoderClient, FingerprintError
 from encserve_export import EncoderConfig, Target, export_init
 
 N_CALLERS, N_SWITCHES, N_MODELS = 32, 20, 3
-# 30 MB of weights, so that the server's memory shows a version that was not freed.
+# The weights take 30 MB, so that the server's memory use shows a version that was not freed.
 CONFIG = EncoderConfig(vocab_size=10_000, d_model=384, n_heads=12, d_ff=1536, n_layers=2, max_sequence_tokens=128)
 INPUTS = [list(range(2, 2 + length)) for length in (1, 7, 30, 100)]
 
 
 @pytest.fixture(scope="module")
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three models of one shape with different weights, in turn as versions 0 to 20."""
+    """A folder with versions 0 to 20 of one model. Three different sets of weights repeat in this order."""
     drafts = tmp_path_factory.mktemp("drafts")
     for number in range(N_MODELS):
         export_once(export_init, CONFIG, number, target=Target(model_repository=drafts, name="m", version=str(number)))
@@ -44,7 +44,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(drafts: Path) -> dict[str, list[Any]]:
-    """The rows of `INPUTS` by version, each run alone in ONNX Runtime."""
+    """The hidden states of `INPUTS` for each version; ONNX Runtime runs each input alone."""
     rows: dict[str, list[Any]] = {}
     for number in range(N_MODELS):
         session = InferenceSession(drafts / "m" / str(number) / "model.onnx", providers=["CPUExecutionProvider"])
@@ -56,7 +56,7 @@ def wanted(drafts: Path) -> dict[str, list[Any]]:
 
 @pytest.fixture
 def repository(drafts: Path, tmp_path: Path) -> Path:
-    """A repository with version 0."""
+    """A model repository with version 0 only."""
     publish(drafts, tmp_path, "0")
     return tmp_path
 
@@ -68,20 +68,20 @@ def server(repository: Path) -> Iterator[RealServer]:
 
 
 def publish(drafts: Path, repository: Path, version: str) -> None:
-    """Publish a version in one step, like the exporter."""
+    """Put a version into the repository by one rename, like the exporter."""
     (repository / "m").mkdir(exist_ok=True)
     shutil.copytree(drafts / "m" / version, repository / "m" / f".{version}", copy_function=os.link)
     (repository / "m" / f".{version}").rename(repository / "m" / version)
 
 
 def served(server: RealServer) -> list[str]:
-    """The loaded versions."""
+    """The versions that the server lists."""
     with EncoderClient(server.target) as client:
         return [model.version for model in client.models()]
 
 
 def only_loaded(server: RealServer, version: str) -> Callable[[], bool]:
-    """Whether this version serves and the version before it has left the metrics, so is unloaded."""
+    """Return a function that checks whether the server has loaded this version and no other version."""
 
     def condition() -> bool:
         return (
@@ -102,7 +102,7 @@ def until(condition: Callable[[], bool]) -> None:
 async def test_twenty_switches_under_load(
     server: RealServer, repository: Path, drafts: Path, wanted: dict[str, list[Any]]
 ) -> None:
-    """No error, right rows, and no version left in memory."""
+    """No call fails, the hidden states are right, and the memory of old versions is freed."""
     answered: Counter[str] = Counter()
     stop = asyncio.Event()
 
@@ -117,7 +117,7 @@ async def test_twenty_switches_under_load(
     async with AsyncEncoderClient(server.target) as client, asyncio.TaskGroup() as callers:
         for number in range(N_CALLERS):
             callers.create_task(call(client, number))
-        while answered["0"] < 10 * N_CALLERS:  # threads and Python's caches have their memory now
+        while answered["0"] < 10 * N_CALLERS:  # until threads and caches have allocated their memory
             await asyncio.sleep(0.01)
         memory = [server.resident_bytes()]
         for version in map(str, range(1, N_SWITCHES + 1)):
@@ -142,7 +142,7 @@ def test_a_damaged_version_is_refused_and_the_old_version_stays(
     path = repository / "m" / "1" / "model.onnx.data"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
-    path.unlink()  # a hard link to a file that other tests use
+    path.unlink()  # the path is a hard link to a file that other tests use
     path.write_bytes(data)
     server.process.send_signal(signal.SIGHUP)
     until(lambda: server.metric("encserve_model_loads_total", outcome="refused") == 1)
@@ -175,7 +175,7 @@ def test_a_client_gets_only_the_expected_fingerprint(server: RealServer, reposit
 
 
 def test_a_stream_never_mixes_versions(server: RealServer, repository: Path, drafts: Path) -> None:
-    """The stream ends with an error. A caller who names a version goes on, and the server keeps two versions."""
+    """If the model is replaced during a stream, the stream ends with an error."""
     with EncoderClient(server.target) as client:
         results = client.encode_stream(iter(INPUTS * 100), max_in_flight=4)
         next(results)

@@ -1,4 +1,4 @@
-"""Two replicas behind a real Envoy, or with the client's round robin: they stop, die and return under load."""
+"""Two replicas stop, die and return under load, behind a real Envoy or with the client's round robin."""
 
 import contextlib
 import signal
@@ -16,12 +16,12 @@ from real_server import RealServer, real_server
 from encserve_client import EncoderClient
 
 TEXTS = [f"{word} {'new ' * (n % 7)}world {'brave ' * n}".strip() for n in range(24) for word in ("hello", "world")]
-# A client notices some time later that a server has ended.
+# A client may notice the end of a server up to this much later.
 NOTICE_SECONDS = 3.0
 
 
 class Replica:
-    """A server that always starts on the same port."""
+    """A server that restarts on the same port."""
 
     def __init__(self, models: Path, stack: contextlib.ExitStack) -> None:
         self._models = models
@@ -30,31 +30,31 @@ class Replica:
         self.server = self.start()
 
     def start(self) -> RealServer:
-        """Return when the server says that it serves."""
+        """Start the server and wait until it serves."""
         flags = ("--grpc-port", str(self._port), "--intra-op-threads", "1")
         self.server = self._stack.enter_context(real_server(self._models, *flags))
         return self.server
 
     @property
     def answered(self) -> float:
-        """The number of Encode calls answered since the start."""
+        """The number of Encode calls answered since the last start."""
         return self.server.metric("grpc_server_handled_total", grpc_method="Encode", grpc_code="OK")
 
     def terminate(self) -> float:
-        """Send SIGTERM; return the time at which the server has ended, after all accepted calls were answered."""
+        """Send SIGTERM and wait for the end of the process; return the time of the end."""
         self.server.terminate()
         assert self.server.wait() == 0
         return time.monotonic()
 
     def kill(self) -> float:
-        """Send SIGKILL; return the time at which the server has ended."""
+        """Send SIGKILL and wait for the end of the process; return the time of the end."""
         self.server.process.kill()
         self.server.wait()
         return time.monotonic()
 
 
 class Replicas:
-    """Two replicas, and the addresses that reach both."""
+    """Two replicas, their addresses, and the expected hidden states of TEXTS."""
 
     def __init__(self, models: Path, stack: contextlib.ExitStack) -> None:
         self.one, self.other = Replica(models, stack), Replica(models, stack)
@@ -71,7 +71,7 @@ def replicas(small_models: Path) -> Iterator[Replicas]:
 
 @pytest.fixture(params=["envoy", "round robin"])
 def target(request: pytest.FixtureRequest, replicas: Replicas, tmp_path: Path) -> Iterator[str | Sequence[str]]:
-    """The address or addresses that reach both replicas."""
+    """The target for a client: Envoy's address, or the addresses of both replicas."""
     if request.param == "round robin":
         yield replicas.targets
     else:
@@ -81,7 +81,7 @@ def target(request: pytest.FixtureRequest, replicas: Replicas, tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_replicas_stop_die_and_come_back(replicas: Replicas, target: Any, kind: str) -> None:
-    """32 callers and two streams with the client's default settings: no call fails, every answer is right."""
+    """32 callers and two streams use the client's default settings: no call fails, and every reply is right."""
     one, other = replicas.one, replicas.other
     with Callers(kind, target, TEXTS, replicas.want) as callers:
         callers.wait_until(lambda: one.answered > 100 and other.answered > 100, "both answer")
@@ -101,7 +101,7 @@ def test_replicas_stop_die_and_come_back(replicas: Replicas, target: Any, kind: 
         callers.wait_until(lambda: other.answered > 100, "the killed replica gets calls again")
         streamed, calm = callers.n_streamed, time.monotonic()
 
-        # The worst moment to stop a replica: the other one says that it serves.
+        # The worst moment to kill a replica is just after the other replica has reported that it serves.
         one.kill()
         one.start()
         other.kill()
@@ -109,7 +109,7 @@ def test_replicas_stop_die_and_come_back(replicas: Replicas, target: Any, kind: 
         callers.wait_until(lambda: one.answered > 100 and other.answered > 100, "both answer again")
     assert callers.failed == []
     assert callers.n_streamed > streamed > 0
-    # Before that moment, calls were repeated only while a replica stopped or died.
+    # Before `calm`, calls were retried only while a replica stopped or died.
     for call in callers.calls:
         if call.attempts > 1 and call.ended < calm:
             was_stopping = call.began < stopped + NOTICE_SECONDS and call.ended > stopping
@@ -118,13 +118,13 @@ def test_replicas_stop_die_and_come_back(replicas: Replicas, target: Any, kind: 
 
 
 def test_a_replica_that_hangs(replicas: Replicas, target: Any) -> None:
-    """The replica is silent and keeps its connections, like a machine without network. No call is lost."""
+    """A suspended replica is silent but keeps its connections, like a machine without network. No call fails."""
     one, other = replicas.one, replicas.other
     with Callers("async", target, TEXTS, replicas.want, n_callers=8) as callers:
         callers.wait_until(lambda: one.answered > 100 and other.answered > 100, "both answer")
         one.server.process.send_signal(signal.SIGSTOP)
-        hanging = time.monotonic() + 1  # by now each caller has called it
-        # Every caller of the silent replica, streams too, has an answer from the other.
+        hanging = time.monotonic() + 1  # one second later, each caller has called the silent replica
+        # After that time, each caller and each stream gets a reply from the other replica.
         callers.wait_until(lambda: callers.all_answered_since(hanging), "every caller goes on with the other")
         one.server.process.send_signal(signal.SIGCONT)
         before = one.answered

@@ -1,4 +1,4 @@
-"""A single server is killed and started again during a long call; the call ends well."""
+"""A single server is killed and started again during a long call, and the call succeeds."""
 
 import contextlib
 import threading
@@ -28,7 +28,7 @@ def want(small_models: Path) -> Any:
 
 @contextlib.contextmanager
 def killed_in_the_middle(models: Path) -> Iterator[str]:
-    """The address of a server that is killed after some texts, and started again two seconds later."""
+    """Yield the address of a server that is killed after some texts and starts again two seconds later."""
     flags = ("--grpc-port", str(free_port()), "--intra-op-threads", "1")
     servers: list[RealServer] = []
     with contextlib.ExitStack() as stack:

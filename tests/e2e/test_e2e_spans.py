@@ -1,4 +1,4 @@
-"""Ranges of a text on a real server: pooled from the rows of one run, and what Tokenize returns."""
+"""A real server pools ranges of a text from the hidden states of one run, and Tokenize agrees with Encode."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +36,10 @@ def tensor_of(tensor: pb.RaggedTensor) -> Any:
 
 
 def test_a_thousand_ranges_are_pooled_from_the_rows_of_one_run(stub: Any) -> None:
-    """Overlapping, empty, white space, whole: each is within 1e-6 of the same pooling of the rows."""
+    """Ranges may overlap, be empty, contain only white space or be the whole text.
+
+    Each result is within 1e-6 of NumPy's pooling of the hidden states.
+    """
     rng = np.random.default_rng(3)
     bounds = np.sort(rng.integers(0, len(TEXT) + 1, (1000, 2)), axis=1)
     bounds[0], bounds[1], bounds[2] = (0, len(TEXT)), (5, 6), (7, 7)
@@ -48,7 +51,7 @@ def test_a_thousand_ranges_are_pooled_from_the_rows_of_one_run(stub: Any) -> Non
         assert isinstance(response, pb.EncodeResponse)
         return response
 
-    with ThreadPoolExecutor(4) as pool:  # together with other calls
+    with ThreadPoolExecutor(4) as pool:  # so that calls run together in batches
         responses = list(pool.map(ask, np.split(bounds, [1, 500])))
         responses.append(ask(bounds))
     for response, ranges in zip(responses, [*np.split(bounds, [1, 500]), bounds], strict=True):
@@ -66,7 +69,11 @@ def test_a_thousand_ranges_are_pooled_from_the_rows_of_one_run(stub: Any) -> Non
 
 
 def test_tokenize_gives_the_tokens_of_encode(stub: Any) -> None:
-    """Tokenize returns the whole text in characters and in bytes, though the text is too long for the model."""
+    """With truncation, Tokenize returns the tokens of Encode.
+
+    Without truncation, Tokenize returns all tokens of a text that is too long for the model. The offsets count
+    characters or bytes.
+    """
     texts = [TEXT, "", TEXT * 3]
     options = pb.EncodeOptions(truncation=pb.TRUNCATION_END, include_token_strings=True)
     request = pb.EncodeRequest(model=MODEL, inputs=[pb.Input(text=it) for it in texts], options=options)

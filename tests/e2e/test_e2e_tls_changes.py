@@ -1,4 +1,4 @@
-"""A hundred changes of a server's certificate under load."""
+"""A server's certificate changes a hundred times under load, and no call fails."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from tiny_heads import words
 from encserve_client import AsyncEncoderClient, RetryPolicy, Tls
 
 CHANGES, CALLERS = 100, 32
-# The command with a shorter poll than one second.
+# The server's command, but it looks for new certificates every 0.02 s instead of every second.
 PROGRAM = f"""#!{sys.executable}
 from encserve_server.__main__ import main
 from encserve_server.system import certificates
@@ -39,7 +39,7 @@ def program(tmp_path: Path) -> Path:
 
 
 async def test_no_call_fails(tmp_path: Path, program: Path) -> None:
-    """Half of the callers connect for every call, half keep a connection; no call is repeated."""
+    """Half of the callers open a connection for every call, and half keep a connection. The clients do not retry."""
     made = make_certificates(tmp_path)
     pairs = [made.authority.issue(f"server-{i}") for i in range(4)]
     mount = Mount(tmp_path / "mount")
@@ -52,7 +52,7 @@ async def test_no_call_fails(tmp_path: Path, program: Path) -> None:
         load = Load(server, made)
 
         async def shown() -> bytes:
-            # A machine that stalls for 10 s ends handshakes; the callers decide whether a call failed.
+            # If the machine stalls for 10 s, this handshake may fail. Only a failed call of `Load` fails the test.
             with contextlib.suppress(OSError):
                 return await asyncio.to_thread(served, server.http_port or 0, load.context)
             return b""
@@ -74,7 +74,7 @@ async def test_no_call_fails(tmp_path: Path, program: Path) -> None:
 
 
 class Load:
-    """Callers, and the number of calls of each kind."""
+    """Callers over HTTP and gRPC, with new or kept connections, and their numbers of calls."""
 
     def __init__(self, server: RealServer, made: Certificates) -> None:
         self.calls = dict.fromkeys(("HTTP, new", "HTTP, kept", "gRPC, new", "gRPC, kept"), 0)
@@ -86,7 +86,7 @@ class Load:
         self._numbers = itertools.count()
 
     async def run(self, change: Coroutine[Any, Any, None]) -> None:
-        """Call until `change` has returned. The first failed call raises."""
+        """Make calls until `change` has returned. The first failed call raises its exception."""
         async with asyncio.TaskGroup() as group:
             for kind in self.calls:
                 for _ in range(CALLERS // len(self.calls)):
@@ -115,7 +115,7 @@ class Load:
 
     @contextlib.asynccontextmanager
     async def _grpc(self) -> AsyncIterator[Callable[[], Awaitable[Any]]]:
-        # gRPC would share a connection among channels with the same arguments.
+        # Give each channel another argument, because gRPC channels with the same arguments share a connection.
         own = {"number": next(self._numbers)}
         once = RetryPolicy(max_attempts=1)
         async with AsyncEncoderClient(self._server.target, tls=self.tls, retry=once, channel_arguments=own) as client:

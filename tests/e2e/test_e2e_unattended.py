@@ -1,4 +1,8 @@
-"""Rows of tokens that no token attends to equal transformers' rows, alone and in a batch of mixed lengths."""
+"""Hidden states of unattended tokens equal those of transformers, alone and in a batch of mixed lengths.
+
+Other tokens do not attend to an unattended token, but the model still computes a hidden state for this token. The
+expansion tokens of a ColBERT query are an example.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -15,15 +19,15 @@ from encserve_server.engine.base import Engine
 from encserve_server.engine.opening import open_engine
 from encserve_server.repository.bundle import read_bundle
 
-# The window is wide enough to reach from a short query to its expansion tokens. Beyond the window a token attends to
-# nothing, and transformers' row for the token depends on the padding.
+# The attention window covers a short query and its expansion tokens. If a token's window contains no attended token,
+# the token has nothing to attend to. Its hidden state in transformers then depends on the padding.
 WINDOW = {"local_attention": 64}
 SOME = [
     dataclasses.replace(it, settings=it.settings | WINDOW) if "local_attention" in it.settings else it
     for it in ARCHITECTURES
     if it.name in ("BERT", "RoBERTa", "DistilBERT", "ModernBERT")
 ]
-# (sequence length, number of attended tokens); 0 attended tokens means all.
+# (sequence length, number of attended tokens); 0 means that all tokens are attended.
 LENGTHS = ((5, 0), (32, 4), (32, 31), (40, 0), (32, 32), (9, 1))
 
 

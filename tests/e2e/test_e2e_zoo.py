@@ -1,6 +1,7 @@
-"""One server with each model of the zoo and each architecture gives the vectors of the authors' libraries.
+"""One server with all tiny test models returns the same vectors as the models' own libraries.
 
-The exporter's tests check the same vectors through an Embedder. These tests go through server, gRPC, HTTP and client.
+`zoo` and `architectures` in tests/support list the models. The exporter's tests check the same vectors without a
+server. These tests use a server over gRPC and HTTP, and the client.
 """
 
 import json
@@ -30,13 +31,13 @@ from encserve_export import Target, export_hf
 
 Array = npt.NDArray[Any]
 LENGTHS = (1, 60, 3, 9, 60, 2, 17)
-# One model per kind is enough: after the engine, both engines share all code.
+# One model per kind is enough, because ONNX Runtime and OpenVINO share all code outside the engine.
 ON_OPENVINO = ["all-of-it", "gemma", "modernbert", "sum-log1p", "ModernBERT", "GTE"]
 
 
 @pytest.fixture(scope="module")
 def models(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model repository with all zoo models and all architectures."""
+    """A model repository with the models of `zoo` and of `architectures`."""
     repository, directories = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("directories")
     for name in (*MODELS, "bge-m3"):
         zoo.export(name, repository)
@@ -129,7 +130,8 @@ def test_http_has_the_same_bits(server: RealServer, client: EncoderClient, name:
             body = {"inputs": row.texts, "model": name, "input_type": way.task}
             got = [_dense(it, client.model(name).vocab_size) for it in _post(server, "/embed_sparse", body)]
         elif row.kind == "dense":
-            body = {"inputs": row.texts, "model": name, "normalize": False}  # the model has no prompts
+            # There is no prompt field, because the model has no prompts.
+            body = {"inputs": row.texts, "model": name, "normalize": False}
             got = [np.array([it], np.float32) for it in _post(server, "/embed", body)]
         else:
             body = {"input": row.texts, "model": name, "task": "token_embed", "input_type": way.task}
@@ -156,7 +158,8 @@ def _dense(weights: list[dict[str, Any]], width: int) -> Array:
 
 async def test_the_async_client_gives_the_same_vectors_and_warns_of_cut_texts(zoo: Zoo, server: RealServer) -> None:
     name, texts = "fixed-unattended", TEXTS
-    cut = [i for i, text in enumerate(texts) if len(text.split()) > 80 - 4]  # the prompt, [CLS] and [SEP] take four
+    # The limit is 80 tokens; the prompt, [CLS] and [SEP] are four of them.
+    cut = [i for i, text in enumerate(texts) if len(text.split()) > 80 - 4]
     async with AsyncEncoderClient(server.target) as client:
         with pytest.warns(TruncationWarning, match=f"inputs {', '.join(map(str, cut))}$"):
             documents = await client.encode_document(texts, model=name)
@@ -176,7 +179,7 @@ async def test_the_async_client_gives_the_same_vectors_and_warns_of_cut_texts(zo
 def test_dimensions_are_cut_at_the_same_step_as_in_the_library(
     zoo: Zoo, client: EncoderClient, name: str, l2_normalize: bool
 ) -> None:
-    """The server cuts after the model's normalization and before the request's l2_normalize."""
+    """The server cuts a vector after the model's normalization and before the l2_normalize of the request."""
     want = zoo.library(name).encode(list(TEXTS), truncate_dim=5, normalize_embeddings=l2_normalize)
     output = Output("model", l2_normalize=l2_normalize, dimensions=5)
     result = client.run(TEXTS, outputs=[output], model=name, truncate=True).outputs[0]
@@ -244,7 +247,7 @@ def test_pool_factor_pools_token_vectors_as_the_library_does(zoo: Zoo, client: E
 def test_maxsim_scores_and_html_report_equal_the_library(
     zoo: Zoo, server: RealServer, client: EncoderClient, name: str, tmp_path: Path
 ) -> None:
-    """One model is scored by MaxSim, the other by the mean of MaxSim."""
+    """The score of one model is MaxSim; the score of the other is the mean of MaxSim over the query's vectors."""
     library = zoo.library(name)
     queries, documents = [text_of(1 + i, seed=i) for i in range(5)], [text_of(2 * i, seed=99 + i) for i in range(20)]
     want = library.similarity(library.encode_query(queries), library.encode_document(documents)).numpy()
@@ -279,9 +282,12 @@ def test_one_bge_m3_call_gives_the_three_outputs_of_flag_embedding(
 
 
 def _by_the_authors_code(directory: Path) -> Iterator[tuple[Array, Array, Array]]:
-    """A text's (1, d_model) vector, (1, vocab) weights and (tokens, width) vectors, as in FlagEmbedding's modeling.py.
+    """Compute the outputs of BGE-M3 for each text like FlagEmbedding's modeling.py.
 
     A token id gets the largest weight of its occurrences; special tokens have no weight.
+
+    Yields:
+        The dense vector (1, d_model), the sparse weights (1, vocab) and the token vectors (tokens, width).
     """
     from transformers import AutoModel, AutoTokenizer
 

@@ -1,4 +1,7 @@
-"""Cohere's SDK in the environment of gateways.txt: both generations, sync and async."""
+"""Calls the server with Cohere's SDK: sync clients of API v1 and v2, and the async client of v2.
+
+The program runs in the virtual environment of gateways.txt.
+"""
 
 import asyncio
 import base64
@@ -45,7 +48,7 @@ with cohere.ClientV2(**api) as client:
         except ApiError as error:
             facts[name] = error.status_code
 with cohere.Client(**api) as first:
-    many = first.embed(texts=texts * 50, **options)  # the SDK sends requests of 96 texts
+    many = first.embed(texts=texts * 50, **options)  # the SDK splits this into requests of 96 texts
     vectors["v1"] = np.array(many.embeddings)
     vectors["v1_int8"] = np.array(first.embed(texts=texts, embedding_types=["int8"], **options).embeddings.int8)
 asyncio.run(use_async_client())

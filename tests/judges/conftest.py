@@ -1,4 +1,4 @@
-"""A server with all-MiniLM-L6-v2, and the environments of other projects' clients."""
+"""Fixtures: a server with all-MiniLM-L6-v2, and virtual environments with other projects' clients."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -31,5 +31,8 @@ def client(minilm: RealServer) -> Iterator[EncoderClient]:
 
 @pytest.fixture(scope="session", params=["pinned", pytest.param("newest", marks=pytest.mark.weekly)])
 def bin_of(request: pytest.FixtureRequest) -> Callable[[str], Path]:
-    """Gives the bin folder of an environment by name: pinned versions, and each week the newest."""
+    """A function that returns the bin folder of an environment by name.
+
+    The environment contains pinned versions. The weekly tests also use the newest versions.
+    """
     return functools.partial(python_environment, versions=request.param)

@@ -1,6 +1,7 @@
-"""The arguments and results of the programs beside this file, each run as `PROGRAM ADDRESS MODEL REQUESTS RESULTS`.
+"""The arguments and results of the programs in this folder that import this module.
 
-REQUESTS is JSON with `texts`, `ids` and `mask`. Vectors go into RESULTS, an .npz; other facts go to stdout as JSON.
+Each program runs as `PROGRAM ADDRESS MODEL REQUESTS RESULTS`. REQUESTS is a JSON file with `texts`, `ids` and `mask`.
+The program writes vectors into the .npz file RESULTS, and other facts as JSON to stdout.
 """
 
 import json

@@ -1,6 +1,7 @@
-"""KServe's clients, gRPC and REST, in the environment of gateways.txt. ADDRESS is `GRPC_TARGET,HTTP_URL`.
+"""Calls the server with KServe's gRPC and REST clients.
 
-The environment has no tritonclient: the gRPC stubs of the two packages clash (kserve#3099).
+The program runs in the virtual environment of gateways.txt. The argument ADDRESS is `GRPC_TARGET,HTTP_URL`. The
+environment does not contain tritonclient, because the gRPC stubs of the two packages clash (kserve#3099).
 """
 
 import asyncio
@@ -48,7 +49,7 @@ async def use_grpc() -> None:
             await client.is_server_ready(),
             await client.is_model_ready(model),
         ]
-        vectors["grpc"] = embedding(await client.infer(request(text_tensor())))  # by default with `binary_data_size`
+        vectors["grpc"] = embedding(await client.infer(request(text_tensor())))  # the default: with `binary_data_size`
         as_list = InferInput(name="text", shape=[len(texts)], datatype="BYTES", data=texts)
         vectors["grpc_list"] = embedding(await client.infer(request(as_list)))
         outputs = [RequestedOutput("embedding", {"binary_data": True})]
@@ -62,7 +63,7 @@ async def use_grpc() -> None:
 
 
 async def use_rest() -> None:
-    """Tensors as bytes, the default, and as JSON."""
+    """Send tensors as bytes, which is the client's default, and as JSON."""
     async with InferenceRESTClient(RESTConfig(protocol="v2")) as client:
         facts["rest_ready"] = [
             await client.is_server_live(url),

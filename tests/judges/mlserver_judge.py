@@ -1,6 +1,8 @@
-"""MLServer's codecs and types, in the environment of clients.txt. ADDRESS is `GRPC_TARGET,HTTP_URL`.
+"""Calls the server with MLServer's codecs and types.
 
-MLServer has no client class: its users encode a request with a codec and send it with `requests` or its gRPC stubs.
+MLServer has no client class. Its users encode a request with a codec, and send the request with `requests` or
+MLServer's gRPC stubs. The program runs in the virtual environment of clients.txt. The argument ADDRESS is
+`GRPC_TARGET,HTTP_URL`.
 """
 
 from typing import Any
@@ -37,7 +39,7 @@ def infer(request: Any, **options: Any) -> Any:
 
 
 def use_rest() -> None:
-    """Unset fields are sent as nulls, the default of model_dump, and left out."""
+    """Send unset fields once as nulls, which is the default of model_dump, and once leave out unset fields."""
     MetadataServerResponse.model_validate_json(http.get(f"{url}/v2", timeout=60).content)
     about = MetadataModelResponse.model_validate_json(http.get(f"{url}/v2/models/{model}", timeout=60).content)
     facts["inputs"] = [tensor.name for tensor in about.inputs or []]

@@ -1,7 +1,8 @@
-"""The lines of docs/http.md for MTEB, on a task without a download: `PROGRAM REQUESTS BLOCK...`, with mteb.txt.
+"""Runs the MTEB code of docs/http.md on a small task that needs no download.
 
-REQUESTS is JSON with `pairs`, each two texts and their similarity. A block finds the task as `tasks` and sets
-`results`. Prints the score of each block.
+The program runs as `PROGRAM REQUESTS BLOCK...` in the virtual environment of mteb.txt. REQUESTS is a JSON file with
+`pairs`; each pair is two texts and their similarity. Each BLOCK is a file with a code block of the page. The code finds
+the task in `tasks` and sets `results`. The program prints the score of each block.
 """
 
 import json
@@ -18,7 +19,7 @@ pairs = json.loads(requests_file.read_text(encoding="utf-8"))["pairs"]
 
 
 class Pairs(AbsTaskSTS):  # type: ignore[misc] # its types are in its own environment
-    """Spearman's correlation of cosines and given similarities."""
+    """A task whose score is Spearman's correlation of the vectors' cosines and the given similarities."""
 
     metadata = TaskMetadata(
         name="Pairs",
@@ -32,7 +33,7 @@ class Pairs(AbsTaskSTS):  # type: ignore[misc] # its types are in its own enviro
     min_score, max_score = 0, 5
 
     def load_data(self, *args: Any, **options: Any) -> None:
-        """Build the data set."""
+        """Build the data set from the pairs."""
         del args, options
         first, second, score = map(list, zip(*pairs, strict=True))
         self.dataset = DatasetDict(test=Dataset.from_dict({"sentence1": first, "sentence2": second, "score": score}))

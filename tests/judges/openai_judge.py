@@ -1,4 +1,7 @@
-"""openai's client in the environment of clients.txt, and LangChain with its default settings."""
+"""Calls the server with OpenAI's client, and with LangChain's default settings.
+
+The program runs in the virtual environment of clients.txt.
+"""
 
 import asyncio
 from typing import Any
@@ -25,7 +28,7 @@ async def use_async_client() -> None:
 
 with openai.OpenAI(**api) as client:
     facts["models"] = [item.id for item in client.models.list()]
-    reply = client.embeddings.create(model=model, input=texts)  # base64, the client's default
+    reply = client.embeddings.create(model=model, input=texts)  # the client requests base64 by default
     facts["usage"] = reply.usage.prompt_tokens
     vectors["base64"] = rows(reply)
     vectors["float"] = rows(client.embeddings.create(model=model, input=texts, encoding_format="float"))
@@ -34,7 +37,7 @@ with openai.OpenAI(**api) as client:
     except openai.NotFoundError as error:
         facts["unknown_model"] = str(error)
 asyncio.run(use_async_client())
-try:  # by default LangChain sends ids of OpenAI's vocabulary
+try:  # by default LangChain sends token ids of OpenAI's vocabulary
     OpenAIEmbeddings(model=model, **api).embed_documents(texts)
 except openai.APIStatusError as error:
     facts["langchain_default"] = [error.status_code, str(error)]

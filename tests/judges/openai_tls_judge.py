@@ -1,6 +1,7 @@
-"""openai's client over TLS, run as `PROGRAM URL CA [CERT KEY]` in the environment of clients.txt.
+"""Calls the server over TLS with OpenAI's client.
 
-Prints the length of a vector, or the error. OPENAI_API_KEY is the key for the server.
+The program runs as `PROGRAM URL CA [CERT KEY]` in the virtual environment of clients.txt. It prints the length of a
+vector, or the error. The environment variable OPENAI_API_KEY is the key for the server.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Other projects' clients against a server: each gets the same vectors as our client, to the bit."""
+"""Clients of other projects get the same vectors from a server as our client, bit for bit."""
 
 import json
 import re
@@ -35,20 +35,20 @@ IDS = [[101, 1045, 3305, 2023, 102], [101, 1998, 2008, 102]]
 
 @pytest.fixture(scope="module")
 def vectors(client: EncoderClient) -> Array:
-    """(texts, width) float32, not normalized."""
+    """The vectors of TEXTS from our client: (texts, width), float32, not normalized."""
     return client.embed(TEXTS)
 
 
 @pytest.fixture(scope="module")
 def unit_vectors(client: EncoderClient) -> Array:
-    """(texts, width) float32, normalized."""
+    """The vectors of TEXTS from our client: (texts, width), float32, normalized."""
     return client.embed(TEXTS, l2_normalize=True)
 
 
 def judge(
     bin_folder: Path, name: str, address: str, folder: Path, **variables: str
 ) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Run a program of tests/judges. Return its vectors and its facts."""
+    """Run a program of tests/judges; return its vectors by name and its other results."""
     longest = max(map(len, IDS))
     requests = {
         "texts": TEXTS,
@@ -68,7 +68,7 @@ def assert_same_bits(got: Array, want: Array) -> None:
 
 
 def check_triton(got: dict[str, Array], facts: dict[str, Any], client: EncoderClient, vectors: Array) -> None:
-    """Results that the gRPC and the HTTP clients share."""
+    """Check the results that Triton's gRPC and HTTP clients have in common."""
     for name in ("sync", "async_infer", "aio"):
         assert_same_bits(got[name], vectors)
     np.testing.assert_array_equal(got["half"], vectors.astype(np.float16))
@@ -131,12 +131,12 @@ def test_perf_analyzer(minilm: RealServer, tmp_path: Path, protocol: str, stream
     report = run([analyzer, *flags], environment=environment)
     assert "Failed" not in report
     counts = {name: int(count) for name, count in re.findall(r"(Request|Inference|request) count: (\d+)", report)}
-    assert counts["request"] >= counts["Request"] >= 150  # three windows of 50
+    assert counts["request"] >= counts["Request"] >= 150  # three windows of 50 requests
     assert "queue" in report
 
 
 def test_openai(minilm: RealServer, unit_vectors: Array, bin_of: BinOf, tmp_path: Path) -> None:
-    """LangChain's default needs a vocabulary of OpenAI; LiteLLM's wheel has it, so that tiktoken downloads nothing."""
+    """LangChain's default needs OpenAI's vocabulary. tiktoken reads it from LiteLLM's package instead of a download."""
     (litellm,) = python_environment("gateways").parent.glob("lib/python*/site-packages/litellm")
     vocabularies = f"{litellm / 'litellm_core_utils/tokenizers'}"
     got, facts = judge(bin_of("clients"), "openai_judge.py", minilm.url, tmp_path, TIKTOKEN_CACHE_DIR=vocabularies)
@@ -150,9 +150,10 @@ def test_openai(minilm: RealServer, unit_vectors: Array, bin_of: BinOf, tmp_path
 
 
 def test_openais_own_tests(minilm: RealServer) -> None:
-    """openai's tests of embeddings and models.
+    """Run OpenAI's own tests of embeddings and models against the server.
 
-    Left out: deletion of models, and strict validation, which rejects the base64 that the client itself asks for.
+    Deletion of models and strict validation are left out. Strict validation rejects base64, though the client
+    itself requests base64.
     """
     sources = source_folder("openai")
     files = [f"tests/api_resources/test_{name}.py" for name in ("embeddings", "models")]
@@ -189,7 +190,7 @@ def test_cohere(minilm: RealServer, unit_vectors: Array, bin_of: BinOf, tmp_path
         assert_same_bits(got[name], unit_vectors)
     assert_same_bits(got["v1"], np.tile(unit_vectors, (50, 1)))
     signed = np.clip(np.rint(unit_vectors * 127 * np.sqrt(unit_vectors.shape[1]) / 4), -128, 127)
-    assert np.abs(got["int8"] - signed).max() <= 1  # rounding of a value halfway between two integers
+    assert np.abs(got["int8"] - signed).max() <= 1  # a value halfway between two integers may be rounded either way
     np.testing.assert_array_equal(got["uint8"], got["int8"] + 128)
     np.testing.assert_array_equal(got["v1_int8"], got["int8"])
     np.testing.assert_array_equal(got["ubinary"], np.packbits(unit_vectors > 0, axis=1))
@@ -201,7 +202,7 @@ def test_cohere(minilm: RealServer, unit_vectors: Array, bin_of: BinOf, tmp_path
 
 
 def vectors_of_lines(output: str) -> Array:
-    """The vectors that the examples in other languages print, one line for each text."""
+    """Parse the output of an example in another language: one line with a vector for each text."""
     lines = [json.loads(line) for line in output.splitlines()]
     assert [line["text"] for line in lines] == TEXTS
     return np.array([line["vector"] for line in lines])

@@ -1,4 +1,4 @@
-"""The table of docs/http.md: requests from the tests of vLLM and infinity that get another reply here.
+"""Requests from the tests of vLLM and infinity that our server answers differently, as docs/http.md lists.
 
 Replies that agree with vLLM and infinity are tested in tests/server/test_server_http*.py.
 """
@@ -10,13 +10,14 @@ import pytest
 from judging import ROOT
 from real_server import RealServer
 
-LONGEST = 256  # of all-MiniLM-L6-v2
+LONGEST = 256  # the token limit of all-MiniLM-L6-v2
 TEXT = "An encoder turns a sentence into a list of numbers"
 LONG_TEXT = " ".join(["river"] * 2000)
 MESSAGES = [{"role": "user", "content": "Which trains stop in Coimbra?"}]
 VECTOR_ROUTES = ("/v1/embeddings", "/pooling")
 Case = tuple[str, dict[str, Any], int, str]
-# First column of the table: route and body of each request, status and a part of the reply.
+# For each first cell of the page's table: the route and the body of requests, the expected status and a part of the
+# reply.
 DIFFERENCES: dict[str, list[Case]] = {
     "`prompt` of `/tokenize`": [("/tokenize", {"prompt": TEXT}, 422, "inputs: ")],
     "`messages`": [(path, {"messages": MESSAGES}, 400, "input: ") for path in VECTOR_ROUTES],

@@ -1,4 +1,4 @@
-"""The lines of docs/security.md and docs/callers.md, run unchanged, one block after another."""
+"""Runs the code blocks of docs/security.md and docs/callers.md in order, with other ports."""
 
 import contextlib
 import os
@@ -21,14 +21,14 @@ MODEL = "all-MiniLM-L6-v2"
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
-    """The language and the lines of each block of a page, in order."""
+    """The language and the text of each code block of a page, in order."""
     text = (ROOT / "docs" / page).read_text()
     return re.findall(r"^```(sh|python|toml)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 @contextlib.contextmanager
 def started(lines: str, folder: Path, variables: dict[str, str]) -> Iterator[RealServer]:
-    """The server of a block of the page, on free ports."""
+    """Run the server command of a code block, on free ports and with a tiny model."""
     program, *flags = shlex.split(lines.replace("\\\n", " "))
     given = dict(zip(flags[::2], flags[1::2], strict=True))
     assert (program, given.pop("--model-repository"), given.pop("--http-port")) == ("encserve-server", "models", "8080")
@@ -55,7 +55,7 @@ def test_every_line(tmp_path: Path, page: str, expected: int) -> None:
         for language, lines in blocks(page):
             if language == "toml":
                 (tmp_path / "callers.toml").write_text(lines.replace(MODEL, "tiny"))
-                exported.clear()  # a server has one key or callers, not both
+                exported.clear()  # a server has either one key or a callers file
                 continue
             if lines.startswith("encserve-server"):
                 stack.close()

@@ -1,4 +1,4 @@
-"""Clients in other languages and tools against TLS, client certificates and keys.
+"""Clients in other languages, and tools such as curl, with TLS, client certificates and keys.
 
 Python's ssl is tested in tests/server/test_server_tls.py, and our client in tests/client/test_client_tls.py.
 """
@@ -22,25 +22,26 @@ from tiny_heads import words
 pytestmark = pytest.mark.timeout(900)  # the first run installs the clients
 
 VERSIONS = pytest.mark.parametrize("version", ["1.2", "1.3"])
-# The server loads this certificate before it expires; the tests run after.
+# The lifetime of a certificate. A server loads the certificate before it expires, and the tests run afterwards.
 SHORT_SECONDS = 20.0
-# Exit statuses of curl if the server ends the connection, or (60) sends an alert about an expired certificate.
+# Exit statuses of curl if the server ends the connection. 60 means an alert about an expired certificate.
 CURL_REFUSED = (35, 52, 55, 56, 60)
-# A part of the error of openssl and of Python, by the fault of the server's certificate.
+# For each fault of a server's certificate: a part of the error message of openssl and Python.
 FAULTS = {"expired": "certificate has expired", "other_name": "hostname mismatch", "stranger": "local issuer"}
 KEY, WRONG_KEY = "encserve-the-right-key", "encserve-a-wrong-key"
 
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """Servers by certificate.
+    """The running servers and their certificates.
 
     Attributes:
         made: All certificates.
-        right: Asks callers for certificates.
-        keyed: Asks callers for a key.
-        faulty: With a faulty certificate each, by the names of FAULTS; they ask callers for nothing.
-        plain: Without TLS.
+        right: A server that requires client certificates.
+        keyed: A server that requires a key.
+        faulty: Servers with a faulty certificate, by the keys of FAULTS. These servers require nothing from
+        callers.
+        plain: A server without TLS.
     """
 
     made: Certificates
@@ -76,7 +77,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 
 def execute(*command: Any, text: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program that may fail."""
+    """Run a program that may fail, with additional environment variables."""
     return subprocess.run(
         list(map(str, command)),
         input=text,
@@ -90,7 +91,7 @@ def execute(*command: Any, text: str = "", **environment: str) -> subprocess.Com
 
 
 def test_our_command(servers: Servers) -> None:
-    """It takes certificates and a key from flags and variables, and shows no key in an error."""
+    """The command takes certificates from flags and a key from an environment variable. Its errors show no key."""
     made, command = servers.made, Path(sys.executable).parent / "encserve"
 
     def embed(server: RealServer, *flags: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -109,7 +110,7 @@ def test_our_command(servers: Servers) -> None:
 
 
 def s_client(made: Certificates, port: int | None, version: str, pair: Pair | None, *more: str) -> tuple[int, str]:
-    """The exit status and output of openssl s_client, which asks for /health."""
+    """Request /health with openssl s_client; return the exit status and the output."""
     done = execute(
         *(program("openssl", "openssl"), "s_client", "-connect", f"127.0.0.1:{port}", "-servername", "localhost"),
         *("-CAfile", made.ca, "-verify_return_error", "-verify_hostname", "localhost", "-ign_eof"),
@@ -142,7 +143,7 @@ def test_openssl(servers: Servers, version: str) -> None:
 
 
 def curl(made: Certificates, url: str, pair: Pair | None, version: str, *more: str) -> tuple[int, str]:
-    """The exit status of curl, and the HTTP status."""
+    """Send a request with curl; return curl's exit status and the HTTP status code."""
     done = execute(
         *(program("curl", "curl"), "--silent", "--show-error", "--noproxy", "*", "--cacert", made.ca),
         *(f"--tlsv{version}", "--tls-max", version, "--output", os.devnull, "--write-out", "%{http_code}"),
@@ -173,7 +174,7 @@ def test_curl(servers: Servers, version: str) -> None:
 
 @VERSIONS
 def test_curl_and_the_metrics_page(servers: Servers, version: str) -> None:
-    """If callers need certificates, /metrics needs one and /healthz does not."""
+    """If the server requires client certificates, /metrics requires one, and /healthz does not."""
     made = servers.made
     for path, pair, want in (
         ("/metrics", made.client, (0, "200")),
@@ -211,7 +212,7 @@ def test_openai(servers: Servers) -> None:
 
 @pytest.mark.parametrize("language", ["javascript", "go"])
 def test_examples(servers: Servers, tmp_path: Path, language: str) -> None:
-    """grpc-js and grpc-go: with and without a certificate, with a right and a wrong key."""
+    """The examples use grpc-js and grpc-go, with and without a certificate, with the right and a wrong key."""
     made = servers.made
     if language == "go":
         command: list[Any] = [go_example(tmp_path)]

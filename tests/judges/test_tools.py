@@ -1,6 +1,6 @@
-"""The lines of docs/http.md and docs/open-inference.md for other tools, run unchanged: they get our client's vectors.
+"""Runs the code of docs/http.md and docs/open-inference.md for other tools: they get our client's vectors.
 
-The model is a small BERT with a real tokenizer, so that 1,000 documents of 2,000 characters are quick.
+The model is a small BERT with a real tokenizer, so that 1,000 documents of 2,000 characters take little time.
 """
 
 import json
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(900)  # the first run installs the tools
 
 Array = npt.NDArray[Any]
 PAGE = ROOT / "docs/http.md"
-# The environment of the lines below each heading.
+# The virtual environment for the code below each heading of the page.
 ENVIRONMENTS = {
     "openai": "clients",
     "LangChain": "clients",
@@ -50,10 +50,10 @@ PAIRS = [
     ("a red apple", "a green bus", 1.0),
     ("two men talk", "people are talking", 3.0),
 ]
-# Tools whose lines send all texts in one request, which holds at most 256.
+# The code for these tools sends all texts in one request. A request has at most 256 texts.
 OPEN_INFERENCE = ("KServe", "MLServer", "tritonclient")
 QUIET = {
-    "HF_HUB_OFFLINE": "0",  # 1 would keep Hugging Face's client from loopback
+    "HF_HUB_OFFLINE": "0",  # 1 would stop Hugging Face's client from calling the server
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "ANONYMIZED_TELEMETRY": "False",
     "HAYSTACK_TELEMETRY_ENABLED": "False",
@@ -69,7 +69,7 @@ const { texts } = JSON.parse(readFileSync(process.argv[2], "utf8"));
 
 
 def blocks_by_tool() -> dict[str, list[tuple[str, str]]]:
-    """The language and lines of each block of the section Tools, by tool."""
+    """The language and text of each code block in the page's section Tools, by tool."""
     (section,) = re.findall(r"^## Tools\n(.*?)^## ", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     parts = re.split(r"^### (.+)\n", section, flags=re.MULTILINE)[1:]
     block = re.compile(r"^```(python|js)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -95,7 +95,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
 
 @pytest.fixture(scope="module")
 def requests(tmp_path_factory: pytest.TempPathFactory, server: RealServer) -> dict[bool, tuple[Path, Array]]:
-    """Files of 256 texts (False) and of 1,004 texts (True), and the vectors of our client."""
+    """A file of texts and our client's vectors of these texts: 256 texts for False, 1,004 for True."""
     words, rng = (minilm_directory() / "vocab.txt").read_text().split()[2000:12000], random.Random(0)
     documents = [" ".join(rng.choices(words, k=500))[:2000] for _ in range(1000)]
     made, every = {}, [*TEXTS, *documents]
@@ -108,7 +108,7 @@ def requests(tmp_path_factory: pytest.TempPathFactory, server: RealServer) -> di
 
 
 def with_ports(lines: str, server: RealServer) -> str:
-    """The lines with the server's ports."""
+    """Replace the ports in a code block by the server's ports."""
     for documented, port in ((8080, server.http_port), (50051, server.grpc_port)):
         lines = re.sub(rf"\b(?:127\.0\.0\.1|localhost):{documented}\b", f"127.0.0.1:{port}", lines)
     return lines
@@ -145,7 +145,10 @@ def test_python(
 
 
 def test_open_inference(server: RealServer, requests: dict[bool, tuple[Path, Array]], tmp_path: Path) -> None:
-    """The page's two blocks, each with its own texts; their clients conflict in one process."""
+    """The page's two code blocks run in two environments, because their clients conflict.
+
+    Each block has its own texts.
+    """
     page = (ROOT / "docs/open-inference.md").read_text()
     file, want = requests[False]
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
@@ -166,7 +169,7 @@ def test_langchain_for_javascript(server: RealServer, requests: dict[bool, tuple
 
 
 def test_mteb(server: RealServer, tmp_path: Path) -> None:
-    """The scores are those of our client's vectors."""
+    """MTEB's scores equal the scores of our client's vectors."""
     (tmp_path / "requests.json").write_text(json.dumps({"pairs": PAIRS}))
     blocks = [tmp_path / f"{i}.py" for i in range(len(blocks_by_tool()["MTEB"]))]
     for path, (_, lines) in zip(blocks, blocks_by_tool()["MTEB"], strict=True):

@@ -1,6 +1,7 @@
-"""Runs lines of a docs page: `PROGRAM REQUESTS BLOCK...`, each block on its own.
+"""Runs code blocks of a docs page as `PROGRAM REQUESTS BLOCK...`, each with its own variables.
 
-REQUESTS is JSON with `texts`, a variable of the blocks. The `vectors` or `similarities` of a block go into BLOCK.npy.
+REQUESTS is a JSON file with `texts`, which becomes a variable of the code. Each BLOCK is a file with code that sets
+`vectors` or `similarities`. The program saves them beside the file with the suffix .npy.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""Triton's gRPC clients, in the environment of clients.txt. ADDRESS is the gRPC target."""
+"""Calls the server with Triton's gRPC clients, sync and async.
+
+The program runs in the virtual environment of clients.txt. The argument ADDRESS is the gRPC target.
+"""
 
 import asyncio
 import functools
@@ -41,7 +44,7 @@ def use_client(client: Any) -> None:
     half = client.infer(model, inputs, outputs=outputs, parameters={"datatype": "FP16"})
     vectors["half"] = half.as_numpy("embedding")
     tokens = [tensor(triton, "input_ids", ids, "INT64"), tensor(triton, "attention_mask", mask, "INT64")]
-    rows = client.infer(model, tokens)  # all outputs
+    rows = client.infer(model, tokens)  # the default: all outputs
     for name in ("last_hidden_state", "lengths"):
         vectors[name] = rows.as_numpy(name)
     vectors["embedding_of_ids"] = rows.as_numpy("embedding")
@@ -56,7 +59,7 @@ def use_client(client: Any) -> None:
 
 
 def use_stream(client: Any) -> None:
-    """Replies of a stream may come in any order."""
+    """Send all texts in one stream. The replies may come in any order."""
     queued: queue.Queue[Any] = queue.Queue()
     client.start_stream(lambda result, error: queued.put(error or result))
     for i, text in enumerate(texts):

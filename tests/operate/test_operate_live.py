@@ -1,4 +1,4 @@
-"""Every expression of the dashboards and rules, evaluated by Prometheus while it scrapes a server under load."""
+"""Every expression of the dashboards and rules has data while Prometheus scrapes a server under load."""
 
 import asyncio
 import math
@@ -22,18 +22,19 @@ from tiny_bundle import write_bundle
 from encserve_proto.v1 import encoder_pb2 as pb
 
 SERVICE = "/encserve.v1.EncoderService/"
-# Time for a few scrapes and two evaluations of rules that read other rules.
+# Long enough for a few scrapes, and for two evaluations of the rules, because some rules read other rules.
 WAIT_SECONDS = 40
-# Grafana's variables; a rate needs a window of several scrapes.
+# Values for Grafana's variables. A rate needs a window of several scrapes, so the interval is 5 s.
 VARIABLES = {"$__rate_interval": "5s", "$model": ".+", "$instance": ".+"}
-WITHOUT_DATA = "encserve_gpu_memory"  # this machine has no GPU
-# Series that exist only while their alert fires, and a series with the same labels.
+WITHOUT_DATA = "encserve_gpu_memory"  # this series does not exist without a GPU
+# The key is a series that exists only while its alert fires. The value is a series with the same labels that always
+# exists.
 SUBSTITUTES = {
     f'encserve_model_info{{requested_device="{device}", device!="cuda"}}': 'encserve_model_info{device!=""}'
     for device in ("cuda", "auto")
-} | {"encserve_tls_certificate_expiry_timestamp_seconds": "encserve_tls_files_refused"}  # needs TLS
+} | {"encserve_tls_certificate_expiry_timestamp_seconds": "encserve_tls_files_refused"}  # exists only with TLS
 FROM_PROMETHEUS = {"up", "ALERTS", "scrape_duration_seconds"}
-LOAD = [  # series that prove that the load has calls of each kind
+LOAD = [  # series that are above 0 only if the load has calls of each kind
     *(
         ("grpc_server_handled_total", {"grpc_method": method, "grpc_code": code})
         for method, codes in {
@@ -61,7 +62,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Load:
-    """Calls of all kinds from a second thread until the context ends: valid, invalid, too many, cancelled, late."""
+    """Makes calls from a second thread until the end of the block.
+
+    Some calls are valid, and others are invalid, too many for the queue, cancelled or too slow for their deadline.
+    """
 
     def __init__(self, target: str, url: str) -> None:
         self._target = target
@@ -83,11 +87,11 @@ class Load:
             while not self._over.is_set():
                 texts = pb.EncodeRequest(model="bert", inputs=[pb.Input(text="hello brave new world")] * 3)
                 invalid = pb.EncodeRequest(model="bert", inputs=[ids(1000)])
-                large = pb.EncodeRequest(model="bert", inputs=[ids(*range(1, 61))] * 30)  # 8 fill the queue
+                large = pb.EncodeRequest(model="bert", inputs=[ids(*range(1, 61))] * 30)  # 8 of these exceed the queue
                 bulk = pb.EncodeRequest(model="bert", inputs=large.inputs, priority=pb.PRIORITY_BULK)
                 requests = [texts, invalid, *[bulk] * 3, *map(tiny, range(20)), *[large] * 8]
                 stream: Any = channel.stream_stream(f"{SERVICE}EncodeStream")
-                cancelled, late = stream(), stream(timeout=0.1)  # neither sends a message
+                cancelled, late = stream(), stream(timeout=0.1)  # neither stream sends a message
                 others = [self._stream(stream), self._inspect(channel), late.read()]
                 others += [
                     http.post("/embed_all", json={"model": name, "inputs": "hello"}) for name in ("bert", "unknown")
@@ -126,7 +130,7 @@ def server(models: Path) -> Iterator[RealServer]:
 
 @pytest.fixture(scope="module")
 def prometheus(server: RealServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """Scrapes the server, which is under load of all kinds."""
+    """A Prometheus that scrapes the server while `Load` makes calls of all kinds."""
     committed, folder = ROOT / "deploy/prometheus/prometheus.yml", tmp_path_factory.mktemp("prometheus")
     target = f"127.0.0.1:{server.metrics_port}"
     with Load(server.target, server.url), running_prometheus(committed, folder, target, interval="500ms") as prometheus:
@@ -138,7 +142,7 @@ def prometheus(server: RealServer, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def without_data(prometheus: Prometheus, expressions: Iterable[tuple[str, str]]) -> list[str]:
-    """The expressions that still give no value, or NaN, after WAIT_SECONDS, with their places."""
+    """The expressions without a value, or with NaN only, for WAIT_SECONDS; each line starts with its place."""
     left = {where: expr for where, expr in expressions if WITHOUT_DATA not in expr}
     ends = time.monotonic() + WAIT_SECONDS
     while left and time.monotonic() < ends:
@@ -148,7 +152,7 @@ def without_data(prometheus: Prometheus, expressions: Iterable[tuple[str, str]])
 
 
 def with_variables(expr: str) -> str:
-    """An expression as Grafana sends it."""
+    """Replace Grafana's variables in an expression by values."""
     for variable, value in VARIABLES.items():
         expr = expr.replace(variable, value)
     assert "$" not in expr
@@ -162,7 +166,10 @@ def test_every_panel_has_data(prometheus: Prometheus) -> None:
 
 
 def test_every_rule_has_data(prometheus: Prometheus) -> None:
-    """Recording rules record, and alerts find each series that they read. promtool tests that alerts fire."""
+    """Recording rules have values, and every series that an alert reads exists.
+
+    Other tests check with promtool that alerts fire.
+    """
     recorded = [(name, name) for name in RECORDED]
     read = [
         (f"{alert['alert']} reads {selector}", SUBSTITUTES.get(selector, selector))
@@ -176,7 +183,7 @@ def test_every_rule_has_data(prometheus: Prometheus) -> None:
 
 
 def test_templates_of_alerts_have_values(prometheus: Prometheus) -> None:
-    """The load exceeds each objective, so alerts are pending soon."""
+    """Check the texts of pending alerts. The load violates the objectives, so alerts are soon pending."""
     ends = time.monotonic() + WAIT_SECONDS
     while not (alerts := prometheus.get("alerts")["alerts"]):
         assert time.monotonic() < ends, "no alert is pending"
@@ -189,8 +196,8 @@ def test_templates_of_alerts_have_values(prometheus: Prometheus) -> None:
 
 
 def test_every_metric_name_exists(server: RealServer, prometheus: Prometheus) -> None:
-    """Also behind `or`, where a wrong name would not show. Every recorded series is read."""
-    del prometheus  # waits for the load
+    """A wrong metric name after `or` would not show in the other tests. Every recorded series is also used."""
+    del prometheus  # the fixture has waited for the load
     with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics") as page:
         families = list(text_string_to_metric_families(page.read().decode()))
     exported = {sample.name for family in families for sample in family.samples}

@@ -1,4 +1,4 @@
-"""Prometheus' rules and alerts: their runbooks, their objectives, and their tests of deploy/prometheus/tests."""
+"""Prometheus' rules and alerts: runbooks, objectives, and the promtool tests in deploy/prometheus/tests."""
 
 import re
 from pathlib import Path
@@ -83,7 +83,7 @@ def test_rules_and_dashboards_have_the_same_objectives() -> None:
 
 
 def test_each_refusal_counts_for_the_server_or_the_caller() -> None:
-    """A new reason must be in the rule of failed calls or in the alert about refused callers."""
+    """Each reason of a refusal is either in the rule of failed calls or in the alert about refused callers."""
     (failed,) = [rule["expr"] for rule in RULES if rule.get("record") == "instance:encserve_calls_failed:total"]
     (refused,) = [alert["expr"] for alert in ALERTS if alert["alert"] == "EncserveCallersRefused"]
     of_server = set(re.findall(r'reason=~"([A-Z_|]+)"', failed)[0].split("|"))

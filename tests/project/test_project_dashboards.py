@@ -12,14 +12,14 @@ BOARDS = pytest.mark.parametrize("name", DASHBOARDS)
 
 @BOARDS
 def test_json_is_sorted_and_indented(name: str) -> None:
-    """A change in Grafana then shows as a small difference in git."""
+    """In this format, a change made in Grafana is a small diff in git."""
     text = (ROOT / f"deploy/grafana/dashboards/{name}.json").read_text()
     formatted = json.dumps(DASHBOARDS[name], indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     assert text == formatted, "see docs/operations.md for the command that formats a dashboard"
 
 
 def test_uids_and_titles() -> None:
-    """Links and bookmarks contain the uid."""
+    """The uids must not change, because links and bookmarks contain them."""
     titles = {name: (board["uid"], board["title"]) for name, board in DASHBOARDS.items()}
     assert titles == {
         "service": ("encserve-service", "Service"),
@@ -31,7 +31,7 @@ def test_uids_and_titles() -> None:
 
 @BOARDS
 def test_panels_do_not_overlap(name: str) -> None:
-    """They lie within the 24 columns of the grid, and ids are unique."""
+    """The panels lie within the 24 columns of the grid, and their ids are unique."""
     flat = [item for panel in DASHBOARDS[name]["panels"] for item in (panel, *panel.get("panels", ()))]
     ids = [panel["id"] for panel in flat]
     assert len(ids) == len(set(ids))
@@ -71,7 +71,7 @@ def test_variables_are_used(name: str) -> None:
 
 
 def test_queries_follow_the_time_range_and_the_instance() -> None:
-    """A fixed window is only in panels about that window: budgets, burn rates, and loads."""
+    """Only panels about error budgets, burn rates and model loads have a fixed time window."""
     fixed = {"budget left": "30d", "burn": "1h", "Loads": "10m"}
     for where, expr in queries():
         windows = set(re.findall(r"\[([^\]]+)\]", expr)) - {"$__rate_interval"}
@@ -81,7 +81,7 @@ def test_queries_follow_the_time_range_and_the_instance() -> None:
 
 
 def test_metrics_are_documented() -> None:
-    """The code generates docs/metrics.md."""
+    """Dashboards use only documented metrics. docs/metrics.md is generated from the code."""
     documented = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs/metrics.md").read_text(), flags=re.M))
     known = {*documented, *RECORDED, "up", "ALERTS", "scrape_duration_seconds"}
     for where, expr in queries():

@@ -1,4 +1,4 @@
-"""The files of deploy/ agree with the server and each other, and the schemas of KServe and KubeRay accept them."""
+"""The files of deploy/ agree with the server and with each other, and match the schemas of their platforms."""
 
 import copy
 import dataclasses
@@ -26,8 +26,8 @@ from encserve_server.telemetry.metrics import Metrics
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Settings)}
-CLOSE_SECONDS = 5.0  # the server's bound for closing a model
-POD_GRACE_SECONDS = 30  # the default of Kubernetes
+CLOSE_SECONDS = 5.0  # the server closes a model within this time
+POD_GRACE_SECONDS = 30  # Kubernetes' default
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
@@ -47,7 +47,7 @@ def container_of(resource: Any) -> Any:
 
 
 def settings_of(container: Any) -> dict[str, str]:
-    """The server's settings in the arguments of a container, by field of Settings."""
+    """The server settings that the arguments of a container set, by field of Settings."""
     return {
         flag.removeprefix("--").replace("-", "_"): value
         for flag, value in (argument.split("=", 1) for argument in container["args"])
@@ -55,7 +55,7 @@ def settings_of(container: Any) -> dict[str, str]:
 
 
 def environment_of(service: Any) -> dict[str, str]:
-    """The server's settings in the environment of a Compose service, by field of Settings."""
+    """The server settings that the environment of a Compose service sets, by field of Settings."""
     return {
         name.removeprefix("ENCSERVE_").lower(): value
         for name, value in service.get("environment", {}).items()
@@ -71,7 +71,7 @@ def mounts(service: Any) -> Iterator[tuple[str, str, bool]]:
 
 
 def patched(resource: Any, patch: str) -> Any:
-    """A resource after an RFC 6902 patch, as kustomize applies it."""
+    """Apply an RFC 6902 patch to a copy of a resource, like kustomize."""
     made = copy.deepcopy(resource)
     for operation in load(patch):
         *parents, last = [part.replace("~1", "/") for part in operation["path"].split("/")[1:]]
@@ -135,7 +135,7 @@ def kubernetes_accepts(folder: Path, *resources: Any) -> None:
 
 
 def test_kubernetes_schema_accepts_patched_and_embedded_resources(tmp_path: Path) -> None:
-    """`make lint` validates the files themselves."""
+    """Validate patched resources and the pods of the RayJob. `make lint` validates the unchanged files."""
     pods = [
         {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "m"}, "template": group["template"]}
         for group in ray_groups()
@@ -173,7 +173,10 @@ def test_ports_and_probes() -> None:
 
 
 def test_probes_wait_for_a_stalled_engine() -> None:
-    """A restart comes later than the server's own stall bound; a pod gets no calls after 15 s of failures."""
+    """Kubernetes restarts a stalled pod only after twice the server's stall limit.
+
+    A failing pod gets no calls after 15 s.
+    """
     seconds = {
         probe: container_of(DEPLOYMENT)[probe]["periodSeconds"] * container_of(DEPLOYMENT)[probe]["failureThreshold"]
         for probe in PROBES
@@ -187,7 +190,7 @@ def test_files_are_mounted(name: str, deployment: Any) -> None:
     container, settings = container_of(deployment), settings_of(container_of(deployment))
     (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == name]
     assert name in [volume["name"] for volume in deployment["spec"]["template"]["spec"]["volumes"]]
-    assert "subPath" not in mount  # such a mount never changes
+    assert "subPath" not in mount  # Kubernetes never updates a mount with subPath
     paths = {
         "models": [f"{settings['model_repository']}/x"],
         "callers": [settings.get("callers", "")],
@@ -197,7 +200,7 @@ def test_files_are_mounted(name: str, deployment: Any) -> None:
 
 
 def test_probes_and_ports_with_tls() -> None:
-    """Probes use the metrics port, the only one without client certificates."""
+    """Probes use /healthz on the metrics port, because the other ports require client certificates."""
     container = container_of(WITH_TLS)
     for probe in PROBES:
         assert container[probe]["httpGet"] == {"scheme": "HTTPS", "port": "metrics", "path": "/healthz"}
@@ -217,7 +220,7 @@ def test_selectors() -> None:
 
 
 def test_the_autoscaler_asks_for_metrics_that_exist() -> None:
-    """The query leaves bulk calls out; docs/operations.md shows the same query for KEDA."""
+    """The autoscaler's query leaves out bulk calls. docs/operations.md shows the same query for KEDA."""
     (rule,) = load("kubernetes/prometheus-adapter.yaml")["rules"]["external"]
     (metric,) = load("kubernetes/autoscaler.yaml")["spec"]["metrics"]
     assert metric["external"]["metric"]["name"] == rule["name"]["as"]
@@ -242,7 +245,7 @@ def test_envoy_has_the_servers_limits() -> None:
 
 
 def closed(schema: Any) -> Any:
-    """A schema that refuses unknown fields, which Kubernetes would drop silently."""
+    """A copy of a schema that refuses unknown fields, because Kubernetes would drop them silently."""
     if isinstance(schema, list):
         return [closed(item) for item in schema]
     if not isinstance(schema, dict):
@@ -261,12 +264,19 @@ def schema_errors(name: str, resource: Any) -> list[str]:
 
 
 def kserve_errors(resource: Any) -> list[str]:
-    """The schema is KServe's servingruntimes CRD at aaac4e294, without descriptions and fields that we do not use."""
+    """Check a resource with KServe's schema; return the errors.
+
+    The schema is the CRD servingruntimes at KServe's commit aaac4e294, without descriptions and without fields that
+    we do not use.
+    """
     return schema_errors("kserve-serving-runtime.json", resource)
 
 
 def kuberay_errors(resource: Any) -> list[str]:
-    """The schema is hand-written from KubeRay 1.7; Kubernetes' schema covers the pod templates."""
+    """Check a resource with a schema of KubeRay 1.7; return the errors.
+
+    The schema is hand-written. Kubernetes' own schema covers the pod templates.
+    """
     return schema_errors("kuberay-rayjob.json", resource)
 
 
@@ -305,9 +315,12 @@ def test_the_lines_for_http_in_the_docs() -> None:
 
 
 def test_the_ray_job() -> None:
-    """Its command is ours, its actors fit the workers, its paths are mounted, and its Ray is the one we test."""
+    """The job's command and flags exist, its actors fit the workers, and its paths are mounted.
+
+    The tests of this project use the same version of Ray.
+    """
     line, _, after = RAY_JOB["spec"]["entrypoint"].partition(" || ")
-    assert after == "test $? -eq 3"  # rejected rows are not a failure
+    assert after == "test $? -eq 3"  # exit status 3: some rows were rejected, which is not a failure
     program, name, *words = shlex.split(line)
     command = cli.get_command(click.Context(cli), name)
     assert program == "encserve"
@@ -375,7 +388,10 @@ def test_servers_start_after_the_export() -> None:
 
 @pytest.mark.parametrize(("profile", "entry"), [("cpu", "server"), ("gpu", "server-gpu"), ("replicas", "envoy")])
 def test_a_profile(profile: str, entry: str) -> None:
-    """One service has port 50051, and Prometheus, under the name that Grafana uses, scrapes every server."""
+    """Only one service publishes port 50051.
+
+    Prometheus has the host name that Grafana uses, and scrapes every server.
+    """
     services = {name: service for name, service in SERVICES.items() if profile in service.get("profiles", [profile])}
     port = "127.0.0.1:${GRPC_PORT:-50051}:50051"
     assert [name for name, service in services.items() if port in service.get("ports", [])] == [entry]

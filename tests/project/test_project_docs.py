@@ -21,10 +21,10 @@ from encserve_server.errors import EmptyInputs, EncserveError, UnknownField
 ROOT = Path(__file__).parent.parent.parent
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES)
-# Flags of docker compose, git, make and the programs of bench/.
+# Flags of other programs that the docs may mention: docker compose, git, make and the programs of bench/.
 OTHERS = " ".join(path.read_text() for path in (*ROOT.glob("bench/**/*.py"), ROOT / "Makefile"))
 OTHER_FLAGS = {"--profile", "--volumes", "--build-arg", "--target", *re.findall(r'"(--[a-z-]+)"', OTHERS)}
-# A line that cites one of these commits may name a removed program: its figures were measured there.
+# A line with one of these phrases may name a program that was removed later: its figures were measured at that commit.
 REMOVED = ("in 4c14468", "at commit de57fdd")
 
 
@@ -35,7 +35,7 @@ def slugs(text: str) -> set[str]:
 
 
 def table_under(page: str, heading: str) -> dict[str, list[str]]:
-    """The rows of the first table under a heading, by first cell, without backticks."""
+    """The rows of the first table under a heading. The first cell is the key, and backticks are removed."""
     section = re.split(rf"^#+ {heading}$", PAGES[page], flags=re.M)[1]
     table = itertools.dropwhile(lambda line: not line.startswith("|"), section.splitlines())
     lines = list(itertools.takewhile(lambda line: line.startswith("|"), table))
@@ -64,7 +64,7 @@ def test_the_readme_links_every_page() -> None:
 
 @EVERY_PAGE
 def test_install_lines_name_the_server_before_the_command(page: str) -> None:
-    """Otherwise pip 23 of Python 3.11 looks for encserve-server in the package index."""
+    """In another order, pip 23 (in Python 3.11) looks for encserve-server in the package index."""
     for line in PAGES[page].replace("\\\n", "").splitlines():
         if "pip install ./" in line and "/cli[local" in line:
             assert 0 <= line.find("./server[") < line.index("/cli[local"), line
@@ -77,13 +77,13 @@ def test_length_of_a_page(page: str, longest: int) -> None:
 
 @functools.cache
 def make_targets() -> set[str]:
-    command = ["make", "-pq", "help"]  # prints the rules, runs nothing
+    command = ["make", "-pq", "help"]  # prints make's rules and runs nothing
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     printed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False).stdout
     return set(re.findall(r"^([a-z-]+):", printed, flags=re.M))
 
 
-@pytest.mark.parametrize("page", sorted(PAGES.keys() - {"CHANGELOG.md"}))  # names removed commands too
+@pytest.mark.parametrize("page", sorted(PAGES.keys() - {"CHANGELOG.md"}))  # the changelog names removed commands
 def test_commands_flags_and_paths_exist(page: str) -> None:
     targets = make_targets()
     known = OTHER_FLAGS.union(*map(flags, (client, exporter, server)))

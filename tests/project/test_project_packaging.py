@@ -1,4 +1,4 @@
-"""The wheels, installed into empty environments: each has its requirements and no more."""
+"""Each wheel, installed into an empty environment, brings its requirements and nothing more."""
 
 import re
 import subprocess
@@ -34,7 +34,7 @@ def run(*command: str | Path) -> str:
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the five wheels."""
+    """Build the five wheels; return their folder."""
     folder = tmp_path_factory.mktemp("dist")
     for part in PARTS:
         run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder, ROOT / part)
@@ -82,7 +82,7 @@ def test_the_client_needs_only_grpc_protobuf_and_numpy(client_bin: Path) -> None
 
 
 def test_they_talk_to_each_other(server_bin: Path, client_bin: Path, command_bin: Path, tmp_path: Path) -> None:
-    """Server, client and command, each from its wheel and not from this checkout."""
+    """Server, client and command run from their wheels, not from this checkout."""
     write_bundle(tmp_path)
     code = "import sys, encserve_client as e; print(e.EncoderClient(sys.argv[1]).encode([[1, 2, 3]])[0].shape)"
     with real_server(tmp_path, program=server_bin / "encserve-server") as server:

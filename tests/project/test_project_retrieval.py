@@ -1,4 +1,4 @@
-"""Runs the code of docs/retrieval.md: each index must rank the texts as `rank` does."""
+"""Runs the code of docs/retrieval.md: each index must rank the texts like the client's function `rank`."""
 
 import functools
 import re
@@ -19,7 +19,7 @@ from encserve_export.cli import main
 pytestmark = pytest.mark.system
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "retrieval.md"
-# Words of each vocabulary. The late-interaction model ignores all tokens of the second text.
+# Each text has words from every model's vocabulary. The late-interaction model ignores all tokens of the second text.
 TEXTS = [f"{text_of(i % 7 + 5, seed=i)} {sparse_text(i + 3)}" for i in range(30)]
 TEXTS[1] = "w1 w2"
 QUESTION = f"{text_of(4, seed=99)} {sparse_text(4)}"
@@ -27,7 +27,7 @@ QUESTION = f"{text_of(4, seed=99)} {sparse_text(4)}"
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """The variables of the page's code after a run against small models; the server still runs."""
+    """Run the page's code against small models; yield its variables while the server still runs."""
     folder = tmp_path_factory.mktemp("search")
     DIRECTORIES["kept-in-documents"](folder / "late")
     write_splade(folder / "splade")
@@ -81,4 +81,4 @@ def test_one_run_has_the_same_outputs_as_three_calls(names: dict[str, Any]) -> N
     for one, its in zip(late.arrays(), encode(kind="multi_vector"), strict=True):
         np.testing.assert_allclose(one, its, atol=1e-5)
     for places, text in zip(late.token_indices(), sequences, strict=True):
-        assert places.tolist() == list(range(1, text.token_count))  # without the first
+        assert places.tolist() == list(range(1, text.token_count))  # all tokens except the first

@@ -1,4 +1,4 @@
-"""Servers with a fake engine, for the tests of this folder."""
+"""Fixtures of servers with a fake engine, for the tests of this folder."""
 
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
@@ -12,14 +12,14 @@ from tiny_heads import SERVE_TINY, Serve, loader, words
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Run tests with a fixture `shared…` in the event loop of that fixture's server."""
+    """Run a test with a fixture named `shared…` in its module's event loop, where the fixture's server runs."""
     if any(name.startswith("shared") for name in getattr(item, "fixturenames", ())):
         item.add_marker(pytest.mark.asyncio(loop_scope="module"), append=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_waits() -> Iterator[None]:
-    """Servers notice a broken engine soon, and do not wait for balancers before they stop."""
+    """Shorten the pauses of the servers: between health checks of the engine, and during a stop."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("encserve_server.app._REFUSING_SECONDS", 0.0)
         patch.setattr("encserve_server.app._FAREWELL_SECONDS", 0.1)
@@ -28,14 +28,14 @@ def _short_waits() -> Iterator[None]:
 
 
 def settings_of(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The settings of the servers of a file."""
+    """Return the `SHARED_SETTINGS` of the test's module; empty if the module has none."""
     settings: dict[str, Any] = getattr(request.module, "SHARED_SETTINGS", {})
     return settings
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FakeServer]:
-    """One server for the tests of a file that do not change it, with the `SHARED_SETTINGS` of the file."""
+    """One server with the module's `SHARED_SETTINGS`, for all tests of the module that do not change the server."""
     server = await start_fake_server(tmp_path_factory.mktemp("shared"), **settings_of(request))
     yield server
     await server.stop()
@@ -43,7 +43,7 @@ async def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture
 async def start_server(tmp_path: Path) -> AsyncIterator[StartServer]:
-    """A function that starts a server with these settings. All servers stop at the end of the test."""
+    """A function that starts a server with the given settings. All servers stop at the end of the test."""
     servers: list[FakeServer] = []
 
     async def start(*args: Any, **settings: Any) -> FakeServer:
@@ -57,13 +57,16 @@ async def start_server(tmp_path: Path) -> AsyncIterator[StartServer]:
 
 @pytest.fixture
 async def server(request: pytest.FixtureRequest, start_server: StartServer) -> FakeServer:
-    """One server for one test, with the `SHARED_SETTINGS` of the file."""
+    """One server for one test, with the `SHARED_SETTINGS` of the test's module."""
     return await start_server(**settings_of(request))
 
 
 @pytest.fixture
 def serve(start_server: StartServer, tmp_path: Path) -> Serve:
-    """A function that serves a tiny bundle: its files, the settings of the server, and parts of its manifest."""
+    """A function that starts a server with a tiny bundle.
+
+    Its arguments are the bundle's files, the server's settings, the engine, and parts of the manifest.
+    """
 
     async def start(
         files: Mapping[str, bytes], settings: Mapping[str, Any] | None = None, engine: Any = "onnxruntime", **parts: Any

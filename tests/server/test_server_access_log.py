@@ -1,4 +1,4 @@
-"""The access log, the log lines about refused calls, the settings at the start, and keys in logs."""
+"""The access log, the log lines about refused calls, the logged settings, and the secrecy of keys."""
 
 import asyncio
 import io
@@ -34,7 +34,7 @@ def callers(tmp_path: Path) -> Path:
 
 
 async def lines_of(server: FakeServer, capsys: pytest.CaptureFixture[str], count: int) -> list[dict[str, Any]]:
-    """The lines of the access log, at least `count`."""
+    """Wait until the access log has at least `count` lines, and return all its lines as parsed JSON."""
     written = ""
 
     def read() -> bool:
@@ -70,7 +70,7 @@ async def test_each_call_is_one_line(
     assert (encoded["caller"], encoded["method"], encoded["model"]) == ("search", f"{SERVICE}/Encode", "tiny@2")
     assert (encoded["inputs"], encoded["tokens"], encoded["status"], encoded["reason"]) == (2, 8, "OK", "")
     assert encoded["seconds"] >= encoded["queue_seconds"] > 0
-    assert encoded["compute_seconds"] == 0.001  # the fake engine's constant
+    assert encoded["compute_seconds"] == 0.001  # the fake engine always reports this time
     assert (refused["caller"], refused["status"], refused["reason"]) == ("", "UNAUTHENTICATED", "UNAUTHENTICATED")
     assert (missing["caller"], missing["model"], missing["status"]) == ("search", "", "NOT_FOUND")
     assert (inspected["method"], inspected["inputs"], inspected["tokens"]) == (f"{SERVICE}/Inspect", 1, 3)
@@ -127,7 +127,7 @@ def test_lines_beyond_the_buffer_are_dropped_and_counted(
 def test_a_closed_log_is_reported_at_intervals(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log reports the number of lost lines: at once, then each minute, and at the end."""
+    """The server logs the number of lost lines at the first loss, then at most once a minute, and at the end."""
     monkeypatch.setattr(call_log, "_FLUSH_SECONDS", 0.001)
     file = io.StringIO()
     file.close()
@@ -186,7 +186,7 @@ async def test_only_failed_calls_are_logged(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The start, and keys
+# Logged settings and secret keys
 
 
 async def test_the_settings_are_logged_at_the_start(
@@ -203,7 +203,7 @@ async def test_the_settings_are_logged_at_the_start(
 async def test_no_key_is_in_a_log_a_metric_a_trace_or_an_error(
     start_server: StartServer, callers: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Right and wrong keys, in each header, on each protocol, in calls that succeed and fail."""
+    """The calls present right and wrong keys in each header, over each protocol. Some calls succeed, and some fail."""
     caplog.set_level(logging.DEBUG)
     seen: list[str] = []
     with otlp_receiver() as receiver:
@@ -224,7 +224,7 @@ async def test_no_key_is_in_a_log_a_metric_a_trace_or_an_error(
         server.app.catalog.resolve = _fail  # type: ignore[method-assign, assignment]
         assert (await refusal(server.call("Encode", ENCODE, metadata=BEARER))).reason == "INTERNAL"
         count = len(headers) * 7 + 1
-        await server.app.stop()  # the stop sends the spans and writes the lines
+        await server.app.stop()  # a stop sends all spans and writes all log lines
         spans = await asyncio.to_thread(receiver.wait_for, lambda spans: len(spans) >= count)
         seen += [f"{it.name} {it.attributes} {it.resource}" for it in spans]
         seen += [json.dumps(it) for it in await lines_of(server, capsys, count)]

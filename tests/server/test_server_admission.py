@@ -1,4 +1,4 @@
-"""Admission to the queue: its limit, when it opens again, and fair chances for long calls."""
+"""Admission of calls to the queue: the limit, reopening after a full queue, and fair chances for long calls."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from encserve_server.scheduling.admission import Admission
 
 LIMIT = 800
 LIMITS = st.integers(1, LIMIT)
-# The tokens of an arriving call, or (negative) the tokens that leave the queue.
+# Each event is a number of tokens: positive for a call that arrives, negative for tokens that leave the queue.
 EVENTS = st.lists(st.integers(1, LIMIT) | st.integers(-LIMIT, -1), max_size=60)
 
 
@@ -41,7 +41,7 @@ def test_a_call_is_refused_only_if_it_does_not_fit_or_the_queue_was_full(events:
 def test_a_refused_call_fits_once_the_excess_has_left(
     limit: int, part: float, filled: float, others: list[int]
 ) -> None:
-    """The retry delay is computed from the excess; other refused calls do not change it."""
+    """The server computes the retry delay from the excess, so other refused calls must not change the excess."""
     admission, queued, tokens = Admission(limit), round(limit * filled), max(round(limit * part), 1)
     excess = admission.excess(tokens, queued)
     if excess:
@@ -69,8 +69,11 @@ def test_bulk_leaves_a_quarter_free_unless_it_is_larger_than_the_rest(tokens: in
 
 
 def admitted(lengths: np.ndarray, limit: int, batch: int) -> np.ndarray:
-    """The mask of admitted calls. Three times as many tokens arrive as leave, a batch at a time."""
-    leaving = lengths.mean() / 3  # in tokens, of each arriving call
+    """Return a boolean mask of the calls that an overloaded queue admits.
+
+    Three times as many tokens arrive as leave. Tokens leave the queue one batch at a time.
+    """
+    leaving = lengths.mean() / 3  # tokens that leave for each call that arrives
     admission, queued, ready = Admission(limit), 0, 0.0
     taken = np.zeros(len(lengths), bool)
     for i, length in enumerate(lengths):
@@ -85,7 +88,7 @@ def admitted(lengths: np.ndarray, limit: int, batch: int) -> np.ndarray:
 
 def test_a_long_text_has_nearly_the_chance_of_a_short_text() -> None:
     rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(3.3, 0.9, 60_000), 4, 256).astype(int)  # roughly the lengths of real texts
+    lengths = np.clip(rng.lognormal(3.3, 0.9, 60_000), 4, 256).astype(int)  # about the lengths of real texts
     taken = admitted(lengths, limit=8192, batch=256)
     settled = np.arange(len(lengths)) > 5000
     short, long = settled & (lengths < 32), settled & (lengths >= 200)
@@ -96,9 +99,10 @@ def test_a_long_text_has_nearly_the_chance_of_a_short_text() -> None:
 
 @pytest.mark.parametrize(("tokens", "chance"), [(1000, 0.85), (11_000, 0.2)])
 def test_a_call_of_many_sequences_is_admitted_too(tokens: int, chance: float) -> None:
-    """Such calls are few among short ones.
+    """One call in 250 is long, with 1,000 or 11,000 tokens.
 
-    11,000 tokens are 256 usual texts. A long call has a fixed share of a short call's chance.
+    11,000 tokens are about 256 usual texts. The server must admit a long call with more than `chance` times the chance
+    of a short call.
     """
     rng = np.random.default_rng(0)
     lengths = rng.integers(4, 90, 120_000)

@@ -1,4 +1,4 @@
-"""Laws of the batching decision and of the queue, for any queue."""
+"""Properties of the batching decision and of the queue, checked with random queues."""
 
 import gc
 import math
@@ -28,7 +28,7 @@ POLICIES = st.builds(
 
 
 class Call(NamedTuple):
-    """A call of one sequence."""
+    """A call with one sequence."""
 
     length: int
     deadline: float = math.inf
@@ -50,7 +50,7 @@ QUEUES = st.lists(
 
 
 def queued(calls: Sequence[Call]) -> tuple[PendingQueue, list[TokenSequence]]:
-    """A queue of these calls, and their sequences in the order of arrival."""
+    """Return a queue with these calls, and their sequences in the order of arrival."""
     queue, sequences = PendingQueue(), []
     for call in calls:
         ticket = ticket_of([call.length], deadline=call.deadline, extra_cost=call.extra_cost)
@@ -66,20 +66,23 @@ def is_live(sequence: TokenSequence) -> bool:
 
 
 def taken_from(queue: PendingQueue, policy: BatchPolicy) -> tuple[list[TokenSequence], Taken]:
-    """The sequences of the next batch; empty if there is none."""
+    """Take the next batch. Return its sequences, empty if there is no batch, and everything that the queue returned."""
     taken = queue.take(policy, NOW)
     return taken.batch.sequences if taken.batch is not None else [], taken
 
 
 @given(QUEUES, POLICIES)
 def test_a_batch_holds_the_oldest_live_sequence_and_keeps_its_limits(calls: list[Call], policy: BatchPolicy) -> None:
-    """A sequence behind k live sequences runs in the (k + 1)-th batch at the latest."""
+    """Each batch contains the oldest live sequence.
+
+    So a sequence behind k live sequences runs in the (k + 1)-th batch at the latest.
+    """
     queue, sequences = queued(calls)
     batch, taken = taken_from(queue, policy)
     assert batch[:1] == [it for it in sequences if is_live(it)][:1]
     if taken.batch is not None:
         assert (taken.batch.closed_by is ClosedBy.QUEUE_EMPTY) == (not len(queue))
-    if len(batch) > 1:  # one sequence alone may exceed the budget
+    if len(batch) > 1:  # a single sequence may exceed the budget
         lengths = [len(it.input) for it in batch]
         padded = max(lengths) * len(lengths)
         assert padded <= policy.max_batch_tokens
@@ -92,7 +95,10 @@ def test_a_batch_holds_the_oldest_live_sequence_and_keeps_its_limits(calls: list
 
 @given(QUEUES, POLICIES)
 def test_every_sequence_is_in_one_place(calls: list[Call], policy: BatchPolicy) -> None:
-    """No sequence is lost or runs twice. Waiting sequences and sequences of one length keep the order of arrival."""
+    """No sequence is lost or runs twice.
+
+    Waiting sequences keep their order of arrival. Sequences of the same length run in their order of arrival.
+    """
     queue, sequences = queued(calls)
     batch, taken = taken_from(queue, policy)
     left = queue.take_all()
@@ -133,7 +139,10 @@ def test_a_queue_frees_the_inputs_of_sequences_that_left(calls: list[Call], poli
 
 
 def test_outputs_that_cost_much_close_a_batch() -> None:
-    """Here a sequence of 10 tokens costs 40, so a batch of 100 tokens has three sequences and not ten."""
+    """The extra costs of the sequences in a batch have the same limit as the tokens.
+
+    Here each sequence has an extra cost of 30. So a batch with a limit of 100 takes three of the five sequences.
+    """
     policy = BatchPolicy(100, 64, 1.0)
     queue, _ = queued([Call(10, extra_cost=30)] * 5)
     batch, taken = taken_from(queue, policy)
@@ -160,7 +169,7 @@ def test_an_impossible_policy_is_refused(arguments: tuple[int, int, float], fiel
         BatchPolicy(*arguments)
 
 
-# The decision
+# The batching decision
 
 
 def exceeded_bound(batch: list[int], policy: BatchPolicy) -> ClosedBy | None:
@@ -173,7 +182,10 @@ def exceeded_bound(batch: list[int], policy: BatchPolicy) -> ClosedBy | None:
 
 
 def reference_plan(lengths: Sequence[int], policy: BatchPolicy) -> Plan:
-    """The plan that the module's docstring describes, for lengths in the order of arrival."""
+    """A simple version of `plan_batch`, written from the rules in the docstring of `batching`.
+
+    The lengths are in the order of arrival.
+    """
     batch, left = [lengths[0]], sorted(lengths[1:])
     while left:
         longest, count = max(batch), len(batch)
@@ -195,7 +207,7 @@ def reference_plan(lengths: Sequence[int], policy: BatchPolicy) -> Plan:
 @given(st.lists(st.one_of(st.integers(1, 12), st.integers(1, 300)), min_size=1, max_size=60), POLICIES)
 @example([10, 200, 11, 9], BatchPolicy(1000, 64, 0.2))
 @example([900, 900], BatchPolicy(512, 64, 1.0))
-@example([38, 38, 40, 30], BatchPolicy(115, 64, 1.0))  # 40 does not fit, 30 does
+@example([38, 38, 40, 30], BatchPolicy(115, 64, 1.0))  # after 38 and 38, a 40 exceeds the budget and a 30 does not
 @example([10] * 4, BatchPolicy(512, 2, 1.0))
 @example([10] * 4, BatchPolicy(30, 64, 1.0))  # a batch may fill its budget exactly
 def test_the_plan_equals_the_reference(lengths: list[int], policy: BatchPolicy) -> None:
@@ -207,7 +219,7 @@ def test_the_plan_equals_the_reference(lengths: list[int], policy: BatchPolicy) 
 
 
 class CountedLookups(Mapping[int, int]):
-    """A mapping that counts its lookups and refuses to be iterated."""
+    """A mapping that counts its lookups. It raises an error if the whole queue is read."""
 
     def __init__(self, items: Mapping[int, int]) -> None:
         self._items = items
@@ -225,7 +237,10 @@ class CountedLookups(Mapping[int, int]):
 
 
 def test_a_decision_costs_no_more_in_a_long_queue() -> None:
-    """The queue holds 65,536 one-token sequences, or as many as fill one batch."""
+    """The queue has 257 or 65,536 sequences of one token.
+
+    Both must need the same number of lookups for a batch of 256 sequences.
+    """
     lookups = []
     for waiting in (257, 65_536):
         counted = CountedLookups({1: waiting})
@@ -242,7 +257,10 @@ class QueuedCall(NamedTuple):
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Calls come, end, expire and run in any order: the queue's figures always match its sequences."""
+    """A random test of the queue: calls arrive, end, expire and run in any order.
+
+    After each step, the queue's counts must match its waiting sequences.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +281,10 @@ class QueueMachine(RuleBasedStateMachine):
         priority=st.sampled_from(Priority),
     )
     def add(self, length: int, count: int, extra_cost: int, seconds: float, caller: Caller, priority: Priority) -> None:
-        """The sequences of one call are equal, so their number says all after the call has ended."""
+        """Add a call whose sequences all have the same length.
+
+        After the call has ended, the queue may drop any of its sequences, so only their number matters.
+        """
         deadline = self.now + seconds
         lengths = [length] * count
         ticket = ticket_of(lengths, deadline=deadline, extra_cost=extra_cost, caller=caller, priority=priority)
@@ -280,7 +301,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        """Ends a call that the event loop has not withdrawn yet."""
+        """End a call, but leave its sequences in the queue."""
         if self.calls:
             data.draw(st.sampled_from(self.calls)).ticket.done.cancel()
 

@@ -1,4 +1,4 @@
-"""Keys, the callers file, permissions and rates, over gRPC and HTTP."""
+"""Keys, the callers file, permissions and rate limits, over gRPC and HTTP."""
 
 # ruff: noqa: ASYNC240 - a small local file does not block the event loop
 
@@ -42,7 +42,7 @@ def hash_of(key: str) -> str:
 
 
 def entry(name: str, *keys: str, **fields: Any) -> str:
-    """A [[caller]] table; the values of the fields are TOML."""
+    """Return a [[caller]] table of a callers file. The values in `fields` must be TOML text."""
     hashes = ", ".join(f'"{hash_of(key)}"' for key in keys)
     lines = ["[[caller]]", f'name = "{name}"', f"key_sha256 = [{hashes}]"]
     return "\n".join([*lines, *(f"{field} = {value}" for field, value in fields.items())]) + "\n"
@@ -59,7 +59,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def serve(start_server: StartServer, file: Path) -> Serve:
-    """Starts a server with HTTP and a callers file of this text."""
+    """A function that starts a server with an HTTP port and a callers file with the given text."""
 
     async def start(text: str = SEARCH, **settings: Any) -> FakeServer:
         file.write_text(text)
@@ -70,7 +70,7 @@ def serve(start_server: StartServer, file: Path) -> Serve:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared_callers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FakeServer]:
-    """One server with the caller `search`, for tests that do not change it."""
+    """One server whose callers file has the caller `search`, for tests that do not change the server."""
     directory = tmp_path_factory.mktemp("callers")
     (directory / "callers.toml").write_text(SEARCH)
     server = await start_fake_server(directory, callers=directory / "callers.toml", http_port=0)
@@ -98,7 +98,7 @@ def by_caller(server: FakeServer, caller: str, outcome: str) -> float:
 
 
 async def change(server: FakeServer, file: Path, text: str, outcome: str = "loaded") -> None:
-    """Writes the callers file and waits until the server has read it."""
+    """Write the callers file, and wait until the server has counted a read of the file with this outcome."""
     before = server.sample("encserve_callers_reads_total", outcome=outcome)
     file.write_text(text)
     await until(lambda: server.sample("encserve_callers_reads_total", outcome=outcome) == before + 1)
@@ -116,10 +116,11 @@ async def change(server: FakeServer, file: Path, text: str, outcome: str = "load
         (("api-key", RIGHT),),
         (("x-api-key", RIGHT),),
         (("authorization", "Basic abc"), ("x-api-key", RIGHT)),
+        # OpenAI's client always sends an Authorization header.
         (
             ("authorization", f"Bearer {WRONG}"),
             ("api-key", RIGHT),
-        ),  # OpenAI's client always sends an Authorization header
+        ),
     ],
 )
 async def test_a_right_key_is_accepted(shared_callers: FakeServer, metadata: Any) -> None:
@@ -144,10 +145,11 @@ async def test_a_right_key_is_accepted(shared_callers: FakeServer, metadata: Any
         (("api-key", hash_of(RIGHT)),),
         (("x-api-key", RIGHT[:-1]),),
         (("api-key", ""),),
+        # The server checks only the first three keys of a call.
         (
             *(("api-key", f"{WRONG}{i}") for i in range(3)),
             ("api-key", RIGHT),
-        ),  # the server hashes few keys
+        ),
     ],
 )
 async def test_a_wrong_key_is_refused_before_the_body_is_parsed(shared_callers: FakeServer, metadata: Any) -> None:
@@ -196,7 +198,7 @@ async def test_a_large_body_without_a_key_is_not_read(shared_callers: FakeServer
 
 @pytest.mark.parametrize("is_together", [True, False])
 async def test_a_refused_caller_keeps_its_connection(shared_callers: FakeServer, is_together: bool) -> None:
-    """A new TLS connection costs three times as much as a refusal."""
+    """The server keeps the connection, because a new TLS connection costs three times as much as a refusal."""
     body = b'{"input": "hello", "model": "tiny"}'
     async with raw(shared_callers) as (reader, writer):
         for key, status in ((WRONG, b"401"), (WRONG, b"401"), (RIGHT, b"200"), (WRONG, b"401"), (RIGHT, b"200")):
@@ -235,7 +237,7 @@ async def test_a_wrong_file_changes_nothing_and_is_counted_once(
 ) -> None:
     server = await serve()
     await change(server, file, entry("search", OTHER) + "[[caller]\n", "refused")
-    await asyncio.sleep(0.05)  # the server checks the file several more times
+    await asyncio.sleep(0.05)  # in this time the server checks the file several times
     file.unlink()
     await until(lambda: server.sample("encserve_callers_reads_total", outcome="refused") == 2)
     await server.encode("hello", metadata=bearer(RIGHT))
@@ -247,7 +249,10 @@ async def test_a_wrong_file_changes_nothing_and_is_counted_once(
 
 @pytest.mark.usefixtures("_poll_fast")
 async def test_a_half_written_file_is_not_loaded(serve: Serve, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of a file can be a valid file with fewer callers. Here the second half comes while the server waits."""
+    """The first half of a file can be a valid file with fewer callers.
+
+    Here the second half is written while the server waits before it reads the file again.
+    """
     server = await serve(BOTH)
     monkeypatch.setattr(registry, "time", SimpleNamespace(sleep=lambda _: file.write_text(BOTH + "# changed")))
     loads = server.sample("encserve_callers_reads_total", outcome="loaded")
@@ -465,7 +470,7 @@ async def test_a_caller_may_use_its_models_only(serve: Serve) -> None:
         missing = await client.post("/v1/embeddings", json={"input": "a", "model": "b"}, headers=dict(bearer(OTHER)))
         assert missing.status_code == 404
         assert "tiny" not in missing.text
-        for key, count in ((RIGHT, 3), (OTHER, 0)):  # tiny, tiny@1, alias
+        for key, count in ((RIGHT, 3), (OTHER, 0)):  # three names: tiny, tiny@1, alias
             assert len((await client.get("/v1/models", headers=dict(bearer(key)))).json()["data"]) == count
         index = await client.post("/v2/repository/index", headers=dict(bearer(OTHER)))
         assert index.json() == []
@@ -476,7 +481,7 @@ async def test_a_caller_may_use_its_models_only(serve: Serve) -> None:
 
 @pytest.mark.parametrize("accept_any_model", [False, True])
 async def test_errors_hide_models_that_a_caller_may_not_use(serve: Serve, accept_any_model: bool) -> None:
-    """Errors show no version, no id and no real name of a model, even if the caller guesses a name."""
+    """Errors show no version, no id and no real name of a forbidden model, even if the caller guesses a name."""
     settings = {"served_model_name": ("alias=tiny", "old=tiny@7"), "accept_any_model_name": accept_any_model}
     server = await serve(entry("other", OTHER, models='["else"]'), model=("tiny@2",), **settings)
     metadata = bearer(OTHER)
@@ -494,7 +499,7 @@ async def test_errors_hide_models_that_a_caller_may_not_use(serve: Serve, accept
         error = await refused(server, data=request.SerializeToString(), metadata=metadata)
         is_unknown = request.model == "nope" and not accept_any_model
         assert error.reason == ("MODEL_NOT_FOUND" if is_unknown else "PERMISSION_DENIED")
-        texts.append(error.text.replace("'tiny'", ""))  # a name that the caller sent
+        texts.append(error.text.replace("'tiny'", ""))  # the caller itself sent this name
     texts.append((await refused(server, "GetModel", metadata=metadata)).text)
     async with connect(server) as client:
         for path in ("/info", "/v1/models/alias", "/v1/models/alias@9", "/v2/models/alias/versions/9/config"):
@@ -515,9 +520,8 @@ async def test_inspect_is_a_permission(serve: Serve) -> None:
 
 async def test_a_caller_over_its_rate_gets_a_delay(serve: Serve) -> None:
     server = await serve(entry("search", RIGHT, tokens_per_second=10) + entry("other", OTHER))
-    await server.encode(
-        *["hello brave new world"] * 5, metadata=bearer(RIGHT)
-    )  # 30 tokens take 2 s above a burst of 1 s
+    # 30 tokens at 10 tokens a second: the burst covers 1 s, and 2 s remain.
+    await server.encode(*["hello brave new world"] * 5, metadata=bearer(RIGHT))
     error = await refused(server, metadata=bearer(RIGHT))
     assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "RATE_LIMITED")
     assert 1000 < int(error.pushback_ms or 0) <= 2000
@@ -539,11 +543,14 @@ async def test_all_parts_of_a_call_count_against_the_rate(serve: Serve) -> None:
             assert (await client.post("/v1/embeddings", json=body)).status_code == 200
         answer = await client.post("/v1/embeddings", json=EMBEDDINGS)
         assert answer.status_code == 429
-        assert 6 <= int(answer.headers["retry-after"]) <= 8  # the burst covers 100 of 900 tokens
+        assert 6 <= int(answer.headers["retry-after"]) <= 8  # 900 tokens minus the burst of 100, at 100 a second
 
 
 async def test_a_call_that_fails_midway_costs_the_parts_that_ran(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The queue is full for the third of three parts: the first part has run, the second part runs."""
+    """The queue refuses the third of three parts after the first part ran and while the second part runs.
+
+    Only the first two parts count against the caller's rate.
+    """
     monkeypatch.setattr(parts, "_ROOM_SECONDS", 0.0)
     refusals = []
 
@@ -571,7 +578,7 @@ async def test_a_call_that_fails_midway_costs_the_parts_that_ran(serve: Serve, m
     assert (answer.status_code, answer.headers["encserve-error-reason"]) == (429, "QUEUE_FULL")
     error = await refused(server, metadata=bearer(RIGHT))
     assert error.reason == "RATE_LIMITED"
-    assert 5000 < int(error.pushback_ms or 0) <= 7000  # 16 tokens minus the burst of 2; 24 tokens would give 11 s
+    assert 5000 < int(error.pushback_ms or 0) <= 7000  # 16 tokens minus the burst of 2; the third part would add 5 s
 
 
 @pytest.mark.parametrize(
@@ -582,7 +589,7 @@ async def test_a_call_that_ends_before_it_runs_costs_nothing(serve: Serve, outco
     stall_seconds = 0.1 if outcome == "ENGINE_UNHEALTHY" else 60
     server = await serve(text, max_queue_tokens=64, stall_seconds=stall_seconds)
     others = [await server.start_held(server.encode([1], metadata=bearer(OTHER)))]
-    texts = ["hello"] * (22 if outcome == "REQUEST_TOO_LARGE" else 10)  # the request has 3 tokens
+    texts = ["hello"] * (22 if outcome == "REQUEST_TOO_LARGE" else 10)  # each text has 3 tokens
     if outcome == "QUEUE_FULL":
         others.append(asyncio.create_task(server.encode([5] * 20, [5] * 20, metadata=bearer(OTHER))))
         await until(lambda: server.queued() == 40)
@@ -602,7 +609,7 @@ async def test_a_call_that_ends_before_it_runs_costs_nothing(serve: Serve, outco
 @pytest.mark.parametrize("method", ["Tokenize", "Inspect", "/tokenize"])
 async def test_tokenize_and_inspect_count_against_the_rate(serve: Serve, method: str) -> None:
     server = await serve(entry("search", RIGHT, tokens_per_second=10))
-    text = " ".join(["hello"] * 28)  # 30 tokens with [CLS] and [SEP]: 2 s above a burst of 1 s
+    text = " ".join(["hello"] * 28)  # 30 tokens with [CLS] and [SEP] take 3 s, 2 s longer than the burst
     if method == "Tokenize":
         await server.call(method, pb.TokenizeRequest(texts=[text]), metadata=bearer(RIGHT))
     elif method == "Inspect":
@@ -630,7 +637,10 @@ async def test_a_refused_inspection_costs_nothing(serve: Serve) -> None:
 
 
 async def test_tokenize_takes_turns_between_callers(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One caller sends five texts. A second caller then sends one text, which is tokenized third."""
+    """One caller sends five texts, then a second caller sends one text.
+
+    The server tokenizes the second caller's text third.
+    """
     server = await serve(BOTH, tokenizer_threads=1)
     lengths: list[int] = []
     go_on = threading.Event()
@@ -650,7 +660,7 @@ async def test_tokenize_takes_turns_between_callers(serve: Serve, monkeypatch: p
         await until(lambda: server.queued("text_bytes") == waiting)  # noqa: B023
     go_on.set()
     await asyncio.gather(*tasks)
-    assert lengths.index(594) == 2  # one text is in the thread, another in the pool's queue
+    assert lengths.index(594) == 2  # after the running text and the first waiting text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -673,7 +683,7 @@ def named(key: str, name: str) -> Any:
 async def test_a_trusted_proxy_names_the_caller(
     serve: Serve, is_proxy: str, is_trusted: bool, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The server warns if the file and the setting disagree about proxies."""
+    """The server warns if the callers file declares a proxy and `trust_fairness_id` is off, or the reverse."""
     callers = entry("gateway", RIGHT, proxy=is_proxy) + entry("jobs", OTHER)
     server = await serve(callers, trust_fairness_id=is_trusted)
     await server.encode("hello", metadata=named(RIGHT, "tenant-1"))
@@ -699,7 +709,7 @@ def test_a_named_caller_is_not_more_urgent_than_its_proxy(file: Path, proxy: str
         + entry("gateway", WRONG, proxy="true")
     )
     callers = registry.Callers(registry.open_source(None, None, file), FakeClock(), trusts_proxy=True)
-    for key in (WRONG, RIGHT, WRONG, RIGHT):  # in any order
+    for key in (WRONG, RIGHT, WRONG, RIGHT):  # the order of the calls must not matter
         metadata = named(key, "jobs")
         caller = callers.caller(callers.known(callers.identify(metadata, tuple)), metadata)
         limit = expected if key == RIGHT else Priority[own.upper()]
@@ -731,7 +741,7 @@ async def test_a_removed_caller_gets_no_label_from_its_last_call(serve: Serve, f
 
 
 async def test_rates_and_permissions_are_those_of_the_proxy(serve: Serve) -> None:
-    """Errors name the proxy, because the file has an entry for the proxy only."""
+    """Errors name the proxy, because the callers file has an entry for the proxy only."""
     rules = {"tokens_per_second": 2, "models": '["else", "tiny"]', "inspect": "false"}
     narrow = entry("narrow", OTHER, proxy="true", models='["else"]')
     server = await serve(entry("gateway", RIGHT, proxy="true", **rules) + narrow, trust_fairness_id=True)
@@ -779,7 +789,10 @@ def test_a_certificate_names_the_caller(file: Path, names: Sequence[str]) -> Non
 
 @pytest.mark.usefixtures("_poll_fast")
 async def test_certificate_names_need_a_client_ca(serve: Serve, file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Without --tls-client-ca-file the start fails; a later file gives a warning."""
+    """If the setting --tls-client-ca-file is missing, a callers file with certificate names stops the start.
+
+    A running server that reads such a file logs a warning.
+    """
     with pytest.raises(CallersError, match="search .*--tls-client-ca-file"):
         await serve(entry("other", OTHER) + CERTIFICATE_ENTRY)
     server = await serve(SEARCH)
@@ -802,7 +815,7 @@ def test_names_of_a_certificate() -> None:
     [("ipv4:127.0.0.1:5", "127.0.0.1:5"), ("ipv6:%5B::1%5D:5", "[::1]:5"), ("unix:/tmp/socket", "/tmp/socket")],  # noqa: S108
 )
 def test_addresses_and_names_of_a_grpc_peer(peer: str, address: str) -> None:
-    """gRPC 1.85 gives these properties for a client certificate."""
+    """The properties are those that gRPC 1.85 reports for a client certificate."""
     properties = {
         "x509_common_name": [b"not.this"],
         "peer_dns": [b"search.example"],

@@ -1,4 +1,4 @@
-"""Bounds, accounting and endings of gRPC calls: the byte budget, slow callers, streams, stops and faults."""
+"""Limits, accounting and ends of gRPC calls: the byte budget, slow callers, streams, stops and faults."""
 
 import asyncio
 import contextlib
@@ -47,14 +47,14 @@ def stream_request(request_id: str, *inputs: Any) -> bytes:
 
 
 async def read_all(call: Any) -> None:
-    """End the requests of a stream and read all replies."""
+    """Send no more requests on a stream, and read all its replies."""
     await call.done_writing()
     while await call.read() is not grpc.aio.EOF:
         pass
 
 
 class Panic(BaseException):
-    """Like the exception of PyO3 when Rust code panics."""
+    """Like the exception of PyO3 for a panic in Rust code, this is not a subclass of Exception."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -157,16 +157,16 @@ async def test_bytes_are_held_while_a_call_waits(server: FakeServer) -> None:
     data = pb.EncodeRequest(inputs=[make_input([1] * LONGEST)]).SerializeToString()
     calling = await server.start_held(server.call("Encode", data))
     rows = LONGEST * D_MODEL * 4
-    assert server.held_bytes() > len(data) + 2 * rows  # the request, the rows, and the reply
+    assert server.held_bytes() > len(data) + 2 * rows  # the request, the hidden states, and the reply
     server.engine.let_go()
     await calling
     await all_given_back(server)
 
 
 async def test_a_full_budget_refuses_further_calls(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server always admits a call if no other call holds bytes."""
+    """The server always admits a call if no other call uses bytes of the budget."""
     monkeypatch.setattr(server.app._calls, "max_held_bytes", 3000)
-    first = await server.start_held(server.encode([1] * LONGEST, [2] * LONGEST))  # a reply of over 2,000 bytes
+    first = await server.start_held(server.encode([1] * LONGEST, [2] * LONGEST))  # this call uses over 2,000 bytes
     before = server.held_bytes()
     assert before > 1000
     failed = await refusal(server.encode([3] * LONGEST, [4] * LONGEST))
@@ -212,14 +212,14 @@ async def test_a_full_budget_refuses_one_request_of_a_stream(
 
 @pytest.fixture
 def two_places(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Settings of a server with two places for slow requests and streams."""
+    """Settings of a server with two places: it admits two slow requests or open streams at a time."""
     monkeypatch.setattr(receiving, "_LEAST_PLACES", 2)
     monkeypatch.setattr(receiving, "_LOOK_SECONDS", 0.02)
     return {"max_request_mib": 4, "max_response_mib": 1, "max_in_flight_mib": 8}
 
 
 def half_sent(server: FakeServer) -> Any:
-    """A call that never sends its request."""
+    """Start a call that never sends its request."""
     rpc: Any = server.channel.stream_unary(f"/{SERVICE}/Encode")
     return rpc()
 
@@ -229,7 +229,7 @@ async def test_slow_requests_have_places_and_others_need_none(
 ) -> None:
     server = await start_server(**two_places)
     halves = [half_sent(server) for _ in range(2)]
-    await until(lambda: server.held_bytes() == 4 * MIB)  # each takes half of the budget, 2 MiB
+    await until(lambda: server.held_bytes() == 4 * MIB)  # 2 MiB for each: the two places share half of the 8 MiB budget
     await asyncio.gather(*(server.encode([i]) for i in range(10)))
     failed = await refusal(half_sent(server))
     assert (failed.code, failed.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "BUDGET_FULL")
@@ -267,7 +267,7 @@ async def test_a_stop_does_not_wait_for_half_sent_calls(start_server: StartServe
 async def test_a_call_without_a_request_is_refused_at_once(server: FakeServer) -> None:
     call = half_sent(server)
     await call.done_writing()
-    async with asyncio.timeout(PATIENCE_SECONDS / 3):  # shorter than the limit for the arrival of a request
+    async with asyncio.timeout(PATIENCE_SECONDS / 3):  # less than a request may take to arrive
         failed = await refusal(call)
     assert (failed.code, failed.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST")
     await all_given_back(server)
@@ -305,7 +305,10 @@ async def test_streams_are_bounded(start_server: StartServer, two_places: dict[s
 async def test_a_new_stream_takes_the_place_of_the_longest_idle_one(
     start_server: StartServer, two_places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gRPC does not tell an idle stream from one with half a message."""
+    """The server cannot distinguish an idle stream from a stream that has sent half a message.
+
+    So the server ends an idle stream when a new stream needs its place.
+    """
     server = await start_server(**two_places)
     monkeypatch.setattr(receiving, "RECEIVE_SECONDS", 0.05)
     server.engine.hold()
@@ -332,7 +335,7 @@ async def test_a_new_stream_takes_the_place_of_the_longest_idle_one(
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Callers must read replies soon."""
+    """A caller loses its connection if it does not read a reply within 0.2 s."""
     monkeypatch.setattr(sending, "UNREAD_SECONDS", 0.2)
     monkeypatch.setattr(sending, "_SECONDS_PER_MIB", 0.0)
     monkeypatch.setattr(sending, "_LOOK_SECONDS", 0.02)
@@ -342,22 +345,22 @@ async def test_only_callers_that_do_not_read_a_reply_are_cut_off(
     impatient: None, monkeypatch: pytest.MonkeyPatch, start_server: StartServer
 ) -> None:
     close, all_held = sending.close_connections, asyncio.Event()
-    # Connections close only after the third reply: on a slow machine the first reply is late.
+    # No connection closes before all three replies are ready. On a slow machine the first caller would otherwise lose
+    # its connection too early.
     monkeypatch.setattr(sending, "close_connections", lambda peers: close(peers) if all_held.is_set() else None)
-    server = await start_server(FakeEngine(500_000))  # 2 MB for each token
+    server = await start_server(FakeEngine(500_000))  # hidden states of 2 MB for each token
     data = pb.EncodeRequest(inputs=[make_input([1] * 5)]).SerializeToString()
     other = stream_of(server)
     await other.write(stream_request("a", [1]))
     await other.read()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}", options=OWN) as channel:
-        rpc: Any = channel.unary_stream(
-            f"/{SERVICE}/Encode"
-        )  # gRPC reads the reply of a unary call before the caller asks
+        # gRPC reads the reply of a unary call before the caller asks. So this call is declared as a stream.
+        rpc: Any = channel.unary_stream(f"/{SERVICE}/Encode")
         calls = [rpc(data) for _ in range(3)]
-        await until(lambda: server.held_bytes() >= 3 * 2 * 10_000_000)  # the reply and gRPC's copy of it
+        await until(lambda: server.held_bytes() >= 3 * 2 * 10_000_000)  # each reply of 10 MB, and gRPC's copy of it
         assert server.handled("OK") == 3
         all_held.set()
-        await until(lambda: server.held_bytes() == 4.5 * MIB)  # the place of the stream
+        await until(lambda: server.held_bytes() == 4.5 * MIB)  # the budget reserves 4.5 MiB for an open stream
         for call in calls:
             assert await call.code() is grpc.StatusCode.UNAVAILABLE
     await other.write(stream_request("b", [1]))
@@ -403,7 +406,7 @@ async def test_connections_are_closed_whatever_their_family() -> None:
         readers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         await until(lambda: len(ends) == 3)
         peers = [it.get_extra_info("peername")[1] for it in ends]
-        # A server on :: sees callers of IPv4 like the second one.
+        # For a server that listens on ::, gRPC names an IPv4 caller in the second form.
         sending.close_connections({f"ipv4:127.0.0.1:{peers[0]}", f"ipv6:%5B::ffff:127.0.0.1%5D:{peers[2]}"})
         ends[1].write(b"open")
         assert [await reader.read(4) for reader, _ in readers] == [b"", b"open", b""]
@@ -423,7 +426,7 @@ async def test_the_errors_of_a_streams_requests_are_counted(server: FakeServer) 
         await call.write(stream_request(str(i), ids))
     await call.write(pb.EncodeStreamRequest(request_id="5", request=pb.EncodeRequest(model="no")).SerializeToString())
     await read_all(call)
-    await until(lambda: server.handled("OK", "EncodeStream") == 1)  # the stream's own bytes
+    await until(lambda: server.handled("OK", "EncodeStream") == 1)  # only the stream itself ends with OK
     assert server.handled("InvalidArgument", "EncodeStream") == 2
     assert server.handled("NotFound", "EncodeStream") == 1
     assert server.rpc_sample("started_total", "EncodeStream") == 1
@@ -461,20 +464,19 @@ async def test_a_huge_request_id_is_refused_and_cut(server: FakeServer) -> None:
 
 
 async def test_an_idle_stream_keeps_no_message(server: FakeServer) -> None:
-    """Thousands of streams may be idle."""
+    """The server keeps no request of an idle stream in memory, because thousands of streams may be idle."""
     call = stream_of(server)
     await call.write(stream_request("a", [1]))
     await call.read()
-    await until(
-        lambda: server.in_flight() == 1 and server.held_bytes() == 4.5 * MIB
-    )  # the bytes that an idle stream holds
+    # The budget reserves 4.5 MiB for an open stream.
+    await until(lambda: server.in_flight() == 1 and server.held_bytes() == 4.5 * MIB)
     await asyncio.sleep(0.05)
     assert kept_messages() == []
     call.cancel()
 
 
 def kept_messages() -> list[str]:
-    """The local variables with bytes in the server's waiting coroutines."""
+    """Return the names of local variables with bytes or tuples in the server's suspended coroutines."""
     return [
         f"{it.__qualname__}: {name}"
         for it in gc.get_objects()
@@ -485,7 +487,7 @@ def kept_messages() -> list[str]:
 
 
 class Unsent:
-    """A call with an unwritten reply."""
+    """A fake call whose reply is not written yet."""
 
     def __init__(self) -> None:
         self.is_released = False
@@ -496,7 +498,7 @@ class Unsent:
 
 @pytest.mark.parametrize("cancels", [1, 2])
 async def test_unwritten_replies_of_a_cancelled_stream_are_released(cancels: int) -> None:
-    """gRPC may cancel a stream twice."""
+    """gRPC may cancel the task of a stream twice. Even then, the server must release all unwritten replies."""
     unsent: list[Unsent] = []
     requests = asyncio.Queue[bytes]()
     never = asyncio.Event()
@@ -507,7 +509,7 @@ async def test_unwritten_replies_of_a_cancelled_stream_are_released(cancels: int
         unsent.append(Unsent())
         if len(unsent) == 3:
             with contextlib.suppress(asyncio.CancelledError):
-                await never.wait()  # this reply comes after the cancellation
+                await never.wait()  # this reply is ready only after the cancellation
         return b"answer", unsent[-1]
 
     async def write(_: bytes) -> None:
@@ -524,12 +526,12 @@ async def test_unwritten_replies_of_a_cancelled_stream_are_released(cancels: int
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Counts are checked before contents are copied
+# Counts are checked before the contents of a request are copied
 
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the functions that copy contents of a request, once for each call of a function."""
+    """A list of function names. Each call of a function that copies contents of a request adds the function's name."""
     seen: list[str] = []
 
     def counting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -626,7 +628,7 @@ async def test_an_open_inference_request_refused_by_its_counts_is_not_copied(
 
 
 async def stop_in_the_middle(server: FakeServer, calls: list[Any]) -> bool:
-    """Stop a server that has running calls, and let the calls end."""
+    """Stop a server while calls are running, and then let the calls end."""
     stopping = asyncio.create_task(server.app.stop())
     await until(server.app._calls.draining.is_set)
     assert not stopping.done()

@@ -1,4 +1,4 @@
-"""Both engines on a small real graph, and properties of ONNX Runtime."""
+"""The engines of ONNX Runtime and OpenVINO on a small real graph, and properties of ONNX Runtime."""
 
 import contextlib
 import os
@@ -102,7 +102,10 @@ def test_a_bad_file_or_width_is_refused(bundle: Bundle, tmp_path: Path, engine: 
 
 
 def test_a_very_long_sequence_warms_up_alone(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches keep the budget as in traffic. Only a single sequence may be longer."""
+    """Warm-up batches of several sequences stay within the token budget, as batches of real calls do.
+
+    A single sequence may exceed the budget.
+    """
     engine = opened(bundle.graph)
     run, padded = engine.run, []
 
@@ -121,7 +124,7 @@ def test_a_very_long_sequence_warms_up_alone(bundle: Bundle, monkeypatch: pytest
 
 
 def test_products_of_8_bits_are_exact() -> None:
-    """On x86 CPUs without VNNI, ONNX Runtime saturates them by default."""
+    """On x86 CPUs without VNNI, ONNX Runtime by default saturates sums of two 8-bit products at 16 bits."""
     model, inputs, wanted = byte_products()
     session = ort.InferenceSession(model, _session_options(), providers=["CPUExecutionProvider"])
     np.testing.assert_array_equal(session.run(None, {"A": inputs})[0], wanted)
@@ -148,7 +151,7 @@ def test_parallel_batches_use_every_thread_once(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, threads: int, asked: int, parallel: int, *, widens: bool,
     sessions: list[int],
 ) -> None:  # fmt: skip
-    """All runs of a session share its threads, and each run also uses its caller's thread."""
+    """All runs of a session share the session's threads. Each run also computes in the thread that called it."""
     session, opened_with = ort.InferenceSession, []
 
     def note(path: Path, options: ort.SessionOptions, **rest: object) -> ort.InferenceSession:
@@ -190,7 +193,7 @@ def test_a_cuda_provider_that_does_not_load_is_noticed(
 
 
 def test_a_failed_run_writes_nothing_to_the_terminal(bundle: Bundle, capfd: pytest.CaptureFixture[str]) -> None:
-    """The runtime's own text would stand between the JSON lines of the log."""
+    """Every log line must be JSON, so ONNX Runtime must not print messages of its own."""
     with pytest.raises(Exception, match="idx=99"):
         opened(bundle.graph).run([np.array([99])])
     assert capfd.readouterr() == ("", "")
@@ -214,11 +217,11 @@ print(resident_bytes() - before)
 
 @pytest.mark.system  # starts a process
 def test_the_runtime_frees_memory_and_reports_nothing(bundle: Bundle, tmp_path: Path) -> None:
-    """The two tensors of the long sequence have 128 MB each; the memory of the rows may be kept.
+    """The long sequence needs two tensors of 128 MB each, and only the hidden states may stay in memory.
 
-    ONNX Runtime alone would leave an identifier in the home directory and send reports.
+    By default, ONNX Runtime would write an identifier to the home directory and send usage reports.
     """
-    names = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")  # without the variables of pytest
+    names = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")  # without the variables that pytest sets
     environment = {name: os.environ[name] for name in names if name in os.environ} | {"HOME": str(tmp_path)}
     command = [sys.executable, "-c", PROGRAM, str(bundle.graph.path.parent)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Environment variables with a name close to a setting, unknown ones, and the key, which has no flag."""
+"""Environment variables: names close to a setting, unknown names, and the API key, which has no flag."""
 
 import asyncio
 from pathlib import Path
@@ -16,7 +16,7 @@ from encserve_server.settings import Settings
 from encserve_server.telemetry import logs
 
 SETTINGS = {f"ENCSERVE_{name.upper()}" for name in Settings.__dataclass_fields__}
-# Kubernetes sets these variables in a pod beside services called encserve and encserve-http.
+# Kubernetes sets these variables in a pod if the namespace has services named encserve and encserve-http.
 KUBERNETES = {
     "ENCSERVE_SERVICE_HOST": "10.0.0.1",
     "ENCSERVE_SERVICE_PORT": "50051",
@@ -37,7 +37,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Starts":
 
 
 class Starts:
-    """Starts the command without serving, and records its settings."""
+    """A callable that runs the server's command without serving, and records the settings of each start."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.settings: list[Settings] = []
@@ -78,7 +78,7 @@ def test_a_name_close_to_a_setting_stops_the_start(start: Starts, name: str, set
 
 
 def test_unknown_variables_are_logged_once(start: Starts, caplog: pytest.LogCaptureFixture) -> None:
-    """ENCSERVE_PORT differs from ENCSERVE_HOST in two letters, but is a different name."""
+    """ENCSERVE_PORT differs from ENCSERVE_HOST in only two letters, but it is not a misspelling."""
     assert start(ENCSERVE_NONSENSE="1", ENCSERVE_PORT="8080").exit_code == 0
     (line,) = [it for it in caplog.records if "are no settings" in it.getMessage()]
     assert set(vars(line)["variables"]) == {"ENCSERVE_NONSENSE", "ENCSERVE_PORT"}

@@ -1,4 +1,4 @@
-"""Random messages over gRPC: each gets a reply or a known status, and the server goes on."""
+"""Random messages over gRPC: each gets a reply or a known status, and the server keeps serving."""
 
 import random
 from collections import Counter
@@ -15,7 +15,7 @@ EXPECTED = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
 
 
 def wild_request(rng: random.Random) -> Any:
-    """A random request, right or wrong in any field."""
+    """Return a random request. Most of its fields are valid, and any field may be invalid."""
 
     def number() -> int:
         wild = [1000, -1, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63)]

@@ -1,4 +1,4 @@
-"""gRPC itself: floods, connections, compression, health, reflection and stops."""
+"""Features of gRPC: many calls at once, connections, compression, health, reflection and stops."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ REFLECTION = "reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
 async def test_a_flood_gets_replies_or_refusals(start_server: StartServer) -> None:
-    """Without the server's own limit, gRPC cancels calls if more than a thousand wait."""
+    """Without the server's own limit, gRPC would cancel calls if more than a thousand calls wait."""
     server = await start_server(max_queue_tokens=100)
     target = f"127.0.0.1:{server.app.grpc_port}"
     data = pb.EncodeRequest(inputs=[make_input([1] * 10)]).SerializeToString()
@@ -33,9 +33,9 @@ async def test_a_flood_gets_replies_or_refusals(start_server: StartServer) -> No
             if grpc.StatusCode.RESOURCE_EXHAUSTED in codes:
                 server.engine.let_go()
 
-    server.engine.hold()  # until the queue is full
+    server.engine.hold()  # the engine runs nothing until the queue is full
     async with AsyncExitStack() as stack:
-        own = [("grpc.use_local_subchannel_pool", 1)]  # each on its own connection
+        own = [("grpc.use_local_subchannel_pool", 1)]  # each channel has its own connection
         channels = [await stack.enter_async_context(grpc.aio.insecure_channel(target, options=own)) for _ in range(8)]
         await asyncio.gather(*(call_twice(channels[i % len(channels)]) for i in range(1100)))
     assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}, codes
@@ -44,7 +44,10 @@ async def test_a_flood_gets_replies_or_refusals(start_server: StartServer) -> No
 
 
 async def test_connections_are_bounded(start_server: StartServer) -> None:
-    """A further connection is closed at once, open ones are served, and a closed one makes room."""
+    """The server closes a connection over the limit at once and serves the open connections.
+
+    After a connection has ended, the server accepts a new one.
+    """
     server = await start_server(max_connections=3)
     port = server.app.grpc_port
     check: Any = server.channel.unary_unary("/grpc.health.v1.Health/Check")
@@ -52,7 +55,8 @@ async def test_connections_are_bounded(start_server: StartServer) -> None:
     connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(10)]
     try:
         pending = {asyncio.create_task(reader.read()) for reader, _ in connections}
-        while len(pending) > 2:  # a settings frame is not the end of a read
+        # The server sends a settings frame at once, but `read` returns only at the end of the connection.
+        while len(pending) > 2:
             done, pending = await asyncio.wait(pending, timeout=PATIENCE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             assert done, f"{len(pending)} are open"
         await check(HealthCheckRequest().SerializeToString())
@@ -68,13 +72,13 @@ async def test_connections_are_bounded(start_server: StartServer) -> None:
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
 async def test_compressed_requests_are_refused(server: FakeServer, compression: grpc.Compression) -> None:
-    """Four KiB could unpack to four MiB of empty inputs before the server checks anything."""
+    """gRPC could unpack 4 KiB to 4 MiB of empty inputs before the server checks any limit."""
     data = pb.EncodeRequest(inputs=[pb.Input()] * 1000).SerializeToString()
     target = f"127.0.0.1:{server.app.grpc_port}"
     async with grpc.aio.insecure_channel(target, compression=compression) as channel:
         rpc: Any = channel.unary_unary(f"/{SERVICE}/Encode")
         assert (await refusal(rpc(data))).code is grpc.StatusCode.UNIMPLEMENTED
-    # The call begins before its message arrives, and ends without the message.
+    # The server counts a call when the call begins. Then gRPC refuses the message and cancels the call.
     await until(lambda: server.in_flight() == 0)
     assert server.handled("Canceled") == server.rpc_sample("started_total")
     assert server.sample("encserve_refused_total", reason="MALFORMED_REQUEST") == 0
@@ -83,9 +87,10 @@ async def test_compressed_requests_are_refused(server: FakeServer, compression: 
 async def test_a_caller_that_leaves_during_its_reply_is_not_logged(
     start_server: StartServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = await start_server(FakeEngine(500_000))  # replies of 20 MB, larger than any buffer
+    server = await start_server(FakeEngine(500_000))  # replies of 20 MB, larger than any socket buffer
     data = pb.EncodeRequest(inputs=[make_input([1] * 10)]).SerializeToString()
-    rpc: Any = server.channel.unary_stream(f"/{SERVICE}/Encode")  # gRPC reads the reply of a unary call by itself
+    # gRPC reads the reply of a unary call before the caller asks. So this call is declared as a stream.
+    rpc: Any = server.channel.unary_stream(f"/{SERVICE}/Encode")
     for answered in range(1, 4):
         call = rpc(data)
         await until(lambda: server.handled("OK") == answered)  # noqa: B023
@@ -101,7 +106,7 @@ async def test_a_caller_that_leaves_during_its_reply_is_not_logged(
 async def test_other_services_refuse_bytes_that_are_not_a_message(
     shared: FakeServer, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A caller's mistake is not logged as an error."""
+    """Such bytes are the caller's mistake, so the server does not log an error."""
     channel: Any = shared.channel
     failed = await refusal(channel.unary_stream(f"/grpc.{method}")(b"\xff\xff").read())
     assert (failed.code, failed.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST")
@@ -109,7 +114,10 @@ async def test_other_services_refuse_bytes_that_are_not_a_message(
 
 
 async def test_a_stop_ends_watchers_and_reflection(start_server: StartServer) -> None:
-    """Balancers keep such streams open. A stop does not wait for them until the grace period ends."""
+    """Clients such as load balancers keep these streams open.
+
+    A stop ends the streams and does not wait for the end of the grace period.
+    """
     server = await start_server(grace_seconds=3600)
     channel: Any = server.channel
     watch = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"")
@@ -129,7 +137,7 @@ async def test_a_stop_ends_watchers_and_reflection(start_server: StartServer) ->
 async def test_a_watcher_that_does_not_read_does_not_stop_other_watchers(start_server: StartServer) -> None:
     server = await start_server(grace_seconds=3600, stall_seconds=0.1)
     target = f"127.0.0.1:{server.app.grpc_port}"
-    # A response takes seven bytes.
+    # A response has seven bytes and does not fit into this window of five bytes, so the server cannot send it.
     narrow = [("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(target, options=narrow) as channel:
         deaf: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")
@@ -148,7 +156,7 @@ async def test_a_watcher_that_does_not_read_does_not_stop_other_watchers(start_s
 
 
 async def statuses(watch: Any, until_status: int | None = None) -> list[int]:
-    """The statuses that a watcher receives, until the end or until `until_status`."""
+    """Return the statuses that a watcher receives, until the stream ends or has sent `until_status`."""
     seen: list[int] = []
     with contextlib.suppress(grpc.aio.AioRpcError):
         while (data := await watch.read()) is not grpc.aio.EOF:
@@ -161,7 +169,7 @@ async def statuses(watch: Any, until_status: int | None = None) -> list[int]:
 async def test_the_last_caller_of_a_stop_is_refused_and_not_cancelled(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A caller may call again directly after the last reply before the stop."""
+    """The caller calls again as soon as it has the last reply, and must then get the status UNAVAILABLE."""
     monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.1)
     server = await start_server()
     server.engine.hold()

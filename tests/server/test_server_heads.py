@@ -1,4 +1,4 @@
-"""Vectors for MaxSim and sparse weights, by task, on a real server and engine, against NumPy."""
+"""Multi-vector and sparse outputs for each task, from a real server and engine, compared with NumPy."""
 
 import re
 from pathlib import Path
@@ -30,7 +30,7 @@ from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.rpc import codec
 
-MASK, PROMPT, DOT = 3, 7, 9  # in ids; the word "w7" has the id 7
+MASK, PROMPT, DOT = 3, 7, 9  # token ids; the word "w7" has the id 7
 MULTI = pb.OutputSpec(kind=pb.OUTPUT_KIND_MULTI_VECTOR)
 SPARSE = pb.OutputSpec(kind=pb.OUTPUT_KIND_SPARSE)
 QUERY, DOCUMENT = pb.TASK_QUERY, pb.TASK_DOCUMENT
@@ -59,13 +59,16 @@ def sparse_pooling(name: str) -> Any:
 
 
 def rows_of(ids: Any, attended: int | None = None) -> Any:
-    """The rows of the tiny graph if all tokens attend to the first ones only."""
+    """Return the expected hidden states (tokens, d_model) of the tiny graph for these ids.
+
+    All tokens attend to the first `attended` tokens only. With None, they attend to all tokens.
+    """
     vectors = table()[ids]
     return vectors + vectors[:attended].mean(axis=0, keepdims=True)
 
 
 def assert_weights(found: tuple[Any, Any], want: Any, rtol: float = 1e-4) -> None:
-    """Compares (n, 1) weights and their indices with a (vocabulary,) array."""
+    """Compare (n, 1) weights and their indices with the expected weights of the whole vocabulary, (vocabulary,)."""
     weights, indices = found
     assert indices.tolist() == np.flatnonzero(want).tolist()
     np.testing.assert_allclose(weights[:, 0], want[indices], rtol=rtol, atol=1e-5)
@@ -141,7 +144,7 @@ async def test_a_query_has_a_prompt_and_unattended_tokens(serve: Serve) -> None:
 
 
 async def test_some_tokens_of_a_document_have_no_vector(serve: Serve) -> None:
-    """A call without a task encodes documents, with the default prompt and without the task's limit."""
+    """A call without a task gets document vectors, but with the default prompt and without the task's limit."""
     server = await serve(LATE, **TASKS, default_prompt_name="other")
     inputs: list[Any] = [text(5, DOT), text(DOT), [5, DOT, 6]]
     reply = await server.encode(*inputs, options=options(MULTI, task=DOCUMENT, prompt_name=""))
@@ -225,7 +228,7 @@ async def test_a_query_longer_than_an_inspection_may_be_is_refused(serve: Serve,
 
 
 async def test_openvino_gives_the_same_vectors(serve: Serve) -> None:
-    """The batch has a query with unattended tokens and a longer query without them."""
+    """One batch has a short query, filled up with unattended tokens, and a longer query without such tokens."""
     expansion = manifest_pb2.Expansion(min_tokens=8, token_id=MASK, attended=False)
     query = manifest_pb2.TaskSettings(expansion=expansion)
     server = await serve(LATE, engine="openvino", multi_vector=multi_vector(), query=query)
@@ -239,7 +242,7 @@ async def test_openvino_gives_the_same_vectors(serve: Serve) -> None:
 
 
 async def assert_same_over_http(server: FakeServer, body: dict[str, Any], want: dict[str, Any]) -> None:
-    """The request gives the same tensors over HTTP, in JSON and in binary."""
+    """Check that the request returns these tensors over HTTP, both in JSON and in binary."""
     for binary in (False, True):
         parameters = {**body.get("parameters", {}), "binary_data_output": binary}
         got = arrays_of_rest(await post(server, "/v2/models/tiny/infer", body | {"parameters": parameters}))
@@ -292,7 +295,7 @@ async def test_open_inference_pads_weights(serve: Serve) -> None:
 async def test_sparse_weights_are_those_above_zero(
     serve: Serve, engine: str, pooling: str, width: int, max_vocabulary_mib: int
 ) -> None:
-    """With 1 MiB the server splits the batch and long texts."""
+    """With a `max_vocabulary_mib` of 1, the server computes the weights of the batch, and of long texts, in parts."""
     server = await serve(
         {"sparse.onnx": tiny_heads.sparse_file(pooling, width)},
         {"max_vocabulary_mib": max_vocabulary_mib, "parallel_batches": 1},
@@ -319,7 +322,7 @@ async def test_the_largest_weights_are_kept(serve: Serve) -> None:
 
 
 async def test_every_token_has_a_weight_under_its_own_id(serve: Serve) -> None:
-    """As in BGE-M3: a repeated token has its largest weight, and special tokens have none."""
+    """A token that occurs twice has the larger of its weights, and special tokens have no weight, as in BGE-M3."""
     server = await serve(**tiny_heads.every_kind())
     reply = await server.encode(text(5, 6, 5, 20), text(8), text(6), options=options(SPARSE, MULTI))
     for info, found in zip(reply.sequences, sets(reply.outputs[0]), strict=True):
@@ -352,7 +355,7 @@ async def test_queries_with_static_weights_need_no_run(serve: Serve) -> None:
     ):
         with pytest.raises(Failed, match=problem):
             await server.encode(it, options=options(*specs, task=QUERY))
-    with pytest.raises(Failed, match=": outputs: .* in another call"):  # the default is all outputs
+    with pytest.raises(Failed, match=": outputs: .* in another call"):  # by default a request asks for all outputs
         await infer(server, text=text_tensor("w5"), parameters={"task": "query"})
     rows = await server.encode(text(5), options=options(task=QUERY))
     assert list(rows.sequences[0].token_ids) == [BEGIN, 5, END]
@@ -395,7 +398,7 @@ async def test_the_estimated_size_of_a_reply_is_never_too_low(serve: Serve) -> N
 @pytest.mark.weekly
 @pytest.mark.parametrize("pooling", ["max", "sum"])
 async def test_the_memory_of_a_large_vocabulary_is_bounded(serve: Serve, pooling: str) -> None:
-    """XLM-R's vocabulary for eight texts of 512 tokens; all weights at once would take 4 GiB."""
+    """Eight texts of 512 tokens with the vocabulary size of XLM-R. All their weights at once would take about 4 GiB."""
     width = 250_002
     weights = tiny_heads.weights(width, 2) - np.float32(4)  # most weights become 0
     server = await serve(
@@ -413,13 +416,13 @@ async def test_the_memory_of_a_large_vocabulary_is_bounded(serve: Serve, pooling
 
 
 def reset_peak_kib() -> int:
-    """Reset the peak to the memory of now, and return that memory."""
+    """Set the process's peak memory to its current memory, and return the current memory in KiB."""
     Path("/proc/self/clear_refs").write_text("5")
     return memory_kib("VmRSS")
 
 
 def memory_kib(name: str) -> int:
-    """A memory figure of this process, as Linux reports it."""
+    """Return a memory value of this process from /proc/self/status, in KiB; `name` is VmRSS or VmHWM."""
     found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1])

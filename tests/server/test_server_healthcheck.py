@@ -1,4 +1,4 @@
-"""The health check of a container."""
+"""The command that checks the health of a server in a container."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ def run(*arguments: str, **environment: str) -> tuple[int, str]:
 
 @pytest.mark.system
 def test_the_check_of_a_real_server(tmp_path: Path) -> None:
-    """The check finds the server by the server's settings or by an argument."""
+    """The check finds the server's address in the server's environment variables or in an argument."""
     write_bundle(tmp_path)
     with real_server(tmp_path) as server:
         own = {"ENCSERVE_HOST": "0.0.0.0", "ENCSERVE_GRPC_PORT": str(server.grpc_port)}  # noqa: S104 - not bound
@@ -43,7 +43,10 @@ def test_the_check_of_a_real_server(tmp_path: Path) -> None:
 async def test_the_check_of_a_server_with_tls(
     start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_clients: bool
 ) -> None:
-    """The check asks the metrics page, which needs no client certificate, and ignores the certificate's name."""
+    """The check reads the metrics page, which needs no client certificate.
+
+    It ignores the name in the server's certificate.
+    """
     made = make_certificates(tmp_path)
     files = {"tls_cert_file": made.other_name.cert, "tls_key_file": made.other_name.key}
     server = await start_server(**files, tls_client_ca_file=made.ca if with_clients else None)
@@ -53,7 +56,7 @@ async def test_the_check_of_a_server_with_tls(
     async def is_healthy() -> bool:
         return await asyncio.to_thread(healthcheck.main, []) == 0
 
-    await until(is_healthy)  # on a busy machine the server may call itself not ready for a moment
+    await until(is_healthy)  # on a busy machine the server may not be ready for a moment
     await server.app._health.shut_down()
     assert await asyncio.to_thread(healthcheck.check_page, "localhost", server.app.metrics_port) == "NOT_SERVING"
     assert await asyncio.to_thread(healthcheck.main, []) == 1
@@ -95,7 +98,7 @@ def test_the_target_is_the_servers(monkeypatch: pytest.MonkeyPatch, host: str, p
 
 @pytest.mark.system
 def test_the_check_imports_no_large_package() -> None:
-    """A container runs the check every few seconds."""
+    """A container runs the check every few seconds, so the check must start fast."""
     code = "import sys, encserve_server.healthcheck; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert not set(done.stdout.split()) & {"click", "numpy", "onnxruntime", "prometheus_client", "tokenizers", "uvloop"}

@@ -1,4 +1,4 @@
-"""The embedding routes of OpenAI and text-embeddings-inference: replies, refusals, model names and origins."""
+"""The embedding routes of OpenAI and text-embeddings-inference: replies, refusals, model names and CORS origins."""
 
 import base64
 import json
@@ -16,13 +16,13 @@ from encserve_server.http.replies import joined, rows_as_json
 
 SHARED_SETTINGS = {"http_port": 0}
 TEXTS = ["hello brave new world", "new world", "hello"]
-IDS = [[1, 4, 5, 6, 2], [1, 7, 2]]  # in tokens of a text, special tokens included
+IDS = [[1, 4, 5, 6, 2], [1, 7, 2]]  # token ids with the special tokens [CLS] (1) and [SEP] (2)
 LONG = "hello " * 100
 OPENAI, TEI = "/v1/embeddings", "/embed"
 
 
 def openai_vectors(response: httpx.Response) -> Any:
-    """The vectors of a reply in either encoding: (inputs, width) float32."""
+    """The vectors of a reply, sent as numbers or as base64: (inputs, width) float32."""
     assert response.status_code == 200, response.text
     data = response.json()["data"]
     assert [it["index"] for it in data] == list(range(len(data)))
@@ -33,7 +33,7 @@ def openai_vectors(response: httpx.Response) -> Any:
 
 
 def error_of(response: httpx.Response) -> tuple[int, str | None]:
-    """The status, and the field that an OpenAI error names."""
+    """The status of an error reply, and the field that the OpenAI error names."""
     return response.status_code, response.json()["error"]["param"]
 
 
@@ -96,7 +96,7 @@ async def test_long_texts_are_cut_unless_the_request_forbids_it(shared: FakeServ
 
 
 async def test_cut_ids_keep_their_last_special_token(shared: FakeServer) -> None:
-    """Cut texts keep it too. Ids with `add_special_tokens` false lose it."""
+    """Texts that are cut keep their last special token too. Ids with `add_special_tokens` false lose the token."""
     text, ids, raw = "hello " * 40, [1, *[4] * 40, 2], {"pooling": "mean", "normalize": False}
     for more in ({}, {"truncate_prompt_tokens": 5}, {"truncate_prompt_tokens": 1}):
         want = openai_vectors(await post(shared, OPENAI, {"input": text, **raw, **more}))
@@ -120,7 +120,7 @@ async def test_a_server_that_does_not_cut_by_default(start_server: StartServer) 
 async def test_texts_are_cut_to_the_tokens_of_the_request(shared: FakeServer) -> None:
     for tokens in (1, 5, 32, -1):
         response = await post(shared, OPENAI, {"input": [LONG, "hello"], "truncate_prompt_tokens": tokens})
-        many = tokens % 33  # -1 means the longest sequence of the model
+        many = tokens % 33  # -1 means 32, the longest sequence of the model
         want = {1: [2]}.get(many, [1, *[4] * (many - 2), 2])
         np.testing.assert_array_equal(openai_vectors(response)[:1], await over_grpc(shared, want))
         assert response.headers["encserve-truncated-inputs"] == ("2" if many < 3 else "1")
@@ -181,7 +181,7 @@ async def test_fields_of_vllm_are_applied_or_refused(shared: FakeServer, path: s
     assert error_of(refused) == (400, "use_activation")
 
 
-BAD: list[tuple[Any, str, str]] = [  # a body, the field that the error names, and its problem
+BAD: list[tuple[Any, str, str]] = [  # a body, the field that the error names, and a part of the error text
     (b"", "", "not valid JSON"),
     (b"{", "", "not valid JSON"),
     (b"\xff\xfe", "", "not valid JSON"),
@@ -215,7 +215,7 @@ BAD: list[tuple[Any, str, str]] = [  # a body, the field that the error names, a
 
 
 def spelled(body: Any, name: str) -> bytes:
-    """The body of a request in this protocol's format."""
+    """Return the body as JSON bytes, with this protocol's name for the field INPUTS."""
     data: bytes = body if isinstance(body, bytes) else json.dumps(body).encode()
     return data.replace(b"INPUTS", name.encode())
 
@@ -235,7 +235,7 @@ async def test_bad_input_is_named(shared: FakeServer, body: Any, field: str, pro
 
 
 async def test_other_fields_are_checked_before_the_inputs(shared: FakeServer) -> None:
-    """A check of many inputs is slow."""
+    """The check of many inputs is slow, so the server checks the other fields first."""
     assert error_of(await post(shared, OPENAI, {"input": [[1, "a"]], "user": 5})) == (400, "user")
 
 
@@ -254,7 +254,7 @@ async def test_an_unknown_field_is_ignored_with_one_warning(
     async with connect(server) as client:
         for i in range(70):
             assert (await client.post(TEI, json={"inputs": "hello", f"raw_{i}": True})).status_code == 200
-    assert len(ignored()) == 3 + 64  # at most 64 for each route
+    assert len(ignored()) == 3 + 64  # at most 64 warnings for each route
 
 
 async def test_a_strict_server_refuses_unknown_fields(start_server: StartServer) -> None:
@@ -266,9 +266,8 @@ async def test_a_strict_server_refuses_unknown_fields(start_server: StartServer)
             assert "add_special_tokens" in refused.json()["error"]["message"]
     assert (await post(server, TEI, {"inputs": "hello", "raw_scores": True})).status_code == 422
     names = ("model", "user", "dimensions", "task", "truncate", "truncate_prompt_tokens", "add_special_tokens", "foo")
-    assert (
-        await post(server, OPENAI, {"input": "hello", **dict.fromkeys(names)})
-    ).status_code == 200  # null means that the field is absent
+    # The server treats a field with null as absent.
+    assert (await post(server, OPENAI, {"input": "hello", **dict.fromkeys(names)})).status_code == 200
     assert (await post(server, OPENAI, b'{"foo" : null , "input":"hello"}')).status_code == 200
 
 
@@ -283,7 +282,10 @@ async def test_input_type_changes_nothing_for_a_model_without_tasks(shared: Fake
 
 
 async def test_ids_of_another_tokenizer_are_refused(shared: FakeServer) -> None:
-    """LangChain sends them by default. Ids inside the vocabulary would give wrong vectors without an error."""
+    """LangChain by default sends ids of OpenAI's tokenizer.
+
+    Ids inside the model's vocabulary would give wrong vectors without an error.
+    """
     for ids in ([[4, 5]], [4, 5], ["hello", [1, 4]], [[4, 2]], [[2]]):
         refused = await post(shared, OPENAI, {"input": ids})
         assert error_of(refused) == (400, "input[1]" if ids[0] == "hello" else "input[0]")
@@ -302,7 +304,7 @@ async def test_other_names_of_a_model(start_server: StartServer, caplog: pytest.
     names = ("text-embedding-3-small=tiny", "org/old=tiny@1", "gone=other", "tiny=tiny@1")
     server = await start_server(http_port=0, served_model_name=names)
     warnings = [it.getMessage() for it in caplog.records if "--served-model-name" in it.getMessage()]
-    assert len(warnings) == 2  # gone has no model, and tiny is a model's name
+    assert len(warnings) == 2  # `gone` has no model, and `tiny` is already the name of a model
     models = (await get(server, "/v1/models")).json()["data"]
     assert {it["object"] for it in models} == {"model"}
     listed = {it["id"]: it["root"] for it in models}
@@ -320,7 +322,7 @@ async def test_other_names_of_a_model(start_server: StartServer, caplog: pytest.
         assert (await post(server, TEI, {"inputs": "hello", "model": name})).status_code == 404
         assert (await get(server, f"/v1/models/{name}")).status_code == 404
     assert "tiny, text-embedding-3-small, org/old" in (await get(server, "/v1/models/other")).text
-    # All names, also unknown ones, share one route label.
+    # All model names, also unknown ones, share one route label.
     assert server.sample("encserve_http_requests_total", route="GET /v1/models/{id:path}", status="404") == 5
 
 

@@ -1,4 +1,4 @@
-"""Bounds of the HTTP port: pipelined requests, chunks, connections, values of a body, bytes of all callers."""
+"""Limits of the HTTP port: pipelined requests, chunks, connections, values of a body, and bytes of all callers."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ OBJECTS = b'{"INPUTS": [' + b"{}," * 1_000_000 + b"{}]}"
 
 
 class FakeTransport(asyncio.Transport):
-    """A transport that records whether it reads."""
+    """A transport that records whether reading is paused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class FakeTransport(asyncio.Transport):
 
 
 def connected() -> tuple[Connection, FakeTransport]:
-    """A connection without a server."""
+    """Return a connection and its transport, without a server."""
     transport = FakeTransport()
     connection = Connection(cast("Any", asyncio.Protocol()), set())
     connection.connection_made(transport)
@@ -63,7 +63,7 @@ async def test_the_bytes_behind_a_request_are_bounded() -> None:
     assert not transport.is_reading()
     connection.answered()
     assert not transport.is_reading()
-    connection.received(99)  # the next request
+    connection.received(99)  # the next request has 99 bytes
     assert not transport.is_reading()
     connection.answered()
     connection.received(1)
@@ -129,7 +129,7 @@ async def test_a_body_in_tiny_chunks_is_refused(shared: FakeServer) -> None:
 
 
 async def test_a_body_in_chunks_is_read(start_server: StartServer) -> None:
-    """The connection stays open, though the chunks are longer than the body."""
+    """Chunk headers make a request longer than its body. The connection must still stay open after the reply."""
     server = await start_server(http_port=0, max_text_bytes=4)
     body = json.dumps({"inputs": "x" * 1_000_000}).encode()
 
@@ -156,7 +156,7 @@ async def test_a_chunked_body_does_not_count_as_waiting(server: FakeServer) -> N
 async def test_a_malformed_chunk_ends_as_a_body_that_does_not_arrive(
     shared: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """aiohttp does not report the malformed chunk to the reader of the body."""
+    """aiohttp does not report the malformed chunk to the reader of the body, so the server waits until the timeout."""
     monkeypatch.setattr("encserve_server.http.bodies.BODY_SECONDS", 0.1)
     async with raw(shared) as (reader, writer):
         writer.write(CHUNKED + b"5\r\n{ \r\n")
@@ -165,7 +165,7 @@ async def test_a_malformed_chunk_ends_as_a_body_that_does_not_arrive(
 
 
 async def test_a_caller_that_waits_for_100_continue(shared: FakeServer) -> None:
-    """curl does this before a large body."""
+    """curl waits like this before it sends a large body."""
     async with raw(shared) as (reader, writer):
         head, _, body = ONE.partition(b"\r\n\r\n")
         writer.write(head + b"\r\nexpect: 100-continue\r\n\r\n")
@@ -175,7 +175,7 @@ async def test_a_caller_that_waits_for_100_continue(shared: FakeServer) -> None:
 
 
 async def test_connections_are_bounded(start_server: StartServer) -> None:
-    """A full server still answers health checks."""
+    """A server at its connection limit still answers health checks."""
     server = await start_server(http_port=0, max_connections=2)
     assert server.app._http is not None
     connections = server.app._http.connections
@@ -262,7 +262,7 @@ values = st.recursive(
 
 
 def count(value: Any) -> tuple[int, int, int, int]:
-    """The numbers of strings, lists, objects and commas of a value."""
+    """Count the strings, lists, objects and commas of a JSON value."""
     if isinstance(value, str):
         return 1, 0, 0, 0
     if not isinstance(value, list | dict):
@@ -275,7 +275,7 @@ def count(value: Any) -> tuple[int, int, int, int]:
 
 @given(values, st.integers(1, 9), st.booleans())
 def test_the_count_is_that_of_the_values(value: Any, piece_bytes: int, ensure_ascii: bool) -> None:
-    """The counter reads a body in pieces of any size."""
+    """The counter reads a body in pieces. The counts must not depend on the size of the pieces."""
     strings, lists, objects, commas = count(value)
     body = json.dumps(value, ensure_ascii=ensure_ascii).encode()
 
@@ -301,7 +301,7 @@ def test_the_count_is_that_of_the_values(value: Any, piece_bytes: int, ensure_as
 
 
 async def test_bytes_are_bounded_over_all_callers(start_server: StartServer) -> None:
-    """A request counts with its body and texts until its caller has the reply."""
+    """The bytes of a request's body and texts count until the caller has the reply."""
     server = await start_server(http_port=0, max_in_flight_mib=100, max_text_bytes=2**22)
     server.app._calls.max_held_bytes = 3_000_000
     server.engine.hold()

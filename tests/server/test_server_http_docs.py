@@ -20,7 +20,7 @@ REF = "#/components/schemas/"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared_docs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FakeServer]:
-    """A server with HTTP and a model with every kind of output."""
+    """One server with HTTP and a model with every kind of output, for tests that do not change the server."""
     directory = tmp_path_factory.mktemp("docs")
     bundle = write_bundle(directory / "bundles", tokenizer=words(), **every_kind())
     server = await start_fake_server(directory, http_port=0, load=loader(bundle), **SERVE_TINY)
@@ -29,13 +29,13 @@ async def shared_docs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
 
 
 def routes_of(server: FakeServer) -> list[Route]:
-    """All routes of the server."""
+    """Return all HTTP routes of the server."""
     assert server.app._http is not None
     return [route for route, _ in server.app._http.app._all]
 
 
 def validator(document: dict[str, Any], schema: dict[str, Any]) -> jsonschema.Draft202012Validator:
-    """A validator for a schema of the document."""
+    """Return a validator for a schema, which may refer to components of the document."""
     return jsonschema.Draft202012Validator({**schema, "components": document["components"]})
 
 
@@ -61,7 +61,7 @@ async def test_every_route_is_described(shared_docs: FakeServer) -> None:
 
 
 async def test_every_field_has_a_meaning(shared_docs: FakeServer) -> None:
-    """From the section Attributes of the struct's docstring."""
+    """The description of a field comes from the section Attributes in the docstring of the body's struct."""
     for route in routes_of(shared_docs):
         if route.body is not None:
             assert set(route.body.__struct_fields__) == set(descriptions_of(route.body)), route.body

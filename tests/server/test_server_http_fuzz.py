@@ -70,7 +70,7 @@ fields: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def requests(draw: st.DrawFn, paths: Sequence[str]) -> tuple[str, bytes]:
-    """A route and a random body, right or wrong."""
+    """Draw a route and a random body, which may be valid or invalid."""
     path = draw(st.sampled_from(paths))
     if draw(st.integers(0, 9)) == 0:
         return path, draw(st.binary(max_size=40))
@@ -78,7 +78,7 @@ def requests(draw: st.DrawFn, paths: Sequence[str]) -> tuple[str, bytes]:
     sent = sentences if is_pair else st.lists(words, max_size=4) if path in COHERE else inputs
     body: Any = draw(wild) if draw(st.integers(0, 9)) == 0 else {ROUTES[path]: draw(sent)}
     if isinstance(body, dict):
-        if draw(st.integers(0, 19)) == 0:  # long bodies are counted first and decoded in turns
+        if draw(st.integers(0, 19)) == 0:  # a long body: its values are counted before it is decoded
             body["pad"] = " " * 70_000
             body[ROUTES[path]] = draw(st.lists(words | ids | wild, max_size=3)) * 300
         for name in draw(st.lists(st.sampled_from(sorted(fields)), max_size=2)):
@@ -91,7 +91,7 @@ def requests(draw: st.DrawFn, paths: Sequence[str]) -> tuple[str, bytes]:
 
 
 async def ask(client: httpx.AsyncClient, path: str, body: bytes) -> tuple[int, Any]:
-    """The status and the JSON of the reply; the body is sent in two parts."""
+    """Send the body in two parts. Return the status and the JSON of the reply."""
 
     async def parts() -> AsyncIterator[bytes]:
         yield body[: len(body) // 2]
@@ -102,7 +102,7 @@ async def ask(client: httpx.AsyncClient, path: str, body: bytes) -> tuple[int, A
 
 
 async def check_paths(client: httpx.AsyncClient) -> None:
-    """Asks for models with unknown and malformed names."""
+    """Ask for models with unknown and malformed names."""
     for name in ("tiny", "tiny@1", "%00", "%ff", "a/b", "%2F", "..%2f..%2fetc", "{id:path}", "x" * 7000, "@", "tiny@"):
         response = await client.get(f"/v1/models/{name}")
         assert response.status_code in (200, 404), name
@@ -126,7 +126,7 @@ def check_refusal(path: str, status: int, reply: Any) -> None:
 
 
 def test_any_body_gets_a_reply_or_a_client_error(tmp_path: Path) -> None:
-    """A short run; tests/hostile has a long one."""
+    """This test is short. tests/hostile sends 10,000 random bodies to each route."""
     seen: Counter[int] = Counter()
     with asyncio.Runner() as runner:
         bundle = write_bundle(tmp_path / "bundles", tokenizer=tokenizer_of_words(), prompts=PROMPTS, **every_kind())

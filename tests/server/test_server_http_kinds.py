@@ -1,4 +1,4 @@
-"""Sparse weights and token vectors over HTTP: the same as over gRPC, and refusals that name the right route."""
+"""Sparse weights and token vectors over HTTP: equal to those over gRPC, with refusals that name the right route."""
 
 import base64
 from typing import Any
@@ -22,7 +22,7 @@ NO_POOLING = {"pooling": manifest_pb2.POOLING_UNSPECIFIED}
 
 
 async def by_grpc(server: FakeServer, *inputs: Any, kind: Any, task: Any = 0, **spec: Any) -> list[tuple[Any, Any]]:
-    """For each input its rows and their indices, over gRPC."""
+    """Encode over gRPC. Return for each input its vectors or weights (n, width), and their (n,) indices or None."""
     options = pb.EncodeOptions(outputs=[pb.OutputSpec(kind=kind, **spec)], task=task, truncation=pb.TRUNCATION_END)
     reply = await server.encode(*inputs, options=options)
     (tensor,) = reply.outputs
@@ -36,7 +36,7 @@ async def by_grpc(server: FakeServer, *inputs: Any, kind: Any, task: Any = 0, **
 
 
 def pooled(response: httpx.Response) -> list[Any]:
-    """The arrays of a reply of /pooling in either encoding, float32."""
+    """The arrays of a /pooling reply, sent as numbers or as base64, as float32."""
     assert response.status_code == 200, response.text
     body = response.json()
     assert (body["object"], body["id"][:5]) == ("list", "pool-")
@@ -51,7 +51,7 @@ def pooled(response: httpx.Response) -> list[Any]:
 
 
 def check_sparse(response: httpx.Response, want: list[tuple[Any, Any]]) -> None:
-    """Checks that a reply of /embed_sparse has these weights, to the bit."""
+    """Check that a reply of /embed_sparse has exactly these weights and indices."""
     assert response.status_code == 200, response.text
     for got, (weights, indices) in zip(response.json(), want, strict=True):
         assert [it["index"] for it in got] == indices.tolist()
@@ -59,7 +59,7 @@ def check_sparse(response: httpx.Response, want: list[tuple[Any, Any]]) -> None:
 
 
 async def test_a_model_of_every_kind_has_a_route_for_each(serve: Serve) -> None:
-    """BGE-M3 is such a model."""
+    """The model has dense, sparse and multi-vector outputs, like BGE-M3."""
     server = await serve(settings=HTTP, **tiny_heads.every_kind())
     (model,) = (await get(server, "/v1/models")).json()["data"]
     assert model["outputs"] == {
@@ -84,7 +84,7 @@ async def test_a_model_of_every_kind_has_a_route_for_each(serve: Serve) -> None:
             body = {"input": inputs, "task": task, "encoding_format": encoding}
             for got, (rows, _) in zip(pooled(await post(server, "/pooling", body)), vectors, strict=True):
                 np.testing.assert_array_equal(got, rows[0])
-    repeated = TEXTS * 100  # a request of several parts
+    repeated = TEXTS * 100  # so many inputs that the server splits the request
     weights = await by_grpc(server, *TEXTS, kind=pb.OUTPUT_KIND_SPARSE)
     check_sparse(await post(server, "/embed_sparse", {"inputs": repeated}), weights * 100)
     vectors = await by_grpc(server, *TEXTS, kind=pb.OUTPUT_KIND_MULTI_VECTOR)
@@ -115,12 +115,12 @@ async def test_refusals_of_a_sparse_model_name_its_route(serve: Serve) -> None:
     for most in (None, 3):
         want = await by_grpc(server, *TEXTS, kind=pb.OUTPUT_KIND_SPARSE, max_active_dims=most)
         check_sparse(await post(server, "/embed_sparse", {"inputs": TEXTS, "max_active_dims": most}), want)
-    mean = await post(server, "/embed", {"inputs": "w5", "pooling": "mean"})  # a pooling that the request names
+    mean = await post(server, "/embed", {"inputs": "w5", "pooling": "mean"})  # the request itself names a pooling
     assert mean.status_code == 200
 
 
 async def test_refusals_of_a_late_interaction_model_name_its_route(serve: Serve) -> None:
-    """The model is like ColBERT: queries get a prompt and are filled up with tokens."""
+    """The model is like ColBERT: queries get a prompt and are filled up with extra tokens."""
     expansion = manifest_pb2.Expansion(min_tokens=8, token_id=3, attended=False)
     query = manifest_pb2.TaskSettings(prompt_name="q", max_tokens=8, expansion=expansion)
     document = manifest_pb2.TaskSettings(max_tokens=20, skipped_token_ids=[8, BEGIN, END])
@@ -166,7 +166,7 @@ async def test_a_dense_model_has_token_rows(shared: FakeServer) -> None:
     assert "POST /v1/embeddings or POST /embed" in refused.json()["error"]
 
 
-BAD = [  # a body, the field that the error names, and its problem
+BAD = [  # a body, the field that the error names, and a part of the error text
     ({}, "input", "null"),
     ({"input": "hello", "task": "classify"}, "task", "'classify'"),
     ({"input": "hello", "dimensions": 0, "task": "token_embed"}, "dimensions", "at least 1"),
@@ -195,7 +195,7 @@ async def test_inputs_that_need_no_truncation(shared: FakeServer) -> None:
 
 
 async def test_replies_are_bounded(serve: Serve) -> None:
-    """The number of sparse weights is known after the model ran."""
+    """The number of sparse weights, and so the size of the reply, is known only after the model ran."""
     width = 200_000
     files = {"sparse.onnx": tiny_heads.sparse_file("max", width)}
     server = await serve(files, HTTP | {"max_response_mib": 1}, sparse=sparse(width=width))

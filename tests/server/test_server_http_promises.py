@@ -1,4 +1,4 @@
-"""HTTP under overload, with callers that leave, faults, stops, and bytes that are not HTTP."""
+"""HTTP under overload, with callers that leave, faults, server stops, and bytes that are not HTTP."""
 
 import asyncio
 import contextlib
@@ -30,13 +30,16 @@ SHARED_SETTINGS = {"http_port": 0}
 
 
 def body(path: str, inputs: Any) -> dict[str, Any]:
-    """A request with these inputs; ids need no special tokens."""
+    """Return the JSON body of a request with these inputs.
+
+    For OpenAI's route, the body allows ids without special tokens.
+    """
     complete = {"add_special_tokens": False} if path == "/v1/embeddings" and not isinstance(inputs, str) else {}
     return {ROUTES[path]: inputs, **complete}
 
 
 def counted(server: FakeServer, path: str, status: int) -> float:
-    """The number of replies of a route with a status."""
+    """Return the number of replies of a route with this status."""
     return server.sample("encserve_http_requests_total", route=f"POST {path}", status=str(status))
 
 
@@ -99,7 +102,7 @@ async def test_a_caller_that_does_not_read_loses_its_connection(
     monkeypatch.setattr("encserve_server.http.app._BYTES_PER_SECOND", 2**40)
     assert server.app._http is not None
     connections = server.app._http.connections
-    text = json.dumps({"inputs": [[1] * 32] * 4000}).encode()  # a reply of 6 MB, larger than the buffers of the system
+    text = json.dumps({"inputs": [[1] * 32] * 4000}).encode()  # a reply of 6 MB, more than the socket buffers
     with socket.socket() as caller:
         caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         caller.setblocking(False)
@@ -120,7 +123,7 @@ async def test_a_caller_that_does_not_read_loses_its_connection(
     [
         b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 20_000,
         b"GET /" + b"x" * 100_000,
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",  # a gRPC client on the wrong port
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",  # sent by a gRPC client on the wrong port
     ],
 )
 async def test_bytes_that_are_not_http(shared: FakeServer, data: bytes, caplog: pytest.LogCaptureFixture) -> None:
@@ -152,7 +155,7 @@ OFFERING = (
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
 async def test_an_offer_of_http_2_is_answered_with_http_1(shared: FakeServer, parts: int) -> None:
-    """Java's client offers HTTP/2 in its first request."""
+    """Java's HTTP client offers HTTP/2 in its first request."""
     end = len(OFFERING)
     cuts = {1: [end], 2: [end - len(TEXT), end], 3: [40, end - 5, end]}[parts]
     async with raw(shared) as (reader, writer):
@@ -160,13 +163,13 @@ async def test_an_offer_of_http_2_is_answered_with_http_1(shared: FakeServer, pa
             for begin, stop in zip([0, *cuts], cuts, strict=False):
                 writer.write(OFFERING[begin:stop])
                 await writer.drain()
-                await asyncio.sleep(0.01)  # each send arrives as a part of its own
+                await asyncio.sleep(0.01)  # with this pause, the server receives each part separately
             assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
             await reader.readuntil(b"\r\n\r\n[[0.5,0.5,0.5,0.5]]")
 
 
 async def test_a_request_behind_an_offer_of_http_2(shared: FakeServer) -> None:
-    """The connection ends, so that the caller sends the second request again."""
+    """The server closes the connection after the first reply, so that the caller sends the second request again."""
     async with raw(shared) as (reader, writer):
         writer.write(OFFERING * 2)
         replies = await reader.read()
@@ -246,7 +249,7 @@ async def test_requests_before_the_models_are_loaded(tmp_path: Path) -> None:
 
 
 async def test_a_stop_answers_the_requests_in_flight(server: FakeServer) -> None:
-    """The server answers running requests, refuses new ones, then closes the port."""
+    """The server answers running requests, refuses new requests, and then closes the port."""
     server.engine.hold()
     calls = [asyncio.create_task(post(server, path, body(path, [[i + 1]]))) for path in ROUTES for i in range(10)]
     await until(lambda: server.in_flight() == 30)

@@ -1,4 +1,4 @@
-"""Inspect on a real gRPC server with a fake inspector: replies, refusals, and independence from encoding."""
+"""Inspect on a gRPC server with a fake inspector: replies, refusals, and independence from Encode."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +32,7 @@ def request(it: Any, *specs: pb.InspectSpec, **fields: Any) -> pb.InspectRequest
 
 
 def tensors_of(parts: list[pb.InspectResponse]) -> list[Any]:
-    """The arrays of a reply, joined from its chunks as its header says."""
+    """Return the arrays of a reply. Its chunks are joined as its header describes."""
     header, chunks = parts[0].header, [part.chunk for part in parts[1:]]
     assert all(part.WhichOneof("part") == "chunk" for part in parts[1:])
     assert [chunk.tensor for chunk in chunks] == sorted(chunk.tensor for chunk in chunks)
@@ -46,17 +46,17 @@ def tensors_of(parts: list[pb.InspectResponse]) -> list[Any]:
 
 
 def layers(kind: InspectKind, numbers: range | list[int], *shape: int) -> Any:
-    """The fake inspector's arrays for layers of a kind."""
+    """Return the stacked arrays that the fake inspector computes for these layers of a kind."""
     return np.stack([fake_numbers(kind, layer, shape) for layer in numbers])
 
 
 def inspections(server: FakeServer) -> float:
-    """The running and waiting inspections."""
+    """Return the number of running and waiting inspections."""
     return server.sample("encserve_inspections", model="tiny", version="2")
 
 
 async def hold(server: FakeServer) -> "asyncio.Task[list[pb.InspectResponse]]":
-    """Starts an inspection of one token that does not finish."""
+    """Start an inspection of one token that runs until the test calls `inspector.let_go`."""
     server.inspector.hold()
     running = asyncio.create_task(server.inspect(request([1])))
     await asyncio.to_thread(server.inspector.started.acquire, timeout=60)
@@ -64,7 +64,7 @@ async def hold(server: FakeServer) -> "asyncio.Task[list[pb.InspectResponse]]":
 
 
 async def queue_behind(server: FakeServer, length: int) -> "asyncio.Task[list[pb.InspectResponse]]":
-    """Send an inspection of `tokens` tokens, and wait until it is the second in the queue."""
+    """Send an inspection of `length` tokens, and wait until the server has two inspections."""
     waiting = asyncio.create_task(server.inspect(request([1] * length)))
     await until(lambda: inspections(server) == 2)
     return waiting
@@ -120,7 +120,8 @@ async def test_vectors_have_no_ids_and_no_tokens(start_server: StartServer) -> N
 async def test_large_tensors_come_in_chunks(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("encserve_server.rpc.inspect_codec._CHUNK_BYTES", 100)
     parts = await server.inspect(request([1] * 20))
-    # A layer has 20 x 20 x 2 heads x 4 bytes in 32 chunks. A state has 20 x 4 x 4 bytes: 3 full chunks and a rest.
+    # A chunk has 100 bytes. Attention weights of a layer have 20 x 20 x 2 heads x 4 bytes, in 32 chunks. Hidden states
+    # of a layer have 20 x 4 x 4 bytes, in 4 chunks.
     assert len(parts) == 1 + N_LAYERS * 32 + (N_LAYERS + 1) * 4
     want = layers(InspectKind.ATTENTION_WEIGHTS, range(N_LAYERS), N_HEADS, 20, 20)
     np.testing.assert_array_equal(tensors_of(parts)[0], want)
@@ -187,7 +188,7 @@ async def test_a_bad_request_is_refused_by_field_and_never_runs(start_server: St
 
 @pytest.mark.parametrize("settings", [{"can_inspect": False}, {"inspect": False}])
 async def test_a_model_without_inspection_refuses_first(start_server: StartServer, settings: dict[str, Any]) -> None:
-    """The refusal precedes all other checks, since the layers of such a model may be unknown."""
+    """The server refuses before all other checks, because it may not know the layers of such a model."""
     server = await start_server(**settings)
     with pytest.raises(Failed) as caught:
         await server.inspect(request([1], spec(ATTENTION, 99)))
@@ -202,7 +203,7 @@ async def test_a_model_without_positions_refuses_them(start_server: StartServer)
         await server.inspect(request([1], spec(POSITIONS)))
 
 
-# The queue
+# The queue of inspections
 
 
 async def test_encoding_does_not_wait_for_an_inspection(server: FakeServer) -> None:
@@ -215,7 +216,7 @@ async def test_encoding_does_not_wait_for_an_inspection(server: FakeServer) -> N
 
 
 async def test_chunks_do_not_wait_behind_large_replies(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The threads that build replies of Encode are all busy."""
+    """The threads that build large replies of Encode may be busy, so Inspect must not use them."""
     submit, pools = ThreadPoolExecutor.submit, set()
 
     def note_pool(pool: ThreadPoolExecutor, *args: Any, **kwargs: Any) -> Any:
@@ -249,7 +250,7 @@ async def test_cancelled_inspections_leave_their_places_unless_they_run(start_se
     running.cancel()
     for _ in range(5):
         (await queue_behind(server, 2)).cancel()
-        await until(lambda: inspections(server) == 1)  # a run cannot be interrupted
+        await until(lambda: inspections(server) == 1)  # the running inspection cannot be interrupted
     server.inspector.let_go()
     await server.inspect(request([1, 2, 3]))
     assert server.inspector.lengths == [1, 3]
@@ -261,7 +262,7 @@ async def test_a_deadline_ends_the_wait(server: FakeServer) -> None:
     with pytest.raises(Failed) as caught:
         await server.inspect(request([1, 2]), timeout=0.2)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    await until(lambda: inspections(server) == 1)  # the caller's clock may be a little ahead of the server's
+    await until(lambda: inspections(server) == 1)  # the caller's timeout may end a little before the server's
     server.inspector.let_go()
     await running
     assert server.inspector.lengths == [1]
@@ -297,7 +298,7 @@ async def test_a_failed_run_hides_its_error_and_the_next_one_works(server: FakeS
 
 
 async def test_a_graph_that_cannot_be_loaded_is_tried_again(start_server: StartServer) -> None:
-    """The reason is in the log; callers get no paths."""
+    """The next call loads the graph again. Callers do not see the path of the file."""
     found: list[FakeInspector] = []
 
     def load() -> FakeInspector:
@@ -314,7 +315,7 @@ async def test_a_graph_that_cannot_be_loaded_is_tried_again(start_server: StartS
     assert len(await server.inspect(request([1]))) > 1
 
 
-# Slow readers: replies of 20 MB
+# Slow readers of large replies
 
 
 def open_call(channel: grpc.aio.Channel, *specs: pb.InspectSpec) -> Any:
@@ -323,7 +324,7 @@ def open_call(channel: grpc.aio.Channel, *specs: pb.InspectSpec) -> Any:
 
 
 async def end_of(call: Any) -> grpc.aio.AioRpcError:
-    """Read a reply that must end with an error."""
+    """Read a reply that must end with an error, and return the error."""
     try:
         while await call.read() is not grpc.aio.EOF:
             pass
@@ -335,7 +336,7 @@ async def end_of(call: Any) -> grpc.aio.AioRpcError:
 async def test_a_caller_that_reads_nothing_loses_its_connection(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a few such callers would hold every place, and the memory of their replies, forever."""
+    """Otherwise a few such callers could block all inspections, and their replies would stay in memory forever."""
     monkeypatch.setattr(sending, "UNREAD_SECONDS", 0.2)
     server.inspector.n_heads = 4000
     call = open_call(server.channel, spec(ATTENTION))
@@ -344,7 +345,10 @@ async def test_a_caller_that_reads_nothing_loses_its_connection(
     assert (await end_of(call)).code() is grpc.StatusCode.UNAVAILABLE
     await until(lambda: server.sample("grpc_server_handled_total", **METHOD, grpc_code="DeadlineExceeded") == 1)
     assert server.sample("encserve_refused_total", reason="DEADLINE_EXPIRED") == 1
-    options = [("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0)]  # not even the header is read
+    options = [
+        ("grpc.http2.lookahead_bytes", 5),
+        ("grpc.http2.bdp_probe", 0),
+    ]  # gRPC reads nothing, not even the header
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}", options=options) as channel:
         call = open_call(channel, spec(STATES, 0))
         await until(lambda: len(server.inspector.lengths) == 2)
@@ -353,7 +357,7 @@ async def test_a_caller_that_reads_nothing_loses_its_connection(
 
 
 async def test_a_caller_that_reads_too_slowly_is_ended(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow reader of single chunks must not keep a place in the queue."""
+    """A caller that slowly reads one chunk after the other must not block the queue of inspections."""
     monkeypatch.setattr(service, "_ANSWER_SECONDS", 0.3)
     server.inspector.n_heads = 4000
     call = open_call(server.channel, spec(ATTENTION))
@@ -372,7 +376,7 @@ async def test_a_caller_that_goes_during_a_write_is_not_an_error_of_the_server(
     for _ in range(3):
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}")
         assert await open_call(channel, spec(ATTENTION)).read() is not grpc.aio.EOF
-        await asyncio.sleep(0.05)  # the time in which a write begins to wait
+        await asyncio.sleep(0.05)  # after this time the server's write waits for the caller
         await channel.close()
     await until(lambda: not inspections(server))
     await until(lambda: server.sample("grpc_server_handled_total", **METHOD, grpc_code="Canceled") == 3)
@@ -381,7 +385,7 @@ async def test_a_caller_that_goes_during_a_write_is_not_an_error_of_the_server(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-# The end
+# Unloading and stopping
 
 
 async def test_unloading_ends_waiting_inspections_and_finishes_the_running_one(server: FakeServer) -> None:

@@ -44,7 +44,7 @@ async def health(server: FakeServer, service: str = "") -> int:
 
 
 async def becomes(server: FakeServer, wanted: int, service: str = "") -> None:
-    """Waits for this health status."""
+    """Wait until the service has the wanted health status."""
 
     async def is_wanted() -> bool:
         return await health(server, service) == wanted
@@ -53,7 +53,7 @@ async def becomes(server: FakeServer, wanted: int, service: str = "") -> None:
 
 
 def page_status(server: FakeServer, path: str) -> int:
-    """The status of a path of the metrics port, for GET and HEAD."""
+    """Return the status of a path of the metrics port. GET and HEAD must have the same status."""
     url = f"http://127.0.0.1:{server.app.metrics_port}{path}"
     with httpx.Client(trust_env=False, verify=False) as client:  # noqa: S501
         got, head = client.get(url), client.head(url)
@@ -67,7 +67,7 @@ def page_status(server: FakeServer, path: str) -> int:
 async def test_health_follows_the_engine(server: FakeServer) -> None:
     """With a broken engine, health is NOT_SERVING and calls fail as UNAVAILABLE.
 
-    A repaired engine serves again by itself.
+    When the engine works again, health returns to SERVING without a restart.
     """
     for service in ("", SERVICE, f"{SERVICE}/tiny"):
         await becomes(server, SERVING, service)
@@ -105,7 +105,10 @@ async def test_health_follows_a_stuck_batch(start_server: StartServer, monkeypat
 async def test_probes_see_an_event_loop_that_does_not_run(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The metrics page has its own threads, and must not repeat the last state of the loop."""
+    """The metrics page has its own threads.
+
+    It must report that the event loop is blocked, not the loop's last state.
+    """
     monkeypatch.setattr(lag, "STANDSTILL_SECONDS", 0.2)
     server = await start_server()
     await becomes(server, SERVING)
@@ -134,9 +137,9 @@ async def test_probes_see_an_event_loop_that_does_not_run(
 # Stopping
 
 
-@pytest.mark.system  # waits for a second
+@pytest.mark.system  # takes more than a second
 async def test_calls_succeed_while_balancers_learn_of_the_stop(start_server: StartServer) -> None:
-    """Health on gRPC and on the metrics port changes before calls are refused."""
+    """Health over gRPC and on the metrics port changes before the server refuses calls."""
     server = await start_server(drain_delay_seconds=1.5)
     await becomes(server, SERVING)
     for path, status in (("/healthz", 200), ("/healthz?verbose", 200), ("/metrics", 200), ("/", 404), ("/health", 404)):
@@ -159,7 +162,7 @@ async def test_a_stop_finishes_running_calls_and_refuses_new_ones(server: FakeSe
             await asyncio.wait([refused], timeout=0.2)
             if refused.done():
                 break
-            refused.cancel()  # the server accepts the call, since the stop has not begun
+            refused.cancel()  # the stop had not begun, so the server accepted this call
     failure = refused.exception()
     assert isinstance(failure, Failed)
     assert (failure.code, failure.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
@@ -168,11 +171,14 @@ async def test_a_stop_finishes_running_calls_and_refuses_new_ones(server: FakeSe
     assert await stopping
 
 
-@pytest.mark.system  # waits for a second
+@pytest.mark.system  # takes more than a second
 async def test_new_calls_during_a_stop_are_refused_and_never_cancelled(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gRPC must not close connections before callers have learned of the stop, even without running calls."""
+    """gRPC must not close connections before callers have learned of the stop.
+
+    This holds even if no call is running.
+    """
     monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 1.5)
     server = await start_server()
     stopping = asyncio.create_task(server.app.stop())
@@ -182,7 +188,8 @@ async def test_new_calls_during_a_stop_are_refused_and_never_cancelled(
         codes = {(it.code, it.reason) for it in results if isinstance(it, Failed)}
         assert codes == {(grpc.StatusCode.UNAVAILABLE, "DRAINING")}
     assert await stopping
-    monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.0)  # the fixture stops the server
+    # The fixture calls `stop` again, without this delay.
+    monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.0)
 
 
 async def test_a_stuck_engine_does_not_prevent_a_stop(
@@ -200,7 +207,10 @@ async def test_a_stuck_engine_does_not_prevent_a_stop(
 
 
 async def test_a_stop_right_after_a_change_of_health_ends(start_server: StartServer) -> None:
-    """The stop cancels the health task at the moment that wakes the task."""
+    """A change of health wakes the health task, and the stop cancels the task at the same moment.
+
+    The cancellation must not be lost.
+    """
     for _ in range(5):
         server = await start_server()
         server.app._health.changed()
@@ -212,7 +222,7 @@ async def test_a_stop_right_after_a_change_of_health_ends(start_server: StartSer
 
 
 async def test_a_port_in_use_stops_the_start(start_server: StartServer) -> None:
-    """By default gRPC would share the port, or listen on another of the host's addresses only."""
+    """By default gRPC would share a used port, or listen only on those addresses of a host where the port is free."""
     server = await start_server()
     repository = server.app.settings.model_repository
     for host, ports, option in (
@@ -224,7 +234,8 @@ async def test_a_port_in_use_stops_the_start(start_server: StartServer) -> None:
         with pytest.raises(StartupError, match=f"{option} .*: Address already in use"):
             await second.start()
         await second.stop()
-    third = App(Settings(model_repository=repository, grpc_port=0, metrics_port=0))  # the real loader
+    # Without `load`, the app uses its real loader.
+    third = App(Settings(model_repository=repository, grpc_port=0, metrics_port=0))
     with pytest.raises(BundleError, match=r"tiny/2/manifest.json"):
         await third.start()
     await third.stop()
@@ -249,9 +260,9 @@ async def test_every_port_listens_on_ipv4_and_ipv6_with_host_any(start_server: S
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8")
 def test_the_metrics_page_listens_on_every_local_address_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server resolves the name without a name server, which may take a minute.
+    """Listening must not call `socket.getfqdn`, which asks a name server and may take a minute.
 
-    One address belongs to another machine.
+    The page ignores the address 192.0.2.1, because it belongs to another machine.
     """
     look_up = socket.getaddrinfo
     addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", it) for it in ("127.0.0.1", "192.0.2.1", "127.0.0.2")]
@@ -280,7 +291,7 @@ def test_the_metrics_page_listens_on_every_local_address_of_a_name(monkeypatch: 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
 async def test_computing_threads_have_a_lower_priority_than_the_event_loop(start_server: StartServer) -> None:
-    """That includes the threads that an engine starts while it loads. 19 is the lowest priority of Linux."""
+    """Threads that an engine starts while it loads have the lower priority too. On Linux, 19 is the lowest priority."""
     seen: dict[str, int] = {}
 
     def look(thread: str) -> None:
@@ -311,7 +322,7 @@ async def test_metrics_count_calls_tokens_and_stages(server: FakeServer) -> None
     with pytest.raises(Failed):
         await server.encode([-1])
     method = {"grpc_type": "unary", "grpc_service": SERVICE, "grpc_method": "Encode"}
-    # A caller may have its reply before the server counts the call.
+    # A caller may get its reply before the server has counted the call.
     await until(lambda: server.sample("encserve_in_flight_requests") == 0)
     assert server.sample("grpc_server_started_total", **method) == 12
     assert server.sample("grpc_server_handled_total", **method, grpc_code="OK") == 11
@@ -338,7 +349,7 @@ async def test_metrics_count_calls_tokens_and_stages(server: FakeServer) -> None
 
 
 async def test_the_metrics_page_is_complete_before_the_first_request(server: FakeServer) -> None:
-    """Every label set is 0 at first, so that a rate shows the first error."""
+    """Every label set exists with the value 0 from the start, so that a rate includes the first error."""
     url = f"http://127.0.0.1:{server.app.metrics_port}/metrics"
     page = (await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read())).decode()
     families = {family.name: family for family in text_string_to_metric_families(page)}
@@ -357,7 +368,10 @@ async def test_the_metrics_page_is_complete_before_the_first_request(server: Fak
 
 
 async def test_a_huge_request_is_refused_by_its_counts(start_server: StartServer) -> None:
-    """The server refuses it before it copies anything; gRPC refuses a request over the byte limit."""
+    """The server refuses too many tokens or inputs before it copies them.
+
+    gRPC refuses a request over the byte limit.
+    """
     server = await start_server(max_request_mib=16)
     for huge, reason in (
         (pb.EncodeRequest(inputs=[pb.Input(token_ids=pb.TokenIds(ids=[1] * 2_000_000))]), "SEQUENCE_TOO_LONG"),
@@ -373,7 +387,7 @@ async def test_a_huge_request_is_refused_by_its_counts(start_server: StartServer
 
 @pytest.fixture
 def tokenized(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[int], threading.Event]]:
-    """The lengths of the texts in the order of their turns, and the event that lets the tokenizer go on."""
+    """A list of text lengths in the order of tokenization, and an event. Tokenization waits until the event is set."""
     lengths: list[int] = []
     go_on = threading.Event()
     tokenize_here = TextTokenizer.tokenize_here
@@ -395,7 +409,7 @@ CUT = pb.EncodeOptions(truncation=pb.TRUNCATION_END)
 
 
 async def test_waiting_text_is_bounded(start_server: StartServer, tokenized: tuple[list[int], threading.Event]) -> None:
-    """A busy tokenizer refuses more text at once; token ids pass."""
+    """When the waiting text has reached its limit, the server refuses more text at once, but accepts token ids."""
     server = await start_server(max_queue_text_mib=1)
     first = asyncio.create_task(server.encode(*[LONG] * 4, options=CUT))
     await until(lambda: server.queued("text_bytes") == 4 * len(LONG))
@@ -413,7 +427,7 @@ async def test_waiting_text_is_bounded(start_server: StartServer, tokenized: tup
 async def test_a_paragraph_does_not_wait_for_a_long_request(
     server: FakeServer, tokenized: tuple[list[int], threading.Event]
 ) -> None:
-    """Long requests share the tokenizer with others, and end at their first text that is too long."""
+    """The tokenizer takes one text of each request in turn. A request ends at its first text that is too long."""
     lengths, go_on = tokenized
     slow = asyncio.create_task(server.encode(*[LONG] * 3, options=CUT))
     await until(lambda: server.queued("text_bytes") == 3 * len(LONG))

@@ -1,4 +1,4 @@
-"""Every line of a JSON log is JSON, after any error."""
+"""Every line of a JSON log is JSON, whatever error occurs."""
 
 import contextlib
 import json
@@ -63,7 +63,7 @@ NONSENSE = [
 
 
 def test_clients_that_send_nonsense_or_close(tmp_path: Path) -> None:
-    """`RealServer` reads every line as JSON."""
+    """`RealServer` parses every log line, so a line that is not JSON fails the test."""
     write_bundle(tmp_path)
     with real_server(tmp_path) as server:
         for port in (server.metrics_port, server.grpc_port):
@@ -71,7 +71,7 @@ def test_clients_that_send_nonsense_or_close(tmp_path: Path) -> None:
                 for abruptly in (False, True):
                     with socket.create_connection(("127.0.0.1", port)) as connection:
                         connection.settimeout(0.1)
-                        if abruptly:  # closing it sends a reset
+                        if abruptly:  # closing the connection then sends a TCP reset
                             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                         connection.sendall(data)
                         if not abruptly:

@@ -1,4 +1,7 @@
-"""Versions that come and go while a server serves: a real server, fake engines, bundles of one line of text."""
+"""Versions that are added, changed or removed while a server runs.
+
+The engines are fake, and a manifest is one line of text.
+"""
 
 import asyncio
 import contextlib
@@ -32,9 +35,9 @@ INPUT = pb.Input(token_ids=pb.TokenIds(ids=ONE))
 
 
 class Repository:
-    """A model repository with one line of text in each manifest: its content, or how it fails to load.
+    """A model repository whose manifests are one line of text: the content of the version, or how loading fails.
 
-    The server polls it all the time, and each look at it waits for `look`.
+    The server scans the repository again and again, but each scan waits until the test calls `look`.
     """
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,12 +45,12 @@ class Repository:
         self.engines: list[FakeEngine] = []
         self.budgets: list[int | None] = []
         self.loads: list[str] = []
-        self._looks = 0  # that have come so far
-        self._permits = threading.Semaphore(1)  # for the start
+        self._looks = 0  # scans that the server has begun
+        self._permits = threading.Semaphore(1)  # the scan at the start may run
         self._free = False
         self._find_slots = find_slots
         monkeypatch.setattr(manager, "find_slots", self._wait_and_find)
-        self.collections = 0  # runs of the cycle collector, which take long in a process with many tests
+        self.collections = 0  # calls of `give_back`, which would take long in a process with many tests
         monkeypatch.setattr("encserve_server.system.memory.give_back", self._count_collection)
 
     def _wait_and_find(self, *args: Any) -> Any:
@@ -60,24 +63,27 @@ class Repository:
         self.collections += 1
 
     async def look(self, times: int = 2) -> None:
-        """Lets the server look so many times. A new version is loaded at the second look that finds it."""
-        await until(lambda: self._looks >= 2)  # the start's, and the poll that waits
+        """Let the server scan the repository `times` times.
+
+        The server loads a new version when a second scan finds it unchanged.
+        """
+        await until(lambda: self._looks >= 2)  # the scan at the start, and the poll that waits
         before = self._looks
         self._permits.release(times)
         await until(lambda: self._looks >= before + times)
 
     async def look_now(self, server: FakeServer) -> None:
-        """Asks for a look at once, as SIGHUP does, and lets the server look."""
+        """Ask for a scan at once, as SIGHUP does, and let the server scan."""
         await until(lambda: self._looks >= 2)
         server.app.manager.look_now()
-        await self.look(2)  # the poll that waits already, and the look that was asked for
+        await self.look(2)  # the poll that waits already, and the scan that was asked for
 
     def stop_waiting(self) -> None:
         self._free = True
         self._permits.release()
 
     def put(self, version: str, content: str, name: str = "tiny") -> Path:
-        """Writes or replaces a version; returns its manifest."""
+        """Write or replace a version, and return the path of its manifest."""
         manifest = self.path / name / version / "manifest.json"
         manifest.parent.mkdir(parents=True, exist_ok=True)
         manifest.write_text(content)
@@ -88,7 +94,10 @@ class Repository:
         (self.path / name / version).rmdir()
 
     def load(self, directory: Path, settings: Settings, tokenize_pool: TurnPool, served: str) -> LoadedModel:
-        """A loader for the server. It honours the rights of a file even if the tests run as root."""
+        """Load a fake model, or fail as the manifest says.
+
+        This is the server's loader. It checks the permissions of the manifest itself, because root may read any file.
+        """
         manifest = directory / "manifest.json"
         content = manifest.read_text() if manifest.stat().st_mode & 0o004 else UNREADABLE
         self.loads.append(f"{directory.parent.name}@{directory.name}: {content}")
@@ -127,7 +136,7 @@ Serve = Callable[..., Awaitable[FakeServer]]
 
 @pytest.fixture
 async def serve(repository: Repository, start_server: StartServer) -> AsyncIterator[Serve]:
-    """Starts a server on the repository."""
+    """A function that starts a server on the repository."""
 
     async def start(**settings: Any) -> FakeServer:
         chosen = {"model_repository": repository.path, "model": (), "model_poll_seconds": 0.01, **settings}
@@ -140,19 +149,19 @@ async def serve(repository: Repository, start_server: StartServer) -> AsyncItera
 
 
 async def version_of(server: FakeServer, **request: Any) -> str:
-    """The version and content that answer a request, as the reply names them."""
+    """Send a request. Return the version and content from the reply, such as `tiny@1 a`."""
     reply = pb.EncodeResponse.FromString(await server.call("Encode", pb.EncodeRequest(inputs=[INPUT], **request)))
     return f"{reply.model}@{reply.model_version} {reply.fingerprint.lstrip('0')}"
 
 
 async def listed(server: FakeServer) -> str:
-    """The served versions; the default one has a star."""
+    """Return the served versions, such as `tiny@2* tiny@1`. A star marks the default version."""
     reply = pb.ListModelsResponse.FromString(await server.call("ListModels", pb.ListModelsRequest()))
     return " ".join(f"{it.name}@{it.version}{'*' if it.is_default else ''}" for it in reply.models)
 
 
 async def lists(server: FakeServer, wanted: str) -> None:
-    """Waits until these versions are served."""
+    """Wait until exactly these versions are served."""
 
     async def are_served() -> bool:
         return await listed(server) == wanted
@@ -166,7 +175,7 @@ def loads(server: FakeServer, outcome: str) -> float:
 
 @contextlib.asynccontextmanager
 async def in_use(server: FakeServer, engine: FakeEngine, **request: Any) -> AsyncIterator["asyncio.Task[str]"]:
-    """Within this block the engine is held by a call."""
+    """Within this block, a call runs on the engine and cannot finish."""
     engine.hold()
     call = asyncio.create_task(version_of(server, **request))
     await asyncio.to_thread(engine.started.acquire)
@@ -205,7 +214,7 @@ async def test_a_new_version_replaces_the_old_one_in_replies_and_metrics(reposit
 
 
 async def test_a_version_is_replaced_in_place(repository: Repository, serve: Serve) -> None:
-    """The metrics of the version continue. Bad new content leaves the old one."""
+    """The metrics of the version continue. If the new content is bad, the old content stays in service."""
     manifest = repository.put("1", "a")
     server = await serve()
     assert await version_of(server) == "tiny@1 a"
@@ -227,7 +236,10 @@ async def test_a_version_is_replaced_in_place(repository: Repository, serve: Ser
 
 
 async def test_unchanged_content_is_never_loaded_twice(repository: Repository, serve: Serve) -> None:
-    """A volume may change the rights of all files for each pod that mounts it, or a file may only be touched."""
+    """A volume may change the permissions of all files each time a pod mounts it.
+
+    Files may also be touched without a change of content.
+    """
     manifest = repository.put("1", "a")
     repository.put("0", BAD)
     server = await serve(latest_versions=2)
@@ -258,9 +270,9 @@ async def test_a_folder_that_still_changes_is_not_loaded(repository: Repository,
 async def test_a_look_that_is_asked_for_loads_at_once_and_retries_refused_versions(
     repository: Repository, serve: Serve
 ) -> None:
-    """The bundle may be good, and the device may have been full."""
+    """A refused bundle may be good: for example, the device had no free memory at the first load."""
     repository.put("1", "a")
-    server = await serve(model_poll_seconds=0.0)  # no polls, which are never overdue
+    server = await serve(model_poll_seconds=0.0)  # no polls, so the repository is never overdue
     repository.stop_waiting()
     repository.put("2", BAD)
     for refused in (1, 2):
@@ -320,14 +332,14 @@ async def test_the_served_versions(
     for it in after.replace("*", "").split():
         name, _, version = it.partition("@")
         assert await version_of(server, model=name, model_version=version) == f"{it} {name}{version}"
-        is_default = name not in names  # the first version of each model
+        is_default = name not in names  # the first version of each model is its default
         assert server.sample("encserve_model_default", model=name, version=version) == is_default
         names.add(name)
     assert len(repository.loads) == len(repository.engines), "a version was loaded twice"
 
 
 async def test_a_new_model_never_becomes_the_default(repository: Repository, serve: Serve) -> None:
-    """Its name sorts first; calls without a model name must not get another model from one day to the next."""
+    """The new model's name sorts first. Calls without a model name must still get the old model."""
     repository.put("1", "a", name="m")
     server = await serve()
     repository.put("1", "b", name="a")
@@ -346,7 +358,7 @@ async def test_a_new_model_never_becomes_the_default(repository: Repository, ser
 async def test_an_older_version_is_reported_in_the_log(
     repository: Repository, serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Words sort before numbers, so v4 is older than 3."""
+    """Version names that are not numbers sort before numbers, so v4 is older than 3."""
     caplog.set_level("INFO")
     repository.put("2", "a")
     repository.put("3", "b")
@@ -358,7 +370,7 @@ async def test_an_older_version_is_reported_in_the_log(
 
 
 async def test_no_budget_is_measured_while_a_model_serves(repository: Repository, serve: Serve) -> None:
-    """Measuring takes seconds of all CPUs. A new version has the budget of the one before."""
+    """Measuring the batch budget takes all CPUs for seconds. A new version gets the budget of the version before it."""
     repository.put("1", "a", name="old")
     server = await serve()
     repository.put("2", "b", name="old")
@@ -391,7 +403,7 @@ async def test_a_bad_version_changes_nothing_until_it_is_repaired(
 
 
 async def test_the_start_takes_the_newest_good_version(repository: Repository, serve: Serve) -> None:
-    """The bad version is reported until its folder is removed."""
+    """The metrics report the bad version until its folder is removed."""
     repository.put("1", "a")
     repository.put("2", BAD)
     server = await serve()
@@ -433,7 +445,7 @@ async def test_a_refused_version_is_retried_after_any_change(repository: Reposit
 async def test_errors_that_stop_the_start(
     repository: Repository, contents: dict[str, str], error: type[Exception]
 ) -> None:
-    """A model without a good version, and an error that is not a bundle's fault."""
+    """A start fails if a model has no good version, or with an error that no bundle caused."""
     for version, content in contents.items():
         repository.put(version, content)
     app = App(Settings(model_repository=repository.path, grpc_port=0, metrics_port=0), repository.load)
@@ -443,7 +455,7 @@ async def test_errors_that_stop_the_start(
 
 
 async def test_a_refused_version_leaves_nothing_in_memory(repository: Repository, serve: Serve) -> None:
-    """An error refers to the frames that it passed, and such a frame to the engine that failed to warm up."""
+    """An exception keeps the stack frames that it passed, and such a frame keeps the engine that failed to warm up."""
     engines: list[weakref.ref[FakeEngine]] = []
 
     def load(directory: Path, settings: Settings, tokenize_pool: TurnPool, served: str) -> LoadedModel:
@@ -457,7 +469,7 @@ async def test_a_refused_version_leaves_nothing_in_memory(repository: Repository
     await serve(load=load)
     repository.put("2", "b")
     await repository.look()
-    await until(lambda: engines[0]() is None)  # the thread drops its last reference a moment later
+    await until(lambda: engines[0]() is None)  # the loading thread drops its last reference a moment later
 
 
 @pytest.mark.parametrize("version", ["1", "2"])
@@ -494,7 +506,7 @@ async def test_a_loaded_model_that_cannot_be_served_is_refused_and_closed(
 async def test_a_folder_that_cannot_be_read_changes_nothing(
     repository: Repository, serve: Serve, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
-    """An upload with other rights, lost+found, or a network volume with short failures."""
+    """The folder may be lost+found, have wrong permissions, or be on a network volume that fails for a moment."""
     repository.put("1", "a")
     server = await serve()
     if folder in ("other", "tiny/3"):
@@ -524,7 +536,7 @@ async def test_a_folder_that_cannot_be_read_changes_nothing(
 async def test_a_missing_model_makes_the_repository_overdue(
     repository: Repository, serve: Serve, model: tuple[str, ...]
 ) -> None:
-    """Calls do not fail, so a metric has to show it."""
+    """Calls still succeed, so a metric has to show that the model is missing."""
     repository.put("1", "a")
     server = await serve(model=model)
     repository.stop_waiting()
@@ -552,7 +564,7 @@ async def test_a_missing_model_makes_the_repository_overdue(
 async def test_an_expected_fingerprint_or_space(
     repository: Repository, serve: Serve, field: str, reason: str, kept: str, changed: str
 ) -> None:
-    """A space stays if the same model is exported again."""
+    """The id of the vector space stays the same if the same model is exported again."""
     repository.put("1", "a")
     server = await serve()
 
@@ -583,7 +595,10 @@ async def test_a_bundle_without_a_space_meets_no_expectation(repository: Reposit
 
 
 async def test_an_inspection_after_the_folder_was_removed_is_refused(repository: Repository, serve: Serve) -> None:
-    """The second graph is loaded at the first inspection. That is not an internal error."""
+    """The server loads the inspection graph at the first inspection.
+
+    If the file is gone, that is not an internal error.
+    """
 
     def load(directory: Path, settings: Settings, tokenize_pool: TurnPool, served: str) -> LoadedModel:
         def fail() -> FakeInspector:
@@ -602,7 +617,10 @@ async def test_an_inspection_after_the_folder_was_removed_is_refused(repository:
 
 
 async def test_running_calls_finish_on_the_old_version(repository: Repository, serve: Serve) -> None:
-    """Meanwhile the new version answers, and only it is the default and ready. Other models are not held up."""
+    """Meanwhile the new version answers new calls, and only the new version is the default and ready.
+
+    Other models load without waiting.
+    """
     repository.put("1", "a")
     server = await serve()
     async with in_use(server, repository.engines[0]) as call:
@@ -653,7 +671,10 @@ async def test_a_stop_in_the_middle_of_a_replacement_answers_running_calls(
 
 
 async def test_the_next_version_waits_for_the_retirement_of_its_own_model(repository: Repository, serve: Serve) -> None:
-    """Each model has at most one version too many in memory. Without polls the version still loads, as it is then."""
+    """The next version waits, so that a model has at most one version too many in memory.
+
+    The waiting version is loaded with the content that its folder has at the end of the retirement.
+    """
     for name in "ab":
         repository.put("1", name, name=name)
     server = await serve()
@@ -675,7 +696,7 @@ async def test_the_next_version_waits_for_the_retirement_of_its_own_model(reposi
 async def test_a_version_replaced_in_place_serves_until_its_successor_is_loaded(
     repository: Repository, serve: Serve
 ) -> None:
-    """While the other of two versions is still being loaded, the old content answers and is counted."""
+    """While version 1 is still loading, the old content of version 2 answers calls, and its metrics count them."""
     gate = threading.Event()
 
     def load(directory: Path, settings: Settings, tokenize_pool: TurnPool, served: str) -> LoadedModel:
@@ -705,9 +726,9 @@ async def test_a_version_replaced_in_place_serves_until_its_successor_is_loaded(
 async def test_stuck_engines_are_given_up_together(
     repository: Repository, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The time to stop must not depend on the number of models."""
+    """The time of a stop must not depend on the number of models."""
     monkeypatch.setattr(manager, "_CLOSE_SECONDS", 0.5)
-    names = "abcdefgh"  # one after the other they would take four seconds
+    names = "abcdefgh"  # 8 x 0.5 s one after the other would take four seconds
     for name in names:
         repository.put("1", name, name=name)
     server = await serve(grace_seconds=0.0)
@@ -720,7 +741,7 @@ async def test_stuck_engines_are_given_up_together(
 
 
 async def test_one_task_follows_health_however_often_models_change(repository: Repository, serve: Serve) -> None:
-    """A second one would report SERVING again during the stop."""
+    """A second health task would report SERVING again during the stop."""
     repository.put("1", "a")
     await serve()
     repository.put("2", "b")

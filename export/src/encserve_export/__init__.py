@@ -1,7 +1,7 @@
-"""Export a PyTorch or ONNX encoder as a verified model bundle.
+"""Export a PyTorch or ONNX encoder as a model bundle: a directory with an ONNX graph and a manifest.
 
-The command line is `encserve-export`. In Python, `export_hf`, `export_checkpoint`, `export_module`, `export_onnx`,
-`export_init` and `export_encoder` do the same.
+The command line is `encserve-export`. In Python, call `export_hf`, `export_checkpoint`, `export_module`, `export_onnx`,
+`export_init` or `export_encoder`.
 """
 
 from encserve_export.bundle.manifest import Source

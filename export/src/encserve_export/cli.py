@@ -46,8 +46,8 @@ def main() -> None:
 def _exports(command: Callable[..., Exported]) -> Callable[..., None]:
     """Turn an export function into a command.
 
-    The function gets a `target` and a `progress` callback. The command adds the options of the target. It prints each
-    step on stderr and the report on stdout, and shows an `ExportError` without a traceback.
+    The export function gets a `target` and a `progress` callback. The command adds the options of the target. The
+    command prints each step on stderr and the report on stdout. It shows an `ExportError` without a traceback.
     """
 
     @functools.wraps(command)
@@ -59,12 +59,12 @@ def _exports(command: Callable[..., Exported]) -> Callable[..., None]:
         try:
             target = Target(
                 model_repository=model_repository,
-                name=name_from(Path(given["source"])) if name is None else name,  # only `hf` has a default name
+                name=name_from(Path(given["source"])) if name is None else name,  # --name is optional for `hf` only
                 version=version,
                 overwrite=overwrite,
                 keep_space_id=keep_space_id,
             )
-            # Now, because the download and the trace of a large model take minutes.
+            # Check the target first, because downloading and tracing a large model take minutes.
             check_target(model_repository, target.name, version, overwrite=overwrite)
             with console.status("starting") as status:
 
@@ -111,7 +111,7 @@ _precision_option = click.option(
     show_default=True,
     help="The precision of the weights and of the computation: float16 for GPUs, int8 for CPUs.",
 )
-# The help lists the clients' names. The names of sentence-transformers are accepted too.
+# The help lists the names of poolings that clients use. The option also accepts sentence-transformers' names.
 _pooling_option = functools.partial(
     click.option,
     "--pooling",
@@ -136,8 +136,8 @@ _pad_token_id_option = click.option(
 _expect_option = click.option(
     "--expect",
     type=_FILE,
-    help="A .npz or .safetensors file with input_ids or inputs_embeds, attention_mask, and rows. The bundle must give "
-    "these rows.",
+    help="A .npz or .safetensors file with input_ids or inputs_embeds, attention_mask, and rows (hidden "
+    "states). The bundle must reproduce these rows.",
 )
 
 
@@ -178,7 +178,8 @@ def hf(
 ) -> Exported:
     """Export the Hugging Face checkpoint in DIRECTORY, or OWNER/NAME on the hub.
 
-    It takes every encoder of transformers, and models of sentence-transformers with their pooling, prompts and heads.
+    The command supports all encoders of transformers, and models of sentence-transformers with their pooling, prompts
+    and heads.
     """
     is_directory = Path(source).is_dir()
     if not is_directory and not hub.is_id(source):
@@ -277,8 +278,8 @@ def module(
 ) -> Exported:
     """Export the PyTorch module that the function FACTORY in FILE.py returns. This runs your code in FILE.py.
 
-    The module is called with token ids, int64 (batch, seq), and a mask, bool (batch, seq). It returns rows, float32
-    (batch, seq, d_model).
+    The module is called with token ids, int64 (batch, seq), and a mask, bool (batch, seq). The module returns hidden
+    states, float32 (batch, seq, d_model).
     """
     return export_module(
         _make_module(factory),
@@ -303,7 +304,7 @@ def module(
 @click.option("--input-ids-name", default=names.INPUT_IDS, show_default=True, help="FILE's input of token ids.")
 @click.option("--attention-mask-name", default=names.ATTENTION_MASK, show_default=True, help="FILE's attention mask.")
 @click.option("--token-type-ids-name", help="FILE's input of token types, filled with zeros. Default: token_type_ids.")
-@click.option("--output-name", help="FILE's output of rows. Default: its only output, or last_hidden_state.")
+@click.option("--output-name", help="FILE's output of hidden states. Default: its only output, or last_hidden_state.")
 def onnx(
     file: Path,
     target: Target,
@@ -320,7 +321,8 @@ def onnx(
 ) -> Exported:
     """Export the encoder in the ONNX file FILE.
 
-    Its inputs are token ids and a mask, int64 (batch, seq). Its output is float32 (batch, seq, d_model).
+    The model's inputs are token ids and a mask, int64 (batch, seq). The model's output is hidden states, float32
+    (batch, seq, d_model).
     """
     given = OnnxOptions(
         names=Names(
@@ -345,9 +347,9 @@ def onnx(
 @_tokenizer_option
 @_pooling_options
 def init(target: Target, config_path: Path | None, seed: int, tokenizer_path: Path | None, **options: Any) -> Exported:
-    """Export an encoder with random weights, to measure sizes. Default: 8 layers, d_model 512.
+    """Export an encoder with random weights, to measure its speed and memory. Default: 8 layers, d_model 512.
 
-    The vocabulary is the vocab_size of --config, the tokenizer's, or 32000 token ids.
+    The vocabulary size is vocab_size in --config. The default is the tokenizer's size, or 32000 without a tokenizer.
     """
     tokenizer = _read_tokenizer(tokenizer_path)
     fields = _read_fields(config_path)
@@ -390,7 +392,7 @@ def _make_module(factory: str) -> nn.Module:
     assert specification is not None  # noqa: S101 - every .py file has one
     assert specification.loader is not None  # noqa: S101
     imported = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = imported  # as Python's import does; dataclasses look for it
+    sys.modules[specification.name] = imported  # as `import` does; dataclasses look up their module there
     sys.path.insert(0, str(path.resolve().parent))  # as Python does for a script
     specification.loader.exec_module(imported)
     if not hasattr(imported, function):
@@ -402,11 +404,11 @@ def _make_module(factory: str) -> nn.Module:
 
 
 def _raise_on_termination() -> None:
-    """Make SIGTERM and SIGHUP raise an exception, so that the draft is removed, as for Ctrl-C."""
+    """Make SIGTERM and SIGHUP raise an exception, so that the draft folder is removed, as after Ctrl-C."""
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+        if signal.getsignal(number) is signal.SIG_DFL:  # under nohup, SIGHUP stays ignored
             signal.signal(number, leave)

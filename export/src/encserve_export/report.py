@@ -18,7 +18,7 @@ _NOT_COMPARED_ROWS = (
     "no rows given: the configuration (norm, activation, positions, ...) was not compared with your module; --expect "
     "compares both"
 )
-# The report warns above this error, because rounding then changes the vectors visibly.
+# If PyTorch's own float32 error is larger, the report warns the user, because rounding then changes vectors visibly.
 _LARGE_FLOAT32_ERROR = 1e-4
 _SPARSE_POOLINGS = {
     manifest_pb2.SPARSE_POOLING_MAX: "the maximum over the tokens",
@@ -32,7 +32,7 @@ def show(exported: Exported, console: Console) -> None:
     console.print(_parameters(exported.manifest))
     console.print()
     for name, value in _facts(exported):
-        # Names and paths are for copying, so no line is wrapped at the terminal's width.
+        # Users copy names and paths, so lines are not wrapped at the terminal's width.
         console.print(f"{name:<13}{printable(value)}", soft_wrap=True, highlight=False, markup=False)
 
 
@@ -48,7 +48,7 @@ def _parameters(manifest: manifest_pb2.Manifest) -> Table:
 
 
 def _facts(exported: Exported) -> list[tuple[str, str]]:
-    """Return names and values in the order of the report, without empty values."""
+    """Return the names and values of the report, in its order. Facts with an empty value are left out."""
     manifest, notes = exported.manifest, exported.notes
     size = sum(file.size_bytes for file in manifest.files if file.path.startswith(names.FILE))
     facts = [

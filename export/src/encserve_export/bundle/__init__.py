@@ -1,1 +1,1 @@
-"""Writes the folder of a bundle, complete or not at all."""
+"""Writes a bundle, the directory of an exported model. A failed export leaves no incomplete bundle."""

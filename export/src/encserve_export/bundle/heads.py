@@ -1,4 +1,8 @@
-"""Writes heads as ONNX: modules after pooling, modules that make MaxSim vectors, and modules over the vocabulary."""
+"""Writes the heads of a model as ONNX. A head computes the final vectors from the encoder's output.
+
+A bundle may have the modules after pooling, the modules for MaxSim vectors, and the modules for sparse weights over the
+vocabulary.
+"""
 
 import contextlib
 from collections.abc import Mapping
@@ -20,7 +24,7 @@ from encserve_proto.bundle.v1 import manifest_pb2
 FILE = "head.onnx"
 MULTI_VECTOR_FILE, SPARSE_FILE = "multi_vector.onnx", "sparse.onnx"
 _POOLED, _ROWS, _MASK, _OUTPUT = "pooled", "rows", "mask", "vectors"
-# With so few rows, weights over a vocabulary of 250,000 take 32 MB.
+# The number of example vectors in a comparison. For a vocabulary of 250,000, their sparse weights take 32 MB.
 _ROWS_COMPARED = 32
 
 
@@ -28,8 +32,8 @@ def write_head(head: nn.Module, pooled_width: int, folder: Path) -> manifest_pb2
     """Write the modules after pooling: float32 (batch, pooled_width) -> (batch, width).
 
     Raises:
-        CheckpointFileError: The modules do not take vectors of `pooled_width` dimensions.
-        ParityError: ONNX Runtime gives other vectors than PyTorch.
+        CheckpointFileError: The modules do not accept vectors of `pooled_width` dimensions.
+        ParityError: The vectors from ONNX Runtime differ from PyTorch's.
     """
     example = _example(_POOLED, _ROWS_COMPARED, pooled_width)  # (batch, pooled_width)
     width = _write(head, example, folder / FILE, "the modules after pooling")
@@ -37,11 +41,11 @@ def write_head(head: nn.Module, pooled_width: int, folder: Path) -> manifest_pb2
 
 
 def write_multi_vector(head: MultiVectorHead, d_model: int, folder: Path) -> manifest_pb2.MultiVector:
-    """Write the modules that make MaxSim vectors: float32 (tokens, d_model) -> (tokens, width).
+    """Write the modules that compute MaxSim vectors: float32 (tokens, d_model) -> (tokens, width).
 
     Raises:
-        CheckpointFileError: The modules do not take rows of `d_model` dimensions.
-        ParityError: ONNX Runtime gives other vectors than PyTorch.
+        CheckpointFileError: The modules do not accept hidden states of `d_model` dimensions.
+        ParityError: The vectors from ONNX Runtime differ from PyTorch's.
     """
     example = _example(_ROWS, _ROWS_COMPARED, d_model)  # (tokens, d_model)
     width = _write(head.module, example, folder / MULTI_VECTOR_FILE, "the modules after the encoder")
@@ -56,11 +60,11 @@ def write_multi_vector(head: MultiVectorHead, d_model: int, folder: Path) -> man
 
 
 def write_sparse(head: SparseHead, shape: manifest_pb2.EncoderShape, folder: Path) -> manifest_pb2.Sparse:
-    """Write the modules that weigh the words of the vocabulary, and their own weights to a second file.
+    """Write the modules that compute sparse weights over the vocabulary, with their parameters in a second file.
 
     Raises:
-        CheckpointFileError: The modules do not take rows of `d_model` dimensions.
-        ParityError: ONNX Runtime gives other weights than PyTorch.
+        CheckpointFileError: The modules do not accept hidden states of `d_model` dimensions.
+        ParityError: The sparse weights from ONNX Runtime differ from PyTorch's.
     """
     own_id = head.pooling == manifest_pb2.SPARSE_POOLING_OWN_ID
     example = _example(_ROWS, _ROWS_COMPARED, shape.d_model)  # (tokens, d_model)
@@ -86,23 +90,23 @@ def _example(name: str, *shape: int) -> dict[str, Tensor]:
 
 
 def _write(module: nn.Module, example: Mapping[str, Tensor], path: Path, what: str, *, sparse: bool = False) -> int:
-    """Write a module as ONNX and compare it with PyTorch in float64. Return the width of its output, (n, width).
+    """Write a module as ONNX and compare it with PyTorch in float64. Return the width of the output, (n, width).
 
     Args:
         module: The module.
-        example: Its inputs in order: (n, width), or (n, seq, width) and (n, seq).
+        example: The module's inputs in order: (n, width), or (n, seq, width) and (n, seq).
         path: The file to write.
         what: The name of the module in errors.
-        sparse: Whether the output is weights over the vocabulary. If so, the module's weights go to a second file.
+        sparse: Whether the output is weights over the vocabulary. If so, the module's parameters go to a second file.
     """
     rows = next(iter(example.values()))
     axes = dict(enumerate(("n", "seq")[: rows.dim() - 1]))
     try:
-        float32 = module(*example.values())  # (n, its width)
+        float32 = module(*example.values())  # (n, width)
     except RuntimeError as error:
         raise CheckpointFileError(f"{what} do not take {rows.shape[-1]} dimensions: {error}") from None
     with in_float64(module):
-        float64 = module(*(tensor.double() for tensor in example.values()))  # (n, its width)
+        float64 = module(*(tensor.double() for tensor in example.values()))  # (n, width)
     model = traced.trace(
         module,
         tuple(example.values()),
@@ -115,7 +119,8 @@ def _write(module: nn.Module, example: Mapping[str, Tensor], path: Path, what: s
         traced.take_weights(model, traced.fold_weights(model, module), data)
     onnx.save_model(model, path)
     (got,) = open_session(path).run([_OUTPUT], {name: tensor.numpy() for name, tensor in example.items()})
-    # The weights of one token may all be 0, or almost: all weights of the example are compared as one row.
+    # The relative error divides by the norm of a row, and the sparse weights of one token may all be almost 0. So all
+    # weights of the example are compared as one row.
     got, want, own = (it.reshape(1, -1) if sparse else it for it in (got, float64.numpy(), float32.numpy()))
     float32_error = relative_error(own, want)
     bounds = Bounds(error=tolerance_for(HEAD_TOLERANCE, float32_error))

@@ -1,4 +1,4 @@
-"""Builds the manifest of a bundle. `proto/encserve/bundle/v1/manifest.proto` defines it."""
+"""Builds the manifest of a bundle, as defined in `proto/encserve/bundle/v1/manifest.proto`."""
 
 import dataclasses
 import json
@@ -26,20 +26,21 @@ _TOOLS = ("encserve-export", "onnx", "onnxruntime", "tokenizers", "torch")
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The origin of a model, and the parts of its bundle besides the encoder's weights.
+    """The origin of a model, its tokenizer and pooling, and the comparisons that its bundle must pass.
 
     Attributes:
         kind: The export command, "hf", "checkpoint", "onnx" or "init"; "module" for `export_module`.
-        description: For people, e.g. "BertModel".
+        description: The model's class or type, for people, e.g. "BertModel".
         weights_sha256: SHA-256 of the weights file, in hex; empty for random weights.
-        vector: How the model turns rows into vectors.
+        vector: How the model turns texts into vectors.
         tokenizer: The tokenizer, or None if the model takes token ids only.
         route: The route of `hf`, "transformers", "onnx" or "static"; empty for the other commands.
         repository: OWNER/NAME on the Hugging Face hub; empty for local files.
         revision: The commit on the hub, in hex; empty for local files.
-        pipeline: Compares a bundle with sentence-transformers, see `check.pipeline`; None for no comparison.
-        model_digest: The digest of weights and configuration, see `space`.
-        expected: Rows of the user's module that the bundle must give, or None.
+        pipeline: The function that compares a bundle with sentence-transformers or transformers, see `check.pipeline`;
+            None for no comparison.
+        model_digest: The SHA-256 of weights and configuration, see `space`.
+        expected: Hidden states that the user's own module computed and that the bundle must reproduce, or None.
     """
 
     kind: str
@@ -62,7 +63,7 @@ class Model:
     Attributes:
         shape: The encoder's sizes and settings.
         graph: The inputs and the output of the ONNX file.
-        parameters: The number of parameters by part.
+        parameters: The number of parameters of each part of the model.
         inspect_graph: The ONNX file that also returns attention weights and hidden states, or None.
     """
 
@@ -88,9 +89,9 @@ def build_manifest(
         version: The model's version.
         model: The description of the encoder.
         source: The origin of the model.
-        parity: The figures measured in ONNX Runtime.
+        parity: The result of the comparisons in ONNX Runtime, see `check.agreement`.
         files: All files of the bundle, directly in its folder.
-        heads: The graphs that follow the encoder, by their manifest fields "head", "multi_vector" and "sparse".
+        heads: The graphs that follow the encoder, by manifest field: "head", "multi_vector" or "sparse".
 
     Raises:
         ConfigError: The longest sequence is shorter than the length to which queries are expanded.
@@ -210,7 +211,7 @@ def _parity(parity: Parity) -> manifest_pb2.Parity:
 
 
 def add_pipeline(parity: manifest_pb2.Parity, compared: Compared) -> None:
-    """Add the figures of the comparison with sentence-transformers."""
+    """Add the results of the comparison with sentence-transformers or transformers."""
     parity.pipeline_texts = compared.texts
     parity.max_pipeline_error = _rounded(compared.max_relative_error)
     if compared.bounds.cosine is not None:
@@ -221,7 +222,7 @@ def add_pipeline(parity: manifest_pb2.Parity, compared: Compared) -> None:
 
 
 def add_expected(parity: manifest_pb2.Parity, agreement: Agreement) -> None:
-    """Add the figures of the comparison with the user's rows."""
+    """Add the results of the comparison with the user's hidden states."""
     parity.expected_rows = agreement.rows
     parity.max_expected_error = _rounded(agreement.max_relative_error)
     if agreement.bounds.cosine is not None:
@@ -229,10 +230,10 @@ def add_expected(parity: manifest_pb2.Parity, agreement: Agreement) -> None:
 
 
 def _rounded(error: float) -> float:
-    """Keep two digits. The others depend on the order in which threads add, so each manifest would differ."""
+    """Round to two significant digits. Threads add in varying order, so more digits would differ between exports."""
     return float(f"{error:.1e}")
 
 
 def _rounded_cosine(cosine: float) -> float:
-    """Keep two digits of the distance from 1."""
+    """Round the distance of a cosine similarity from 1 to two significant digits."""
     return round(1 - _rounded(1 - cosine), 12)

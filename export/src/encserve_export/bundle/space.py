@@ -1,19 +1,20 @@
 """Computes the space_id, which identifies the vector space of a model.
 
-Two bundles with equal ids give equal vectors, up to rounding to float16. The id is a hash of everything that makes a
-vector, taken from the model's own files:
+Two bundles with equal ids compute equal vectors, up to rounding to float16. The id is a hash of everything that
+determines the vectors. It is computed from the model's own files:
 
 - the weights: name, type, shape and bytes of every tensor,
-- the configuration: config.json without settings that change no vector,
-- an ONNX model without other weights: the expression that its output computes,
+- the configuration: config.json without settings that do not affect vectors,
+- for a model that is only an ONNX file: the operators and weights that its output depends on,
 - the modules after the encoder: their settings and tensors,
 - the tokenizer: tokenizer.json without settings for padding, truncation and decoding,
-- the manifest's settings of pooling, prompts, tasks and lengths,
-- the precision, if it is int8: quantized weights are different weights.
+- the manifest's settings for pooling, prompts, tasks and lengths,
+- the precision, if it is int8, because quantized weights are different weights.
 
-The exporter's version, the route, the names of ONNX nodes and values, and the number of weight files do not count.
-Equal vectors do not guarantee equal ids: an unknown setting counts, even if it has no effect. docs/models.md ("The name
-of a vector space") defines version s3. Indexes keep ids, so a change of the rule gets a new prefix.
+The id does not depend on the exporter's version, the route, the names of ONNX nodes and values, or the number of weight
+files. Equal vectors do not guarantee equal ids: a setting unknown to the exporter changes the id, even if it does not
+affect vectors. docs/models.md ("The name of a vector space") defines version s3. Indexes store ids, so a change of this
+rule needs a new prefix.
 """
 
 import dataclasses
@@ -41,9 +42,10 @@ from encserve_export.source.weights import read_object
 from encserve_proto.bundle.v1 import manifest_pb2
 
 VERSION = "s3"
-# s2 is read until 0.2; ids without a prefix are from before s2.
+# Ids with the prefix s2 are accepted until release 0.2. Ids without a prefix are older than s2.
 _FORM = re.compile(r"(?:s[23]-)?[0-9a-f]{32}")
-# Keys of config.json, at any depth, that change no vector, and parts of the names of training settings.
+# Keys of config.json, at any depth, that do not affect vectors. `_TRAINING` has parts of the names of training
+# settings, which do not affect vectors either.
 CONFIG_IGNORED = {
     "_attn_implementation_autoset", "_name_or_path", "architectures", "attn_implementation", "auto_map",
     "chunk_size_feed_forward", "dtype", "finetuning_task", "gradient_checkpointing", "id2label", "initializer_factor",
@@ -53,12 +55,12 @@ CONFIG_IGNORED = {
 }  # fmt: skip
 _TRAINING = ("dropout", "_pdrop")
 _TOKENIZER_IGNORED = {"version", "truncation", "padding", "decoder"}
-# Fields of the manifest that change no vector, or that the tensors, the configuration and the modules already cover.
+# Fields of the manifest that do not affect vectors, or that repeat the tensors, the configuration or the modules.
 MANIFEST_IGNORED = {
     "format_version", "name", "version", "fingerprint", "space_id", "source", "files", "parameters", "parity",
     "encoder", "graph", "head", "inspect_graph", "similarity",
 }  # fmt: skip
-# The same for the messages in the manifest, at any depth.
+# Fields of the messages inside the manifest, at any depth, that are ignored for the same reasons.
 MESSAGE_IGNORED = {
     "tokenizer_file", "weights_file", "file", "input_name", "output_name", "rows_name", "mask_name", "width",
     "special_token_ids", "takes_empty", "similarity",
@@ -67,15 +69,15 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def is_quantized(precision: str) -> bool:
-    """Return whether a `Graph.precision` is not a floating-point type, such as "int8"."""
+    """Return whether a `Graph.precision`, such as "int8", is not a floating-point type."""
     return precision not in _FLOATS
 
 
 def check_form(given: str) -> None:
-    """Check the form of a space_id of this or an earlier version.
+    """Check that a text looks like a space_id of this or an earlier version.
 
     Raises:
-        ConfigError: The text is not 32 hex digits after "s3-", "s2-" or no prefix.
+        ConfigError: The text is not 32 hex digits with the prefix "s3-" or "s2-", or without a prefix.
     """
     if not _FORM.fullmatch(given):
         raise ConfigError(
@@ -115,15 +117,15 @@ def space_id(manifest: manifest_pb2.Manifest, model: str, modules: Sequence[Modu
 
 
 def digest_model(tensors: Mapping[str, Tensor], configuration: Mapping[str, Any] | EncoderConfig) -> str:
-    """Digest a checkpoint, in hex.
+    """Return the SHA-256 of a checkpoint's tensors and configuration, in hex.
 
     Args:
-        tensors: The tensors of its files, by their names there.
-        configuration: The content of config.json, or the configuration of an `Encoder`. Its fields at their default do
-            not count, so a field that is added later changes no id.
+        tensors: The checkpoint's tensors, by their names in the files.
+        configuration: The content of config.json, or the configuration of an `Encoder`. Fields of an `EncoderConfig`
+            that have their default are ignored, so a new field does not change existing ids.
 
     Raises:
-        ConfigError: The configuration holds a value that JSON cannot express.
+        ConfigError: The configuration contains a value that JSON cannot express.
     """
     if isinstance(configuration, EncoderConfig):
         configuration = {
@@ -136,16 +138,16 @@ def digest_model(tensors: Mapping[str, Tensor], configuration: Mapping[str, Any]
 
 
 def digest_encoder(encoder: Encoder) -> str:
-    """Digest an encoder that does not come from a checkpoint, in hex."""
+    """Return the SHA-256 of an encoder's tensors and configuration, in hex, as `digest_model` does."""
     return digest_model(encoder.state_dict(), encoder.config)
 
 
 def digest_onnx(model: onnx.ModelProto, interface: Interface) -> str:
-    """Digest the expression that an ONNX model's output computes from its inputs, in hex.
+    """Return a SHA-256, in hex, of the computation from an ONNX model's inputs to its output.
 
-    Every value is digested from the operator that makes it and from the digests of the operator's inputs. So operators,
-    attributes, branches, opset versions and weights count. Names, the order of nodes and unused nodes do not. The
-    model's functions count as the file has them, names included.
+    The hash of a value covers the operator that computes the value, and the hashes of the operator's inputs. So the
+    result depends on operators, attributes, branches, opset versions and weights. It does not depend on names, the
+    order of nodes, or unused nodes. The model's functions are hashed unchanged, with their names.
     """
     opsets = {it.domain: it.version for it in model.opset_import}
     inputs = {interface.input_ids: "ids", interface.attention_mask: "mask", interface.token_type_ids: "types"}
@@ -155,7 +157,10 @@ def digest_onnx(model: onnx.ModelProto, interface: Interface) -> str:
 
 
 def _graph_values(graph: GraphProto, outer: Mapping[str, str], opsets: Mapping[str, int], depth: int) -> dict[str, str]:
-    """Digest the values of a graph or branch by name; `outer` has its inputs and the values that a branch can see."""
+    """Return the hash of each value of a graph or branch, by name.
+
+    `outer` has the hashes of the inputs. For a branch, `outer` also has the hashes of the surrounding graph's values.
+    """
     values = {**outer, "": ""}  # an omitted optional input has no name
     values |= {it.name: _digest(["constant", _onnx_tensor(it)]) for it in graph.initializer}
     values |= {it.values.name: _digest_message(it) for it in graph.sparse_initializer}
@@ -163,7 +168,7 @@ def _graph_values(graph: GraphProto, outer: Mapping[str, str], opsets: Mapping[s
         facts = [
             [node.domain, node.op_type, node.overload, opsets.get(node.domain), len(node.output)],
             sorted(_attribute(it, values, opsets, depth) for it in node.attribute),
-            [values.get(name, f"unknown {name}") for name in node.input],  # the checker refuses it later
+            [values.get(name, f"unknown {name}") for name in node.input],  # ONNX refuses an unknown name later
         ]
         digest = _digest(facts)
         values |= {name: _digest([digest, i]) for i, name in enumerate(node.output) if name}
@@ -189,7 +194,7 @@ def _branch(graph: GraphProto, outer: Mapping[str, str], opsets: Mapping[str, in
 
 
 def _onnx_tensor(tensor: TensorProto) -> list[Any]:
-    """Type, shape and bytes of an ONNX tensor, from raw_data or from the field of its type."""
+    """Return the type, the shape and the SHA-256 of an ONNX tensor; strings are listed instead of hashed."""
     array = numpy_helper.to_array(tensor)
     if tensor.data_type == TensorProto.STRING:
         return [tensor.data_type, list(tensor.dims), [str(it) for it in array.reshape(-1)]]
@@ -197,7 +202,10 @@ def _onnx_tensor(tensor: TensorProto) -> list[Any]:
 
 
 def _tensors(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
-    """Type, shape and bytes of each tensor, without 0, 1, 2, … and zeros that older versions of transformers saved."""
+    """Return the type, the shape and the SHA-256 of each tensor, by name.
+
+    Older versions of transformers also saved position ids 0, 1, 2, … and token type ids 0. These tensors are left out.
+    """
     facts: dict[str, list[Any]] = {}
     for name, tensor in tensors.items():
         if not _is_index(name, tensor):
@@ -216,13 +224,13 @@ def _is_index(name: str, tensor: Tensor) -> bool:
 def _digest_tokenizer(path: Path) -> str:
     tokenizer = {key: value for key, value in read_object(path).items() if key not in _TOKENIZER_IGNORED}
     model = tokenizer["model"]
-    if "merges" in model:  # older versions of tokenizers write "a b", newer ones ["a", "b"]
+    if "merges" in model:  # older versions of tokenizers write "a b", newer versions write ["a", "b"]
         model["merges"] = [it.split(" ") if isinstance(it, str) else it for it in model["merges"]]
     return _digest(tokenizer)
 
 
 def _plain(value: Any, ignored: Iterable[str], ignored_parts: Iterable[str] = ()) -> Any:
-    """Remove ignored keys at any depth, and keys with an ignored part. Whole numbers become int: 1.0 is 1."""
+    """Remove ignored keys, and keys that contain an ignored part, at any depth. Turn 1.0 into 1."""
     if isinstance(value, list | tuple):
         return [_plain(it, ignored, ignored_parts) for it in value]
     if isinstance(value, Mapping):
@@ -235,7 +243,7 @@ def _plain(value: Any, ignored: Iterable[str], ignored_parts: Iterable[str] = ()
 
 
 def _digest(facts: Any) -> str:
-    """SHA-256 of JSON with sorted keys and without spaces, in hex."""
+    """Return the SHA-256 of the facts as JSON with sorted keys and without spaces, in hex."""
     try:
         text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Writes a bundle to <name>/<version>/ in a model repository: the complete bundle, or nothing."""
+"""Writes a bundle to <name>/<version>/ in a model repository. A failed export leaves no incomplete bundle."""
 
 import contextlib
 import re
@@ -10,12 +10,13 @@ from pathlib import Path
 from encserve_export.core.errors import BundleError, BundleExistsError, BundleNameError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-# Folders beside the versions during an export. A server does not read a folder with a leading ".".
+# Prefixes of the temporary folders that an export creates next to the versions. A server ignores folders whose names
+# start with ".".
 _DRAFT, _OLD = ".draft-", ".old-"
 
 
 def check_name(field: str, name: str) -> None:
-    """Check a name that becomes a folder.
+    """Check a model name or a version, which becomes the name of a folder.
 
     Args:
         field: "name" or "version", for the error.
@@ -31,7 +32,7 @@ def check_name(field: str, name: str) -> None:
 
 
 def name_from(directory: Path) -> str:
-    """Make a model name from a directory's name. Runs of other characters become "-".
+    """Make a model name from a directory's name. Each run of characters that a name cannot have becomes one "-".
 
     Raises:
         BundleNameError: The directory's name has no letter and no digit.
@@ -44,10 +45,10 @@ def name_from(directory: Path) -> str:
 
 
 def check_target(model_repository: Path, name: str, version: str, *, overwrite: bool) -> Path:
-    """Return the folder of a version, <name>/<version>/.
+    """Check that a version can be written. Return its folder, <name>/<version>/.
 
     Raises:
-        BundleNameError: The name or the version cannot be a folder.
+        BundleNameError: The name or the version cannot be the name of a folder.
         BundleExistsError: The version exists, and `overwrite` is false.
     """
     check_name("name", name)
@@ -60,29 +61,29 @@ def check_target(model_repository: Path, name: str, version: str, *, overwrite: 
 
 @contextlib.contextmanager
 def draft(model_repository: Path, name: str, version: str, *, overwrite: bool) -> Iterator[Path]:
-    """Give an empty folder for a bundle. It becomes <name>/<version>/ if the block ends without an exception.
+    """Create an empty draft folder for a bundle. It is renamed to <name>/<version>/ if no exception is raised.
 
-    After an exception, the folder and its new parents are removed, and an existing version stays.
+    After an exception, the folder and its new parents are removed. An existing version does not change.
 
     Raises:
-        BundleNameError: The name or the version cannot be a folder.
+        BundleNameError: The name or the version cannot be the name of a folder.
         BundleExistsError: The version exists, and `overwrite` is false.
-        BundleError: The folder cannot be made or written.
+        BundleError: The folder cannot be created or written.
     """
     final = check_target(model_repository, name, version, overwrite=overwrite)
     with _folder_in(final.parent) as folder:
         yield folder
-        check_target(model_repository, name, version, overwrite=overwrite)  # another export may have been faster
+        check_target(model_repository, name, version, overwrite=overwrite)  # another export may have written it
         _publish(folder, final)
 
 
 @contextlib.contextmanager
 def scratch(model_repository: Path, name: str) -> Iterator[Path]:
-    """Give an empty folder beside a model's versions, for files as large as the model. It is removed afterwards.
+    """Create a folder next to a model's versions for files as large as the model. It is removed after the `with` block.
 
     Raises:
-        BundleNameError: The name cannot be a folder.
-        BundleError: The folder cannot be made or written.
+        BundleNameError: The name cannot be the name of a folder.
+        BundleError: The folder cannot be created or written.
     """
     check_name("name", name)
     with _folder_in(model_repository / name) as folder:
@@ -91,10 +92,10 @@ def scratch(model_repository: Path, name: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Give an empty folder for small files in TMPDIR. It is removed afterwards.
+    """Create a folder in TMPDIR for small files. It is removed after the `with` block.
 
     Raises:
-        BundleError: The folder cannot be made or written.
+        BundleError: The folder cannot be created or written.
     """
     with _named_errors(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory(prefix="encserve-export-") as folder:
         yield Path(folder)
@@ -110,14 +111,14 @@ def _folder_in(parent: Path) -> Iterator[Path]:
                 yield Path(folder)
     except BaseException:
         for path in missing:
-            with contextlib.suppress(OSError):  # the folder holds another export's files
+            with contextlib.suppress(OSError):  # the folder is not empty if another export uses it
                 path.rmdir()
         raise
 
 
 @contextlib.contextmanager
 def _named_errors(folder: Path) -> Iterator[None]:
-    """Name the folder in errors of the file system, such as a full disk."""
+    """Turn errors of the file system, such as a full disk, into a `BundleError` that names the folder."""
     try:
         yield
     except OSError as error:
@@ -125,8 +126,12 @@ def _named_errors(folder: Path) -> Iterator[None]:
 
 
 def _publish(folder: Path, final: Path) -> None:
-    """Rename the draft to the version. A version to replace is moved aside first."""
-    folder.chmod(0o755)  # a temporary folder is readable by its owner only; the server may be another user
+    """Rename the draft folder to the version's folder.
+
+    An existing version is first renamed to a temporary name. It is deleted afterwards. If the draft cannot be renamed,
+    the existing version gets its name back.
+    """
+    folder.chmod(0o755)  # only the owner can read a temporary folder, but the server may run as another user
     for path in folder.iterdir():
         path.chmod(0o644)
     old = final.parent / folder.name.replace(_DRAFT, _OLD)

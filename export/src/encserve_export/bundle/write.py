@@ -1,4 +1,4 @@
-"""Completes a bundle after its graph is written: tokenizer, heads, manifest, and the comparison of texts."""
+"""Completes a bundle whose graph is written: adds tokenizer, heads and manifest, and compares texts' vectors."""
 
 import dataclasses
 import sys
@@ -59,7 +59,7 @@ class Exported:
         path: The folder of the bundle.
         manifest: The content of its manifest.json.
         notes: Decisions that the user should know about, by topic. The topics are "route", "inspection", "text",
-            "longest", "remark", "expected" (the file with the user's rows) and "compared with" (the library).
+            "longest", "remark", "expected" (the file with the user's hidden states) and "compared with" (the library).
         unused_parts: Parts of the checkpoint that the bundle does not use, such as "classifier"; empty for ONNX files.
         replaced_space_id: The computed space_id, if `Target.keep_space_id` replaced it; otherwise empty.
     """
@@ -75,7 +75,7 @@ class Exported:
         return dataclasses.replace(self, notes={**self.notes, **{topic: text for topic, text in notes.items() if text}})
 
     def __repr__(self) -> str:
-        """The name, the version, the space and the folder in one line."""
+        """The name, the version, the space_id and the folder in one line."""
         described = self.manifest
         return f"Exported({described.name!r}, version {described.version!r}, {described.space_id}, {str(self.path)!r})"
 
@@ -88,20 +88,20 @@ def complete(
     parity: agreement.Parity,
     files: Iterable[Path],
 ) -> Exported:
-    """Add the tokenizer, the heads and the manifest to a draft, and compare the texts' vectors.
+    """Add the tokenizer, the heads and the manifest to a draft folder, and compare the vectors of texts.
 
     Args:
-        folder: The draft.
+        folder: The draft folder of the bundle.
         target: The destination of the bundle.
         model: The description of the ONNX file.
         source: The origin of the model.
-        parity: The figures measured in ONNX Runtime.
+        parity: The result of the comparisons in ONNX Runtime, see `check.agreement`.
         files: The model's files, already in the folder.
 
     Raises:
-        ExpectedFileError: The user's expected rows do not fit this model.
-        ExpectedRowsError: The bundle does not give the user's expected rows.
-        ParityError: The texts' vectors differ from sentence-transformers' vectors.
+        ExpectedFileError: The user's file of hidden states does not fit this model.
+        ExpectedRowsError: The bundle's hidden states differ from the user's.
+        ParityError: A head's output differs from PyTorch's, or token ids or vectors of texts differ from the library's.
         ConfigError: The longest sequence is shorter than the length to which queries are expanded.
     """
     expected = source.expected

@@ -1,1 +1,5 @@
-"""The gates: rows against PyTorch, texts against the libraries of the authors."""
+"""The gates. They refuse an export whose outputs differ from the outputs of the original model.
+
+The hidden states are compared with PyTorch. Token ids and vectors of texts are compared with transformers or
+sentence-transformers.
+"""

@@ -1,7 +1,11 @@
-"""Compares ONNX Runtime with PyTorch, row by row, and padded batches with single sequences.
+"""Compares hidden states from ONNX Runtime with PyTorch's, and padded batches with single sequences.
 
-A float32 bundle is compared with the same module in float64. The error of PyTorch's own float32 shows how much rounding
-moves the rows of this model on this CPU. Bundles in other precisions are compared with PyTorch in float32.
+A row is the hidden state of one token, a vector of d_model numbers. The error of an array of rows is the largest error
+of a row.
+
+A float32 bundle is compared with the same module in float64. PyTorch's own float32 error is also measured. This error
+shows how much rounding changes the rows of this model on this CPU. Bundles in other precisions are compared with
+PyTorch in float32.
 
 A sequence is token ids, int64 (seq,), or vectors, float32 (seq, width).
 """
@@ -23,25 +27,26 @@ from encserve_export.models.reference import Reference
 from encserve_export.onnx_graph.run import OnnxEncoder
 from encserve_proto.bundle.v1 import manifest_pb2
 
-# PyTorch's float32 error is also measured on this many sequences of this many tokens. In a few rows alone rounding may
-# cancel out, and four times such an error is less than ONNX Runtime's. Inspections are compared up to this length,
-# since attention weights grow with its square.
+# One batch has this many sequences of this many tokens, so that PyTorch's float32 error is measured on many rows. On a
+# few rows, rounding errors may cancel out, and the tolerance, 4 times the measured error, would be too small. Graphs
+# for inspections are compared up to this many tokens, because the memory of attention weights grows with the square of
+# the length.
 _MEASURED, _MEASURED_TOKENS = 8, 64
-# A sequence of a batch: its length, and the number of earlier sequences of that length in the batch.
+# Identifies a sequence in a batch by its length and by the number of earlier sequences of the same length in the batch.
 _Key = tuple[int, int]
 Sequences = Mapping[_Key, Input]
-# Long enough to see that padding changes rows.
+# The longest sequence in `check_padding`. 32 tokens are enough to see whether padding changes rows.
 _PADDED_TOKENS = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The difference of two arrays of rows.
+    """The differences between two arrays of rows, `got` and `want`.
 
     Attributes:
         error: The largest ‖got - want‖/‖want‖ of a row; infinite if a number of `got` is not finite.
         cosine: The least cosine similarity of a row; -1 if a number of `got` is not finite.
-        excess: The figure that exceeds its tolerance, for errors; empty if none does.
+        excess: The exceeded limit and the measured number, for error messages; empty if no limit is exceeded.
     """
 
     error: float
@@ -55,11 +60,12 @@ class Case:
 
     Attributes:
         lengths: The lengths of its sequences, in tokens.
-        max_relative_error: The largest ‖got - want‖/‖want‖ of a row against PyTorch, of sequences alone and in this
-            batch; 0 without a reference.
-        max_padding_error: The same, of sequences in this batch against the sequences alone, both in ONNX Runtime.
+        max_relative_error: The largest ‖got - want‖/‖want‖ of a row, with PyTorch's row as `want`. Each sequence is
+            compared alone and in this batch. 0 without a reference.
+        max_padding_error: The largest ‖got - want‖/‖want‖ of a row in this batch, with the row of the sequence alone as
+            `want`, both in ONNX Runtime.
         min_cosine: The least cosine similarity to PyTorch's row; 1 without a reference.
-        min_padding_cosine: The same, between sequences in this batch and alone.
+        min_padding_cosine: The least cosine similarity between a row in this batch and the row of the sequence alone.
     """
 
     lengths: tuple[int, ...]
@@ -71,11 +77,11 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """All batches that were compared; every one is within the bounds.
+    """All compared batches. Every batch is within the bounds.
 
     Attributes:
         cases: The batches.
-        bounds: The allowed differences. Without a reference, they do not limit the difference from PyTorch.
+        bounds: The allowed differences. Without a reference, they limit only the differences by padding.
         float32_error: The largest ‖float32 - float64‖/‖float64‖ of PyTorch's own rows; None if float64 was not used.
     """
 
@@ -106,12 +112,12 @@ class Parity:
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceRows:
-    """The expected rows, computed before ONNX Runtime runs, so that the two need no memory at the same time.
+    """The expected rows. PyTorch computes them first, so that ONNX Runtime does not need memory at the same time.
 
     Attributes:
         sequences: The sequences of all batches.
         rows: The rows of each sequence alone, float32 (seq, d_model).
-        float32_error: The largest ‖float32 - float64‖/‖float64‖ of PyTorch's own rows; None if `rows` are float32's.
+        float32_error: The largest ‖float32 - float64‖/‖float64‖ of PyTorch's own rows; None if float64 was not used.
     """
 
     sequences: Sequences
@@ -120,13 +126,13 @@ class ReferenceRows:
 
 
 def compare(got: Rows, want: Rows, tolerance: Bounds, float32_error: float | None = None) -> Comparison:
-    """Compares rows of the same shape, (…, d_model).
+    """Compare rows of the same shape, (…, d_model).
 
     Args:
-        got: The rows to judge.
+        got: The rows to check.
         want: The expected rows.
-        tolerance: Its `error` and `cosine` are the limits; None means without limit.
-        float32_error: PyTorch's own error, which `Comparison.excess` then names.
+        tolerance: The bounds whose `error` and `cosine` are the limits; None means no limit.
+        float32_error: PyTorch's own float32 error, which is added to the text of `Comparison.excess`; None if unknown.
     """
     error, cosine = relative_error(got, want), least_cosine(got, want)
     excess = ""
@@ -139,28 +145,28 @@ def compare(got: Rows, want: Rows, tolerance: Bounds, float32_error: float | Non
 
 
 def relative_error(got: Rows, want: Rows) -> float:
-    """The largest ‖got - want‖/‖want‖ over rows of the same shape (…, d_model); infinite if got is not finite."""
+    """Return the largest ‖got - want‖/‖want‖ of rows, (…, d_model); infinite if `got` is not finite."""
     difference = np.linalg.norm(got.astype(np.float64) - want, axis=-1)  # (…)
     norm = np.linalg.norm(want.astype(np.float64), axis=-1)  # (…)
-    # A row of zeros has no relative error: any difference from it is infinite.
+    # For an expected row of zeros, the error is 0 if the other row is equal, and infinite otherwise.
     error = np.divide(difference, norm, out=np.where(difference == 0, 0.0, np.inf), where=norm > 0)  # (…)
     return float(np.where(np.isnan(error), np.inf, error).max())
 
 
 def least_cosine(got: Rows, want: Rows) -> float:
-    """The least cosine similarity of rows of the same shape (…, d_model); -1 if got is not finite."""
+    """Return the least cosine similarity of rows, (…, d_model); -1 if `got` is not finite."""
     if not np.isfinite(got).all():
         return -1.0
     got, want = got.astype(np.float64), want.astype(np.float64)  # (…, d_model)
     norms = np.linalg.norm(got, axis=-1) * np.linalg.norm(want, axis=-1)  # (…)
-    # Two rows of zeros are equal; a row of zeros has a similarity of 0 to any other row.
+    # Two rows of zeros have similarity 1. A row of zeros and any other row have similarity 0.
     both_zero = np.asarray(~got.any(axis=-1) & ~want.any(axis=-1), np.float64)  # (…)
     cosine = np.divide((got * want).sum(axis=-1), norms, out=both_zero, where=norms > 0)  # (…)
     return float(cosine.min())
 
 
 def case_lengths(longest: int) -> list[tuple[int, ...]]:
-    """Batches to compare: one token, the longest sequence, and mixtures with much and little padding."""
+    """Return the lengths in each batch to compare: one token, the longest sequence, and mixtures with padding."""
     half, quarter = max(1, longest // 2), max(1, longest // 4)
     cases = [(1,), (2,), (7,), (half,), (longest,), (1, 1, 1), (3, 9, 5, 8), (_MEASURED_TOKENS,) * _MEASURED]
     cases += [(1, quarter, half), (longest, 1), (half, half - 1)]
@@ -169,7 +175,7 @@ def case_lengths(longest: int) -> list[tuple[int, ...]]:
 
 
 def random_sequences(longest: int, *, vocab_size: int = 0, width: int = 0) -> Sequences:
-    """The sequences of the batches of `case_lengths`, from a fixed seed.
+    """Return random sequences for the batches of `case_lengths`, from a fixed seed.
 
     Args:
         longest: The longest sequence, in tokens.
@@ -182,13 +188,13 @@ def random_sequences(longest: int, *, vocab_size: int = 0, width: int = 0) -> Se
 
 
 def reference_rows(run: Run, sequences: Sequences, module: nn.Module | None = None) -> ReferenceRows:
-    """Computes the rows that `check_rows` expects.
+    """Compute the rows that `check_rows` expects.
 
     Args:
-        run: Inputs, (batch, seq) or (batch, seq, width), and mask -> rows, (batch, seq, d_model).
+        run: Maps inputs, (batch, seq) or (batch, seq, width), and a mask to rows, (batch, seq, d_model).
         sequences: See `random_sequences`.
-        module: The module that `run` computes with, for float64; None for the rows of `run` themselves, which are also
-            used if the module does not run in float64.
+        module: The module that `run` calls, to run it in float64. If it is None or fails in float64, the rows are the
+            unchanged results of `run`.
     """
 
     def compute(sequence: Input) -> list[Rows]:
@@ -212,18 +218,18 @@ def check_rows(
     precision: str = "float32",
     advice: str = "",
 ) -> Parity:
-    """Runs every batch and every sequence alone, and raises for the first batch that is out of bounds.
+    """Run every batch, and every sequence alone. Raise an error for the first batch that is out of bounds.
 
     Args:
-        run: Inputs and mask -> rows, float32 (batch, seq, d_model).
+        run: Maps inputs and a mask to rows, float32 (batch, seq, d_model).
         sequences: See `random_sequences`.
-        pad_token_id: The id that fills a short sequence.
-        want: The expected rows of the same sequences; None to check padding alone.
+        pad_token_id: The id that pads the shorter sequences of a batch.
+        want: The expected rows of the same sequences; None to check only the effect of padding.
         precision: The precision of the bundle, which sets the bounds.
-        advice: An explanation for a model that changes when padded.
+        advice: The end of the error message for a model whose rows change when padded.
 
     Raises:
-        ParityError: The rows are not the expected ones, or padding changes them.
+        ParityError: The rows differ from the expected rows, or padding changes the rows.
     """
     float32_error = None if want is None else want.float32_error
     bounds = dataclasses.replace(BOUNDS["float32"], error=None) if want is None else bounds_of(precision)
@@ -259,7 +265,7 @@ def check_rows(
 
 
 def check_padding(reference: Reference, longest: int, advice: str) -> None:
-    """Checks that padding does not change the rows in PyTorch. Otherwise every graph would fail.
+    """Check in PyTorch that padding does not change the rows. If it does, every graph would fail in `check_rows`.
 
     Args:
         reference: The model.
@@ -288,13 +294,13 @@ def check_inspection(
     *,
     longest: int,
 ) -> None:
-    """Runs the graph for inspections and the model in PyTorch on the same sequences.
+    """Compare the graph that returns attention weights and hidden states with the model in PyTorch.
 
     Args:
-        folder: The bundle.
+        folder: The folder of the bundle.
         graph: The interface of the served graph; both graphs have the same inputs.
-        inspect_graph: The outputs of the graph for inspections.
-        reference: The model, with an inspection.
+        inspect_graph: The file and the outputs of the graph for inspections.
+        reference: The model; its `inspection` must be set.
         longest: The longest sequence, in tokens.
 
     Raises:
@@ -342,19 +348,20 @@ def check_inspection(
 def _run_in_float64(
     module: nn.Module, compute: Callable[[Input], list[Rows]], sequences: Iterable[Input]
 ) -> list[list[Rows]] | None:
-    """The outputs for each sequence in float64, rounded to float32; None if the module does not run in float64."""
+    """Return each sequence's outputs in float64, rounded to float32; None if the module does not run in float64."""
     exact: list[list[Rows]] = []
-    # Code that mixes in float32 constants does not run in float64, or hides tokens with a number that is -∞ there.
+    # Some modules mix in float32 constants and raise an error in float64. Others mask tokens with a number that becomes
+    # -∞, so their outputs are not finite.
     with contextlib.suppress(UnsupportedModelError, RuntimeError), in_float64(module):
         exact = [[output.astype(np.float32) for output in compute(sequence)] for sequence in sequences]
     return exact if exact and all(np.isfinite(output).all() for output in chain(*exact)) else None
 
 
 def _attention_excess(got: Rows, want: Rows, bounds: Bounds, tolerance: float) -> str:
-    """The error of attention weights, (1, heads, seq, seq), if it exceeds the tolerance; otherwise empty."""
+    """Return a text if the error of attention weights, (1, heads, seq, seq), is too large; otherwise empty."""
     if bounds.cosine is None:
         error = _largest_difference(got, want)
-    else:  # half of the absolute differences of a row is the share of its attention that moved to other tokens
+    else:  # half the sum of a row's absolute differences is the share of attention that moved to other tokens
         error = float(np.abs(got - want).sum(axis=-1).mean() / 2)
     return "" if error <= tolerance else f"error {error:.1e}, tolerance {tolerance:.1e}"
 
@@ -380,7 +387,7 @@ def _alone(run: Run, sequence: Input) -> Rows:
 
 
 def _pad(sequences: Sequence[Input], pad: int) -> tuple[Input, Mask]:
-    """One batch of sequences, (batch, seq) or (batch, seq, width), padded on the right, and its mask."""
+    """Pad sequences on the right. Return the batch, (batch, seq) or (batch, seq, width), and its mask."""
     shape = (len(sequences), max(len(sequence) for sequence in sequences))
     first = sequences[0]
     inputs, mask = np.full(shape + first.shape[1:], pad, first.dtype), np.zeros(shape, np.int64)

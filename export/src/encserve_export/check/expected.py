@@ -1,4 +1,7 @@
-"""Compares a bundle with rows that the user's own module computed."""
+"""Compares a bundle's hidden states with hidden states that the user's own module computed.
+
+A row is the hidden state of one token, a vector of d_model numbers.
+"""
 
 import dataclasses
 import zipfile
@@ -17,7 +20,7 @@ from encserve_export.core.precision import LOW_PRECISION_ERRORS, Bounds, bounds_
 from encserve_export.onnx_graph.run import OnnxEncoder
 from encserve_proto.bundle.v1 import manifest_pb2
 
-# The dtype and the dimensions of each array of a file.
+# The dtype and the dimensions of each array in a file of expected rows.
 _ARRAYS = {
     "input_ids": ("int64", ("batch", "seq")),
     "inputs_embeds": ("float32", ("batch", "seq", "d_model")),
@@ -28,13 +31,13 @@ _ARRAYS = {
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """Rows of the user's own module.
+    """Rows that the user's own module computed, and the inputs of that module.
 
     Attributes:
-        path: The file of the rows.
+        path: The file with the rows and the inputs.
         name: The name of the input, "input_ids" or "inputs_embeds".
         inputs: int64 (batch, seq), or float32 (batch, seq, d_model).
-        mask: int64 (batch, seq), 1 for a token and 0 for the padding behind the tokens.
+        mask: int64 (batch, seq), 1 for a token and 0 for the padding after the tokens.
         rows: float32 (batch, seq, d_model). Rows at padding are not compared.
     """
 
@@ -87,7 +90,7 @@ def read_expected(path: Path) -> Expected:
                 f"{batch}; was {array.dtype} {array.shape}"
             )
     mask, rows = arrays["attention_mask"], arrays["rows"]
-    # The server pads on the right, and positions are counted from the first token.
+    # The server pads on the right and counts positions from the first token, so the file must do the same.
     if not np.array_equal(mask, np.arange(mask.shape[1]) < mask.sum(axis=1, keepdims=True)) or not mask[:, 0].all():
         raise ExpectedFileError(
             f"{path}: each row of attention_mask must be 1 for its tokens, at least one, then 0. Pad on the right"
@@ -98,14 +101,15 @@ def read_expected(path: Path) -> Expected:
 def check_expected(
     expected: Expected, folder: Path, graph: manifest_pb2.Graph, shape: manifest_pb2.EncoderShape, bounds: Bounds
 ) -> Agreement:
-    """Run a bundle's graph in ONNX Runtime and compare its rows.
+    """Run a bundle's graph in ONNX Runtime and compare its rows with the expected rows.
 
     Args:
         expected: The expected rows and their input.
         folder: The folder of the graph's files.
         graph: The graph's interface and precision.
         shape: The model's sizes.
-        bounds: The allowed differences from PyTorch. Without a limit for rows, the limits of the precision apply.
+        bounds: The allowed differences from PyTorch. If they limit neither the error nor the cosine similarity, the
+            bounds of the precision apply.
 
     Raises:
         ExpectedFileError: The input or the rows do not fit the model.
@@ -139,10 +143,10 @@ def _load(path: Path) -> dict[str, Any]:
         if path.suffix == ".safetensors":
             arrays = load_file(path)
         else:
-            # np.load does not close a broken file.
+            # np.load does not close a broken file, so `with` closes it.
             with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
                 arrays = {name: archive[name] for name in archive.files}
-    # np.load returns an array for a .npy file, which is not a context manager.
+    # For a .npy file np.load returns an array. An array is not a context manager, so `with` raises a TypeError.
     except (
         safetensors.SafetensorError,
         OSError,

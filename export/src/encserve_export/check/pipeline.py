@@ -1,4 +1,4 @@
-"""Compares a bundle with the library that its directory was saved for: ids of texts, and vectors.
+"""Compares a bundle's token ids and vectors of texts with sentence-transformers or transformers.
 
 The bundle runs in `encserve_server.offline`, so the comparison covers the code that serves the bundle. A directory with
 modules.json is compared with sentence-transformers, any other directory with transformers.
@@ -38,10 +38,10 @@ from encserve_proto.fingerprint import fingerprint, to_fields
 from encserve_server.errors import EncserveError
 from encserve_server.offline import Embedder
 
-LONGEST_BY_DEFAULT = 8192  # the default without a stated limit; the checks of longer texts take hours
+LONGEST_BY_DEFAULT = 8192  # for models without a stated limit; checks of longer texts would take hours
 
 _SENTENCE = "The cat sleeps on the warm windowsill while it rains. "
-# For these texts vectors are compared; for many more only ids.
+# Ids and vectors of these texts are compared. For many more texts, only ids are compared.
 _TEXTS = (
     "",
     "Cats",
@@ -51,7 +51,7 @@ _TEXTS = (
     f"A WORD of many letters: {'x' * 120}",
     200 * _SENTENCE,
 )
-_LONG_TEXT = 3000 * _SENTENCE  # longer than any model takes
+_LONG_TEXT = 3000 * _SENTENCE  # longer than the longest sequence of any model
 _TYPES_ADVICE = (
     'its tokenizer gives token_type_ids, which this model reads as tokens: write "model_input_names": ["input_ids", '
     '"attention_mask"] into tokenizer_config.json if the model was trained without'
@@ -68,11 +68,11 @@ class Compared:
 
     Attributes:
         library: The library, "sentence-transformers" or "transformers".
-        texts: The number of compared texts; each counts once for each prompt and task.
+        texts: The number of compared texts; a text counts once for each prompt and task.
         max_relative_error: The largest ‖got - want‖ / ‖want‖ of a vector.
         min_cosine: The least cosine similarity of a vector.
         max_maxsim_error: The largest |got - want| of a MaxSim score, as a share of the best score of its query; None
-            for models without.
+            for models without MaxSim vectors.
         bounds: The allowed differences.
     """
 
@@ -86,7 +86,10 @@ class Compared:
 
 @dataclasses.dataclass(frozen=True)
 class _Way:
-    """One way to send texts: with a prompt, for a task, or neither. `options` are the options of the server's call."""
+    """How texts are encoded: with a prompt, for a task, or without either.
+
+    `options` are the arguments of the call to the bundle. `label` describes the prompt or the task in error messages.
+    """
 
     options: Mapping[str, Any]
     label: str
@@ -102,7 +105,7 @@ _NO_PROMPT = _Way({"prompt_name": ""}, "no prompt")
 
 @dataclasses.dataclass(frozen=True)
 class _Answer:
-    """The library's output for each text: a list of ids if `output` is "ids", else an array (rows, width)."""
+    """The library's output for each text: a list of ids if `output` is "ids", else an array (vectors, width)."""
 
     way: _Way
     output: str
@@ -112,38 +115,40 @@ class _Answer:
 
 @dataclasses.dataclass(frozen=True)
 class _Answers:
-    """All answers of a library, and the advice if a vector differs."""
+    """All outputs of a library, and the advice in the error message if a vector differs."""
 
     library: str
     answers: Sequence[_Answer]
     advice: str = _ADVICE
 
 
-_ROWS = {"output_value": "token_embeddings"}  # sentence-transformers' option for the rows of the tokens
+_ROWS = {"output_value": "token_embeddings"}  # sentence-transformers' option to return hidden states
 PipelineCheck = Callable[[Path, manifest_pb2.Manifest], Compared | None]
 
 
 def prepare_comparison(
     spec: ModelSpec, *, takes_text: bool, asked: int | None, progress: Callable[[str], None]
 ) -> PipelineCheck:
-    """Return a function that compares a bundle, given its folder and its manifest.
+    """Return a function that compares a bundle. Its arguments are the folder and the manifest of the bundle.
 
-    sentence-transformers answers at once, so that its model can be freed before the graph is written. transformers
-    answers when the bundle is compared. The function returns None if transformers has no reference: the directory has
-    no weights, or transformers does not know the model.
+    sentence-transformers computes its outputs now, so that its model can be freed before the graph is written.
+    transformers computes its outputs when the bundle is compared. If the directory has no weights or transformers does
+    not know the model, vectors are not compared, and the returned function returns None.
 
     Args:
         spec: The spec of the directory.
         takes_text: Whether the bundle has a tokenizer.
-        asked: The longest sequence that the user asked for, in tokens; None for the directory's own.
+        asked: The longest sequence that the user asked for, in tokens; None for the directory's own limit.
         progress: Called with each step.
 
     Raises:
-        UnsupportedModelError: A prompt fills the longest text, and pooling leaves it out.
-        ParityError: sentence-transformers fails with the directory. The function raises it if ids or vectors differ.
+        UnsupportedModelError: A prompt is as long as the longest text, and pooling leaves out the prompt, so no token
+            would be left.
+        ParityError: sentence-transformers fails for the directory. The returned function raises a ParityError if ids or
+            vectors differ.
     """
     if spec.loaded is None or not takes_text:
-        plain = dataclasses.replace(spec, loaded=None)  # without sentence-transformers' model there is room for weights
+        plain = dataclasses.replace(spec, loaded=None)  # lets sentence-transformers' model be freed
         return partial(_compare, lambda manifest: _ask_transformers(plain, manifest, progress), progress)
     progress("asking sentence-transformers for texts' ids and vectors")
     answers = _ask_static(spec, asked) if spec.kind == "static" else _ask_sentence_transformers(spec, asked)
@@ -159,7 +164,7 @@ def _compare(
     answers = ask(manifest)
     progress(f"comparing texts' ids and vectors with {answers.library}")
     differences: list[Comparison] = []
-    multi_vectors: dict[str, tuple[Sequence[Rows], Sequence[Rows]]] = {}  # the bundle's and the library's, by task
+    multi_vectors: dict[str, tuple[Sequence[Rows], Sequence[Rows]]] = {}  # the bundle's and the library's
     with _open(folder, manifest) as embedder:
         for answer in answers.answers:
             if answer.output == "ids":
@@ -184,9 +189,10 @@ def _compare(
 
 @contextlib.contextmanager
 def _open(folder: Path, manifest: manifest_pb2.Manifest) -> Iterator[Embedder]:
-    """Load the bundle in a draft folder, with a manifest that keeps all vectors and all weights.
+    """Load the bundle in a draft folder, without token pooling and without a limit on sparse weights.
 
-    Token pooling and a limit on the weights turn rounding into large differences.
+    Rounding may change which tokens are pooled together and which weights are kept. Such changes would be large
+    differences.
     """
     whole = manifest_pb2.Manifest()
     whole.CopyFrom(manifest)
@@ -197,7 +203,7 @@ def _open(folder: Path, manifest: manifest_pb2.Manifest) -> Iterator[Embedder]:
     whole.fingerprint = fingerprint(whole)
     (folder / "manifest.json").write_text(json.dumps(to_fields(whole)), encoding="utf-8")
     with tempfile.TemporaryDirectory() as repository, quiet():
-        bundle = Path(repository) / manifest.name / manifest.version  # the server compares both names
+        bundle = Path(repository) / manifest.name / manifest.version  # the server requires these folder names
         bundle.parent.mkdir()
         bundle.symlink_to(folder.absolute(), target_is_directory=True)
         try:
@@ -206,7 +212,7 @@ def _open(folder: Path, manifest: manifest_pb2.Manifest) -> Iterator[Embedder]:
                 max_text_bytes=2**24,
                 device="cpu",
                 tune_batches=False,
-                cache_dir=Path("off"),  # an export leaves no weights in the user's cache
+                cache_dir=Path("off"),  # an export must not fill the user's cache
                 parallel_batches=1,
             )
         except EncserveError as error:
@@ -216,7 +222,10 @@ def _open(folder: Path, manifest: manifest_pb2.Manifest) -> Iterator[Embedder]:
 
 
 def _check_ids(embedder: Embedder, answer: _Answer, library: str, vocab_size: int) -> None:
-    """Refuse other ids. The server must refuse a text without tokens, or with an id outside the vocabulary."""
+    """Raise a ParityError if the bundle's ids differ from the library's.
+
+    If the library finds no tokens, or an id outside the vocabulary, the server must refuse the text.
+    """
     tokenized = embedder.tokenize(answer.texts, truncate=True, **answer.way.options)
     for text, got, want in zip(answer.texts, tokenized, answer.outputs, strict=True):
         if (not _in_vocabulary(want, vocab_size)) if isinstance(got, str) else got.tolist() == want:
@@ -229,12 +238,12 @@ def _check_ids(embedder: Embedder, answer: _Answer, library: str, vocab_size: in
 
 
 def _in_vocabulary(ids: Sequence[int], vocab_size: int) -> bool:
-    """Whether there are ids, and all are in the vocabulary."""
+    """Return whether the list of ids is not empty and all ids are in the vocabulary."""
     return max(ids, default=vocab_size) < vocab_size
 
 
 def _embed(embedder: Embedder, answer: _Answer) -> list[Rows]:
-    """The (rows, width) array of each text; (1, width) for weights over the vocabulary."""
+    """Return the bundle's array (vectors, width) for each text; (1, width) for sparse weights over the vocabulary."""
     way, texts = answer.way, answer.texts
     result: Any = embedder.run(texts, truncate=True, output=answer.output, **way.options)  # type: ignore[arg-type]
     if result.refused:
@@ -252,8 +261,9 @@ def _embed(embedder: Embedder, answer: _Answer) -> list[Rows]:
 def _check_vectors(
     vectors: Sequence[Rows], answer: _Answer, answers: _Answers, manifest: manifest_pb2.Manifest
 ) -> Iterator[Comparison]:
-    """Refuse other rows or weights, and yield the difference of each text."""
-    # If float32 itself is far from float64, both the library's vectors and the bundle's are.
+    """Raise a ParityError if vectors or sparse weights differ too much. Yield the difference of each text."""
+    # The vectors of the library and of the bundle both have the model's float32 error, so the tolerance grows with
+    # twice this error.
     tolerance = tolerance_for(PIPELINE_TOLERANCE, 2 * manifest.parity.float32_error)
     cosine = bounds_of(manifest.graph.precision).cosine
     limit = Bounds(error=tolerance) if cosine is None else Bounds(cosine=cosine)
@@ -263,7 +273,7 @@ def _check_vectors(
         if got.shape != want.shape:
             raise ParityError(f"the bundle gives the shape {got.shape}, not {want.shape} of {where}; {_ADVICE}")
         if answer.output == "sparse" and cosine is not None and text == "":
-            continue  # rounding moves the few weights of an empty text most
+            continue  # rounding changes the few weights of an empty text most
         difference = compare(got, want, limit) if want.size else Comparison(error=0, cosine=1, excess="")
         if answer.output == "sparse" and cosine is None:
             excess = float((np.abs(got - want) - tolerance * np.abs(want)).max())
@@ -280,7 +290,10 @@ def _check_vectors(
 def _check_scores(
     multi_vectors: Mapping[str, tuple[Sequence[Rows], Sequence[Rows]]], answers: _Answers, bounds: Bounds
 ) -> float:
-    """Refuse other MaxSim scores of queries and documents. Return the largest error."""
+    """Raise a ParityError if MaxSim scores differ too much. Return the largest error.
+
+    Each text is scored as a query against each text as a document.
+    """
     without_task = next(iter(multi_vectors.values()))
     queries, documents = (multi_vectors.get(task, without_task) for task in TASKS)
     got, want = (
@@ -302,7 +315,7 @@ def _maxsim(query: Rows, document: Rows) -> float:
 
 
 def _ask_transformers(spec: ModelSpec, manifest: manifest_pb2.Manifest, progress: Callable[[str], None]) -> _Answers:
-    """Ask transformers for ids and rows of texts; without a tokenizer, for rows of fixed ids."""
+    """Compute ids and hidden states of texts in transformers; without a tokenizer, hidden states of fixed ids."""
     longest, vocab_size = manifest.encoder.max_sequence_tokens, manifest.encoder.vocab_size
     answers = []
     texts: Sequence[Any]
@@ -320,7 +333,7 @@ def _ask_transformers(spec: ModelSpec, manifest: manifest_pb2.Manifest, progress
             raise UnsupportedModelError("the directory has no weights")
         model = pretrained.load_reference(spec.encoder)
     except UnsupportedModelError as error:
-        progress(f"going on without a comparison of rows: {error}")
+        progress(f"continuing without a comparison of hidden states: {error}")
         return _Answers("transformers", answers)
     texts_of_rows, rows = [], []
     for text, tensors in zip(texts, inputs, strict=True):
@@ -336,12 +349,16 @@ def _ask_transformers(spec: ModelSpec, manifest: manifest_pb2.Manifest, progress
 def _failure(problem: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # models and tokenizers raise any class
+    except Exception as error:  # models and tokenizers may raise any exception
         raise ParityError(f"{problem}: {type(error).__name__}: {first_line(error)}; {_ADVICE}") from error
 
 
 def _advice(model: Any, inputs: Mapping[str, Any]) -> str:
-    """The advice if a vector differs: GPT-2 has no table of token types, and adds the row of a token."""
+    """Return the advice in the error message if a vector differs.
+
+    GPT-2, for example, has no table of token types. It looks up token types in the table of tokens and adds these
+    embeddings.
+    """
     reads_types = "token_type_ids" in inputs and not hasattr(model.config, "type_vocab_size")
     return _TYPES_ADVICE if reads_types else _ADVICE
 
@@ -364,8 +381,8 @@ def _ask_sentence_transformers(spec: ModelSpec, asked: int | None) -> _Answers:
     answers: list[_Answer] = []
     for way in _ways(spec):
         if way.task and spec.tasks[way.task].HasField("static_sparse"):
-            continue  # another tokenizer
-        # The long text has a call of its own: a call pads all texts to the longest.
+            continue  # static weights have another tokenizer
+        # The long text has a call of its own, because a call pads all texts to the length of the longest text.
         ids = _ids(transformer, probes, way) + _ids(transformer, [_LONG_TEXT], way)
         answers.append(_Answer(way, "ids", [*probes, _LONG_TEXT], ids))
         pairs = zip(texts, _ids(transformer, texts, way), strict=True)
@@ -379,9 +396,9 @@ def _ask_sentence_transformers(spec: ModelSpec, asked: int | None) -> _Answers:
 
 
 def _set_lengths(transformer: Any, spec: ModelSpec, asked: int | None) -> int:
-    """Set sentence-transformers' text lengths to the bundle's. Return the longest text without a task, in tokens.
+    """Set sentence-transformers' limits of text length to the bundle's. Return the limit without a task, in tokens.
 
-    sentence-transformers knows neither the user's length nor, for some models, the number of positions.
+    sentence-transformers does not know the user's limit. For some models it does not know the number of positions.
     """
     positions = pretrained.positions(transformer.model, transformer.config) or NO_BOUND
     usual = min(transformer.max_seq_length or NO_BOUND, positions)
@@ -407,7 +424,7 @@ def _check_prompts(tokenizer: Any, prompts: Iterable[str], longest: int) -> None
 
 
 def _ways(spec: ModelSpec) -> list[_Way]:
-    """The prompts and tasks that change the vectors of a model."""
+    """Return the prompts and tasks that change the vectors of a model."""
     tasks = [
         _Way({"task": task}, f"the task {task}", spec.prompts.get(settings.prompt_name, ""))
         for task, settings in spec.tasks.items()
@@ -433,7 +450,10 @@ def _ids(transformer: Any, texts: Sequence[str], way: _Way) -> list[list[int]]:
 
 
 def _ask_vectors(spec: ModelSpec, texts: Sequence[str]) -> list[_Answer]:
-    """The vectors of the texts for each way, or the rows without a prompt of a model that does not pool."""
+    """Compute the vectors of texts in sentence-transformers, for each prompt and task.
+
+    For a model without pooling, compute hidden states without a prompt.
+    """
     ways, output = _ways(spec), "model"
     arguments: Mapping[str, Any] = {}
     if spec.kind == "multi_vector":
@@ -458,7 +478,7 @@ def _encode(spec: ModelSpec, way: _Way, text: str, arguments: Mapping[str, Any])
 
 
 def _ask_heads(spec: ModelSpec, texts: Sequence[str]) -> Iterator[_Answer]:
-    """The multi-vectors and weights of BGE-M3: its heads applied to the rows of sentence-transformers."""
+    """Compute BGE-M3's multi-vectors and sparse weights from sentence-transformers' hidden states."""
     rows = [_encode(spec, _NO_PROMPT, text, _ROWS) for text in texts]
     if spec.multi_vector is not None:
         first = int(spec.multi_vector.skips_first_token)
@@ -475,12 +495,12 @@ def _ask_heads(spec: ModelSpec, texts: Sequence[str]) -> Iterator[_Answer]:
 
 
 def _texts(tokenizer: Any) -> Sequence[str]:
-    """`_TEXTS`, and a text with the tokenizer's special tokens written out."""
+    """Return `_TEXTS`, and a text that contains the tokenizer's special tokens as plain text."""
     return [*_TEXTS, " ".join(("the", *tokenizer.all_special_tokens[:8], "cat"))]
 
 
 def _short(value: Any) -> str:
-    """The first 60 characters of a text, escaped, or the first 20 ids, for an error."""
+    """Return the first 60 characters of a text, escaped, or the first 20 ids, for an error message."""
     if isinstance(value, str):
         return ascii(value) if len(value) <= 60 else f"{value[:60]!a}... ({len(value)} characters)"
     ids = [str(it) for it in value]

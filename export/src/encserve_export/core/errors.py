@@ -6,21 +6,21 @@ traceback.
 
 import re
 
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # PyTorch writes them into its errors
-# A terminal interprets these: control characters except line feed, and changes of the writing direction.
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # PyTorch writes colour codes into its errors
+# A terminal interprets these characters: control characters except line feed, and changes of the writing direction.
 _CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """Escape control characters. The names in a checkpoint may hold any."""
+    """Escape control characters. The names in a checkpoint may contain any character."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class ExportError(Exception):
-    """The base class of the exporter's errors. The text is for the user, and safe to print."""
+    """The base class of the exporter's errors. The error text is for the user and is safe to print."""
 
     def __str__(self) -> str:
-        """The text with control characters escaped."""
+        """Return the error text with control characters escaped."""
         return printable(super().__str__())
 
 
@@ -33,7 +33,7 @@ class CheckpointFileError(ExportError):
 
 
 class UnsafeWeightsError(ExportError):
-    """The weights file holds objects that are not tensors. Loading them could run code."""
+    """The weights file contains objects that are not tensors. Loading such objects could run code."""
 
 
 class UnsupportedModelError(ExportError):
@@ -49,15 +49,15 @@ class EmbeddingTableError(ExportError):
 
 
 class WeightNamesError(ExportError):
-    """Weights are missing or surplus."""
+    """Weights are missing, or the model has no place for some weights."""
 
 
 class WeightShapeError(ExportError):
-    """A weight has another shape than the configuration says."""
+    """The shape of a weight contradicts the configuration."""
 
 
 class WeightValueError(ExportError):
-    """A weight holds NaN or infinity, or does not hold floating-point numbers."""
+    """A weight contains NaN or infinity, or is not of a floating-point type."""
 
 
 class OnnxModelError(ExportError):
@@ -65,27 +65,30 @@ class OnnxModelError(ExportError):
 
 
 class OnnxFileError(OnnxModelError):
-    """The file is unreadable, invalid, empty, exported for training, or newer than ONNX Runtime."""
+    """The file is unreadable, invalid, empty, exported for training, or too new for ONNX Runtime."""
 
 
 class ExternalDataError(OnnxModelError):
-    """A file of external weights is outside the folder, missing, or too short."""
+    """A file of external weights is outside the model's folder, missing, or too short."""
 
 
 class OnnxInterfaceError(OnnxModelError):
-    """The inputs or outputs do not fit an encoder. The text lists them."""
+    """The inputs or outputs of the model are not those of an encoder. The error text lists the inputs or outputs."""
 
 
 class OnnxRunError(OnnxModelError):
-    """The model fails for a batch, or its rows have another shape or are not finite. The text names the batch."""
+    """The model fails for a batch, or its hidden states have a wrong shape or are not finite.
+
+    The error text describes the batch.
+    """
 
 
 class VocabularyError(OnnxModelError):
-    """The number of token ids is unknown, or smaller than the given one."""
+    """The number of token ids is unknown, or the user gave a number that is too small or too large."""
 
 
 class TokenizerError(ExportError):
-    """The tokenizer is unreadable, does not fit the model, or has no tokenizer.json with the same ids."""
+    """The tokenizer is unreadable, does not fit the model, or cannot be saved as a tokenizer.json with the same ids."""
 
 
 class HubError(ExportError):
@@ -93,15 +96,18 @@ class HubError(ExportError):
 
 
 class ExpectedFileError(ExportError):
-    """A file of expected rows is unreadable or does not fit the model. The text names the array."""
+    """A file of expected hidden states is unreadable or does not fit the model. The error text names the array."""
 
 
 class ExpectedRowsError(ExportError):
-    """The rows of the bundle differ from the rows of the user's module. The exporter tries no other route."""
+    """The bundle's hidden states differ from those of the user's module.
+
+    The exporter then does not try another route, such as "onnx".
+    """
 
 
 class ParityError(ExportError):
-    """ONNX Runtime does not reproduce PyTorch's rows, or padding changes the rows."""
+    """The bundle's outputs differ from the original model's, or padding changes the hidden states."""
 
 
 class BundleError(ExportError):
@@ -117,7 +123,10 @@ class BundleExistsError(BundleError):
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of another library's error, and the second after a colon, without terminal colours."""
+    """Return the first line of another library's error, without terminal colours.
+
+    If the first line ends with a colon, the second line is added.
+    """
     lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
     if not lines or isinstance(error, KeyError):
         return f"{type(error).__name__} {error}".strip()

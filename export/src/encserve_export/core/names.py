@@ -1,6 +1,6 @@
 """The names of a bundle's ONNX files, and of their inputs and outputs."""
 
-# The first opset with the operator Gelu, and the newest that the tracing exporter writes.
+# 20 is the first opset with the operator Gelu, and the newest opset that PyTorch's tracing exporter writes.
 OPSET = 20
 FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"

@@ -1,4 +1,4 @@
-"""The precisions of a bundle, and every tolerance of the exporter, each with its source."""
+"""The precisions of a bundle, and all tolerances of the exporter with their reasons."""
 
 import dataclasses
 import math
@@ -6,35 +6,43 @@ from typing import Literal
 
 Precision = Literal["float32", "float16", "int8"]
 
-# Sinusoidal position tables that were computed in float32 are off by up to 4e-4 at position 5,000 (measured against
-# float64). Other formulas are off by 1 and more.
+# A position table in a checkpoint is sinusoidal if it differs from the formula by at most this number. Tables that were
+# computed in float32 differ by up to 4e-4 at position 5,000 (measured against float64). Tables of other formulas differ
+# by 1 or more.
 SINUSOID_TOLERANCE = 1e-3
-# A layer whose measured error is larger stays in float32. Of all-MiniLM-L6-v2, one layer has an error of 0.12, the
-# others 0.02 to 0.08. With that layer in 8 bits, the least cosine similarity falls from 0.995 to 0.968.
+# A layer whose measured error is larger stays in float32. In all-MiniLM-L6-v2, one layer has an error of 0.12. The
+# other layers have errors of 0.02 to 0.08. The least cosine similarity is 0.995 with this one layer in float32, and
+# 0.968 with all layers in 8 bits.
 MAX_INT8_LAYER_ERROR = 0.1
-# The errors of rows that a GPU computed in float16 or TF32. Both have 10 bits after the point, and 2⁻¹⁰ is 1e-3. The
-# range is wide because rounding cancels out in some models, and adds up over layers in others.
+# The least and the largest usual error of hidden states that a GPU computed in float16 or TF32. Both types have 10 bits
+# after the point, and 2⁻¹⁰ is 1e-3. The range is wide because rounding cancels out in some models, and adds up over
+# layers in others.
 LOW_PRECISION_ERRORS = (1e-4, 2e-2)
 
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The largest allowed differences of a bundle.
+    """The largest allowed differences between a bundle and the original model.
+
+    A row is the hidden state of one token.
 
     A float32 bundle repeats the computation of PyTorch, so its rows may differ by rounding only. The effect of rounding
-    depends on the model and on the CPU: rows are compared with PyTorch in float64, and PyTorch's own float32 error is
-    the measure, see `with_rounding`. In lower precisions every row moves. Its direction counts: searches compare
-    directions.
+    depends on the model and on the CPU. Therefore rows are compared with PyTorch in float64, and the tolerance grows
+    with PyTorch's own float32 error, see `with_rounding`. In lower precisions all rows change. For them the cosine
+    similarity is limited instead of the error, because a search compares the directions of vectors.
 
     Attributes:
-        error: The largest ‖got - want‖/‖want‖ of a row against PyTorch in float64; None if cosines count.
-        padding_error: The same, of a sequence in a batch against the sequence alone, both in ONNX Runtime.
-        cosine: The least cosine similarity to PyTorch's row; None if errors count.
-        padding_cosine: The same, of a sequence in a batch against the sequence alone.
+        error: The largest ‖got - want‖/‖want‖ of a row against PyTorch in float64; None if cosine similarities are
+            limited.
+        padding_error: The largest ‖got - want‖/‖want‖ of a row in a padded batch, with the row of the sequence alone as
+            `want`, both in ONNX Runtime.
+        cosine: The least cosine similarity to PyTorch's row; None if errors are limited.
+        padding_cosine: The least cosine similarity between a row in a padded batch and the row of the sequence alone.
         maxsim_error: The largest difference of a MaxSim score from sentence-transformers', as a share of the best score
             of its query.
-        attention_error: The largest difference of an attention weight from PyTorch's in float64; if cosines count, the
-            largest share of a block's attention that moves to other tokens, the mean over heads and tokens.
+        attention_error: The largest difference of an attention weight from PyTorch's in float64. If cosine similarities
+            are limited, it is the largest share of a block's attention that moves to other tokens, as a mean over heads
+            and tokens.
     """
 
     error: float | None = None
@@ -45,9 +53,12 @@ class Bounds:
     attention_error: float = 1e-5
 
     def with_rounding(self, float32_error: float) -> "Bounds":
-        """The bounds for a model with this error in PyTorch's own float32; bounds on cosines do not change."""
+        """Return the bounds for a model with this float32 error in PyTorch.
+
+        Limits of cosine similarities do not change.
+        """
         error, padding_error = (
-            # Alone and padded may both be off by `error`, in opposite directions.
+            # The padded sequence and the sequence alone may both be off by `error`, in opposite directions.
             None if tolerance is None else tolerance_for(tolerance, sides * float32_error)
             for tolerance, sides in ((self.error, 1), (self.padding_error, 2))
         )
@@ -55,31 +66,32 @@ class Bounds:
 
 
 def tolerance_for(tolerance: float, float32_error: float) -> float:
-    """The allowed error against float64: the tolerance, or 4 times PyTorch's float32 error if that is larger.
+    """Return the allowed error against float64: the tolerance, or 4 times PyTorch's float32 error if larger.
 
-    ONNX Runtime sums in another order than PyTorch, so its error is another sample of the same rounding, and the
-    largest of a few thousand rows varies.
+    ONNX Runtime adds numbers in another order than PyTorch, so its rounding errors differ. The largest error among a
+    few thousand rows also varies by chance, so the factor is 4 instead of 1.
     """
     return max(tolerance, 4 * float32_error) if math.isfinite(float32_error) else tolerance
 
 
-# float32: the rows of trained models are off by 1e-7 to 1e-5 (docs/performance.md); a weight scaled by 1.001, a wrong
-# epsilon or another activation moves a row by 1e-4 and more (tests/export/test_export_gates.py has each).
-# float16: 10 bits after the point. int8: all-MiniLM-L6-v2 has a least cosine similarity of 0.995.
-# docs/models.md has the retrieval quality of both.
+# float32: the rows of trained models differ by 1e-7 to 1e-5 (docs/performance.md). A weight scaled by 1.001, a wrong
+# epsilon or another activation changes a row by 1e-4 or more (tested in tests/export/test_export_gates.py). float16:
+# the type has 10 bits after the point. int8: the least cosine similarity of all-MiniLM-L6-v2 is 0.995. docs/models.md
+# lists the retrieval quality of float16 and int8.
 BOUNDS: dict[str, Bounds] = {
     "float32": Bounds(error=5e-5, padding_error=1e-5),
     "float16": Bounds(cosine=0.999, padding_cosine=0.999, maxsim_error=0.01, attention_error=0.01),
     "int8": Bounds(cosine=0.99, padding_cosine=0.999, maxsim_error=0.05, attention_error=0.1),
 }
-# Heads are small float32 graphs: their outputs differ by the rounding of one or two layers.
+# Heads are small float32 graphs, so their outputs differ only by the rounding of one or two layers.
 HEAD_TOLERANCE = 1e-5
-# Texts against sentence-transformers or transformers: both sides compute in float32, so two rounding errors of a row
-# (`BOUNDS`) add up. A weight over the vocabulary may differ by the second number, and by the first relative to itself:
-# ReLU turns small differences around 0 into weights.
+# For the comparison of texts with sentence-transformers or transformers. Both the bundle and the library compute in
+# float32, so two rounding errors of a row (see `BOUNDS`) add up. A sparse weight may differ by the first number times
+# the weight, plus the second number. The second number is needed because small differences around 0 become weights
+# after ReLU.
 PIPELINE_TOLERANCE, PIPELINE_WEIGHT_TOLERANCE = 1e-4, 1e-5
 
 
 def bounds_of(precision: str) -> Bounds:
-    """The bounds of a graph's precision; float32's bounds for a precision that the exporter does not write."""
+    """Return the bounds of a graph's precision; float32's bounds for a precision that the exporter does not write."""
     return BOUNDS.get(precision, BOUNDS["float32"])

@@ -9,7 +9,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Discard warnings, log records and prints within the block. The libraries raise their errors too."""
+    """Discard warnings, log records and prints within the `with` block.
+
+    No error is lost, because the libraries also raise their errors as exceptions.
+    """
     level = logging.root.manager.disable
     logging.disable()
     discarded = io.StringIO()

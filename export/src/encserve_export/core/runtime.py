@@ -1,9 +1,9 @@
-"""ONNX Runtime without telemetry, which would also store an identifier in the home directory."""
+"""Imports ONNX Runtime without telemetry, which would also store an identifier in the home directory."""
 
 import os
 from pathlib import Path
 
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # ONNX Runtime reads it at import
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # ONNX Runtime reads this variable at import
 
 import onnxruntime
 
@@ -11,18 +11,19 @@ __all__ = ["onnxruntime", "open_session"]
 
 
 def open_session(graph: Path | bytes, weights: Path | None = None) -> onnxruntime.InferenceSession:
-    """Loads a graph in ONNX Runtime on the CPU.
+    """Load a graph in ONNX Runtime on the CPU.
 
     Args:
         graph: The path of an ONNX file, or its content.
-        weights: The folder of the external weights, for `graph` as bytes.
+        weights: The folder of the external weights, if `graph` is bytes.
 
     Raises:
-        Exception: ONNX Runtime cannot load it; its exceptions share no public base class.
+        Exception: ONNX Runtime cannot load the graph. Its exceptions have no public base class.
     """
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # ONNX Runtime raises its errors too, and the exporter reports each once
-    # Without this option, x86 CPUs without VNNI saturate sums of two 8-bit products at 16 bits.
+    options.log_severity_level = 4  # no logs: ONNX Runtime also raises its errors, and the exporter reports them
+    # Without this option, int8 results are wrong on x86 CPUs without VNNI: sums of two 8-bit products saturate at 16
+    # bits.
     options.add_session_config_entry("session.x64quantprecision", "1")
     if weights is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(weights))

@@ -1,1 +1,1 @@
-"""The kinds of models: they turn rows into one vector, vectors for MaxSim, or weights over the vocabulary."""
+"""Reads models of each kind: one vector per text, vectors for MaxSim, or sparse weights over the vocabulary."""

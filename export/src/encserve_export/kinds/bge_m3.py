@@ -1,6 +1,6 @@
-"""Reads the heads of BGE-M3's multi-vectors and sparse weights from two files in the encoder's folder.
+"""Reads BGE-M3's heads for multi-vectors and sparse weights from two files in the encoder's folder.
 
-modules.json describes only the dense vectors. The formulas are from FlagEmbedding, the authors' code.
+modules.json describes only the dense vectors. The formulas are from FlagEmbedding, the code of BGE-M3's authors.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ def with_bge_m3(spec: ModelSpec) -> ModelSpec:
 
     Raises:
         CheckpointFileError: A file is unreadable or not a linear layer, or the directory has no tokenizer.
-        UnsafeWeightsError: A file holds more than tensors.
+        UnsafeWeightsError: A file contains objects that are not tensors.
     """
     multi_vector, sparse = (spec.encoder / name for name in (_MULTI_VECTOR_FILE, _SPARSE_FILE))
     if multi_vector.is_file():

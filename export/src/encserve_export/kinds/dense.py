@@ -1,4 +1,4 @@
-"""Reads a directory of a model with one vector per text, as sentence-transformers loads it."""
+"""Reads the directory of a model with one vector per text, as sentence-transformers loads the model."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -27,16 +27,16 @@ _MODULES = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropou
 
 
 def read_dense(directory: Path, repository: str, *, ignore_head: bool = False) -> ModelSpec:
-    """Read a directory of the kind "dense". Without a modules.json the pooling is unknown.
+    """Read the directory of a model with one vector per text. Without modules.json the pooling is unknown.
 
     Args:
         directory: The directory.
-        repository: Its name on the hub, OWNER/NAME; empty for a local directory.
-        ignore_head: Whether to read the encoder alone, without the modules of modules.json.
+        repository: The model's name on the hub, OWNER/NAME; empty for a local directory.
+        ignore_head: Whether to read only the encoder, without the other modules of modules.json.
 
     Raises:
         UnsupportedModelError: A bundle cannot express the model, or sentence-transformers cannot load it.
-        CheckpointFileError: A file is unreadable or contradicts another one.
+        CheckpointFileError: A file is unreadable or contradicts another file.
         TokenizerError: transformers cannot load the tokenizer.
     """
     encoder = transformer_folder(directory)
@@ -55,28 +55,28 @@ def read_dense(directory: Path, repository: str, *, ignore_head: bool = False) -
         raise UnsupportedModelError(f"{encoder}: query_expansion is for multi-vector models; remove it")
     text, vector = read_text(encoder, loaded, transformer), read_vector(directory, loaded, rest)
     tasks = read_tasks(loaded.prompts, transformer)
-    # A limit of the tokenizer or of the positions alone is not a choice of the authors.
+    # Only a stated length is a choice of the authors. Limits of the tokenizer or of the positions are not their choice.
     lengths = read_lengths(transformer, tasks) if states_length(settings) else {}
     return dataclasses.replace(
         vector,
         **text,
         **lengths,
-        skips_prompt=vector.skips_prompt and text["template"] is None,  # messages know no length of a prompt
+        skips_prompt=vector.skips_prompt and text["template"] is None,  # a template: unknown prompt length
         tasks=tasks,
     )
 
 
 def read_text(encoder: Path, loaded: Any, transformer: Any) -> dict[str, Any]:
-    """Return the fields of a `ModelSpec` for the way from a text to token ids.
+    """Return the fields of a `ModelSpec` that describe how a text becomes token ids.
 
     Args:
         encoder: The folder of the encoder.
         loaded: A model of sentence-transformers.
-        transformer: Its Transformer module.
+        transformer: The Transformer module of `loaded`.
 
     Raises:
-        UnsupportedModelError: The model takes more than text, its rows come from a decoder, or its chat template
-            changes a text.
+        UnsupportedModelError: The model accepts other inputs than text, pools a decoder's hidden states, or has a chat
+            template that changes a text.
     """
     modalities, config = set(transformer.modalities), transformer.model.config
     if not {"text"} <= modalities <= {"text", "message"}:
@@ -93,7 +93,8 @@ def read_text(encoder: Path, loaded: Any, transformer: Any) -> dict[str, Any]:
     return {
         "encoder": encoder,
         "loaded": loaded,
-        # Without a tokenizer in the directory, transformers makes one that has only special tokens.
+        # If the directory has no tokenizer, do not use the tokenizer that transformers creates: it has only special
+        # tokens.
         "tokenizer": None if tokenizer_source(encoder) is None else transformer.tokenizer,
         "template": read_template(transformer, has_prompts=has_prompts) if "message" in modalities else None,
         "prompts": dict(loaded.prompts),
@@ -112,8 +113,8 @@ def read_vector(
     Args:
         directory: The directory.
         loaded: A model of sentence-transformers.
-        modules: The modules after its encoder.
-        pooling: The pooling of the encoder itself; unspecified if a Pooling module sets it.
+        modules: The modules of `loaded` after the encoder.
+        pooling: The pooling of the encoder itself; unspecified if a Pooling module sets the pooling.
 
     Raises:
         CheckpointFileError: The weights of a module are unreadable.
@@ -133,7 +134,7 @@ def read_vector(
             if {getattr(module, f"module_{end}_name", _SENTENCE) for end in ("input", "output")} != {_SENTENCE}:
                 raise UnsupportedModelError(refusal(kind))
             head.append(module)
-        elif kind != "Dropout":  # it does nothing after training
+        elif kind != "Dropout":  # Dropout has no effect after training
             raise UnsupportedModelError(refusal(kind))
     while head and type(head[-1]).__name__ == "Normalize":
         head.pop()
@@ -144,7 +145,7 @@ def read_vector(
 
 
 def read_tasks(prompts: Mapping[str, str], transformer: Any) -> dict[str, manifest_pb2.TaskSettings]:
-    """Return the settings of encode_query and encode_document: a prompt and a longest text.
+    """Return the settings of encode_query and encode_document: the name of the prompt and the longest text.
 
     Args:
         prompts: The model's prompts by name.
@@ -160,13 +161,15 @@ def read_tasks(prompts: Mapping[str, str], transformer: Any) -> dict[str, manife
 
 
 def read_lengths(transformer: Any, tasks: Mapping[str, manifest_pb2.TaskSettings]) -> dict[str, Any]:
-    """Return `max_seq_length` and `max_tokens` of a `ModelSpec`. The length of a task may exceed max_seq_length.
+    """Return `max_seq_length` and `max_tokens` of a `ModelSpec`.
 
-    If so, set the length of the other tasks to max_seq_length.
+    A task may have a longer limit than the Transformer module's max_seq_length. If so, the longest limit becomes the
+    spec's `max_seq_length`. The module's limit then applies to texts without a task, and to tasks without a limit of
+    their own.
 
     Args:
         transformer: The Transformer module.
-        tasks: The settings of each task, with its own length.
+        tasks: The settings of each task; `max_tokens` is set in place.
     """
     usual = transformer.max_seq_length
     if usual is None or usual >= NO_BOUND:
@@ -179,12 +182,12 @@ def read_lengths(transformer: Any, tasks: Mapping[str, manifest_pb2.TaskSettings
 
 
 def facts(directory: Path, loaded: Any, modules: Sequence[Any]) -> tuple[ModuleFacts, ...]:
-    """Return the parts of modules in the name of the vector space.
+    """Return the settings and tensors of modules, which are part of the space_id.
 
     Args:
         directory: The directory.
         loaded: A model of sentence-transformers.
-        modules: Some of its modules.
+        modules: The modules of `loaded` to describe.
 
     Raises:
         CheckpointFileError: The weights of a module are unreadable.
@@ -206,7 +209,7 @@ def facts(directory: Path, loaded: Any, modules: Sequence[Any]) -> tuple[ModuleF
 
 
 def _similarity(directory: Path, loaded: Any) -> str:
-    """Return the similarity in the directory's file, or "". The loaded model would give its default instead."""
+    """Return the similarity in the directory's settings, or "". The loaded model would return its default instead."""
     settings = read_object(directory / SETTINGS) if (directory / SETTINGS).is_file() else {}
     stated = settings.get("similarity_fn_name")
     return str(stated) if stated in loaded.SUPPORTED_SIMILARITY_FN_NAMES else ""

@@ -29,21 +29,21 @@ _KINDS: Mapping[str, Kind] = {
     "MultiVectorEncoder": "multi_vector",
     "ColBERT": "multi_vector",
 }
-# Only PyLate writes these fields there.
+# Only PyLate writes these fields into config_sentence_transformers.json.
 _PYLATE = ("query_prefix", "document_prefix", "do_query_expansion", "attend_to_expansion_tokens", "skiplist_words")
-_PYLATE_DENSE = "pylate.models.Dense.Dense"  # sentence-transformers reads it as its own Dense
+_PYLATE_DENSE = "pylate.models.Dense.Dense"  # sentence-transformers loads it as its own class Dense
 _CLASSES: Mapping[Kind, str] = {
     "dense": "SentenceTransformer",
     "static": "SentenceTransformer",
     "sparse": "SparseEncoder",
     "multi_vector": "MultiVectorEncoder",
 }
-# Older versions named the file after the model.
+# The settings of the Transformer module. Older versions of sentence-transformers named the file after the model.
 _TRANSFORMER_FILES = [
     f"sentence_{model}_config.json"
     for model in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 ]
-# By these names on the hub, sentence-transformers leaves prompts out of pooling.
+# For the models with these names on the hub, sentence-transformers leaves prompts out of pooling.
 _INSTRUCTORS = ("hkunlp/instructor-base", "hkunlp/instructor-large", "hkunlp/instructor-xl")
 
 
@@ -52,7 +52,7 @@ def kind_of(directory: Path, *, ignore_head: bool = False) -> Kind:
 
     Args:
         directory: The directory.
-        ignore_head: Whether a classifier or a cross-encoder is read as its encoder alone.
+        ignore_head: Whether to accept a classifier or a cross-encoder, to export its encoder.
 
     Raises:
         CheckpointFileError: A file is unreadable, or names a folder outside the directory.
@@ -97,7 +97,7 @@ def read_modules(directory: Path) -> list[tuple[str, Path]]:
 
     Raises:
         CheckpointFileError: A file is unreadable, or names a folder outside the directory.
-        UnsupportedModelError: A module is not part of sentence-transformers, or has an unknown activation.
+        UnsupportedModelError: A module is not part of sentence-transformers, or has an unknown activation function.
     """
     path = directory / MODULES
     if not path.is_file():
@@ -162,10 +162,10 @@ def load(directory: Path, kind: Kind, repository: str = "") -> Any:
     Args:
         directory: The directory.
         kind: The result of `kind_of`.
-        repository: Its name on the hub, OWNER/NAME; empty for a local directory.
+        repository: The model's name on the hub, OWNER/NAME; empty for a local directory.
 
     Raises:
-        UnsupportedModelError: sentence-transformers cannot load it.
+        UnsupportedModelError: sentence-transformers cannot load the directory.
     """
     import sentence_transformers
 
@@ -175,7 +175,7 @@ def load(directory: Path, kind: Kind, repository: str = "") -> Any:
     with quiet():
         try:
             model = make(str(directory), device="cpu", local_files_only=True, trust_remote_code=False, **arguments)
-        except Exception as error:  # it raises many classes
+        except Exception as error:  # sentence-transformers raises many exception classes
             raise UnsupportedModelError(
                 f"sentence-transformers cannot load {directory}: {type(error).__name__}: {first_line(error)}; {advice}"
             ) from error
@@ -188,7 +188,7 @@ def transformer_of(loaded: Any) -> Any:
     """Return the Transformer module of a model of sentence-transformers, also inside a Router."""
     from sentence_transformers.base.modules import Transformer
 
-    # By class: DistilBERT has a module named Transformer too.
+    # Compare classes, not names: DistilBERT also has a module named Transformer.
     (transformer,) = [it for it in loaded.modules() if isinstance(it, Transformer)]
     return transformer
 
@@ -200,7 +200,7 @@ def refusal(kind: str) -> str:
 
 
 def _checked(directory: Path, path: Path, name: str, folder: Path) -> tuple[str, Path]:
-    """Return the class name, without its package, and the folder of a module that the file `path` names."""
+    """Check a module that the file `path` lists. Return its class name, without the package, and its folder."""
     if not folder.resolve().is_relative_to(directory.resolve()):
         raise CheckpointFileError(f"{path} names a folder outside {directory}: {os.path.relpath(folder, directory)!r}")
     if not name.startswith("sentence_transformers.") and name != _PYLATE_DENSE:
@@ -209,7 +209,7 @@ def _checked(directory: Path, path: Path, name: str, folder: Path) -> tuple[str,
         )
     kind = name.rpartition(".")[2]
     if kind == "Dense":
-        # The defaults of sentence-transformers and of PyLate differ.
+        # If the file names no activation, sentence-transformers and PyLate use different defaults.
         _check_activation(folder / "config.json", None if name == _PYLATE_DENSE else "torch.nn.")
     return kind, folder
 
@@ -225,7 +225,7 @@ def _check_activation(path: Path, default: str | None) -> None:
 
 
 def _model_arguments(directory: Path) -> dict[str, Any]:
-    """Return the arguments of the encoder. A configured attention may need a GPU, so eager replaces it."""
+    """Return the arguments to load the encoder with. "eager" replaces a configured attention that may need a GPU."""
     encoder = transformer_folder(directory)
     config = _read_if_there(encoder / "config.json")
     config |= _arguments(transformer_settings(encoder), "model_args", "model")

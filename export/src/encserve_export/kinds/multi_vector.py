@@ -1,6 +1,6 @@
 """Reads a multi-vector (late interaction) directory of sentence-transformers, PyLate, or Stanford's ColBERT.
 
-sentence-transformers loads all three, and adds the settings that older layouts lack.
+sentence-transformers loads all three formats, and adds the settings that older formats lack.
 """
 
 from pathlib import Path
@@ -18,11 +18,11 @@ _ROWS = "token_embeddings"
 
 
 def read_multi_vector(directory: Path) -> ModelSpec:
-    """Read a directory of the kind "multi_vector".
+    """Read the directory of a model with several vectors per text, for MaxSim.
 
     Raises:
         UnsupportedModelError: A bundle cannot express the model, or sentence-transformers cannot load it.
-        CheckpointFileError: A file is unreadable or contradicts another one.
+        CheckpointFileError: A file is unreadable or contradicts another file.
     """
     encoder = transformer_folder(directory)
     loaded = load(directory, "multi_vector")
@@ -54,7 +54,7 @@ def _split(modules: list[Any]) -> tuple[list[nn.Module], Any, Any]:
     for module in modules:
         kind = type(module).__name__
         ends = [getattr(module, end, None) for end in ("module_input_name", "module_output_name")]
-        if kind == "Dropout":  # it does nothing after training
+        if kind == "Dropout":  # Dropout has no effect after training
             continue
         if pooling is not None:  # the token pooling must be the last module
             raise UnsupportedModelError(refusal(kind))
@@ -70,7 +70,7 @@ def _split(modules: list[Any]) -> tuple[list[nn.Module], Any, Any]:
 
 
 def _fill(settings: manifest_pb2.TaskSettings, task: str, first: Any, mask: Any, pooling: Any) -> None:
-    """Add the settings that only multi-vector models have."""
+    """Add the settings that only multi-vector models have to the settings of a task."""
     if task == "query" and first.query_expansion is not None:
         _expand(settings, first)
     if mask is not None:
@@ -106,7 +106,11 @@ def _expand(settings: manifest_pb2.TaskSettings, first: Any) -> None:
 
 
 def _skipped(words: list[str], tokenizer: Any) -> list[int]:
-    """Return the ids of words without a vector. A word outside the vocabulary must not skip the unknown token."""
+    """Return the ids of words that get no vector.
+
+    A word outside the vocabulary has the id of the unknown token. This id is left out, unless `words` contains the
+    unknown token itself.
+    """
     ids = {word: tokenizer.convert_tokens_to_ids(word) for word in words}
     unknown = tokenizer.unk_token_id
     return sorted({it for word, it in ids.items() if it is not None and (it != unknown or word == tokenizer.unk_token)})

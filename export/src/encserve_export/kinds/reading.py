@@ -1,4 +1,4 @@
-"""Reads a directory: the kind of the model, and how its rows become vectors."""
+"""Reads the directory of a model: the kind of the model, and how texts become vectors."""
 
 from pathlib import Path
 
@@ -17,13 +17,13 @@ def read(directory: Path, repository: str = "", *, ignore_head: bool = False) ->
 
     Args:
         directory: The directory.
-        repository: Its name on the hub, OWNER/NAME; empty for a local directory.
-        ignore_head: Whether to read the encoder of a classifier or a cross-encoder, without its head.
+        repository: The model's name on the hub, OWNER/NAME; empty for a local directory.
+        ignore_head: Whether to read only the encoder of a classifier or a cross-encoder.
 
     Raises:
         UnsupportedModelError: A bundle cannot express the model, or sentence-transformers cannot load it.
-        CheckpointFileError: A file is unreadable or contradicts another one.
-        UnsafeWeightsError: A file of BGE-M3's heads holds more than tensors.
+        CheckpointFileError: A file is unreadable or contradicts another file.
+        UnsafeWeightsError: A file of BGE-M3's heads contains objects that are not tensors.
         TokenizerError: transformers cannot load the tokenizer.
         ConfigError: `ignore_head` is set for a sparse, multi-vector or static model.
     """

@@ -1,6 +1,7 @@
-"""Reads a directory of a sparse encoder (SPLADE). A Router may give queries or documents static weights.
+"""Reads the directory of a sparse encoder (SPLADE).
 
-sentence-transformers loads them, and adds the settings that older layouts lack.
+sentence-transformers loads the model, and adds the settings that older formats lack. A Router may use static weights,
+one per token, instead of the encoder for queries or for documents.
 """
 
 import copy
@@ -33,7 +34,7 @@ class SpladeLayers(nn.Module):
         self.logarithms = logarithms
 
     def forward(self, rows: Tensor, mask: Tensor) -> Tensor:
-        """Map rows (batch, seq, d_model) and a 0/1 mask (batch, seq) to weights (batch, vocab_size)."""
+        """Map hidden states (batch, seq, d_model) and a 0/1 mask (batch, seq) to weights (batch, vocab_size)."""
         logits: Tensor = self.language_model(inputs_embeds=rows).logits
         logits = logits * mask[:, :, None]  # (batch, seq, vocab_size)
         if self.pooling == "max":  # the activation is monotone, so pooling first saves work
@@ -48,7 +49,7 @@ class SpladeLayers(nn.Module):
 
 
 class EncoderStub(nn.Module):
-    """Returns inputs_embeds as the last hidden state, so that calling the model runs its head alone."""
+    """Replaces the encoder: returns inputs_embeds as the last hidden state, so that a model runs only its head."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
         """Wrap inputs_embeds in transformers' output class."""
@@ -58,11 +59,11 @@ class EncoderStub(nn.Module):
 
 
 def read_sparse(directory: Path) -> ModelSpec:
-    """Read a directory of the kind "sparse".
+    """Read the directory of a sparse encoder.
 
     Raises:
         UnsupportedModelError: A bundle cannot express the model, or sentence-transformers cannot load it.
-        CheckpointFileError: A file is unreadable or contradicts another one.
+        CheckpointFileError: A file is unreadable or contradicts another file.
     """
     encoder = transformer_folder(directory)
     loaded = load(directory, "sparse")
@@ -99,12 +100,15 @@ def read_sparse(directory: Path) -> ModelSpec:
 
 
 def _facts(directory: Path, pooling: Any, static: Sequence[StaticWeights]) -> tuple[ModuleFacts, ...]:
-    """Return the facts for the space id. The encoder's tensors already include the head's weights."""
+    """Return the settings and tensors of the modules after the encoder, which are part of the space_id.
+
+    The head's weights are not listed here, because the encoder's tensors already include them.
+    """
     settings = {"pooling_strategy": pooling.pooling_strategy, "activation_function": pooling.activation_function}
     usual = {"pooling_strategy": "max", "activation_function": "relu"}
     settings = {name: value for name, value in settings.items() if value != usual[name]}
     folders = [folder for kind, folder in read_modules(directory) if kind == _STATIC and holds_weights(folder)]
-    # Without a file of tensors the weights are JSON.
+    # If the folder has no file of tensors, it has JSON. Then the weights are taken from the loaded module.
     tensors = [read_weights(folders[0]).tensors if folders else {"weight": its.weight} for its in static]
     return (ModuleFacts("SpladePooling", settings, {}), *(ModuleFacts(_STATIC, {}, it) for it in tensors))
 
@@ -127,7 +131,7 @@ def _branch(directory: Path, loaded: Any, task: str) -> Sequence[Any]:
 
 
 def _route(router: Any, task: str | None) -> str | None:
-    """Return the route for a task; try the keys in the order that sentence-transformers documents."""
+    """Return the Router's route for a task. Try the keys in sentence-transformers' documented order."""
     for key in ((task, "text"), (task, None), (None, "text"), (None, None)):
         if key in router.route_mappings:
             return str(router.route_mappings[key])
@@ -136,7 +140,7 @@ def _route(router: Any, task: str | None) -> str | None:
 
 
 def _splade(language_model: Any, pooling: Any, max_active_dims: int | None) -> SparseHead:
-    """Return the head: a copy of the language model with shared weights, and a stub instead of the encoder."""
+    """Return the head: a copy of the language model that shares the weights and has a stub as its encoder."""
     encoder = getattr(language_model, language_model.base_model_prefix)
     shared: dict[int, Any] = {id(weight): weight for weight in language_model.parameters()}
     head = copy.deepcopy(language_model, shared | {id(encoder): EncoderStub()})

@@ -15,9 +15,10 @@ from encserve_proto.bundle.v1 import manifest_pb2
 
 Kind = Literal["dense", "multi_vector", "sparse", "static"]
 TASKS = ("query", "document")
-# transformers writes a number of 31 digits as the longest text of a tokenizer without a limit.
+# A limit of this many tokens or more means no limit. For a tokenizer without a limit, transformers writes a number of
+# 31 digits.
 NO_BOUND = 1_000_000
-# By the names that clients use.
+# The poolings by the names that clients use.
 POOLINGS = {
     "mean": manifest_pb2.POOLING_MEAN,
     "cls": manifest_pb2.POOLING_CLS,
@@ -26,7 +27,7 @@ POOLINGS = {
     "weighted_mean": manifest_pb2.POOLING_WEIGHTED_MEAN,
     "mean_sqrt_length": manifest_pb2.POOLING_MEAN_SQRT_LENGTH,
 }
-# The other names that sentence-transformers has.
+# sentence-transformers' other names for these poolings.
 POOLING_ALIASES = {
     "lasttoken": "last_token",
     "weightedmean": "weighted_mean",
@@ -35,7 +36,7 @@ POOLING_ALIASES = {
 
 
 def read_pooling(name: str) -> manifest_pb2.Pooling:
-    """Return the pooling by the clients' name, or by sentence-transformers' name.
+    """Return the pooling for a client's name or for sentence-transformers' name.
 
     Raises:
         ConfigError: No pooling has that name.
@@ -48,13 +49,13 @@ def read_pooling(name: str) -> manifest_pb2.Pooling:
 
 @dataclasses.dataclass(frozen=True)
 class ModuleFacts:
-    """A module as part of the space_id, see docs/models.md.
+    """The settings and tensors of a module, which are part of the space_id, see docs/models.md.
 
     Attributes:
-        kind: The documented kind, such as "Dense", "Normalize", "LayerNorm" or "SpladePooling".
+        kind: The kind of the module, such as "Dense", "Normalize", "LayerNorm" or "SpladePooling".
         settings: The settings that differ from their defaults.
-        tensors: The tensors of the module's own files, by their names in the files; empty if the encoder's files hold
-            them.
+        tensors: The tensors of the module's own files, by their names in the files; empty if the encoder's files
+            contain the tensors.
     """
 
     kind: str
@@ -63,7 +64,7 @@ class ModuleFacts:
 
 
 class Steps(nn.Module):
-    """A chain of modules of sentence-transformers that read and write the feature with this name."""
+    """A chain of sentence-transformers' modules. Each module reads and writes the feature named `feature`."""
 
     def __init__(self, modules: Iterable[nn.Module], feature: str) -> None:
         super().__init__()
@@ -81,7 +82,7 @@ class Steps(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class MultiVectorHead:
-    """Turns rows into vectors for MaxSim.
+    """Turns hidden states into vectors for MaxSim.
 
     Attributes:
         module: (tokens, d_model) -> (tokens, width).
@@ -96,11 +97,11 @@ class MultiVectorHead:
 
 @dataclasses.dataclass(frozen=True)
 class SparseHead:
-    """Turns rows into weights over the vocabulary.
+    """Turns hidden states into sparse weights over the vocabulary.
 
     Attributes:
-        module: (batch, seq, d_model) and a mask (batch, seq) of 1 and 0 -> (batch, width), pooled; with
-            SPARSE_POOLING_OWN_ID (tokens, d_model) -> (tokens, 1).
+        module: Maps (batch, seq, d_model) and a 0/1 mask (batch, seq) to pooled weights (batch, width). With
+            SPARSE_POOLING_OWN_ID, it maps (tokens, d_model) to (tokens, 1).
         pooling: How the weights of the tokens are pooled.
         skipped_token_ids: Tokens without a weight; only with SPARSE_POOLING_OWN_ID.
         max_active_dims: How many of the largest weights are kept; 0 for all.
@@ -113,12 +114,12 @@ class SparseHead:
 
 
 class StaticWeights(nn.Module):
-    """A fixed weight for each token of the vocabulary. A text needs no run of the encoder.
+    """A fixed weight for each token of the vocabulary, used instead of the encoder.
 
     Attributes:
         weight: float32 (width,).
         tokenizer: A parsed tokenizer.json without special tokens around a text.
-        files: The names of both files in a bundle, and the longest text.
+        files: The names of the tokenizer's file and the weights' file in a bundle, and the longest text.
     """
 
     weight: Tensor
@@ -130,7 +131,7 @@ class StaticWeights(nn.Module):
         self.files = files
 
     def write(self, folder: Path) -> list[Path]:
-        """Write both files."""
+        """Write the tokenizer and the weights to files. Return the paths of both files."""
         tokenizer, weights = folder / self.files.tokenizer_file, folder / self.files.weights_file
         tokenizer.write_text(json.dumps(self.tokenizer, ensure_ascii=False), encoding="utf-8")
         np.save(weights, self.weight.numpy())
@@ -139,10 +140,10 @@ class StaticWeights(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-    """How a text becomes rows, and how rows become the vectors that the model was trained for.
+    """How a text becomes hidden states, and how hidden states become the vectors that the model was trained for.
 
     Attributes:
-        pooling: How rows become one vector; unspecified if the checkpoint does not say.
+        pooling: How hidden states become one vector; unspecified if the checkpoint does not state the pooling.
         l2_normalize: Whether the vector is scaled to length 1, after the head.
         kind: The kind of the model.
         encoder: The folder of the encoder and its tokenizer, for a model in a directory.
@@ -150,25 +151,26 @@ class ModelSpec:
         tokenizer: The loaded tokenizer: a PreTrainedTokenizer, or a tokenizers.Tokenizer of a static embedding. None
             without a tokenizer.
         max_seq_length: The longest text in tokens, special tokens included; None if no file states one.
-        max_tokens: The longest text without a task, in tokens, prompt and special tokens included; 0 for the longest
-            sequence.
+        max_tokens: The longest text without a task, in tokens, prompt and special tokens included; 0 means the longest
+            sequence of the model.
         template: The fixed texts around every text; None without a chat template.
         prompts: The prompts that the model was trained with, by name.
         default_prompt_name: The prompt that is used unless another one is named; empty for none.
-        tasks: How queries and documents are treated, by "query" and "document"; empty if the directory has no
+        tasks: The settings for queries and documents, by "query" and "document"; empty if the directory has no
             modules.json.
-        more_poolings: Further poolings, with their vectors appended to the vector of `pooling`.
+        more_poolings: Further poolings. Their vectors are appended to the vector of `pooling`.
         skips_prompt: Whether pooling leaves out the tokens of a prompt.
-        head: The modules after pooling, (batch, poolings x d_model) -> (batch, width); None without any.
+        head: The modules after pooling, (batch, poolings x d_model) -> (batch, width); None if there are no such
+            modules.
         dimensions: The number of dimensions to keep, from the first on; 0 for all.
-        similarity: How vectors are compared; empty if the checkpoint does not say.
+        similarity: How vectors are compared; empty if the checkpoint does not state the similarity.
         multi_vector: The head for MaxSim, or None.
         sparse: The head for weights over the vocabulary, or None.
         static_weights: The fixed weights that replace the encoder for a task; `tasks` names their files.
-        table: The rows of a static embedding, float32 (vocab_size, d_model), or None.
-        modules: The modules after the encoder, for the space_id, without Pooling. `l2_normalize` stands for the last
-            Normalize modules.
-        used_parts: The parts of the encoder's own weights that a head uses.
+        table: The table of a static embedding, float32 (vocab_size, d_model), or None.
+        modules: The modules after the encoder that are part of the space_id. Pooling modules, and Normalize modules
+            that `l2_normalize` replaces, are not listed.
+        used_parts: The parts of the encoder's checkpoint that a head uses, such as "linear".
         remark: A note for the user.
     """
 
@@ -206,7 +208,7 @@ def spec_from_options(pooling: str | None, *, l2_normalize: bool) -> ModelSpec:
     """Return the spec of a model that is not in a directory.
 
     Args:
-        pooling: One of `POOLINGS`, or sentence-transformers' name; None if only rows are known.
+        pooling: One of `POOLINGS`, or sentence-transformers' name; None if the model returns only hidden states.
         l2_normalize: Whether the vector is scaled to length 1.
 
     Raises:

@@ -1,6 +1,6 @@
 """Reads static embeddings of sentence-transformers (StaticEmbedding) and model2vec.
 
-The encoder is a graph with one node, which looks up ids in a table. The bundle's pooling is the mean.
+The encoder is a graph with one node, which looks up token ids in the embedding table. The bundle's pooling is the mean.
 """
 
 import dataclasses
@@ -19,17 +19,17 @@ from encserve_export.kinds.spec import ModelSpec
 from encserve_export.onnx_graph.external import place
 from encserve_proto.bundle.v1 import manifest_pb2
 
-# A table has no longest text, but the server needs a limit.
+# A static embedding accepts texts of any length, but the server needs a limit.
 _LONGEST = 8192
 _IR_VERSION = 9
 
 
 def read_static(directory: Path) -> ModelSpec:
-    """Read a directory of the kind "static".
+    """Read the directory of a static embedding.
 
     Raises:
         UnsupportedModelError: A bundle cannot express the model, or sentence-transformers cannot load it.
-        CheckpointFileError: A file is unreadable or contradicts another one.
+        CheckpointFileError: A file is unreadable or contradicts another file.
     """
     if not (directory / MODULES).is_file():
         raise UnsupportedModelError(
@@ -54,10 +54,10 @@ def read_static(directory: Path) -> ModelSpec:
 
 
 def write_graph(table: Rows, path: Path) -> None:
-    """Write the graph of a table, (vocab_size, d_model), and the table in a second file. It may exceed 2 GB.
+    """Write the graph of a table, (vocab_size, d_model), and the table to a second file, which may exceed 2 GB.
 
-    The graph maps ids and mask, int64 (batch, seq), to rows, float32 (batch, seq, d_model). A row depends only on its
-    own id, so the graph ignores the mask.
+    The graph maps ids and mask, int64 (batch, seq), to hidden states, float32 (batch, seq, d_model). A token's hidden
+    state depends only on the token's id, so the graph ignores the mask.
     """
     axes = ["batch", "seq"]
     ids, mask = (

@@ -1,4 +1,4 @@
-"""Reads a chat template of sentence-transformers as fixed texts before and after a text."""
+"""Reads a chat template of sentence-transformers: the fixed texts that it adds before and after a text."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ from encserve_export.core.errors import UnsupportedModelError, first_line
 from encserve_export.kinds.spec import TASKS
 from encserve_proto.bundle.v1 import manifest_pb2
 
-# A template may strip blanks, so both have blanks at both ends.
+# Two test strings. They start and end with blanks, to detect a template that strips blanks.
 _TEXT, _PROMPT = "  encserve's text \n", "  encserve's prompt \n"
-# sentence-transformers finds the tokens after a text with the same two fillers.
+# sentence-transformers uses the same two fillers to find the tokens that the template adds after a text.
 _FILLERS = ("0", "1 2 3 4")
 _ADVICE = (
     "save the model with a template that puts fixed texts around an unchanged text, or serve it with "
@@ -55,7 +55,11 @@ def read_template(transformer: Any, *, has_prompts: bool) -> manifest_pb2.TextTe
 
 
 def _render(transformer: Any, text: str, prompt: str = "") -> str:
-    """Render a text as sentence-transformers does: the content of a message is a text, or a list of parts."""
+    """Render a text as sentence-transformers does.
+
+    The content of a message is a text, or a list of parts. Both forms are tried, until the token ids equal
+    sentence-transformers' ids.
+    """
     tokenizer = transformer.tokenizer
     settings = {**(transformer.processing_kwargs.get("chat_template") or {})}
     settings.pop("restore_suffix", None)
@@ -65,7 +69,7 @@ def _render(transformer: Any, text: str, prompt: str = "") -> str:
         batch = [{"role": role, "content": it} for (role, _), it in zip(messages, contents, strict=True)]
         try:
             rendered: str = tokenizer.apply_chat_template(batch, tokenize=False, **settings)
-        except Exception as error:  # a template raises any class
+        except Exception as error:  # a template may raise any exception
             problem = "a prompt, which becomes a system message" if prompt else "a text"
             raise UnsupportedModelError(
                 f"the chat template fails for {problem}: {first_line(error)}; {_ADVICE}"

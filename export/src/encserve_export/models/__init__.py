@@ -1,1 +1,1 @@
-"""The encoders: our own, transformers' encoders, and callers' modules."""
+"""The PyTorch models: this project's own encoder, encoders of transformers, and users' modules."""

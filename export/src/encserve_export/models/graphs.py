@@ -1,7 +1,10 @@
-"""Writes a `Reference` as ONNX: the served graph, and the graph for inspections if the model has an `Inspection`.
+"""Writes a `Reference`, a model in PyTorch, as one or two ONNX graphs.
 
-The model is traced once, with all outputs. The served graph is cut from that trace. So both graphs compute the same
-numbers, and share one file of weights.
+The served graph computes hidden states. If the model has an `Inspection`, a second graph returns the hidden states and
+the attention weights of all blocks, for inspections.
+
+The model is traced once, with all outputs. The served graph is the part of this trace that computes the last hidden
+states. So both graphs compute the same numbers, and share one file of weights.
 """
 
 import dataclasses
@@ -58,14 +61,14 @@ def write_graphs(
         max_sequence_tokens: The longest sequence to serve, in tokens.
 
     Raises:
-        UnsupportedModelError: The exporter fails for this model, or its graph cannot be rounded.
+        UnsupportedModelError: The exporter fails for this model, or the graph cannot be converted to the precision.
     """
     path, data_path, inspect_path = folder / names.FILE, folder / names.DATA_FILE, folder / names.INSPECT_FILE
     inspection = reference.inspection if exporter == "tracing with inspection" else None
     try:
         with quiet(), torch.no_grad():
             whole = _run_dynamo(reference, path) if exporter == "dynamo" else _trace(reference, inspection, folder)
-    except Exception as error:  # another author's model may raise anything
+    except Exception as error:  # a user's model may raise any exception
         raise UnsupportedModelError(
             f"PyTorch cannot write {reference.description} as ONNX ({exporter}): {first_line(error)}"
         ) from error
@@ -102,16 +105,16 @@ def write_graphs(
 
 
 def refuse_control_flow(reference: Reference) -> None:
-    """Refuse a module that branches on the values of its inputs: a trace would keep one branch only.
+    """Refuse a module that branches on the values of its inputs, because a trace contains only one branch.
 
     Raises:
-        UnsupportedModelError: torch.export does not take the module; the text has its reason.
+        UnsupportedModelError: torch.export fails for the module. The error text contains the reason.
     """
     axes = dict.fromkeys(_AXES, torch.export.Dim.AUTO)
     try:
         with quiet(), torch.no_grad():
             torch.export.export(reference.module, reference.example(), dynamic_shapes=(axes, axes), strict=False)
-    except Exception as error:  # another author's module may raise anything
+    except Exception as error:  # a user's module may raise any exception
         raise UnsupportedModelError(
             f"PyTorch cannot export {reference.description} as one graph: {first_line(error)}. Use tensor operations, "
             "such as torch.where, in place of branches on the values of tensors; torch.export.export(module, (inputs, "
@@ -162,12 +165,12 @@ def _run_dynamo(reference: Reference, path: Path) -> onnx.ModelProto:
 
 
 def _add_positions(model: onnx.ModelProto, inspection: Inspection, max_sequence_tokens: int) -> str:
-    """Add the output of the position table's rows and return its name; empty for a model without a table."""
+    """Add an output for the position table. Return the output's name, or "" for a model without a table."""
     if not inspection.position_table:
         return ""
     table, graph = inspection.positions, model.graph
     source = inspection.position_table
-    if all(tensor.name != source for tensor in graph.initializer):  # the exporter drops the name of a buffer
+    if all(tensor.name != source for tensor in graph.initializer):  # PyTorch's exporter drops the names of buffers
         source = f"{names.POSITIONS}.table"
         graph.initializer.append(numpy_helper.from_array(table.numpy(), source))
     first = inspection.first_position

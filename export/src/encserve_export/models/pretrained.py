@@ -1,6 +1,6 @@
-"""Loads checkpoints as models of transformers.
+"""Loads a checkpoint as a PyTorch model of the transformers library.
 
-No code of a checkpoint is executed: `source.weights` reads the weights, and custom model classes are refused.
+Code in a checkpoint is never executed. `source.weights` reads the weights, and custom model classes are refused.
 """
 
 import contextlib
@@ -25,9 +25,12 @@ from encserve_export.source.tokenizer import import_transformers
 from encserve_export.source.weights import INDICES, Weights, read_object
 from encserve_proto.bundle.v1 import manifest_pb2
 
-OWN_ONNX = "export it as ONNX yourself, ids and mask in and rows out, and give the file to `encserve-export onnx`"
+OWN_ONNX = (
+    "export it as ONNX yourself, with ids and mask as inputs and the last hidden states as output, and give the "
+    "file to `encserve-export onnx`"
+)
 _OTHER_CONFIG = "is config.json of this checkpoint?"
-# The names of the manifest for transformers' `hidden_act`.
+# The manifest's names for the values of transformers' `hidden_act`.
 _ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
@@ -39,23 +42,23 @@ _POSITION_TABLES = ("position_embeddings", "position_embedding")
 
 
 class _Rows(nn.Module):
-    """The module of a `Reference`: ids and mask, int64 (batch, seq) -> rows, float32 (batch, seq, d_model)."""
+    """Implements `Reference.module`: ids and mask, int64 (batch, seq) -> float32 (batch, seq, d_model)."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return the last hidden state."""
+        """Return the last hidden state of each token."""
         rows: Tensor = self.model(input_ids=input_ids, attention_mask=_binary(attention_mask)).last_hidden_state
         return rows
 
 
 class _Inspected(_Rows):
-    """The module of an `Inspection`: ids and mask -> hidden states and attention weights."""
+    """Implements `Inspection.module`: ids and mask -> hidden states and attention weights."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
-        """Return all hidden states, the last one after the model's final norm, then all attention weights."""
+        """Return all hidden states, then all attention weights. The model's final norm is applied to the last state."""
         output = self.model(
             input_ids=input_ids,
             attention_mask=_binary(attention_mask),
@@ -66,12 +69,12 @@ class _Inspected(_Rows):
 
 
 def _binary(attention_mask: Tensor) -> Tensor:
-    """Our mask for transformers, int64 (batch, seq): a 2 becomes 0, so no other token attends to that token."""
+    """Convert our mask for transformers, int64 (batch, seq). A 2 becomes 0: no token may attend to that token."""
     return (attention_mask == 1).long()
 
 
 def load_model(directory: Path, weights: Weights) -> Reference:
-    """Load transformers' model of a checkpoint with weights that are already read.
+    """Build transformers' model of a checkpoint from weights that are already read.
 
     Args:
         directory: The folder of config.json.
@@ -80,9 +83,11 @@ def load_model(directory: Path, weights: Weights) -> Reference:
     Raises:
         UnsupportedModelError: transformers does not know the architecture, or has no text encoder for it.
         ConfigError: transformers refuses config.json.
-        WeightNamesError: Weights that the rows depend on are missing, or the model has no place for some weights.
+        WeightNamesError: Weights that the hidden states depend on are missing, or the model has no place for some
+            weights.
         WeightShapeError: The shapes of weights contradict config.json.
-        WeightValueError: A weight holds NaN or infinity, or integers, for which transformers would have no scale.
+        WeightValueError: A weight contains NaN, infinity or integers. Integers are quantized weights, and transformers
+            would load them without their scale.
     """
     config, (model, info) = _from_pretrained(
         directory,
@@ -114,10 +119,10 @@ def load_model(directory: Path, weights: Weights) -> Reference:
 
 
 def load_reference(directory: Path) -> Any:
-    """Load the model of a directory with transformers' own reader of weights, in float32.
+    """Load a directory with transformers' own `from_pretrained`, in float32.
 
     Returns:
-        A PreTrainedModel, or its encoder if it has a decoder. It takes the output of its tokenizer.
+        A PreTrainedModel, or only its encoder if the model has a decoder. Call it with the output of its tokenizer.
 
     Raises:
         UnsupportedModelError: transformers does not know the architecture, or has no text encoder for it.
@@ -128,17 +133,17 @@ def load_reference(directory: Path) -> Any:
 
 
 def read_positions(directory: Path) -> int | None:
-    """Return the `positions` of a directory without weights."""
+    """Return the result of `positions` for a directory, without loading its weights."""
     try:
         config, kind = _read_config(directory)
         with torch.device("meta"):
             return positions(_encoder_of(kind(config), config), config)
-    except Exception:  # transformers cannot make the model, so only the number in config.json is known
+    except Exception:  # if transformers cannot build the model, config.json has a limit
         return _positive(read_object(directory / "config.json").get("max_position_embeddings"))
 
 
 def positions(encoder: nn.Module, config: Any) -> int | None:
-    """Return the longest sequence that a model of transformers has positions for, in tokens; None without a limit."""
+    """Return the longest sequence that a transformers model has positions for, in tokens; None without a limit."""
     if table := _position_table(encoder):
         return table[1].num_embeddings - _first_position(table[1])
     return _positive(getattr(config, "max_position_embeddings", None))
@@ -158,25 +163,25 @@ def _position_table(model: nn.Module) -> tuple[str, nn.Embedding] | None:
 
 
 def _first_position(table: nn.Embedding) -> int:
-    """The row of the first token. Models like RoBERTa count from the row after the padding's."""
+    """Return the table row of the first token. Models like RoBERTa start after the row of the padding token."""
     return 0 if table.padding_idx is None else table.padding_idx + 1
 
 
 def _from_pretrained(directory: Path, weights: Path | None, **arguments: Any) -> tuple[Any, Any]:
-    """The configuration of a directory, and the result of transformers' from_pretrained."""
+    """Return the configuration of a directory, and the result of transformers' from_pretrained."""
     config, kind = _read_config(directory)
     try:
         return config, kind.from_pretrained(
             weights, config=config, dtype=torch.float32, attn_implementation="eager", **arguments
         )
-    except Exception as error:  # another author's model may raise anything
+    except Exception as error:  # the model's code may raise any exception
         raise ConfigError(
             f"transformers cannot make a {kind.__name__} of {directory}: {first_line(error)}; {_OTHER_CONFIG}"
         ) from error
 
 
 def _read_config(directory: Path) -> tuple[Any, Any]:
-    """The configuration of a directory's text model, and transformers' class for it."""
+    """Return the configuration of a directory's text model, and transformers' class for the model."""
     transformers = import_transformers()
     settings = read_object(directory / "config.json")
     model_type = settings.get("model_type")
@@ -199,7 +204,7 @@ def _read_config(directory: Path) -> tuple[Any, Any]:
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
         if not config.is_encoder_decoder:
             config = config.get_text_config()
-    except Exception as error:  # the checks of a configuration may raise anything
+    except Exception as error:  # transformers' checks may raise any exception
         raise ConfigError(f"transformers refuses config.json: {first_line(error)}; {_OTHER_CONFIG}") from error
     config.use_cache = False
     for mapping in (transformers.MODEL_FOR_TEXT_ENCODING_MAPPING, transformers.MODEL_MAPPING):
@@ -214,13 +219,13 @@ def _encoder_of(model: Any, config: Any) -> Any:
 
 
 def _with_inspection(reference: Reference, encoder: Any, config: Any) -> Reference:
-    """Add the inspection if the model returns hidden states and attention weights of the usual shapes."""
+    """Add an inspection if the model returns hidden states and attention weights of the usual shapes."""
     module = _Inspected(encoder).eval()
     inputs, mask = reference.example()
     try:
         with torch.inference_mode():
             outputs = module(inputs, mask)
-    except Exception:  # another author's model may raise anything; then it has no inspection
+    except Exception:  # the model's code may raise any exception; then inspection is not possible
         return reference
     n_layers = len(outputs) // 2
     states, weights = outputs[: n_layers + 1], outputs[n_layers + 1 :]
@@ -256,10 +261,13 @@ def _with_inspection(reference: Reference, encoder: Any, config: Any) -> Referen
 
 @contextlib.contextmanager
 def _sdpa(encoder: Any) -> Iterator[None]:
-    """Within this block the model computes attention without a tensor of all scores, if it can."""
+    """Use SDPA attention within a `with` block, if the model supports it.
+
+    SDPA needs no (batch, heads, seq, seq) tensor of attention scores.
+    """
     try:
         encoder.set_attn_implementation("sdpa")
-    except ValueError:  # the model has no such attention
+    except ValueError:  # the model does not support SDPA
         yield
         return
     try:
@@ -287,17 +295,17 @@ def _vocab_size(encoder: Any) -> int:
 
 
 def _surplus_parts(model: Any, names: Iterable[str], unexpected: Iterable[str]) -> set[str]:
-    """The parts of the checkpoint that the model does not have, such as heads.
+    """Return the parts of the checkpoint that the model does not have, such as heads.
 
     Raises:
-        WeightNamesError: A part that the model has holds surplus weights.
+        WeightNamesError: The checkpoint has more weights for a part of the model than the part has.
     """
     parts = {name for name, _ in model.named_children()}
     surplus = {name: _part(model, name) for name in unexpected if not name.endswith(INDICES)}
     misplaced = sorted(name for name, part in surplus.items() if part in parts)
     if misplaced:
         raise WeightNamesError(f"there are weights that config.json has no place for: {listed(misplaced)}")
-    # transformers does not report a decoder as unexpected if it loads the encoder alone.
+    # If transformers loads only an encoder, it does not report the decoder's weights as unexpected. So find them here.
     decoder = {"decoder"} & {_part(model, name) for name in names} - parts
     return decoder | set(surplus.values())
 
@@ -307,16 +315,18 @@ def _part(model: Any, name: str) -> str:
 
 
 def _unused_parts(module: _Rows, model: Any, missing: Iterable[str]) -> set[str]:
-    """The parts of a model that do not contribute to its rows, such as poolers.
+    """Return the parts of a model that its hidden states do not depend on, such as poolers.
 
     Raises:
-        WeightNamesError: The rows depend on missing weights, which would be random numbers.
-        UnsupportedModelError: The model does not run with ids and mask alone.
+        WeightNamesError: The hidden states depend on weights that the checkpoint lacks. transformers fills missing
+            weights with random numbers.
+        UnsupportedModelError: The model does not run with only ids and a mask.
     """
     parameters = dict(model.named_parameters())
     random = {name for name in missing if name in parameters}
-    # Gradients of all parameters would need the model's memory again, so each part has a sample: its two smallest.
-    # The token table always contributes, and is often the largest.
+    # Gradients of all parameters would take as much memory as the model. So only the missing parameters and the two
+    # smallest parameters of each part get a gradient. The token table is left out: it always contributes, and is often
+    # the largest parameter.
     encoder: Any = module.model
     table = encoder.get_input_embeddings().weight
     parts: dict[str, list[str]] = {}
@@ -333,14 +343,14 @@ def _unused_parts(module: _Rows, model: Any, missing: Iterable[str]) -> set[str]
 
 
 def _used_parameters(module: _Rows, parameters: Mapping[str, nn.Parameter]) -> set[str]:
-    """The names of the parameters that the rows have a gradient of."""
+    """Return the names of the parameters for which the hidden states have a gradient."""
     for parameter in parameters.values():
         parameter.requires_grad_(True)
     ids = torch.zeros((2, 3), dtype=torch.int64)  # (batch, seq)
     with torch.enable_grad():
         try:
             rows = module(ids, torch.ones_like(ids))  # (batch, seq, d_model)
-        except Exception as error:  # another author's model may raise anything
+        except Exception as error:  # the model's code may raise any exception
             raise UnsupportedModelError(
                 f"the model does not run in PyTorch with token ids of shape (2, 3) and their mask: "
                 f"{first_line(error)}; {OWN_ONNX}"

@@ -1,4 +1,4 @@
-"""A model in PyTorch, from any source, that an exported graph must reproduce."""
+"""The reference: a PyTorch model from any source, whose outputs an exported graph must reproduce."""
 
 import contextlib
 import dataclasses
@@ -13,8 +13,8 @@ from encserve_export.core.errors import UnsupportedModelError, first_line
 from encserve_proto.bundle.v1 import manifest_pb2
 
 AttentionContext = Callable[[], contextlib.AbstractContextManager[object]]
-# Longer sequences are computed without a tensor of all attention weights. With 16 heads in float32, that tensor takes
-# 64 MiB for 1,024 tokens and 4 GiB for 8,192 tokens.
+# Longer sequences are computed without a (heads, seq, seq) tensor of attention weights. With 16 heads in float32, that
+# tensor takes 64 MiB for 1,024 tokens and 4 GiB for 8,192 tokens.
 LONGEST_AT_ONCE = 1024
 
 
@@ -24,11 +24,12 @@ class Inspection:
 
     Attributes:
         module: Takes the inputs of `Reference.module`. Returns n_layers + 1 hidden states, (batch, seq, d_model) each,
-            the last one equal to the rows, and then n_layers tensors of attention weights, (batch, heads, seq, seq).
+            and then n_layers tensors of attention weights, (batch, heads, seq, seq). The last hidden states equal the
+            output of `Reference.module`.
         n_layers: The number of blocks.
-        position_table: The name of the position table among the module's parameters and buffers, (rows, d_model).
-            Empty for a model without one.
-        first_position: The row of that table that belongs to the first token.
+        position_table: The name of the position table, (rows, d_model), among the module's parameters and buffers.
+            Empty for a model without a table.
+        first_position: The row of the position table that belongs to the first token.
     """
 
     module: nn.Module
@@ -38,7 +39,7 @@ class Inspection:
 
     @property
     def positions(self) -> Tensor:
-        """The whole position table, (rows, d_model), of a model that has one."""
+        """The whole position table, (rows, d_model), of a model that has such a table."""
         tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         return tensors[self.position_table].detach()
 
@@ -55,22 +56,23 @@ class Inspection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reference:
-    """A model in eval mode and in float32.
+    """A PyTorch model in eval mode and in float32.
 
     Attributes:
-        module: Inputs and mask -> rows, float32 (batch, seq, d_model). The mask is int64 (batch, seq): 1 for a token,
-            0 for padding, 2 for a token that has a row and that no other token attends to.
+        module: Inputs and mask -> the last hidden states, float32 (batch, seq, d_model). The mask is int64 (batch,
+            seq): 1 for a token, 0 for padding. 2 marks a token that gets a hidden state, but that no other token
+            attends to.
         description: The name of the model in reports and errors.
         vocab_size: The number of token ids; 0 for a model that takes vectors.
         width: The size of an input vector; 0 for a model that takes token ids.
-        positions: The longest sequence that the model has positions for, in tokens; None if it has no limit.
-        pad_token_id: The id that fills a padded batch.
-        unused_parts: The parts of the checkpoint that do not contribute to the rows, such as heads.
-        shape: The known sizes and choices, for the manifest.
-        parameters: The number of parameters by part, for the manifest; empty for one total.
+        positions: The longest sequence that the model has positions for, in tokens; None without a limit.
+        pad_token_id: The token id that pads a batch.
+        unused_parts: The parts of the checkpoint that the hidden states do not depend on, such as heads.
+        shape: The known fields of the architecture, such as n_layers, for the manifest.
+        parameters: The number of parameters by part, for the manifest. If it is empty, the manifest has only the total.
         inspection: The module of hidden states and attention weights; None if the model does not return them.
-        long_attention: A context in which the module computes attention without a (seq, seq) tensor; None if the module
-            needs none.
+        long_attention: Returns a context in which the module computes attention without a (seq, seq) tensor; None if
+            the module has no such switch.
     """
 
     module: nn.Module
@@ -98,7 +100,7 @@ class Reference:
             mask: int64 (batch, seq).
 
         Returns:
-            (batch, seq, d_model), in the type of the module's parameters.
+            The last hidden states, (batch, seq, d_model), in the dtype of the module's parameters.
 
         Raises:
             UnsupportedModelError: The module fails for this batch.
@@ -115,14 +117,16 @@ class Reference:
         return [output.float().numpy() for output in self._run(self.inspection.module, inputs, mask)]
 
     def example(self) -> tuple[Tensor, Tensor]:
-        """A batch for tracing. No size is 1, which PyTorch would take for a constant, and one sequence has padding.
+        """Return a batch for tracing. One of its two sequences has padding.
+
+        Neither batch nor seq has size 1, because PyTorch would treat a size of 1 as a constant.
 
         Returns:
             Two sequences of 7 tokens, (2, 7) or (2, 7, width), and their mask, int64 (2, 7).
         """
         if self.width:
             inputs = torch.randn((2, 7, self.width), generator=torch.Generator().manual_seed(0))
-        else:  # includes the largest id
+        else:  # the first id is the largest
             inputs = ((self.vocab_size - 1 - torch.arange(14)) % self.vocab_size).reshape(2, 7)
         mask = torch.ones((2, 7), dtype=torch.int64)
         mask[1, 4:] = 0
@@ -135,7 +139,7 @@ class Reference:
         try:
             with torch.inference_mode():
                 output: Tensor = module(batch, torch.from_numpy(mask))
-        except Exception as error:  # another author's module may raise anything
+        except Exception as error:  # the module's code may raise any exception
             raise UnsupportedModelError(
                 f"{self.description} does not run in PyTorch with inputs of shape {tuple(inputs.shape)} and their "
                 f"mask: {first_line(error)}"

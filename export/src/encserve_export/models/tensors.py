@@ -1,4 +1,4 @@
-"""Checks the tensors of a checkpoint, and lists their names in errors."""
+"""Checks the tensors of a checkpoint, and formats their names for errors."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ _MAX_LISTED = 12
 
 
 def listed(names: Sequence[str]) -> str:
-    """Join names for an error, at most 12."""
+    """Join at most 12 names for an error, and count the others."""
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(names[:_MAX_LISTED]) + more
 
@@ -20,7 +20,7 @@ def check_values(name: str, tensor: Tensor) -> None:
     """Refuse a tensor unless all of its numbers are floating-point and finite in float32.
 
     Raises:
-        WeightValueError: The text has the tensor's name, and its dtype or the count of wrong numbers.
+        WeightValueError: The tensor is refused. The message has the tensor's name and the reason.
     """
     if tensor.layout != torch.strided or tensor.is_meta:
         raise WeightValueError(f"{name} must hold all of its numbers; was {tensor.device.type}, {tensor.layout}")
@@ -28,7 +28,8 @@ def check_values(name: str, tensor: Tensor) -> None:
         raise WeightValueError(
             f"{name} must hold floating-point numbers; was {str(tensor.dtype).removeprefix('torch.')}"
         )
-    # PyTorch does not check 8-bit numbers, and a float64 may be too large for float32. Copies take memory.
+    # PyTorch cannot test 8-bit numbers for infinity, and a float64 may be too large for float32. So such tensors are
+    # converted to float32 first. The three types below are not converted, because a copy takes memory.
     numbers = tensor if tensor.dtype in (torch.float32, torch.float16, torch.bfloat16) else tensor.float()
     not_finite = tensor.numel() - int(torch.isfinite(numbers).sum())
     if not_finite:

@@ -1,1 +1,1 @@
-"""ONNX graphs: read, checked, run, and rewritten in another precision."""
+"""Reads, checks, runs and converts ONNX graphs."""

@@ -11,14 +11,15 @@ from encserve_export.onnx_graph.int8 import quantize
 from encserve_export.onnx_graph.interface import opset
 from encserve_proto.bundle.v1 import manifest_pb2
 
-from encserve_export.core.runtime import onnxruntime  # isort: skip # noqa: F401 - before its own modules
+from encserve_export.core.runtime import onnxruntime  # isort: skip # noqa: F401 - before its submodules
 
 from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST, convert_float_to_float16  # isort: skip
 
-# The first opset in which ReduceMax takes its axes as an input, as `int8` writes it.
+# The int8 conversion gives ReduceMax its axes as an input. Opset 18 is the first that allows this.
 _LEAST_OPSET = 18
-# These stay in float32, as in PyTorch's autocast ("CUDA Ops that can autocast to float32": softmax, pow, reciprocal,
-# log, sum, norm). A mean is a sum; Cos, Sin and Range compute the angles of positions, which need all digits.
+# These operators stay in float32. PyTorch's autocast does the same for softmax, pow, reciprocal, log, sum and norm
+# ("CUDA Ops that can autocast to float32"). A mean is a scaled sum, and Sqrt is the last step of a norm. Cos, Sin and
+# Range compute the angles of positions, which float16 would round too much.
 _FLOAT32_OPERATORS = (
     *("Softmax", "Pow", "Reciprocal", "Log", "ReduceSum", "ReduceL2", "Sqrt", "ReduceMean"),
     *("Cos", "Sin", "Range"),
@@ -28,18 +29,18 @@ _FLOAT32_OPERATORS = (
 def convert(
     path: Path, graph: manifest_pb2.Graph, *, vocab_size: int, width: int, longest: int, precision: Precision
 ) -> onnx.ModelProto:
-    """Returns the model in another precision, with its weights in it.
+    """Returns the model in another precision, with all weights inside the returned object.
 
     Args:
-        path: Its float32 file. A second file is written beside it and removed.
-        graph: The names of its inputs.
+        path: The model's float32 file. int8 writes a temporary file into the same folder and removes it.
+        graph: The names of the model's inputs.
         vocab_size: The number of token ids; 0 for a model that takes vectors.
         width: The size of a vector; 0 for a model that takes token ids.
         longest: The longest sequence, in tokens.
         precision: "float16" or "int8".
 
     Raises:
-        UnsupportedModelError: The graph cannot be converted; the text says why.
+        UnsupportedModelError: The graph cannot be converted. The message has the reason.
     """
     model: onnx.ModelProto = onnx.load(path, load_external_data=False)
     if opset(model) < _LEAST_OPSET:
@@ -53,11 +54,11 @@ def convert(
 
 
 def _to_float16(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
-    # Shapes are inferred on a copy, so this comes before the weights are loaded.
+    # Shape inference copies the model, so it runs before the weights are loaded.
     model = onnx.shape_inference.infer_shapes(model)
     external_data_helper.load_external_data_for_model(model, str(folder))
     made_by = {name: node for node in model.graph.node for name in node.output}
-    # An angle needs as many digits as its cosine: everything that it is computed from stays in float32 too.
+    # A rounded angle would make Cos and Sin wrong. So all nodes that compute an angle stay in float32 too.
     float32_nodes: set[str] = set()
     open_nodes = [node for node in model.graph.node if node.op_type in ("Cos", "Sin")]
     while open_nodes:
@@ -72,7 +73,8 @@ def _to_float16(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
         op_block_list=[*DEFAULT_OP_BLOCK_LIST, *_FLOAT32_OPERATORS],
         node_block_list=sorted(float32_nodes),
     )
-    # For each float32 node that takes a value, the library adds the same Cast again.
+    # The library adds one Cast for each float32 node that reads a value. Equal Casts have equal outputs, so one is
+    # kept.
     first = {tuple(node.output): node for node in reversed(converted.graph.node)}
     del converted.graph.node[:]
     converted.graph.node.extend(reversed(first.values()))

@@ -1,7 +1,7 @@
 """Reads and writes the weights that an ONNX model stores in other files.
 
-An ONNX file may name any path, so a downloaded model could copy private files into a bundle. The exporter reads only
-files in the model's folder. A bundle names only its own files.
+An ONNX file may name any path for its weights. A downloaded model could use this to copy private files into a bundle.
+So the exporter reads only files in the model's folder. The models that it writes name only files of the bundle.
 """
 
 import math
@@ -16,15 +16,16 @@ from encserve_export.core import names
 from encserve_export.core.errors import ExternalDataError
 from encserve_export.onnx_graph.nodes import all_tensors, type_name
 
-# A larger file is split: ONNX Runtime maps weights in a file of their own, and would parse and copy them in the graph.
+# A larger model is written as a graph and a separate file of weights. ONNX Runtime maps the separate file into memory.
+# Weights inside the graph's file would be parsed and copied.
 MAX_FILE_BYTES = 2**26
-# Smaller tensors stay in the graph: ONNX Runtime reads shapes and axes from them while it loads.
+# Smaller tensors stay in the graph, because ONNX Runtime reads shapes and axes from them while it loads the graph.
 LEAST_DATA_BYTES = 1024
-# ONNX Runtime maps the weights into memory, which it does page by page.
+# ONNX Runtime maps the weights into memory by pages, so each tensor starts at a page.
 _ALIGNMENT_BYTES = 4096
 
 _TYPES = {it: helper.tensor_dtype_to_np_dtype(it) for it in helper.get_all_tensor_dtypes()}
-# The bits of a number if one byte holds several; NumPy uses a byte for each.
+# Bits per number, for types that pack several numbers into one byte. NumPy's dtypes for them take a byte per number.
 _PACKED_BITS: dict[int, int] = {TensorProto.INT4: 4, TensorProto.UINT4: 4}
 
 
@@ -32,15 +33,15 @@ def take_in(model: onnx.ModelProto, folder: Path) -> list[Path]:
     """Reads all external tensors into the model.
 
     Args:
-        model: From `interface.read_model`; changed in place.
+        model: The result of `interface.read_model`; changed in place.
         folder: The folder of the model's file. External files must lie in this folder.
 
     Returns:
         The external files, sorted by name.
 
     Raises:
-        ExternalDataError: A file is outside the folder, missing or too short, or an entry is invalid. Every path is
-            checked before any file is read.
+        ExternalDataError: A file is outside the folder, missing or too short, or the tensor's entry is invalid. Every
+            path is checked before any file is read.
     """
     places = [
         (tensor, _place(tensor, folder))
@@ -63,15 +64,16 @@ def write_model(model: onnx.ModelProto, path: Path, external: list[Path], folder
     """Writes a model into a bundle's folder, with its weights in a second file if the model is large.
 
     Args:
-        model: The model after `take_in`. Weights that go to the second file are removed from it.
-        path: The model's file. A small file without external files is copied byte for byte.
+        model: The model after `take_in`. Weights that go to the second file are removed from this object.
+        path: The model's original file. A small file without external files is copied byte for byte.
         external: The result of `take_in`.
         folder: The bundle's folder.
 
     Returns:
         The new files, the graph first.
     """
-    # An upper bound from the sizes of the files: protobuf fails to serialize a model above 2 GiB.
+    # The file sizes are an upper bound of the model's size. protobuf cannot serialize a model above 2 GiB, so the exact
+    # size is not available.
     size = path.stat().st_size + sum(it.stat().st_size for it in external)
     if external or size > MAX_FILE_BYTES:
         return save_model(model, folder, apart=size > MAX_FILE_BYTES)
@@ -81,12 +83,12 @@ def write_model(model: onnx.ModelProto, path: Path, external: list[Path], folder
 
 
 def save_model(model: onnx.ModelProto, folder: Path, *, apart: bool) -> list[Path]:
-    """Writes a model over the one in a bundle's folder.
+    """Writes a model into a bundle's folder, over a model that is already there.
 
     Args:
-        model: The model with its weights. Weights that go to the second file are removed from it.
+        model: The model with its weights. Weights that go to the second file are removed from this object.
         folder: The bundle's folder.
-        apart: Whether large weights go to a second file.
+        apart: Whether weights of 1,024 bytes and more go to a second file.
 
     Returns:
         The new files, the graph first.
@@ -100,18 +102,21 @@ def save_model(model: onnx.ModelProto, folder: Path, *, apart: bool) -> list[Pat
 
 
 def move_weights(model: onnx.ModelProto, data: BinaryIO) -> None:
-    """Moves the weights of 1,024 bytes and more from a model to the end of a file beside the model's file."""
+    """Moves all tensors of 1,024 bytes and more from a model to the end of an open file.
+
+    The file must be in the folder of the model's file.
+    """
     for tensor in all_tensors(model):
         if len(tensor.raw_data) >= LEAST_DATA_BYTES:
             place(tensor, tensor.raw_data, data)
 
 
 def place(tensor: TensorProto, content: bytes | memoryview, data: BinaryIO) -> None:
-    """Appends a tensor's bytes to the file of weights, and stores the place in the tensor."""
+    """Appends a tensor's bytes to the file of weights, and stores their offset and length in the tensor."""
     data.write(bytes(-data.tell() % _ALIGNMENT_BYTES))
     offset = data.tell()
     data.write(content)
-    tensor.raw_data = b""  # set_external_data raises without raw_data
+    tensor.raw_data = b""  # set_external_data raises an error if raw_data is not set
     external_data_helper.set_external_data(tensor, Path(data.name).name, offset, len(content))
     tensor.ClearField("raw_data")
 
@@ -121,12 +126,13 @@ def _name(tensor: TensorProto) -> str:
 
 
 def _path(tensor: TensorProto, location: str, folder: Path) -> Path:
-    """The file of an external tensor in the folder.
+    """The checked path of the file that holds an external tensor.
 
-    onnx's own loader refuses every link. The hub's cache consists of links, so links within one cache are allowed.
+    onnx's own loader refuses every symbolic link. But huggingface_hub stores a model as links in its cache, so links to
+    files of that cache are allowed.
     """
     source = f"{_name(tensor)} has its data in {location!r}"
-    windows = PureWindowsPath(location)  # splits at both kinds of slashes
+    windows = PureWindowsPath(location)  # splits at slashes and backslashes
     if not location or "\0" in location or windows.drive or windows.root or ".." in windows.parts:
         raise ExternalDataError(
             f"{source}; the file must be in the folder of the ONNX file: no absolute path and no '..'"
@@ -157,7 +163,7 @@ def _blobs(folder: Path) -> Path | None:
 
 
 def _place(tensor: TensorProto, folder: Path) -> tuple[Path, int, int]:
-    """The file of an external tensor, the offset and the length in bytes."""
+    """The file of an external tensor, and the offset and the length of the tensor in bytes."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     path = _path(tensor, entries.get("location", ""), folder)
     kind, shape = type_name(tensor.data_type), tuple(tensor.dims)

@@ -1,21 +1,25 @@
 """Converts the linear layers and the token table of a float32 graph to int8.
 
-A linear layer y = x·Wᵀ + b becomes y = s·(q·Vᵀ)·c + b, with q and V of 8 bits. Each column of Wᵀ has a scale in c,
-set at export. Each row of x has a scale in s, which the graph computes. A row is a token, so a token's rounding does
-not depend on other tokens of the batch. (DynamicQuantizeLinear of ONNX has one scale for all of x, so the largest
-number of one sequence would change the rows of another.)
+A linear layer y = x·Wᵀ + b becomes y = s·(q·Vᵀ)·c + b, where q and V have 8 bits. c contains one scale for each column
+of Wᵀ, set at export. s contains one scale for each row of x, which the graph computes for each batch.
 
-Three rules keep the rounding small:
-- Large columns of x are made smaller, and their weights larger (SmoothQuant, Xiao et al. 2022): x·Wᵀ = (x/a)·(W·a)ᵀ.
-  The size of the columns is measured with random inputs. A layer is smoothed if that lowers its measured error.
+A row of x belongs to one token. So the rounding of a token does not depend on the other tokens of its batch. ONNX's
+DynamicQuantizeLinear has one scale for all of x: the largest number of one sequence would change the outputs of other
+sequences.
+
+Three rules keep the rounding error small:
+- Large columns of x are divided by a factor, and their weights multiplied by the same factor (SmoothQuant, Xiao et al.
+  2022): x·Wᵀ = (x/a)·(W·a)ᵀ. The factors come from a run with random inputs. A layer is smoothed only if that lowers
+  its measured error.
 - The output of ReLU, GELU or SiLU has a known minimum near 0, so all 256 steps cover the range above that minimum.
 - A layer with too large a measured error stays in float32.
-Everything else stays in float32: LayerNorm, softmax, attention, residual connections.
 
-Layers with the same x, such as the projections to Q, K and V, share its rounding.
+All other operators stay in float32: LayerNorm, softmax, attention and residual connections.
 
-The products are ONNX Runtime's MatMulIntegerToFloat, which scales while it multiplies. With ONNX's MatMulInteger and
-separate scaling all-MiniLM-L6-v2 takes 4 to 11 % longer.
+Layers with the same input x, such as the projections to Q, K and V, share the rounded x.
+
+The products use ONNX Runtime's MatMulIntegerToFloat, which multiplies and scales in one operator. With ONNX's
+MatMulInteger and a separate scaling, all-MiniLM-L6-v2 takes 4 to 11 % longer.
 """
 
 import dataclasses
@@ -36,16 +40,18 @@ from encserve_export.onnx_graph.run import OnnxEncoder
 from encserve_proto.bundle.v1 import manifest_pb2
 
 _DOMAIN = "com.microsoft"
-# The share of a column's size that moves to the weights, as an exponent: 0.5 in SmoothQuant, section 4.1.
+# The exponent α of SmoothQuant: the share of a column's size that moves from x to the weights. The paper uses 0.5 in
+# section 4.1.
 _SMOOTHING = 0.5
-# Below this size a column counts as empty and keeps its weights.
+# The least size of a column of x or W in the formula of the smoothing, so that no factor is 0.
 _EMPTY_COLUMN = 1e-5
-# The scale of a row of zeros must not be 0.
+# The least scale of a row. A row of zeros would otherwise be divided by 0.
 _LEAST_STEP = 1e-30
-# Sequences and tokens of the measurement. The least cosine of all-MiniLM-L6-v2 is 0.9946; four and eight times as many
-# tokens gave 0.9943 to 0.9946.
+# The measurement uses 8 random sequences of 64 tokens. The int8 export of all-MiniLM-L6-v2 then has a least cosine
+# similarity to PyTorch of 0.9946. Four and eight times as many tokens gave 0.9943 to 0.9946.
 _CALIBRATION_BATCH = (8, 64)
-# The minima of activations: x·Φ(x) has -0.16997, its tanh approximation -0.17005, and x·σ(x) -0.27847.
+# The least outputs of activations: -0.16997 for GELU x·Φ(x), -0.17005 for its tanh approximation, and -0.27847 for SiLU
+# x·σ(x).
 _LEAST_RELU, _LEAST_GELU, _LEAST_SILU = 0.0, -0.1701, -0.2785
 
 Array = npt.NDArray[Any]
@@ -53,14 +59,15 @@ Array = npt.NDArray[Any]
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """The rounding of one linear layer.
+    """A linear layer in int8, with n outputs and k inputs.
 
     Attributes:
-        weight: The smoothed W divided by `scales`, int8 (n, k).
+        weight: W after smoothing, divided by `scales` and rounded, int8 (n, k).
         scales: The scale of each row of `weight`, float32 (n, 1).
         smoothing: The divisors of the columns of x, float32 (k); None without smoothing.
-        least: The minimum of x if it is known; otherwise None, and the middle step is 0.
-        error: The largest measured ‖got - want‖/‖want‖ of a row of x·Wᵀ.
+        least: The minimum of x, if it is known. The 8-bit steps then begin at this minimum. None if the minimum is
+            unknown; the steps are then symmetric around 0.
+        error: The largest ‖int8 - float32‖/‖float32‖ of a row of x·Wᵀ, for the measured inputs.
     """
 
     weight: Array
@@ -70,7 +77,7 @@ class Layer:
     error: float
 
     def round_rows(self, x: Array) -> Array:
-        """Rounds x, (tokens, k), row by row as the graph does, and scales it back."""
+        """Rounds x, (tokens, k), row by row like the graph, and scales the rounded x back."""
         x = x if self.smoothing is None else x / self.smoothing  # (tokens, k)
         below = self.least or 0.0
         largest = (np.abs(x) if self.least is None else x - below).max(axis=1, keepdims=True)  # (tokens, 1)
@@ -79,14 +86,14 @@ class Layer:
         return rounded
 
     def part(self, first: int, last: int) -> "Layer":
-        """The layer of the outputs from `first` to before `last`."""
+        """The layer with only the outputs from `first` to `last` - 1."""
         return dataclasses.replace(self, weight=self.weight[first:last], scales=self.scales[first:last])
 
 
 def quantize(
     model: onnx.ModelProto, graph: manifest_pb2.Graph, *, vocab_size: int, width: int, longest: int, folder: Path
 ) -> onnx.ModelProto:
-    """Converts a model to int8, in place, and returns it with its weights.
+    """Converts a model to int8, in place, and returns the model with its weights loaded.
 
     Args:
         model: The model. Its weights are in other files.
@@ -94,7 +101,7 @@ def quantize(
         vocab_size: The number of token ids; 0 for a model that takes vectors.
         width: The size of a vector; 0 for a model that takes token ids.
         longest: The longest sequence, in tokens.
-        folder: The folder of the weights.
+        folder: The folder of the files with the weights.
 
     Raises:
         UnsupportedModelError: The graph has no product with a matrix of weights.
@@ -126,12 +133,12 @@ def quantize(
 
 
 def plan_layer(weight: Array, x: Array, *, least: float | None = None) -> Layer:
-    """Rounds the weights of a layer.
+    """Rounds the weights of a layer, with smoothing if that lowers the error.
 
     Args:
-        weight: (n, k).
-        x: A measured input, (tokens, k).
-        least: The minimum of x if it is known. Such an x is not smoothed: its columns have the same minimum.
+        weight: W, (n, k).
+        x: The layer's measured input, (tokens, k).
+        least: The minimum of x if it is known. Then x is not smoothed, because its columns would get different minima.
     """
     plain = _round_layer(weight, x, None, least)
     if least is not None:
@@ -156,7 +163,7 @@ def quantize_rows(rows: Array) -> tuple[Array, Array]:
         rows: (n, k).
 
     Returns:
-        int8 (n, k) from -127 to 127, and the scales, float32 (n, 1): their product is about `rows`.
+        int8 (n, k) from -127 to 127, and the scales, float32 (n, 1). Their product approximates `rows`.
     """
     scales = np.abs(rows).max(axis=1, keepdims=True) / 127  # (n, 1)
     scales = np.where(scales == 0, 1, scales).astype(np.float32)  # (n, 1)
@@ -164,7 +171,7 @@ def quantize_rows(rows: Array) -> tuple[Array, Array]:
 
 
 class _Quantizer:
-    """Replaces nodes one by one, and adds the constants that they need."""
+    """Replaces nodes one by one, and adds the constants that the new nodes need."""
 
     def __init__(self, model: onnx.ModelProto, weights: Mapping[str, TensorProto], tables: Iterable[str]) -> None:
         self._graph = model.graph
@@ -179,12 +186,12 @@ class _Quantizer:
         self._one = self._constant("quantized.one", np.float32(1))
 
     def add(self, x: str, rank: int, layers: Mapping[str, Layer]) -> None:
-        """Adds the layers that take the value `x`, of so many axes, by the names of their outputs."""
+        """Adds the int8 layers that read the value `x` of `rank` axes, by the names of their outputs."""
         self._layers |= layers
         self._rank[x] = rank
 
     def replace(self, node: NodeProto) -> Iterable[NodeProto]:
-        """Returns the nodes in place of one: the node itself, or a linear layer or a lookup in 8 bits."""
+        """Returns the nodes that replace a node: the node itself, or a linear layer or a table lookup in 8 bits."""
         layer = self._layers.get(node.output[0]) if node.output else None
         if layer is not None:
             return self._linear(node, layer)
@@ -194,7 +201,7 @@ class _Quantizer:
         return [node]
 
     def _linear(self, node: NodeProto, layer: Layer) -> Iterable[NodeProto]:
-        """The nodes in place of y = x·Wᵀ + b for x (…, k) and W (n, k)."""
+        """The nodes that replace y = x·Wᵀ + b, for x (…, k) and W (n, k)."""
         x, y = node.input[0], node.output[0]
         inside, scope = f"/quantized/{x}", f"/quantized/{y}"
         is_flat, width = self._rank[x] == 2, len(layer.weight)
@@ -223,7 +230,7 @@ class _Quantizer:
         yield helper.make_node("Reshape", [f"{scope}/{last}", f"{scope}/shape"], [y], f"{scope}/Reshape")
 
     def _round(self, inside: str, x: str, layer: Layer) -> Iterable[NodeProto]:
-        """X (…, k) -> uint8 (tokens, k) and the steps of its rows, (tokens, 1)."""
+        """Nodes that round x, (…, k), to uint8 (tokens, k), and compute the step of each row, (tokens, 1)."""
         k, signed = layer.weight.shape[1], layer.least is None
         if self._rank[x] != 2:
             flat = self._constant(f"quantized.flat_{k}", np.array([-1, k]))
@@ -246,7 +253,7 @@ class _Quantizer:
         yield self._node("ReduceMax", inside, [largest, self._axis], "largest", keepdims=1)  # (tokens, 1)
         yield self._node("Mul", inside, [f"{inside}/largest", part], "part")  # (tokens, 1)
         yield self._node("Max", inside, [f"{inside}/part", self._least_step], "step")  # (tokens, 1)
-        # QuantizeLinear rounds row by row if it has a step and a zero for each row.
+        # QuantizeLinear rounds row by row if it gets a step and a zero point for each row.
         yield self._node("Squeeze", inside, [f"{inside}/step", self._axis], "steps")  # (tokens)
         yield self._node("Shape", inside, [f"{inside}/steps"], "tokens")
         yield self._node("Expand", inside, [self._zero(signed=signed), f"{inside}/tokens"], "zeros")  # (tokens)
@@ -254,7 +261,10 @@ class _Quantizer:
         yield self._node("QuantizeLinear", inside, inputs, "rounded", axis=0)  # (tokens, k)
 
     def _lookup(self, node: NodeProto) -> Iterable[NodeProto]:
-        """The rows of a token table, each with its own scale: within 1 / 254 of the row's largest number."""
+        """The nodes of a lookup in an int8 token table, where each row has its own scale.
+
+        A number is off by at most 1/254 of the largest number in its row.
+        """
         scope, ids = f"/quantized/{node.output[0]}", node.input[1]
         rounded, scales = quantize_rows(numpy_helper.to_array(self._weights[node.input[0]]))  # (vocab, n), (vocab, 1)
         rows = [self._constant(f"{scope}/weight", rounded), ids]
@@ -266,7 +276,7 @@ class _Quantizer:
         yield helper.make_node("Mul", scaled, list(node.output), f"{scope}/Mul")  # (batch, seq, n)
 
     def _zero(self, *, signed: bool) -> str:
-        """The name of the zero point: a constant of one uint8."""
+        """The name of the constant with the zero point, one uint8."""
         zero = 128 if signed else 0
         return self._constant(f"quantized.zero_at_{zero}", np.uint8(zero))
 
@@ -290,7 +300,7 @@ def _run(
     names: list[str],
     folder: Path,
 ) -> dict[str, Any]:
-    """The named values of a graph for ids or vectors from a fixed seed."""
+    """Runs a graph on random ids or vectors with a fixed seed, and returns the values with these names."""
     watched = onnx.ModelProto()
     watched.CopyFrom(model)
     outputs = {value.name for value in model.graph.output}
@@ -298,7 +308,7 @@ def _run(
     shape = (_CALIBRATION_BATCH[0], min(_CALIBRATION_BATCH[1], longest))
     random = np.random.default_rng(0)
     inputs: Any = random.standard_normal((*shape, width), "f4") if width else random.integers(0, vocab_size, shape)
-    path = folder / "watched.onnx"  # beside the file of weights
+    path = folder / "watched.onnx"  # the weights are in this folder
     onnx.save_model(watched, path)
     encoder = OnnxEncoder(path, graph)
     path.unlink()
@@ -308,7 +318,7 @@ def _run(
 def _is_linear(node: NodeProto, weights: Mapping[str, TensorProto]) -> bool:
     if node.domain not in DEFAULT_DOMAINS or node.op_type not in ("MatMul", "Gemm") or node.input[1] not in weights:
         return False
-    if any(name and name not in weights for name in node.input[2:]):  # a bias that is computed
+    if any(name and name not in weights for name in node.input[2:]):  # a bias that the graph computes, not a weight
         return False
     dims = weights[node.input[1]].dims
     is_scaled = any(it.f != 1 for it in node.attribute if it.name in ("alpha", "beta"))
@@ -317,14 +327,14 @@ def _is_linear(node: NodeProto, weights: Mapping[str, TensorProto]) -> bool:
 
 
 def _matrix(node: NodeProto, weights: Mapping[str, TensorProto]) -> Array:
-    """The weights of a linear node, (n, k)."""
+    """The weight matrix of a linear node, (n, k)."""
     matrix = numpy_helper.to_array(weights[node.input[1]])
     is_transposed = any(attribute.i for attribute in node.attribute if attribute.name == "transB")
     return matrix if is_transposed else matrix.T
 
 
 def _minima(model: onnx.ModelProto) -> dict[str, float]:
-    """The minima of the outputs of activations, by their names."""
+    """The least outputs of the graph's activations, by the names of these outputs."""
     made_by = {name: node for node in model.graph.node for name in node.output}
     found = {}
     for name, node in made_by.items():
@@ -356,7 +366,7 @@ def _replace_nodes(model: onnx.ModelProto, nodes: Iterable[NodeProto]) -> None:
 
 
 def _smoothing(size: Array, weight: Array) -> Array:
-    """The divisors of x's columns, (k), for the largest numbers of these columns, (k), and weight, (n, k)."""
+    """The divisors of x's columns, (k), from each column's largest number, (k), and the weight, (n, k)."""
     of_weight = np.maximum(np.abs(weight).max(axis=0), _EMPTY_COLUMN)  # (k)
     factors = np.maximum(size, _EMPTY_COLUMN) ** _SMOOTHING / of_weight ** (1 - _SMOOTHING)
     centred: Array = factors / np.exp(np.log(factors).mean())

@@ -1,4 +1,4 @@
-"""Reads an ONNX file by another author, checks that the model is an encoder, and finds the inputs and the output."""
+"""Reads a user's ONNX file, checks that the model is an encoder, and finds the inputs and the output."""
 
 import contextlib
 import dataclasses
@@ -16,11 +16,12 @@ from encserve_export.core.errors import OnnxFileError, OnnxInterfaceError
 from encserve_export.onnx_graph.nodes import all_tensors, constants, type_name
 
 TOKEN_TYPE_IDS = "token_type_ids"  # noqa: S105 - the name of an input
-# The two names of the default operator set.
+# ONNX has two names for its default operator set.
 DEFAULT_DOMAINS = ("", "ai.onnx")
 _AXES = ("batch", "seq")
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
-# The types that weights are stored in, the finest first. Integers of 32 bits and more are indices and shapes.
+# The types of stored weights, from the most to the least precise. Integers of 32 bits and more are indices and shapes,
+# not weights.
 _WEIGHTS = (
     TensorProto.DOUBLE,
     TensorProto.FLOAT,
@@ -37,7 +38,7 @@ _WEIGHTS = (
     TensorProto.INT4,
     TensorProto.UINT4,
 )
-# Operators that do not change ids, and operators that do not move the rows of a table.
+# Operators that leave token ids unchanged, and operators that keep the order of a table's rows.
 _SAME_IDS = ("Identity", "Cast", "Reshape", "Flatten", "Squeeze", "Unsqueeze")
 _SAME_ROWS = ("Identity", "Cast", "DequantizeLinear")
 _MAX_DESCRIPTION = 200
@@ -49,9 +50,11 @@ class Names:
 
     Attributes:
         input_ids: The input of token ids.
-        attention_mask: The input that says which tokens are real.
-        token_type_ids: The input that is filled with zeros; None for "token_type_ids" if the model has this input.
-        output: The output of rows; None for the only output of rows, or "last_hidden_state" among several.
+        attention_mask: The input that marks the real tokens.
+        token_type_ids: The input that the server fills with zeros. None means "token_type_ids" if the model has this
+            input.
+        output: The output of hidden states. None means the only floating-point output with 3 axes, or
+            "last_hidden_state" if there are several.
     """
 
     input_ids: str = names.INPUT_IDS
@@ -62,12 +65,13 @@ class Names:
 
 @dataclasses.dataclass(frozen=True)
 class Interface:
-    """The inputs and the output that are used, by their names in the file.
+    """The names of the inputs and of the output that the server uses.
 
     Attributes:
-        input_ids: int64 (batch, seq); or vectors, float32 (batch, seq, width), see `vector_width`.
+        input_ids: The input of token ids, int64 (batch, seq), or of vectors, float32 (batch, seq, width); see
+            `vector_width`.
         attention_mask: int64 (batch, seq).
-        token_type_ids: int64 (batch, seq), filled with zeros; empty without such an input.
+        token_type_ids: int64 (batch, seq), filled with zeros; empty if the model has no such input.
         output: float32 (batch, seq, d_model).
     """
 
@@ -82,9 +86,9 @@ class Port:
     """An input or an output as the file declares it.
 
     Attributes:
-        name: Its name.
+        name: The name of the input or output.
         data_type: A TensorProto.DataType; 0 if the file declares no tensor type.
-        axes: The size of each fixed axis, and the name of each free axis ("?" without a name); empty if the file
+        axes: The size of each fixed axis, and the name of each dynamic axis ("?" if it has no name); empty if the file
             declares no shape.
     """
 
@@ -98,10 +102,10 @@ class Port:
 
 
 def read_model(path: Path) -> onnx.ModelProto:
-    """Parses an ONNX file without the weights in other files.
+    """Parses an ONNX file, but does not load weights from other files.
 
     Raises:
-        OnnxFileError: The file is unreadable, not ONNX, or for training.
+        OnnxFileError: The file is unreadable, is not ONNX, or is a training graph.
     """
     try:
         model = onnx.load_model(path, format="protobuf", load_external_data=False)
@@ -122,7 +126,7 @@ def opset(model: onnx.ModelProto) -> int:
     """The version of the default operator set.
 
     Raises:
-        OnnxFileError: The file does not name one.
+        OnnxFileError: The file does not name exactly one version.
     """
     versions = [it.version for it in model.opset_import if it.domain in DEFAULT_DOMAINS]
     if len(versions) != 1:
@@ -135,9 +139,9 @@ def find_interface(model: onnx.ModelProto, names: Names) -> Interface:
     """Finds the inputs and the output of an encoder, and checks the types and shapes that the file declares.
 
     Raises:
-        OnnxInterfaceError: The inputs or outputs do not fit an encoder. The text lists them.
+        OnnxInterfaceError: The inputs or outputs are not those of an encoder. The message lists them.
     """
-    # Older files list weights among the inputs too.
+    # Older files list their weights as inputs too.
     weights = {tensor.name for tensor in model.graph.initializer}
     inputs = {value.name: _port(value) for value in model.graph.input if value.name not in weights}
     outputs = [_port(value) for value in model.graph.output]
@@ -157,38 +161,38 @@ def vector_width(model: onnx.ModelProto, interface: Interface) -> int:
 
 
 def precision_of(model: onnx.ModelProto) -> str:
-    """The coarsest type of the stored matrices, such as "float32", "float16" or "int8"."""
+    """The least precise type of the stored matrices, such as "float32", "float16" or "int8"."""
     stored = {tensor.data_type for tensor in all_tensors(model) if len(tensor.dims) >= 2}
     found = [kind for kind in _WEIGHTS if kind in stored]
     return type_name(found[-1]) if found else "float32"
 
 
 def count_parameters(model: onnx.ModelProto) -> int:
-    """The number of weights. Scalars are constants of the formula, not weights."""
+    """The number of weights. Scalars do not count, because they are constants of a formula."""
     return sum(math.prod(it.dims) for it in all_tensors(model) if it.dims and it.data_type in _WEIGHTS)
 
 
 def description(model: onnx.ModelProto) -> str:
-    """The program that wrote the file, e.g. "pytorch 2.13.0"."""
+    """The program that wrote the file, such as "pytorch 2.13.0"."""
     text = " ".join(f"{model.producer_name} {model.producer_version}".split())
     return text[:_MAX_DESCRIPTION] or "no producer named"
 
 
 def embedding_rows(model: onnx.ModelProto, input_ids: str) -> int | None:
-    """The rows of the table that the token ids index; of several tables the fewest; None if no table is found."""
-    if model.functions:  # a function may use a table
-        with contextlib.suppress(Exception):  # the library raises any exception; --vocab-size is then needed
+    """The number of rows of the token table; None if no table is found. Among several tables, the smallest counts."""
+    if model.functions:  # a function may contain the lookup
+        with contextlib.suppress(Exception):  # may raise any exception; then --vocab-size may be needed
             model = inliner.inline_local_functions(model)
     return min((int(dims[0]) for dims in token_tables(model, input_ids).values() if len(dims) == 2), default=None)
 
 
 def token_tables(model: onnx.ModelProto, input_ids: str) -> dict[str, Sequence[int]]:
-    """The tables that the token ids index, by the name that the lookup uses, and their shapes."""
+    """The shapes of the tables that the token ids index, by the table's name in the lookup node."""
     graph = model.graph
     ids = {input_ids}
     tables: dict[str, Sequence[int]] = {tensor.name: tensor.dims for tensor in graph.initializer}
     found = {}
-    for node in graph.node:  # in topological order
+    for node in graph.node:  # ONNX stores nodes in topological order
         tables |= {name: tensor.dims for name, tensor in constants(node).items()}
         if node.op_type in _SAME_IDS and node.input[:1] and node.input[0] in ids:
             ids.update(node.output[:1])
@@ -201,7 +205,7 @@ def token_tables(model: onnx.ModelProto, input_ids: str) -> dict[str, Sequence[i
 
 
 def _is_text(message: Message) -> bool:
-    """Whether all strings are valid text; protobuf returns bytes for an invalid string."""
+    """Whether all strings are valid UTF-8. For an invalid string, protobuf returns bytes."""
     for field, value in message.ListFields():
         values = [value] if isinstance(value, str | bytes | Message) else value
         if field.type == FieldDescriptor.TYPE_STRING and any(isinstance(it, bytes) for it in values):
@@ -220,7 +224,7 @@ def _port(value: ValueInfoProto) -> Port:
 
 
 def _width(port: Port) -> int:
-    """The last axis of an input of vectors, float32 (batch, seq, width); 0 for any other."""
+    """The last axis of an input of vectors, float32 (batch, seq, width); 0 for any other input."""
     axes = port.axes
     is_vectors = port.data_type == TensorProto.FLOAT and len(axes) == 3 and not any(type(it) is int for it in axes[:2])
     return axes[2] if is_vectors and isinstance(axes[2], int) else 0
@@ -314,11 +318,11 @@ def _pooled(outputs: str) -> str:
 
 
 def _looked_up(node: NodeProto, ids: set[str]) -> str:
-    """The name of the table that a node indexes with the token ids; empty for other nodes."""
+    """The name of the table that a node indexes with the token ids; empty if the node is not such a lookup."""
     if node.op_type == "Gather" and node.domain in DEFAULT_DOMAINS and len(node.input) == 2:
         axis = next((it.i for it in node.attribute if it.name == "axis"), 0)
         return node.input[0] if node.input[1] in ids and axis in (0, -2) else ""
-    # ONNX Runtime's optimizer writes this operator. Its inputs are ids, token types and the table of words.
+    # ONNX Runtime's optimizer writes this operator. Its first inputs are token ids, token types and the token table.
     if node.op_type == "EmbedLayerNormalization" and len(node.input) > 2 and node.input[0] in ids:
         return str(node.input[2])
     return ""

@@ -1,4 +1,4 @@
-"""Finds the nodes and tensors of a model, also in branches and functions."""
+"""Finds the nodes and tensors of a model, including those in branches and functions."""
 
 from collections.abc import Iterable, Iterator
 
@@ -25,13 +25,13 @@ def all_tensors(model: onnx.ModelProto) -> Iterator[TensorProto]:
 
 
 def constants(node: NodeProto) -> dict[str, TensorProto]:
-    """The tensor of a Constant node by the name of its output; empty for other nodes."""
+    """The tensor of a Constant node, by the name of the node's output; empty for other nodes."""
     values = [it.t for it in node.attribute if it.name == "value" and node.op_type == "Constant"]
     return dict(zip(node.output, values, strict=False))
 
 
 def walk(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
-    """These nodes, and the nodes in their branches."""
+    """The given nodes, each followed by the nodes in its branches."""
     for node in nodes:
         yield node
         for attribute in node.attribute:
@@ -63,7 +63,7 @@ def _attribute_tensors(attribute: AttributeProto) -> Iterator[TensorProto]:
 
 
 def type_name(data_type: int) -> str:
-    """NumPy's name of a tensor type, such as "float32"; "type 99" for a type that ONNX does not have."""
+    """NumPy's name of a tensor type, such as "float32". A type that ONNX does not have becomes "type 99"."""
     try:
         name = TensorProto.DataType.Name(data_type).lower()
     except ValueError:

@@ -1,8 +1,8 @@
 """Splits attention into blocks of queries, so that long sequences need no (heads, seq, seq) tensor.
 
-The attention of a token needs the token's own query, and all keys and values. So a loop takes the queries of a long
-sequence in blocks. A block is so large that the scores of the whole batch stay small. The result of each query does
-not change.
+The attention of a token needs only the token's own query, and all keys and values. So a loop can process the queries of
+a long sequence in blocks. The scores of the whole batch take at most 64 MiB per block, unless a block would then have
+fewer than 64 queries. The result of each query does not change.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,24 +12,26 @@ import numpy as np
 import onnx
 from onnx import NodeProto, helper, numpy_helper
 
-# The most attention scores in memory at once, over all heads and sequences of a batch: 64 MiB in float32.
+# The largest number of attention scores in memory at once, over all heads and sequences of a batch. In float32 they
+# take 64 MiB.
 _SCORES = 2**24
-# Blocks have at least this many queries, so that a product of a block still fills the rows of a CPU's matrix kernel.
+# A block has at least this many queries, because CPUs multiply matrices of fewer rows less efficiently.
 _LEAST_QUERIES = 64
 _PREFIX = "query_blocks"
-# The operators between the product of queries and keys and the softmax, and between the softmax and the product with
-# the values. Each is elementwise, or works on the scores of one query, so it can run on a part of the queries.
+# Operators that may occur between queries·keys and the softmax, and between the softmax and the product with the
+# values. Each is elementwise, or works on the scores of one query. So each can run on a block of queries.
 _BETWEEN = ("Add", "Mul", "Div", "Cast", "Softmax")
 
 
 def block_queries(model: onnx.ModelProto, attention_mask: str, n_heads: int, element_type: int) -> None:
-    """Changes a graph in place: each attention with nodes that fit the pattern gets blocks of queries.
+    """Rewrites a graph in place: each attention that matches a pattern then works in blocks of queries.
 
-    The pattern is queries·keys, scaled, plus a bias, softmax, ·values. Other attention stays as it is.
+    The pattern is queries·keys, a scale, the sum with a bias, a softmax, and the product with the values. Other
+    attention is not changed.
 
     Args:
         model: The graph. It must not output attention weights.
-        attention_mask: Its input of (batch, seq).
+        attention_mask: The name of the graph's input of shape (batch, seq).
         n_heads: The number of heads of each attention.
         element_type: The type of queries, keys and values, an `onnx.TensorProto.DataType`.
     """
@@ -57,7 +59,7 @@ def block_queries(model: onnx.ModelProto, attention_mask: str, n_heads: int, ele
 def _find_attention(
     softmax: NodeProto, made_by: Mapping[str, NodeProto], used_by: Mapping[str, list[NodeProto]]
 ) -> list[NodeProto]:
-    """The nodes from queries·keys to weights·values, in order, with their constants; none for another pattern."""
+    """The nodes from queries·keys to weights·values, in order, with their constants; empty if another node occurs."""
     before: list[NodeProto] = []
     node = softmax
     while node.op_type != "MatMul":
@@ -77,7 +79,7 @@ def _find_attention(
 
 
 def _bias_of(attention: list[NodeProto]) -> str:
-    """The name of the one tensor that is added to the scores; empty if there is not exactly one."""
+    """The name of the bias that is added to the scores; empty if the number of biases is not one."""
     made = _made(attention)
     biases = [name for node in attention if node.op_type == "Add" for name in node.input if name not in made]
     return biases[0] if len(biases) == 1 else ""
@@ -101,9 +103,10 @@ def _sizes(attention_mask: str) -> Iterator[NodeProto]:
 
 
 def _choice(attention: list[NodeProto], element_type: int) -> NodeProto:
-    """The replacement of attention's nodes, from queries·keys to weights·values: (batch, heads, seq, d_k).
+    """The `If` node that replaces the nodes of an attention. Its output is (batch, heads, seq, d_k).
 
-    If all queries fit into one block, the original nodes run, because runtimes can fuse them. Otherwise a loop runs.
+    If all queries fit into one block, the original nodes run, because runtimes can fuse them. Otherwise a loop over
+    blocks runs.
     """
     scope, rows = attention[0].name, attention[-1].output[0]
     once, looped = f"{scope}/once/", f"{scope}/blocks/"
@@ -121,18 +124,18 @@ def _choice(attention: list[NodeProto], element_type: int) -> NodeProto:
 
 
 def _loop(attention: list[NodeProto], element_type: int) -> list[NodeProto]:
-    """Attention's nodes in a loop over blocks of queries."""
+    """The nodes of an attention in a loop over blocks of queries."""
     first, last = attention[0], attention[-1]
     scope, inside = f"{first.name}/blocks/", f"{first.name}/block/"
     queries, rows, bias = first.input[0], last.output[0], _bias_of(attention)
-    none, done = f"{inside}none", f"{inside}done"  # (batch, heads, 0, d_k), (batch, heads, queries so far, d_k)
+    none, done = f"{inside}none", f"{inside}done"  # (batch, heads, 0, d_k), (batch, heads, finished queries, d_k)
     own = {queries: f"{inside}queries", bias: f"{inside}bias"}
     own |= {name: inside + name for node in attention for name in node.output}
     nodes = [
         helper.make_node("Mul", [f"{inside}i", _name("queries")], [f"{inside}start"]),
         helper.make_node("Add", [f"{inside}start", _name("queries")], [f"{inside}end"]),
         helper.make_node("Slice", [queries, f"{inside}start", f"{inside}end", _name("queries_axis")], [own[queries]]),
-        # The bias has a row for each query, or one for all.
+        # The bias has one row per query, or a single row for all queries.
         helper.make_node("Shape", [bias], [f"{inside}bias_rows"], start=2, end=3),
         helper.make_node("Sub", [f"{inside}bias_rows", _name("one")], [f"{inside}last_bias"]),
         helper.make_node("Min", [f"{inside}start", f"{inside}last_bias"], [f"{inside}bias_start"]),
@@ -160,7 +163,7 @@ def _value(name: str, element_type: int) -> onnx.ValueInfoProto:
 
 
 def _renamed(node: NodeProto, names: Mapping[str, str]) -> NodeProto:
-    """The same node with other inputs and outputs."""
+    """A copy of a node with renamed inputs and outputs."""
     renamed = NodeProto()
     renamed.CopyFrom(node)
     renamed.input[:] = [names.get(name, name) for name in node.input]

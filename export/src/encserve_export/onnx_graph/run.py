@@ -1,4 +1,4 @@
-"""Runs an ONNX graph in ONNX Runtime. Errors name the shape of the batch."""
+"""Runs an ONNX graph in ONNX Runtime. Errors contain the shape of the batch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ class OnnxEncoder:
     """One graph of a bundle in ONNX Runtime on the CPU.
 
     Attributes:
-        d_model: The width of the rows; 0 before the first call.
+        d_model: The width of the hidden states; 0 before the first call.
     """
 
     def __init__(self, path: Path, graph: manifest_pb2.Graph) -> None:
@@ -36,7 +36,7 @@ class OnnxEncoder:
             self._session = open_session(path)
         except Exception as error:  # ONNX Runtime's exceptions have no public base class
             raise _file_error(error, path, "ONNX Runtime cannot load the file") from error
-        # Otherwise ONNX Runtime keeps the memory of the longest batch.
+        # Without this option, ONNX Runtime would keep the memory of the largest batch.
         self._options = onnxruntime.RunOptions()
         self._options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
 
@@ -48,10 +48,10 @@ class OnnxEncoder:
             mask: int64 (batch, seq), 1 for a token and 0 for padding.
 
         Returns:
-            float32 (batch, seq, d_model).
+            The last hidden states, float32 (batch, seq, d_model).
 
         Raises:
-            OnnxRunError: The graph fails, its rows have the wrong shape, or a token's row is not finite.
+            OnnxRunError: The graph fails, its output has the wrong shape, or a token's hidden state is not finite.
         """
         (rows,) = self.outputs([self._graph.output_name], inputs, mask)
         name, shape = self._graph.output_name, f"for inputs of shape {inputs.shape}"
@@ -72,7 +72,7 @@ class OnnxEncoder:
         return rows
 
     def outputs(self, names: Sequence[str], inputs: Input, mask: Mask) -> list[Rows]:
-        """Runs one batch and returns the named outputs, unchecked.
+        """Runs one batch and returns the named outputs without checks.
 
         Raises:
             OnnxRunError: The graph fails.
@@ -83,7 +83,7 @@ class OnnxEncoder:
             feeds[self._graph.token_type_ids_name] = np.zeros_like(mask)
         try:
             outputs: list[Rows] = self._session.run(list(names), feeds, self._options)
-        except Exception as error:  # as above
+        except Exception as error:  # ONNX Runtime's exceptions have no public base class
             raise OnnxRunError(f"the model fails for inputs of shape {inputs.shape}: {_message(error)}") from error
         return outputs
 
@@ -92,18 +92,18 @@ def check_file(path: Path) -> None:
     """Checks the structure of a file, and the types and shapes in its graph, with onnx.checker.
 
     Raises:
-        OnnxFileError: The file is not valid, or its operators, opset or IR version are not known.
+        OnnxFileError: The file is not valid, or onnx does not know its operators, opset or IR version.
     """
     try:
-        onnx.checker.check_model(str(path), full_check=True)  # by path, a file may exceed 2 GiB
-    except Exception as error:  # ValidationError, InferenceError and bare exceptions of its C++ part
+        onnx.checker.check_model(str(path), full_check=True)  # files above 2 GiB must be checked by path
+    except Exception as error:  # a ValidationError, an InferenceError, or any error of onnx's C++ code
         raise _file_error(error, path, "the file is not valid ONNX") from error
 
 
 def check_range(
     encoder: OnnxEncoder, *, vocab_size: int, width: int, max_sequence_tokens: int, pad_token_id: int
 ) -> None:
-    """Runs one token, the largest id, and the longest sequence.
+    """Checks that the graph runs with one token, with the largest id, and with the longest sequence.
 
     Args:
         encoder: The graph.
@@ -113,7 +113,8 @@ def check_range(
         pad_token_id: The padding id.
 
     Raises:
-        OnnxRunError: One token fails, or the longest sequence does; the text then gives the longest that works.
+        OnnxRunError: The graph fails for one token or for the longest sequence. If a shorter sequence works, the
+            message has its length.
         VocabularyError: The largest id fails although id 0 works.
     """
 
@@ -128,9 +129,9 @@ def check_range(
         run(largest)
     except OnnxRunError as error:
         raise VocabularyError(
-            f"vocab_size {vocab_size} is too large: the model runs with id 0 and not with id {largest} ({error})"
+            f"vocab_size {vocab_size} is too large: the model runs with id 0 but not with id {largest} ({error})"
         ) from error
-    # Not the padding id: some models do not count a position for it.
+    # The sequence must not consist of padding ids, because some models give them no positions.
     token = largest if largest != pad_token_id else 0
     try:
         run(token, max_sequence_tokens)

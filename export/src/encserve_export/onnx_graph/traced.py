@@ -1,7 +1,7 @@
 """Exports a module with PyTorch's tracing exporter, without extra copies of the weights in memory.
 
-The exporter itself would hold the weights up to five times: folded, as protobuf, as bytes, parsed again. Here it writes
-a graph that takes the weights as inputs. `take_weights` then adds the weights.
+Without this module, the exporter would keep up to five copies of the weights, such as folded constants, a protobuf
+message and its bytes. So `trace` writes a graph that takes the weights as inputs. `take_weights` then adds the weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,19 +29,20 @@ def trace(
     outputs: Sequence[str],
     dynamic_axes: Mapping[str, Mapping[int, str]],
 ) -> onnx.ModelProto:
-    """Traces a module into a graph that takes the weights as its last inputs, by their names in the module.
+    """Traces a module into a graph whose last inputs are the weights, under their names in the module.
 
     Args:
-        module: In evaluation mode.
-        arguments: The arguments of the call.
+        module: The module, in evaluation mode.
+        arguments: Example arguments for a call of the module.
         path: A temporary file, removed afterwards.
         inputs: The names of the arguments in the graph.
         outputs: The names of the results in the graph.
-        dynamic_axes: Axes without a fixed size.
+        dynamic_axes: The axes without a fixed size, by the names of inputs and outputs.
     """
     with quiet():
-        # The exporter is deprecated, and tracing warns about transformers' code. The comparison with PyTorch decides.
-        # Its successor's graph is no faster and takes six times as long to write, and torch is pinned.
+        # `quiet` hides warnings that this exporter is deprecated, and tracing's warnings about transformers' code.
+        # These warnings can be ignored: torch is pinned, and every graph is compared with PyTorch afterwards. The newer
+        # exporter takes six times as long, and its graphs are no faster.
         torch.onnx.export(
             module,
             arguments,
@@ -60,7 +61,7 @@ def trace(
 
 
 def cut(model: onnx.ModelProto, output: str) -> onnx.ModelProto:
-    """Returns a copy of a model with one of its outputs and only the nodes and weights that this output needs."""
+    """Returns a copy of a model that has only one output, and only the nodes and weights that this output needs."""
     part = onnx.ModelProto()
     part.CopyFrom(model)
     made_by = {name: node for node in model.graph.node for name in node.output}
@@ -70,7 +71,7 @@ def cut(model: onnx.ModelProto, output: str) -> onnx.ModelProto:
         name = open_names.pop()
         if name not in needed:
             needed.add(name)
-            inner = walk([made_by[name]]) if name in made_by else ()  # a branch may use outer values
+            inner = walk([made_by[name]]) if name in made_by else ()  # a branch may use values of the outer graph
             open_names += (used for node in inner for used in node.input)
     for field, kept in (
         ("node", [node for node in model.graph.node if needed.intersection(node.output)]),
@@ -84,7 +85,10 @@ def cut(model: onnx.ModelProto, output: str) -> onnx.ModelProto:
 
 
 def lift_constants(model: onnx.ModelProto) -> None:
-    """Turns large Constant nodes into initializers. The exporter writes tables without a gradient as Constant nodes."""
+    """Turns large Constant nodes into initializers.
+
+    The exporter writes some tables, such as sinusoids, as Constant nodes.
+    """
     for node in list(model.graph.node):
         for name, tensor in constants(node).items():
             if len(tensor.raw_data) >= LEAST_DATA_BYTES:
@@ -97,9 +101,9 @@ def take_weights(model: onnx.ModelProto, weights: Mapping[str, Tensor], data: Bi
     """Turns the inputs that are weights into initializers.
 
     Args:
-        model: From `trace`; changed in place.
+        model: The result of `trace`; changed in place.
         weights: The weights by the names of the inputs.
-        data: The file for weights of 1,024 bytes and more; without a file they go into the model.
+        data: The file for weights of 1,024 bytes and more. Without a file, all weights go into the model.
     """
     graph = model.graph
     for name in [value.name for value in graph.input if value.name in weights]:
@@ -116,21 +120,21 @@ def take_weights(model: onnx.ModelProto, weights: Mapping[str, Tensor], data: Bi
 
 
 def fold_weights(model: onnx.ModelProto, module: nn.Module) -> dict[str, Tensor]:
-    """Computes the values that depend on weights alone: transposed matrices, and rows at fixed places of tables.
+    """Computes values that depend only on weights: transposed matrices, and table rows at a constant index.
 
     Layers that share a matrix, as in ALBERT, share its transpose too.
 
     Args:
-        model: From `trace`; changed in place.
+        model: The result of `trace`; changed in place.
         module: The traced module.
 
     Returns:
-        The weights by the names of the inputs that the graph has now.
+        The weights by the names of the graph's inputs after the change.
     """
     graph = model.graph
     weights: dict[str, Tensor] = dict(module.state_dict(keep_vars=True))
     indices: dict[str, onnx.TensorProto] = {}
-    first: dict[tuple[int, str], str] = {}  # the first name of each folded value
+    first: dict[tuple[int, str], str] = {}  # the first output name of each computed value
     renamed: dict[str, str] = {}
     nodes = []
     for node in graph.node:
@@ -143,7 +147,7 @@ def fold_weights(model: onnx.ModelProto, module: nn.Module) -> dict[str, Tensor]
             continue
         if node.op_type == "Constant":
             indices[node.output[0]] = node.attribute[0].t
-        elif source is not None and node.op_type == "Identity":  # of equal weights the exporter keeps one
+        elif source is not None and node.op_type == "Identity":  # the exporter stores equal weights once
             weights[node.output[0]] = source
         nodes.append(node)
     del graph.node[:]
@@ -161,7 +165,7 @@ def fold_weights(model: onnx.ModelProto, module: nn.Module) -> dict[str, Tensor]
 
 
 def _fold(node: onnx.NodeProto, weight: Tensor, indices: Mapping[str, onnx.TensorProto]) -> tuple[str, Tensor] | None:
-    """The name of a node's operation and its value for this weight; None if the graph has to compute the value."""
+    """The name of a node's operation and its value for this weight; None if the server must compute the value."""
     if node.op_type == "Transpose" and list(node.attribute[0].ints) == [1, 0]:
         return "transpose", weight.T
     if node.op_type == "Gather" and node.input[1] in indices and not any(it.i for it in node.attribute):

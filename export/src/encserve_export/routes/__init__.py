@@ -1,1 +1,1 @@
-"""From a checkpoint, a directory, an ONNX file or a configuration to a bundle: one file per way."""
+"""The routes of the exporter: each module turns one type of source into a bundle."""

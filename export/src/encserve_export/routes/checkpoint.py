@@ -40,22 +40,23 @@ def export_checkpoint(
     Args:
         path: The file: safetensors, or a pickle of tensors.
         target: The destination of the bundle.
-        fields: Fields of EncoderConfig. An error lists the fields that the weights do not show.
-        rename: New parts of the file's weight names by old parts; see `state_dict.rename_tensors`.
+        fields: Fields of EncoderConfig that the weights do not show. If some are missing, the error lists them.
+        rename: Old parts of the file's weight names and their replacements; see `state_dict.rename_tensors`.
         embeddings: The file of the token embedding table, if `path` has none.
         tokenizer: The tokenizer; without it the model takes token ids only.
-        layout: The layout's name; None detects it.
+        layout: The layout's name; None to detect the layout.
         model_input: The model's input. "embeddings" needs no embedding table.
-        max_sequence_tokens: The longest sequence to serve, in tokens. Default: 512, or the rows of the position table.
+        max_sequence_tokens: The longest sequence to serve, in tokens. The default is 512, or the length of the position
+            table if that is shorter.
         precision: The precision of the bundle.
         pooling: The pooling that the model was trained with, one of `POOLINGS`; None if callers choose.
         l2_normalize: Whether pooled vectors are scaled to length 1.
-        expect: A .npz or .safetensors file with rows of your own module, which the bundle must give; see
-            `check.expected`. Without it nothing compares `fields` with your module.
-        progress: Called with a line before each step.
+        expect: A .npz or .safetensors file with outputs of your own module, which the bundle must reproduce; see
+            `check.expected`. Without this file, nothing compares `fields` with your module.
+        progress: Called with a line of text before each step.
 
     Raises:
-        ExportError: One of its kinds, by cause. No files are left.
+        ExportError: The export failed, and left no files. The subclass shows the cause.
     """
     vector = spec_from_options(pooling, l2_normalize=l2_normalize)
     expected = None if expect is None else read_expected(expect)
@@ -109,12 +110,12 @@ def export_init(
         precision: The precision of the bundle.
         pooling: The pooling of the model's vectors, one of `POOLINGS`; None if callers choose.
         l2_normalize: Whether pooled vectors are scaled to length 1.
-        progress: Called with a line before each step.
+        progress: Called with a line of text before each step.
 
     Raises:
-        ExportError: One of its kinds, by cause. No files are left.
+        ExportError: The export failed, and left no files. The subclass shows the cause.
     """
     vector = spec_from_options(pooling, l2_normalize=l2_normalize)
-    progress("drawing the weights")
+    progress("creating random weights")
     source = Source("init", f"random weights, seed {seed}", vector=vector, tokenizer=tokenizer)
     return export_encoder(random_encoder(config, seed), source, target, precision=precision, progress=progress)

@@ -23,14 +23,14 @@ def export_encoder(
 
     Args:
         encoder: The encoder, in float32.
-        source: The origin of the encoder.
+        source: The origin of the encoder, for the manifest.
         target: The destination of the bundle.
         precision: The precision of the bundle.
-        progress: Called with a line before each step.
+        progress: Called with a line of text before each step.
 
     Raises:
-        TokenizerError: The tokenizer gives ids that the encoder does not have, or the encoder takes embeddings.
-        ParityError: ONNX Runtime does not reproduce the encoder, or not well enough in this precision.
+        TokenizerError: The tokenizer has ids that the encoder does not have, or the encoder takes embeddings.
+        ParityError: The graph's outputs in ONNX Runtime differ too much from the encoder's, for this precision.
         BundleError: The bundle cannot be written; see its subclasses.
     """
     source = dataclasses.replace(source, model_digest=source.model_digest or digest_encoder(encoder))

@@ -1,4 +1,4 @@
-"""Exports a user's PyTorch module, and compares the graph with the module."""
+"""Exports a user's PyTorch module, and compares the graph's outputs with the module's."""
 
 import contextlib
 import json
@@ -24,14 +24,14 @@ from encserve_export.source.tokenizer import TokenizerFile
 
 
 class _Rows(nn.Module):
-    """Calls the user's module with a bool mask."""
+    """Calls the user's module with a bool mask, True for a token."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, inputs: Tensor, attention_mask: Tensor) -> Tensor:
-        """Map inputs and mask, int64 (batch, seq), 1 for a token, to rows, float32 (batch, seq, d_model)."""
+        """Return the last hidden states, float32 (batch, seq, d_model). The mask is int64 (batch, seq)."""
         rows: Tensor = self.module(inputs, attention_mask == 1)
         return rows
 
@@ -52,34 +52,34 @@ def export_module(
     precision: Precision = "float32",
     progress: Progress = show_progress,
 ) -> Exported:
-    """Export any PyTorch module that turns a padded batch into rows.
+    """Export any PyTorch module that returns the hidden states of a padded batch.
 
-    PyTorch writes the module as ONNX, and the rows of the graph are compared with the module's. Such a bundle cannot be
-    inspected.
+    PyTorch writes the module as ONNX, and the graph's outputs are compared with the module's. The bundle does not
+    support inspection, because only the last hidden states are known.
 
     Args:
-        module: The module, on the CPU. It is called with token ids, int64 (batch, seq), or vectors, float32 (batch,
-            seq, d_model), and a mask, bool (batch, seq), True for a token. It returns rows, float32 (batch, seq,
-            d_model). It runs in eval mode; its mode is restored afterwards.
+        module: The module, on the CPU. It takes token ids, int64 (batch, seq), or vectors, float32 (batch, seq,
+            d_model), and a mask, bool (batch, seq), True for a token. It returns the last hidden states, float32
+            (batch, seq, d_model). It runs in eval mode. Its previous mode is restored afterwards.
         target: The destination of the bundle.
         configuration: JSON with the settings that `state_dict()` does not show, such as {"activation": "gelu",
-            "norm_first": true}. They are part of the space_id.
+            "norm_first": true}. They are part of the space_id, which identifies the model's vector space.
         input: The module's input, "token_ids" or "embeddings".
         vocab_size: The number of token ids; default: the tokenizer's. Not for embeddings.
-        d_model: The width of the vectors and of the rows. For embeddings only.
+        d_model: The width of the input vectors and of the hidden states. For embeddings only.
         max_sequence_tokens: The longest sequence to serve, in tokens.
         pad_token_id: The token id that pads a batch.
         tokenizer: The tokenizer; without it the model takes token ids only.
         pooling: The pooling that the model was trained with, one of `POOLINGS`; None if callers choose.
         l2_normalize: Whether pooled vectors are scaled to length 1.
         precision: The precision of the bundle.
-        progress: Called with a line before each step.
+        progress: Called with a line of text before each step.
 
     Raises:
-        UnsupportedModelError: The module does not run, does not return rows, or PyTorch cannot export it. The text has
-            PyTorch's reason, such as control flow that depends on the numbers in a tensor.
-        ParityError: ONNX Runtime does not reproduce the module, or padding changes its rows.
-        ExportError: Another of its kinds, by cause. No files are left.
+        UnsupportedModelError: The module does not run, its output has another type or shape, or PyTorch cannot export
+            it. The message has PyTorch's reason, such as control flow that depends on the numbers in a tensor.
+        ParityError: The graph's outputs differ too much from the module's, or padding changes the module's outputs.
+        ExportError: The export failed for another reason. The subclass shows the cause. No files are left.
     """
     _check_configuration(configuration)
     vector = spec_from_options(pooling, l2_normalize=l2_normalize)
@@ -124,13 +124,14 @@ def _check_configuration(configuration: Mapping[str, Any]) -> None:
     try:
         json.dumps(configuration, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"configuration must be JSON, it identifies the model: {error}") from error
+        raise ConfigError(f"configuration must be JSON, because it identifies the model: {error}") from error
     if not isinstance(configuration, dict):
         raise ConfigError(f"configuration must be a dict; was {type(configuration).__name__}")
 
 
 def _digest(module: nn.Module, configuration: Mapping[str, Any]) -> str:
-    # A variable that outlives this function would keep the first copy of the weights in memory during the export.
+    # `tensors` must not outlive this function. The export converts the module's weights to float64 for a while, and
+    # `tensors` would keep the float32 weights in memory too.
     tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     return digest_model(tensors, configuration)
 
@@ -155,7 +156,7 @@ def _vocab_size(
 
 
 def _check_module(reference: Reference) -> None:
-    """Refuse a module that does not run, or does not return rows."""
+    """Refuse a module that does not run, or whose output is not finite float32 (batch, seq, d_model)."""
     inputs, mask = reference.example()
     description, shape = reference.description, tuple(mask.shape)
     given = (
@@ -164,7 +165,7 @@ def _check_module(reference: Reference) -> None:
     try:
         with torch.inference_mode():
             rows = reference.module(inputs, mask)
-    except Exception as error:  # another author's module may raise anything
+    except Exception as error:  # the module's code may raise any exception
         raise UnsupportedModelError(
             f"{description} does not run on the CPU with {given} of shape {tuple(inputs.shape)} and a mask, bool "
             f"{shape}: {first_line(error)}"
@@ -181,7 +182,7 @@ def _check_module(reference: Reference) -> None:
         )
     if reference.width not in (0, rows.shape[2]):
         raise UnsupportedModelError(
-            f"{description} gives rows of {rows.shape[2]} numbers; d_model is {reference.width}"
+            f"{description} returns hidden states of {rows.shape[2]} numbers; d_model is {reference.width}"
         )
     if not bool(torch.isfinite(rows[mask == 1]).all()):
         raise UnsupportedModelError(f"{description} gives rows that are not finite")
@@ -189,7 +190,7 @@ def _check_module(reference: Reference) -> None:
 
 @contextlib.contextmanager
 def _in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Put a module into eval mode, and afterwards each of its parts back into its own mode."""
+    """Put a module into eval mode. Afterwards, restore the mode of each submodule."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

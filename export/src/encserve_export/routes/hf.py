@@ -1,6 +1,7 @@
 """Exports a Hugging Face checkpoint.
 
-One of three routes builds the bundle: transformers, the directory's own ONNX file, or the table of a static embedding.
+A bundle is built by one of three routes: with transformers, from the directory's own ONNX file, or from the table of a
+static embedding model.
 """
 
 import dataclasses
@@ -39,7 +40,7 @@ from encserve_export.source.hub import Snapshot
 from encserve_export.source.tokenizer import TokenizerFile, tokenizer_source, write_tokenizer
 from encserve_export.source.weights import Weights, holds_weights, read_object, read_weights
 
-# In the order of preference. Static embeddings always take a third route.
+# The routes in the order of preference. Static embedding models always use a third route.
 Route = Literal["transformers", "onnx"]
 ROUTES: tuple[Route, ...] = ("transformers", "onnx")
 ONNX_FILE = Path("onnx", "model.onnx")
@@ -52,7 +53,8 @@ _CODE_OF_ITS_OWN = (
     "config.json names code of its own (auto_map), which is never executed; if the weights are for that code, "
     f"{pretrained.OWN_ONNX}"
 )
-# The model types of transformers that read position_embedding_type "rotary"; all others ignore unknown values.
+# The model types for which transformers reads position_embedding_type "rotary". Other models ignore unknown values of
+# this field.
 _READ_POSITION_TYPES = ("esm", "evolla")
 _KNOWN_POSITION_TYPES = ("absolute", "rope")
 
@@ -74,22 +76,24 @@ def export_hf(
     """Export a checkpoint in the layout of Hugging Face.
 
     Args:
-        directory: The folder of config.json and the weights, and of the tokenizer and the files of
-            sentence-transformers if there are any.
+        directory: The folder with config.json and the weights. It may also contain a tokenizer and the files of
+            sentence-transformers.
         target: The destination of the bundle.
-        max_sequence_tokens: The longest sequence to serve, in tokens, at most as many as the model has positions; by
-            default the max_seq_length of sentence-transformers, or all positions.
+        max_sequence_tokens: The longest sequence to serve, in tokens, at most the number of the model's positions. The
+            default is the max_seq_length of sentence-transformers, or else all positions up to LONGEST_BY_DEFAULT.
         precision: The precision of the bundle.
-        via: The route; by default transformers, or the directory's ONNX file if transformers cannot take the model.
+        via: The route. None prefers transformers, and uses the directory's ONNX file if transformers cannot load the
+            model.
         pooling: One of `POOLINGS`, for a directory that does not name its pooling.
-        ids_only: Whether a directory without a tokenizer is exported, as a model that takes token ids only.
-        ignore_head: Whether a classifier or a cross-encoder is exported as its encoder alone.
-        expect: A .npz or .safetensors file of rows that the bundle must give; see `check.expected`.
+        ids_only: True allows only a directory without a tokenizer, and False only a directory with one. Without a
+            tokenizer the model takes token ids only.
+        ignore_head: Whether to export a classifier or a cross-encoder without its head, as an encoder.
+        expect: A .npz or .safetensors file with outputs that the bundle must reproduce; see `check.expected`.
         origin: The origin of the directory on the hub, for the manifest.
-        progress: Called with a line before each step.
+        progress: Called with a line of text before each step.
 
     Raises:
-        ExportError: One of its kinds, by cause. No files are left.
+        ExportError: The export failed, and left no files. The subclass shows the cause.
     """
     if via not in (None, *ROUTES):
         raise ConfigError(f"via must be one of {', '.join(ROUTES)}; was {via!r}")
@@ -110,9 +114,10 @@ def export_hf(
         pipeline = prepare_comparison(
             spec, takes_text=tokenizer is not None, asked=max_sequence_tokens, progress=progress
         )
-        # The model of sentence-transformers has answered. Without it there is room for the graph's weights.
+        # `prepare_comparison` has stored the outputs of the sentence-transformers model. Releasing this model makes
+        # room for the weights of the graph.
         spec = dataclasses.replace(spec, loaded=None)
-        gc.collect()  # its modules refer to each other
+        gc.collect()  # the model's modules refer to each other
         build = _Build(
             spec=spec,
             settings=settings,
@@ -126,7 +131,8 @@ def export_hf(
             expected=expected,
         )
         exported = _export(build, via)
-    # A language model's head is not part of the encoder, but a sparse model uses it.
+    # The encoder does not use a language model's head, but the bundle of a sparse model does. So these parts of a
+    # sparse model are not reported as unused.
     used = exported.unused_parts if exported.manifest.sparse.mask_name else spec.used_parts
     unused_parts = tuple(part for part in exported.unused_parts if part not in used)
     if _has_language_model(settings, spec) and set(unused_parts) - {"pooler"}:
@@ -151,7 +157,11 @@ class _Build:
     expected: Expected | None
 
     def source(self, route: str, description: str, weights: Weights | None) -> manifest.Source:
-        """The origin for the manifest. The graph holds `weights`, or is compared with a model that does."""
+        """Return the origin of the model, for the manifest.
+
+        `weights` are the weights of the graph, or of the PyTorch model that the graph is compared with. They are None
+        if the directory has no weights that transformers can load.
+        """
         origin = {} if self.origin is None else {"repository": self.origin.repository, "revision": self.origin.revision}
         return manifest.Source(
             "hf",
@@ -167,7 +177,10 @@ class _Build:
         )
 
     def longest(self, positions: int | None) -> tuple[int, str]:
-        """The longest sequence to serve, and a remark, for a model with so many positions."""
+        """Return the longest sequence to serve for a model with this many positions, and a remark for the user.
+
+        `positions` is None for a model without a limit.
+        """
         longest, remark = _longest(self.spec, positions, self.max_sequence_tokens)
         if remark:
             self.progress(remark)
@@ -212,7 +225,7 @@ def _export_transformers(build: _Build) -> Exported:
     weights = read_weights(build.spec.encoder)
     reference = pretrained.load_model(build.spec.encoder, weights)
     source = build.source("transformers", reference.description, weights)
-    del weights  # the model has its own
+    del weights  # the model keeps the tensors that it needs
     longest, remark = build.longest(reference.positions)
     try:
         exported = export_reference(
@@ -232,27 +245,30 @@ def _export_transformers(build: _Build) -> Exported:
 
 
 def _shorter_sequences(settings: Mapping[str, Any], longest: int) -> str:
-    """Return advice for a model whose positions change with the length, such as longrope. No graph has both."""
+    """Return advice for a model that computes positions differently above a certain length, such as longrope.
+
+    A graph can contain only one of the two computations. The advice is empty for other models, and for lengths below
+    the limit.
+    """
     scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     original = scaling.get("original_max_position_embeddings", settings.get("original_max_position_embeddings"))
     if type(original) is not int or longest <= original:
         return ""
     return (
-        f"config.json changes the positions of sequences of more than {original} tokens "
-        f"(original_max_position_embeddings), also those of shorter ones beside them: give --max-sequence-tokens "
-        f"{original} or less"
+        f"config.json changes the positions of a whole batch if one of its sequences has more than {original} tokens "
+        f"(original_max_position_embeddings): give --max-sequence-tokens {original} or less"
     )
 
 
 def _export_onnx(build: _Build) -> Exported:
-    """Export the directory's ONNX file. Compare it with transformers' model if the directory has weights."""
+    """Export the directory's ONNX file. Compare it with the transformers model if the directory has weights."""
     path = build.spec.encoder / ONNX_FILE
     if not path.is_file():
         raise UnsupportedModelError(f"there is no {ONNX_FILE} in {build.spec.encoder}")
     tasks = build.spec.tasks.values()
     if any(task.HasField("expansion") and not task.expansion.attended for task in tasks):
         raise UnsupportedModelError(
-            f"{ONNX_FILE} has no rows for the tokens that fill up a query without being attended to; use transformers"
+            f"{ONNX_FILE} has no vectors for tokens that fill up a query and are not attended to; use transformers"
         )
     reference: Reference | None = None
     weights: Weights | None = None
@@ -266,7 +282,7 @@ def _export_onnx(build: _Build) -> Exported:
     else:
         build.progress("no comparison with PyTorch: the directory has no weights")
     source = build.source("onnx", str(ONNX_FILE), weights)
-    del weights  # the reference has its own
+    del weights  # the reference keeps the tensors that it needs
     return _export_file(path, build, source, reference)
 
 
@@ -309,7 +325,7 @@ def _number(settings: Mapping[str, Any], name: str) -> int | None:
 
 
 def _remarks(settings: Mapping[str, Any]) -> list[str]:
-    """The parts of config.json that transformers' own code for its model_type ignores."""
+    """Return remarks about fields of config.json that transformers ignores for this model_type."""
     model_type, positions = settings.get("model_type"), settings.get("position_embedding_type")
     found = []
     if "auto_map" in settings:
@@ -326,7 +342,10 @@ def _remarks(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _has_language_model(settings: Mapping[str, Any], vector: ModelSpec) -> bool:
-    """Whether the directory is a masked-language model's and names no vectors, like many SPLADE directories."""
+    """Return whether the directory has a masked language model without pooling, multi-vector or sparse settings.
+
+    Many SPLADE directories are of this type.
+    """
     named = any(str(it).endswith("ForMaskedLM") for it in settings.get("architectures") or ())
     return named and not (vector.pooling or vector.multi_vector or vector.sparse)
 
@@ -345,7 +364,7 @@ def _check_ids_only(directory: Path, tokenizer: TokenizerFile | None, *, ids_onl
 
 
 def _check_side(spec: ModelSpec) -> None:
-    """Refuse a tokenizer that cuts texts at their beginning."""
+    """Refuse a tokenizer that cuts long texts at their beginning."""
     if spec.table is None:
         side = getattr(spec.tokenizer, "truncation_side", "right")
     else:
@@ -369,7 +388,7 @@ def _read_settings(directory: Path) -> dict[str, Any]:
 
 
 def _make_tokenizer(spec: ModelSpec, folder: Path) -> tuple[TokenizerFile | None, str]:
-    """Write the tokenizer into a folder; or return None and the reason."""
+    """Write the tokenizer into a folder. Without a tokenizer, return None and a message for the user."""
     if spec.tokenizer is None:
         return None, f"no {manifest.TOKENIZER_FILE}: the model will take token ids only"
     return write_tokenizer(
@@ -381,7 +400,10 @@ def _make_tokenizer(spec: ModelSpec, folder: Path) -> tuple[TokenizerFile | None
 
 
 def _longest(spec: ModelSpec, positions: int | None, asked: int | None) -> tuple[int, str]:
-    """The longest sequence to serve, and a remark, for a model with so many positions."""
+    """Return the longest sequence to serve for a model with this many positions, and a remark for the user.
+
+    `positions` is None for a model without a limit.
+    """
     if positions is not None and asked is not None and asked > positions:
         raise ConfigError(f"max_sequence_tokens must be at most {positions} for this model; was {asked}")
     usual = spec.max_seq_length
@@ -390,7 +412,7 @@ def _longest(spec: ModelSpec, positions: int | None, asked: int | None) -> tuple
     if usual is None and asked is None and bound > LONGEST_BY_DEFAULT:
         return LONGEST_BY_DEFAULT, (
             f"max_sequence_tokens is {LONGEST_BY_DEFAULT}; the checkpoint allows {bound}: --max-sequence-tokens "
-            "sets more, which takes memory with its square"
+            "sets a larger limit, and memory grows with its square"
         )
     if usual is None and positions is not None and bound < positions:
         usual = bound
@@ -404,11 +426,11 @@ def _model_max_length(directory: Path) -> int | None:
 
 
 def longest_sequence(positions: int, usual: int | None, asked: int | None) -> tuple[int, str]:
-    """The longest sequence to serve, in tokens, and a remark if that is not simply all positions.
+    """Return the longest sequence to serve, in tokens, and a remark if the checkpoint or the user sets another length.
 
     Args:
         positions: The number of positions that the model has.
-        usual: The length to which sentence-transformers cuts texts; None if no file states one.
+        usual: The length to which sentence-transformers cuts texts; None if no file has such a length.
         asked: The user's `max_sequence_tokens`, or None.
     """
     longest = min(positions, usual or positions) if asked is None else asked

@@ -45,8 +45,8 @@ class OnnxOptions:
         names: The names of the file's inputs and outputs.
         max_sequence_tokens: The longest sequence to serve, in tokens.
         pad_token_id: The token id that pads a batch.
-        vocab_size: The number of token ids; None for the rows of the embedding table, or the tokenizer's ids.
-        vector: How rows become vectors.
+        vocab_size: The number of token ids. None takes the number from the embedding table, or else from the tokenizer.
+        vector: How the vectors of a text are computed from its hidden states.
         tokenizer: The tokenizer; without one the model takes token ids only.
         precision: The precision of the bundle; None for the precision of the file.
     """
@@ -72,22 +72,22 @@ def export_onnx(
 ) -> Exported:
     """Export an encoder from an ONNX file.
 
-    The encoder maps ids and mask, int64 (batch, seq), to rows, float32 (batch, seq, d_model). It may take vectors,
-    float32 (batch, seq, width), instead of ids.
+    The encoder maps ids and mask, int64 (batch, seq), to hidden states, float32 (batch, seq, d_model). It may take
+    vectors, float32 (batch, seq, width), instead of ids.
 
     Args:
         path: The file. Weights in other files must lie in its folder.
         target: The destination of the bundle.
         options: The facts that the file does not contain.
-        source: The origin of the model, for the manifest; by default this file. Without a hash of weights or a digest
-            in the source, the file is hashed.
-        reference: The model in PyTorch that gives the expected rows; None without such a model.
-        expect: A .npz or .safetensors file of rows that the bundle must give; see `check.expected`. Not with `source`,
-            which has its own.
-        progress: Called with a line before each step.
+        source: The origin of the model, for the manifest; None for this file. A missing hash or digest of the weights
+            is computed from the file.
+        reference: The PyTorch model that the file is compared with, or None.
+        expect: A .npz or .safetensors file with outputs that the bundle must reproduce; see `check.expected`. It is
+            ignored if `source` is given, because a source has its own expected outputs.
+        progress: Called with a line of text before each step.
 
     Raises:
-        ExportError: One of its kinds, by cause. No files are left.
+        ExportError: The export failed, and left no files. The subclass shows the cause.
     """
     options = options or OnnxOptions()
     expected = None if expect is None else read_expected(expect)
@@ -115,9 +115,9 @@ def export_onnx(
         model = onnx.load(files[0], load_external_data=False)  # the same model without its weights
         check_file(files[0])
         graph = _describe(model, interface, width)
-        if reference is None:  # otherwise the file's weights and PyTorch's would be in memory at once
+        if reference is None:  # with a reference, two models would be in memory at once
             encoder = OnnxEncoder(files[0], graph)
-        # After the checks of the file, because an option does not help with a faulty file.
+        # The options are checked after the file, because no option can repair a faulty file.
         vocab_size = (options.vocab_size or 0) if width else _vocab_size(options, rows)
         longest = options.max_sequence_tokens
         check_sizes(
@@ -136,7 +136,7 @@ def export_onnx(
             encoder = OnnxEncoder(files[0], graph)
         if options.precision not in (None, graph.precision):
             precision = _conversion(options.precision, graph.precision)
-            progress(f"rounding it to {precision}")
+            progress(f"rounding the model to {precision}")
             want = want or agreement.reference_rows(encoder, sequences)
             del encoder
             model = convert.convert(
@@ -150,7 +150,7 @@ def export_onnx(
             encoder = OnnxEncoder(files[0], graph)
         takes = f"it takes vectors of {width} numbers" if width else f"there are {vocab_size} token ids"
         progress(f"the rows are its output {interface.output}; {takes}")
-        progress(f"running it, with 1 to {longest} tokens")
+        progress(f"running the model with sequences of 1 to {longest} tokens")
         check_range(
             encoder,
             vocab_size=vocab_size,
@@ -174,12 +174,12 @@ def export_onnx(
             pad_token_id=options.pad_token_id,
         )
         described = manifest.Model(shape, graph, {"other": count_parameters(model)})
-        del encoder, want  # the comparison of texts opens another session
+        del encoder, want  # `complete` opens another session to compare texts
         return complete(folder, target, described, source, parity, files)
 
 
 def _conversion(asked: Precision | None, found: str) -> Precision:
-    """Return the precision to convert to. Only a file that computes in float32 can be converted."""
+    """Return the precision to convert to. Refuse a file that does not compute in float32."""
     if asked is None or asked == "float32" or found != "float32":
         raise ConfigError(
             f"the file computes in {found} and cannot be converted to {asked}: "
@@ -189,7 +189,7 @@ def _conversion(asked: Precision | None, found: str) -> Precision:
 
 
 def _vocab_size(options: OnnxOptions, rows: int | None) -> int:
-    """Return the number of token ids: the option, the rows of the embedding table, or the ids of the tokenizer."""
+    """Return the number of token ids, from the option, the embedding table or the tokenizer, in this order."""
     vocab_size = options.vocab_size
     if vocab_size is not None:
         if rows is not None and vocab_size > rows:

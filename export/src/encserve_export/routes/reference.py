@@ -40,22 +40,22 @@ def export_reference(
     precision: Precision = "float32",
     progress: Progress = show_progress,
 ) -> Exported:
-    """Exports a model with the first of PyTorch's exporters that reproduces the model.
+    """Exports a model with the first PyTorch exporter whose graph reproduces the model's outputs.
 
     Args:
-        reference: The model.
+        reference: The PyTorch model.
         source: The origin of the model, for the manifest.
-        target: The place of the bundle.
+        target: The destination of the bundle.
         max_sequence_tokens: The longest sequence to serve, in tokens.
         precision: The precision of the bundle.
-        progress: Called with each step.
+        progress: Called with a line of text before each step.
 
     Raises:
-        ConfigError: A size is out of range, see `check_sizes`.
-        VocabularyError: The model takes token ids, and has none.
-        TokenizerError: The tokenizer gives ids that the model does not have, or the model takes vectors.
-        ParityError: Padding changes the rows, or no graph reproduces the model well enough in this precision.
-        UnsupportedModelError: None of PyTorch's exporters takes the model.
+        ConfigError: A size is out of range; see `check_sizes`.
+        VocabularyError: The model takes token ids, but its vocab_size is less than 1.
+        TokenizerError: The tokenizer has ids that the model does not have, or the model takes vectors.
+        ParityError: Padding changes the outputs, or every graph's outputs differ too much for this precision.
+        UnsupportedModelError: No PyTorch exporter can write the model.
         BundleError: The bundle cannot be written; see its subclasses.
     """
     check_sizes(
@@ -95,9 +95,9 @@ def check_sizes(
         tokenizer: The tokenizer, or None.
 
     Raises:
-        ConfigError: A number is out of range, or is for token ids and the model takes vectors.
+        ConfigError: A number is out of range, or a model that takes vectors has a vocab_size or pad_token_id.
         VocabularyError: The model takes token ids, and `vocab_size` is less than 1.
-        TokenizerError: The tokenizer gives ids that the model does not have, or the model takes vectors.
+        TokenizerError: The tokenizer has ids that the model does not have, or the model takes vectors.
     """
     if max_sequence_tokens < 1:
         raise ConfigError(f"max_sequence_tokens must be at least 1; was {max_sequence_tokens}")
@@ -125,10 +125,13 @@ def _write_first(
     precision: Precision,
     progress: Progress,
 ) -> tuple[Graphs, manifest.Model, agreement.Parity, str]:
-    """Writes the graphs of the first exporter that passes. The last value is the remark about inspection.
+    """Writes the graphs with the first exporter whose graphs pass all comparisons with PyTorch.
+
+    Returns:
+        The graphs, the model for the manifest, the measured parity, and a remark if inspection is not possible.
 
     Raises:
-        ExportError: Every exporter fails. The text has all reasons.
+        ExportError: Every exporter failed. The message has all reasons.
     """
     exporters = list(EXPORTERS)
     if reference.inspection is None:
@@ -145,7 +148,7 @@ def _write_first(
             try:
                 model, parity = _check_rows(reference, graphs, folder, want, max_sequence_tokens)
             except (OnnxModelError, ParityError):
-                if "tracing" in exporters:  # it would write the same graph
+                if "tracing" in exporters:  # tracing alone would write the same graph
                     exporters.remove("tracing")
                 raise
             if graphs.inspect_graph is not None:
@@ -154,7 +157,7 @@ def _write_first(
                 )
         except (UnsupportedModelError, OnnxModelError, ParityError) as error:
             progress(str(error))
-            failures.append(type(error)(str(error)))  # without the frames, which keep the models of this attempt
+            failures.append(type(error)(str(error)))  # a traceback would keep this attempt's models
             for path in folder.iterdir():
                 path.unlink()
         else:

@@ -1,1 +1,1 @@
-"""Where a model comes from: files, the hub, weights, tokenizers. Nothing in them is ever executed."""
+"""Reads the sources of a model: files, the hub, weights and tokenizers. Code in a source is never executed."""

@@ -18,7 +18,7 @@ from encserve_export.core.errors import CheckpointFileError, HubError
 from encserve_export.source.weights import holds_weights, read_json
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# The configuration of a model, its tokenizer, its safetensors, and the small pickles of ColBERT and BGE-M3.
+# The files to download: configuration, tokenizer, safetensors, and the small pickles of ColBERT and BGE-M3.
 _FILES = (
     "*.json",
     "*.jinja",
@@ -29,7 +29,7 @@ _FILES = (
     "colbert_linear.pt",
     "sparse_linear.pt",
 )
-# The weights of older models, for folders without safetensors.
+# The weights of older models. They are downloaded for folders without safetensors.
 _PICKLES = ("pytorch_model*.bin",)
 _ONNX = ("model.onnx", "model.onnx_data*", "model.onnx.data*")
 
@@ -39,9 +39,9 @@ class Snapshot:
     """A downloaded checkpoint.
 
     Attributes:
-        directory: Its folder in the cache of huggingface_hub.
+        directory: The folder of the checkpoint in huggingface_hub's cache.
         repository: OWNER/NAME on the hub.
-        revision: The commit, in hex.
+        revision: The hash of the commit, in hex.
     """
 
     directory: Path
@@ -57,16 +57,17 @@ def is_id(text: str) -> bool:
 def download(repository: str, revision: str | None = None, *, with_onnx: bool = False) -> Snapshot:
     """Download a checkpoint into the cache of huggingface_hub, or find it there.
 
-    The files are those in the repository's root and in the folders that modules.json names.
+    The files come from the repository's root, and from the folders that modules.json and router_config.json name.
 
     Args:
         repository: OWNER/NAME.
         revision: A branch, a tag or a commit; None for the main branch.
-        with_onnx: Whether to download onnx/model.onnx too. If the repository has no other weights, it always is.
+        with_onnx: Whether to download onnx/model.onnx too. If the repository has no other weights, this file is always
+            downloaded.
 
     Raises:
-        HubError: The repository or revision does not exist or is not accessible, or the download failed; or OWNER is
-            a local directory and no revision is given, because NAME may be a typing error.
+        HubError: The repository or revision does not exist or is not accessible, or the download failed. Also raised if
+            OWNER is a local directory and no revision is given, because NAME may be a typing error.
     """
     owner = repository.partition("/")[0]
     if revision is None and Path(owner).is_dir():
@@ -84,7 +85,7 @@ def download(repository: str, revision: str | None = None, *, with_onnx: bool = 
             f"no directory {repository}, and no such model on the hub that you can read; a private model needs hf auth "
             "login"
         ) from error
-    except (EntryNotFoundError, OSError, RuntimeError) as error:  # huggingface_hub has no common base class
+    except (EntryNotFoundError, OSError, RuntimeError) as error:  # huggingface_hub's errors have no common base class
         raise HubError(
             f"no directory {repository}, and its download from the hub to {huggingface_hub.constants.HF_HUB_CACHE} "
             f"failed: {' '.join(str(error).split())}"
@@ -93,11 +94,11 @@ def download(repository: str, revision: str | None = None, *, with_onnx: bool = 
 
 def _download(repository: str, revision: str | None, *, with_onnx: bool) -> Snapshot:
     path = _fetch(repository, revision, "", _FILES)
-    commit = path.name  # the other requests are for the same commit
+    commit = path.name  # all later requests use the same commit
     fetched = [""]
     while new := [folder for folder in _module_folders(path) if folder not in fetched]:
         for folder in new:
-            _fetch(repository, commit, folder, _FILES)  # may hold the configuration of a router
+            _fetch(repository, commit, folder, _FILES)  # may contain a router_config.json
         fetched += new
     for folder in fetched:
         if not any((path / folder).glob("*.safetensors")):
@@ -108,7 +109,10 @@ def _download(repository: str, revision: str | None, *, with_onnx: bool) -> Snap
 
 
 def _fetch(repository: str, revision: str | None, folder: str, patterns: Iterable[str]) -> Path:
-    """Download the files of a folder, without its subfolders; a "*" in a pattern matches "/" too."""
+    """Download the files of a folder, without its subfolders.
+
+    A "*" in a pattern also matches "/". So the subfolders are excluded by another pattern.
+    """
     prefix = f"{glob.escape(folder)}/" if folder else ""
     return Path(
         huggingface_hub.snapshot_download(
@@ -121,7 +125,7 @@ def _fetch(repository: str, revision: str | None, folder: str, patterns: Iterabl
 
 
 def _module_folders(snapshot: Path) -> list[str]:
-    """The folders of the modules of sentence-transformers, with the folders in a router."""
+    """Return the folders of the sentence-transformers modules, including the folders that routers name."""
     try:
         modules = read_json(snapshot / "modules.json")
         folders = [str(module["path"]) for module in modules if module["path"]]
@@ -129,6 +133,6 @@ def _module_folders(snapshot: Path) -> list[str]:
             router = snapshot / folder / "router_config.json"
             if router.is_file():
                 folders += [f"{folder}/{inner}".lstrip("/") for inner in read_json(router)["types"]]
-    except (CheckpointFileError, TypeError, KeyError):  # the directory's reader reports a broken file
+    except (CheckpointFileError, TypeError, KeyError):  # the exporter reads the file again later, and reports the error
         return []
     return folders

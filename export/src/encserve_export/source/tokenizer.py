@@ -1,8 +1,9 @@
-"""The tokenizer of a directory as transformers loads it, and the tokenizer.json of a bundle.
+"""Loads a directory's tokenizer with transformers, and writes the tokenizer.json of a bundle.
 
-transformers reads the vocabulary from tokenizer.json or an older file, and settings from tokenizer_config.json. The two
-files may contradict each other. So a bundle holds the backend of the loaded tokenizer, as a file of the tokenizers
-library, and `check.pipeline` compares the ids of both.
+transformers reads the vocabulary from tokenizer.json or an older file, and settings from tokenizer_config.json. The
+vocabulary and the settings may contradict each other. So the exporter does not copy tokenizer.json. It loads the
+tokenizer with transformers, and writes the loaded tokenizer's backend as a new tokenizer.json. `check.pipeline`
+compares the ids of the two tokenizers.
 """
 
 import dataclasses
@@ -17,28 +18,28 @@ from encserve_export.core.errors import TokenizerError, first_line
 from encserve_export.source.weights import AGAIN
 
 FILE = "tokenizer.json"
-# The files of a tokenizer from before tokenizer.json.
+# The tokenizer files that older models have instead of tokenizer.json.
 OLDER_FILES = (
     *("vocab.txt", "vocab.json", "spiece.model", "spm.model", "sentencepiece.model", "sentencepiece.bpe.model"),
     *("tokenizer.model", "prophetnet.tokenizer"),
 )
-_SPACE = "▁"  # SentencePiece's
-# Letters that few vocabularies have, and a word that is too long for WordPiece.
+_SPACE = "▁"  # SentencePiece's mark for a space
+# Characters that few vocabularies have, and a word that is too long for WordPiece.
 _UNKNOWN = "\U00012000 \ua66e " + "q" * 200
 _ADVICE = f"put a {FILE} there, or remove the tokenizer's files: the model then takes token ids only"
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerFile:
-    """A tokenizer.json that loads.
+    """A tokenizer.json that was loaded and checked.
 
     Attributes:
         path: The file.
         largest_id: The largest token id in the file.
-        around_text: The ids of the special tokens around a text.
-        added_tokens: The added tokens by id. A text has such an id only if it contains the token.
+        around_text: The ids of the special tokens that the file adds around a text.
+        added_tokens: The added tokens by id. A text gets such an id only if the token is written in the text.
         split_special_tokens: Whether a special token in a text is tokenized like other text.
-        made_of: The file of the checkpoint that this file was made from, for errors; None if they are the same file.
+        made_of: The file of the checkpoint that this file was made from, for errors; None if `path` is that file.
     """
 
     path: Path
@@ -49,14 +50,14 @@ class TokenizerFile:
     made_of: Path | None = None
 
     def write(self, path: Path) -> Path:
-        """Write the bundle's copy."""
+        """Copy the file to another path, and return this path."""
         return Path(shutil.copyfile(self.path, path))
 
     def check_fits(self, vocab_size: int) -> None:
-        """Refuse a tokenizer that gives ids beyond the model's table of token embeddings.
+        """Refuse a tokenizer with ids beyond the model's table of token embeddings.
 
         Raises:
-            TokenizerError: A text without added tokens may have an id of `vocab_size` or more.
+            TokenizerError: A text without added tokens may get an id of `vocab_size` or more.
         """
         tokenizer = open_tokenizer(self.path)
         ids = set(tokenizer.get_vocab().values()) - self.added_tokens.keys()
@@ -69,12 +70,12 @@ class TokenizerFile:
             )
 
     def remark(self, vocab_size: int) -> str:
-        """Return a remark that lists the added tokens without a row in the model's table; empty without such tokens."""
+        """Return a remark that lists the added tokens with an id of `vocab_size` or more; empty without such tokens."""
         tokens = [repr(token) for i, token in sorted(self.added_tokens.items()) if i >= vocab_size]
         if not tokens:
             return ""
         listed = ", ".join([*tokens[:5], f"and {len(tokens) - 5} more"] if len(tokens) > 5 else tokens)
-        return f"the model has no row for the added tokens {listed}: a text that holds one is refused"
+        return f"the model has no row for the added tokens {listed}: a text that contains one of them is refused"
 
 
 def read_tokenizer(path: Path, *, split_special_tokens: bool = False, made_of: Path | None = None) -> TokenizerFile:
@@ -86,7 +87,8 @@ def read_tokenizer(path: Path, *, split_special_tokens: bool = False, made_of: P
         made_of: The file of the checkpoint that this file was made from, if any.
 
     Raises:
-        TokenizerError: The file is unreadable or empty, gives random ids, or fails for unknown words.
+        TokenizerError: The file is unreadable, its vocabulary is empty, its ids are random (BPE dropout), or it fails
+            for unknown words.
     """
     tokenizer = open_tokenizer(path, split_special_tokens=split_special_tokens)
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
@@ -100,7 +102,7 @@ def read_tokenizer(path: Path, *, split_special_tokens: bool = False, made_of: P
     around_text = tuple(tokenizer.encode("").ids)
     try:
         tokenizer.encode(_UNKNOWN)
-    except Exception as error:  # the library raises Exception itself
+    except Exception as error:  # the library raises plain Exception
         raise TokenizerError(
             f"{made_of or path} fails for texts with unknown characters or words: {error}. Give its model an unk_token "
             "that is in its vocabulary"
@@ -110,14 +112,14 @@ def read_tokenizer(path: Path, *, split_special_tokens: bool = False, made_of: P
 
 
 def open_tokenizer(path: Path, *, split_special_tokens: bool = False) -> Tokenizer:
-    """Load a tokenizer.json as the server does: without the file's truncation and padding.
+    """Load a tokenizer.json without its settings for truncation and padding, as the server does.
 
     Raises:
         TokenizerError: The file is unreadable.
     """
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises Exception itself
+    except Exception as error:  # the library raises plain Exception
         raise TokenizerError(f"{path} is not a readable tokenizer: {error}; {AGAIN}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -126,7 +128,7 @@ def open_tokenizer(path: Path, *, split_special_tokens: bool = False) -> Tokeniz
 
 
 def import_transformers() -> Any:
-    """Import transformers, which takes a second, and turn off its log and its progress bars."""
+    """Import transformers, and turn off its log and its progress bars. The import takes a second."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -135,29 +137,29 @@ def import_transformers() -> Any:
 
 
 def tokenizer_source(directory: Path) -> Path | None:
-    """Return the file that a directory's tokenizer is made from; None without a tokenizer."""
+    """Return the file that a directory's tokenizer is loaded from; None without a tokenizer."""
     return next((path for name in (FILE, *OLDER_FILES) if (path := directory / name).is_file()), None)
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Load the tokenizer of a directory with transformers, without code from the directory.
+    """Load the tokenizer of a directory with transformers, without running code from the directory.
 
     Returns:
         A PreTrainedTokenizerBase; None without a tokenizer.
 
     Raises:
-        TokenizerError: transformers cannot load it.
+        TokenizerError: transformers cannot load the tokenizer, or its vocabulary has only special tokens.
     """
     source = tokenizer_source(directory)
     if source is None:
         return None
     if source.name == FILE:
-        open_tokenizer(source)  # transformers' error for an unreadable file has neither its name nor the cause
+        open_tokenizer(source)  # raises an error with the file and the cause; transformers' error has neither
     try:
         tokenizer = import_transformers().AutoTokenizer.from_pretrained(
             directory, trust_remote_code=False, local_files_only=True
         )
-    except Exception as error:  # a converter raises any class
+    except Exception as error:  # a converter of tokenizers may raise any exception
         raise TokenizerError(
             f"transformers makes no tokenizer of the files in {directory}: {first_line(error)}; {_ADVICE}"
         ) from error
@@ -176,8 +178,8 @@ def write_tokenizer(tokenizer: Any, path: Path, *, made_of: Path | None, add_spe
         tokenizer: A PreTrainedTokenizerBase, or a tokenizers.Tokenizer.
         path: The tokenizer.json to write.
         made_of: The file of the checkpoint that the tokenizer was made from, for errors.
-        add_special_tokens: Whether the file adds special tokens around a text; False with a chat template or for static
-            embeddings.
+        add_special_tokens: Whether the file adds special tokens around a text. False for a model with a chat template
+            and for static embeddings.
 
     Raises:
         TokenizerError: The tokenizer has no backend of the tokenizers library, or `read_tokenizer` refuses the file.

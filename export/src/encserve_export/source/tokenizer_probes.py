@@ -1,4 +1,7 @@
-"""Difficult texts: two versions of a tokenizer that differ usually differ for one of these texts."""
+"""Difficult texts for the comparison of two tokenizers.
+
+If two versions of a tokenizer differ, they usually return different ids for at least one of these texts.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -157,17 +160,17 @@ TEXTS = (
     *_DIGITS_AND_MARKS,
     *_REAL,
 )
-# A tokenizer may have thousands of special and added tokens; only the first ones are tried.
+# A tokenizer may have thousands of special and added tokens. Only the first 40 are tried.
 _MOST_TOKENS = 40
 
 
 def difficult_texts(tokenizer: Any) -> list[str]:
-    """Return `TEXTS`, and texts with the special and the added tokens of a tokenizer of transformers."""
+    """Return `TEXTS`, and texts that contain the special and added tokens of a transformers tokenizer."""
     return [*TEXTS, *around_tokens(dict.fromkeys([*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()]))]
 
 
 def around_tokens(tokens: Iterable[str]) -> list[str]:
-    """Return texts with tokens written out, alone and among words."""
+    """Return texts in which the tokens are written out, alone and among words."""
     listed = list(tokens)[:_MOST_TOKENS]
     texts = [text for token in listed for text in (token, f"a {token} b", f"A{token}B", f"  {token}  {token}\n")]
     for token in listed[:8]:

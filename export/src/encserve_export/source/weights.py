@@ -1,4 +1,4 @@
-"""Reads a checkpoint's files: JSON, safetensors, and pickles of plain tensors. No code in a file is run."""
+"""Reads a checkpoint's files: JSON, safetensors, and pickles of plain tensors. Code in a file is never run."""
 
 import dataclasses
 import hashlib
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from encserve_export.core.errors import CheckpointFileError, UnsafeWeightsError
 
-# In the order of preference. Each may be split into several files with an index.
+# The names of weights files, in the order of preference. Each may be split into several files with an index.
 _FILES = ("model.safetensors", "pytorch_model.bin")
 # The keys under which training scripts save a state dict.
 _CONTAINERS = ("state_dict", "model", "model_state_dict")
 AGAIN = "download or save it again (in a git clone: git lfs pull)"
 _SAVE_TENSORS = "save the state dict alone: torch.save(model.state_dict(), FILE)"
-# Older versions of transformers saved indices as weights, with these ends of names.
+# Older versions of transformers saved indices as weights. The names of these tensors have these endings.
 INDICES = ("position_ids", "token_type_ids", "inv_freq")
-# Prefixes of all names, from torch's wrappers for several devices and for compiling; wrappers may be nested.
+# The prefixes that torch's DataParallel and torch.compile add to all names. Several prefixes may follow each other.
 _WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
 
 
@@ -34,8 +34,8 @@ class Weights:
 
     Attributes:
         tensors: All tensors, by their names in the checkpoint.
-        sha256: SHA-256 of the weights files, in hex: of their bytes, in the order of their names, with a separate file
-            of embeddings last.
+        sha256: The SHA-256 of the bytes of the weights files, in hex. The files are sorted by name.
+            A separate file of embeddings comes last.
     """
 
     tensors: Mapping[str, Tensor]
@@ -73,7 +73,7 @@ def read_weights(directory: Path) -> Weights:
 
     Raises:
         CheckpointFileError: The directory has no weights, or they are unreadable.
-        UnsafeWeightsError: A pickle holds other objects than tensors.
+        UnsafeWeightsError: A pickle contains objects that could run code.
     """
     files = _weights_files(directory)
     tensors: dict[str, Tensor] = {}
@@ -93,18 +93,18 @@ def holds_weights(directory: Path) -> bool:
 
 
 def read_checkpoint(path: Path, embeddings: Path | None = None) -> Weights:
-    """Read the state dict in one file: alone, or under a key as training scripts save it.
+    """Read the state dict in one file: the whole content, or the value of a key such as "model".
 
     Tensors in nested dicts and lists get names with dots, such as layers.0.W_Q. The prefixes of torch's wrappers
     ("module.", "_orig_mod.") are removed from the names.
 
     Args:
         path: The file: safetensors, or a pickle of tensors.
-        embeddings: Another file, which the hash covers too.
+        embeddings: A separate file of embeddings, which the hash covers too.
 
     Raises:
         CheckpointFileError: The file is unreadable, or does not hold one state dict.
-        UnsafeWeightsError: It is a pickle of other objects than plain data.
+        UnsafeWeightsError: The file is a pickle of objects that could run code.
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in _only_state_dict(path, _load(path)).items():
@@ -116,11 +116,13 @@ def read_checkpoint(path: Path, embeddings: Path | None = None) -> Weights:
 
 
 def read_table(path: Path) -> tuple[str, Tensor]:
-    """Read a file that holds one tensor. Return its name, or the file's, and the tensor.
+    """Read a file that holds one tensor. Return the tensor's name and the tensor.
+
+    A tensor without a name gets the name of the file.
 
     Raises:
         CheckpointFileError: The file is unreadable, or does not hold one tensor.
-        UnsafeWeightsError: It is a pickle of other objects than plain data.
+        UnsafeWeightsError: The file is a pickle of objects that could run code.
     """
     content = _load(path)
     if isinstance(content, Tensor):
@@ -157,7 +159,7 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def _load(path: Path) -> Any:
-    """The content of a safetensors file or a pickle. PyTorch's unpickler refuses everything that could run code."""
+    """Return the content of a safetensors file or a pickle. PyTorch's unpickler refuses objects that could run code."""
     if path.suffix == ".safetensors":
         try:
             return load_file(path)
@@ -166,7 +168,7 @@ def _load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        # PyTorch's own message explains how to switch the check off.
+        # PyTorch's own message is not repeated, because it explains how to turn this check off.
         raise UnsafeWeightsError(
             f"{path} is not a pickle of plain tensors. Other objects could run code, so they are never loaded: "
             f"{_SAVE_TENSORS}, or {AGAIN}"
@@ -195,7 +197,7 @@ def _only_state_dict(path: Path, content: Any) -> dict[str, Tensor]:
 
 
 def _find_state_dicts(content: Any, key: str) -> dict[str, dict[str, Tensor]]:
-    """The state dicts under the usual keys, or else the content itself, by their dotted keys."""
+    """Return the state dicts under the usual keys, or else the content itself, by their keys joined with dots."""
     if not isinstance(content, dict):
         return {}
     found: dict[str, dict[str, Tensor]] = {}
@@ -206,7 +208,7 @@ def _find_state_dicts(content: Any, key: str) -> dict[str, dict[str, Tensor]]:
 
 
 def _leaves(content: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The values in nested dicts and lists, with their keys joined by dots, as in layers.0.W_Q."""
+    """Yield the values in nested dicts and lists, with their keys joined by dots, as in layers.0.W_Q."""
     if not isinstance(content, dict | list):
         yield name, content
         return

@@ -1,1 +1,1 @@
-"""Our own encoder: its configuration, the module, the layouts that it reads, and its graphs."""
+"""This project's own encoder: its configuration, its PyTorch module, and the checkpoint layouts that it can load."""

@@ -1,4 +1,4 @@
-"""The sizes and settings of our own encoder."""
+"""The sizes and settings of this project's own encoder."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ Position = Literal["sinusoidal", "learned", "none"]
 MergeHeads = Literal["transpose", "reshape"]
 
 _POSITIVE = ("d_model", "n_heads", "n_layers", "max_sequence_tokens")
-# The memory of the position table and of attention grows with the longest sequence.
+# The largest allowed values. The memory of the position table and of attention grows with the longest sequence.
 _MOST = {"n_layers": 1024, "max_sequence_tokens": 2**20}
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "input": get_args(Input),
@@ -29,12 +29,12 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 class EncoderConfig:
     """The sizes and settings of an `Encoder`, checked when built.
 
-    A setting that a new checkpoint layout needs becomes a field. Its default does not change the rows
-    of earlier layouts.
+    If a new checkpoint layout needs a setting, add a field. The field's default must not change the outputs of earlier
+    layouts.
 
     Attributes:
-        vocab_size: Rows of the token embedding; 0 if the input is embeddings.
-        d_model: Width of a token's representation.
+        vocab_size: Number of token ids; 0 if the input is embeddings.
+        d_model: Width of a token's hidden state.
         n_heads: Attention heads per block; divides `d_model`.
         d_ff: Inner width of the feed-forward layers; 0 for blocks of attention alone.
         n_layers: Number of blocks.
@@ -43,16 +43,17 @@ class EncoderConfig:
         activation: The function between the two feed-forward layers. "gelu" is the exact x·Φ(x) of Hendrycks & Gimpel
             2016, "gelu_tanh" its approximation x/2·(1 + tanh(√(2/π)·(x + 0.044715·x³))), "silu" x·σ(x).
         attention_bias: Whether the four projections of attention add a bias.
-        merge_heads: The step from the heads' results, (heads, seq, d_k), to rows, (seq, d_model). "transpose"
+        merge_heads: How the heads' results, (heads, seq, d_k), become one matrix, (seq, d_model). "transpose"
             concatenates the heads of each token, as in Vaswani et al. 2017. "reshape" reshapes without a transpose, so
-            a row mixes tokens.
+            a row of the matrix mixes tokens.
         residual: Whether x is added to f(x), for attention and for the feed-forward layers.
-        norm: "post" is LayerNorm(x + f(x)), as in Vaswani et al. 2017; "pre" is x + f(LayerNorm(x)); "none" has none.
+        norm: "post" is LayerNorm(x + f(x)), as in Vaswani et al. 2017; "pre" is x + f(LayerNorm(x)); "none" has no
+            LayerNorm.
         final_norm: Whether a LayerNorm follows the last block; usual with "pre".
         position: The position table: "sinusoidal", "learned" for a table among the weights, or "none".
         scale_embedding: Whether token embeddings are multiplied by √d_model, as in Vaswani et al. 2017.
         layer_norm_eps: The number added to the variance in every LayerNorm.
-        pad_token_id: The id that fills a padded batch. It changes no row of a real token.
+        pad_token_id: The id that pads a batch. It does not affect the hidden states of real tokens.
         position_offset: The row of the position table for the first token; `pad_token_id + 1` in RoBERTa.
     """
 
@@ -87,7 +88,7 @@ class EncoderConfig:
 
     @property
     def n_positions(self) -> int:
-        """The rows of the position table."""
+        """The number of rows of the position table."""
         return self.max_sequence_tokens + self.position_offset
 
     @classmethod

@@ -2,8 +2,8 @@
 
 The module is for inference: it has no dropout. It computes in the dtype of its weights, float32 in a bundle.
 
-A batch is padded on the right. Only attention needs the batch's shape. All other layers run on the real tokens alone,
-as rows of one matrix, so padding costs nothing there (as in ModernBERT, Warner et al. 2024).
+A batch is padded on the right. Only attention needs the batch's shape. All other layers run only on the real tokens, as
+rows of one matrix, so padding costs nothing there (as in ModernBERT, Warner et al. 2024).
 
 In the shapes, `batch` is the number of sequences, `seq` the length of the longest sequence, and `tokens` the number of
 real tokens in the batch; `heads` is `n_heads`, and `d_k` is `d_model / n_heads`.
@@ -20,7 +20,8 @@ from torch.nn import functional
 
 from encserve_export.models.own.config import Activation, EncoderConfig
 
-# `encoder_of` builds modules on the meta device. Sinusoids are not weights, so they are computed on the CPU there too.
+# `encoder_of` builds modules on the meta device. Sinusoids are not among the loaded weights, so they are always
+# computed on the CPU.
 _CPU = torch.device("cpu")
 _ACTIVATIONS: Mapping[Activation, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
@@ -52,8 +53,9 @@ class Padding:
     """The positions of the real tokens in a batch, built once and used by all blocks.
 
     Attributes:
-        attention_bias: (batch, 1, 1, seq), added to the attention scores: 0 for a 1 in the mask, and the lowest finite
-            number for a 0 or a 2. Softmax turns that number into 0. -∞ would give NaN for a sequence of padding only.
+        attention_bias: (batch, 1, 1, seq), added to the attention scores. It is 0 where the mask is 1, and the lowest
+            finite number where the mask is 0 or 2. Softmax turns the lowest number into 0. With -∞, a sequence of only
+            padding would result in NaN.
     """
 
     def __init__(self, attention_mask: Tensor, dtype: torch.dtype) -> None:
@@ -70,7 +72,7 @@ class Padding:
         return x.index_select(0, self._from_batch)  # (tokens, n)
 
     def restore(self, rows: Tensor) -> Tensor:
-        """Undo `remove`: (tokens, n) -> (batch·seq, n). A padded position repeats the token before it."""
+        """Undo `remove`: (tokens, n) -> (batch·seq, n). A padded position gets the row of the token before it."""
         return rows.index_select(0, self._to_batch)  # (batch·seq, n)
 
     def transpose_heads(self, heads: Tensor) -> Tensor:
@@ -81,8 +83,8 @@ class Padding:
     def reshape_heads(self, heads: Tensor) -> Tensor:
         """Reshape each sequence's (heads, length, d_k) to (length, heads·d_k), without a transpose and without padding.
 
-        A sequence holds heads·length vectors of d_k numbers. Vector p is of head p // length, at position p % length.
-        Row i of the result holds the vectors i·heads to i·heads + heads - 1.
+        A sequence has heads·length vectors of d_k numbers. Vector p belongs to head p // length and to position p %
+        length. Row i of the result consists of the vectors i·heads to i·heads + heads - 1.
 
         Args:
             heads: (batch, heads, seq, d_k).
@@ -99,7 +101,7 @@ class Padding:
 
 
 class Embeddings(nn.Module):
-    """The sum of token and position embeddings: x = E[id]·(√d_model) + P[position]."""
+    """The sum of token and position embeddings: x = E[id]·√d_model + P[position]. The factor √d_model is optional."""
 
     positions: Tensor
 
@@ -117,7 +119,7 @@ class Embeddings(nn.Module):
         """Embed a batch.
 
         Args:
-            inputs: Token ids, int64 (batch, seq), or embeddings, (batch, seq, d_model), which take the place of E[id].
+            inputs: Token ids, int64 (batch, seq), or embeddings, (batch, seq, d_model), which replace E[id].
 
         Returns:
             (batch, seq, d_model).
@@ -135,7 +137,7 @@ class SelfAttention(nn.Module):
     """Multi-head self-attention, Vaswani et al. 2017, section 3.2.
 
     head_h = softmax(Q_h·K_hᵀ / √d_k)·V_h. The heads are merged by `merge_heads` and go through one linear layer. One
-    layer projects to Q, K and V; its output holds Q, then K, then V.
+    linear layer computes Q, K and V; its output contains Q, then K, then V.
     """
 
     def __init__(self, config: EncoderConfig) -> None:
@@ -153,11 +155,12 @@ class SelfAttention(nn.Module):
         Args:
             x: (tokens, d_model).
             padding: The positions of the tokens.
-            return_attention: Whether to return the attention weights. All of them are then in memory.
+            return_attention: Whether to return the attention weights. If so, the whole (batch, heads, seq, seq) tensor
+                is in memory.
 
         Returns:
-            (tokens, d_model), and the attention weights, (batch, heads, seq, seq), or None. Each row of weights sums
-            to 1.
+            (tokens, d_model), and the attention weights, (batch, heads, seq, seq), or None. Each row of weights sums to
+            1.
         """
         bias = padding.attention_bias  # (batch, 1, 1, seq)
         by_head = (bias.shape[0], bias.shape[3], self.n_heads, self.d_k)
@@ -262,12 +265,12 @@ class Encoder(nn.Module):
         Args:
             inputs: Token ids, int64 (batch, seq), or embeddings, (batch, seq, d_model), padded on the right with any
                 valid id or any finite numbers.
-            attention_mask: int64 (batch, seq): 1 for a token, 0 for padding, 2 for a token that has a row and that no
-                other token attends to. The batch has at least one token.
+            attention_mask: int64 (batch, seq): 1 for a token, 0 for padding, 2 for a token that has a hidden state but
+                that no other token attends to. The batch has at least one token.
 
         Returns:
-            The last hidden state, (batch, seq, d_model). A token's row depends on its own sequence alone. Rows at
-            padded positions are finite and have no meaning.
+            The last hidden state, (batch, seq, d_model). A token's hidden state depends only on the token's own
+            sequence. Hidden states at padded positions are finite and have no meaning.
         """
         return self.inspect(inputs, attention_mask, return_attention=False).hidden_states[-1]
 
@@ -287,11 +290,11 @@ class Encoder(nn.Module):
 
 
 def encoder_of(config: EncoderConfig, weights: Callable[[str, tuple[int, ...]], Tensor]) -> Encoder:
-    """Build an encoder of existing weights, without initialising or copying any.
+    """Build an encoder from existing weights, without initialising or copying weights.
 
     Args:
         config: The sizes and settings.
-        weights: Returns the float32 weight of a name and a shape.
+        weights: A function that returns the float32 weight with the given name and shape.
     """
     with torch.device("meta"):  # takes no memory, even if the configuration's sizes are wrong
         encoder = Encoder(config)

@@ -1,4 +1,4 @@
-"""Encoders with random weights, to measure sizes and for tests."""
+"""Builds encoders with random weights, for tests and for measuring models of a chosen size."""
 
 import math
 
@@ -10,10 +10,12 @@ from encserve_export.models.own.encoder import Encoder
 
 
 def random_encoder(config: EncoderConfig, seed: int) -> Encoder:
-    """Return an encoder with random weights; the same seed gives the same weights.
+    """Return an encoder with random weights. Equal seeds produce equal weights.
 
-    Matrices are Xavier-uniform (Glorot & Bengio 2010), biases are 0 and LayerNorms the identity. Embeddings are normal.
-    They enter the first block with variance 1, as sinusoids do nearly, so tokens and positions have similar weight.
+    Weight matrices are Xavier-uniform (Glorot & Bengio 2010). Biases are 0, and every LayerNorm is the identity.
+
+    Token embeddings and learned positions are normal, with variance 1 at the input of the first block. Sinusoids have a
+    mean square of 0.5 there. So tokens and positions have similar weight in their sum.
     """
     encoder = Encoder(config)
     random = torch.Generator().manual_seed(seed)
@@ -34,7 +36,7 @@ def random_encoder(config: EncoderConfig, seed: int) -> Encoder:
 
 
 def _xavier(weight: Tensor, d_model: int, random: torch.Generator) -> None:
-    """Fill one matrix; the stacked matrices of Q, K and V are filled separately."""
+    """Fill one matrix. If the matrix stacks the weights of Q, K and V, fill each of the three separately."""
     is_qkv = weight.shape == (3 * d_model, d_model)
     for matrix in weight.chunk(3) if is_qkv else (weight,):
         nn.init.xavier_uniform_(matrix, generator=random)

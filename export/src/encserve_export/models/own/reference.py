@@ -1,4 +1,4 @@
-"""Our own encoder as a `Reference`."""
+"""Wraps our own encoder as a `Reference`, the PyTorch model that an exported graph must reproduce."""
 
 import dataclasses
 
@@ -11,7 +11,10 @@ from encserve_proto.bundle.v1 import manifest_pb2
 
 
 class _Inspected(nn.Module):
-    """All hidden states of an encoder, then all attention weights. The names of its parameters are the encoder's."""
+    """Returns all hidden states of an encoder, then all attention weights.
+
+    The parameters have the same names as in the encoder.
+    """
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
@@ -21,13 +24,13 @@ class _Inspected(nn.Module):
         self._inspect = encoder.inspect
 
     def forward(self, inputs: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
-        """Return the outputs of `models.reference.Inspection`."""
+        """Return the outputs that `models.reference.Inspection` describes."""
         inspection = self._inspect(inputs, attention_mask)
         return (*inspection.hidden_states, *inspection.attention_weights)
 
 
 def encoder_reference(encoder: Encoder) -> Reference:
-    """Return the `Reference` of an encoder."""
+    """Return a `Reference` that runs this encoder."""
     config = encoder.config
     is_table = config.position in ("sinusoidal", "learned")
     return Reference(
@@ -49,7 +52,7 @@ def encoder_reference(encoder: Encoder) -> Reference:
 
 
 def count_parameters(encoder: Encoder) -> dict[str, int]:
-    """Count the parameters of the embedding, attention, feed_forward and norm parts."""
+    """Count the parameters of each part: embedding, attention, feed_forward and norm."""
     counts = dict.fromkeys(("embedding", "attention", "feed_forward", "norm"), 0)
     for name, parameter in encoder.named_parameters():
         counts[_part(name)] += parameter.numel()
@@ -57,7 +60,7 @@ def count_parameters(encoder: Encoder) -> dict[str, int]:
 
 
 def _part(name: str) -> str:
-    """The part of a parameter, e.g. "blocks.0.attention_norm.weight" -> "norm"."""
+    """Return the part that a parameter belongs to: "blocks.0.attention_norm.weight" -> "norm"."""
     modules = name.split(".")
     if any(module.endswith("norm") for module in modules):
         return "norm"

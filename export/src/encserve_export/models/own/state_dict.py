@@ -1,4 +1,4 @@
-"""Finds the encoder in a state dict: its layout, its sizes, and the settings that the user must add."""
+"""Builds an encoder from a state dict: finds its layout and sizes, and reports settings that the user must add."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ from encserve_export.models.own.layouts import StackLayout, known_layouts
 from encserve_export.models.own.layouts.stack import ATTENTION_NORM, QKV, Stack
 from encserve_export.models.tensors import check_values, listed
 
-# The names of tables of token embeddings and of positions, at any place in a larger model.
+# Patterns for the names of a token embedding table and of a position table, with any prefix.
 _TABLES = r"(?:.+\.)?(?:W_embed|(?:(?:tok|token|word|src|input)_)?(?:emb|embed|embedding|embeddings)\.weight)"
 _POSITIONS = r"(?:.+\.)?(?:pe|PE|(?:pos|position|positional)_(?:emb|embed|embedding|embeddings)(?:\.weight)?)"
 _TABLE_NAMES = (
@@ -35,7 +35,7 @@ _POSITION_NAMES = (
 )
 _FLAG = ("true", "false")
 
-# The longest sequence by default, in tokens.
+# The default of `max_sequence_tokens`.
 DEFAULT_LONGEST = 512
 
 
@@ -44,8 +44,8 @@ class Table:
     """An embedding table or a position table.
 
     Attributes:
-        name: Its name in the checkpoint.
-        values: (rows, d_model).
+        name: The table's name in its file, for errors.
+        values: One row per token or position, (rows, d_model).
     """
 
     name: str
@@ -54,12 +54,12 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointEncoder:
-    """The encoder in a checkpoint.
+    """An encoder built from a checkpoint.
 
     Attributes:
-        encoder: The encoder.
-        layout: The name of its layout.
-        remarks: Decisions that the user should know.
+        encoder: The encoder with the weights of the checkpoint.
+        layout: The name of the checkpoint's layout.
+        remarks: Messages to the user about decisions that `find_encoder` made.
     """
 
     encoder: Encoder
@@ -72,11 +72,11 @@ def rename_tensors(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> d
 
     Args:
         tensors: The state dict.
-        names: New parts of names by old ones: {"blocks": "layers", "pos.weight": "pos_embedding.weight"}. An old part
-            is one or more whole words between dots, at any place in a name.
+        names: Old parts of names and their replacements: {"blocks": "layers", "pos.weight": "pos_embedding.weight"}. An
+            old part is one or more whole words between dots, at any place in a name.
 
     Raises:
-        WeightNamesError: No name contains an old part, or two tensors get one name.
+        WeightNamesError: No name contains an old part, or two tensors would get the same name.
     """
     new_names = {name: name for name in tensors}
     for old, new in names.items():
@@ -87,7 +87,7 @@ def rename_tensors(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> d
     result: dict[str, Tensor] = {}
     for name, new in new_names.items():
         if new in result:
-            raise WeightNamesError(f"--rename gives two weights the name {new}; {name} is the second")
+            raise WeightNamesError(f"--rename would give two weights the name {new}; the second is {name}")
         result[new] = tensors[name]
     return result
 
@@ -107,13 +107,13 @@ def find_encoder(
         tensors: The state dict.
         settings: Fields of EncoderConfig. They must not contradict the weights.
         embeddings: The embedding table, if the state dict has none.
-        layout: The layout's name; None detects it.
-        model_input: The encoder's input. "embeddings" needs no embedding table and ignores one.
-        max_sequence_tokens: The longest sequence in tokens. It overrides the field in `settings`; the default is 512,
-            or the rows of the position table.
+        layout: The layout's name; None to detect the layout.
+        model_input: The encoder's input. "embeddings" needs no embedding table, and ignores a table in the state dict.
+        max_sequence_tokens: The longest sequence in tokens. It overrides the field in `settings`. The default is 512,
+            or the length of the position table if that is shorter.
 
     Raises:
-        ExportError: One of its kinds, by cause.
+        ExportError: The state dict cannot be used. The subclass shows the cause.
     """
     stack = _find_stack(tensors, layout)
     positions = _position_table(tensors)
@@ -177,14 +177,14 @@ def _find_stack(tensors: Mapping[str, Tensor], name: str | None) -> Stack:
 
 
 def _patterns(names: Iterable[str]) -> str:
-    """List names with N for each number: the names of all blocks become one."""
+    """List the names with each number replaced by N, so that all blocks share one entry."""
     return ", ".join(sorted({re.sub(r"(?<=\.)[0-9]+(?=\.|$)", "N", name) for name in names}))
 
 
 def _check_names(
     tensors: Mapping[str, Tensor], stack: Stack, positions: Table | None, table: Table | None, model_input: Input
 ) -> None:
-    """Refuse missing and surplus names, and list the surplus weights that may be tables."""
+    """Refuse missing and surplus names. The error also lists surplus weights that may be tables."""
     needed = {name for sources in stack.names().values() for name in sources}
     needed |= {it.name for it in (positions, table) if it is not None} & tensors.keys()
     missing, surplus = sorted(needed - tensors.keys()), sorted(tensors.keys() - needed)
@@ -235,8 +235,8 @@ def _vocab_size(table: Table | None, d_model: int) -> int:
 
 
 def _position_table(tensors: Mapping[str, Tensor]) -> Table | None:
-    """Return the position table as (rows, d_model), without the batch axis of length 1."""
-    # `_check_names` reports a second table as surplus.
+    """Return the position table as (rows, d_model); None without a table. A batch axis of length 1 is removed."""
+    # If several names match, this function takes the first, and `_check_names` refuses the rest as surplus.
     name = min((name for name in tensors if re.fullmatch(_POSITIONS, name)), default=None)
     if name is None:
         return None
@@ -260,9 +260,10 @@ def _check_width(table: Table, d_model: int) -> None:
 
 
 def _judge_positions(positions: Table, settings: Mapping[str, Any]) -> tuple[Position, str]:
-    """Decide whether a position table is the sinusoid, and describe the decision.
+    """Decide whether a position table is sinusoidal, and describe the decision.
 
-    The sinusoid is computed again, in float64 and for any length. The rows of any other table are used unchanged.
+    A sinusoidal table is computed again in float64, for any length, unless the settings ask for a learned table. The
+    rows of any other table are used unchanged.
     """
     rows, d_model = positions.values.shape
     difference = math.inf
@@ -282,10 +283,11 @@ def _judge_positions(positions: Table, settings: Mapping[str, Any]) -> tuple[Pos
 
 
 def _join_fields(layout: StackLayout, known: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Join the fields that the weights show and the user's settings.
+    """Merge the fields that the weights show with the user's settings.
 
     Raises:
-        ConfigError: They contradict each other, or a field is in neither; the text lists all such fields.
+        ConfigError: The weights and the settings contradict each other, or a field is missing from both. The message
+            lists all such fields.
     """
     known = dict(known)
     needed: dict[str, tuple[str, ...]] = {} if "scale_embedding" in known else {"scale_embedding": _FLAG}
@@ -321,7 +323,7 @@ def _join_fields(layout: StackLayout, known: Mapping[str, Any], settings: Mappin
 
 
 def _config(fields: Mapping[str, Any], positions: Table | None, max_sequence_tokens: int | None) -> EncoderConfig:
-    """The configuration, with the longest sequence that the user asks for or that the position table allows."""
+    """Return the configuration. The default length is 512, or the length of a shorter position table."""
     asked = fields.get("max_sequence_tokens") if max_sequence_tokens is None else max_sequence_tokens
     longest = DEFAULT_LONGEST if asked is None else asked
     config = EncoderConfig.from_mapping({**fields, "max_sequence_tokens": longest})

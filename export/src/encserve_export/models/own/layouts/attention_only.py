@@ -1,4 +1,7 @@
-"""One multi-head attention and nothing around it, a matrix for x @ W for each head: `W_Q.0`, `W_O`."""
+"""Layout of a single multi-head attention without norms or a feed-forward network: `W_Q.0`, `W_O`.
+
+Q, K and V have one matrix per head. All matrices are stored for x @ W.
+"""
 
 from encserve_export.models.own.layouts.stack import StackLayout, matrix
 

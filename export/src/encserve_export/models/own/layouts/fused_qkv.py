@@ -1,7 +1,8 @@
-"""One `nn.Linear` to Q, K and V, its rows ordered by head: `layers.0.attention.qkv_layer.weight`.
+"""Layout with one `nn.Linear` for Q, K and V, ordered by head: `layers.0.attention.qkv_layer.weight`.
 
-Code of this family reshapes (batch, heads, seq, d_k) to (batch, seq, d_model) without a transpose, so this is the
-layout's default. A model that was trained with the transpose needs `"merge_heads": "transpose"`.
+The code of these checkpoints merges the heads by a reshape from (batch, heads, seq, d_k) to (batch, seq, d_model). It
+lacks the usual transpose, so `merge_heads` is "reshape" by default. A model that was trained with the transpose needs
+`"merge_heads": "transpose"` in --config.
 """
 
 from encserve_export.models.own.layouts.stack import Part, StackLayout, linear

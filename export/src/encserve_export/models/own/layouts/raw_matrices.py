@@ -1,4 +1,7 @@
-"""Layout of bare matrices, stored for x @ W: `layers.0.W_Q`, `layers.0.gamma1`. Attention has no biases."""
+"""Layout of matrices and vectors that are not inside modules: `layers.0.W_Q`, `layers.0.gamma1`.
+
+Matrices are stored for x @ W. Attention has no biases.
+"""
 
 from encserve_export.models.own.layouts.stack import Part, StackLayout, matrix
 

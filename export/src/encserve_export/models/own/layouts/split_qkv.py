@@ -1,4 +1,4 @@
-"""Four `nn.Linear` of full width in each attention: `layers.0.attention.W_Q.weight`."""
+"""Layout with one `nn.Linear` each for Q, K, V and the output: `layers.0.attention.W_Q.weight`."""
 
 from encserve_export.models.own.layouts.stack import StackLayout, linear
 

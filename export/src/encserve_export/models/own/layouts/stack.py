@@ -1,6 +1,7 @@
-"""Layouts of hand-written checkpoints: a stack of equal blocks, recognised by the names of its weights.
+"""Describes checkpoints of equal transformer blocks, and recognises them by the names of their weights.
 
-In a template, `{layer}` is the index of the block and `{head}` the index of the attention head.
+A template is a weight name with placeholders: `{layer}` for the index of the block, `{head}` for the index of the
+attention head.
 """
 
 import dataclasses
@@ -24,8 +25,8 @@ class Part:
     """The names of one linear layer or norm in a checkpoint.
 
     Attributes:
-        weight: Templates of the names of its weight. Several matrices are concatenated along their outputs.
-        bias: Templates of the names of its bias; empty for a layer without a bias.
+        weight: Templates of the weight's names. Several matrices are concatenated along the output axis.
+        bias: Templates of the bias's names; empty for a layer without a bias.
         transposed: Whether the weight is stored as (in, out), for x @ W.
     """
 
@@ -35,12 +36,12 @@ class Part:
 
 
 def linear(*names: str) -> Part:
-    """Return the part of one or several `nn.Linear` or `nn.LayerNorm`."""
+    """Return the `Part` of one or several modules such as `nn.Linear` or `nn.LayerNorm`."""
     return Part(tuple(f"{name}.weight" for name in names), tuple(f"{name}.bias" for name in names))
 
 
 def matrix(*names: str, bias: tuple[str, ...] = ()) -> Part:
-    """Return the part of one or several matrices W for x @ W."""
+    """Return the `Part` of one or several matrices W that are stored for x @ W."""
     return Part(names, bias, transposed=True)
 
 
@@ -49,14 +50,14 @@ class StackLayout:
     """The weight names of one family of checkpoints.
 
     Attributes:
-        name: Its name for `--layout`.
-        summary: One line for users.
-        block: The template of the prefix of a block, "layers.{layer}."; "" for a checkpoint of one block.
-        parts: The parts of a block, by the Encoder's names. A layout without feed-forward parts has d_ff 0; a layout
-            without norms has the norm "none".
-        final_norm: The LayerNorm after the last block; a checkpoint may lack it.
+        name: The layout's name for `--layout`.
+        summary: One line that describes the layout to users.
+        block: The template of a block's prefix, such as "layers.{layer}."; "" for a checkpoint of one block.
+        parts: The parts of a block, by their names in our `Encoder`. A layout without feed-forward parts has d_ff 0. A
+            layout without norms has the norm "none".
+        final_norm: The LayerNorm after the last block. A checkpoint may lack this LayerNorm.
         interleaved: Whether the projection to Q, K and V is ordered by head: Q, K and V of head 0, then of head 1.
-        merge_heads: The default of `EncoderConfig.merge_heads`, as in the code of these checkpoints.
+        merge_heads: The default of `EncoderConfig.merge_heads`, as in the code that trained these checkpoints.
     """
 
     name: str
@@ -69,11 +70,11 @@ class StackLayout:
 
     @property
     def marker(self) -> str:
-        """The template of the name that identifies the layout."""
+        """The template of the weight name that identifies the layout."""
         return self.block + self.parts[QKV].weight[0]
 
     def find_stacks(self, names: Iterable[str]) -> list["Stack"]:
-        """Return the stacks of this layout among the names of a checkpoint."""
+        """Find all stacks of this layout among the weight names of a checkpoint."""
         names = set(names)
         pattern = re.escape(self.marker)
         for number in ("layer", "head"):
@@ -98,11 +99,11 @@ class Stack:
     """A stack of blocks in a checkpoint.
 
     Attributes:
-        layout: Its layout.
+        layout: The layout of the weight names.
         root: The prefix of all names: "", or the path of the encoder in a larger model.
         n_layers: The number of blocks.
-        n_heads: Attention heads per block, if the names show them.
-        attention_bias: Whether the projections of attention have biases.
+        n_heads: Attention heads per block; None if the names do not contain head indices.
+        attention_bias: Whether the attention projections have biases.
         final_norm: Whether a LayerNorm follows the last block.
     """
 
@@ -114,12 +115,12 @@ class Stack:
     final_norm: bool
 
     def sources(self, layer: int, part: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the checkpoint's names of the weight and of the bias of one part of a block."""
+        """Return the names of the weight and of the bias in the checkpoint, for one part of a block."""
         names, prefix = self.layout.parts[part], self.root + self.layout.block
         return self._filled(prefix, names.weight, layer), self._filled(prefix, names.bias, layer)
 
     def names(self) -> dict[str, tuple[str, ...]]:
-        """Return the checkpoint's names of each weight of the Encoder, without the embeddings."""
+        """Return the names in the checkpoint for each weight of the Encoder, except the embeddings."""
         names: dict[str, tuple[str, ...]] = {}
         for layer in range(self.n_layers):
             for part in self.layout.parts:
@@ -134,10 +135,10 @@ class Stack:
         return names
 
     def sizes(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-        """Return the fields of EncoderConfig that the names and the first block's shapes show.
+        """Return the fields of EncoderConfig that follow from the names and from the shapes of the first block.
 
         Raises:
-            WeightShapeError: A weight is not a matrix.
+            WeightShapeError: A weight of the first block is not a matrix, or is empty.
         """
         sizes = {"d_model": self._size(tensors, QKV, 1), "n_layers": self.n_layers, "d_ff": 0}
         if INNER in self.layout.parts:
@@ -152,13 +153,14 @@ class Stack:
         """Build the encoder.
 
         Args:
-            config: Its sizes and settings.
-            tensors: The state dict, which holds all `names`.
-            tables: The names and values of the tables of embeddings and positions, by the Encoder's names.
+            config: The encoder's sizes and settings.
+            tensors: The state dict. It contains every tensor that `names` lists.
+            tables: The embedding and position tables, by their names in the Encoder. Each value is a pair: the table's
+                name for errors, and its numbers.
 
         Raises:
-            WeightValueError: A tensor holds other numbers than finite floating-point numbers.
-            WeightShapeError: The shape of a tensor does not fit the configuration.
+            WeightValueError: A tensor contains NaN, infinity, or numbers that are not floating-point.
+            WeightShapeError: The shape of a tensor does not match the configuration.
         """
         names = self.names()
 
@@ -177,7 +179,7 @@ class Stack:
         return encoder_of(config, weight)
 
     def _size(self, tensors: Mapping[str, Tensor], part: str, axis: int) -> int:
-        """The outputs (axis 0) or inputs (axis 1) of the first matrix of a part."""
+        """Return the number of outputs (axis 0) or inputs (axis 1) of the first matrix of a part."""
         name = self.sources(0, part)[0][0]
         shape = tuple(tensors[name].shape)
         if len(shape) != 2 or 0 in shape:
@@ -195,7 +197,7 @@ class Stack:
 def _read_weight(
     tensors: Mapping[str, Tensor], sources: Sequence[str], shape: tuple[int, ...], *, transposed: bool = False
 ) -> Tensor:
-    """Return one weight of the Encoder in float32; its sources are equal shares of the first axis."""
+    """Return one weight of the Encoder in float32. Each source tensor fills an equal share of the first axis."""
     share = (shape[0] // len(sources), *shape[1:])
     if transposed:
         share = share[::-1]
