@@ -1,18 +1,18 @@
-"""Compares an embed job in this process with the best that the model can do, and with sentence-transformers.
+"""Compares an embed job with the fastest batches of the same model and with sentence-transformers.
 
     python bench/bulk.py MODEL_REPOSITORY --checkpoint DIRECTORY [--model NAME] [--rounds 7] [--texts 3000]
                          [--part-rows 750] [--max-batch-tokens TOKENS] [--json FILE]
 
-All sides get the same texts, with the lengths of real ones, in interleaved rounds as in bench/compare.py.
+All sides get the same texts, with the lengths of real texts. The rounds are interleaved as in bench/compare.py.
 
 The job is `encserve embed texts.parquet --output FOLDER/ --bundle MODEL`. The model is loaded once. Each round plans a
-job into a new folder and runs it. Timed: reading Parquet, tokenizing, computing, writing Parquet. Not timed: loading
-and planning. The ceiling runs one sorted batch at a time with the best budget of a sweep; only the model's run is
-timed. sentence-transformers' `encode` gets all texts at once, which it sorts by length, with the best batch size of a
-sweep. Tokenizing is timed; reading and writing are not.
+job into a new folder and runs the job. The time includes reading Parquet, tokenizing, computing and writing Parquet,
+but not loading and planning. The ceiling runs sorted batches one after another, with the best batch size of a sweep;
+only `session.run` is timed. sentence-transformers' `encode` gets all texts at once and sorts them by length, with the
+best batch size of a sweep. Its time includes tokenizing, but not reading and writing.
 
 If the CPU computes in bfloat16, OpenVINO runs the same sides in bfloat16. Before the rounds, the vectors of all sides
-are compared with the first ceiling's.
+are compared with the vectors of the first ceiling.
 """
 
 import argparse
@@ -54,7 +54,7 @@ from encserve_server.system.cpus import usable_cpus
 
 JOB, SENTENCES = "job", "sentence-transformers"
 BFLOAT16 = "-bfloat16"  # suffix of a side's name
-# Targets for the job, as a ratio to another side.
+# The target of the job, as a ratio to the throughput of another side.
 BOUNDS = {"": {CEILING: 0.95, SENTENCES: 1.5}, BFLOAT16: {CEILING: 0.90, SENTENCES: 2.5}}
 ENGINES = {
     "": EngineOptions("onnxruntime", "float32", "cpu"),
@@ -66,24 +66,24 @@ SWEEP_TEXTS = 600
 
 
 class Job:
-    """A job with a model that is loaded once for all rounds; also the source of that model.
+    """An embed job whose model is loaded once for all rounds. The class is also the source of that model.
 
     Attributes:
         opened: The model.
-        budget: The most padded tokens of a batch.
+        budget: The largest number of padded tokens in a batch.
     """
 
     def __init__(self, directory: Path, engine: EngineOptions, file: Path, part_rows: int) -> None:
-        """Load the bundle in `directory`, for the texts of a Parquet file."""
+        """Load the bundle in `directory` to embed the texts of a Parquet file."""
         self.opened = LocalSource(directory, engine).open(MakeOptions(), None, None)
         self.budget = self.opened.model.max_batch_tokens
         self._file = file
         self._limits = PartLimits(max_rows=part_rows)
 
     def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> Opened:
-        """See `Source`."""
+        """Return the loaded model; see `Source`."""
         del make, kind, before
-        return dataclasses.replace(self.opened, close=lambda: None)  # stays open for the next round
+        return dataclasses.replace(self.opened, close=lambda: None)  # the model stays open for the next round
 
     def run(self, tokens: int) -> tuple[Measurement, Any]:
         """Run a job of `tokens` tokens; return the measurement and the written table."""
@@ -93,7 +93,7 @@ class Job:
                 [str(self._file)], folder, self, read=ReadOptions(), make=MakeOptions(), limits=self._limits
             ) as job,
         ):
-            runner = self.opened.runner(job.plan, job.store)  # never closed, because that would close the model
+            runner = self.opened.runner(job.plan, job.store)  # not closed: that would close the model
             began = time.perf_counter()
             done = run_parts(job.plan, job.store, runner)
             seconds = time.perf_counter() - began
@@ -106,7 +106,7 @@ class Sides:
     """The ceiling, the job and sentence-transformers, in one or two precisions.
 
     Attributes:
-        sides: All sides; the first ceiling comes first.
+        sides: All sides; the first is a ceiling.
         sweeps: Tokens/s by budget or by batch size, for each side with a sweep.
         agreement: The difference and the cosine to the first ceiling's vectors, by side.
     """
@@ -130,7 +130,7 @@ class Sides:
         Raises:
             DeviceError: This CPU does not have the precision.
             EngineMissing: The engine is not installed.
-            SystemExit: A side computes other vectors.
+            SystemExit: The vectors of a side differ from the first ceiling's.
         """
         engine = dataclasses.replace(ENGINES[suffix], max_batch_tokens=self._options.max_batch_tokens)
         self._add_ceiling(suffix, engine)
@@ -156,7 +156,9 @@ class Sides:
         self._stack.callback(engine.close)
         rates = sweep_budgets(engine, self._sweep_workload, self._options.seed)
         best = int(self._best(CEILING + suffix, "budget", {str(budget): rate for budget, rate in rates.items()}))
-        run_batches(engine, sorted_batches(self._workload.sequences, best))  # includes shapes that the sweep lacks
+        run_batches(
+            engine, sorted_batches(self._workload.sequences, best)
+        )  # includes shapes that do not occur in the sweep
         vectors = [self._vector(engine, index) for index in self._indices]
         self._reference = self._reference or vectors
         label = f"{options.engine} alone, {options.precision}, all sorted, {best} padded tokens"
@@ -180,7 +182,7 @@ class Sides:
         model = SentenceTransformer(str(self._options.checkpoint), device="cpu", model_kwargs=dtype)
 
         def encode(texts: Sequence[str], size: int) -> Any:
-            # The server's tokenizer turns off the threads of all tokenizers in this process.
+            # Opening the server's tokenizer turned off the threads of all tokenizers in this process.
             with mock.patch.dict(os.environ, TOKENIZERS_PARALLELISM="true"):
                 return model.encode(texts, batch_size=size, show_progress_bar=False)
 
@@ -189,7 +191,7 @@ class Sides:
             encode(workload.texts, size)
             return Measurement(workload.tokens, time.perf_counter() - began)
 
-        run(self._sweep_workload, max(BATCH_SIZES))  # PyTorch allocates its memory now
+        run(self._sweep_workload, max(BATCH_SIZES))  # the first run allocates PyTorch's memory
         sizes = [Side(str(size), "", partial(run, self._sweep_workload, size)) for size in BATCH_SIZES]
         rates = best_rates(sizes, SWEEP_ROUNDS, self._options.seed)
         best = int(self._best(SENTENCES + suffix, "batch size", rates))
@@ -203,7 +205,7 @@ class Sides:
         return max(rates, key=lambda it: rates[it])
 
     def _add(self, side: Side, vectors: Sequence[Any]) -> None:
-        """Add a side with its (d_model,) vectors, which must agree with the first ceiling's."""
+        """Add a side. Its (d_model,) vectors must agree with the first ceiling's."""
         least_cosine = LEAST_COSINE if side.name.endswith(BFLOAT16) else None
         got, want = ([vector[None] for vector in its] for its in (vectors, self._reference))  # (1, d_model) each
         self.agreement[side.name] = compare_rows(side.name, got, want, least_cosine=least_cosine)
@@ -211,7 +213,7 @@ class Sides:
 
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = make_parser(__doc__, checkpoint_for="sentence-transformers", needs_checkpoint=True, rounds=7, patience=300)
     parser.add_argument("--texts", type=int, default=3000)
     parser.add_argument("--part-rows", type=int, default=750, help="the most rows of a part of the job")
@@ -240,7 +242,7 @@ def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
 
 
 def job_targets(found: Found) -> list[Target]:
-    """All targets with sides that ran; each job is compared with sides of the same precision."""
+    """Return the targets of all sides that ran. A job is compared with sides of the same precision."""
     return [
         target
         for suffix, bounds in BOUNDS.items()

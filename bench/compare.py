@@ -1,13 +1,13 @@
-"""Compares encserve with the best that the same model can do on this machine, and with other ways to run it.
+"""Compares encserve with the fastest batches of the same model on this machine, and with other ways to run it.
 
     python bench/compare.py MODEL_REPOSITORY [--model NAME] [--checkpoint DIRECTORY] [--rounds 4] [--only SIDE ...]
                             [--lengths TOKENS ...] [--against DIRECTORY] [--json FILE]
 
 All sides get the same sequences on the same CPUs. Each round runs every side once, in random order. Ratios are taken
-within a round. The ceiling is ONNX Runtime alone with the server's session options, in the best order, with the best
-batch size of a sweep. encserve is a real server process under the load generator of `encserve bench`, over loopback.
+within a round. The ceiling is ONNX Runtime alone: it has the server's session options, sorted batches and the best
+batch size of a sweep. encserve is a real server process; the load generator of `encserve bench` calls it over loopback.
 
---checkpoint adds PyTorch, with the model of transformers, and the naive batcher, with the graph that PyTorch exports.
+--checkpoint adds two sides: transformers' model in PyTorch, and a naive batcher with the graph that PyTorch exports.
 --against adds the server of another checkout with the same flags, to measure a change:
 
     python bench/compare.py models --only encserve-1-pooled encserve-64-pooled --lengths 10 --against ../before
@@ -56,7 +56,7 @@ SIDES = (CEILING, BARE, NAIVE, TORCH, TORCH_BATCHED, ONE, ONE_POOLED, LARGE, MAN
 
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = make_parser(
         __doc__, checkpoint_for="PyTorch and the naive batcher", needs_checkpoint=False, rounds=4, patience=120
     )
@@ -76,7 +76,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_workload(bundle: Bundle, lengths: Sequence[int], seed: int) -> Workload:
-    """Texts if the model takes them and its vocabulary has words, else random ids."""
+    """Return texts if the model has a tokenizer with words in its vocabulary, else random ids."""
     try:
         return text_workload(bundle, lengths, seed=seed)
     except ValueError as error:
@@ -85,14 +85,14 @@ def read_workload(bundle: Bundle, lengths: Sequence[int], seed: int) -> Workload
 
 
 def open_engine(graph: Graph, stack: ExitStack) -> OnnxEngine:
-    """A graph on ONNX Runtime with the server's session options, until the stack closes."""
+    """Open a graph on ONNX Runtime with the server's session options. The stack closes it."""
     engine = OnnxEngine(graph, device="cpu", intra_op_threads=usable_cpus(), parallel_runs=None)
     stack.callback(engine.close)
     return engine
 
 
 class Sides:
-    """The sides except the ceiling, each checked against the reference rows.
+    """The sides except the ceiling. The rows of each side are compared with the reference rows.
 
     Attributes:
         sides: The sides.
@@ -100,7 +100,7 @@ class Sides:
     """
 
     def __init__(self, comparison: Comparison, engine: OnnxEngine, stack: ExitStack) -> None:
-        """Compute the reference rows, each sequence alone."""
+        """Compute the reference rows, one sequence at a time."""
         self._comparison, self._workload, self._stack = comparison, comparison.workload, stack
         self._indices = probe_indices(self._workload.lengths)
         self._probes = [self._workload.sequences[index] for index in self._indices]
@@ -122,10 +122,10 @@ class Sides:
         self.sides += sides
 
     def add_servers(self, best_budget: int) -> None:
-        """Add this server and the other checkout's."""
+        """Add this checkout's server and the other checkout's server."""
         options, bundle = self._comparison.options, self._comparison.bundle
         flags = ["--model", f"{bundle.name}@{bundle.version}", "--device", "cpu"]
-        # Both checkouts get the same budget, so that the code alone differs.
+        # Both servers get the same budget, so that only their code differs.
         flags += ["--max-batch-tokens", str(best_budget)] if options.against else ["--tune-batches"]
         flags += shlex.split(options.server_flags)
         settings = (options.model_repository, flags, self._workload, options.seconds)

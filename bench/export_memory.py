@@ -1,10 +1,10 @@
-"""Measures an export: CPU seconds, and peak memory above the memory after imports.
+"""Measures the CPU seconds of an export, and its peak memory above the memory after imports.
 
     python bench/export_memory.py [--size base|large] [--route ROUTE ...] [--precision PRECISION ...]
 
 The model is BERT in the size of bert-base-uncased or bert-large-uncased, with random weights. Each export runs in a new
-process. The peak is the kernel's and includes mapped files (Linux only). The bound is 3 times the weights in float32
-plus 500 MB; the exit status is 1 if an export exceeds it.
+process. The kernel measures the peak, which includes mapped files (Linux only). The bound is 3 times the weights in
+float32 plus 500 MB. The exit status is 1 if an export exceeds the bound.
 """
 
 import argparse
@@ -24,7 +24,7 @@ SIZES: dict[str, dict[str, int]] = {
     "base": {},
     "large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
 }
-# hf --via transformers, hf --via onnx, checkpoint, and the Python function export_module.
+# These are `hf --via transformers`, `hf --via onnx`, `checkpoint`, and the Python function export_module.
 ROUTES = ("transformers", "onnx", "checkpoint", "module")
 PRECISIONS = ("float32", "float16", "int8")
 BOUND_OF_WEIGHTS, BOUND_MB = 3, 500

@@ -1,12 +1,12 @@
-"""Measures the best settings of a GPU: tokens of a batch, and batches at the same time.
+"""Measures the best batch size and the best number of simultaneous batches on a GPU.
 
     python bench/gpu.py MODEL_REPOSITORY [--model NAME[@VERSION] ...] [--device cuda] [--rounds 5] [--json FILE]
 
-Without a server: the scheduler's batches of 1,024 waiting sequences, with the lengths of real texts, run by the
-server's engine in one thread for each lane. Settings take turns in random order. The first part measures the budget of
-a batch with two lanes, the second part the number of lanes at the best budget. Before, the rows of every model are
-compared with the first model's rows on the CPU. A setting that fails, for example because the device's memory is
-full, is left out. Needs encserve-server[gpu], or [cpu] with --device cpu.
+The program starts no server. It makes the batches that the scheduler would make of 1,024 waiting sequences, with the
+lengths of real texts. The server's engine runs them, with one thread for each lane. Each round runs all settings in
+random order. The first part measures batch sizes with two lanes, the second part numbers of lanes at the best size.
+Before that, the rows of every model are compared with the first model's rows on the CPU. A setting that fails, for
+example because the device's memory is full, is left out. Needs encserve-server[gpu], or [cpu] with --device cpu.
 """
 
 import argparse
@@ -47,12 +47,12 @@ console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A way to run the workload.
+    """A model, a batch size and a number of lanes.
 
     Attributes:
         model: NAME@VERSION.
-        budget: The most padded tokens of a batch.
-        lanes: Batches at the same time.
+        budget: The largest number of padded tokens in a batch.
+        lanes: The number of batches that run at the same time.
     """
 
     model: str
@@ -61,7 +61,7 @@ class Setting:
 
 
 def scheduler_batches(sequences: Sequence[TokenIds], budget: int, waiting: int) -> list[list[TokenIds]]:
-    """The batches that the scheduler makes while `waiting` sequences are in its queue."""
+    """Return the batches that the scheduler makes if `waiting` sequences are in its queue."""
     batches = []
     policy = BatchPolicy(budget, 256, max_padding_fraction=0.5)
     for window in windows(sequences, waiting):
@@ -70,7 +70,7 @@ def scheduler_batches(sequences: Sequence[TokenIds], budget: int, waiting: int) 
             counts = Counter(plan_batch(len(window[0]), sorted(lengths), lengths, policy).counts)
             batch: list[TokenIds] = []
             rest: list[TokenIds] = []
-            for sequence in window:  # of one length, the oldest first
+            for sequence in window:  # the sequences of one length, the oldest first
                 (batch if counts[len(sequence)] > 0 else rest).append(sequence)
                 counts[len(sequence)] -= 1
             batches.append(sorted(batch, key=len))
@@ -82,7 +82,7 @@ class Device:
     """The models on a device, and the workload."""
 
     def __init__(self, bundles: Sequence[Bundle], device: str, sequences: int, seed: int) -> None:
-        """Draw the sequences; engines open when they are needed."""
+        """Draw the sequences. Engines open at first use."""
         self._device, self._seed = device, seed
         self._engines: dict[tuple[str, int], OnnxEngine] = {}
         self.bundles = {f"{bundle.name}@{bundle.version}": bundle for bundle in bundles}
@@ -98,7 +98,7 @@ class Device:
         self._engines.clear()
 
     def engine(self, model: str, lanes: int = USUAL_LANES) -> OnnxEngine:
-        """A model on the device, for a number of lanes."""
+        """Open a model on the device for a number of lanes, or return the open one."""
         if (model, lanes) not in self._engines:
             graph = self.bundles[model].graph
             self._engines[model, lanes] = OnnxEngine(
@@ -107,14 +107,14 @@ class Device:
         return self._engines[model, lanes]
 
     def compare(self, title: str, settings: Sequence[Setting], rounds: int) -> dict[Setting, list[Measurement]]:
-        """Measure settings in turns and print a table. First closes all engines, because the device may be full."""
+        """Close all engines, since the device may be full. Measure settings in random order; print a table."""
         self.close()
         usable: dict[str, Setting] = {}
         for setting in settings:
             try:
                 self._run(setting)  # warm-up
                 usable[str(setting)] = setting
-            except Exception as error:  # any error of the runtime
+            except Exception as error:  # ONNX Runtime may raise any exception
                 console.print(f"left out: {setting}: {error}")
         if not usable:
             raise SystemExit(f"{title}: every setting failed")
@@ -153,12 +153,12 @@ class Device:
 
 
 def median_rate(runs: Sequence[Measurement]) -> float:
-    """The median tokens/s over rounds."""
+    """Return the median tokens/s over rounds."""
     return float(np.median([run.tokens_per_second for run in runs]))
 
 
 def best_budget(found: Mapping[Setting, Sequence[Measurement]], model: str) -> int:
-    """The budget with the highest median tokens/s of a model."""
+    """Return the budget with the highest median tokens/s of a model."""
     rates = {setting.budget: median_rate(runs) for setting, runs in found.items() if setting.model == model}
     return max(rates, key=lambda budget: rates[budget])
 

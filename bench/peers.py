@@ -4,8 +4,8 @@
                           [--server NAME="FLAGS" ...]
 
 The peers are Triton (through pytriton), infinity and sentence-transformers. Each has a virtual environment under
-.venv-peers, which is created at first use. A peer that cannot be installed or started is named at the end, and the
-exit status is 1. First each peer runs in several settings, and the fastest takes part. All sides start before the
+.venv-peers, which is created at first use. If a peer cannot be installed or started, the report names it and the
+exit status is 1. First each peer runs in several settings, to find the fastest. All sides start before the
 rounds, which are interleaved as in bench/compare.py. See docs/performance.md.
 """
 
@@ -38,15 +38,15 @@ from harness.workload import choose_lengths, read_newest, text_workload
 from encserve_server.engine.onnx import OnnxEngine
 from encserve_server.system.cpus import usable_cpus
 
-# Targets for 64 callers of encserve, as a ratio to a peer, by precision.
+# The targets of encserve with 64 callers, as a ratio to a peer, by precision.
 BOUNDS = {"float32": {TRITON: 1.6, INFINITY: 4.5}, "bfloat16": {TRITON: 3.0, INFINITY: 8.0}}
-LEAST_COSINE = 0.999  # of a row, for servers with further flags, which may lower the precision
+LEAST_COSINE = 0.999  # the lowest cosine of a row; servers with further flags may have a lower precision
 IDLE_SECONDS = 3.0
-IDLE_SHARE = 0.05  # of one CPU; idle servers that take more disturb the other sides
+IDLE_SHARE = 0.05  # the allowed share of one CPU for idle servers; more would disturb the other sides
 
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = make_parser(__doc__, checkpoint_for="the peers", needs_checkpoint=True, rounds=4, patience=120)
     add_server_options(parser)
     parser.add_argument("--peers", nargs="*", choices=sorted(PEERS), default=list(PEERS))
@@ -58,7 +58,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_server(text: str) -> tuple[str, str]:
-    """NAME=FLAGS as the name of a side and its flags."""
+    """Split NAME=FLAGS into the name of a side and its flags."""
     name, equals, flags = text.partition("=")
     if not name or not equals or f"encserve-{name}" in {MANY, POOLED}:
         raise argparse.ArgumentTypeError(f'{text!r} is not NAME="FLAGS"')
@@ -102,7 +102,7 @@ class Servers:
 def check_peer(
     peer: str, setting: Setting, indices: Sequence[int], rows: list[Any], vectors: list[Any]
 ) -> dict[str, float]:
-    """Check that a peer computes the same as encserve; return the differences by side.
+    """Check that a peer's results equal encserve's. Return the differences by side.
 
     Raises:
         PeerUnavailable: The peer computes other rows or vectors.
@@ -119,7 +119,7 @@ def check_peer(
 
 
 def fastest(peer: str, settings: Sequence[Setting], seed: int) -> tuple[Setting, dict[str, float]]:
-    """Run a peer in all its settings, and close all but the fastest and the default one.
+    """Run a peer in all its settings. Close all except the fastest and the default one.
 
     Returns:
         The setting with the best round, and tokens/s by setting.
@@ -130,7 +130,7 @@ def fastest(peer: str, settings: Sequence[Setting], seed: int) -> tuple[Setting,
     sides = [Side(setting.name, "", setting.sides[0].run) for setting in settings]
     try:
         for side in sides:
-            side.run()  # the peer allocates its memory now
+            side.run()  # the first run allocates the peer's memory
         rates = best_rates(sides, SWEEP_ROUNDS, seed)
     except RuntimeError as error:
         raise PeerUnavailable(peer, f"fails under load: {error}") from error
@@ -152,7 +152,7 @@ class Peers:
     """
 
     def __init__(self) -> None:
-        """Start with no peer."""
+        """Begin without peers."""
         self.sides: list[Side] = []
         self.found: dict[str, Any] = {}
         self.missing: dict[str, str] = {}
@@ -186,7 +186,7 @@ class Peers:
 
 
 def idle_share() -> float:
-    """CPU time of all processes of the benchmark without any load, as a share of one CPU."""
+    """Return the CPU time of all processes of the benchmark without load, as a share of one CPU."""
     time.sleep(1)
     before = cpu_seconds(os.getpid())
     time.sleep(IDLE_SECONDS)
@@ -194,7 +194,7 @@ def idle_share() -> float:
 
 
 def peer_targets(found: Found, precisions: Mapping[str, str]) -> list[Target]:
-    """All targets with sides that ran, for each peer in its default setting and at its best.
+    """Return the targets of all sides that ran, for each peer in its default setting and in its fastest.
 
     Args:
         found: The measurements.

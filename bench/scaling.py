@@ -3,9 +3,9 @@
     python bench/scaling.py measure MODEL_REPOSITORY FILE [--only PART ...] [--rounds 3] [--seconds 5]
     python bench/scaling.py draw FILE FOLDER
 
-`measure` starts servers, loads them with the generator of `encserve bench`, and writes all figures to FILE as JSON.
-Parts of FILE that are not measured stay. Each part is a list of points, measured round by round in random order. `draw`
-makes the plots of docs/performance.md.
+`measure` starts servers, loads them with the generator of `encserve bench`, and writes all numbers to FILE as JSON.
+FILE keeps the parts that are not measured again. Each part is a list of points. Each round measures every point once,
+in random order. `draw` makes the plots of docs/performance.md.
 """
 
 import asyncio
@@ -49,13 +49,13 @@ from encserve_server.system.cpus import usable_cpus
 SEQUENCE_TOKENS = (8, 16, 32, 64, 128, 256)  # up to the longest sequence of the demo's model
 BATCH_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096)
 CALLER_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-LOADS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # relative to 64 callers in the same round
+LOADS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # relative to the rate of 64 callers in the same round
 OVERLOAD = 3.0
 SEQUENCES_PER_CALL, CALL_TOKENS = (1, 4, 16, 64), 20
 MEMORY_REQUESTS = (20_000, 200_000)
 PAUSE_SECONDS = 0.3
 TAIL_SECONDS = 10.0  # the least duration for a p99, which needs some hundred calls
-# For the warm-up of many callers, each of which waits for all others first.
+# The warm-up of many callers needs more time, because each of them waits for all others first.
 MEAN_TOKENS, LEAST_TOKENS_PER_SECOND = 43, 2000
 
 
@@ -79,25 +79,25 @@ class Bench:
     _random: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
-        """Seed the order."""
+        """Seed the random order."""
         self._random = random.Random(self.seed)
 
     @contextmanager
     def server(self, *flags: str) -> Iterator[RealServer]:
-        """Run a server with further flags, on the CPU."""
+        """Run a server on the CPU with further flags."""
         only = ("--model", self.model) if self.model else ()
         with real_server(self.model_repository, "--device", "cpu", *only, *flags) as server:
             yield server
 
     def calls(self, server: RealServer, lengths: Sequence[int] | None = None) -> list[Call]:
-        """Calls of one sequence each; default: the lengths in tokens of real texts."""
+        """Make calls of one sequence each. By default they have the lengths of real texts, in tokens."""
         with EncoderClient(server.target) as client:
             info = client.model()
         chosen = sample_lengths(real_text_lengths(), 4096, seed=self.seed) if lengths is None else lengths
         return make_calls([min(length, info.max_sequence_tokens) for length in chosen], info)
 
     def interleaved(self, points: Sequence[Any], measure: Callable[[Any, int], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Measure every point once a round, in random order; `measure` gets the point and the number of the round."""
+        """Measure every point once a round, in random order. `measure` gets the point and the number of the round."""
         found = []
         for number in range(self.rounds):
             for point in self._random.sample(list(points), len(points)):
@@ -107,12 +107,12 @@ class Bench:
         return found
 
     def closed(self, server: RealServer, calls: Sequence[Call], callers: int) -> LoadResult:
-        """A closed loop; the warm-up lasts until each caller has had a reply."""
+        """Run a closed loop. The warm-up lasts until each caller has had a reply."""
         warmup = max(1.0, 1.2 * callers * MEAN_TOKENS / LEAST_TOKENS_PER_SECOND)
         return closed_loop(server.target, calls, concurrency=callers, seconds=self.seconds, warmup_seconds=warmup)
 
     def opened(self, server: RealServer, calls: Sequence[Call], rate_per_second: float, number: int) -> LoadResult:
-        """An open loop with the arrival times of a round."""
+        """Run an open loop with the arrival times of a round."""
         return open_loop(
             server.target,
             calls,
@@ -127,7 +127,7 @@ def _brief(value: Any) -> str:
 
 
 def by_sequence_tokens(bench: Bench) -> list[dict[str, Any]]:
-    """tokens/s of 64 callers by the length of all sequences."""
+    """Measure the tokens/s of 64 callers, by the length of all sequences."""
     with bench.server("--tune-batches") as server:
         calls = {length: bench.calls(server, [length] * 64) for length in SEQUENCE_TOKENS}
 
@@ -139,7 +139,7 @@ def by_sequence_tokens(bench: Bench) -> list[dict[str, Any]]:
 
 
 def by_server_flag(bench: Bench, flag: str, values: Sequence[int]) -> list[dict[str, Any]]:
-    """tokens/s and p50 of 64 callers by the value of a flag; one server for each value."""
+    """Measure the tokens/s and the p50 of 64 callers, by the value of a flag, with one server for each value."""
     name = flag.removeprefix("--intra-op-").removeprefix("--").replace("-", "_")
     with ExitStack() as stack:
         servers = {value: stack.enter_context(bench.server(flag, str(value))) for value in values}
@@ -154,12 +154,12 @@ def by_server_flag(bench: Bench, flag: str, values: Sequence[int]) -> list[dict[
 
 
 def thread_counts(cpus: int) -> list[int]:
-    """Powers of two below the number of CPUs, and that number."""
+    """Return the powers of two below the number of CPUs, and that number."""
     return [2**exponent for exponent in range(cpus.bit_length()) if 2**exponent < cpus] + [cpus]
 
 
 def by_callers(bench: Bench) -> list[dict[str, Any]]:
-    """tokens/s and latency by the number of callers."""
+    """Measure tokens/s and latency, by the number of callers."""
     with bench.server("--tune-batches") as server:
         calls = bench.calls(server)
 
@@ -177,7 +177,7 @@ def by_callers(bench: Bench) -> list[dict[str, Any]]:
 
 
 def by_load(bench: Bench) -> list[dict[str, Any]]:
-    """Latency of calls at random times by their rate, relative to the rate of 64 callers in the same round."""
+    """Measure the latency of calls at random times, by their rate relative to that of 64 callers in the round."""
     with bench.server("--tune-batches") as server:
         calls = bench.calls(server)
         saturation: dict[int, float] = {}  # calls a second, by round
@@ -201,7 +201,7 @@ def by_load(bench: Bench) -> list[dict[str, Any]]:
 
 
 def overload(bench: Bench) -> list[dict[str, Any]]:
-    """Three times the rate of 64 callers: how many calls are answered, and how soon the others are refused."""
+    """Send three times the rate of 64 callers. Measure the answered calls, and the time until the others fail."""
     with bench.server("--tune-batches", "--max-queue-tokens", "8192") as server:
         calls = bench.calls(server)
 
@@ -228,7 +228,7 @@ def overload(bench: Bench) -> list[dict[str, Any]]:
 
 
 def memory(bench: Bench) -> list[dict[str, Any]]:
-    """Resident memory of one server after some numbers of requests of 64 callers."""
+    """Measure the resident memory of one server, by the number of requests of 64 callers."""
     with bench.server() as server:
         calls = bench.calls(server)
         found: list[dict[str, Any]] = []
@@ -242,7 +242,7 @@ def memory(bench: Bench) -> list[dict[str, Any]]:
 
 @contextmanager
 def fake_engine_server() -> Iterator[tuple[str, str]]:
-    """A server with an engine that answers at once, in a separate process: its target, and its metrics page."""
+    """Start a server process whose engine answers at once. Return its target and its metrics page."""
     spawn = multiprocessing.get_context("spawn")
     near, far = spawn.Pipe()
     with tempfile.TemporaryDirectory() as folder:
@@ -269,7 +269,7 @@ def _serve_fake_engine(pipe: Connection, folder: Path) -> None:
 
 
 def front_end(bench: Bench) -> list[dict[str, Any]]:
-    """The cost of gRPC and Python without a model: calls/s of 64 callers, and CPU time of a call."""
+    """Measure the cost of gRPC and Python without a model: calls/s of 64 callers, and CPU time of a call."""
     with fake_engine_server() as (target, metrics_url):
         with EncoderClient(target) as client:
             info = client.model()
@@ -302,7 +302,7 @@ PARTS: dict[str, Callable[[Bench], list[dict[str, Any]]]] = {
     "front_end": front_end,
     "memory": memory,
 }
-LONG = ("memory",)  # 20 minutes with 2 CPUs; runs only with --only memory
+LONG = ("memory",)  # 20 minutes with 2 CPUs, so it runs only with --only memory
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -321,7 +321,7 @@ def main() -> None:
 def measure(
     model_repository: Path, file: Path, model: str | None, only: tuple[str, ...], rounds: int, seconds: float, seed: int
 ) -> None:
-    """Measure, and write all figures to FILE."""
+    """Measure, and write all numbers to FILE."""
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     for name in only or [part for part in PARTS if part not in LONG]:
         console.print(f"[bold]{name}[/]")
@@ -334,8 +334,8 @@ def measure(
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 def draw(file: Path, folder: Path) -> None:
-    """Draw the figures of FILE into FOLDER."""
-    from harness import plots  # imports matplotlib
+    """Draw the plots of FILE into FOLDER."""
+    from harness import plots  # this import loads matplotlib
 
     for path in plots.draw(json.loads(file.read_text()), folder):
         console.print(str(path))

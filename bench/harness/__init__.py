@@ -1,7 +1,7 @@
-"""Shared by the programs of this folder.
+"""The modules that the programs of this folder share.
 
 workload: the sequences; load: encserve servers under load; sides: the same model in this process; rounds: order and
-ratios; agreement: whether all sides compute the same; report: figures, targets and tables; command: options and the
-report of a comparison; machine: the CPUs and other work on them. peers and programs serve bench/peers.py, plots serves
-bench/scaling.py.
+ratios; agreement: comparison of the sides' results; report: numbers, targets and tables; command: options and the
+report of a comparison; machine: the CPUs and other processes. bench/peers.py uses peers and programs, and
+bench/scaling.py uses plots.
 """

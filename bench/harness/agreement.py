@@ -1,4 +1,4 @@
-"""Whether all sides compute the same."""
+"""Compares the results of the sides."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +10,13 @@ TOLERANCE = 5e-5  # relative to a row's norm
 
 
 def worst_difference(got: Sequence[Any], want: Sequence[Any]) -> float:
-    """The largest ‖got − want‖₂ / ‖want‖₂ over all rows; both are lists of (rows, d_model) arrays."""
+    """Return the largest ‖got − want‖₂ / ‖want‖₂ of a row; both are lists of (rows, d_model) arrays."""
     norm = np.linalg.norm
     return max(float((norm(a - b, axis=1) / norm(b, axis=1)).max()) for a, b in zip(got, want, strict=True))
 
 
 def lowest_cosine(got: Sequence[Any], want: Sequence[Any]) -> float:
-    """The lowest cosine between rows at the same place; both are lists of (rows, d_model) arrays."""
+    """Return the lowest cosine between rows with the same index; both are lists of (rows, d_model) arrays."""
     norm = np.linalg.norm
     return min(
         float(((a * b).sum(axis=1) / (norm(a, axis=1) * norm(b, axis=1))).min()) for a, b in zip(got, want, strict=True)
@@ -29,13 +29,13 @@ def compare_rows(
     """Compare the rows of a side with the reference; both are lists of (rows, d_model) arrays.
 
     Args:
-        side: The name for the error.
+        side: The side's name, for the error.
         got: Rows of the side.
         want: Rows of the reference.
         least_cosine: The bound for a side with a lower precision. Without it the bound is `TOLERANCE`.
 
     Returns:
-        The worst `difference` and the lowest `cosine`.
+        The largest `difference` and the lowest `cosine`.
 
     Raises:
         SystemExit: The rows have other shapes, or differ by more than the bound.
@@ -52,7 +52,7 @@ def compare_rows(
 
 
 def probe_indices(lengths: Sequence[int]) -> list[int]:
-    """Indices of the sequences to compare, from the shortest to the longest, which shows a side that truncates."""
+    """Return the indices of the sequences to compare. They include the longest, to find a side that truncates."""
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
     count = min(COMPARED_SEQUENCES, len(order))
     return [order[round(rank)] for rank in np.linspace(0, len(order) - 1, count)]

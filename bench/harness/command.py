@@ -25,7 +25,7 @@ console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
 def make_parser(
     description: str | None, *, checkpoint_for: str, needs_checkpoint: bool, rounds: int, patience: float
 ) -> argparse.ArgumentParser:
-    """A parser with the shared options; `checkpoint_for` names the sides that need --checkpoint."""
+    """Return a parser with the shared options. `checkpoint_for` names the sides that need --checkpoint."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_repository", type=Path, help="a model repository")
     parser.add_argument("--model", help="NAME or NAME@VERSION; default: the first model")
@@ -47,7 +47,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 class Comparison:
-    """A comparison: it describes the idle machine, runs the rounds, and makes the report.
+    """A comparison of sides on one model and one workload.
 
     Attributes:
         options: The command line.
@@ -56,7 +56,7 @@ class Comparison:
     """
 
     def __init__(self, options: argparse.Namespace, bundle: Bundle, workload: Workload) -> None:
-        """Describe the machine, and print the model and the workload."""
+        """Describe the machine while it is idle, and print the model and the workload."""
         self.options, self.bundle, self.workload = options, bundle, workload
         self._load_before, self._machine, self._other_work = load_average(), describe_machine(), OtherWork()
         lengths = sorted(workload.lengths)
@@ -79,7 +79,7 @@ class Comparison:
     def report(
         self, sides: Sequence[Side], found: Found, targets: Sequence[Target], ratios: Ratios, **more: Any
     ) -> dict[str, Any]:
-        """All figures, for `print_report` and for --json; `more` are figures of one program."""
+        """Return all numbers, for `print_report` and --json. `more` are numbers that only one program has."""
         return {
             "model": {name: getattr(self.bundle, name) for name in ("name", "version", "fingerprint")},
             "machine": self._machine,

@@ -1,4 +1,4 @@
-"""encserve servers, and their callers: the load generator of `encserve bench`, in separate processes."""
+"""encserve servers and their callers. The callers are the load generator of `encserve bench`, in other processes."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ from harness.rounds import Measurement, Side
 from harness.workload import Workload
 
 CALLERS = 64
-SINGLE_SEQUENCES = 192  # for sides that run one sequence at a time; the whole workload would take minutes
+SINGLE_SEQUENCES = 192  # for sides that run one sequence at a time, because the whole workload would take minutes
 LARGE_CALL_SEQUENCES, LARGE_CALLERS = 256, 4
 TIMEOUT_SECONDS = 120.0
 
@@ -24,7 +24,7 @@ LARGE = "encserve-4x256"
 
 
 def warmup_seconds(seconds: float) -> float:
-    """The duration of the load before a measurement of `seconds`."""
+    """Return the duration of the load before a measurement of `seconds`."""
     return min(1.0, seconds)
 
 
@@ -36,7 +36,7 @@ class Served:
     """
 
     def __init__(self, server: RealServer, workload: Workload, seconds: float) -> None:
-        """Serialize the calls; each side is measured for `seconds`."""
+        """Serialize the calls. Each side is measured for `seconds`."""
         self.server = server
         self._workload = workload
         self._seconds = seconds
@@ -44,30 +44,30 @@ class Served:
             self._info = client.model()
         self._calls = make_calls(workload.lengths, self._info)
         self._pooled = self._pooled_calls()
-        self._measure(self._calls, CALLERS)  # the server allocates its memory now
+        self._measure(self._calls, CALLERS)  # the first calls allocate the server's memory
 
     def _pooled_calls(self) -> list[Call]:
         request = Request(pooling="model" if self._info.pooling else "mean")
         if not self._workload.texts:
             return make_calls(self._workload.lengths, self._info, request)
         calls = make_text_calls(self._workload.texts, self._info, request)
-        # The generator does not tokenize; the workload knows the number of tokens.
+        # The load generator does not tokenize, so the workload gives the number of tokens.
         lengths = self._workload.lengths
         return [dataclasses.replace(call, tokens=tokens) for call, tokens in zip(calls, lengths, strict=True)]
 
     def rows(self, indices: Sequence[int]) -> list[Any]:
-        """The (seq, d_model) rows of some sequences."""
+        """Return the (seq, d_model) rows of some sequences."""
         with EncoderClient(self.server.target) as client:
             return list(client.encode([self._workload.sequences[index] for index in indices]))
 
     def vectors(self, indices: Sequence[int]) -> list[Any]:
-        """The pooled vectors of some texts, scaled to length 1: (1, d_model) each."""
+        """Return the pooled vectors of some texts, scaled to length 1: (1, d_model) each."""
         with EncoderClient(self.server.target) as client:
             vectors = client.embed([self._workload.texts[index] for index in indices])  # (texts, d_model)
         return [vector[None] / float((vector**2).sum()) ** 0.5 for vector in vectors]
 
     def sides(self) -> list[Side]:
-        """The ways to call the server."""
+        """Return a side for each way to call the server."""
         pooled = "text in, one vector out" if self._workload.texts else "one vector out"
         return [
             Side(ONE, "encserve, 1 caller", lambda: self._one_caller(self._calls)),
@@ -78,16 +78,16 @@ class Served:
         ]
 
     def _one_caller(self, calls: Sequence[Call]) -> Measurement:
-        """The first sequences one after another, with the length of each timed call."""
+        """Send the first sequences one after another. Return the length and the latency of each timed call."""
         first = calls[:SINGLE_SEQUENCES]
         measurement = self._measure(first, 1, warmup=False)
-        # Without a warm-up, the first latency belongs to the first call.
+        # Without a warm-up, the first latency belongs to the first sequence.
         lengths = itertools.cycle(call.tokens for call in first)
         latencies = [(next(lengths), seconds) for _, seconds in measurement.latencies]
         return dataclasses.replace(measurement, latencies=latencies)
 
     def _large(self) -> Measurement:
-        """Calls of seconds: few end during the measurement, so the tokens of the server's batches count."""
+        """Send calls that take seconds. Few of them end in time, so the tokens of the batches are counted."""
         count = LARGE_CALL_SEQUENCES * LARGE_CALLERS
         lengths = itertools.islice(itertools.cycle(self._workload.lengths), count)
         calls = make_calls(list(lengths), self._info, Request(sequences_per_call=LARGE_CALL_SEQUENCES))
@@ -96,7 +96,7 @@ class Served:
     def _measure(
         self, calls: Sequence[Call], callers: int, *, warmup: bool = True, by_batch: bool = False
     ) -> Measurement:
-        """Run a closed loop; count the tokens of replies or, with `by_batch`, of the server's batches.
+        """Run a closed loop. Count the tokens of replies or, with `by_batch`, of the server's batches.
 
         Raises:
             RuntimeError: A call failed, no call was answered, or the server's metrics are not readable.

@@ -11,15 +11,15 @@ from typing import Any
 from encserve_server.system.cpus import usable_cpus
 
 PACKAGES = ("onnxruntime", "torch", "grpcio", "numpy")
-# Instruction sets that decide the speed of a matrix product.
+# Instruction sets that determine the speed of a matrix product.
 MATRIX_FLAGS = re.compile(r"avx2|fma|avx512(f|_bf16|_fp16|_vnni)|avx_vnni|amx_\w+|asimd\w*|sve\w*|i8mm|bf16")
-# Indices in the first line of /proc/stat: user, nice, system, steal. Our own loopback connections cause the interrupts,
-# so these are not counted.
+# Indices in the first line of /proc/stat: user, nice, system, steal. Interrupts are left out, because the benchmark's
+# own loopback connections cause them.
 BUSY_FIELDS = (0, 1, 2, 7)
 
 
 def describe_machine() -> dict[str, Any]:
-    """The CPU, its matrix instructions, the number of usable CPUs, and the versions of the numerical packages."""
+    """Describe the CPU, its matrix instructions, the usable CPUs, and the versions of the numerical packages."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:  # not Linux
@@ -45,24 +45,24 @@ def _version(package: str) -> str:
 
 
 def load_average() -> float:
-    """The mean number of runnable processes over the last minute."""
+    """Return the mean number of runnable processes over the last minute."""
     return os.getloadavg()[0]
 
 
 def process_tree(pid: int) -> list[int]:
-    """The ids of a process and its living descendants."""
+    """Return the ids of a process and its living descendants."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # the process has ended
             children.setdefault(int(_stat(path)[1]), []).append(int(path.parent.name))
     found = [pid]
-    for parent in found:  # grows during the loop
+    for parent in found:  # the list grows during the loop
         found += children.get(parent, ())
     return found
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU seconds so far of a process and its descendants, ended children included."""
+    """Return the CPU seconds so far of a process and its descendants, including children that have ended."""
     ticks = 0
     for process in process_tree(pid):
         with suppress(OSError):
@@ -72,22 +72,22 @@ def cpu_seconds(pid: int) -> float:
 
 
 def _stat(path: Path) -> list[str]:
-    """The fields of /proc/PID/stat after the name, which is in brackets and may contain spaces."""
+    """Read the fields of /proc/PID/stat after the name. The name is in brackets and may contain spaces."""
     return path.read_text().rpartition(")")[2].split()
 
 
 class OtherWork:
     """The share of CPU time that other processes use, from /proc/stat.
 
-    The load average does not show this: after a few minutes it contains the benchmark itself.
+    The load average cannot show this, because after a few minutes it includes the benchmark itself.
     """
 
     def __init__(self) -> None:
-        """Start to count."""
+        """Begin to count."""
         self._before = self._read()
 
     def share(self) -> float | None:
-        """The share of all CPU time since the start, from 0 to 1; None if the system does not provide it."""
+        """Return the share of all CPU time since the beginning, from 0 to 1; None if the system does not report it."""
         before, now = self._before, self._read()
         if before is None or now is None:
             return None
@@ -95,7 +95,7 @@ class OtherWork:
         return min(max(0.0, busy - own) / total, 1.0) if total else 0.0
 
     def _read(self) -> tuple[float, float, float] | None:
-        """CPU seconds so far: all, busy, and used by this process tree."""
+        """Read the CPU seconds so far: all, busy, and used by this process tree."""
         try:
             # user, nice, system, idle, iowait, irq, softirq, steal
             times = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
@@ -106,7 +106,7 @@ class OtherWork:
 
 
 def peak_bytes(pid: int) -> int:
-    """The sum of the peak resident memory of a process and its living descendants."""
+    """Return the sum of the peak resident memory of a process and its living descendants, in bytes."""
     peak = 0
     for process in process_tree(pid):
         with suppress(OSError):  # the process has ended

@@ -1,6 +1,6 @@
-"""How each peer is started and called, in each of its settings.
+"""Starts each peer in each of its settings, and makes the sides that call it.
 
-All settings of a peer run before the rounds, and the fastest takes part.
+All settings of a peer run before the rounds. Only the fastest setting and the default run in the rounds.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,8 +18,8 @@ from harness.rounds import Measurement, Side
 from harness.workload import Workload
 
 INFINITY, SENTENCES, TRITON = "infinity", "sentence-transformers", "triton"
-DEFAULT = "-as-it-comes"  # suffix of a peer in its default setting
-ROWS, VECTORS = "rows", "vectors"  # a side returns (seq, d_model) or (1, d_model) for each sequence
+DEFAULT = "-as-it-comes"  # suffix of the name of a peer in its default setting
+ROWS, VECTORS = "rows", "vectors"  # whether a side returns (seq, d_model) or (1, d_model) for each sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,12 @@ class Setting:
     """A running peer in one of its settings.
 
     Attributes:
-        name: The setting in words.
+        name: A description of the setting.
         sides: The sides of this setting.
-        compute: Returns, by side, `ROWS` or `VECTORS` and the arrays of the sequences at some indices.
+        compute: Maps indices of sequences to `ROWS` or `VECTORS`, and their arrays, for each side.
         versions: The versions of the peer's packages.
         close: Stops all processes that no other setting needs.
-        is_default: Whether the peer runs like this without any option.
+        is_default: Whether the peer runs like this without options.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Setting:
 
 
 def _arrays(program: Program, folder: Path, indices: Sequence[int], **arguments: Any) -> list[Any]:
-    """One array for each index, computed by a program."""
+    """Return the arrays that a program computes, one for each index."""
     file = folder / f"{program.peer}-{program.process.pid}.npz"
     program.ask("check", indices=list(indices), file=str(file), **arguments)
     with np.load(file) as content:
@@ -75,7 +75,7 @@ def _arrays(program: Program, folder: Path, indices: Sequence[int], **arguments:
 
 
 def _called(given: PeerInput, own: ExitStack, peer: str, address: str, name: str, label: str, kind: str) -> Setting:
-    """A running server with the callers of `peer_callers.py`; `kind` is `ROWS` or `VECTORS`."""
+    """Return the setting of a running server that `peer_callers.py` calls. `kind` is `ROWS` or `VECTORS`."""
     flags = {"--peer": peer, "--address": address, "--workload": given.file}
     log = given.folder / f"{peer}-callers-{address.rpartition(':')[2]}.log"
     callers = own.enter_context(running(peer, script(peer, "peer_callers.py", flags), log))
@@ -119,7 +119,7 @@ def _triton(given: PeerInput, stack: ExitStack) -> Iterator[Setting]:
         yield replace(setting, versions=versions | setting.versions, is_default=instances == 1)
 
 
-# The default of `pip install infinity-emb[all]`: it installs optimum 2, which does not have BetterTransformer.
+# This is the default: `pip install infinity-emb[all]` installs optimum 2, which does not have BetterTransformer.
 INFINITY_DEFAULT = "no BetterTransformer, batches of 32"
 INFINITY_SETTINGS: Mapping[str, Sequence[Any]] = {
     "BetterTransformer, batches of 8": ("--bettertransformer", "--batch-size", 8),
@@ -136,7 +136,7 @@ def _infinity(given: PeerInput, stack: ExitStack) -> Iterator[Setting]:
         (port,) = free_ports(1)
         command = [binaries / "infinity_emb", "v2", "--model-id", given.checkpoint, "--served-model-name", "encoder"]
         command += ["--engine", "torch", "--device", "cpu", "--dtype", "float32", "--no-compile", *flags]
-        # Every round sends the same texts, so a cache would replace the model.
+        # The cache is off: every round sends the same texts, so cached replies would replace the model.
         command += ["--no-vector-disk-cache", "--host", "127.0.0.1", "--port", port, "--log-level", "warning"]
         server = own.enter_context(running(INFINITY, command, given.folder / f"infinity-{port}.log"))
         server.wait_for_page(f"http://127.0.0.1:{port}/health")

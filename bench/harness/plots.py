@@ -18,7 +18,7 @@ _SIZE_INCHES = (6.4, 3.6)
 
 
 def spread_by(points: Points, x: str, y: str) -> tuple[list[float], np.ndarray]:
-    """The distinct x in ascending order, and the quartiles of y for each, (3, x); points without a y are left out."""
+    """Return the distinct x in ascending order, and the quartiles of their y, (3, x); skip points without y."""
     known = [point for point in points if point[y] is not None]
     xs = sorted({point[x] for point in known})
     quartiles = [np.quantile([point[y] for point in known if point[x] == it], (0.25, 0.5, 0.75)) for it in xs]

@@ -22,7 +22,7 @@ FOLDER = ROOT / "bench/peer_environments"
 ENVIRONMENTS = ROOT / ".venv-peers"
 START_SECONDS = 240.0
 ANSWER_SECONDS = 600.0
-LOG_CHARACTERS = 1500  # from the end of a log, in an error
+LOG_CHARACTERS = 1500  # length of the end of a log in an error
 
 
 class PeerUnavailable(Exception):
@@ -72,10 +72,10 @@ def ensure_environment(
 
 
 def peer_environment() -> dict[str, str]:
-    """Environment variables for a peer: without ours, without network and usage reports, with this libpython."""
+    """Return environment variables for a peer: without ours, without network and usage reports, with this libpython."""
     ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
-    # Triton's stub loads libpython by name. The loader's path may hold a libpython of another Python with the same
-    # version, which does not fit the standard library of this one.
+    # Triton's stub loads libpython by name. The loader's path may contain the libpython of another Python of this
+    # version, which fails with the standard library of this one.
     libraries = [sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
     return {
         **{key: value for key, value in os.environ.items() if key not in ours},
@@ -88,7 +88,7 @@ def peer_environment() -> dict[str, str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different free ports of the loopback interface."""
+    """Return different free ports of the loopback interface."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for it in sockets:
@@ -114,7 +114,7 @@ class Program:
             )
 
     def failure(self, reason: str) -> PeerUnavailable:
-        """An error with the end of the log."""
+        """Return an error with the end of the log."""
         log = self._log.read_text(errors="replace")[-LOG_CHARACTERS:]
         return PeerUnavailable(self.peer, f"{reason}; its log ends:\n{log}")
 
@@ -163,7 +163,7 @@ class Program:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
-        for sign in (None, signal.SIGTERM, signal.SIGKILL):  # at the end of its input, the process may end by itself
+        for sign in (None, signal.SIGTERM, signal.SIGKILL):  # the end of its input may stop the process
             with contextlib.suppress(ProcessLookupError):
                 if sign is not None:
                     os.killpg(self.process.pid, sign)
@@ -183,7 +183,7 @@ def running(peer: str, command: Sequence[Any], log: Path) -> Iterator[Program]:
 
 
 def script(peer: str, name: str, flags: Mapping[str, Any]) -> list[Any]:
-    """The command of a program of `bench/peer_environments` in a peer's environment; a flag may have several values."""
+    """Return the command of a program of `bench/peer_environments`. A flag may have several values."""
     command: list[Any] = [ensure_environment(peer) / "python", FOLDER / name]
     for flag, value in flags.items():
         command += [flag, *(value if isinstance(value, list | tuple) else (value,))]

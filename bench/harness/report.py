@@ -1,4 +1,4 @@
-"""The figures of a comparison, as data and as tables, and whether they reach the targets."""
+"""The numbers of a comparison, as data and as tables, and whether the targets are reached."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,11 @@ from harness.load import LARGE, MANY, ONE
 from harness.rounds import QUIET_SHARE, Figure, Measurement, Side, Spread, median_latencies, ratios, spread
 from harness.sides import BARE, CEILING, NAIVE
 
-QUARTILES = r"\[quartiles]"  # escaped, because rich reads brackets as markup
-NOISY_LOAD = 0.5  # processes before the run
+QUARTILES = r"\[quartiles]"  # a `[` with an escape, because rich reads brackets as markup
+NOISY_LOAD = 0.5  # the most runnable processes before the run, as the load average counts them
 NOISY_CEILING = 0.10  # distance between the quartiles, relative to the median
 LONG_TOKENS = 64
-AGAINST = "-against"  # suffix of a side that calls the server of another checkout
+AGAINST = "-against"  # suffix of the name of a side that calls the server of another checkout
 
 Found = Mapping[str, Sequence[Measurement]]  # by side, by round
 Ratios = Mapping[str, Mapping[str, Mapping[str, float] | None]]  # by row, by column
@@ -28,7 +28,7 @@ class Target:
     """A target and its result.
 
     Attributes:
-        text: The compared figures.
+        text: The compared numbers.
         bound: The bound with its unit.
         measured: The median and quartiles over rounds, in the unit of the bound.
         met: Whether the median is within the bound.
@@ -41,7 +41,7 @@ class Target:
 
 
 def ratio_target(found: Found, side: str, base: str, text: str, bound: float) -> list[Target]:
-    """The target "side's tokens/s are at least `bound` times the base's"; empty if one of the two did not run."""
+    """Return the target "the side has at least `bound` times the base's tokens/s"; empty if one did not run."""
     if not (found.get(side) and found.get(base)):
         return []
     measured = spread(ratios(found[side], found[base]))
@@ -49,7 +49,7 @@ def ratio_target(found: Found, side: str, base: str, text: str, bound: float) ->
 
 
 def check_targets(found: Found) -> list[Target]:
-    """All targets of bench/compare.py with sides that ran."""
+    """Return all targets of bench/compare.py whose sides ran."""
     return [
         *ratio_target(found, MANY, CEILING, "64 callers, ratio to the ceiling", 0.88),
         *ratio_target(found, LARGE, CEILING, "4 callers of 256 sequences, ratio to the ceiling", 0.95),
@@ -59,7 +59,7 @@ def check_targets(found: Found) -> list[Target]:
 
 
 def _latency_targets(one_caller: Sequence[Measurement], bare: Sequence[Measurement]) -> list[Target]:
-    """One caller against `session.run` alone, on the same sequences."""
+    """Return the targets for the latency of one caller, relative to `session.run` alone on the same sequences."""
     targets = []
     pairs = list(zip(median_latencies(one_caller), median_latencies(bare), strict=False))
     if pairs:
@@ -75,7 +75,7 @@ def _latency_targets(one_caller: Sequence[Measurement], bare: Sequence[Measureme
 
 
 def summarize(sides: Sequence[Side], found: Found) -> dict[str, Any]:
-    """The figures of each side by name; ratios are taken within a round, then their median and quartiles."""
+    """Return the numbers of each side by name. Ratios are taken within a round, then their median and quartiles."""
     return {
         side.name: {
             "label": side.label,
@@ -91,12 +91,12 @@ def summarize(sides: Sequence[Side], found: Found) -> dict[str, Any]:
 
 
 def ratios_between(found: Found, sides: Sequence[str], bases: Sequence[str]) -> Ratios:
-    """Ratios of tokens/s: a row for each base, a column for each side."""
+    """Return ratios of tokens/s: a row for each base, a column for each side."""
     return {base: {side: _ratio(found, side, base) for side in sides} for base in bases}
 
 
 def ratios_to_against(found: Found) -> Ratios:
-    """Ratios of this server's figures to the other checkout's, by side."""
+    """Return the ratios of this server's numbers to those of the other checkout, by side."""
     figures: dict[str, Figure] = {
         "tokens_per_second": lambda run: run.tokens_per_second,
         "p50_seconds": lambda run: run.p50_seconds(),
@@ -118,7 +118,7 @@ def _spread_of(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def warnings(load_before: float, found: Found) -> list[str]:
-    """Reasons to distrust the figures.
+    """Return the reasons to distrust the numbers.
 
     Args:
         load_before: The load average before the run.

@@ -1,7 +1,7 @@
 """Interleaved rounds, with ratios taken within a round, so that a slow moment of the machine affects all sides.
 
 A slow moment shorter than a round affects only some sides. So a side runs again if other processes used the CPUs
-meanwhile. Only that share decides; the speed of the side does not.
+during its run. The speed of the side has no influence on this decision.
 """
 
 import dataclasses
@@ -12,21 +12,21 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-PAUSE_SECONDS = 0.2  # until threads that spin after their last run, such as OpenMP's, are asleep
-QUIET_SHARE = 0.05  # the largest share of the CPUs that other processes may use in a quiet run
+PAUSE_SECONDS = 0.2  # long enough for busy threads, such as OpenMP's, to fall asleep after their last run
+QUIET_SHARE = 0.05  # the largest share of the CPUs that other processes may use in an undisturbed run
 MAX_TRIES = 4  # for one side in one round
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One side in one round.
+    """The result of one side in one round.
 
     Attributes:
         tokens: Computed tokens, without padding.
         seconds: The duration.
         latencies: (tokens, seconds) of each timed call; 0 tokens if the length is unknown.
         server_cpu_ms: CPU time of the server for each sequence, model included; None if unknown.
-        others: The share of the CPUs that other processes used meanwhile, from 0 to 1; None if unknown.
+        others: The share of the CPUs that other processes used in this time, from 0 to 1; None if unknown.
     """
 
     tokens: int
@@ -41,7 +41,7 @@ class Measurement:
         return self.tokens / self.seconds
 
     def p50_seconds(self, min_tokens: int = 0) -> float | None:
-        """The median latency of calls with at least `min_tokens`; None without such calls."""
+        """Return the median latency of calls with at least `min_tokens`; None without such calls."""
         seconds = [latency for tokens, latency in self.latencies if tokens >= min_tokens]
         return float(np.median(seconds)) if seconds else None
 
@@ -51,7 +51,7 @@ Figure = Callable[[Measurement], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A participant of a comparison.
+    """One way to run the workload.
 
     Attributes:
         name: The name for `--only` and for the JSON.
@@ -74,27 +74,28 @@ class Spread:
 
 
 def orders(names: Sequence[str], rounds: int, seed: int) -> Iterator[list[str]]:
-    """For each round, all names in random order."""
+    """Return all names in random order for each round."""
     rng = random.Random(seed)
     for _ in range(rounds):
         yield rng.sample(list(names), len(names))
 
 
 class Patience:
-    """Repeats disturbed runs, as long as a total time allows."""
+    """Repeats disturbed runs within a total time."""
 
     def __init__(self, seconds: float, watch: Callable[[], Callable[[], float | None]]) -> None:
         """Allow `seconds` of repeated runs in total.
 
         Args:
             seconds: The total.
-            watch: Starts to watch, and returns a function for the share of the CPUs that others used since.
+            watch: Begins to watch the CPUs. Returns a function for the share that other processes used
+            since then.
         """
         self._seconds = seconds
         self._watch = watch
 
     def run(self, side: Side) -> Measurement:
-        """Run a side until a run was quiet or patience ends; return the least disturbed run."""
+        """Run a side until a run is undisturbed or the total time is spent. Return the least disturbed run."""
         tries: list[Measurement] = []
         while True:
             time.sleep(PAUSE_SECONDS)
@@ -103,7 +104,7 @@ class Patience:
             tries.append(dataclasses.replace(measurement, others=(share := others())))
             if share is None or share <= QUIET_SHARE or len(tries) == MAX_TRIES or self._seconds <= 0:
                 return min(tries, key=lambda run: run.others or 0.0)
-            self._seconds -= time.monotonic() - began  # the cost of another run
+            self._seconds -= time.monotonic() - began  # the expected cost of another run
 
 
 NO_PATIENCE = Patience(0, lambda: lambda: None)
@@ -119,14 +120,14 @@ def measure(
     """Run every side once a round, in random order.
 
     Args:
-        sides: The participants.
+        sides: The sides.
         rounds: The number of rounds.
-        seed: For the order.
+        seed: The seed of the order.
         patience: Repeats disturbed runs.
         on_round: Gets the number of each round, from 0, and its measurements by side.
 
     Returns:
-        By side, one measurement a round.
+        By side, one measurement for each round.
     """
     by_name = {side.name: side for side in sides}
     found: dict[str, list[Measurement]] = {side.name: [] for side in sides}
@@ -138,13 +139,13 @@ def measure(
 
 
 def best_rates(sides: Sequence[Side], rounds: int, seed: int) -> dict[str, float]:
-    """Tokens/s of each side's best round, by name, to choose a setting: noise only ever takes speed away."""
+    """Return the tokens/s of each setting's best round, by name. Noise only reduces the speed."""
     found = measure(sides, rounds, seed)
     return {name: max(run.tokens_per_second for run in runs) for name, runs in found.items()}
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """The median and the quartiles of one or more values."""
+    """Return the median and the quartiles of one or more values."""
     low, median, high = np.quantile(values, (0.25, 0.5, 0.75))
     return Spread(float(low), float(median), float(high))
 
@@ -156,11 +157,11 @@ def _tokens_per_second(measurement: Measurement) -> float:
 def ratios(
     numerator: Sequence[Measurement], denominator: Sequence[Measurement], figure: Figure = _tokens_per_second
 ) -> list[float]:
-    """A figure of one side divided by the other side's, round by round; rounds without the figure are left out."""
+    """Divide a number of one side by the other side's, round by round. Rounds without the number are left out."""
     pairs = [(figure(a), figure(b)) for a, b in zip(numerator, denominator, strict=True)]
     return [a / b for a, b in pairs if a is not None and b]
 
 
 def median_latencies(runs: Sequence[Measurement], min_tokens: int = 0) -> list[float]:
-    """The median latency in seconds of each round that has timed calls with at least `min_tokens`."""
+    """Return the median latency in seconds of each round that has timed calls with at least `min_tokens`."""
     return [p50 for run in runs if (p50 := run.p50_seconds(min_tokens)) is not None]

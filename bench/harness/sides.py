@@ -19,37 +19,37 @@ from harness.workload import TokenIds, Workload, sorted_batches, windows
 
 BUDGETS = (128, 256, 384, 512, 768, 1024, 2048)  # padded tokens
 SWEEP_ROUNDS = 2
-WINDOW = 64  # sequences in a batch that ignores lengths
+WINDOW = 64  # sequences of a batch in order of arrival
 
 CEILING, BARE, NAIVE = "ceiling", "bare", "naive"
 TORCH, TORCH_BATCHED = "torch", "torch-batched"
 
 
-# ONNX Runtime, with the server's session options.
+# Sides on ONNX Runtime, with the server's session options.
 
 
 def run_batches(engine: Engine, batches: Sequence[Sequence[TokenIds]]) -> Measurement:
-    """Run batches one after another; only `session.run` is timed, padding and splitting are not."""
+    """Run batches one after another. Only `session.run` is timed, without padding and splitting."""
     seconds = sum(engine.run(batch).compute_seconds for batch in batches)
     return Measurement(sum(len(sequence) for batch in batches for sequence in batch), seconds)
 
 
 def run_singly(engine: OnnxEngine, sequences: Sequence[TokenIds]) -> Measurement:
-    """Run each sequence alone, in order of arrival; only `session.run` is timed."""
+    """Run each sequence alone, in order of arrival. Only `session.run` is timed."""
     latencies = [(len(sequence), engine.run([sequence]).compute_seconds) for sequence in sequences]
     return Measurement(sum(map(len, sequences)), sum(seconds for _, seconds in latencies), latencies)
 
 
 def sweep_budgets(engine: Engine, workload: Workload, seed: int) -> dict[int, float]:
-    """Tokens/s of sorted batches in the best round, by their budget of padded tokens."""
+    """Return the tokens/s of sorted batches in the best round, by the budget of padded tokens."""
     batches = {budget: sorted_batches(workload.sequences, budget) for budget in BUDGETS}
-    run_batches(engine, batches[BUDGETS[-1]])  # the engine allocates its memory now
+    run_batches(engine, batches[BUDGETS[-1]])  # the first run allocates the engine's memory
     sides = [Side(str(budget), "", partial(run_batches, engine, batches[budget])) for budget in BUDGETS]
     return {int(name): rate for name, rate in best_rates(sides, SWEEP_ROUNDS, seed).items()}
 
 
 def ceiling_side(engine: Engine, workload: Workload, best_budget: int) -> Side:
-    """Sorted batches of the best size, with all sequences known before the first run."""
+    """Return the ceiling: sorted batches of the best size, with all sequences known before the first run."""
     return Side(
         CEILING,
         f"ceiling: session.run alone, all sorted, {best_budget} padded tokens",
@@ -58,24 +58,24 @@ def ceiling_side(engine: Engine, workload: Workload, best_budget: int) -> Side:
 
 
 def bare_side(engine: OnnxEngine, workload: Workload) -> Side:
-    """One sequence at a time, without a server."""
+    """Return a side that runs one sequence at a time, without a server."""
     label = "session.run alone, one sequence at a time"
     return Side(BARE, label, partial(run_singly, engine, workload.sequences[:SINGLE_SEQUENCES]))
 
 
 def naive_side(engine: OnnxEngine, workload: Workload) -> Side:
-    """Batches in order of arrival, each padded to its longest sequence."""
+    """Return a side that makes batches in order of arrival, each padded to its longest sequence."""
     batches = windows(workload.sequences, WINDOW)
-    run_batches(engine, [max(batches, key=lambda batch: max(map(len, batch)))])  # allocates the memory of the largest
+    run_batches(engine, [max(batches, key=lambda batch: max(map(len, batch)))])  # allocates the most memory
     label = f"naive batcher: {WINDOW} in order of arrival, everything padded"
     return Side(NAIVE, label, partial(run_batches, engine, batches))
 
 
-# PyTorch.
+# Sides on PyTorch.
 
 
 def load_transformers(checkpoint: Path) -> Any:
-    """The model of transformers for a checkpoint in Hugging Face's layout, in float32."""
+    """Load the transformers model of a checkpoint in Hugging Face's layout, in float32."""
     import torch
     from transformers import AutoModel
 
@@ -83,7 +83,7 @@ def load_transformers(checkpoint: Path) -> Any:
 
 
 def write_padded_onnx(model: Any, path: Path) -> None:
-    """Write the ONNX file that PyTorch makes of a transformers model; every layer also computes padding.
+    """Write the ONNX file that PyTorch makes of a transformers model. Its layers also compute padding.
 
     Inputs: input_ids and attention_mask, int64 (batch, seq). Output: last_hidden_state, float32 (batch, seq, d_model).
     """
@@ -100,7 +100,7 @@ def write_padded_onnx(model: Any, path: Path) -> None:
 
     names = ["input_ids", "attention_mask", "last_hidden_state"]
     ids = torch.full((2, 7), 2, dtype=torch.int64)  # (batch, seq)
-    with warnings.catch_warnings(action="ignore"):  # about the deprecation of this exporter
+    with warnings.catch_warnings(action="ignore"):  # this exporter is deprecated
         torch.onnx.export(
             Rows().eval(),
             (ids, torch.ones_like(ids)),
@@ -114,7 +114,7 @@ def write_padded_onnx(model: Any, path: Path) -> None:
 
 
 def padded_graph(model: Any, graph: Graph, path: Path) -> Graph:
-    """A bundle's graph with the ONNX file of `write_padded_onnx` in its place."""
+    """Return a bundle's graph with the ONNX file of `write_padded_onnx` in place of its own."""
     write_padded_onnx(model, path)
     return replace(
         graph,
@@ -127,14 +127,14 @@ def padded_graph(model: Any, graph: Graph, path: Path) -> Graph:
 
 
 def torch_sides(model: Any, threads: int, workload: Workload) -> tuple[list[Side], Callable[[TokenIds], Any]]:
-    """The sides that run a transformers model, and a function for the (seq, d_model) rows of one sequence."""
+    """Return the sides that run a transformers model, and a function for the (seq, d_model) rows of one sequence."""
     import torch
 
     torch.set_num_threads(threads)
     pad_id = model.config.pad_token_id or 0
 
     def encode(batch: Sequence[TokenIds]) -> tuple[Any, float]:
-        """(batch, seq, d_model) and the model's own time in seconds."""
+        """Return (batch, seq, d_model) and the model's own time in seconds."""
         lengths = torch.tensor([len(sequence) for sequence in batch])
         mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()  # (batch, seq)
         ids = torch.full_like(mask, pad_id)  # (batch, seq)
@@ -150,7 +150,7 @@ def torch_sides(model: Any, threads: int, workload: Workload) -> tuple[list[Side
         return Measurement(sum(n for n, _ in timed), sum(seconds for _, seconds in timed), timed if alone else [])
 
     first = workload.sequences[:SINGLE_SEQUENCES]
-    run([first[:WINDOW]])  # PyTorch allocates its memory now
+    run([first[:WINDOW]])  # the first batch allocates PyTorch's memory
     sides = [
         Side(TORCH, "PyTorch, one sequence at a time", lambda: run([[sequence] for sequence in first])),
         Side(TORCH_BATCHED, f"PyTorch, {WINDOW} in order of arrival, padded", lambda: run(windows(first, WINDOW))),

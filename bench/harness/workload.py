@@ -1,4 +1,4 @@
-"""The sequences that every side gets: the same ones, with the lengths of real texts, in the same order of arrival."""
+"""The workload: sequences with the lengths of real texts. Every side gets the same sequences in the same order."""
 
 import itertools
 from collections.abc import Sequence
@@ -36,12 +36,12 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all sequences."""
+        """The number of tokens of all sequences."""
         return sum(self.lengths)
 
 
 def read_newest(model_repository: Path, model: str | None) -> Bundle:
-    """The bundle of a model's newest version, or of NAME@VERSION; without a name, of the first model.
+    """Return the bundle of a model's newest version, or of NAME@VERSION; without a name, of the first model.
 
     Raises:
         BundleError: The bundle is missing or not usable.
@@ -51,22 +51,23 @@ def read_newest(model_repository: Path, model: str | None) -> Bundle:
 
 
 def choose_lengths(count: int, *, seed: int, longest: int, given: Sequence[int] = ()) -> list[int]:
-    """Lengths in tokens, at most `longest`: the `given` ones in a cycle, or a sample of the lengths of real texts."""
+    """Return lengths, at most `longest` tokens: the `given` ones in a cycle, or a sample from real texts."""
     lengths = itertools.cycle(given) if given else sample_lengths(real_text_lengths(), count, seed)
     return [min(int(length), longest) for length in itertools.islice(lengths, count)]
 
 
 def random_workload(lengths: Sequence[int], *, vocab_size: int, seed: int) -> Workload:
-    """Sequences of random ids; the time of a dense encoder does not depend on the ids."""
+    """Draw sequences of random ids. The time of a dense encoder does not depend on the ids."""
     rng = np.random.default_rng(seed)
     return Workload([rng.integers(0, vocab_size, length) for length in lengths])
 
 
 def text_workload(bundle: Bundle, lengths: Sequence[int], *, seed: int) -> Workload:
-    """Texts of random words that are one token each, so that each text has its length with special tokens.
+    """Make texts of random words. Each word is one token, so each text has its wanted length, with special tokens.
 
     Raises:
-        ValueError: The model has no tokenizer, the vocabulary has no such words, or a length leaves no room for a word.
+        ValueError: The model has no tokenizer, the vocabulary has no such words, or a length leaves no room for
+        a word.
     """
     if bundle.tokenizer_file is None:
         raise ValueError(f"{bundle.name} has no tokenizer, so it does not take texts")
@@ -89,7 +90,7 @@ def text_workload(bundle: Bundle, lengths: Sequence[int], *, seed: int) -> Workl
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer from its file, with truncation and padding turned off."""
+    """Open a tokenizer file, with truncation and padding turned off."""
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -97,8 +98,8 @@ def open_tokenizer(path: Path) -> Tokenizer:
 
 
 def single_token_words(tokenizer: Tokenizer) -> list[str]:
-    """Words of ASCII letters that are one token alone and after another word, in alphabetical order."""
-    # Some vocabularies mark the beginning of a word.
+    """Return the words of ASCII letters that are one token, alone and after another word, in alphabetical order."""
+    # In some vocabularies a mark precedes the first letter of a word.
     names = {name.lstrip("Ġ▁") for name in tokenizer.get_vocab()}
     words = sorted(name for name in names if name.isascii() and name.isalpha())
     once, twice = (
@@ -109,18 +110,18 @@ def single_token_words(tokenizer: Tokenizer) -> list[str]:
 
 
 def windows(sequences: Sequence[TokenIds], size: int) -> list[list[TokenIds]]:
-    """Consecutive groups of `size` sequences; the last group may be smaller."""
+    """Split sequences into consecutive groups of `size`. The last group may be smaller."""
     return [list(sequences[start : start + size]) for start in range(0, len(sequences), size)]
 
 
 def sorted_batches(sequences: Sequence[TokenIds], max_padded_tokens: int) -> list[list[TokenIds]]:
-    """Batches of sequences sorted by length, each with at most `max_padded_tokens` (longest × count).
+    """Sort sequences by length and split them into batches of at most `max_padded_tokens` (longest × count).
 
     A sequence that is longer than the limit is alone in its batch.
     """
     batches: list[list[TokenIds]] = []
     for sequence in sorted(sequences, key=len):
-        # In ascending order the newest sequence is the longest.
+        # In ascending order, the sequence that was added last is the longest.
         if batches and len(sequence) * (len(batches[-1]) + 1) <= max_padded_tokens:
             batches[-1].append(sequence)
         else:

@@ -1,6 +1,6 @@
-"""The protocol between the benchmark and a program in a peer's environment: lines of JSON, a question and an answer.
+"""The protocol between the benchmark and a program in a peer's environment: a question and an answer, as lines of JSON.
 
-Runs in the environments of the peers, so it imports the standard library only.
+The module runs in the environments of the peers, so it imports the standard library only.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """The versions of installed packages."""
+    """Return the versions of installed packages."""
     return {name: metadata.version(name) for name in packages}
 
 
@@ -20,10 +20,11 @@ def answer_lines(prepare: Callable[[], tuple[dict[str, Any], Mapping[str, Callab
     """Answer questions until standard input ends.
 
     Args:
-        prepare: Loads everything. Returns the first answer, which has no question, and a handler for each name in the
-            field `do` of a question. The other fields of a question are the handler's arguments.
+        prepare: Loads everything. Returns the first answer, which needs no question, and the handlers by name.
+        The field
+            `do` of a question names the handler. The other fields are the handler's arguments.
     """
-    # Standard output carries answers only; all prints of libraries go to standard error.
+    # Only answers go to standard output. All that libraries print goes to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -1,8 +1,8 @@
 """Load generator for a peer: another inference server, infinity or Triton.
 
-Runs in a separate process, in the peer's environment. infinity gets one text a request over HTTP and returns the vector
-in base64, the faster of its two formats. Triton gets one sequence of ids a request over gRPC. All requests are built
-before the load starts. Replies under load are not parsed.
+It runs in a separate process, in the peer's environment. A request to infinity has one text, over HTTP; the reply has
+the vector in base64, the faster of infinity's two formats. A request to Triton has the ids of one sequence, over gRPC.
+All requests are built before the load starts. Replies under load are not parsed.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def infinity_request(text: str) -> bytes:
 
 @asynccontextmanager
 async def infinity_connection(address: str) -> AsyncIterator[Ask]:
-    """One open connection for each caller."""
+    """Open one connection for each caller."""
     import aiohttp
 
     async with aiohttp.ClientSession(
@@ -64,12 +64,12 @@ async def infinity_connection(address: str) -> AsyncIterator[Ask]:
 
 
 def infinity_rows(reply: bytes) -> Any:
-    """The vector, (1, d_model)."""
+    """Return the vector, (1, d_model)."""
     return np.frombuffer(base64.b64decode(json.loads(reply)["data"][0]["embedding"]), np.float32)[None]
 
 
 def triton_request(ids: list[int]) -> bytes:
-    """A ModelInferRequest of INT64 [1, seq]."""
+    """Return a ModelInferRequest of INT64 [1, seq]."""
     from tritonclient.grpc.service_pb2 import ModelInferRequest
 
     request = ModelInferRequest(model_name="encoder")
@@ -82,7 +82,7 @@ def triton_request(ids: list[int]) -> bytes:
 
 @asynccontextmanager
 async def triton_connection(address: str) -> AsyncIterator[Ask]:
-    """One channel."""
+    """Open one channel."""
     import grpc
 
     async with grpc.aio.insecure_channel(address, options=[("grpc.max_receive_message_length", -1)]) as channel:
@@ -92,7 +92,7 @@ async def triton_connection(address: str) -> AsyncIterator[Ask]:
 
 
 def triton_rows(reply: bytes) -> Any:
-    """All rows, (seq, d_model)."""
+    """Return all rows, (seq, d_model)."""
     from tritonclient.grpc.service_pb2 import ModelInferResponse
 
     response = ModelInferResponse.FromString(reply)
@@ -120,7 +120,7 @@ async def closed_loop(
         `answered`: for each reply after the warm-up and before the end, the index of the request and the seconds until
             the reply.
     """
-    order = itertools.cycle(range(len(requests)))  # shared by all callers
+    order = itertools.cycle(range(len(requests)))  # all callers share it
     begin = time.perf_counter() + warmup_seconds
     end = begin + seconds
     answered: list[tuple[int, float]] = []
@@ -137,7 +137,7 @@ async def closed_loop(
 
 
 def main() -> None:
-    """Serve the commands "run" and "check" from standard input until its end."""
+    """Answer the commands "run" and "check" from standard input until its end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", choices=sorted(PROTOCOLS), required=True)
     parser.add_argument("--address", required=True, metavar="HOST:PORT")

@@ -1,6 +1,6 @@
 """Serves a bundle's graph with Triton, through pytriton, until standard input ends. Runs in Triton's environment.
 
-A request is INT64 [1, seq], a reply FP32 [1, seq, d_model]. Triton's dynamic batcher is on; it joins only requests of
+A request is INT64 [1, seq], a reply FP32 [1, seq, d_model]. Triton's dynamic batcher is on. It joins only requests of
 the same length.
 """
 
@@ -20,7 +20,7 @@ MAX_BATCH = 64
 
 
 def make_instance(options: argparse.Namespace) -> Callable[..., Any]:
-    """One instance of the model: a function of (batch, seq) ids, with one session and encserve's session options."""
+    """Return an instance of the model: a function of (batch, seq) ids, with encserve's session options."""
     session_options = ort.SessionOptions()
     session_options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     session_options.intra_op_num_threads = options.threads // options.instances
