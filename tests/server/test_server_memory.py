@@ -1,4 +1,4 @@
-"""The usable memory, and the objects that the garbage collector searches."""
+"""The memory that the server may use, and the objects that the garbage collector searches."""
 
 import gc
 import os
@@ -30,7 +30,10 @@ def unfrozen() -> Iterator[None]:
 
 
 def test_the_collector_skips_the_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """They are frozen before a model is loaded, since the objects of a model must be freed with it."""
+    """The objects of libraries are frozen before a model is loaded.
+
+    The objects of a model must be freed with the model.
+    """
     frozen: list[int] = []
 
     async def serve(_: Settings) -> int:
@@ -57,7 +60,7 @@ def test_later_objects_are_freed() -> None:
 def test_a_containers_limit_is_the_usable_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None
 ) -> None:
-    """Of cgroup v2 or v1. No limit is "max" in v2 and a huge number in v1."""
+    """Tests the limits of cgroup v2 and v1. Without a limit, v2 has "max" and v1 has a huge number."""
     if limit is not None:
         (tmp_path / "limit").write_text(limit)
     monkeypatch.setattr(memory, "_CGROUP_LIMITS", (tmp_path / "nowhere", tmp_path / "limit"))

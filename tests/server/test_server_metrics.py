@@ -1,4 +1,4 @@
-"""Metrics: their values, their labels, and the page."""
+"""Values and labels of metrics, and the page of metrics."""
 
 import asyncio
 import math
@@ -69,7 +69,7 @@ async def test_every_limit_has_a_metric(start_server: StartServer) -> None:
 
 
 def test_busy_seconds_add_up() -> None:
-    """The scheduler's tests show that parallel runs count once."""
+    """Here batches run one after another. The scheduler's tests check that parallel runs count once."""
     registry = CollectorRegistry()
     model = Metrics(registry).for_model("tiny", "2")
     for seconds in (2.0, 3.0):
@@ -170,7 +170,7 @@ async def test_a_failed_page_is_one_error_in_the_log(server: FakeServer, caplog:
 
 
 async def test_callers_cannot_add_labels(shared: FakeServer) -> None:
-    """Unknown models, versions and methods do not appear on the page."""
+    """Unknown models, versions and methods in requests do not appear on the page."""
     await shared.encode([1])
 
     def series() -> set[str]:
@@ -188,7 +188,7 @@ async def test_callers_cannot_add_labels(shared: FakeServer) -> None:
 
 
 def test_a_page_of_three_models_stays_small() -> None:
-    """Rendering takes about 8 µs a line, and blocks Python."""
+    """Rendering takes about 8 µs a line, and holds Python's lock."""
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     metrics.zero([(kind, SERVICE_NAME, name) for name, kind in METHODS.items()], map(str, range(17)), REASONS)
@@ -207,7 +207,7 @@ async def test_promtool_accepts_the_page(shared: FakeServer) -> None:
 
 
 class FakeNvml(types.ModuleType):
-    """Two GPUs of nvidia-ml-py; the second can be lost."""
+    """A fake of nvidia-ml-py with two GPUs. The second GPU can be lost."""
 
     class NVMLError(Exception):
         pass

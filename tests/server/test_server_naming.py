@@ -1,4 +1,4 @@
-"""The names of fields and values in errors: each protocol has its own, the core has none."""
+"""The names of fields and values in errors: each protocol has its own names, and the core has none."""
 
 import ast
 import re
@@ -28,11 +28,11 @@ OF_OUTPUTS = {part for part in Part if part.name.startswith("OUTPUT")}
 OF_VECTORS = {Part.VECTORS, Part.VECTORS_WIDTH, Part.VECTORS_DATA}
 OF_SPANS = {Part.SPANS, Part.SPAN_UNIT, Part.SPAN_ENDS}
 OF_REPLIES = {Part.TOKEN_STRINGS, Part.EXCLUDE_SPECIAL_TOKENS}
-PLACED = {Part.IDS, Part.SPAN_ENDS}  # errors name one element
+PLACED = {Part.IDS, Part.SPAN_ENDS}  # errors name an element of the list
 
 
 def texts_of(source: str) -> Iterator[tuple[int, str]]:
-    """The line and the value of each string of a module that is not a docstring."""
+    """Return the line and the value of each string of a module, except docstrings."""
     tree = ast.parse(source)
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     firsts = [node.body[0] for node in ast.walk(tree) if isinstance(node, owners) and node.body]
@@ -54,7 +54,7 @@ def test_the_core_names_no_fields_or_values_of_a_protocol(package: str) -> None:
 
 
 def paths(*without: Part) -> st.SearchStrategy[FieldPath]:
-    """Any part of a request except these."""
+    """All fields of a request except these."""
     numbers = st.none() | st.integers(0, 300)
 
     def of(part: Part) -> st.SearchStrategy[FieldPath]:
@@ -65,7 +65,7 @@ def paths(*without: Part) -> st.SearchStrategy[FieldPath]:
 
 
 def check_path(message: Any, path: str) -> None:
-    """Checks that a message has this field, and that only repeated fields have an index."""
+    """Check that a message has this field, and that only repeated fields have an index."""
     descriptor = message.DESCRIPTOR
     for step in path.split("."):
         found = re.fullmatch(r"([a-z0-9_]+)(\[\d+\])?", step)
@@ -100,7 +100,7 @@ def test_the_fields_of_inspect(path: FieldPath) -> None:
 
 @pytest.mark.parametrize("name", [naming.ENCODE, naming.TOKENIZE, naming.INSPECT])
 def test_the_values_of_encserve(name: naming.RpcNaming) -> None:
-    """The value 0, as of tasks, is the unspecified one."""
+    """The value 0 of an enum, such as the task's, is the unspecified one."""
     enums = {OutputKind: pb.OutputKind, Task: pb.Task, DataType: pb.DataType, OffsetUnit: pb.OffsetUnit}
     for ours, theirs in enums.items():
         assert {it.value: name.value(it) for it in ours} == {it.value: theirs.Name(it.value) for it in ours}
@@ -108,7 +108,7 @@ def test_the_values_of_encserve(name: naming.RpcNaming) -> None:
 
 @given(paths(*OF_SPANS, *OF_REPLIES, Part.FINGERPRINT, Part.SPACE_ID))
 def test_the_fields_of_open_inference(path: FieldPath) -> None:
-    """A field of the message, a row of a tensor, or a parameter."""
+    """A field is a field of the message, a row of a tensor, or a parameter."""
     rendered = InferNaming().field(path)
     found = re.fullmatch(r"(?P<name>[a-z_]+)(\.(?P<attribute>[a-z_]+)|\[\d+(, \d+)?\])?", rendered)
     assert found, rendered
@@ -122,7 +122,7 @@ def test_the_fields_of_open_inference(path: FieldPath) -> None:
 
 
 def test_the_values_of_open_inference() -> None:
-    """Names of outputs and parameters."""
+    """Values are names of outputs and parameters."""
     values = (
         (OutputKind.TOKENS, "last_hidden_state"),
         (OutputKind.MODEL, "embedding"),

@@ -29,10 +29,14 @@ INFER = {"grpc_type": "unary", "grpc_service": SERVICE_NAME, "grpc_method": "Mod
 @pytest.mark.parametrize("raw", [True, False])
 @pytest.mark.parametrize("dtype", ["<i8", "<i4"])
 async def test_ids_give_padded_rows(shared: FakeServer, raw: bool, dtype: str) -> None:
-    """Masks and zero token types may come along, as most tokenizer libraries send them."""
+    """Requests may contain masks and token types of zeros, because most tokenizer libraries return them."""
     arrays = {"input_ids": IDS, "attention_mask": MASK, "token_type_ids": IDS * 0}
     got = await infer(shared, raw=raw, **{name: array.astype(dtype) for name, array in arrays.items()})
-    assert list(got) == ["last_hidden_state", "lengths", "embedding"]  # by default all outputs
+    assert list(got) == [
+        "last_hidden_state",
+        "lengths",
+        "embedding",
+    ]  # without a list of outputs, all outputs are returned
     np.testing.assert_array_equal(got["last_hidden_state"], PADDED)
     assert got["lengths"].tolist() == [3, 1]
 
@@ -48,7 +52,7 @@ async def test_text_gives_the_same_as_encode(shared: FakeServer, raw: bool) -> N
     parts = [row[:length].tobytes() for row, length in zip(got["last_hidden_state"], rows.lengths, strict=True)]
     assert b"".join(parts) == rows.data
     assert got["embedding"].tobytes() == vectors.data
-    column = await infer(shared, raw=raw, text=text_tensor(*texts).reshape(3, 1))  # as KServe's clients send texts
+    column = await infer(shared, raw=raw, text=text_tensor(*texts).reshape(3, 1))  # in the form of KServe's clients
     np.testing.assert_array_equal(column["embedding"], got["embedding"])
 
 
@@ -76,7 +80,7 @@ async def test_parameters(start_server: StartServer) -> None:
     assert int8.dtype == np.int8
     factor = 127 * np.sqrt(D_MODEL) / 4
     np.testing.assert_allclose(int8, np.clip(plain / np.linalg.norm(plain) * factor, -128, 127), atol=0.51)
-    # Triton's perf_analyzer always sends this one.
+    # Triton's perf_analyzer always sends this parameter.
     np.testing.assert_array_equal(await embedding(triton_enable_empty_final_response=True), plain)
     long = np.ones((1, 40), np.int64)
     assert (await infer(server, input_ids=long, parameters={"truncate": True}))["lengths"].tolist() == [32]
@@ -101,7 +105,7 @@ async def test_transport_parameters_of_clients_are_ignored(shared: FakeServer) -
     request.inputs[0].parameters["binary_data"].bool_param = False
     request.inputs[0].parameters["content_type"].string_param = "np"
     request.inputs[0].parameters["of my own"].string_param = "anything"
-    request.inputs[0].contents.SetInParent()  # MLServer sends empty contents with raw data
+    request.inputs[0].contents.SetInParent()  # MLServer's client sends empty contents and raw data
     request.outputs[0].parameters["binary_data"].bool_param = True
     request.outputs[0].parameters["classification"].int64_param = 0
     got = arrays_of(await ask(shared, "ModelInfer", request, pb.ModelInferResponse))
@@ -135,7 +139,7 @@ def parameter(**parameters: Any) -> pb.ModelInferRequest:
 
 
 def with_input(request: pb.ModelInferRequest, **fields: Any) -> pb.ModelInferRequest:
-    """Changes fields of the first input."""
+    """Change fields of the first input."""
     for field, value in fields.items():
         if field == "shape":
             request.inputs[0].shape[:] = value
@@ -239,7 +243,7 @@ async def test_limits_of_settings_and_models(start_server: StartServer, tmp_path
 
 async def test_a_reply_that_padding_makes_too_large_is_refused_before_it_is_computed(start_server: StartServer) -> None:
     server = await start_server(max_response_mib=1, max_request_sequences=5000)
-    array = np.ones((4000, 30), np.int64)  # 4,029 rows, padded to 120,000 rows of 16 bytes
+    array = np.ones((4000, 30), np.int64)  # the output has 4,029 rows, padded to 120,000 rows of 16 bytes
     mask = np.zeros_like(array)
     mask[:, 0] = mask[0] = 1
     failed = await refusal(infer(server, input_ids=array, attention_mask=mask))
@@ -348,7 +352,7 @@ async def test_statistics_and_counters(server: FakeServer) -> None:
     await infer(server, text=text_tensor("hello"))
     await infer(server, input_ids=IDS)
     await refusal(infer(server, input_ids=-IDS))
-    await server.encode([1])  # another protocol's call
+    await server.encode([1])  # a call of another protocol
     reply = await ask(server, "ModelStatistics", pb.ModelStatisticsRequest(), pb.ModelStatisticsResponse)
     by_version = {it.version: it for it in reply.model_stats}
     stats = by_version["2"].inference_stats
@@ -372,7 +376,7 @@ async def test_bytes_that_are_not_a_message(shared: FakeServer, method: str) -> 
 
 
 def wild_request(rng: random.Random) -> pb.ModelInferRequest:
-    """A random request, right or wrong in any field."""
+    """Return a random request in which any field may be wrong."""
 
     def odd(good: Any, *others: Any) -> Any:
         return rng.choice(others) if rng.random() < 0.06 else good

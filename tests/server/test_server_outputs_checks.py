@@ -55,7 +55,7 @@ def check(*specs: OutputSpec, task: Task = Task.NEITHER, bundle: Bundle = RICH) 
     return ModelOutputs(bundle).check(specs, task)
 
 
-# Requested outputs
+# Requested outputs.
 
 
 def test_the_default_is_a_row_for_each_token() -> None:
@@ -68,7 +68,7 @@ def test_the_default_is_a_row_for_each_token() -> None:
         (ModelPooling((K.CLS,), False, 8), OutputSpec(K.MODEL), Output(K.CLS, False)),
         (ModelPooling((K.CLS,), True, 8), OutputSpec(K.MODEL), Output(K.CLS, True)),
         (ModelPooling((K.CLS,), False, 8), OutputSpec(K.MODEL, True, dimensions=4), Output(K.CLS, True, dimensions=4)),
-        # Cut after it is normalised, so that it is not a unit vector.
+        # This vector is cut after it is normalised, so its length is not 1.
         (ModelPooling((K.CLS,), True, 8), OutputSpec(K.MODEL, dimensions=4), Output(K.MODEL, False, dimensions=4)),
         (ModelPooling((K.CLS,), True, 8, dimensions=2), OutputSpec(K.MODEL), Output(K.MODEL, False, dimensions=2)),
         (ModelPooling((K.CLS, K.MAX), False, 16), OutputSpec(K.MODEL), Output(K.MODEL, False)),
@@ -113,7 +113,7 @@ def test_rows_are_reported_as_normalised() -> None:
     assert [OUTPUTS.is_l2_normalized(Output(K.TOKENS, unit)) for unit in (True, False)] == [True, False]
 
 
-# Refused outputs: the specs, the field with its index, and the part of the message with the numbers.
+# Refused outputs: the specs, the field with its index, and the numbers in the message.
 REFUSED: list[tuple[tuple[OutputSpec, ...], FieldPath, str]] = [
     ((OutputSpec(K.MULTI_VECTOR, dimensions=129),), FieldPath(Part.OUTPUT_DIMENSIONS, 0), "at most 128, .* was 129"),
     (
@@ -142,7 +142,7 @@ REFUSED: list[tuple[tuple[OutputSpec, ...], FieldPath, str]] = [
 
 
 class ProtocolNaming:
-    """Names of a protocol, marked."""
+    """A protocol's names for fields and values, with a mark that shows where they are used."""
 
     def field(self, path: FieldPath) -> str:
         return f"<{path.part.name}>"
@@ -155,7 +155,7 @@ class ProtocolNaming:
 def test_a_refused_output_is_named_by_field_and_number(
     specs: tuple[OutputSpec, ...], field: FieldPath, text: str
 ) -> None:
-    """The message itself names no field and no value of one protocol."""
+    """The message of the core contains no field name and no value of a protocol."""
     with pytest.raises(InvalidField, match=text) as caught:
         check(*specs)
     assert caught.value.field == field
@@ -192,7 +192,7 @@ def test_too_many_outputs_are_refused() -> None:
 
 
 def test_joining_needs_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it a call is refused, and a model that joins vectors is not loaded."""
+    """Without SciPy, a call that joins vectors is refused, and a model that joins vectors is not loaded."""
     monkeypatch.setattr("encserve_server.outputs.token_pooling.importlib.util.find_spec", lambda _: None)
     with pytest.raises(InvalidField, match=r"encserve-server\[pooling\]"):
         check(OutputSpec(K.MULTI_VECTOR, pool_factor=2))
@@ -247,7 +247,7 @@ def test_weights_from_a_table_need_texts_and_a_call_of_their_own() -> None:
         assert caught.value.field == field
 
 
-# Bytes of a reply
+# The size of a reply in bytes.
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,10 @@ def test_weights_from_a_table_need_texts_and_a_call_of_their_own() -> None:
         (OutputSpec(K.MODEL, data_type=DataType.INT8, dimensions=9), 9),
         (OutputSpec(K.MULTI_VECTOR), 9 * (128 * 4 + 4)),
         (OutputSpec(K.MULTI_VECTOR, data_type=DataType.INT8), 9 * (128 + 4)),
-        (OutputSpec(K.SPANS, data_type=DataType.BINARY), 5 * (384 * 4 + 5)),  # its memory before it is packed
+        (
+            OutputSpec(K.SPANS, data_type=DataType.BINARY),
+            5 * (384 * 4 + 5),
+        ),  # the memory of the numbers before they are packed into bits
         (OutputSpec(K.SPARSE), 0),
     ],
 )
@@ -279,7 +282,7 @@ def test_the_bytes_of_weights() -> None:
 
 
 def test_the_bytes_of_weights_include_their_padding() -> None:
-    """Otherwise a reply of one long vector and many short ones would be built before its size is known."""
+    """The padding makes a reply of one long vector and many short ones large. It must be refused before it is built."""
     plan = OUTPUTS.plan((OutputSpec(K.SPARSE),), Task.NEITHER, 0)
     sequences = [TokenSequence(np.ones(1, np.int64), 1, outputs=(sparse_rows(n),)) for n in (100, 1, 1)]
     size = ReplySize(OUTPUTS, None, limit=300 * 8 - 1)
@@ -288,7 +291,7 @@ def test_the_bytes_of_weights_include_their_padding() -> None:
         size.check_sparse(0, plan, sequences, padded=True)
 
 
-# The cost of a sequence, in tokens
+# The cost of a sequence, in tokens.
 
 SPECS = [
     *[OutputSpec(kind, dimensions=n) for kind in (K.TOKENS, *SPAN_POOLINGS, K.MULTI_VECTOR) for n in (0, 7)],
@@ -323,14 +326,17 @@ def test_one_ordinary_output_costs_the_tokens(spec: OutputSpec, tokens: int) -> 
 
 @given(SOME_SPECS, st.sampled_from(SPECS), st.integers(1, 2048), st.integers(0, 2000))
 def test_a_split_call_is_not_cheaper(specs: list[OutputSpec], another: OutputSpec, tokens: int, spans: int) -> None:
-    """One more output costs at most its price in a second call that has the most expensive output too."""
+    """One more output adds at most the cost of a second call with this output and the most expensive other output."""
     together = OUTPUTS.cost(check(*dict.fromkeys([*specs, another])), tokens, spans)
     second = check(OutputSpec(K.SPARSE, max_active_dims=2**31 - 1), another)
     assert together <= OUTPUTS.cost(check(*specs), tokens, spans) + OUTPUTS.cost(second, tokens, spans)
 
 
 def test_expensive_outputs_are_charged() -> None:
-    """In tokens of a model of 132 µs each; measured: 1 to 3 for sparse weights, 1,100 for joining, 110 for spans."""
+    """The unit is a token of a model that takes 132 µs a token.
+
+    Measured: 1 to 3 for sparse weights, 1,100 for joining, 110 for spans.
+    """
     sparse = check(*[OutputSpec(K.SPARSE, max_active_dims=100 + i) for i in range(16)])
     assert 1 < OUTPUTS.cost(sparse, 1, 0) < 10
     joined = check(OutputSpec(K.MULTI_VECTOR, pool_factor=2))
@@ -340,11 +346,11 @@ def test_expensive_outputs_are_charged() -> None:
     assert ModelOutputs(replace(RICH, n_layers=1)).cost(sparse, 1, 0) > OUTPUTS.cost(sparse, 1, 0)
 
 
-# Loading
+# Loading.
 
 
 class FakeHead:
-    """A head that gives zeros of a width. Width 0 fails."""
+    """A head that returns zeros of a width. A head of width 0 fails."""
 
     def __init__(self, width: int) -> None:
         self.width = width

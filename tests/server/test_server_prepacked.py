@@ -1,4 +1,7 @@
-"""Weights that sessions and processes share: equal rows, written once, never from another user's folder."""
+"""Prepacked weights that sessions and processes share.
+
+They give equal rows, are written once, and never come from another user's folder.
+"""
 
 import contextlib
 import logging
@@ -35,7 +38,10 @@ IDS = [np.arange(9)]
 
 
 def feed_forward() -> bytes:
-    """A graph with matrix products, which have prepacked weights: ids, mask to rows (batch, seq, d_model)."""
+    """Build a graph with matrix products, which have prepacked weights.
+
+    It maps ids and mask to rows, (batch, seq, d_model).
+    """
     rng = np.random.default_rng(0)
     sizes = {"table": (VOCAB_SIZE, 64), "up": (64, WIDTH), "down": (WIDTH, 64), "out": (64, D_MODEL)}
     arrays = {name: rng.standard_normal(size).astype(np.float32) / 8 for name, size in sizes.items()}
@@ -94,7 +100,7 @@ def open_engine(graph: Graph, weights: PrepackedWeights | None) -> "contextlib.c
 
 
 def test_shared_weights_give_rows_with_the_same_bits(bundle: Bundle, folder: Path) -> None:
-    """Also for inspections, which have a graph and an entry besides."""
+    """This includes inspections, which have their own graph and their own entry."""
     rng = np.random.default_rng(0)
     shared_weights = weights_of(bundle, folder)
     with open_engine(bundle.graph, None) as plain, open_engine(bundle.graph, shared_weights) as shared:
@@ -137,7 +143,7 @@ def test_two_processes_that_start_at_once_map_one_file(bundle: Bundle, folder: P
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     for process in processes:
         assert process.stdout is not None
-        process.stdout.readline()  # ready
+        process.stdout.readline()  # says that it is ready
     for process in processes:
         assert process.stdin is not None
         process.stdin.write("\n")
@@ -150,7 +156,7 @@ def test_two_processes_that_start_at_once_map_one_file(bundle: Bundle, folder: P
 
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The graphs of the written weights."""
+    """Return the graphs whose weights were written."""
     write, written = onnx_engine._write_prepacked, []
 
     def watch(graph: Path, path: Path) -> None:
@@ -166,7 +172,7 @@ def truncate(entry: Path) -> None:
 
 
 def overwrite(entry: Path) -> None:
-    """Changes some bytes, but not the size and the time."""
+    """Change some bytes of a file, and keep its size and its time."""
     path = entry / "model.onnx.data"
     before = path.stat()
     with path.open("r+b") as file:
@@ -208,7 +214,7 @@ def test_an_entry_is_written_once_and_again_if_it_is_damaged(
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-# Folders that are not used. Each function spoils the folder and returns the reason in the log.
+# Folders that the server does not use. Each function makes a folder unusable and returns the reason in the log.
 
 
 def allow_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -245,7 +251,7 @@ def forbid_writing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("pathlib.Path.mkdir", refuse)  # root can write anywhere
+    monkeypatch.setattr("pathlib.Path.mkdir", refuse)  # root can write to any folder
     return "Read-only file system"
 
 
@@ -268,7 +274,7 @@ def test_an_engine_works_without_an_unusable_folder(
     monkeypatch: pytest.MonkeyPatch,
     spoil: Callable[[Path, pytest.MonkeyPatch], str],
 ) -> None:
-    """One line of the log has the reason, and nothing stays in the folder."""
+    """One line of the log has the reason, and the folder stays empty."""
     reason = spoil(folder, monkeypatch)
     with caplog.at_level(logging.WARNING), open_engine(bundle.graph, weights_of(bundle, folder)) as engine:
         assert len(engine.run(IDS).rows[0]) == 9
@@ -303,14 +309,14 @@ def test_another_bundle_graph_runtime_or_cpu_has_its_own_entry(
 
 
 def test_a_bundle_replaced_during_the_write_leaves_no_entry(bundle: Bundle, folder: Path) -> None:
-    """Otherwise the wrong weights would be used for this fingerprint."""
+    """Otherwise the cache would have the weights of another bundle under this fingerprint."""
     weights = PrepackedWeights(folder, bundle.fingerprint, bundle.graph.path.parent, lambda: False)
     with pytest.raises(BundleError, match="the bundle was replaced"):
         OnnxEngine(bundle.graph, device="cpu", intra_op_threads=1, weights=weights)
     assert not entries(folder)
 
 
-# The cache
+# The cache.
 
 
 def make(content: str) -> Callable[[Path], None]:
@@ -395,7 +401,7 @@ def test_the_folder_is_that_of_the_setting_or_the_environment(
     bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def used(cache_dir: Path | None) -> list[Path]:
-        """The folders that get an entry, relative to tmp_path."""
+        """Return the folders that get an entry, relative to tmp_path."""
         weights = open_weights(cache_dir, bundle.fingerprint, bundle.graph.path.parent, lambda: True)
         before = set(tmp_path.rglob("entry.json"))
         with open_engine(bundle.graph, weights):

@@ -1,6 +1,6 @@
 """Prepacked weights are saved at aligned offsets.
 
-A CPU kernel that loads from an unaligned address ends the process.
+If a CPU kernel loads from an unaligned address, the process dies.
 """
 
 from pathlib import Path
@@ -15,12 +15,15 @@ from onnx import TensorProto, helper, numpy_helper
 from encserve_server.engine import onnx as onnx_engine
 from encserve_server.engine.aligned import ALIGNMENT_BYTES
 
-# Rows of 312 numbers, as in TinyBERT and rubert-tiny2: 1,248 bytes, 32 more than a multiple of 64.
+# Rows of 312 numbers, as in TinyBERT and rubert-tiny2, have 1,248 bytes: 32 more than a multiple of 64.
 WIDTHS = {"tiny": 24, "TinyBERT": 312, "MiniLM": 384}
 
 
 def write_products(path: Path, width: int) -> Path:
-    """A graph with a table of 19 rows and two matrix products; the second has a bias and is inside a branch."""
+    """Write a graph with a table of 19 rows and two matrix products.
+
+    The second product has a bias and is inside a branch.
+    """
     rng = np.random.default_rng(0)
     sizes = {"table": (19, width), "up": (width, 72), "bias": (width,), "down": (72, width)}
     arrays = {name: rng.standard_normal(size).astype(np.float32) for name, size in sizes.items()}
@@ -47,7 +50,7 @@ def write_products(path: Path, width: int) -> Path:
 
 
 def offsets(graph: Any) -> list[int]:
-    """The offsets of all weights and prepacked weights of a saved model, those in branches too."""
+    """Return the offsets of all weights and prepacked weights of a saved model, also of those inside branches."""
     found = []
     for tensor in graph.initializer:
         for entry in tensor.external_data:

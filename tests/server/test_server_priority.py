@@ -90,7 +90,10 @@ async def test_an_unknown_priority_is_refused(start_server: StartServer) -> None
 
 
 async def test_a_bulk_caller_waits_for_others_and_keeps_its_share(start_server: StartServer, tmp_path: Path) -> None:
-    """Even if it requests interactive priority. Only this caller is refused beyond its share."""
+    """The share limits this caller even if it requests interactive priority.
+
+    Calls beyond the share are refused for this caller only.
+    """
     file = tmp_path / "callers.toml"
     file.write_text(CALLERS)
     server = await start_server(callers=file, http_port=0, max_queue_tokens=64)

@@ -1,4 +1,4 @@
-"""Reflection as tools of other languages use it, and a call made from its descriptors alone."""
+"""Reflection as tools of other languages use it, and a call that needs only the descriptors of reflection."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ ENCODER = "encserve.v1.EncoderService"
 
 
 async def ask(server: FakeServer, version: str, *requests: ServerReflectionRequest) -> list[ServerReflectionResponse]:
-    """The replies to the requests of one stream. Both versions have the same messages."""
+    """Send requests on one stream and return the replies. Both versions of the service have the same messages."""
     channel: Any = server.channel
     call = channel.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")
     data = [request.SerializeToString() for request in requests]
@@ -22,7 +22,7 @@ async def ask(server: FakeServer, version: str, *requests: ServerReflectionReque
 
 
 async def files_for(server: FakeServer, version: str, symbol: str) -> dict[str, FileDescriptorProto]:
-    """The files of a symbol and their imports, by name."""
+    """Return the files of a symbol and their imports, by name."""
     request = ServerReflectionRequest(host="here", file_containing_symbol=symbol)
     (answer,) = await ask(server, version, request)
     assert answer.original_request == request
@@ -37,13 +37,13 @@ async def test_names_the_services(shared: FakeServer, version: str) -> None:
     names = [service.name for service in answer.list_services_response.service]
     assert {SERVICE, "grpc.health.v1.Health"} <= set(names)
     assert {f"grpc.reflection.{it}.ServerReflection" for it in VERSIONS} <= set(names)
-    for name in names:  # grpcurl's `describe` asks for each
+    for name in names:  # the symbols that grpcurl's `describe` requests
         assert await files_for(shared, version, name)
 
 
 SYMBOLS = [
     ENCODER,
-    f"{ENCODER}.Encode",  # ghz asks for the method
+    f"{ENCODER}.Encode",  # ghz requests the method
     f"{ENCODER}.EncodeStream",
     "encserve.v1.EncodeRequest",
     "encserve.v1.Input.text",
@@ -64,14 +64,14 @@ async def test_finds_symbols_of_every_kind(shared: FakeServer, version: str) -> 
     requests.append(ServerReflectionRequest(file_by_filename="nothing.proto"))
     *refused, found = await ask(shared, version, *requests, ServerReflectionRequest(file_containing_symbol=ENCODER))
     assert [it.error_response.error_code for it in refused] == [grpc.StatusCode.NOT_FOUND.value[0]] * len(requests)
-    assert found.file_descriptor_response.file_descriptor_proto  # the stream goes on
+    assert found.file_descriptor_response.file_descriptor_proto  # an error does not end the stream
 
 
 async def test_can_be_turned_off(start_server: StartServer) -> None:
     server = await start_server(reflection=False)
     channel: Any = server.channel
     for version in VERSIONS:
-        # A unary call: gRPC may report a refused stream as a failure to send.
+        # The call is unary, because gRPC may report a refused stream as a failure to send.
         call: Any = channel.unary_unary(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")
         failed = await refusal(call(ServerReflectionRequest(list_services="").SerializeToString()))
         assert failed.code is grpc.StatusCode.UNIMPLEMENTED
@@ -79,9 +79,9 @@ async def test_can_be_turned_off(start_server: StartServer) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_a_caller_without_stubs(shared: FakeServer, version: str) -> None:
-    """Like grpcurl: services, the files of one service, a message of its method, the call."""
+    """The caller works like grpcurl: services, the files of one service, a message of its method, the call."""
     pool = descriptor_pool.DescriptorPool()
-    for file in reversed((await files_for(shared, version, ENCODER)).values()):  # imports come last
+    for file in reversed((await files_for(shared, version, ENCODER)).values()):  # imports come after their file
         pool.Add(file)
     method = pool.FindServiceByName(SERVICE).FindMethodByName("Encode")
     request_type = message_factory.GetMessageClass(method.input_type)

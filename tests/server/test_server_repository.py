@@ -1,4 +1,4 @@
-"""The models and versions of a repository, and their order."""
+"""The models and versions of a repository, and the order of versions."""
 
 import os
 from pathlib import Path
@@ -11,12 +11,12 @@ from encserve_server.repository.scan import Candidate, find_slots, require, vers
 
 
 def newest(repository: Path, *wanted: str) -> list[Path]:
-    """The directory of each slot's first candidate."""
+    """Return the directory of the first candidate for each model."""
     return [slot.candidates[0].directory for slot in find_slots(repository, wanted)]
 
 
 def candidate(repository: Path) -> Candidate:
-    """The only version."""
+    """Return the candidate of a repository that has only one."""
     [slot] = find_slots(repository, ())
     [only] = slot.candidates
     return only
@@ -29,7 +29,7 @@ def test_versions_are_ordered() -> None:
 
 
 def test_only_bundles_are_found(tmp_path: Path) -> None:
-    """Not drafts, which have names with a leading dot, nor empty folders and files."""
+    """Drafts, whose names begin with a dot, are not found, nor are empty folders and files."""
     write_bundle(tmp_path, "b")
     write_bundle(tmp_path, "a")
     (tmp_path / "a" / ".2.partial").mkdir()
@@ -78,7 +78,10 @@ def test_all_versions_are_candidates_from_the_newest(tmp_path: Path) -> None:
 
 
 def test_a_candidate_differs_after_any_change_of_a_file(tmp_path: Path) -> None:
-    """Its date, a new file, or a replaced one. Rights, and content with the old date, leave `files` as it was."""
+    """It differs after another date, a new file, or a replaced file.
+
+    It stays equal after other rights, or other content with the same date.
+    """
     directory = write_bundle(tmp_path)
     file = directory / "model.onnx"
     seen = [candidate(tmp_path)]

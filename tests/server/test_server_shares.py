@@ -1,4 +1,4 @@
-"""Fair shares of the queue between callers, and between interactive and bulk calls, as laws over any lengths."""
+"""Fair shares of the queue, between callers and between interactive and bulk calls. They hold for any lengths."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,28 +21,28 @@ LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=6)
 
 
 def take(queue: PendingQueue, policy: BatchPolicy = POLICY) -> list[TokenSequence]:
-    """The sequences of the next batch."""
+    """Return the sequences of the next batch."""
     batch = queue.take(policy, 0.0).batch
     assert batch is not None
     return batch.sequences
 
 
 class Flood:
-    """Callers that each always have several batches waiting."""
+    """Callers that always have several batches in the queue."""
 
     def __init__(self, lengths_of: Mapping[Caller, Sequence[int]]) -> None:
         self.queue = PendingQueue()
-        self.waiting: Counter[str] = Counter()  # tokens of each caller
+        self.waiting: Counter[str] = Counter()  # served tokens of each caller
         self._count = 0
         self.change(lengths_of)
 
     def change(self, lengths_of: Mapping[Caller, Sequence[int]]) -> None:
-        """From now on these callers send sequences of these lengths, in turn."""
+        """Let these callers send sequences of these lengths in turn, from now on."""
         self._lengths_of = lengths_of
         self._refill()
 
     def run(self, batches: int) -> Counter[str]:
-        """Runs batches; gives the tokens that each caller was served."""
+        """Run batches. Return the number of served tokens for each caller."""
         served: Counter[str] = Counter()
         for _ in range(batches):
             for it in take(self.queue):
@@ -86,11 +86,14 @@ def test_a_small_call_runs_in_one_of_the_next_two_batches_beside_a_flood(few: li
 @given(st.integers(0, 2**32))
 @settings(max_examples=2)
 def test_short_calls_rarely_wait_for_a_flood_of_many_lengths(seed: int) -> None:
-    """Most of a flood runs out of order, as neighbours in length; a caller far below its share still goes first."""
+    """Most sequences of a flood run before their turn, in batches of similar lengths.
+
+    A caller far below its share still goes first.
+    """
     random, policy = Random(seed), BatchPolicy(2048, 256, 0.25)
     queue, flood, search = PendingQueue(), Caller("flood"), Caller("search")
     sent: dict[TokenSequence, int] = {}
-    waits: list[int] = []  # of each call of the search, in batches
+    waits: list[int] = []  # the waits of the other caller's calls, in batches
 
     def length() -> int:
         return min(int(random.lognormvariate(3.3, 0.8)) + 1, 256)
@@ -144,7 +147,7 @@ def test_time_alone_is_no_debt_and_time_away_is_no_credit() -> None:
 def test_the_longest_wait_is_bounded(
     others: list[tuple[float, list[int]]], own: list[int], odd: int, before: int
 ) -> None:
-    """The bound in the scheduler's docstring on the service of other callers before a sequence runs."""
+    """The docstring of the scheduler states the bound: the tokens of other callers that run before a sequence."""
     caller = Caller("own")
     floods = {Caller(f"{i}", weight): lengths for i, (weight, lengths) in enumerate(others)}
     flood = Flood({**floods, caller: own})
@@ -182,7 +185,7 @@ def test_interactive_runs_first_and_bulk_gets_one_batch_in_a_turn(sent: list[tup
 
 
 def test_a_caller_served_as_a_neighbour_still_runs_its_odd_length() -> None:
-    """Its short calls run in every batch of another caller, and are charged; its long call must still run."""
+    """Its short calls fill every batch of another caller, and are charged for. Its long call must still run."""
     neighbour, other = Caller("neighbour"), Caller("other")
     flood = Flood({neighbour: [4]})
     long = ticket_of([60], caller=neighbour)

@@ -1,4 +1,4 @@
-"""The batch budget: its choice, its measurement, and the remembered figures."""
+"""The batch budget: its choice, its measurement, and the file of the measured times."""
 
 import json
 import math
@@ -26,7 +26,7 @@ MACHINE = {"cpu": "a CPU", "intra_op_threads": 2, "runtime": "fake 1"}
 
 
 class Device:
-    """An engine with a formula for the seconds of a run, and a clock that only its runs move.
+    """A fake engine with a formula for the seconds of a run, and a clock that only its runs advance.
 
     Attributes:
         batches: The lengths of every batch.
@@ -37,7 +37,7 @@ class Device:
     widens = False
 
     def __init__(self, seconds: Callable[[int, int], float]) -> None:
-        """Takes the seconds of a run as a function of its padded tokens and its number."""
+        """Take a function from the padded tokens and the number of the run to the seconds of the run."""
         self._seconds = seconds
         self.batches: list[list[int]] = []
         self.clock = 0.0
@@ -52,7 +52,7 @@ class Device:
         return BatchResult(output, list(lengths), 0.0, seconds)
 
     def close(self) -> None:
-        """Frees nothing."""
+        """Do nothing."""
 
     def now(self) -> float:
         return self.clock
@@ -64,7 +64,7 @@ def bundle(tmp_path: Path) -> Bundle:
 
 
 def tune_cpu(device: Device, bundle: Bundle, folder: Path, machine: dict[str, Any] = MACHINE) -> Tuned:
-    """Measures on a device; the figures are remembered in `t.json` of a folder."""
+    """Measure on a device. The result is written to `t.json` in a folder."""
 
     def policy(budget: int) -> BatchPolicy:
         return BatchPolicy(budget, 256, 0.25)
@@ -73,7 +73,7 @@ def tune_cpu(device: Device, bundle: Bundle, folder: Path, machine: dict[str, An
 
 
 def cached(limit: int) -> Callable[[int, int], float]:
-    """A device with a fixed cost for each run, and a higher cost of a token above `limit` tokens."""
+    """Return a device with a fixed cost for each run, and a higher cost of a token above `limit` tokens."""
     return lambda padded, _: 3e-3 + padded * (1e-5 if padded <= limit else 4e-5)
 
 
@@ -83,7 +83,7 @@ def cached(limit: int) -> Callable[[int, int], float]:
 def test_the_budget_is_where_the_device_is_fastest(
     bundle: Bundle, tmp_path: Path, limit: int, server: int, job: int
 ) -> None:
-    """Of nearly equal budgets a server takes the least, and a job the greatest."""
+    """Of nearly equal budgets, a server takes the least and an embed job the greatest."""
     device = Device(cached(limit))
     tuned = tune_cpu(device, bundle, tmp_path)
     assert (tuned.max_batch_tokens, tuned.job_batch_tokens) == (server, job)
@@ -94,7 +94,7 @@ def test_the_budget_is_where_the_device_is_fastest(
 def tune_gpu(
     bundle: Bundle, path: Path, seconds: Callable[[int, int], float], most_sequences: int = 4096
 ) -> tuple[Tuned, Device]:
-    """The result on a GPU, and the GPU."""
+    """Return the result on a GPU, and the GPU."""
     device = Device(seconds)
     device.info = replace(device.info, device="cuda")
     tuned = tune(
@@ -110,7 +110,7 @@ def tune_gpu(
 
 @pytest.mark.parametrize(("limit", "budget"), [(4096, 4096), (9000, 8192)])
 def test_a_gpu_is_measured_on_full_batches(bundle: Bundle, tmp_path: Path, limit: int, budget: int) -> None:
-    """64 texts would fit into the least of its budgets, and one text says little about its speed."""
+    """64 texts would fit into the least budget, and the time of one text does not show the speed of a full batch."""
     tuned, _ = tune_gpu(
         bundle, tmp_path / "t.json", lambda padded, _: 2e-3 + padded * (1e-7 if padded <= limit else 4e-7)
     )
@@ -118,7 +118,7 @@ def test_a_gpu_is_measured_on_full_batches(bundle: Bundle, tmp_path: Path, limit
 
 
 def small(padded: int, most: int) -> float:
-    """The seconds of a run on a device with memory for so many tokens."""
+    """Return the seconds of a run on a device with memory for so many tokens."""
     if padded > most:
         raise RuntimeError(f"out of memory for {padded} tokens")
     return 1e-3 + padded * 1e-7
@@ -127,7 +127,10 @@ def small(padded: int, most: int) -> float:
 def test_a_budget_beyond_the_memory_is_skipped(
     bundle: Bundle, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The model works, so a trial must not fail it. Nothing is remembered, since more memory may be free next time."""
+    """The model works without this budget, so its failure must not stop the model.
+
+    Nothing is written, because more memory may be free next time.
+    """
     tuned, _ = tune_gpu(bundle, tmp_path / "t.json", lambda padded, _: small(padded, 5000))
     assert tuned.max_batch_tokens == 4096
     assert not list(tmp_path.glob("*.json"))

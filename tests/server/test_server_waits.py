@@ -39,12 +39,12 @@ class Entry:
 
 @dataclass
 class Engine:
-    """A device: a fixed cost for each run, and a cost for each padded token.
+    """A simulated device: each run has a fixed cost, and a cost for each padded token.
 
     Attributes:
         run_seconds: The fixed cost.
         token_seconds: The cost of a token.
-        lanes: How many batches run at once.
+        lanes: The number of batches that run at the same time.
         widens: Whether a batch that runs alone uses all lanes, and runs `lanes` times as fast.
         longest_run: The longest run so far, in seconds.
     """
@@ -63,7 +63,7 @@ class Engine:
 
 
 def simulate(entries: list[Entry], policy: BatchPolicy, engine: Engine) -> None:
-    """Runs all entries: a free lane takes a batch of the pending ones at once, without a timer."""
+    """Run all entries. A free lane takes a batch of the waiting entries at once, without a timer."""
     queue = PendingQueue()
     pending: dict[TokenSequence, Entry] = {}
     running: list[float] = []  # the end of each batch
@@ -95,7 +95,7 @@ def simulate(entries: list[Entry], policy: BatchPolicy, engine: Engine) -> None:
 
 
 def _next_event(now: float, coming: list[Entry], running: list[float]) -> float:
-    """The next arrival or the next end of a batch."""
+    """Return the time of the next arrival or of the next end of a batch."""
     events = [entry.arrives_at for entry in coming[:1]] + running
     return max(now, min(events))
 
@@ -132,7 +132,7 @@ engines = st.builds(Engine, st.floats(0, 0.1), st.floats(1e-6, 1e-3), st.integer
 def test_with_k_before_it_a_sequence_starts_in_the_next_k_plus_1_batches(
     entries: list[Entry], policy: BatchPolicy, engine: Engine
 ) -> None:
-    """Later arrivals do not matter."""
+    """Sequences that arrive later do not delay it."""
     simulate(entries, policy, engine)
     for entry in entries:
         if not math.isnan(entry.started_at):
@@ -158,7 +158,7 @@ def test_all_patient_callers_are_served_and_no_late_ones(
 def test_an_odd_length_under_a_flood_of_others_waits_for_one_batch_only(
     length: int, flood: list[int], policy: BatchPolicy
 ) -> None:
-    """The worst case of batching by length: one odd sequence among many similar ones."""
+    """This is the worst case of batching by length: one long or short sequence among many of another length."""
     engine = Engine(0.01, 1e-5)
     odd = Entry(0.001, length, math.inf, math.inf)
     others = [Entry(0.0 if i == 0 else 0.002 + i * 1e-4, it, math.inf, math.inf) for i, it in enumerate(flood)]
