@@ -1,4 +1,4 @@
-"""The figures of bench/: workloads, rounds, ratios, targets, and what counts as the same result."""
+"""The functions of bench/harness: workloads, rounds, ratios, targets, and the comparison of results."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bundle_with(words: list[str], folder: Path) -> Any:
-    """A model with a WordPiece tokenizer; the tokenizer's file asks for truncation to 4 tokens and padding to 8."""
+    """Write a model with a WordPiece tokenizer, whose file asks for truncation to 4 tokens and padding to 8."""
     tokenizer = Tokenizer(WordPiece({word: token for token, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)])
@@ -136,10 +136,10 @@ def test_each_round_runs_every_side_once_in_another_order() -> None:
     ("shares", "seconds", "chosen"),
     [
         ([0.01, 0.9], 60, 1),
-        ([0.3, 0.02, 0.9], 60, 2),  # the second run is quiet
-        ([0.3, 0.2, 0.1, 0.4, 0.0], 60, 3),  # none of four runs is quiet; the third is the least disturbed
-        ([0.3, 0.02], 0, 1),  # no patience
-        ([None, 0.0], 60, 1),  # unknown
+        ([0.3, 0.02, 0.9], 60, 2),  # the second run is undisturbed
+        ([0.3, 0.2, 0.1, 0.4, 0.0], 60, 3),  # none of four runs is undisturbed; the third is the least disturbed
+        ([0.3, 0.02], 0, 1),  # no time for repeated runs
+        ([None, 0.0], 60, 1),  # the share of other processes is unknown
     ],
 )
 def test_a_disturbed_run_is_repeated(shares: list[float | None], seconds: float, chosen: int) -> None:
@@ -197,7 +197,7 @@ def test_the_fastest_setting_takes_part_and_the_others_are_closed() -> None:
         side = Side("peer", name, lambda: next(runs))
         return Setting(name, [side], lambda _: {}, {}, lambda: closed.append(name), is_default=name == "c")
 
-    # The first run of each setting does not count.
+    # The first run of each setting is a warm-up.
     settings = [setting("a", 99, 5, 7), setting("b", 1, 9, 2), setting("c", 1, 1, 1)]
     best, found = peers.fastest("peer", settings, seed=0)
     assert (best.name, found, closed) == ("b", {"a": 7, "b": 9, "c": 1}, ["a"])
@@ -215,7 +215,7 @@ def test_a_load_with_errors_or_without_replies_is_an_error(monkeypatch: pytest.M
     served = Served(server, random_workload([5, 70], vocab_size=9, seed=0), seconds=0.5)
     sides = {side.name: side for side in served.sides()}
     assert sides[ONE].run() == Measurement(120, 0.5, [(5, 0.1), (70, 0.2), (5, 0.3)], 5.0)
-    assert sides[LARGE].run().tokens == 700  # of the server's batches
+    assert sides[LARGE].run().tokens == 700  # tokens of the server's batches
     for change, message in (
         ({"tokens": 0}, r"^64 callers: no call was answered in 0.5 s; give --seconds more$"),
         ({"errors": {"UNAVAILABLE": 3}}, r"^64 callers: \{'UNAVAILABLE': 3\}"),
@@ -277,7 +277,7 @@ def test_a_program_answers_and_its_prints_go_to_the_log(tmp_path: Path) -> None:
 def test_an_environment_is_created_again_after_a_change_of_its_requirements(tmp_path: Path) -> None:
     requirements, environments, python = tmp_path / "peer.txt", tmp_path / "environments", tmp_path / "python"
     requirements.write_text("")
-    # Called as python -m venv FOLDER; creates an interpreter that accepts every command.
+    # A fake of python: called as -m venv FOLDER, it creates an interpreter that accepts every command.
     python.write_text('#!/bin/sh\nmkdir -p "$3/bin" && ln -s /bin/true "$3/bin/python"\n')
     python.chmod(0o755)
     binaries = ensure_environment("peer", requirements, environments, str(python))

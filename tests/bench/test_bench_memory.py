@@ -1,4 +1,7 @@
-"""The memory of exports, of servers that share weights, and of long texts, in the sizes of BERT-base. Linux only."""
+"""The memory of exports, of servers that share weights, and of long texts, with models as large as BERT-base.
+
+Linux only.
+"""
 
 import json
 import math
@@ -30,7 +33,10 @@ MIB = 2**20
 
 
 def export_random_weights(folder: Path, **fields: object) -> tuple[int, int]:
-    """Export a model of random weights; the bytes of its weights, and the peak of the process in bytes."""
+    """Export a model with random weights.
+
+    Return the bytes of its weights and the peak memory of the process in bytes.
+    """
     file = folder / "config.json"
     file.write_text(json.dumps(BERT_BASE | fields))
     command: list[str | Path] = [EXPORT, "init", "--config", file, "--model-repository", folder / "models"]
@@ -52,7 +58,7 @@ def encode_at_once(server: RealServer, sequences: Sequence[TokenIds], callers: i
 
 
 def memory_mib(models: Path, cache_dir: str) -> float:
-    """The proportional set sizes of all servers together: a page that several processes map counts once."""
+    """Return the sum of the proportional set sizes of all servers. A page that several processes map counts once."""
     sequences = random_workload(list(range(1, 257, 17)), vocab_size=VOCABULARY, seed=0).sequences
     with ExitStack() as stack:
         servers = []

@@ -1,6 +1,6 @@
-"""The programs of bench/, each for a moment from its command line to its figures. The figures are not tested.
+"""The programs of bench/, each from its command line to its report. The measured numbers are not tested.
 
-bench/peers.py compares with the sentence-transformers of this environment.
+bench/peers.py runs the sentence-transformers of this environment.
 """
 
 import json
@@ -41,7 +41,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small directory of sentence-transformers."""
+    """Write a small directory of sentence-transformers."""
     folder = tmp_path_factory.mktemp("bench") / "directory"
     write_model(folder)
     return folder
@@ -49,14 +49,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(directory: Path) -> Path:
-    """A repository with the model of the directory."""
+    """Export the directory into a repository."""
     export_hf(directory, Target(model_repository=directory.parent / "models", name="m"))
     return directory.parent / "models"
 
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
-    """A repository with two models of a few nodes."""
+    """Write a repository with two models of a few nodes."""
     for name in ("one", "two"):
         write_bundle(tmp_path / "models", name)
     return tmp_path / "models"
@@ -141,7 +141,7 @@ def test_scaling_measures_parts_keeps_the_others_and_draws(
 
 
 def test_gpu_measures_budgets_and_lanes(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a CPU, so that the program works on a machine with a GPU."""
+    """On a CPU, bench/gpu.py runs the same code as on a GPU."""
     command = [str(tiny), "--model", "one", "--model", "two", "--device", "cpu", "--sequences", "40", "--rounds", "2"]
     gpu.main([*command, "--budgets", "64", "128", "--lanes", "1", "2", "--json", str(tmp_path / "found.json")])
     found = figures(tmp_path / "found.json")

@@ -1,4 +1,4 @@
-"""Attacks of an anonymous caller on a real server, each with a control: ordinary calls of the same kind.
+"""Attacks of an anonymous caller on a real server. Each has a control: ordinary calls of the same kind.
 
 The quick attacks are of the system tier. All attacks measure latencies, so no other test may run at the same time.
 """
@@ -84,11 +84,11 @@ class Row:
 
     Attributes:
         write_model: Writes the model into a repository.
-        control: The ordinary calls, given the server.
+        control: Makes the ordinary calls to a server.
         attack: The attack.
         flags: Flags of the server.
-        seconds: Duration of the attack.
-        warm_up: Calls before the control, by default those of the control.
+        seconds: The duration of the attack.
+        warm_up: Makes the calls before the control; by default `control`.
     """
 
     write_model: Callable[[Path], None]
@@ -100,22 +100,22 @@ class Row:
 
 
 def embed(inputs: Callable[[], list[Any]], callers: int) -> MakeDriver:
-    """Callers of POST /embed."""
+    """Return callers of POST /embed."""
     return lambda server: (ask_http, server.http_port, post("/embed", {"inputs": inputs(), "pooling": "mean"}), callers)
 
 
 def call(requests: Callable[[], list[bytes]], callers: int = 1) -> MakeDriver:
-    """Callers of Encode, each with all requests in turn."""
+    """Return callers of Encode. Each sends all requests one after another."""
     return lambda server: (ask_grpc, server.target, ENCODE, requests(), callers)
 
 
 def flooding(first: bytes, block: bytes, connections: int) -> MakeDriver:
-    """Connections that send `first` once, then `block` again and again."""
+    """Return connections that send `first` once, and then `block` again and again."""
     return lambda server: (flood, server.http_port, first, block, connections)
 
 
 def largest_body(element: bytes) -> MakeDriver:
-    """8 callers; each posts a list with the same JSON element 2,048 times."""
+    """Return 8 callers. Each posts a list with 2,048 equal JSON elements."""
     body = b'{"pooling": "mean", "priority": 1, "inputs": [%s]}'
 
     def driver(server: RealServer) -> Driver:
@@ -134,14 +134,14 @@ def mean_outputs(count: int) -> bytes:
 
 
 def pooled_document(n_tokens: int, factors: int) -> bytes:
-    """A document whose vectors are requested with `factors` different pool factors; 0 means without pooling."""
+    """Request the vectors of a document with `factors` different pool factors. Factor 0 means without pooling."""
     outputs = [pb.OutputSpec(kind=MULTI_VECTOR, dimensions=1, pool_factor=2 + i / 1000) for i in range(factors)]
     ids = [i * i % VOCAB_SIZE for i in range(n_tokens)]
     return encode([ids], outputs or [pb.OutputSpec(kind=MULTI_VECTOR, dimensions=1)])
 
 
 def readers(protocol: str, count: int) -> MakeDriver:
-    """Callers that read replies of 62.5 MiB; over HTTP the replies are larger."""
+    """Return callers that read replies of 62.5 MiB. Over HTTP the replies are larger."""
     if protocol == "http":
         return lambda server: (ask_http, server.http_port, post(HTTP, wide_fields(WIDE_TOKENS)), count)
     return call(lambda: [encode([[1] * WIDE_TOKENS])], count)
@@ -235,7 +235,7 @@ def test_attack(tmp_path: Path, row: Row) -> None:
 
 @pytest.mark.parametrize("path", [ENCODE_STREAM, MODEL_STREAM_INFER], ids=["encode-stream", "model-stream-infer"])
 def test_long_request_ids_with_tracing(tmp_path: Path, path: str) -> None:
-    """400 ids of 4 MB in a stream. The control has as many bytes in another field."""
+    """A stream sends 400 ids of 4 MB. In the control, another field has so many bytes."""
     long = "a" * LONGEST_FIELD
     if path == ENCODE_STREAM:
         control, attacking = in_stream("a", serialized(encode_text(long))), in_stream(long, encode([[1]]))
@@ -253,7 +253,7 @@ def test_long_request_ids_with_tracing(tmp_path: Path, path: str) -> None:
 
 @pytest.mark.parametrize("protocol", PATHS)
 def test_hundreds_of_held_calls(tmp_path: Path, protocol: str) -> None:
-    """200 slow senders and 200 callers that do not read. Latency is not bounded here."""
+    """200 callers send slowly, and 200 callers do not read. There is no bound on the latency here."""
     write_wide(tmp_path)
     with hostile_server(tmp_path, *LARGE_REPLIES) as server:
         measure(
@@ -269,7 +269,7 @@ def test_hundreds_of_held_calls(tmp_path: Path, protocol: str) -> None:
 
 @pytest.mark.system
 def test_callers_behind_a_stalled_batch(tmp_path: Path) -> None:
-    """They get an error long before the batch ends. The control is a batch that ends in time."""
+    """The callers get an error long before the batch ends. In the control, the batch ends in time."""
     write_slow(tmp_path)
     with (
         hostile_server(tmp_path, "--parallel-batches", "1", "--stall-seconds", "1") as server,
@@ -279,9 +279,9 @@ def test_callers_behind_a_stalled_batch(tmp_path: Path) -> None:
         method: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(ENCODE)
 
         def statuses_behind(slow_tokens: int) -> tuple[str, int]:
-            """The gRPC and the HTTP status of two callers behind a slow batch."""
+            """Return the gRPC status and the HTTP status of two callers behind a slow batch."""
             batch = method.future(encode([[SLOW_ID] * slow_tokens]))
-            while not server.metric(IN_FLIGHT) or server.metric(QUEUED):  # until the batch runs
+            while not server.metric(IN_FLIGHT) or server.metric(QUEUED):  # wait until the batch runs
                 time.sleep(0.02)
             by_http = threads.submit(http_status, f"{server.url}/embed", {"inputs": [[1]], "pooling": "mean"})
             by_grpc = method.future(encode([[1]]), timeout=ANSWER_SECONDS)
@@ -294,7 +294,7 @@ def test_callers_behind_a_stalled_batch(tmp_path: Path) -> None:
 
 
 def http_status(url: str, fields: object) -> int:
-    """The status of a POST; 0 without a reply."""
+    """Return the status of a POST; 0 without a reply."""
     request = urllib.request.Request(url, orjson.dumps(fields), {"content-type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as reply:
@@ -307,10 +307,10 @@ def http_status(url: str, fields: object) -> int:
 
 @pytest.mark.system
 def test_a_text_at_which_the_tokenizer_panics(tmp_path: Path) -> None:
-    """All methods refuse the text. The control is another text, before and after."""
+    """All methods refuse the text. The control is another text, before and afterwards."""
     write_panicking(tmp_path)
     program = tmp_path.with_name(f"{tmp_path.name}-server")
-    # A panic makes Rust print lines that are not log lines. They are left out.
+    # At a panic, Rust prints lines that are not log lines. These lines are left out.
     program.write_text(f"""#!/bin/bash\nexec {COMMAND} "$@" 2> >(grep --line-buffered '^{{' >&2)\n""")
     program.chmod(0o755)
     with (
@@ -326,7 +326,7 @@ TOKENIZE = "/encserve.v1.EncoderService/Tokenize"
 
 
 def statuses_of(server: RealServer, channel: grpc.Channel, text: str) -> dict[str, str]:
-    """The status of a call with the text, by method and route."""
+    """Return the status of a call with the text, by method and route."""
     request = encode_text(text)
     statuses = {}
     unary = {
@@ -346,7 +346,7 @@ def statuses_of(server: RealServer, channel: grpc.Channel, text: str) -> dict[st
 
 
 def first_status(stream: Any) -> str:
-    """The status in the first reply of a stream, or of the stream if it has no reply."""
+    """Return the status in the first reply of a stream, or the status of the stream if there is no reply."""
     try:
         reply = pb.EncodeStreamResponse.FromString(next(stream))
     except grpc.RpcError:
@@ -355,16 +355,16 @@ def first_status(stream: Any) -> str:
     return names[reply.error.code]
 
 
-# A batch takes about 30 ms, the same in both phases.
+# A batch takes about 30 ms in both phases.
 STEPS_PER_RUN, FEW, MANY = 120, 256, 65_536
 
 
 def test_health_with_a_full_queue(tmp_path: Path) -> None:
-    """65,536 inputs wait. The control is the same load with 256 waiting.
+    """65,536 inputs wait. In the control, the load is equal and 256 inputs wait.
 
-    Each phase runs three times, in turns. Only its lowest latency counts, because other work on the machine slows
-    the
-    other runs.
+    The two phases take turns, and each runs three times. Only the lowest latency of a phase counts, because other
+    work
+    on the machine slows the other runs.
     """
     write_slow(tmp_path, STEPS_PER_RUN)
     flags = ("--parallel-batches", "1", "--intra-op-threads", "1", "--max-queue-tokens", "100000")
@@ -373,7 +373,7 @@ def test_health_with_a_full_queue(tmp_path: Path) -> None:
     with hostile_server(tmp_path, *flags) as server, watching(server, BUDGET_MIB) as watch:
         for count in [*phases] * 3:
             wait_for_metric(server, QUEUED, 0)
-            with attack(ask_grpc, server.target, ENCODE, [request], count // 256 + 1):  # one call is in the batch
+            with attack(ask_grpc, server.target, ENCODE, [request], count // 256 + 1):  # the batch has one call
                 wait_for_metric(server, QUEUED, count, 512)
                 with watch.phase(f"{count} waiting") as phase:
                     time.sleep(3)
@@ -386,7 +386,7 @@ def test_health_with_a_full_queue(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("protocol", [pytest.param("grpc", marks=pytest.mark.system), "http"])
 def test_the_largest_requests_without_a_key(tmp_path: Path, protocol: str) -> None:
-    """They are refused before they are parsed. The control is small requests without a key."""
+    """The server refuses them before it parses them. The control is small requests without a key."""
     write_words(tmp_path)
     keys = tmp_path / "keys"
     keys.write_text(KEY)

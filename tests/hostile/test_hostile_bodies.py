@@ -1,4 +1,4 @@
-"""10,000 bodies for each HTTP route: its example of /openapi.json with random changes."""
+"""10,000 bodies for each HTTP route, made by random changes of the route's example in /openapi.json."""
 
 import asyncio
 import copy
@@ -35,14 +35,14 @@ VALUES: list[Any] = [
 
 
 class Mutator:
-    """Changes bodies; the same seed makes the same changes."""
+    """Changes bodies at random. The same seed makes the same changes."""
 
     def __init__(self, fields: list[str], seed: int) -> None:
         self._random = random.Random(seed)
         self._fields = fields
 
     def change(self, example: Any) -> bytes:
-        """The example with a few places changed, and sometimes a few bytes damaged."""
+        """Return the example with a few changed values, and sometimes with a few damaged bytes."""
         body = copy.deepcopy(example)
         for _ in range(self._random.choice([0, 1, 1, 1, 2, 4])):
             body = self._change_one_place(body)
@@ -70,7 +70,7 @@ class Mutator:
 
 
 def _places(body: Any) -> Iterator[tuple[Any, Any]]:
-    """Every value of a body, as its container and its key or index."""
+    """Return every value of a body, as its container and its key or index."""
     keys = body.keys() if isinstance(body, dict) else range(min(len(body), 20)) if isinstance(body, list) else ()
     for key in list(keys):
         yield body, key
@@ -78,7 +78,7 @@ def _places(body: Any) -> Iterator[tuple[Any, Any]]:
 
 
 async def examples_and_fields(session: aiohttp.ClientSession) -> tuple[dict[str, Any], list[str]]:
-    """The example body of each route, and the names of all fields."""
+    """Return the example body of each route, and the names of all fields."""
     async with session.get("/openapi.json") as reply:
         document = await reply.json()
     examples = {}
@@ -91,7 +91,7 @@ async def examples_and_fields(session: aiohttp.ClientSession) -> tuple[dict[str,
 
 
 async def send_all(server: FakeServer) -> dict[str, Counter[int]]:
-    """The number of replies of each status, by route."""
+    """Send the bodies. Return the number of replies with each status, by route."""
     statuses: dict[str, Counter[int]] = {}
     connector = aiohttp.TCPConnector(limit=CONNECTIONS)
     url = f"http://127.0.0.1:{server.app.http_port}"

@@ -1,4 +1,4 @@
-"""A small model of each usual architecture of encoders, made by transformers from its configuration."""
+"""A small model of each common encoder architecture. transformers builds it from its configuration."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ class Architecture:
     """A model type with its settings.
 
     Attributes:
-        name: The usual name.
+        name: The common name.
         model_type: The name in transformers.
         settings: The fields of the configuration.
     """
@@ -76,7 +76,7 @@ ARCHITECTURES = [
 
 
 def build(architecture: Architecture) -> Any:
-    """Build a model with random weights, in float32 and evaluation mode; for T5 with the decoder."""
+    """Build a model with random weights, in float32 and evaluation mode. The model of T5 includes the decoder."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -86,7 +86,7 @@ def build(architecture: Architecture) -> Any:
 
 
 def save(architecture: Architecture, folder: Path) -> Path:
-    """Write a model's directory with transformers, below a folder."""
+    """Save a model with transformers, in a new directory in this folder."""
     directory = folder / architecture.folder
     build(architecture).save_pretrained(directory)
     return directory
@@ -99,7 +99,7 @@ def change_config(directory: Path, **settings: Any) -> None:
 
 
 def rows_of(model: Any, ids: list[int]) -> npt.NDArray[np.float32]:
-    """The rows that transformers computes for one sequence: (seq, d_model)."""
+    """Return the rows that transformers computes for one sequence: (seq, d_model)."""
     encoder = model.get_encoder() if model.config.is_encoder_decoder else model
     tokens = torch.tensor([ids])  # (1, seq)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""The committed dashboards and rules, and the expressions in them."""
+"""The committed dashboards and rules, and the PromQL expressions in them."""
 
 import json
 import re
@@ -19,7 +19,7 @@ RULES = [
 ALERTS = [rule for rule in RULES if "alert" in rule]
 RECORDED = {rule["record"] for rule in RULES if "record" in rule}
 
-# A metric of the server, of a recording rule or of Prometheus itself, with its matchers.
+# Matches a metric of the server, of a recording rule or of Prometheus itself, with its matchers.
 _SELECTOR = re.compile(
     r"\b(?:(?:encserve_|encserve:|grpc_server_|instance:|job:|model:|process_|python_|scrape_)[\w:]+|up\b|ALERTS\b)"
     r"(?:\{[^}]*\})?"
@@ -27,13 +27,13 @@ _SELECTOR = re.compile(
 
 
 def panels(dashboard: Any) -> Iterator[Any]:
-    """All panels, also in collapsed rows."""
+    """Return all panels, also those in collapsed rows."""
     for panel in dashboard["panels"]:
         yield from panel["panels"] if panel["type"] == "row" else [panel]
 
 
 def queries() -> list[tuple[str, str]]:
-    """All expressions with the dashboard, panel and letter of each."""
+    """Return all expressions, with the dashboard, panel and letter of each."""
     return [
         (f"{name}: {panel['title']} {target['refId']}", target["expr"])
         for name, dashboard in DASHBOARDS.items()
@@ -43,10 +43,10 @@ def queries() -> list[tuple[str, str]]:
 
 
 def selectors(expr: str) -> set[str]:
-    """The vector selectors of an expression, without time windows and offsets."""
+    """Return the vector selectors of an expression, without time windows and offsets."""
     return set(_SELECTOR.findall(expr))
 
 
 def metric_names(expr: str) -> set[str]:
-    """The metrics that an expression reads."""
+    """Return the names of the metrics in an expression."""
     return {selector.partition("{")[0] for selector in selectors(expr)}

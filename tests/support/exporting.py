@@ -1,4 +1,4 @@
-"""Exports for several tests, kept on disk as long as the exporter's sources and packages stay the same."""
+"""Exports that several tests share. They stay on disk until the exporter's sources or packages change."""
 
 import dataclasses
 import functools
@@ -43,7 +43,10 @@ def export_once(export: Callable[..., Exported], *source: Any, target: Target, *
 
 @functools.cache
 def _kept_by_this_exporter() -> Path:
-    """The folder for exports by these sources in this environment; folders of others are removed after a day."""
+    """Return the folder for exports by these sources in this environment.
+
+    Other such folders are removed after a day.
+    """
     sources = [path for part in ("export", "proto") for path in (ROOT / part / "src").rglob("*.py")]
     packages = sorted(f"{it.name} {it.version}" for it in distributions())
     folder = KEPT / _digest(*sorted(sources), *packages, platform.python_version(), platform.processor())
@@ -62,7 +65,7 @@ def _digest(*parts: Any) -> str:
 
 
 def _flat(parts: Iterable[Any]) -> Iterable[bytes]:
-    """All inputs of a call as bytes; a file counts by its name and content."""
+    """Return all inputs of a call as bytes. A file counts by its name and content."""
     for part in parts:
         if isinstance(part, dict):
             yield from _flat(sorted(part.items()))

@@ -1,4 +1,4 @@
-"""A small encoder service on a real grpc.aio server, and both clients.
+"""A small encoder service on a real grpc.aio server, and callers with both clients.
 
 Tests are coroutines on one event loop. The sync client runs in a worker thread.
 """
@@ -20,7 +20,7 @@ from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceServicer, add_EncoderServiceServicer_to_server
 
 D_MODEL = 8
-FIRST, LAST = 1, 2  # the special tokens around a text
+FIRST, LAST = 1, 2  # the ids of the special tokens around a text
 
 Rows = npt.NDArray[np.float32]
 
@@ -42,21 +42,21 @@ class Refused(Exception):
 
 
 def ids_of(item: pb.Input) -> list[int]:
-    """The token ids: for a text, the length of each word, between two special tokens."""
+    """Return the token ids. The ids of a text are the lengths of its words, between two special tokens."""
     if item.HasField("text"):
         return [FIRST, *(len(word) for word in item.text.split()), LAST]
     return list(item.token_ids.ids)
 
 
 def rows_of(ids: Iterable[int]) -> Rows:
-    """(seq, d_model): each number depends on its token, its place and its column."""
+    """Return (seq, d_model) rows. Each number depends on its token, its position and its column."""
     column = np.asarray(list(ids), np.float32)[:, None]
     places = np.arange(len(column), dtype=np.float32)[:, None] / 4
     return np.asarray(column + places + np.arange(D_MODEL, dtype=np.float32) / 64, np.float32)
 
 
 def rows_of_input(item: pb.Input) -> Rows:
-    """(seq, d_model): the rows of the ids; input vectors are returned unchanged."""
+    """Return (seq, d_model): the rows of the ids, or the given vectors unchanged."""
     if not item.HasField("embeddings"):
         return rows_of(ids_of(item))
     vectors = item.embeddings
@@ -119,7 +119,7 @@ def _tensor(spec: pb.OutputSpec, request: pb.EncodeRequest) -> pb.RaggedTensor:
 
 
 def _sparse_tensor(request: pb.EncodeRequest) -> pb.RaggedTensor:
-    """The weight of an index is half the index; the indices are the lengths of the words."""
+    """Return sparse weights. The indices are the lengths of the words, and a weight is half its index."""
     words = [sorted(set(ids_of(item)) - {FIRST, LAST}) for item in request.inputs]
     flat = np.array([word for its in words for word in its], np.uint32)
     return pb.RaggedTensor(
@@ -134,7 +134,7 @@ def _sparse_tensor(request: pb.EncodeRequest) -> pb.RaggedTensor:
 
 @dataclass
 class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
-    """The service.
+    """The encoder service.
 
     `before` gets each request before its answer: it may wait, raise `Refused`, or return another answer. `inspect`
     replaces `inspections.inspection`, and may also wait or raise `Refused`.
@@ -148,7 +148,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     before: Callable[[pb.EncodeRequest], Awaitable[pb.EncodeResponse | None]] | None = None
     before_stream: Callable[[pb.EncodeStreamRequest, Any], Awaitable[None]] | None = None
     inspect: Callable[[pb.InspectRequest], AsyncIterator[pb.InspectResponse]] | None = None
-    model_info: pb.ModelInfo = field(default_factory=pb.ModelInfo)  # further fields of the model
+    model_info: pb.ModelInfo = field(default_factory=pb.ModelInfo)  # more fields of the model
     requests: list[pb.EncodeRequest] = field(default_factory=list)
     tokenize_requests: list[pb.TokenizeRequest] = field(default_factory=list)
     inspect_requests: list[pb.InspectRequest] = field(default_factory=list)
@@ -195,7 +195,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
         return info
 
     def answer(self, request: pb.EncodeRequest) -> pb.EncodeResponse:
-        """The answer, within the limits, or `Refused`."""
+        """Return the answer if the request is within the limits; otherwise raise `Refused`."""
         tokens = [len(rows_of_input(item)) for item in request.inputs]
         if len(tokens) > self.max_request_sequences:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "too many", "TOO_MANY_INPUTS")
@@ -238,7 +238,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
         self.n_open_streams += 1
         stream = self.n_streams
         tasks: set[asyncio.Task[None]] = set()
-        writing = asyncio.Lock()  # gRPC takes one write at a time
+        writing = asyncio.Lock()  # gRPC allows one write at a time
         try:
             async for request in requests:
                 self.stream_requests.append((stream, request.request_id))
@@ -324,13 +324,13 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
 
 
 async def stalled_inspection(request: pb.InspectRequest) -> AsyncIterator[pb.InspectResponse]:
-    """The header of an inspection and nothing more, for `FakeEncoder.inspect`."""
+    """Send the header of an inspection and nothing more. For `FakeEncoder.inspect`."""
     yield inspection(request, 1)[0]
     await asyncio.sleep(30)
 
 
 class Caller:
-    """Calls the sync or the async client from a coroutine; the sync client in a worker thread."""
+    """Calls the sync or the async client from a coroutine. The sync client runs in a worker thread."""
 
     def __init__(self, kind: str, service: FakeEncoder | None = None) -> None:
         """`kind` is "sync" or "async". Without a service, `connect` needs a target."""
@@ -339,7 +339,7 @@ class Caller:
         self.clients: list[EncoderClient | AsyncEncoderClient] = []
 
     def connect(self, **settings: Any) -> Any:
-        """A new client; by default its retries wait milliseconds."""
+        """Return a new client. By default it waits milliseconds before a retry."""
         settings.setdefault("retry", RetryPolicy(initial_backoff_seconds=0.01, max_backoff_seconds=0.05))
         settings.setdefault("timeout_seconds", 60.0)
         if self.service is not None:
@@ -355,14 +355,14 @@ class Caller:
         return await asyncio.to_thread(method, *args, **kwargs)
 
     async def all_of(self, client: Any, inputs: Any, method: str = "encode_stream", **options: Any) -> list[Any]:
-        """All results of a stream."""
+        """Return all results of a stream."""
         stream = getattr(client, method)(inputs, **options)
         if self.kind == "async":
             return [it async for it in stream]
         return await asyncio.to_thread(list, stream)
 
     async def first_of(self, stream: Any) -> Any:
-        """The next result of a stream."""
+        """Return the next result of a stream."""
         return await (anext(stream) if self.kind == "async" else asyncio.to_thread(next, stream))
 
     async def close(self, it: Any) -> None:

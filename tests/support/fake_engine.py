@@ -1,4 +1,4 @@
-"""An engine and an inspector for tests: their numbers are formulas; they fail or wait on request."""
+"""An engine and an inspector for tests. Formulas give their numbers, and tests can make them fail or wait."""
 
 import math
 import threading
@@ -12,9 +12,9 @@ from encserve_server.types.inspections import InspectKind, InspectTensor
 
 
 def fake_rows(ids: ModelInput, d_model: int) -> Rows:
-    """The rows of `FakeEngine` for (seq,) ids: (seq, d_model). Each row depends on its id, place and length.
+    """Return the rows of `FakeEngine`, (seq, d_model), which depend on the ids, (seq,), the position and the length.
 
-    The first component of a vector is used as its id.
+    If the input is vectors, the first component of a vector is its id.
     """
     marks = np.asarray(ids if ids.ndim == 1 else ids[:, 0], np.float64)  # (seq,)
     place = np.arange(len(ids))
@@ -24,14 +24,14 @@ def fake_rows(ids: ModelInput, d_model: int) -> Rows:
 
 
 class FakeEngine:
-    """Computes at once unless `hold` was called.
+    """An engine that computes immediately, unless `hold` was called.
 
     Attributes:
         batches: The lengths of every batch that was run or tried, in order.
-        poison: An id that makes any batch with it fail.
-        nan_id: An id that makes its sequence NaN.
-        broken: Makes every batch fail while set.
-        alone: For every batch that was run or tried, whether it had the whole device.
+        poison: An id. Each batch that contains it fails.
+        nan_id: An id. The rows of each sequence that contains it are NaN.
+        broken: While it is set, every batch fails.
+        alone: For every batch that was run or tried, whether the batch used all threads of the device.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class FakeEngine:
         max_parallel_runs: int = 1,
         widens: bool = True,
     ) -> None:
-        """Takes the width of the rows, the ids that fail, and the reported number of parallel runs."""
+        """Take the width of the rows, the ids that fail, and the number of parallel runs to report."""
         self.max_parallel_runs = max_parallel_runs
         self.widens = widens
         self.alone: list[bool] = []
@@ -53,10 +53,10 @@ class FakeEngine:
         self.broken = False
         self.closed = False
         self.batches: list[list[int]] = []
-        self.started = threading.Semaphore(0)  # released once for every batch that begins
+        self.started = threading.Semaphore(0)  # one release for every batch that begins
         self._gate = threading.Condition()
         self._held = False
-        self._passes = 0  # held runs that may finish
+        self._passes = 0  # one release for every held run that may finish
 
     @property
     def info(self) -> EngineInfo:
@@ -64,24 +64,24 @@ class FakeEngine:
         return EngineInfo(provider="FakeExecutionProvider", device="cpu", precision="float32", runtime="fake")
 
     def hold(self) -> None:
-        """Lets no batch finish until `let_go`."""
+        """Let no batch finish until `let_go`."""
         with self._gate:
             self._held = True
 
     def let_go(self) -> None:
-        """Lets held and later batches finish."""
+        """Let held and later batches finish."""
         with self._gate:
             self._held = False
             self._gate.notify_all()
 
     def let_one_go(self) -> None:
-        """Lets one held batch finish, and holds the next."""
+        """Let one held batch finish, and hold the next batch."""
         with self._gate:
             self._passes += 1
             self._gate.notify_all()
 
     def run(self, sequences: Sequence[ModelInput], *, attended: Sequence[int] = (), alone: bool = True) -> BatchResult:
-        """Computes `fake_rows` for a batch."""
+        """Compute `fake_rows` for a batch."""
         self.batches.append([len(ids) for ids in sequences])
         self.alone.append(alone)
         self.started.release()
@@ -102,49 +102,49 @@ class FakeEngine:
         return BatchResult(output, lengths, collate_seconds=0.0001, compute_seconds=0.001)
 
     def close(self) -> None:
-        """Sets `closed`."""
+        """Set `closed`."""
         self.closed = True
 
 
 def fake_numbers(kind: InspectKind, layer: int, shape: tuple[int, ...]) -> Numbers:
-    """The array that `FakeInspector` gives for a layer: it rises from 100 x its kind + the layer by 1."""
+    """Return the array of `FakeInspector` for a layer. It begins at 100 x its kind + the layer, and rises by 1."""
     first = 100 * kind.value + layer
     return np.linspace(first, first + 1, math.prod(shape), dtype=np.float32).reshape(shape)
 
 
 class FakeInspector:
-    """Computes numbers from their kind and layer, at once unless `hold` was called.
+    """An inspector whose numbers depend on their kind and layer. It computes immediately, unless `hold` was called.
 
     Attributes:
         n_heads: The heads of its attention weights.
         lengths: The length of every sequence that was run, in order.
-        broken: Makes every run fail while set.
+        broken: While it is set, every run fails.
     """
 
     def __init__(self, d_model: int = 4, n_heads: int = 2, n_positions: int = 32) -> None:
-        """Takes the sizes of its arrays."""
+        """Take the sizes of the arrays."""
         self._d_model = d_model
         self.n_heads = n_heads
         self._n_positions = n_positions
         self.lengths: list[int] = []
         self.broken = False
         self.closed = False
-        self.started = threading.Semaphore(0)  # released once for every run that begins
+        self.started = threading.Semaphore(0)  # one release for every run that begins
         self._go = threading.Event()
         self._go.set()
 
     def hold(self) -> None:
-        """Lets no run finish until `let_go`."""
+        """Let no run finish until `let_go`."""
         self._go.clear()
 
     def let_go(self) -> None:
-        """Lets held and later runs finish."""
+        """Let held and later runs finish."""
         self._go.set()
 
     def run(
         self, sequence: ModelInput, wanted: Sequence[tuple[InspectKind, tuple[int, ...]]], *, attended: int = 0
     ) -> tuple[list[InspectTensor], float]:
-        """Computes `fake_numbers` for each layer."""
+        """Compute `fake_numbers` for each layer."""
         self.lengths.append(len(sequence))
         self.started.release()
         if not self._go.wait(timeout=60):
@@ -164,5 +164,5 @@ class FakeInspector:
         return tensors, 0.001
 
     def close(self) -> None:
-        """Sets `closed`."""
+        """Set `closed`."""
         self.closed = True

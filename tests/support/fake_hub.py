@@ -1,4 +1,4 @@
-"""A hub with one model, for huggingface_hub."""
+"""A fake of the Hugging Face hub with one model."""
 
 import contextlib
 import functools
@@ -14,7 +14,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class _Hub(http.server.BaseHTTPRequestHandler):
-    """Answers for one repository."""
+    """The HTTP handler of the hub's one repository."""
 
     def __init__(
         self, repository: str, files: Mapping[str, bytes], revisions: tuple[str, ...], *arguments: object
@@ -74,7 +74,7 @@ class _Hub(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def fake_hub(repository: str, directory: Path, revisions: tuple[str, ...] = ("main",)) -> Iterator[str]:
-    """Serve the files of a directory as a repository of the hub; yield the URL for HF_ENDPOINT."""
+    """Serve the files of a directory as a repository of the hub. Yield the URL for HF_ENDPOINT."""
     paths = [path for path in directory.rglob("*") if path.is_file()]
     files = {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
     handler = functools.partial(_Hub, repository, files, revisions)

@@ -1,4 +1,4 @@
-"""A whole server on a free loopback port; only the engine is fake."""
+"""A whole server on a free loopback port. Only the engine is a fake."""
 
 import asyncio
 import contextlib
@@ -31,11 +31,11 @@ N_LAYERS, N_HEADS = 3, 2
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "hello", "brave", "new", "world"]
 SERVICE = "encserve.v1.EncoderService"
 INFER_SERVICE = "inference.GRPCInferenceService"
-page._STOP_SECONDS = 0.01  # tests stop hundreds of servers
+page._STOP_SECONDS = 0.01  # short, because tests stop hundreds of servers
 
 
 def write_tokenizer(path: Path, unknown: str = "[UNK]") -> Path:
-    """Writes a tokenizer of eight words, with truncation and padding in the file as real files have them."""
+    """Write a tokenizer of eight words. Like real files, the file asks for truncation and padding."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -48,7 +48,7 @@ def write_tokenizer(path: Path, unknown: str = "[UNK]") -> Path:
 
 
 class Failed(Exception):
-    """A call that ended with a status: its code, text, reason, and google.rpc details by message name."""
+    """The failure of a call: its status code, text, reason, and google.rpc details by message name."""
 
     def __init__(self, error: grpc.aio.AioRpcError) -> None:
         self.code = error.code()
@@ -68,7 +68,7 @@ class Failed(Exception):
 
 
 class FakeServer:
-    """A running server and a channel to it."""
+    """A running server, and a channel to this server."""
 
     def __init__(self, app: App, engine: FakeEngine, inspector: FakeInspector, channel: grpc.aio.Channel) -> None:
         self.app = app
@@ -77,7 +77,7 @@ class FakeServer:
         self.channel = channel
 
     async def call(self, method: str, request: Any, service: str = SERVICE, **options: Any) -> bytes:
-        """Sends a message or raw bytes to a method and returns the reply's bytes; raises Failed."""
+        """Send a message or raw bytes to a method and return the reply's bytes. Raises Failed."""
         data = request if isinstance(request, bytes) else request.SerializeToString()
         rpc: Any = self.channel.unary_unary(f"/{service}/{method}")
         try:
@@ -88,12 +88,12 @@ class FakeServer:
         return reply
 
     async def encode(self, *inputs: str | list[int], options: pb.EncodeOptions | None = None, **call: Any) -> Any:
-        """Encodes texts and lists of ids."""
+        """Call Encode with texts and lists of ids."""
         request = pb.EncodeRequest(inputs=map(make_input, inputs), options=options)
         return pb.EncodeResponse.FromString(await self.call("Encode", request, **call))
 
     async def start_held(self, call: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        """Holds the engine and starts a call; returns when the engine has the call's first batch."""
+        """Hold the engine and start a call. Return when the engine has the first batch of the call."""
         while self.engine.started.acquire(blocking=False):
             pass  # batches of earlier calls
         self.engine.hold()
@@ -103,7 +103,7 @@ class FakeServer:
 
     @contextlib.asynccontextmanager
     async def queue_of(self, tokens: int) -> AsyncIterator[None]:
-        """Hold the engine with one call and let another call of `tokens` tokens wait, until the end of the block."""
+        """Until the end of the block, hold the engine with one call and keep a call of `tokens` tokens in the queue."""
         running = await self.start_held(self.encode([1]))
         waiting = asyncio.create_task(self.encode([2] * tokens))
         try:
@@ -114,7 +114,7 @@ class FakeServer:
             await asyncio.gather(running, waiting)
 
     async def inspect(self, request: Any, **options: Any) -> list[pb.InspectResponse]:
-        """Sends an inspection, a message or raw bytes, and returns all messages of the reply; raises Failed."""
+        """Send an inspection, a message or raw bytes, and return all messages of the reply. Raises Failed."""
         data = request if isinstance(request, bytes) else request.SerializeToString()
         rpc: Any = self.channel.unary_stream(f"/{SERVICE}/Inspect")
         try:
@@ -123,27 +123,27 @@ class FakeServer:
             raise Failed(error) from error
 
     def sample(self, name: str, **labels: str) -> float:
-        """A metric's value."""
+        """Return the value of a metric."""
         value = self.app.registry.get_sample_value(name, labels)
         assert value is not None, f"no sample {name}{labels}"
         return value
 
     def queued(self, unit: str = "tokens") -> float:
-        """The tokens, sequences, requests or text_bytes that wait for tiny@2."""
+        """Return how many tokens, sequences, requests or text_bytes of tiny@2 wait."""
         return self.sample(f"encserve_queue_{unit}", model="tiny", version="2")
 
     def rpc_sample(self, name: str, method: str = "Encode", **labels: str) -> float:
-        """The value of grpc_server_NAME for a method of encserve's service or of the Open Inference Protocol."""
+        """Return grpc_server_NAME for a method of encserve's service or of the Open Inference Protocol."""
         kind = "bidi_stream" if "Stream" in method else "unary"
         service = INFER_SERVICE if method.startswith("Model") else SERVICE
         return self.sample(f"grpc_server_{name}", grpc_type=kind, grpc_service=service, grpc_method=method, **labels)
 
     def handled(self, code: str, method: str = "Encode") -> float:
-        """The number of finished calls of a method with a status code."""
+        """Return the number of finished calls of a method with a status code."""
         return self.rpc_sample("handled_total", method, grpc_code=code)
 
     def in_flight(self) -> float:
-        """The number of open calls of all protocols."""
+        """The number of open calls, of all protocols."""
         return self.sample("encserve_in_flight_requests")
 
     def held_bytes(self) -> float:
@@ -159,7 +159,7 @@ class FakeServer:
 
 
 async def refusal(call: Awaitable[Any]) -> Failed:
-    """Awaits a call that must fail, and returns its failure."""
+    """Await a call that must fail, and return its failure."""
     try:
         await call
     except Failed as failed:
@@ -170,7 +170,7 @@ async def refusal(call: Awaitable[Any]) -> Failed:
 
 
 def make_input(it: Any) -> pb.Input:
-    """A text, a list of ids, or an array of vectors as an input."""
+    """Make an input from a text, a list of ids, or an array of vectors."""
     if isinstance(it, np.ndarray):
         data_type = pb.DATA_TYPE_FLOAT16 if it.dtype == np.float16 else pb.DATA_TYPE_FLOAT32
         return pb.Input(embeddings=pb.TokenEmbeddings(width=it.shape[1], data_type=data_type, data=it.tobytes()))
@@ -194,7 +194,7 @@ def fake_model(
     prompts: Mapping[str, str] | None = None,
     max_queue_text_mib: int = 16,
 ) -> LoadedModel:
-    """A loaded model with a fake engine."""
+    """Return a loaded model with a fake engine."""
     graph = Graph(
         path=bundle_directory / "model.onnx",
         input_name="inputs",
@@ -244,9 +244,9 @@ async def start_fake_server(
     load: Loader | None = None,
     **settings: Any,
 ) -> FakeServer:
-    """Starts a server that serves tiny@2 (the default) and tiny@1; other keyword arguments are settings.
+    """Start a server with tiny@2 (the default) and tiny@1. Other keyword arguments are settings.
 
-    The first of `prompts` is the default one.
+    The first of `prompts` is the default prompt.
     """
     engine = engine or FakeEngine(D_MODEL)
     inspector = FakeInspector(D_MODEL, N_HEADS, LONGEST)

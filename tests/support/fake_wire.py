@@ -1,4 +1,7 @@
-"""A wire without a network and with a fake clock, for tests of the layers above. It never suspends and never sleeps."""
+"""A wire without a network and with a fake clock, for tests of the client's layers above it.
+
+It never waits in real time.
+"""
 
 import heapq
 import itertools
@@ -30,16 +33,17 @@ Outcome = tuple[float, Any]
 
 @dataclass
 class FakeWire:
-    """Answers with two functions of the test. Time passes only in `wait`.
+    """Two functions of the test give the answers. Time passes only in `wait`.
 
     Attributes:
         answer: Returns the outcome of a message, given the RPC and the request.
-        answer_stream: Returns the outcome of a request on a stream, given the stream's number. A `Failure` ends the
-            stream; a request with the outcome None gets no answer.
+        answer_stream: Returns the outcome of a request on a stream, given the stream's number. A `Failure` ends
+        the
+            stream. A request whose outcome is None gets no answer.
         inputs: The inputs for `read_input`.
-        time: The time now, in seconds.
+        time: The current time in seconds.
         sent: The times at which messages and requests were sent.
-        most_out: The most messages without an answer at the same time.
+        most_out: The largest number of messages without an answer at the same time.
         n_streams: The number of opened streams.
         is_closed: Whether `aclose` was called.
     """
@@ -95,7 +99,7 @@ class FakeWire:
             self._post(delay, StreamEnded(stream, result) if is_end else StreamAnswered(stream, result))
 
     def finish(self, stream: int) -> None:
-        """See `Wire`. The stream ends after its last answer."""
+        """See `Wire`. The stream ends after the last answer."""
         last = max((time for time, _, event in self._events if getattr(event, "stream", 0) == stream), default=0.0)
         self._post(max(last - self.time, 0.0), StreamEnded(stream, None))
 
@@ -107,7 +111,7 @@ class FakeWire:
             self._post(0.0, InputsEnded())
 
     async def wait(self, seconds: float | None) -> Event | None:
-        """See `Wire`. Fails without an event and without a time limit."""
+        """See `Wire`. Fails if there is neither an event nor a time limit."""
         while self._events and (seconds is None or self._events[0][0] <= self.time + seconds):
             time, _, event = heapq.heappop(self._events)
             if seconds is not None:
@@ -125,7 +129,7 @@ class FakeWire:
         self.is_closed = True
 
     def _is_stale(self, event: Event) -> bool:
-        """Whether an event is a late answer of an ended stream. Also counts answered messages."""
+        """Return whether an event is a late answer of an ended stream. Also count the answered messages."""
         if isinstance(event, Answered | Failed):
             self._out -= 1
         if isinstance(event, StreamAnswered | StreamEnded) and event.stream in self._over:
@@ -139,7 +143,7 @@ class FakeWire:
 
 
 def gather(request: pb.InspectRequest, parts: Iterable[pb.InspectResponse]) -> Gathering:
-    """Gather the parts of an answer; stop at the first error."""
+    """Collect the parts of an answer. Stop at the first error."""
     gathering = Gathering(request)
     for part in parts:
         if not gathering.add(part):
@@ -148,7 +152,7 @@ def gather(request: pb.InspectRequest, parts: Iterable[pb.InspectResponse]) -> G
 
 
 def echo(request: pb.EncodeRequest, fingerprint: str = "f") -> pb.EncodeResponse:
-    """An answer with a row of one number for each token: the token id."""
+    """Return an answer with a row of one number for each token: the token id."""
     ids = [list(item.token_ids.ids) for item in request.inputs]
     tensor = pb.RaggedTensor(
         kind=pb.OUTPUT_KIND_TOKENS,
@@ -162,7 +166,7 @@ def echo(request: pb.EncodeRequest, fingerprint: str = "f") -> pb.EncodeResponse
 
 
 def counting(n: int, read: list[int]) -> Iterator[list[int]]:
-    """The inputs [1], [2], … [n]. Appends the number of each input that is read to `read`."""
+    """Yield the inputs [1], [2], … [n], and append the number of each input to `read` when it is read."""
     for i in range(1, n + 1):
         read.append(i)
         yield [i]

@@ -4,7 +4,7 @@ import random
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """The bytes with some bits flipped, or a part cut off, or bytes added."""
+    """Return the bytes with some bits flipped, with a part cut off, or with more bytes."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         match rng.randrange(3):

@@ -1,4 +1,4 @@
-"""Hostile callers: each kind is a function that runs in a second process until stdin ends.
+"""Hostile callers. Each kind of caller is a function that runs in a second process until stdin ends.
 
 The processes have a lower priority than the server, so that they do not take its CPU time.
 """
@@ -34,25 +34,21 @@ _NICENESS = 10
 _END_SECONDS = 30
 _READ_BYTES = 1 << 20
 _PACKET_BYTES = 1 << 16
-# A slow sender holds back the last bytes and sends one each second.
+# A slow sender keeps the last bytes of a request and sends one byte a second.
 _HELD_BACK_BYTES, _DRIP_SECONDS = 64 * 1024, 1.0
 _ANY_SIZE = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 Report = dict[str, Any]
 
 
 class Attack:
-    """A running attack.
-
-    Attributes:
-        report: The replies to the callers, after the end.
-    """
+    """A running attack.⏎ ⏎ Attributes:⏎     report: The replies to the callers. Complete after the end."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self._process = process
         self.report: Report = {}
 
     def stop(self) -> Report:
-        """End the attack and return its report; an error of the attack fails the test."""
+        """End the attack and return its report. An error in the attack fails the test."""
         if not self.report:
             output, _ = self._process.communicate(timeout=_END_SECONDS)
             self.report = json.loads(output)
@@ -138,7 +134,7 @@ def _read_answer(opened: socket.socket) -> str:
     """Read a reply to its end and return its status.
 
     Raises:
-        OSError: The connection ended before that.
+        OSError: The connection ended before the reply did.
     """
     data = b""
     while b"\r\n\r\n" not in data:
@@ -156,7 +152,7 @@ def _read_answer(opened: socket.socket) -> str:
 
 
 def ask_grpc(over: threading.Event, target: str, path: str, requests: Sequence[bytes], callers: int) -> Report:
-    """Each caller sends the requests in turn, reads the replies, and repeats."""
+    """Each caller sends the requests one after another, reads the replies, and repeats."""
     counts = Counter[str]()
 
     async def ask(call: Any) -> None:
@@ -216,16 +212,17 @@ def stream_grpc(over: threading.Event, target: str, path: str, request: bytes, c
 
 @dataclass(frozen=True)
 class Holder:
-    """Callers that hold resources, each with its own connection.
+    """Callers that keep calls open, each with its own connection.
 
     Attributes:
-        name: Name in the report.
-        count: Number of callers.
+        name: The name in the report.
+        count: The number of callers.
         port: The server's port.
-        path: Method or route.
+        path: The method or route.
         messages: The messages of a gRPC call, or one HTTP body.
-        is_grpc: gRPC over HTTP/2, or HTTP/1.1.
-        is_slow: Send all but the last 64 KiB, then a byte a second; else send everything and read nothing.
+        is_grpc: Whether to use gRPC over HTTP/2, or HTTP/1.1.
+        is_slow: Whether to send all but the last 64 KiB, and then a byte a second; otherwise send all and read
+        nothing.
     """
 
     name: str
@@ -237,14 +234,14 @@ class Holder:
     is_slow: bool
 
     def body(self) -> bytes:
-        """The bytes after the head."""
+        """All bytes of the request after its head."""
         if not self.is_grpc:
             return self.messages[0]
         return b"".join(b"\0" + len(message).to_bytes(4, "big") + message for message in self.messages)
 
 
 def hold(over: threading.Event, *holders: Holder) -> Report:
-    """Open all calls and leave them open; report the outcomes of each holder."""
+    """Open all calls and keep them open. Report how the calls of each `Holder` ended."""
     outcomes: dict[str, Counter[str]] = {holder.name: Counter() for holder in holders}
 
     async def call(holder: Holder, body: bytes) -> None:
@@ -265,7 +262,7 @@ def hold(over: threading.Event, *holders: Holder) -> Report:
 
 async def _connect(port: int) -> socket.socket:
     opened = socket.socket()
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _PACKET_BYTES)  # the buffer holds little of a reply
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _PACKET_BYTES)  # the receive buffer holds little of a reply
     opened.setblocking(False)
     await asyncio.get_running_loop().sock_connect(opened, ("127.0.0.1", port))
     return opened
@@ -293,7 +290,7 @@ async def _hold_http(over: threading.Event, holder: Holder, body: bytes) -> str:
 
 
 async def _hold_grpc(over: threading.Event, holder: Holder, body: bytes) -> str:
-    """A call that sends as much as the server's windows allow, and opens no window for the reply."""
+    """Open a call that sends as much as the server's windows allow, and opens no window for the reply."""
     loop = asyncio.get_running_loop()
     with contextlib.closing(await _connect(holder.port)) as opened:
         connection = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
@@ -328,7 +325,7 @@ async def _hold_grpc(over: threading.Event, holder: Holder, body: bytes) -> str:
 
 
 def _send_data(connection: Any, body: bytes, place: int, end: int) -> int:
-    """Send as much as the windows allow; return the position in the body."""
+    """Send as much as the windows allow. Return the position in the body."""
     while place < end and (window := connection.local_flow_control_window(1)):
         size = min(window, connection.max_outbound_frame_size, end - place)
         connection.send_data(1, body[place : place + size])
@@ -337,7 +334,7 @@ def _send_data(connection: Any, body: bytes, place: int, end: int) -> int:
 
 
 def _outcome(event: Any) -> str:
-    """How the call ended; empty if it goes on."""
+    """Return how the call ended; empty if it has not ended."""
     if isinstance(event, h2.events.TrailersReceived | h2.events.ResponseReceived):
         fields: dict[Any, Any] = dict(event.headers)
         if (status := fields.get("grpc-status")) is not None:

@@ -1,4 +1,4 @@
-"""Runs a control and an attack against a server, and checks memory, latency and replies."""
+"""Runs ordinary calls and an attack against a server, and compares memory, latency and replies."""
 
 import time
 from collections.abc import Iterator
@@ -11,19 +11,19 @@ from hostile_attacks import Report, attack
 from hostile_watch import MIB, SLACK_BYTES, Phase, Watch, logger, parse_seconds, watching
 from real_server import RealServer, real_server
 
-# The default of a machine with enough memory, set so that every machine tests the same.
+# The default on a machine with enough memory. It is set here, so that every machine tests the same budget.
 BUDGET_MIB = 1024
 WARM_UP_SECONDS, CONTROL_SECONDS, SETTLE_SECONDS, ATTACK_SECONDS = 2.0, 3.0, 1.0, 5.0
-# No ordinary batch takes longer. The server's default is a minute.
+# No ordinary batch takes so long. The server's default is a minute.
 SHORT_STALL = ("--stall-seconds", "3")
-# Settings for replies of 64 MiB: the queue accepts the calls, and the server does not measure parallel batches.
+# Settings for replies of 64 MiB: the queue accepts such calls, and the server does not measure parallel batches.
 LARGE_REPLIES = ("--max-queue-tokens", "1000000", "--parallel-batches", "1")
 Driver = tuple[Any, ...]
 
 
 @contextmanager
 def hostile_server(repository: Path, *flags: str) -> Iterator[RealServer]:
-    """A server with every protocol and a memory budget, killed at the end."""
+    """Run a server with every protocol and a memory budget. Kill it at the end."""
     budget = ("--max-in-flight-mib", str(BUDGET_MIB))
     with real_server(repository, "--http-port", "0", *budget, *flags) as server:
         try:
@@ -34,13 +34,13 @@ def hostile_server(repository: Path, *flags: str) -> Iterator[RealServer]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The effect of a control and an attack on one server.
+    """The effect of ordinary calls (the control) and of an attack on one server.
 
     Attributes:
-        control: The phase of the control.
-        attacked: The phase of the attack.
+        control: The measurements during the control.
+        attacked: The measurements during the attack.
         after_bytes: The server's memory a while after the attack.
-        report: The replies that the attackers got.
+        report: The replies to the attackers.
     """
 
     control: Phase
@@ -50,11 +50,11 @@ class Outcome:
 
     @property
     def allowed_ms(self) -> float:
-        """The bound of the health p99: that of the control, plus the time to parse three of the largest messages."""
+        """The bound of the p99 of health checks: the control's p99, plus the time to parse three largest messages."""
         return self.control.health.p99_ms + 3 * parse_seconds() * 1000
 
     def check(self, *, is_latency_bound: bool = True) -> None:
-        """Fail if health, memory or ordinary calls were affected."""
+        """Fail if the attack affected health checks, memory or ordinary calls."""
         allowed_ms = self.allowed_ms
         level_bytes, health = self.attacked.level_bytes, self.attacked.health
         wrong = {
@@ -82,8 +82,9 @@ def measure(
 ) -> Outcome:
     """Run the warm-up, the control and the attack.
 
-    If health was late, run control and attack again: the second run excludes a busy machine as the cause. Memory that
-    the warm-up leaves counts as the level before the attack. By default the warm-up is the control.
+    If health checks were late, control and attack run a second time. So a busy machine cannot be the cause. The
+    memory
+    after the warm-up is the level before the attack. The default warm-up is the control.
     """
     with attack(*(warm_up or control)):
         time.sleep(WARM_UP_SECONDS)

@@ -1,4 +1,4 @@
-"""Models for the hostile tests: cheap to compute, and wide, long, slow or breakable."""
+"""Models for the hostile tests. They are cheap to compute, and some are wide, long, slow or breakable."""
 
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,16 @@ from tiny_heads import multi_vector, sparse
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 VOCAB_SIZE = 64
-# A row of the wide model is 64 KiB, so 1,000 tokens make a reply of 62.5 MiB; the limit is 64 MiB.
+# A row of the wide model has 64 KiB, so 1,000 tokens make a reply of 62.5 MiB. The limit is 64 MiB.
 WIDE, WIDE_TOKENS = 16_384, 1_000
 NARROW = 8
 LONGEST = 8_192
 MULTI_VECTOR_WIDTH = 16
 SPARSE_WIDTH, SPARSE_D_MODEL = 30_522, 384
-# For each SLOW_ID the slow model multiplies SLOW_STEPS matrices.
+# The slow model multiplies SLOW_STEPS matrices for each SLOW_ID in a batch.
 SLOW_ID, SLOW_STEPS = 7, 100
-# The tokenizer's pattern gives up on this text after 10 million attempts, and the library panics: a BaseException.
+# The pattern of the tokenizer gives up on this text after 10 million attempts. The library then panics with a
+# BaseException.
 PANIC_TEXT = "a" * 40 + "b"
 _INT64, _FLOAT = TensorProto.INT64, TensorProto.FLOAT
 Array = npt.NDArray[Any]
@@ -64,7 +65,7 @@ def write_sparse(repository: Path) -> None:
 
 
 def write_multi_vector(repository: Path) -> None:
-    """Write a multi-vector model of texts of up to 8,192 tokens."""
+    """Write a multi-vector model for texts of up to 8,192 tokens."""
     head = _head(
         [
             helper.make_node("MatMul", ["rows", "w"], ["projected"]),
@@ -80,7 +81,7 @@ def write_multi_vector(repository: Path) -> None:
 
 
 def write_slow(repository: Path, steps_per_run: int = 0) -> None:
-    """Write a model that multiplies `steps_per_run` matrices in a run, and SLOW_STEPS more for each SLOW_ID."""
+    """Write a model that multiplies `steps_per_run` matrices in each run, and SLOW_STEPS more for each SLOW_ID."""
     files = {"model.onnx": _slow_graph(steps_per_run)}
     write_bundle(
         repository,
@@ -93,7 +94,7 @@ def write_slow(repository: Path, steps_per_run: int = 0) -> None:
 
 
 def write_panicking(repository: Path) -> None:
-    """Write a model with a tokenizer that panics at PANIC_TEXT."""
+    """Write a model whose tokenizer panics at PANIC_TEXT."""
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a+)+$"), "isolated")
     _write(repository, "panicking", NARROW, tokenizer=tokenizer)
@@ -107,7 +108,7 @@ def write_words(repository: Path) -> None:
 
 
 def _write(repository: Path, name: str, d_model: int, *, files: dict[str, bytes] | None = None, **changes: Any) -> None:
-    """Write a bundle in which a row depends on its token only."""
+    """Write a bundle in which a row depends only on its token."""
     shape = {
         "encoder__d_model": d_model,
         "encoder__vocab_size": VOCAB_SIZE,
@@ -125,7 +126,7 @@ def _inputs() -> list[Any]:
 
 
 def _lookup_graph(d_model: int, vocab_size: int = VOCAB_SIZE) -> bytes:
-    """Ids (batch, seq) to rows of a table (batch, seq, d_model); the mask is ignored."""
+    """Map ids, (batch, seq), to rows of a table, (batch, seq, d_model). The mask is ignored."""
     rows = helper.make_tensor_value_info("rows", _FLOAT, ["batch", "seq", d_model])
     nodes = [helper.make_node("Gather", ["table", "ids"], ["rows"])]
     table = numpy_helper.from_array(_random(vocab_size, d_model), "table")
@@ -133,7 +134,7 @@ def _lookup_graph(d_model: int, vocab_size: int = VOCAB_SIZE) -> bytes:
 
 
 def _slow_graph(steps_per_run: int) -> bytes:
-    """The lookup plus a loop with the result 0; its number of steps depends on the ids."""
+    """Add a loop to the lookup. The result of the loop is 0, and its number of steps depends on the ids."""
     scalar = helper.make_tensor_value_info
     body = helper.make_graph(
         [
