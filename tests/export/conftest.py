@@ -44,7 +44,7 @@ class Checkpoint:
 
 @pytest.fixture
 def data() -> Path:
-    """The folder of the golden checkpoints."""
+    """Return the folder of the golden checkpoints."""
     return DATA
 
 
@@ -60,20 +60,20 @@ def roberta(tmp_path: Path) -> Checkpoint:
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """The folder of all models. It does not exist yet."""
+    """Return the folder for all models. It does not exist yet."""
     return tmp_path / "models"
 
 
 @pytest.fixture(scope="session")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
-    """The golden checkpoints, exported once."""
+    """Export the golden checkpoints once."""
     folder = tmp_path_factory.mktemp("bundles")
     return {name: export_golden(name, folder) for name in GOLDENS}
 
 
 @pytest.fixture(params=GOLDENS)
 def golden(request: pytest.FixtureRequest) -> str:
-    """The name of a golden checkpoint, each in turn."""
+    """Return the name of a golden checkpoint. The test runs once for each."""
     name: str = request.param
     return name
 
@@ -105,5 +105,5 @@ def write_tokenizer() -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
-    """The tiny models of all kinds. The first test that needs a model writes and exports it."""
+    """Return the tiny models of all kinds. The first test that needs a model writes and exports it."""
     return Zoo(tmp_path_factory.mktemp("zoo"))

@@ -1,4 +1,4 @@
-"""State dicts of hand-written layouts are recognised and loaded exactly; errors name missing weights and settings."""
+"""State dicts of hand-written layouts are recognised and loaded exactly. Errors name missing weights and settings."""
 
 import contextlib
 import dataclasses
@@ -40,7 +40,7 @@ from encserve_export.source.weights import read_checkpoint, read_table
 
 CHOICES: dict[str, Any] = {"activation": "relu", "norm": "post", "scale_embedding": False, "position": "sinusoidal"}
 LINEAR = {"n_heads": 2, **CHOICES}
-# The fields that the weights of a layout do not show.
+# For each layout, the fields that its weights do not show.
 NEEDED = dict.fromkeys(LAYOUTS, LINEAR) | {
     "per-head-linears": CHOICES,
     "attention-only": {"residual": False, "scale_embedding": False, "position": "sinusoidal"},
@@ -86,7 +86,7 @@ def test_fused_qkv_merges_heads_as_its_own_code_does() -> None:
 )
 @pytest.mark.parametrize("longest", [40, 1100])
 def test_reshaped_heads_reach_the_bundle(models: Path, precision: Precision, longest: int) -> None:
-    """Alone and in batches; sequences above 1,024 tokens are computed in blocks of queries."""
+    """Sequences run alone and in batches. Beyond 1,024 tokens, attention is computed in blocks of queries."""
     sizes = {"vocab_size": 11, "d_model": 32, "n_heads": 4, "d_ff": 64, "n_layers": 2, "max_sequence_tokens": longest}
     encoder = random_encoder(EncoderConfig.from_mapping({**sizes, **VARIANTS["fused-qkv"]}), 0)
     exported = export_encoder(
@@ -128,7 +128,7 @@ def test_any_size_survives_the_way_through_a_layout(
 
 
 def distinct_weights(**fields: Any) -> Encoder:
-    """A small encoder in which all numbers differ, biases and norms included."""
+    """Return a small encoder in which all numbers differ, including biases and norms."""
     sizes = {"vocab_size": 11, "max_sequence_tokens": 24}
     encoder = Encoder(EncoderConfig.from_mapping(sizes | fields)).eval().requires_grad_(False)
     random = torch.Generator().manual_seed(0)
@@ -433,7 +433,7 @@ def test_usual_names_of_embedding_tables(name: str) -> None:
 @pytest.mark.parametrize("name", ["pos_encoding.pe", "PE", "encoder.positional.pe"])
 @pytest.mark.parametrize("batch_axis", [None, 0, 1])
 def test_a_buffer_of_sinusoids_is_recognised(name: str, batch_axis: int | None) -> None:
-    # Other code computes the table in float32, where late angles are off.
+    # Other code computes the table in float32, where the angles of late positions are inexact.
     position, column = torch.arange(3000)[:, None], torch.arange(8)[None]
     angle = position / torch.pow(10000, (2 * (column // 2)) / 8)
     table = torch.where(column % 2 == 0, angle.sin(), angle.cos())

@@ -1,4 +1,4 @@
-"""The command line: one export of each command, its report, its options, and its errors."""
+"""The command line: an export with each command, the reports, the options, and the errors."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The encoder computes the same as PyTorch's own encoder and as the formulas."""
+"""Our encoder computes what PyTorch's own encoder and the formulas compute."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from encserve_export.models.own.init import random_encoder
 
 
 def pytorch_encoder(encoder: Encoder) -> nn.TransformerEncoder:
-    """PyTorch's own encoder with the same weights."""
+    """Return PyTorch's own encoder with the same weights."""
     config = encoder.config
     layer = nn.TransformerEncoderLayer(
         config.d_model,
@@ -50,7 +50,7 @@ def pytorch_encoder(encoder: Encoder) -> nn.TransformerEncoder:
 
 
 def randomize_norms(encoder: Encoder) -> Encoder:
-    """Set LayerNorms and biases to values that show a missing norm or bias."""
+    """Set LayerNorms and biases to values that make a missing norm or bias visible."""
     random = torch.Generator().manual_seed(1)
     for name, parameter in encoder.named_parameters():
         if "norm" in name or name.endswith("bias"):
@@ -59,7 +59,7 @@ def randomize_norms(encoder: Encoder) -> Encoder:
 
 
 def pad(sequences: list[Tensor], filler: int) -> tuple[Tensor, Tensor]:
-    """Ids and mask, int64 (batch, seq)."""
+    """Return ids and mask, int64 (batch, seq)."""
     ids = nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=filler)
     mask = nn.utils.rnn.pad_sequence([torch.ones_like(sequence) for sequence in sequences], batch_first=True)
     return ids, mask
@@ -110,7 +110,7 @@ def test_embeddings_are_summed_as_configured(tiny: EncoderConfig) -> None:
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("norm", ["post", "pre", "none"])
 def test_parts_that_are_left_out(tiny: EncoderConfig, norm: str, residual: bool) -> None:
-    """A block without biases, norms, residual connections or feed-forward layers."""
+    """A block may have no biases, norms, residual connections or feed-forward layers."""
     fields = {"norm": norm, "residual": residual, "attention_bias": False, "d_ff": 0, "n_layers": 1}
     encoder = randomize_norms(random_encoder(EncoderConfig.from_mapping(dataclasses.asdict(tiny) | fields), 0))
     assert not any("feed_forward" in name for name in encoder.state_dict())

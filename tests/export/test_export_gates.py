@@ -1,4 +1,4 @@
-"""Every fault in a graph is refused, and float32's own rounding is not. PyTorch in float64 is the reference."""
+"""Every fault in a graph is refused, but the rounding of float32 is not. The reference is PyTorch in float64."""
 
 import dataclasses
 import io
@@ -40,8 +40,8 @@ from encserve_export.models.reference import Reference
 from encserve_export.onnx_graph.run import OnnxEncoder
 
 SOURCE = Source("init", "random weights, seed 0")
-# Attention in full size with large weights: attention looks at few tokens, and rounding chooses between two tokens of
-# nearly equal score.
+# Attention in full size with large weights. Each token attends to few tokens, and rounding decides between two tokens
+# of nearly equal score.
 SHARP = EncoderConfig(
     vocab_size=1000, d_model=512, n_heads=8, d_ff=0, n_layers=1, max_sequence_tokens=64,
     attention_bias=False, norm="none", residual=False,
@@ -50,7 +50,7 @@ Fault = Callable[[Encoder], Encoder]
 
 
 def config(**fields: Any) -> Fault:
-    """The same weights with another formula."""
+    """Return the same weights in a configuration with another formula."""
 
     def change(encoder: Encoder) -> Encoder:
         other = Encoder(dataclasses.replace(encoder.config, **fields))
@@ -61,7 +61,7 @@ def config(**fields: Any) -> Fault:
 
 
 def weights(name: str, change: Callable[[Tensor], Tensor]) -> Fault:
-    """Other weights with the same formula."""
+    """Return other weights for the same formula."""
 
     def faulty(encoder: Encoder) -> Encoder:
         other = Encoder(encoder.config)
@@ -73,13 +73,13 @@ def weights(name: str, change: Callable[[Tensor], Tensor]) -> Fault:
 
 
 def swap_heads(output: Tensor) -> Tensor:
-    """(d_model, d_model) with the heads exchanged; each head has as many columns as the others."""
+    """Exchange the heads of a (d_model, d_model) matrix. Each head has the same number of columns."""
     first, second = output.chunk(2, dim=1)
     return torch.cat((second, first), dim=1)
 
 
 def scale_queries(qkv: Tensor) -> Tensor:
-    """(3·d_model, d_model), scaled as if scores were not divided by √d_k."""
+    """Scale a (3·d_model, d_model) matrix as if scores were not divided by √d_k."""
     q, k, v = qkv.chunk(3)
     return torch.cat((q * (q.shape[1] // 2) ** 0.5, k, v))
 
@@ -131,7 +131,7 @@ def test_faults_are_refused(encoder: Encoder, tmp_path: Path, fault: str, gate: 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_refused_where_float32_is_far_off(tmp_path: Path, fault: str) -> None:
-    """Four times PyTorch's float32 error is below the effect of each fault."""
+    """The tolerance is four times PyTorch's float32 error. Each fault has a larger effect."""
     fields = {"n_layers": 2, "d_ff": 64, "norm": "post", "residual": True, "activation": "gelu", "d_model": 128}
     settings = dataclasses.asdict(SHARP) | fields | {"scale_embedding": True, "n_heads": 2}
     right, random = random_encoder(EncoderConfig.from_mapping(settings), 0), torch.Generator().manual_seed(0)
@@ -187,7 +187,7 @@ def test_rounded_inspections_of_other_weights_are_refused(tiny: EncoderConfig, t
     encoder = random_encoder(dataclasses.replace(tiny, d_model=32), 0)
     with pytest.raises(ParityError, match=r"for inspections differs from PyTorch in \S+: cosine similarity"):
         inspection_gate(random_encoder(encoder.config, 1), write(encoder, tmp_path, "int8"))
-    with torch.no_grad():  # attention to few tokens in the first block
+    with torch.no_grad():  # the first block attends to few tokens
         attention: Any = encoder.blocks[0].attention
         attention.qkv.weight[: 2 * attention.d_model].mul_(8)
     graphs = write(encoder, tmp_path / "sharp", "float16")
@@ -198,7 +198,7 @@ def test_rounded_inspections_of_other_weights_are_refused(tiny: EncoderConfig, t
 
 
 class Maskless(Encoder):
-    """Attends to padding too."""
+    """A model that attends to padding too."""
 
     def inspect(self, inputs: Tensor, attention_mask: Tensor, *, return_attention: bool = True) -> Inspection:
         return super().inspect(inputs, torch.ones_like(attention_mask), return_attention=return_attention)
@@ -254,7 +254,7 @@ def test_the_types_of_a_module_come_back_bit_by_bit() -> None:
 
 
 class Mixed(nn.Module):
-    """Computes a part in float32 whatever the type of its weights."""
+    """A model that computes a part in float32, whatever the dtype of its weights."""
 
     def __init__(self, encoder: Encoder, *, far_off: bool = False) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ def test_a_model_that_does_not_run_in_float64_is_compared_with_float32(encoder: 
 
 
 def test_a_head_is_judged_as_float32_allows(tmp_path: Path) -> None:
-    """Large numbers cancel out, so float32 keeps few digits of the result."""
+    """Large numbers cancel out, so few digits of the float32 result are right."""
     torch.manual_seed(0)
     head = nn.Sequential(nn.Linear(256, 8, bias=False))
     with torch.no_grad():

@@ -89,14 +89,14 @@ def test_both_graphs_share_one_file_of_weights(tiny: EncoderConfig, models: Path
     assert served == inspected
     matrices = {name: weight for name, weight in random_encoder(tiny, 0).named_parameters() if weight.dim() == 2}
     assert matrices.keys() <= served.keys()
-    # Every matrix once, and the sinusoids.
+    # The file has every matrix once, and the sinusoids.
     floats = sum(weight.numel() for weight in matrices.values()) + 24 * 16
     size = (exported.path / "model.onnx.data").stat().st_size
     assert 4 * floats <= size <= 4 * floats + len(served) * 4096
 
 
 def _external(path: Path) -> dict[str, tuple[str, str]]:
-    """Offset and length of each weight outside the graph."""
+    """Return the offset and length of each weight outside the graph."""
     found = {}
     for tensor in onnx.load(path, load_external_data=False).graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:

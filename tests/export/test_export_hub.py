@@ -1,4 +1,4 @@
-"""The exporter downloads a model from the hub at one commit, and only the files that it reads."""
+"""The exporter downloads a model from the hub, at one commit. It downloads only the files that it reads."""
 
 import errno
 import os
@@ -62,7 +62,7 @@ def test_a_model_that_cannot_be_downloaded(data: Path, models: Path, tmp_path: P
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The files of owner/tiny on a hub in this process."""
+    """Serve the files of owner/tiny on a hub in this process."""
     remote, snapshot = tmp_path / "remote", tmp_path / "snapshots" / COMMIT
 
     def snapshot_download(

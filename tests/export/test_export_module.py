@@ -28,7 +28,7 @@ CONFIGURATION = {"activation": "gelu", "norm_first": True, "n_heads": 4}
 
 
 class Rows(nn.Module):
-    """The wrapper of docs/models.md."""
+    """The wrapper module of docs/models.md."""
 
     def __init__(self, embedding: nn.Module, encoder: nn.TransformerEncoder) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Rows(nn.Module):
 
 
 class Mixing(nn.Module):
-    """A small encoder: a row depends on its token and on the mean over all tokens."""
+    """A small encoder whose rows depend on the token and on the mean over all tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_the_manifest_describes_the_module(module: Mixing, target: Target) -> No
 
 
 def assert_rows(bundle: Path, module: nn.Module) -> None:
-    """ONNX Runtime gives the module's rows in a padded batch, except at the padding."""
+    """Check that ONNX Runtime returns the module's rows in a padded batch. The rows of padding are not compared."""
     ids = np.arange(24).reshape(3, 8)
     mask = (np.arange(8) < np.array([[8], [3], [1]])).astype(np.int64)
     (rows,) = InferenceSession(bundle / "model.onnx").run(None, {"input_ids": ids, "attention_mask": mask})
@@ -157,7 +157,7 @@ def test_weights_and_configuration_determine_the_space_id(module: Mixing, target
 
 
 class ByNumbers(Mixing):
-    """Branches on the values of a tensor, so a trace made with small values is wrong for large values."""
+    """A module that branches on the values of a tensor. A trace with small values is wrong for large values."""
 
     def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
         rows = super().forward(inputs, mask)
@@ -167,7 +167,7 @@ class ByNumbers(Mixing):
 
 
 class ByMask(Mixing):
-    """Cuts a batch to its longest sequence."""
+    """A module that cuts a batch to its longest sequence."""
 
     def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
         longest = int(mask.sum(1).max())
@@ -192,7 +192,7 @@ def test_data_dependent_control_flow_is_refused_with_torchs_reason(
 
 
 class WithoutMask(Mixing):
-    """Attends to padding."""
+    """A module that attends to padding."""
 
     def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
         return super().forward(inputs, mask | ~mask)
@@ -205,7 +205,7 @@ def test_a_module_that_ignores_its_mask_is_refused(target: Target, models: Path)
 
 
 class Returning(nn.Module):
-    """Returns the given object, or raises it."""
+    """A module that returns the given object, or raises it."""
 
     def __init__(self, made: Any) -> None:
         super().__init__()

@@ -83,7 +83,7 @@ def test_the_manifest_says_how_queries_and_documents_are_treated(tmp_path: Path)
     assert not found.query.expansion.attended
     assert not found.query.skipped_token_ids
     assert found.document.skipped_token_ids
-    assert (found.encoder.max_sequence_tokens, found.text.max_tokens) == (64, 63)  # documents; no task
+    assert (found.encoder.max_sequence_tokens, found.text.max_tokens) == (64, 63)  # documents; without a task
     assert found.multi_vector.similarity == "maxsim"
 
 
@@ -122,7 +122,7 @@ def test_scores_that_a_precision_would_move_too_far_are_refused(
 
 @pytest.mark.system
 def test_the_report_says_what_is_served(tmp_path: Path) -> None:
-    """In Stanford's layout the projection is among BERT's weights, so it is not an unused part."""
+    """In Stanford's layout the projection is among BERT's weights. The report does not list it as an unused part."""
     DIRECTORIES["stanford"](tmp_path / "m")
     result = CliRunner().invoke(main, ["hf", str(tmp_path / "m"), "--model-repository", str(tmp_path / "models")])
     said = {line[:13].strip(): line[13:] for line in result.output.splitlines()}
@@ -194,7 +194,7 @@ def test_a_module_that_a_bundle_cannot_express(tmp_path: Path) -> None:
 
 @pytest.mark.system
 def test_tokens_that_see_nothing_are_refused_with_the_figures(tmp_path: Path) -> None:
-    """If no token is in a window, PyTorch's implementations of attention give different rows."""
+    """If an attention window contains no token, PyTorch's implementations of attention return different rows."""
     native(
         model_type="modernbert",
         encoder={"pad_token_id": 0, "local_attention": 8, "global_attn_every_n_layers": 2},

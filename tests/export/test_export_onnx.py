@@ -1,4 +1,4 @@
-"""The export of ONNX files: the manifest, the rows and the errors."""
+"""Exports of ONNX files: the manifest, the rows and the errors."""
 
 import dataclasses
 import hashlib
@@ -89,7 +89,10 @@ def test_what_the_manifest_says(file: Path, target: Target) -> None:
 
 
 def test_the_command(file: Path, models: Path, tiny: EncoderConfig, write_tokenizer: Callable[..., Path]) -> None:
-    """The file is exported by PyTorch, with other names than ours. The command gets a tokenizer and a pooling."""
+    """PyTorch writes the file, with names of inputs and outputs unlike ours.
+
+    The command gets a tokenizer and a pooling.
+    """
     export_torch(file, tiny)
     longest = tiny.max_sequence_tokens
     tokenizer = write_tokenizer(file.parent / "words.json", 30)
@@ -152,7 +155,7 @@ def test_external_data_are_embedded(file: Path, target: Target) -> None:
 
 
 def test_large_external_data_go_into_one_file(file: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Including the tensor of a Constant node."""
+    """This includes the tensor of a Constant node."""
     model = build()
     table = random_table(300)
     del model.graph.initializer[0]
@@ -199,7 +202,7 @@ def test_weights_listed_as_inputs_are_no_inputs(file: Path, target: Target) -> N
 
 
 def test_local_functions(file: Path, target: Target) -> None:
-    """A function looks the table up."""
+    """The embedding table is looked up in a function of the file."""
     model = build()
     model.graph.node[0].CopyFrom(helper.make_node("Embed", ["table", "input_ids"], ["words"], domain="mine", name="e"))
     body = [helper.make_node("Gather", ["t", "i"], ["o"])]
@@ -262,7 +265,7 @@ def test_the_table_is_found_behind_what_changes_no_id(how: str) -> None:
 
 
 def _hide_the_table(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Look the ids up after arithmetic that changes no id."""
+    """Insert arithmetic that changes no id before the lookup of the table."""
     node_of(model, "words").input[1] = "ids"
     model.graph.node.insert(0, helper.make_node("Mul", ["input_ids", "one"], ["ids"], name="hidden"))
     return model
@@ -281,7 +284,7 @@ def test_a_vocabulary_that_nothing_tells(file: Path, target: Target, write_token
 
 
 def test_a_vocabulary_that_is_too_large(file: Path, target: Target) -> None:
-    """The table shows the number. Without a visible table, a run of the largest id fails."""
+    """The table shows the number of token ids. If the table cannot be found, a run with the largest id fails."""
     too_many = OnnxOptions(max_sequence_tokens=16, vocab_size=VOCAB_SIZE + 1)
     with pytest.raises(VocabularyError, match="must be at most 50, the rows of the embedding table; was 51"):
         export_onnx(save(build(), file), target, too_many)
@@ -334,7 +337,7 @@ def test_int8_leaves_a_product_alone_whose_bias_is_computed(file: Path, target: 
 
 
 def test_a_large_file_is_split(file: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ONNX Runtime parses and copies weights in the graph's file, and maps weights in a file of their own."""
+    """ONNX Runtime copies weights that are in the graph's file, but maps weights that are in a separate file."""
     monkeypatch.setattr(external, "MAX_FILE_BYTES", 1000)
     exported = export_onnx(save(build(), file), target, SHORT)
     assert [its.path for its in exported.manifest.files] == ["model.onnx", "model.onnx.data"]

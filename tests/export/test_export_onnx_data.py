@@ -1,4 +1,4 @@
-"""External weights come only from the folder of the ONNX file."""
+"""External weights are read only from the folder of the ONNX file."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ TABLE_BYTES = VOCAB_SIZE * D_MODEL * 4
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """An encoder with its tables in weights.bin, in the same folder."""
+    """Write an encoder with its tables in weights.bin, in the same folder."""
     folder = tmp_path / "given"
     folder.mkdir()
     return save_with_data(build(), folder / "encoder.onnx")
@@ -24,7 +24,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
-    """A file outside the model's folder, long enough to hold its weights."""
+    """Write a file outside the model's folder that is long enough to be read as the weights."""
     path = tmp_path / "secret"
     path.write_bytes(bytes(10000))
     return path
@@ -78,7 +78,7 @@ def test_links_and_folders_inside_are_fine(file: Path) -> None:
 
 
 def in_a_cache(file: Path) -> Path:
-    """The path of an ONNX file in the layout of huggingface_hub's cache: links into a folder of contents."""
+    """Return the path of an ONNX file in the layout of huggingface_hub's cache: links into a folder of contents."""
     snapshot = file.parent.parent / "models--somebody--tiny" / "snapshots" / "0123" / "onnx"
     blobs = snapshot.parent.parent.parent / "blobs"
     snapshot.mkdir(parents=True)
@@ -107,7 +107,7 @@ def test_links_out_of_the_hubs_cache_are_not_followed(file: Path, secret: Path, 
 
 
 def test_contents_of_the_hubs_cache_that_are_a_link_are_not_followed(file: Path, secret: Path) -> None:
-    """A stranger's folder may look like a cache."""
+    """A folder from a stranger may imitate the cache."""
     cached = in_a_cache(file)
     blobs = cached.parents[3] / "blobs"
     blobs.rename(secret.parent / "elsewhere")
@@ -172,7 +172,7 @@ def test_types_and_shapes_that_cannot_be(file: Path, kind: int, dims: list[int])
 
 @pytest.mark.parametrize("where", ["attribute", "branch", "function", "sparse"])
 def test_no_tensor_is_overlooked(tmp_path: Path, where: str) -> None:
-    """The path of a tensor is checked wherever the tensor is in the model."""
+    """The paths of all tensors are checked, wherever a tensor is in the model."""
     model = build()
     tensor = helper.make_tensor("hidden", TensorProto.FLOAT, [1], [0.0])
     tensor.ClearField("float_data")

@@ -1,4 +1,4 @@
-"""An ONNX file that cannot be served is refused, with the fault and the alternatives."""
+"""An ONNX file that cannot be served is refused. The error names the fault and the alternatives."""
 
 import re
 from collections.abc import Callable
@@ -28,7 +28,7 @@ ROWS = ("batch", "seq", D_MODEL)
 
 @pytest.fixture
 def refused(tmp_path: Path) -> Callable[..., str]:
-    """The error text for a changed model. No file is left."""
+    """Export a changed model and return the text of the error. No file may be left."""
 
     def refuse(change: Change, error: type[Exception], options: OnnxOptions | None = None) -> str:
         model = build()
@@ -50,7 +50,7 @@ def refused(tmp_path: Path) -> Callable[..., str]:
 
 
 def set_input(name: str, kind: int = INT64, axes: Any = ("batch", "seq")) -> Change:
-    """Declare an input, new or again."""
+    """Declare an input, or declare it again with other types."""
 
     def change(model: onnx.ModelProto) -> None:
         kept = [port for port in model.graph.input if port.name != name]
@@ -61,7 +61,7 @@ def set_input(name: str, kind: int = INT64, axes: Any = ("batch", "seq")) -> Cha
 
 
 def set_outputs(*ports: Any) -> Change:
-    """Declare the outputs again. Outputs without a node are the rows."""
+    """Declare the outputs again. An output without a node returns the rows."""
 
     def change(model: onnx.ModelProto) -> None:
         del model.graph.output[:]
@@ -309,7 +309,7 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_cut_or_altered(tmp_path: Path) -> None:
-    """A damaged file gives one of our errors or a bundle."""
+    """A damaged file leads to one of our errors or to a bundle."""
     content = build().SerializeToString()
     path, random = tmp_path / "encoder.onnx", np.random.default_rng(0)
     for at in random.integers(0, len(content), 60):
@@ -324,11 +324,11 @@ def test_a_file_that_was_cut_or_altered(tmp_path: Path) -> None:
                 continue
 
 
-# Faults that only a run shows.
+# Faults that only a run of the model shows.
 
 
 def shorter_table(model: onnx.ModelProto) -> None:
-    """Shorten the position table to 12 rows, as a learned table may have."""
+    """Shorten the position table to 12 rows, like a learned table."""
     tensor_of(model, "places").CopyFrom(numpy_helper.from_array(random_table(12, 1), "places"))
 
 
@@ -347,7 +347,7 @@ def test_the_longest_that_works_is_exported(tmp_path: Path) -> None:
 
 
 def reshape_rows(model: onnx.ModelProto, shape: list[int]) -> None:
-    """Put a size of the exporter's example into the graph."""
+    """Make the size of the exporter's example a constant of the graph."""
     model.graph.initializer.append(numpy_helper.from_array(np.array(shape), "baked"))
     node_of(model, "rows").output[0] = "before"
     model.graph.node.append(helper.make_node("Reshape", ["before", "baked"], ["rows"], name="shaped"))
@@ -419,7 +419,10 @@ def test_float16_arithmetic_that_rounds_with_the_batch(refused: Callable[..., st
 
 
 def test_padding_that_takes_no_place(refused: Callable[..., str]) -> None:
-    """RoBERTa does this. A sequence of padding ids alone would never reach the end of the table."""
+    """RoBERTa's padding has no positions.
+
+    A sequence of padding ids alone would never reach the end of the position table.
+    """
 
     def count_places(model: onnx.ModelProto) -> None:
         shorter_table(model)

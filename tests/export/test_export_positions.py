@@ -1,4 +1,4 @@
-"""The positions in a bundle's inspection are the rows of the model's table, for every size of the table."""
+"""Inspections show positions from the rows of the model's position table. Tables of every size are tested."""
 
 import dataclasses
 from pathlib import Path

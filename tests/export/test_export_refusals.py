@@ -1,4 +1,4 @@
-"""A faulty directory gives an error of one line with advice, and the export writes nothing."""
+"""A faulty directory leads to an error of one line with advice, and to no files."""
 
 import functools
 import io
@@ -33,7 +33,7 @@ TOKENIZERS = ("tokenizer.json", "vocab.txt", "spiece.model")
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that gives the directory of a model, with its onnx/model.onnx."""
+    """Return a function that returns the directory of a model, with its onnx/model.onnx."""
     folder = tmp_path_factory.mktemp("originals")
 
     @functools.cache
@@ -50,7 +50,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def directory(original: Callable[[str], Path], name: str, tmp_path: Path) -> Path:
-    """A copy of the directory of a model."""
+    """Copy the directory of a model."""
     return shutil.copytree(original(name), tmp_path / "directory")
 
 
@@ -65,7 +65,7 @@ def files_in(folder: Path) -> dict[Path, bytes | None]:
 
 
 def refused(directory: Path, via: str | None = None) -> str:
-    """The error, which has one line. The directory and the model repository stay unchanged."""
+    """Export and return the error, which has one line. The directory and the model repository stay unchanged."""
     models = directory.parent / "models"
     old = models / "m" / "1" / "manifest.json"
     old.parent.mkdir(parents=True)
@@ -176,7 +176,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
 
 
 # The default tries each route. The ONNX route reads the directory with the same functions, so its errors are tested in
-# the system tier.
+# the system tier only.
 @pytest.mark.parametrize(
     ("name", "via"),
     [pytest.param("BERT", None, id="default"), pytest.param("ELECTRA", "onnx", id="onnx", marks=pytest.mark.system)],
@@ -195,7 +195,7 @@ def test_a_route_that_does_not_take_it(directory: Path) -> None:
 
 
 def test_a_tokenizers_file_of_another_kind(tmp_path: Path) -> None:
-    """From such files transformers makes a T5 tokenizer of special tokens and a space."""
+    """From such files transformers makes a T5 tokenizer that knows only special tokens and a space."""
     directory = save(NAMED["T5"], tmp_path)
     (directory / "vocab.txt").write_text("[UNK]\nword")
     assert "special tokens alone; put a tokenizer.json there" in refused(directory)
@@ -204,7 +204,7 @@ def test_a_tokenizers_file_of_another_kind(tmp_path: Path) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("name", ["ELECTRA"])
 def test_code_in_a_directory_is_not_run(directory: Path) -> None:
-    """For an unknown architecture, and for unknown weights."""
+    """The architecture is unknown, or the weights are in an unknown format."""
     shutil.rmtree(directory / "onnx")
     change_config(directory, auto_map={"AutoModel": "modeling.Mine"})
     (directory / "modeling.py").write_text("raise SystemExit('it was run')")
@@ -219,7 +219,7 @@ def test_code_in_a_directory_is_not_run(directory: Path) -> None:
     assert re.search(message, refused(directory))
 
 
-# One message for each reason in the table of docs/models.md.
+# One row for each refusal in the table of docs/models.md.
 PADDING = r"gives different rows in a padded batch, even in PyTorch: .* choose another model$"
 REFUSED_FAMILIES = {
     "convbert": ({}, f"ConvBertModel {PADDING}"),  # its convolution reads the padding behind a sequence
@@ -257,7 +257,7 @@ def test_an_onnx_file_that_ignores_its_mask(tmp_path: Path, via: str | None) -> 
 
 @pytest.mark.parametrize(("name", "via"), [("BERT", None), ("ELECTRA", "onnx"), ("ELECTRA", "transformers")])
 def test_indices_and_heads_are_accepted(directory: Path, name: str, via: str | None) -> None:
-    """The report names a head, even one with a table equal to the embedding table."""
+    """The report names a head, even a head whose table equals the embedding table."""
     table = load_file(directory / "model.safetensors")["embeddings.word_embeddings.weight"]
     legal = {"embeddings.position_ids": torch.arange(66)[None], "classifier.weight": table.clone()}
     weights(lambda its: its | legal)(directory)

@@ -1,4 +1,4 @@
-"""Checkpoints with the initial weights of each layout's own code, in a tiny size and in the size of that code."""
+"""Checkpoints with random initial weights from each layout's own code, in a tiny size and in the size of that code."""
 
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 FULL = {"d_model": 512, "n_heads": 8, "d_ff": 2048, "vocab_size": 1000, "max_sequence_tokens": 64}
 TINY = {"d_model": 32, "n_heads": 4, "d_ff": 64, "n_layers": 2, "vocab_size": 50, "max_sequence_tokens": 16}
-# The standard deviation of bare matrices; modules have PyTorch's own initial weights.
+# The standard deviation of plain matrices. Modules have PyTorch's own initial weights.
 DEVIATIONS = {"attention-only": 1.0, "raw-matrices": 0.1}
 
 
 def draw(layout: str, encoder: Encoder) -> None:
-    """Fill an encoder with the initial weights of the layout's code."""
+    """Fill an encoder with the initial weights of the layout's own code."""
     torch.manual_seed(0)
     deviation = DEVIATIONS.get(layout)
     with torch.no_grad():

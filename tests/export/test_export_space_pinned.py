@@ -1,4 +1,4 @@
-"""The exact space_id of fixed models. Indexes keep ids, so an id of version s3 never changes.
+"""The exact space_ids of fixed models. Users store these ids with an index, so an id of version s3 never changes.
 
 A change of the rule needs a new version, with another prefix than s3.
 """
@@ -29,7 +29,7 @@ from encserve_export.onnx_graph.interface import Interface
 from encserve_proto.bundle.v1 import manifest_pb2
 
 ROOT = Path(__file__).parent.parent.parent
-# The function that writes the model, the options of its export, and its id.
+# For each model: the function that writes it, the options of its export, and its id.
 DIRECTORIES: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
     "bert in int8": (space_models.write_encoder, {"precision": "int8"}, "s3-070c04785e584ed82994950abb9cef96"),
     "byte pairs": (space_models.write_pairs, {"pooling": "cls"}, "s3-1db9b6958daecf028b9a9537d6a76933"),
@@ -72,7 +72,7 @@ def test_an_onnx_file() -> None:
 
 
 def test_tensors_and_a_configuration(tmp_path: Path) -> None:
-    """`export_module` identifies a module in this way."""
+    """`export_module` computes its ids in this way."""
     tensors = {"weight": space_models.fill("weight", 4, 4), "half": torch.tensor([0.5, -2.0], dtype=torch.bfloat16)}
     configuration = {"heads": 2, "scale": 0.1, "names": ["é", None, True], "eps": 1e-12, "theta": 10000.0}
     manifest = manifest_pb2.Manifest(pooling=manifest_pb2.POOLING_MEAN, l2_normalize=True)
@@ -82,7 +82,7 @@ def test_tensors_and_a_configuration(tmp_path: Path) -> None:
 
 
 def test_another_program_can_compute_an_id(tmp_path: Path) -> None:
-    """The program follows docs/models.md, and reads only the files of "dense"."""
+    """The program follows docs/models.md, and reads only the files of the model "dense"."""
     folder = space_models.write_dense(tmp_path)
 
     def digest(facts: Any) -> str:
@@ -123,7 +123,10 @@ def test_another_program_can_compute_an_id(tmp_path: Path) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("which", ["oldest", "newest"])
 def test_the_supported_versions_of_libraries_give_the_same_ids(which: str, tmp_path: Path) -> None:
-    """sentence-transformers and transformers are installed into a folder; the other packages stay."""
+    """The test installs other versions of sentence-transformers and transformers into a folder.
+
+    The other packages stay.
+    """
     declared = tomllib.loads((ROOT / "export" / "pyproject.toml").read_text())["project"]
     supported = {it.name: it.specifier for it in map(Requirement, declared["dependencies"])}
     wanted = [f"{name}{supported[name]}" for name in ("sentence-transformers", "transformers")]

@@ -1,4 +1,4 @@
-"""Directories of sparse encoders are exported, or refused with the reason."""
+"""Directories of sparse encoders are exported, or refused with a reason."""
 
 import dataclasses
 import io
@@ -53,7 +53,7 @@ def bge_m3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def directory(splade: Path, tmp_path: Path) -> Path:
-    """A copy that a test may change."""
+    """Copy a directory, so that a test may change it."""
     return shutil.copytree(splade, tmp_path / "model")
 
 
@@ -89,7 +89,7 @@ def test_lengths_of_queries_and_documents(directory: Path, tmp_path: Path) -> No
 @pytest.mark.system
 @pytest.mark.parametrize("kind", ["ModernBert", "MPNet", "XLMRoberta", "Electra", "Albert"])
 def test_heads_of_other_language_models(kind: str, tmp_path: Path) -> None:
-    """The gate compares them with sentence-transformers."""
+    """The export compares these heads with sentence-transformers."""
     manifest = export(write_splade(tmp_path / "model", kind), tmp_path).manifest
     assert manifest.parity.pipeline_texts == 16
 
@@ -132,7 +132,7 @@ def test_weights_that_are_others_are_refused(splade: Path, tmp_path: Path, monke
 
 @pytest.mark.system
 def test_weights_that_barely_pass_are_no_difference(tmp_path: Path) -> None:
-    """Hardly any row of the comparison has a weight."""
+    """Hardly any row in the comparison has a weight above 0."""
     assert export(write_trained_splade(tmp_path / "model", active=10), tmp_path).manifest.parity.pipeline_texts == 16
 
 
@@ -140,7 +140,7 @@ def test_weights_that_barely_pass_are_no_difference(tmp_path: Path) -> None:
 def test_weights_that_a_precision_would_move_too_far_are_refused(
     splade: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error has the figures. The rows themselves pass."""
+    """The error contains the numbers. The rows themselves are within the tolerance."""
     bounds = dataclasses.replace(BOUNDS["int8"], cosine=0.99999)
     monkeypatch.setattr("encserve_export.check.pipeline.bounds_of", lambda _: bounds)
     figures = r"cosine similarity 0\.99\d\d of a row, at least 0.99999 is required; float32 is exact"
@@ -179,12 +179,12 @@ def test_bge_m3_has_three_kinds(bge_m3: Path, tmp_path: Path) -> None:
     assert manifest.sparse.pooling == manifest_pb2.SPARSE_POOLING_OWN_ID
     assert sorted(manifest.sparse.skipped_token_ids) == [0, 1, 2, 3]
     assert "FlagEmbedding to 512 tokens" in exported.notes["remark"]
-    # Dense vectors, vectors for MaxSim, and weights of tokens.
+    # BGE-M3: dense vectors, vectors for MaxSim, and weights of tokens.
     assert (manifest.parity.pipeline_texts, manifest.parity.maxsim_tolerance) == (24, 1e-4)
 
 
 def facts(exported: Any) -> dict[str, str]:
-    """The rows of an export's report, by name."""
+    """Return the lines of an export's report, by name."""
     console = Console(record=True, file=io.StringIO())
     show(exported, console)
     return {line[:13].strip(): line[13:].strip() for line in console.export_text().splitlines()}
@@ -206,7 +206,7 @@ def test_the_report_says_what_is_made(splade: Path, static: Path, bge_m3: Path, 
 
 @pytest.mark.system
 def test_a_language_models_head_is_said_to_be_left_behind(tmp_path: Path) -> None:
-    """The report's advice leads to a sparse model."""
+    """The report advises how to export the directory as a sparse model."""
     from sentence_transformers import SparseEncoder
 
     left = facts(export(write_language_model(tmp_path / "bare"), tmp_path))["unused parts"]

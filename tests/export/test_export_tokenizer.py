@@ -1,4 +1,4 @@
-"""A bundle's tokenizer gives the ids of transformers, also if the files of the directory contradict each other."""
+"""A bundle's tokenizer gives the ids of transformers, even if the files of the directory contradict each other."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ SIZES = {
 
 
 def wordpiece(**settings: Any) -> Tokenizer:
-    """A tokenizer like BERT's."""
+    """Return a tokenizer like BERT's."""
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *PIECES])}
     longest = settings.pop("max_input_chars_per_word", 100)
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=longest))
@@ -52,7 +52,7 @@ def wordpiece(**settings: Any) -> Tokenizer:
 
 
 def byte_level(*, prefix: bool, **settings: Any) -> Tokenizer:
-    """A tokenizer like RoBERTa's."""
+    """Return a tokenizer like RoBERTa's."""
     tokens = ["<s>", "<pad>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġt", "he", "<mask>"]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("Ġ", "t"), ("h", "e")], unk_token="<unk>", **settings))
@@ -64,7 +64,7 @@ def byte_level(*, prefix: bool, **settings: Any) -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """A tokenizer like DeBERTa-v3's, as transformers 4 saved it: without the splitting of punctuation."""
+    """Return a tokenizer like DeBERTa-v3's in the format of transformers 4: without the splitting of punctuation."""
     pieces = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "▁", "▁the", "▁cat", *LETTERS]
     tokenizer = Tokenizer(models.Unigram([(it, -float(i)) for i, it in enumerate(pieces)], unk_id=3))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Strip(), normalizers.NFKC()])
@@ -79,7 +79,8 @@ def unigram() -> Tokenizer:
 
 BERT = {"tokenizer_class": "BertTokenizer"}
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]", "pad_token": "[PAD]"}
-# The type of the model, its tokenizer.json, and its tokenizer_config.json, which may contradict tokenizer.json.
+# For each directory: the type of the model, its tokenizer.json, and its tokenizer_config.json, which may contradict
+# tokenizer.json.
 DIRECTORIES: dict[str, tuple[str, Callable[[], Tokenizer], Mapping[str, Any]]] = {
     "do_lower_case false": ("bert", wordpiece, BERT | {"do_lower_case": False}),
     "do_lower_case missing": ("bert", lambda: wordpiece(lowercase=False), BERT),
@@ -107,7 +108,7 @@ DIRECTORIES: dict[str, tuple[str, Callable[[], Tokenizer], Mapping[str, Any]]] =
 def write_directory(
     folder: Path, name: str, *, modules: bool = False, transformer: Mapping[str, Any] | None = None, **settings: Any
 ) -> Path:
-    """Write a directory of `DIRECTORIES`, with more settings in tokenizer_config.json, and perhaps modules.json."""
+    """Write one of the `DIRECTORIES`, with more settings in tokenizer_config.json, and perhaps modules.json."""
     from transformers import AutoConfig, AutoModel
 
     model_type, tokenizer, config = DIRECTORIES[name]
@@ -292,7 +293,7 @@ def write_chat(folder: Path, template: str = CHATML, message_format: str = "flat
     ],
 )
 def test_a_chat_template_becomes_fixed_texts(template: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """With and without a prompt; a cut leaves the tokens after the text."""
+    """The texts come with and without a prompt. Truncation keeps the tokens after the text."""
     manifest = export(write_chat(tmp_path / "directory", template, **settings)).manifest
     found = manifest.text.template
     assert (found.before, found.after) == ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant")
@@ -340,7 +341,7 @@ def test_a_chat_template_that_changes_some_texts_is_refused(tmp_path: Path) -> N
 
 
 def test_a_misread_configuration_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without this comparison, both the graph and its reference would be the misread model."""
+    """Only this comparison finds it, because the graph and its reference would be equally wrong."""
     load = pretrained.load_model
 
     def misread(*arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""transformers' models become bundles: the same rows, hidden states and attention, or an error that says what to do."""
+"""Models of transformers become bundles with the same rows, hidden states and attention, or are refused with advice."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ from encserve_server.types.inspections import InspectKind
 
 NAMED = {architecture.name: architecture for architecture in ARCHITECTURES}
 FAST = ("BERT", "ModernBERT")
-# PyTorch's tracing does not take the code that makes its attention window.
+# PyTorch cannot trace the code that makes the attention window of these models.
 NOT_INSPECTED = ("EmbeddingGemma",)
 WITH_POSITIONS = {
     *("BERT", "RoBERTa", "XLM-R", "CamemBERT", "DistilBERT", "MPNet", "DeBERTa-v2", "MobileBERT", "Ernie", "CLIP"),
@@ -53,7 +53,7 @@ def export(directory: Path, models: Path, **options: Any) -> Exported:
 
 
 def change(directory: Path, **changed: Tensor | None) -> None:
-    """Change weights by name, with "__" for "."; None removes a weight."""
+    """Change weights by name, with "__" for ".". None removes a weight."""
     path = directory / "model.safetensors"
     tensors = load_file(path) | {name.replace("__", "."): tensor for name, tensor in changed.items()}
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path, {"format": "pt"})
@@ -101,7 +101,7 @@ def test_rows_hidden_states_and_attention_are_those_of_transformers(name: str, t
 @pytest.mark.parametrize("precision", ["float16", "int8"])
 @pytest.mark.parametrize("name", ["ModernBERT", "Qwen3", "T5", "MPNet"])
 def test_other_precisions_pass_their_gates(name: str, precision: Precision, tmp_path: Path) -> None:
-    """Rows and inspections: a norm of one kind, positions of three kinds."""
+    """Rows and inspections pass, for models with RMSNorm or LayerNorm, and with three kinds of positions."""
     manifest = export(save(NAMED[name], tmp_path), tmp_path / "models", precision=precision).manifest
     assert manifest.graph.precision == precision
     assert manifest.HasField("inspect_graph")
@@ -153,7 +153,7 @@ def test_the_longest_sequence(data2vec: Path, models: Path) -> None:
 def test_positions_for_long_texts_are_refused_with_the_longest_sequence_that_works(
     tmp_path: Path, models: Path
 ) -> None:
-    """With longrope a long text in a batch changes the positions of short texts."""
+    """With longrope, a long text in a batch changes the positions of short texts."""
     scaling = {
         "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 30,
         "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
@@ -175,7 +175,7 @@ def test_heads_are_left_behind_and_named(data2vec: Path, models: Path) -> None:
 
 @pytest.mark.system
 def test_other_names_and_types_of_weights_give_the_same_rows(tmp_path: Path) -> None:
-    """Old and half-converted checkpoints have LayerNorms named gamma and beta, a prefix, or float64."""
+    """In old checkpoints, LayerNorms are named gamma and beta, names have a prefix, or weights are float64."""
     directory = save(NAMED["BERT"], tmp_path)
     ids = np.arange(12)[None]
 
@@ -251,7 +251,7 @@ def test_a_missing_shard(data2vec: Path, models: Path) -> None:
 
 
 class Looking(torch.nn.Module):
-    """Branches on the values of its mask, which a graph cannot do."""
+    """A model that branches on the values of its mask. A graph cannot do this."""
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         return ids.float() if mask.sum().item() > 3 else mask.float()
@@ -267,7 +267,7 @@ def test_pytorch_prints_nothing_if_it_fails(tmp_path: Path, capfd: pytest.Captur
 
 
 def test_a_model_whose_padding_changes_rows(data2vec: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model ignores its own mask, in PyTorch and in the graph."""
+    """The model does not use its own mask, neither in PyTorch nor in the graph."""
     from transformers import Data2VecTextModel
 
     forward = Data2VecTextModel.forward
@@ -323,7 +323,7 @@ def test_an_onnx_file_in_the_directory_is_used_if_asked_for(
 @pytest.mark.system
 @pytest.mark.parametrize("name", ["BERT", "T5"])
 def test_an_onnx_file_without_weights_is_used(name: str, tmp_path: Path, models: Path) -> None:
-    """Some directories of the hub hold only config.json and onnx/model.onnx."""
+    """Some directories of the hub have only config.json and onnx/model.onnx."""
     directory = save(NAMED[name], tmp_path)
     bundle = export(directory, tmp_path / "before", via="transformers").path
     (directory / "model.safetensors").unlink()

@@ -1,4 +1,4 @@
-"""Weights are read from every kind of file, and no code in a file is run."""
+"""Weights are read from every supported kind of file. Code in a file does not run."""
 
 import hashlib
 import json

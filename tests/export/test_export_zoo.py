@@ -1,4 +1,4 @@
-"""For each row of the zoo the bundle gives the library's vectors, for each prompt and task, alone and in batches."""
+"""For each row of the zoo, a bundle gives the library's vectors: for each prompt and task, alone and in batches."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from zoo import MODELS, Zoo, assert_same, embedded, least_cosine_of
 
 from encserve_server.offline import Embedder
 
-# The least cosine similarity with the library's vectors, from the gate of each precision.
+# The least allowed cosine similarity with the library's vectors. The gate of each precision has the same limit.
 LEAST_COSINE = {"float16": 0.999, "int8": 0.99}
 
 
@@ -16,7 +16,8 @@ def open_bundle(path: Path) -> Embedder:
     return Embedder(path, tune_batches=False, intra_op_threads=1, device="cpu")
 
 
-# The fast rows have each kind and each feature once. The end-to-end tests compare all rows through a server.
+# The rows of the fast tier have each kind and each feature once. The end-to-end tests compare all rows through a
+# server.
 FAST = {
     *("every-pooling", "heads", "prompt-left-out", "lengths-of-tasks", "lower-case", "messages", "all-of-it", "static"),
     *("fixed-unattended", "pylate", "stanford", "sum-log1p", "static-queries"),

@@ -1,7 +1,7 @@
-"""Watches a server under attack: latency of health checks, replies to an ordinary caller, and memory.
+"""Watches a server under attack: the latency of health checks, the replies to an ordinary caller, and the memory.
 
-This file is also the program that sends the checks, in a second process, so that the cost of the attack's driver does
-not count.
+This file is also the program that sends the health checks, in a second process. So the work of the attack does not
+delay them.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ MIB = 2**20
 CHECK_SECONDS, ORDINARY_SECONDS, MEMORY_SECONDS = 0.01, 0.1, 0.2
 ANSWER_SECONDS = 10.0
 SLACK_BYTES = 100 * MIB
-# A server that exceeds its bound by this much is killed, because the machine has other users.
+# If a server exceeds its bound by this much, the test kills the server, because the machine has other users.
 _KILLED_BEYOND_BYTES = 1024 * MIB
-# The ordinary caller's key; servers without keys ignore it.
+# The key of the ordinary caller. Servers without keys ignore it.
 KEY = "encserve-ordinary"
 _CHECK, _ENCODE = "/grpc.health.v1.Health/Check", "/encserve.v1.EncoderService/Encode"
 _SERVING = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING).SerializeToString()
 
 
 def parse_seconds() -> float:
-    """Seconds that protobuf takes to parse a costly message of 4 MiB, median of five."""
+    """Return the seconds that protobuf takes to parse a costly message of 4 MiB, as the median of five."""
     data = b"\x1a\x00" * (2 * MIB)  # empty inputs
     return statistics.median(_parse_once(data) for _ in range(5))
 
@@ -52,7 +52,7 @@ def _parse_once(data: bytes) -> float:
 
 
 class Sample(NamedTuple):
-    """One call: start on the monotonic clock in seconds, duration, and reply."""
+    """One call: its start on the monotonic clock in seconds, its duration, and its reply."""
 
     began: float
     seconds: float
@@ -63,12 +63,12 @@ class Health(NamedTuple):
     """Latencies and replies of one phase.
 
     Attributes:
-        p50_ms: Median latency of health checks.
-        p99_ms: 99th percentile.
-        max_ms: Maximum.
-        answers: Number of health replies other than SERVING, by reply.
-        ordinary: Number of replies to the ordinary caller, by reply.
-        ordinary_max_ms: Longest call of the ordinary caller.
+        p50_ms: The median latency of health checks.
+        p99_ms: The 99th percentile.
+        max_ms: The maximum.
+        answers: The number of health replies other than SERVING, by reply.
+        ordinary: The number of replies to the ordinary caller, by reply.
+        ordinary_max_ms: The longest call of the ordinary caller.
     """
 
     p50_ms: float
@@ -80,7 +80,7 @@ class Health(NamedTuple):
 
     @classmethod
     def of(cls, checks: Sequence[Sample], ordinary: Sequence[Sample]) -> "Health":
-        """The figures of these calls."""
+        """Compute the percentiles and counts of these calls."""
         latencies = sorted(_as_sent_in_time(checks))
         assert len(latencies) >= 100, "too few health checks"
         return cls(
@@ -94,7 +94,10 @@ class Health(NamedTuple):
 
 
 def _as_sent_in_time(checks: Sequence[Sample]) -> Iterator[float]:
-    """Latencies in seconds, including those of checks that a late reply kept from being sent."""
+    """Return latencies in seconds.
+
+    They include checks that could not be sent, because the reply before them was late.
+    """
     for check in checks:
         left = check.seconds
         while left > 0:
@@ -107,7 +110,7 @@ class Phase:
 
     Attributes:
         level_bytes: The server's memory at the start.
-        peak_bytes: The largest memory seen.
+        peak_bytes: The largest memory so far.
         health: Latencies and replies; set when the watch ends.
     """
 
@@ -141,7 +144,7 @@ class Watch:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
-        """The time inside the context is this phase."""
+        """Begin a phase; the phase ends with the context."""
         phase = Phase(name, self.resident_bytes())
         self._phases.append(phase)
         try:
@@ -150,7 +153,7 @@ class Watch:
             phase.ended = time.monotonic()
 
     def end(self) -> None:
-        """Stop the calls and the samples, and set the figures of all phases."""
+        """Stop the calls and the samples, and compute `health` of all phases."""
         self._over.set()
         self._sampler.join()
         try:
@@ -163,7 +166,7 @@ class Watch:
             logger.info("%s", phase)
 
     def resident_bytes(self) -> int:
-        """The server's memory; 0 after its end."""
+        """Return the server's memory; 0 after the server's end."""
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{self._pid}/status").read_text().splitlines():
                 if line.startswith("VmRSS:"):
@@ -171,7 +174,7 @@ class Watch:
         return 0
 
     def wait_for_level(self, level_bytes: int, seconds: float = ANSWER_SECONDS) -> int:
-        """Wait until the memory is at most `level_bytes`, at most `seconds`; return the memory."""
+        """Wait up to `seconds` until the memory is at most `level_bytes`; return the memory."""
         ends = time.monotonic() + seconds
         while (now := self.resident_bytes()) > level_bytes and time.monotonic() < ends:
             time.sleep(MEMORY_SECONDS)
@@ -192,7 +195,7 @@ def _within(phase: Phase, samples: Sequence[Sample]) -> list[Sample]:
 
 @contextlib.contextmanager
 def watching(server: RealServer, budget_mib: int) -> Iterator[Watch]:
-    """Watch a server; its phases have their figures after the context."""
+    """Watch a server. After the context, each phase has its `health`."""
     watch = Watch(server, budget_mib * MIB)
     try:
         yield watch
@@ -201,7 +204,7 @@ def watching(server: RealServer, budget_mib: int) -> Iterator[Watch]:
 
 
 class _Prober:
-    """Sends calls at a fixed pace until stdin ends."""
+    """Sends calls at a fixed rate until stdin ends."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -229,8 +232,8 @@ class _Prober:
         json.dump([self._checks, self._ordinary], sys.stdout)
 
     def _call(self, path: str, request: bytes, pause_seconds: float, samples: list[Sample]) -> None:
-        """Send one call after the other, at multiples of the pause."""
-        options = [("grpc.use_local_subchannel_pool", 1)]  # each prober has its own connection
+        """Send calls one after another, at multiples of the pause."""
+        options = [("grpc.use_local_subchannel_pool", 1)]  # each object has its own connection
         with grpc.insecure_channel(self._target, options=options) as channel:
             call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)
             while not self._over.is_set():

@@ -13,13 +13,13 @@ from encserve_proto.v1 import encoder_pb2 as pb
 
 
 def connect(server: FakeServer) -> httpx.AsyncClient:
-    """A client of a server's HTTP port. It reads no proxies and no certificates, because that is slow."""
+    """Return a client of a server's HTTP port. It loads no proxies and no certificates, because that is slow."""
     url = f"http://127.0.0.1:{server.app.http_port}"
     return httpx.AsyncClient(base_url=url, trust_env=False, verify=False, timeout=30)  # noqa: S501
 
 
 async def post(server: FakeServer, path: str, body: Any) -> httpx.Response:
-    """Sends JSON, or raw bytes."""
+    """Post JSON, or raw bytes."""
     async with connect(server) as client:
         if isinstance(body, bytes):
             return await client.post(path, content=body)
@@ -27,14 +27,14 @@ async def post(server: FakeServer, path: str, body: Any) -> httpx.Response:
 
 
 async def get(server: FakeServer, path: str) -> httpx.Response:
-    """Asks for a path."""
+    """Request a path."""
     async with connect(server) as client:
         return await client.get(path)
 
 
 @contextlib.asynccontextmanager
 async def raw(server: FakeServer) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A plain TCP connection, for bytes that no HTTP library sends."""
+    """Open a plain TCP connection, to send bytes that no HTTP library sends."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.app.http_port)
     try:
         yield reader, writer
@@ -52,7 +52,7 @@ async def vectors_over_grpc(
     dimensions: int = 0,
     data_type: pb.DataType = pb.DATA_TYPE_FLOAT32,
 ) -> Any:
-    """The rows of Encode for these inputs, long inputs cut at the end: (rows, width)."""
+    """Return the rows of Encode for these inputs, (rows, width). Long inputs are cut at the end."""
     outputs = [pb.OutputSpec(kind=kind, l2_normalize=l2_normalize, dimensions=dimensions)]
     options = pb.EncodeOptions(outputs=outputs, truncation=pb.TRUNCATION_END, data_type=data_type)
     (tensor,) = (await server.encode(*inputs, options=options)).outputs

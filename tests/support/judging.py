@@ -1,4 +1,4 @@
-"""Other projects' clients, each in an environment under .venv-judges.
+"""Clients of other projects, each in its own environment under .venv-judges.
 
 Two versions of an environment exist: `pinned`, from tests/judges/NAME.txt, and `newest`, from tests/judges/NAME.in.
 """
@@ -24,12 +24,12 @@ ROOT = Path(__file__).parent.parent.parent
 ENVIRONMENTS = ROOT / ".venv-judges"
 JUDGES = ROOT / "tests/judges"
 TEXTS = ["I understand this", "and that", "🌍 ein längerer Satz, der in mehr Tokens zerfällt als andere", "a" * 300]
-DEBIAN_GO = (  # the package names of .ci/run
+DEBIAN_GO = (  # the package names are those of .ci/run
     "golang-go golang-google-grpc-dev golang-github-golang-protobuf-1-5-dev protobuf-compiler protoc-gen-go "
     "protoc-gen-go-grpc"
 )
 _TIMEOUT_SECONDS = 480
-# The clients may reach loopback only. Looking up another host fails as without a network.
+# The clients may use loopback only. Looking up another host fails, as it does without a network.
 _OFFLINE = {"NO_PROXY": "localhost,127.0.0.1"} | dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
 _OFFLINE |= {name.lower(): value for name, value in _OFFLINE.items()}
 
@@ -43,7 +43,7 @@ def missing(reason: str) -> NoReturn:
 
 @contextlib.contextmanager
 def _installing(folder: Path, wanted: str) -> Iterator[bool]:
-    """Yield whether `folder` must be filled, and lock out other processes. `wanted` identifies the content."""
+    """Lock out other processes, and yield whether `folder` must be filled. `wanted` identifies the content."""
     stamp = folder / ".installed"
     ENVIRONMENTS.mkdir(exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
@@ -61,9 +61,9 @@ def _digest(file: Path) -> str:
 
 
 def python_environment(name: str, versions: str = "pinned", *, with_encserve: bool = False) -> Path:
-    """The bin folder of an environment; `with_encserve` also makes this environment's packages importable in it.
+    """Return the bin folder of an environment.
 
-    The newest versions are looked up again each week.
+    `with_encserve` makes this environment's packages importable there. The newest versions are looked up each week.
     """
     uv = [sys.executable, "-m", "uv"]
     if versions == "pinned":
@@ -85,7 +85,7 @@ def python_environment(name: str, versions: str = "pinned", *, with_encserve: bo
 
 
 def program(name: str, package: str) -> str:
-    """The path of a system program from a Debian package."""
+    """Return the path of a system program from a Debian package."""
     path = shutil.which(name)
     if path is None:
         missing(f"no {name} is on the path (apt-get install {package})")
@@ -99,7 +99,10 @@ def run(
     environment: Mapping[str, str] | None = None,
     installs: bool = False,
 ) -> str:
-    """The stdout of a program; AssertionError with its output if it fails. Only `installs` reaches the network."""
+    """Run a program and return its stdout.
+
+    A failure is an AssertionError with the output. Only `installs` uses the network.
+    """
     done = subprocess.run(
         list(map(str, command)),
         capture_output=True,
@@ -116,7 +119,7 @@ def run(
 
 
 def source_folder(package: str) -> Path:
-    """The sources of a package, pinned in tests/judges/PACKAGE-tests.txt."""
+    """Return the sources of a package that tests/judges/PACKAGE-tests.txt pins."""
     folder, requirements = ENVIRONMENTS / f"{package}-tests", JUDGES / f"{package}-tests.txt"
     with _installing(folder, _digest(requirements)) as needed:
         if needed:
@@ -130,7 +133,7 @@ def source_folder(package: str) -> Path:
 
 
 def npm_folder(source: Path) -> Path:
-    """A copy of a folder, with the packages of its package-lock.json installed."""
+    """Copy a folder and install the packages of its package-lock.json; return the copy."""
     folder = ENVIRONMENTS / source.name
     with _installing(folder, _digest(source / "package-lock.json")) as needed:
         if needed:
@@ -143,7 +146,7 @@ def npm_folder(source: Path) -> Path:
 
 
 def go_example(folder: Path) -> Path:
-    """The program of clients/examples/go, built in `folder` as its README says."""
+    """Build the program of clients/examples/go in `folder`, as its README says."""
     go = program("go", DEBIAN_GO)
     for plugin in ("protoc", "protoc-gen-go", "protoc-gen-go-grpc"):
         program(plugin, DEBIAN_GO)

@@ -1,4 +1,4 @@
-"""Small ONNX encoders in the style of other authors, node by node."""
+"""Small ONNX encoders, node by node, as other authors write them."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -73,23 +73,23 @@ def build(*, with_types: bool = False, positions: int = POSITIONS, opset: int = 
 
 
 def node_of(model: onnx.ModelProto, name: str) -> Any:
-    """The node of that name."""
+    """Return the node of that name."""
     return next(node for node in model.graph.node if node.name == name)
 
 
 def tensor_of(model: onnx.ModelProto, name: str) -> Any:
-    """The initializer of that name."""
+    """Return the initializer of that name."""
     return next(tensor for tensor in model.graph.initializer if tensor.name == name)
 
 
 def save(model: onnx.ModelProto, path: Path) -> Path:
-    """Writes a model and returns its path."""
+    """Write a model and return its path."""
     onnx.save(model, path)
     return path
 
 
 def save_with_data(model: onnx.ModelProto, path: Path, location: str = "weights.bin") -> Path:
-    """Writes a model with its tables in a second file."""
+    """Write a model with its tables in a second file."""
     onnx.save(model, path, save_as_external_data=True, location=location, size_threshold=100)
     return path
 
@@ -105,7 +105,7 @@ def point_elsewhere(path: Path, name: str = "table", **entries: str) -> None:
 
 
 class Renamed(nn.Module):
-    """An Encoder with another author's interface: it also takes token types, and also gives a pooled vector."""
+    """An encoder with another author's interface: it also takes token types, and also returns a pooled vector."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
@@ -113,20 +113,20 @@ class Renamed(nn.Module):
         self.kinds = nn.Embedding(2, encoder.config.d_model)
 
     def forward(self, tokens: torch.Tensor, real: torch.Tensor, segments: torch.Tensor) -> Any:
-        """Rows (batch, seq, d_model) and their first (batch, d_model)."""
+        """Return the rows, (batch, seq, d_model), and the first row of each sequence, (batch, d_model)."""
         rows = self.encoder(tokens, real) + self.kinds(segments)  # (batch, seq, d_model)
         return rows, rows[:, 0]
 
 
 def export_torch(path: Path, config: EncoderConfig) -> Path:
-    """Export a `Renamed` with inputs tokens, real and segments and outputs hidden and pooled."""
+    """Export a `Renamed`. Its inputs are tokens, real and segments; its outputs are hidden and pooled."""
     torch.manual_seed(0)
     module = Renamed(random_encoder(config, 0)).eval()
     ids = torch.tensor([[0, 0, 0], [0, 0, 0]])  # (batch, seq)
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])  # (batch, seq)
     names = ["tokens", "real", "segments"]
     with warnings.catch_warnings():
-        # The tracing exporter is deprecated.
+        # PyTorch's exporter by tracing is deprecated.
         warnings.simplefilter("ignore", DeprecationWarning)
         torch.onnx.export(
             module,

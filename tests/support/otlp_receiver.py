@@ -1,4 +1,4 @@
-"""An OTLP receiver in this process, which keeps every span with the attributes of its sender."""
+"""An OTLP receiver in this process. It stores every span with the attributes of the sender."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -76,13 +76,13 @@ class OtlpReceiver:
             return list(self._spans)
 
     def wait_for(self, enough: Callable[[list[ReceivedSpan]], bool]) -> list[ReceivedSpan]:
-        """Wait until `enough` returns True for the spans, and return the spans; fail after a minute."""
+        """Wait until `enough` returns True for the spans, and return the spans. Fail after a minute."""
         with self._changed:
             assert self._changed.wait_for(lambda: enough(self._spans), timeout=60), self._spans
             return list(self._spans)
 
     def receive(self, request: Any, headers: dict[str, str]) -> None:
-        """Keep the spans of a request."""
+        """Store the spans of a request."""
         received = [
             ReceivedSpan(span, _values(of_resource.resource.attributes), of_scope.schema_url)
             for of_resource in request.resource_spans
@@ -95,7 +95,7 @@ class OtlpReceiver:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Stop at once."""
+        """Stop without waiting for open calls."""
         self._server.stop(None).wait()
 
 

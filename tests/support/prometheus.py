@@ -19,7 +19,10 @@ import yaml
 
 
 def need(program: str) -> str:
-    """The path of a program. If it is missing, the test is skipped; with ENCSERVE_REQUIRE_PROMETHEUS=1 it fails."""
+    """Return the path of a program.
+
+    If it is missing, the test is skipped; with ENCSERVE_REQUIRE_PROMETHEUS=1 it fails.
+    """
     path = shutil.which(program)
     if path is None:
         if os.environ.get("ENCSERVE_REQUIRE_PROMETHEUS") == "1":
@@ -42,7 +45,7 @@ class Prometheus:
         self._url = url
 
     def get(self, path: str, **parameters: str) -> Any:
-        """The data of a reply; AssertionError with the text of an error."""
+        """Return the data of a reply. An error is an AssertionError with the error's text."""
         url = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
             with urllib.request.urlopen(url, timeout=60) as answer:
@@ -52,11 +55,11 @@ class Prometheus:
         return data
 
     def values(self, expr: str) -> list[float]:
-        """The current value of each series of an expression."""
+        """Return the current value of each series of an expression."""
         return [float(series["value"][1]) for series in self.get("query", query=expr)["result"]]
 
     def ready(self) -> bool:
-        """Whether Prometheus answers."""
+        """Return whether Prometheus answers."""
         try:
             urllib.request.urlopen(f"{self._url}/-/ready", timeout=5).close()
         except OSError:
@@ -66,7 +69,7 @@ class Prometheus:
 
 @contextlib.contextmanager
 def running_prometheus(committed: Path, folder: Path, target: str, *, interval: str) -> Iterator[Prometheus]:
-    """Runs Prometheus on loopback with a committed configuration, and ends it.
+    """Run Prometheus on loopback with a committed configuration; stop it at the end.
 
     Only the scrape target and the intervals differ from the committed file.
     """

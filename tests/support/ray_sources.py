@@ -1,4 +1,4 @@
-"""Sources without a model, which Ray actors can import, and a Ray cluster of several nodes on this machine."""
+"""Sources without a model that Ray actors can import, and a Ray cluster of several nodes on this machine."""
 
 import os
 import threading
@@ -19,7 +19,7 @@ from encserve_cli.job.types import BatchProgress, Encoded, Stopped, Value
 from encserve_client import Block, EncodedOutput, EncodeResult, Timings
 
 WIDTH = 4
-DEADLY = "deadly"  # a text that ends the process of its encoder
+DEADLY = "deadly"  # a text that ends the process in which it is encoded
 FACTS = ModelFacts("fake", "1", "sha256:fake", "", "mean", WIDTH, 512)
 
 
@@ -62,8 +62,9 @@ class FakeSource:
 
     Attributes:
         seconds: The time for a part.
-        together: A folder and a number: the first part starts when this number of processes have opened the source.
-            Each process leaves a file in the folder.
+        together: A folder and a number. The first part starts when so many processes have opened the source.
+        Each
+            process leaves a file in the folder.
         fingerprint_of: A folder with a file "fingerprint", which has the model's fingerprint.
     """
 
@@ -90,7 +91,7 @@ class FakeSource:
 
 @dataclass(frozen=True)
 class OnRay:
-    """A source on a Ray cluster."""
+    """A source that runs on a Ray cluster."""
 
     source: Source
     options: RayOptions
@@ -101,7 +102,7 @@ class OnRay:
 
 
 class SmallCluster:
-    """A Ray cluster on this machine, without a dashboard; the nodes have different loopback addresses.
+    """A Ray cluster on this machine, without a dashboard. The nodes have different loopback addresses.
 
     Attributes:
         address: The address of the cluster.

@@ -19,7 +19,7 @@ ADMIN_PORT, METRICS_PORT, GRPC_PORT, HTTP_PORT = 9901, 9902, 50051, 8080
 
 
 def moved(config: Any, moves: dict[tuple[str, int], tuple[str, int]]) -> Any:
-    """The configuration with other addresses. AssertionError if an address is missing or was not replaced."""
+    """Return the configuration with other addresses. AssertionError if an address is missing or was not replaced."""
     made = set()
 
     def walk(node: Any) -> Any:
@@ -64,25 +64,29 @@ class RealEnvoy:
             return False
 
     def get(self, path: str) -> str:
-        """A page of the metrics port. Raises urllib's HTTPError, an OSError, for an unknown page."""
+        """Return a page of the metrics port. Raises urllib's HTTPError, an OSError, for an unknown page."""
         with urllib.request.urlopen(self._metrics + path, timeout=10) as page:
             text: str = page.read().decode()
         return text
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples with these labels, from the page that Prometheus scrapes."""
+        """Return the sum of a metric's samples with these labels, from the page that Prometheus scrapes."""
         return sum(
             sample.value
             for family in text_string_to_metric_families(self.get("/stats/prometheus"))
             for sample in family.samples
-            # The parser adds the ending _total to every counter; Envoy leaves that ending out.
+            # The parser adds the suffix _total to every counter, but the names of Envoy's counters do not have this
+            # suffix.
             if sample.name in (name, f"{name}_total") and labels.items() <= sample.labels.items()
         )
 
 
 @contextlib.contextmanager
 def real_envoy(folder: Path, replicas: Sequence[str], http_ports: Sequence[int] = (1, 1)) -> Iterator[RealEnvoy]:
-    """Run the committed configuration for two servers, given as host:port and HTTP ports. End Envoy after the block."""
+    """Run the committed configuration for two servers, given as host:port and HTTP ports.
+
+    Stop Envoy after the block.
+    """
     grpc_port, http_port, metrics_port, admin_port = free_port(), free_port(), free_port(), free_port()
     moves = {
         ("0.0.0.0", GRPC_PORT): ("127.0.0.1", grpc_port),  # noqa: S104 - of the configuration, and moved to loopback
@@ -102,4 +106,4 @@ def real_envoy(folder: Path, replicas: Sequence[str], http_ports: Sequence[int] 
         try:
             yield RealEnvoy(process, grpc_port, http_port, metrics_port)
         finally:
-            process.kill()  # there is no call to finish, and draining takes time
+            process.kill()  # there are no open calls, and waiting for them would take time

@@ -22,14 +22,14 @@ class RealServer:
     """A running server process.
 
     Attributes:
-        target: Its gRPC address.
-        url: The URL of its HTTP port; useless without one.
-        tls: The TLS context for its metrics page; None for a page without TLS.
+        target: The gRPC address.
+        url: The URL of the HTTP port; useless without an HTTP port.
+        tls: The TLS context for the metrics page; None for a page without TLS.
         log: The parsed log lines so far; a line that is not JSON fails the test.
     """
 
     def __init__(self, process: "subprocess.Popen[str]", start_seconds: float = 120) -> None:
-        """Waits until the server serves."""
+        """Wait until the server serves."""
         self.process = process
         self.tls: ssl.SSLContext | None = None
         self.log: list[dict[str, Any]] = []
@@ -54,17 +54,17 @@ class RealServer:
         self._serving.set()
 
     def terminate(self) -> None:
-        """Sends SIGTERM."""
+        """Send SIGTERM."""
         self.process.send_signal(signal.SIGTERM)
 
     def wait(self) -> int:
-        """Waits for the end of the process; returns the exit status."""
+        """Wait for the end of the process; return the exit status."""
         status = self.process.wait(timeout=60)
         self._reader.join(timeout=10)
         return status
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples that have these labels."""
+        """Return the sum of a metric's samples that have these labels."""
         url = f"{'https' if self.tls else 'http'}://127.0.0.1:{self.metrics_port}/metrics"
         with urllib.request.urlopen(url, timeout=60, context=self.tls) as page:
             families = list(text_string_to_metric_families(page.read().decode()))
@@ -81,7 +81,7 @@ class RealServer:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether the system, not OpenVINO, names bfloat16 instructions."""
+    """Return whether the CPU has bfloat16 instructions, according to the system, not to OpenVINO."""
     return bool({"avx512_bf16", "amx_bf16"} & set(Path("/proc/cpuinfo").read_text().split()))
 
 
@@ -93,7 +93,7 @@ def real_server(
     start_seconds: float = 120,
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[RealServer]:
-    """Runs a server, and ends the process if it still runs.
+    """Run a server. At the end, stop the process if it still runs.
 
     The server measures no batch budget unless a flag says so, because that takes seconds for each model.
     """

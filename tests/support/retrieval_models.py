@@ -1,4 +1,4 @@
-"""Directories of multi-vector models: as sentence-transformers saves them, and older layouts written by hand."""
+"""Directories of multi-vector models: from sentence-transformers, and in older layouts, written by hand."""
 
 import json
 import string
@@ -15,17 +15,18 @@ from torch import nn
 WIDTH = 10
 PROMPTS = {"query": "Query: ", "document": "passage: "}
 _PUNCTUATION = list(string.punctuation)
-_SKIPPED = [*":.", "cat"]  # of which "." is not in the vocabulary
+_SKIPPED = [*":.", "cat"]  # the vocabulary does not have the "."
 _IDENTITY = "torch.nn.modules.linear.Identity"
 
 
 def native(
     *, model_type: str = "bert", encoder: dict[str, Any] | None = None, **settings: Any
 ) -> Callable[[Path], None]:
-    """Writes a directory with sentence-transformers itself.
+    """Write a directory with sentence-transformers itself.
 
     `settings` are `transformer`, arguments of its Transformer; `projections`, arguments of each Dense; `mask`,
-    arguments of its MultiVectorMask; `pooling`, of its HierarchicalTokenPooling; `model`, of its MultiVectorEncoder.
+    arguments of its MultiVectorMask; `pooling`, of its HierarchicalTokenPooling; `model`, of its
+    MultiVectorEncoder.
     """
 
     def write(folder: Path) -> None:
@@ -51,7 +52,10 @@ def native(
 
 
 def pylate(**settings: Any) -> Callable[[Path], None]:
-    """Writes a directory as PyLate up to 1.6 does: two modules, everything else in flat fields; prefixes are tokens."""
+    """Write a directory in the layout of PyLate up to 1.6: two modules, and all other settings in one file.
+
+    Prefixes are tokens.
+    """
 
     def write(folder: Path) -> None:
         write_encoder(folder, more_words=["[Q] ", "[D] "])
@@ -72,7 +76,7 @@ def pylate(**settings: Any) -> Callable[[Path], None]:
 
 
 def stanford(folder: Path) -> None:
-    """Writes a directory as Stanford's ColBERT does: the projection among BERT's weights, the rest beside it."""
+    """Write a directory in the layout of Stanford's ColBERT: the projection is among BERT's weights."""
     write_encoder(folder, more_words=["[unused0]", "[unused1]"])
     weights = {f"bert.{name}": it for name, it in load_file(folder / "model.safetensors").items()}
     weights["linear.weight"] = torch.randn((WIDTH, D_MODEL), generator=torch.Generator().manual_seed(1))
@@ -84,7 +88,10 @@ def stanford(folder: Path) -> None:
 
 
 def _add_tokens(folder: Path, tokens: list[str]) -> None:
-    """Makes words of the vocabulary added tokens, which are found before a text is cut into words."""
+    """Make words of the vocabulary added tokens.
+
+    The tokenizer finds added tokens before it splits a text into words.
+    """
     path = folder / "tokenizer.json"
     settings = json.loads(path.read_text())
     ids = settings["model"]["vocab"]
@@ -122,7 +129,8 @@ DIRECTORIES: dict[str, Callable[[Path], None]] = {
     "roberta": native(
         model_type="roberta",
         encoder={"pad_token_id": 0},
-        transformer={"query_expansion": {"strategy": "fixed", "length": 32}, "max_seq_length": 90},  # of 95 positions
+        # The model has 95 positions.
+        transformer={"query_expansion": {"strategy": "fixed", "length": 32}, "max_seq_length": 90},
     ),
     "modernbert": native(
         model_type="modernbert",
@@ -133,7 +141,7 @@ DIRECTORIES: dict[str, Callable[[Path], None]] = {
 
 
 def trained(folder: Path) -> None:
-    """Writes the real MiniLM as a multi-vector model, with an untrained projection."""
+    """Write the real MiniLM as a multi-vector model with an untrained projection."""
     from sentence_transformers import MultiVectorEncoder
     from sentence_transformers.base.modules import Dense, Normalize, Transformer
     from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask

@@ -1,4 +1,4 @@
-"""Directories in sentence-transformers' format: a small BERT with random weights, and every setting."""
+"""Directories in sentence-transformers' format: a small BERT with random weights, with any setting of the format."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ MODULES = {
 
 
 def text_of(n_words: int, seed: int = 0) -> str:
-    """A text of `n_tokens` tokens."""
+    """Return a text of `n_tokens` tokens."""
     picked = torch.randint(0, len(WORDS), (n_words,), generator=torch.Generator().manual_seed(seed))
     return " ".join(WORDS[i] for i in picked.tolist())
 
@@ -113,7 +113,7 @@ def write_model(
 
 
 def write_weights(folder: Path, kind: str, config: Mapping[str, Any], seed: int) -> None:
-    """Writes the weights of a Dense or a LayerNorm module."""
+    """Write the weights of a Dense or a LayerNorm module."""
     torch.manual_seed(seed)
     if kind == "Dense":
         linear = nn.Linear(config["in_features"], config["out_features"], bias=config.get("bias", True))

@@ -1,4 +1,4 @@
-"""Models with fixed bytes, written by hand without a library that could change them."""
+"""Models with fixed bytes. They are written by hand, because a library could change the bytes."""
 
 import json
 import math
@@ -29,14 +29,14 @@ _TRANSFORMER = f"{_PIPELINE}base.modules.transformer.Transformer"
 
 
 def fill(name: str, *shape: int) -> Tensor:
-    """Numbers from -0.5 to 0.5 that float32 represents exactly. They depend on the name and the position."""
+    """Return numbers from -0.5 to 0.5 that float32 represents exactly. They depend on the name and the position."""
     seed = sum(ord(letter) * (i + 1) for i, letter in enumerate(name))
     places = torch.arange(math.prod(shape), dtype=torch.int64)
     return (((places + seed) * 2654435761 % 65536 - 32768).float() / 65536).reshape(shape)
 
 
 def layers(prefix: str, vocab_size: int, positions: int = LONGEST) -> dict[str, Tensor]:
-    """A BERT of one layer, or a RoBERTa, with transformers' names."""
+    """Return the weights of a BERT of one layer, or of a RoBERTa, with transformers' names."""
     block, d = f"{prefix}encoder.layer.0.", D_MODEL
     shapes: dict[str, tuple[int, ...]] = {
         f"{prefix}embeddings.word_embeddings.weight": (vocab_size, d),
@@ -55,19 +55,19 @@ def layers(prefix: str, vocab_size: int, positions: int = LONGEST) -> dict[str, 
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a file, and its folder."""
+    """Write a file, and create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content))
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes a file of safetensors, and its folder."""
+    """Write a file of safetensors, and create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path, {"format": "pt"})
 
 
 def word_level() -> dict[str, Any]:
-    """The model of a tokenizer.json with whole words."""
+    """Return the model of a tokenizer.json with whole words."""
     return {"type": "WordLevel", "vocab": VOCABULARY, "unk_token": "[UNK]"}
 
 
@@ -105,7 +105,7 @@ def write_tokenizer(folder: Path, model: Mapping[str, Any], tokens: Mapping[str,
 
 
 def write_encoder(folder: Path) -> Path:
-    """Writes a BERT, and a tokenizer of words."""
+    """Write a BERT, and a tokenizer of words."""
     write_json(folder / "config.json", {"model_type": "bert", "vocab_size": len(VOCABULARY), **_CONFIG})
     write_tensors(folder / "model.safetensors", layers("", len(VOCABULARY)))
     write_tokenizer(folder, word_level(), VOCABULARY)
@@ -122,7 +122,7 @@ def _write_modules(folder: Path, modules: Mapping[str, str], **settings: Any) ->
 
 
 def write_dense(folder: Path) -> Path:
-    """Writes a BERT, the mean, a Dense with ReLU, a LayerNorm and Normalize, with prompts."""
+    """Write a BERT with mean pooling, a Dense with ReLU, a LayerNorm, Normalize, and prompts."""
     write_encoder(folder)
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": 32})
     write_json(folder / "1_Pooling/config.json", {"embedding_dimension": D_MODEL, "pooling_mode": "mean"})
@@ -143,7 +143,7 @@ def write_dense(folder: Path) -> Path:
 
 
 def write_multi_vector(folder: Path) -> Path:
-    """Writes a BERT with a projection of each row. Queries are expanded, and documents skip a word."""
+    """Write a BERT with a projection of each row. Queries are expanded, and documents skip a word."""
     write_encoder(folder)
     text = {"method": "forward", "method_output_name": "last_hidden_state"}
     settings = {
@@ -193,7 +193,7 @@ _STATIC = f"{_PIPELINE}sparse_encoder.modules.sparse_static_embedding.SparseStat
 
 
 def write_sparse(folder: Path) -> Path:
-    """Writes a SPLADE model that takes the sum."""
+    """Write a SPLADE model with the sum in place of the maximum."""
     _write_language_model(folder)
     pooling = {"pooling_strategy": "sum", "activation_function": "relu", "embedding_dimension": None}
     write_json(folder / "1_SpladePooling/config.json", pooling)
@@ -220,7 +220,7 @@ def write_static_queries(folder: Path) -> Path:
 
 
 def write_pairs(folder: Path) -> Path:
-    """Writes a RoBERTa with a tokenizer of byte pairs, without modules.json."""
+    """Write a RoBERTa with a tokenizer of byte pairs, without modules.json."""
     letters = [*SPECIAL, *"abcehmnqrstuwy :T", "at", "th", "the", "The", "cat", "mat"]
     vocabulary = {token: i for i, token in enumerate(letters)}
     merges = [["a", "t"], ["t", "h"], ["th", "e"], ["c", "at"], ["m", "at"]]
@@ -233,7 +233,7 @@ def write_pairs(folder: Path) -> Path:
 
 
 def write_bge_m3(folder: Path) -> Path:
-    """Writes an XLM-R in the layout of BGE-M3, with a tokenizer of scored pieces."""
+    """Write an XLM-R in the layout of BGE-M3, with a unigram tokenizer."""
     pieces = [*((token, 0.0) for token in SPECIAL), *((word, -1.5 - i / 3) for i, word in enumerate(WORDS))]
     scored = {"type": "Unigram", "unk_id": 1, "vocab": [list(it) for it in pieces], "byte_fallback": False}
     write_tokenizer(folder, scored, VOCABULARY)

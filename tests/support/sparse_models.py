@@ -1,4 +1,7 @@
-"""Directories of sparse encoders and of BGE-M3, in the format of their own code: small, with random weights."""
+"""Directories of sparse encoders and of BGE-M3, in the format of their own code.
+
+They are small, with random weights.
+"""
 
 import json
 from pathlib import Path
@@ -16,7 +19,7 @@ PROMPTS = {"query": "w1 w2 ", "document": "w3 "}
 
 
 def sparse_text(n_words: int) -> str:
-    """A text of `n_words` words; some words are unknown."""
+    """Return a text of `n_words` words. Some words are unknown."""
     picked = torch.randint(0, len(WORDS) + 20, (n_words,), generator=torch.Generator().manual_seed(n_words))
     return " ".join(f"w{i}" for i in picked.tolist())
 
@@ -36,7 +39,7 @@ def _tokenizer(longest: int = LONGEST) -> Any:
 def write_language_model(folder: Path, kind: str = "bert") -> Path:
     """Write a language model of transformers: "bert", "roberta", "distilbert" or a class.
 
-    Its bias favours `ACTIVE` words.
+    The bias of its head gives weights to `ACTIVE` words.
     """
     import transformers
 
@@ -73,7 +76,7 @@ def write_language_model(folder: Path, kind: str = "bert") -> Path:
 def write_splade(
     folder: Path, kind: str = "bert", pooling: str = "max", activation: str = "relu", **options: Any
 ) -> Path:
-    """Write a SparseEncoder that treats queries and documents alike, except for `PROMPTS`."""
+    """Write a SparseEncoder with one model for queries and documents. Only `PROMPTS` differ."""
     from sentence_transformers import SparseEncoder
 
     modules = _splade(folder, kind, pooling, activation)
@@ -104,7 +107,7 @@ def _splade(folder: Path, kind: str, pooling: str, activation: str) -> list[Any]
 
 
 def write_bge_m3(folder: Path, longest: int = 640) -> Path:
-    """Writes an XLM-R in the layout of BGE-M3: modules.json for dense vectors, and two files beside it."""
+    """Write an XLM-R in the layout of BGE-M3: modules.json for dense vectors, and two files with other heads."""
     import transformers
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import Normalize, Transformer
@@ -135,12 +138,12 @@ def write_bge_m3(folder: Path, longest: int = 640) -> Path:
 
 
 def change(path: Path, **changed: Any) -> None:
-    """Changes fields of a JSON file."""
+    """Change fields of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
 
 
 def write_trained_splade(folder: Path, active: int = 2000) -> Path:
-    """Write the real MiniLM as a SPLADE model with an untrained head, with a bias for `active` words a text."""
+    """Write the real MiniLM as a SPLADE model. Its head is untrained, with a bias for about `active` words a text."""
     import transformers
     from sentence_transformers import SparseEncoder
     from sentence_transformers.base.modules import Transformer

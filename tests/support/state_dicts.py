@@ -1,4 +1,4 @@
-"""An encoder's weights in the format of each layout's own code, written without the exporter's tables."""
+"""An encoder's weights in the format of each layout's own code. The exporter's tables of names are not used."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ State = dict[str, Tensor]
 
 
 def state_dict(layout: str, encoder: Encoder) -> State:
-    """The state dict without the embedding table, each tensor in separate memory."""
+    """Return the state dict without the embedding table. Each tensor has its own memory."""
     ours = encoder.state_dict()
     state: State = {}
     for index in range(encoder.config.n_layers):
@@ -38,14 +38,14 @@ def state_dict(layout: str, encoder: Encoder) -> State:
 
 
 def saved(layout: str = "split-qkv") -> State:
-    """The state dict of a small encoder of 2 heads, d_model 8 and d_ff 12, with its embedding table."""
+    """Return the state dict of a small encoder with 2 heads, d_model 8 and d_ff 12, with its embedding table."""
     sizes = {"vocab_size": 11, "d_model": 8, "n_heads": 2, "d_ff": 12, "n_layers": 2, "max_sequence_tokens": 24}
     encoder = random_encoder(EncoderConfig.from_mapping(sizes | VARIANTS.get(layout, {})), 0)
     return state_dict(layout, encoder) | {"embedding.weight": encoder.embeddings.tokens.weight.clone()}
 
 
 def _rename(block: State, names: dict[str, str]) -> State:
-    """Replace the beginnings of names; other tensors are left out."""
+    """Replace the beginnings of names. Tensors with other names are left out."""
     return {
         new + name.removeprefix(old): tensor
         for old, new in names.items()

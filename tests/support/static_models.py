@@ -13,7 +13,7 @@ WIDTH = 12
 
 
 def _tokenizer() -> Tokenizer:
-    """A tokenizer of some letters. It puts tokens around a text, which static embeddings leave out."""
+    """Return a tokenizer of some letters. It puts special tokens around a text; static embeddings leave them out."""
     vocabulary = {token: i for i, token in enumerate(["[PAD]", "[CLS]", "[SEP]", "[MASK]", *LETTERS])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.normalizer = normalizers.Lowercase()
@@ -39,7 +39,7 @@ def write_static(folder: Path, *, dense: bool = False) -> Path:
 
 
 def write_model2vec(folder: Path) -> Path:
-    """Write a directory of model2vec: a small table in float16, each id's row, and each id's weight."""
+    """Write a directory of model2vec: a small float16 table, and for each id its row in the table and its weight."""
     torch.manual_seed(1)
     folder.mkdir()
     size = 4 + len(LETTERS)
@@ -64,6 +64,6 @@ def write_model2vec(folder: Path) -> Path:
 
 
 def static_text(n_tokens: int) -> str:
-    """A text of `n_tokens` tokens."""
+    """Return a text of `n_tokens` tokens."""
     picked = torch.randint(0, len(LETTERS), (n_tokens,), generator=torch.Generator().manual_seed(n_tokens))
     return "".join(LETTERS[i] for i in picked.tolist())

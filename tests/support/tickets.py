@@ -12,7 +12,7 @@ from encserve_server.types.sequences import TokenSequence
 
 
 def sequence_of(*ids: int, extra_cost: int = 0) -> TokenSequence:
-    """A sequence of these ids. Its outputs cost `extra_cost` tokens more than its own."""
+    """Return a sequence of these ids. Its outputs add `extra_cost` tokens to its cost."""
     return TokenSequence(np.array(ids, np.int64), len(ids), cost=len(ids) + extra_cost)
 
 
@@ -24,7 +24,7 @@ def ticket_of(
     caller: Caller = ANYONE,
     priority: Priority = Priority.INTERACTIVE,
 ) -> Ticket:
-    """A call of sequences of these lengths; `done.cancel()` cancels it."""
+    """Return a call of sequences of these lengths. `done.cancel()` cancels the call."""
     sequences = [sequence_of(*[1] * length, extra_cost=extra_cost) for length in lengths]
     done: Future[None] = Future()
     ticket = Ticket(

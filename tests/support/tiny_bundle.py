@@ -1,4 +1,7 @@
-"""A bundle with a graph of a few nodes, made without PyTorch: a row is its token's vector plus the sequence's mean."""
+"""A bundle with a graph of a few nodes, made without PyTorch.
+
+A row is its token's vector plus the mean over the sequence.
+"""
 
 import hashlib
 from collections.abc import Mapping
@@ -20,23 +23,24 @@ D_MODEL, VOCAB_SIZE, LONGEST = 8, 50, 64
 
 
 def table() -> Any:
-    """The vectors of the tokens: (vocab, d_model) float32."""
+    """Return the vectors of the tokens, (vocab, d_model) float32."""
     return np.random.default_rng(0).standard_normal((VOCAB_SIZE, D_MODEL)).astype(np.float32)
 
 
 def expected_rows(ids: Any) -> Any:
-    """The rows of the graph for (seq,) ids."""
+    """Compute the rows of the graph for (seq,) ids."""
     vectors = table()[ids]
     return vectors + vectors.mean(axis=0, keepdims=True)
 
 
 def write_graph(path: Path) -> None:
-    """Writes the graph: ids (batch, seq), mask (batch, seq) → rows (batch, seq, d_model)."""
+    """Write the graph. It maps ids, (batch, seq), and mask, (batch, seq), to rows, (batch, seq, d_model)."""
     inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, ["batch", "seq"]) for name in ("ids", "mask")]
     output = helper.make_tensor_value_info("rows", TensorProto.FLOAT, ["batch", "seq", D_MODEL])
     nodes = [
         helper.make_node("Gather", ["table", "ids"], ["vectors"]),
-        helper.make_node("Equal", ["mask", "one"], ["seen"]),  # 2 is for a token that has a row and is not seen
+        # In the mask, 2 marks a token that has a row and is hidden from the other tokens.
+        helper.make_node("Equal", ["mask", "one"], ["seen"]),
         helper.make_node("Cast", ["seen"], ["real"], to=TensorProto.FLOAT),
         helper.make_node("Unsqueeze", ["real", "last"], ["column"]),
         helper.make_node("Mul", ["vectors", "column"], ["kept"]),
@@ -56,9 +60,9 @@ def write_graph(path: Path) -> None:
 
 
 def byte_products() -> tuple[bytes, Any, Any]:
-    """A graph that multiplies uint8 by int8, `A` to `Y`, with an input (8, 64) and its output, int32 (8, 16).
+    """Return a graph that multiplies uint8 `A` by int8 to int32 `Y`, with an input (8, 64) and its output (8, 16).
 
-    Sums of two products do not fit 16 bits.
+    The sum of two products does not fit into 16 bits.
     """
     random = np.random.default_rng(0)
     inputs, weights = random.integers(200, 256, (8, 64), np.uint8), random.integers(100, 128, (64, 16), np.int8)
@@ -74,7 +78,7 @@ def byte_products() -> tuple[bytes, Any, Any]:
 
 
 def inspect_parts(directory: Path) -> dict[str, Any]:
-    """What `write_bundle` needs for a bundle that can be inspected: hidden states, and no real attention."""
+    """Return arguments of `write_bundle` for inspections. The attention weights are arbitrary numbers."""
     write_graph(directory / "inspect.onnx")
     model = onnx.load(directory / "inspect.onnx")
     for name in ("vectors", "column"):
@@ -97,9 +101,10 @@ def write_bundle(
     files: Mapping[str, bytes] = MappingProxyType({}),
     **changes: Any,
 ) -> Path:
-    """Writes REPOSITORY/<name>/<version>/ and returns it.
+    """Write REPOSITORY/<name>/<version>/ and return it.
 
-    `files` are more files, and `changes` fields of the manifest to set instead: numbers, texts, messages, or mappings.
+    `files` are additional files. `changes` are fields of the manifest to set: numbers, texts, messages, or
+    mappings.
     """
     directory = repository / name / version
     directory.mkdir(parents=True)

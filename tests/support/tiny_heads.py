@@ -23,22 +23,22 @@ from encserve_server.repository.manager import Loader
 from encserve_server.settings import Settings
 
 Array = npt.NDArray[Any]
-WIDTH = 3  # of a vector of MaxSim
+WIDTH = 3  # the width of a MaxSim vector
 FLOAT = TensorProto.FLOAT
-BEGIN, END = 1, 2  # ids around a text; a word "w7" has the id 7
-SERVE_TINY: dict[str, Any] = {"model": ("tiny@1",), "tune_batches": False}  # settings of a server of a tiny bundle
-Serve = Callable[..., Awaitable[FakeServer]]  # the fixture `serve`
+BEGIN, END = 1, 2  # the ids around a text; a word "w7" has the id 7
+SERVE_TINY: dict[str, Any] = {"model": ("tiny@1",), "tune_batches": False}  # settings for a server of a tiny bundle
+Serve = Callable[..., Awaitable[FakeServer]]  # the type of the fixture `serve`
 
 
 def npy(array: Array) -> bytes:
-    """The bytes of a .npy file."""
+    """Return the bytes of a .npy file."""
     file = io.BytesIO()
     np.save(file, array)
     return file.getvalue()
 
 
 def words(*, special: bool = True) -> Tokenizer:
-    """A tokenizer of words named after their ids, with two around a text."""
+    """Return a tokenizer of words named after their ids. It puts two ids around a text."""
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     if special:
@@ -48,12 +48,12 @@ def words(*, special: bool = True) -> Tokenizer:
 
 
 def text(*ids: int) -> str:
-    """A text of the words with these ids."""
+    """Return a text of the words with these ids."""
     return " ".join(f"w{it}" for it in ids)
 
 
 def sets(tensor: pb.RaggedTensor) -> list[tuple[Any, Any]]:
-    """For each sequence its (n, width) rows and their (n,) indices, or None without indices."""
+    """Return for each sequence its (n, width) rows and their (n,) indices, or None without indices."""
     dtype = {pb.DATA_TYPE_FLOAT32: "<f4", pb.DATA_TYPE_FLOAT16: "<f2"}[tensor.data_type]
     rows = np.frombuffer(tensor.data, dtype).reshape(-1, tensor.width)
     assert len(rows) == sum(tensor.lengths)
@@ -66,7 +66,7 @@ def sets(tensor: pb.RaggedTensor) -> list[tuple[Any, Any]]:
 
 
 def weights(width: int, seed: int = 1) -> Array:
-    """(d_model, width) float32."""
+    """Return (d_model, width) float32 weights."""
     return np.random.default_rng(seed).standard_normal((D_MODEL, width)).astype(np.float32)
 
 
@@ -85,7 +85,7 @@ def _model(nodes: list[Any], inputs: dict[str, list[Any]], outputs: list[Any], *
 
 
 def multi_vector_file(width: int = WIDTH) -> bytes:
-    """Rows (tokens, d_model) to vectors (tokens, width) of length 1."""
+    """Write a graph from rows, (tokens, d_model), to vectors of length 1, (tokens, width)."""
     nodes = [
         helper.make_node("MatMul", ["rows", "w"], ["projected"]),
         helper.make_node("ReduceL2", ["projected"], ["norm"], axes=[-1], keepdims=1),
@@ -95,13 +95,13 @@ def multi_vector_file(width: int = WIDTH) -> bytes:
 
 
 def expected_vectors(rows: Array, width: int = WIDTH) -> Array:
-    """The expected output of `multi_vector_file`."""
+    """Compute the expected output of `multi_vector_file`."""
     projected: Array = rows @ weights(width)
     return np.asarray(projected / np.linalg.norm(projected, axis=1, keepdims=True))
 
 
 def sparse_file(pooling: str, width: int = VOCAB_SIZE, table: Array | None = None) -> bytes:
-    """Rows (batch, seq, d_model) and mask to (batch, width): log(1 + relu(logits)), its maximum or its sum."""
+    """Write a graph from rows and mask to (batch, width): the maximum or sum of log(1 + relu(logits))."""
     active = [
         helper.make_node("Relu", ["x"], ["positive"]),
         helper.make_node("Add", ["positive", "one"], ["more"]),
@@ -131,19 +131,19 @@ def sparse_file(pooling: str, width: int = VOCAB_SIZE, table: Array | None = Non
 
 
 def expected_weights(rows: Array, pooling: str, width: int = VOCAB_SIZE) -> Array:
-    """The expected output of `sparse_file` for (seq, d_model) rows: (width,)."""
+    """Compute the expected output of `sparse_file` for (seq, d_model) rows: (width,)."""
     y = np.log1p(np.maximum(rows @ weights(width, 2), 0))
     return np.asarray(y.max(axis=0) if pooling == "max" else y.sum(axis=0))
 
 
 def own_id_file() -> bytes:
-    """Rows (tokens, d_model) to a weight each, (tokens, 1)."""
+    """Write a graph from rows, (tokens, d_model), to one weight each, (tokens, 1)."""
     nodes = [helper.make_node("MatMul", ["rows", "w"], ["x"]), helper.make_node("Relu", ["x"], ["out"])]
     return _model(nodes, {"rows": ["tokens", D_MODEL]}, ["tokens", 1], w=weights(1, 3))
 
 
 def multi_vector(**changes: Any) -> manifest_pb2.MultiVector:
-    """The manifest's part for `multi_vector_file`."""
+    """Return the manifest's section for `multi_vector_file`."""
     fields: dict[str, Any] = {
         "file": "multi_vector.onnx",
         "input_name": "rows",
@@ -155,7 +155,7 @@ def multi_vector(**changes: Any) -> manifest_pb2.MultiVector:
 
 
 def sparse(**changes: Any) -> manifest_pb2.Sparse:
-    """The manifest's part for `sparse_file("max")`."""
+    """Return the manifest's section for `sparse_file("max")`."""
     fields: dict[str, Any] = {
         "file": "sparse.onnx",
         "rows_name": "rows",
@@ -168,7 +168,7 @@ def sparse(**changes: Any) -> manifest_pb2.Sparse:
 
 
 def every_kind() -> dict[str, Any]:
-    """Arguments of `write_bundle` for a bundle with every kind of output, as BGE-M3."""
+    """Return arguments of `write_bundle` for a bundle with every kind of output, like BGE-M3."""
     return {
         "files": {"sparse.onnx": own_id_file(), "multi_vector.onnx": multi_vector_file()},
         "sparse": sparse(
@@ -181,7 +181,7 @@ def every_kind() -> dict[str, Any]:
 
 
 def loader(bundle: Path, engine: Any = "onnxruntime") -> Loader:
-    """A loader that loads this bundle for every directory."""
+    """Return a loader that loads this bundle for every directory."""
 
     def load(_: Path, settings: Settings, pool: TurnPool, served: str) -> LoadedModel:
         return load_model(bundle, replace(settings, engine=engine), pool)

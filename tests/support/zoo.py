@@ -1,8 +1,8 @@
-"""Tiny models as rows of data: each row is a directory from an author's library, and the library's vectors.
+"""Tiny models as rows of data. Each row has a directory in the format of a library, and the library's vectors.
 
 A row is one directory of sentence-transformers, PyLate, ColBERT, model2vec or BGE-M3. `Zoo` writes the directory,
-exports it once for all test tiers, and computes the library's vectors. The tests ask an Embedder or a server for the
-same vectors. Rows of plain transformers models are in `architectures`.
+exports it once for all test tiers, and computes the library's vectors. The tests compare these vectors with those of
+an Embedder or a server. Rows of plain transformers models are in `architectures`.
 """
 
 import dataclasses
@@ -34,9 +34,9 @@ SPARSE_TEXTS = tuple(sparse_text(n) for n in (0, 1, 2, 17, 38, 39, 40, 61, 62, 6
 STATIC_TEXTS = ("", "東京 🌍", "a", "A cat in Köln", *(static_text(n) for n in (3, 40, 700)))
 REAL_TEXTS = ("", "the cat", "Grüße aus Köln, 東京 и Москва 🌍", "a " * 300)
 
-# The largest distance from the library's vector, relative to the length of that vector.
+# The largest allowed distance from the library's vector, relative to the length of that vector.
 TOLERANCE = 1e-4
-# A weight of a sparse vector may differ by this much.
+# The largest allowed difference between two weights of a sparse vector.
 WEIGHT_TOLERANCE = 1e-5
 
 
@@ -62,7 +62,7 @@ class ZooModel:
 
     Attributes:
         write: Writes the directory.
-        kind: The kind of vectors that the library gives.
+        kind: The kind of vectors that the library returns.
         texts: The texts to compare.
         prompts: The names of the prompts in the directory.
         tasks: Whether the library has `encode_query` and `encode_document` for the directory.
@@ -76,7 +76,7 @@ class ZooModel:
 
     @property
     def ways(self) -> list[Way]:
-        """All prompts and tasks of the directory."""
+        """Return all combinations of prompts and tasks of the directory."""
         tasks = [Way("query"), Way("document")] if self.tasks else []
         if self.kind != "dense":
             return tasks
@@ -109,7 +109,7 @@ _T5 = {"d_model": D_MODEL, "d_kv": 12, "d_ff": 32, "num_layers": 2, "num_heads":
 
 
 def _sentence(*, prompts: bool = False, default: str = "", **written: Any) -> ZooModel:
-    """A row of a sentence-transformers directory; see `write_model`."""
+    """Return the row of a sentence-transformers directory; see `write_model`."""
     settings = dict(written.pop("settings", {}))
     if prompts:
         settings |= {"prompts": PROMPTS}
@@ -170,7 +170,7 @@ DENSE: dict[str, ZooModel] = {
         default="instruction",
         settings={"truncate_dim": 16},
         transformer={"max_seq_length": 40, "do_lower_case": True},
-        encoder={"config": {"intermediate_size": 64}},  # int8 rounds weights of 1,024 numbers or more
+        encoder={"config": {"intermediate_size": 64}},  # int8 rounds only weights of 1,024 numbers or more
     ),
     "qwen3": _sentence(
         modules=[_pooling("lasttoken"), _NORMALIZE],
@@ -210,7 +210,8 @@ _SPARSE: dict[str, Callable[[Path], object]] = {
 }
 SPARSE = {name: ZooModel(write, "sparse", SPARSE_TEXTS) for name, write in _SPARSE.items()}
 MODELS: dict[str, ZooModel] = {**DENSE, **LATE, **SPARSE}
-# Not compared with a library row by row: a test has BGE-M3's own code, and trained weights are for precisions.
+# These rows are not compared one by one. BGE-M3's own code is compared in a test of its own; trained weights serve the
+# tests of precisions.
 OTHERS: dict[str, ZooModel] = {
     "bge-m3": ZooModel(write_bge_m3, texts=SPARSE_TEXTS),
     "trained-late": ZooModel(trained, "multi_vector", REAL_TEXTS),
@@ -219,14 +220,14 @@ OTHERS: dict[str, ZooModel] = {
 
 
 class Zoo:
-    """The rows' directories and bundles, written when a test first asks for them."""
+    """The directories and bundles of all rows. A directory or bundle is written when a test first requests it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._libraries: dict[str, Any] = {}
 
     def directory(self, name: str) -> Path:
-        """The directory of a row, written by its library."""
+        """Return the directory of a row, written by its library."""
         path = self._folder / "directories" / name
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
@@ -234,12 +235,12 @@ class Zoo:
         return path
 
     def export(self, name: str, models: Path | None = None, served_as: str | None = None, **options: Any) -> Exported:
-        """The bundle of a row in a model repository, by default the zoo's own."""
+        """Export a row into a model repository, by default the zoo's own, and return the bundle."""
         target = Target(model_repository=models or self._folder / "models", name=served_as or name)
         return export_once(export_hf, self.directory(name), target=target, **options)
 
     def library(self, name: str) -> Any:
-        """The model of the directory in sentence-transformers, on the CPU in float32."""
+        """Load the directory with sentence-transformers, on the CPU in float32."""
         if name not in self._libraries:
             import sentence_transformers
 
@@ -249,7 +250,7 @@ class Zoo:
         return self._libraries[name]
 
     def vectors(self, name: str, way: Way, texts: Sequence[str] | None = None) -> list[Array]:
-        """The library's vectors of each text: (1, width) of dense and sparse models, (vectors, width) of late ones."""
+        """Return the library's vectors of each text: (1, width) or, for multi-vector models, (vectors, width)."""
         row, library = {**MODELS, **OTHERS}[name], self.library(name)
         encode = getattr(library, f"encode_{way.task}") if way.task else library.encode
         arguments: dict[str, Any] = {}
@@ -258,15 +259,16 @@ class Zoo:
         if row.kind == "sparse":
             made = encode(list(texts or row.texts), convert_to_sparse_tensor=False, **arguments).numpy()
         else:
-            # One text at a time: the library's own rows differ by as much as the tolerance in other batches.
+            # The texts are encoded one at a time, because in a batch the library's own vectors differ by as much as the
+            # tolerance.
             made = encode(list(texts or row.texts), batch_size=1, convert_to_numpy=True, **arguments)
         return [np.atleast_2d(vectors) for vectors in made]
 
 
 def served(client: Any, name: str, way: Way, texts: Sequence[str], **options: Any) -> list[Array]:
-    """A server's vectors, in the shapes of `Zoo.vectors`."""
+    """Return a server's vectors, in the shapes of `Zoo.vectors`."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the client warns of truncated texts
+        warnings.simplefilter("ignore")  # the client warns about truncated texts
         if way.task:
             made = getattr(client, f"encode_{way.task}")(list(texts), model=name, **options)
         else:
@@ -275,7 +277,7 @@ def served(client: Any, name: str, way: Way, texts: Sequence[str], **options: An
 
 
 def embedded(embedder: Any, way: Way, texts: Sequence[str], **options: Any) -> list[Array]:
-    """An Embedder's vectors, in the shapes of `Zoo.vectors`."""
+    """Return an Embedder's vectors, in the shapes of `Zoo.vectors`."""
     made = embedder.embed(list(texts), task=way.task, prompt_name=way.prompt_name, truncate=True, **options)
     if embedder.trained_kind != "sparse":
         return [np.atleast_2d(it) for it in made]
@@ -297,7 +299,7 @@ def assert_same(kind: Kind, got: Sequence[Array], want: Sequence[Array], where: 
 
 
 def least_cosine_of(got: Sequence[Array], want: Sequence[Array]) -> float:
-    """The least cosine similarity of vectors at the same place. Texts without vectors are left out."""
+    """Return the least cosine similarity of vectors with the same index. Texts without vectors are left out."""
     ours, theirs = (torch.from_numpy(np.concatenate(its)).double() for its in (got, want))
     kept = theirs.norm(dim=-1) > 0
     return float(torch.nn.functional.cosine_similarity(ours[kept], theirs[kept]).min())
