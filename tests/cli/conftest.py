@@ -1,4 +1,4 @@
-"""A small encoder service on a real grpc.aio server, for the command."""
+"""Fixtures of the command's tests: a fake encoder service on a real grpc.aio server."""
 
 from collections.abc import AsyncIterator
 
@@ -8,7 +8,7 @@ from fake_encoder import FakeEncoder
 
 @pytest.fixture
 async def service() -> AsyncIterator[FakeEncoder]:
-    """The started service."""
+    """Yield a running `FakeEncoder`, and stop its server after the test."""
     it = FakeEncoder()
     await it.start()
     yield it

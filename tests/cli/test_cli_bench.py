@@ -1,4 +1,4 @@
-"""`encserve bench` and its library, with a real server of a tiny model and with recorded answers."""
+"""`encserve bench` and its load generator, against a real server with a tiny model or against a fake server."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_proto.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 
 DOCS = Path(__file__).parent.parent.parent / "docs/bench.md"
-# Long enough for some calls on a busy machine. The time counts from the connection of the generators.
+# Seconds of one load: enough for some calls on a busy machine. The time starts when all load generators have connected.
 SECONDS = 1.0
 ONE = Request()
 SHORT: dict[str, Any] = {"seconds": SECONDS, "warmup_seconds": 0.1}
@@ -32,7 +32,7 @@ SHORT: dict[str, Any] = {"seconds": SECONDS, "warmup_seconds": 0.1}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """A server whose queue holds two of the longest sequences."""
+    """A real server. Its queue takes at most two sequences of the model's maximum length."""
     models = tmp_path_factory.mktemp("models")
     write_bundle(models)
     with real_server(models, "--max-queue-tokens", str(2 * LONGEST)) as server:
@@ -54,14 +54,14 @@ def bench(server: RealServer, *arguments: str) -> Result:
 
 
 def computed(server: RealServer) -> tuple[float, float]:
-    """The sequences and tokens since the start. No call may run."""
+    """The numbers of sequences and tokens that the server has computed since its start. No call may be running."""
     return server.metric("encserve_batch_sequences_sum"), server.metric("encserve_tokens_total")
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("stream", [False, True])
 def test_closed_loop(server: RealServer, stream: bool) -> None:
-    """The sum over several processes equals the server's own count between two readings of its metrics."""
+    """The result is the sum over both generator processes, and agrees with the server's metrics."""
     work = calls(server.target, [3, 5], Request(sequences_per_call=2))
     before = computed(server)
     result = closed_loop(
@@ -77,7 +77,7 @@ def test_closed_loop(server: RealServer, stream: bool) -> None:
     sequences, tokens = (after - earlier for after, earlier in zip(computed(server), before, strict=True))
     assert tokens == 4 * sequences >= result.tokens
     assert result.server is not None
-    # Batches may end while the server writes a page, so figures of one page may be of different moments.
+    # A batch may end while the server writes its metrics page, so the figures of one page need not agree exactly.
     assert 0 < result.server.sequences <= sequences
     assert 0 < result.server.tokens <= tokens
     assert result.server.compute_seconds
@@ -85,7 +85,7 @@ def test_closed_loop(server: RealServer, stream: bool) -> None:
 
 @pytest.mark.system
 def test_open_loop(server: RealServer) -> None:
-    """Pooled outputs, at a rate that the server sustains: every due request is answered."""
+    """At a rate that the server can sustain, each due call gets a reply and has a latency."""
     work = calls(server.target, [3] * 10, Request(pooling="mean", dtype="float16"))
     result = open_loop(server.target, work, rate_per_second=40, seed=1, **SHORT)
     assert (result.mode, result.rate_per_second, result.errors) == ("open", 40, {})
@@ -96,7 +96,7 @@ def test_open_loop(server: RealServer) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_refused_is_counted(server: RealServer, stream: bool) -> None:
-    """A refused request has no latency."""
+    """Refused calls are counted by their reason. They are not in `calls` and have no `latency_seconds`."""
     work = calls(server.target, [LONGEST] * 2, Request(sequences_per_call=2))
     result = closed_loop(server.target, work, concurrency=16, stream=stream, metrics_url=metrics(server), **SHORT)
     assert list(result.errors) == ["RESOURCE_EXHAUSTED QUEUE_FULL"]
@@ -107,7 +107,7 @@ def test_what_is_refused_is_counted(server: RealServer, stream: bool) -> None:
 
 
 async def test_too_many_calls_out(service: FakeEncoder) -> None:
-    """The server does not answer. One call is open, and the others are never sent."""
+    """While the only allowed call waits for the server, later calls are not sent and count as NOT_SENT."""
     answering = asyncio.Event()
 
     async def hang(request: pb.EncodeRequest) -> None:
@@ -130,7 +130,7 @@ async def test_too_many_calls_out(service: FakeEncoder) -> None:
 
 @pytest.mark.system
 async def test_a_wrong_answer_is_noticed(service: FakeEncoder, tmp_path: Path) -> None:
-    """The answer is well-formed but has another length. A line names the length, and the exit status is 1."""
+    """The server replies with one token too many. The command names the wrong length and exits with status 1."""
 
     async def shorter(request: pb.EncodeRequest) -> pb.EncodeResponse:
         request.inputs[0].token_ids.ids.append(3)
@@ -139,7 +139,7 @@ async def test_a_wrong_answer_is_noticed(service: FakeEncoder, tmp_path: Path) -
     service.before = shorter
     lengths = tmp_path / "lengths.json"
     lengths.write_text("[3]")
-    # At a fixed rate, a due request counts even if its answer comes late.
+    # With --rate, a reply after the end of the load still counts, so the result has calls even on a slow machine.
     arguments = ["--rate", "20", "--lengths", str(lengths), "--seconds", str(SECONDS), "--warmup-seconds", "0"]
     printed = await asyncio.to_thread(CliRunner().invoke, cli, ["--target", service.target, "bench", *arguments])
     assert printed.exit_code == 1
@@ -161,7 +161,7 @@ async def test_several_servers_take_turns(service: FakeEncoder) -> None:
 
 @pytest.mark.system
 async def test_a_server_that_fails(service: FakeEncoder) -> None:
-    """Callers pause after an error, so they do not send thousands of requests."""
+    """After an error a load caller waits 10 ms, so that a failing server does not get thousands of requests."""
 
     async def fail(request: pb.EncodeRequest) -> None:
         raise Refused(grpc.StatusCode.INTERNAL, "broken")
@@ -199,7 +199,10 @@ def test_no_server() -> None:
 
 
 def fields(value: Any, name: str = "") -> Iterator[str]:
-    """Every field of a JSON object by its path. Reasons are data and not fields."""
+    """The paths of all fields of a JSON object, such as `runs[].calls`.
+
+    The keys of `refused` are reasons, not fields.
+    """
     if isinstance(value, dict) and not name.endswith(".refused"):
         for key, part in value.items():
             yield from fields(part, f"{name}.{key}" if name else key)
@@ -212,7 +215,7 @@ def fields(value: Any, name: str = "") -> Iterator[str]:
 
 @pytest.mark.system
 def test_json(server: RealServer, tmp_path: Path) -> None:
-    """The fields are exactly the fields in docs/bench.md. The file equals the printed text."""
+    """The JSON has exactly the fields that docs/bench.md lists. --output-json writes the printed object to a file."""
     lengths, out = tmp_path / "lengths.json", tmp_path / "out.json"
     lengths.write_text(json.dumps([LONGEST, LONGEST + 6]))
     load = ["--concurrency", "1", "--concurrency", "16", "--lengths", str(lengths), "--sequences-per-call", "2"]
@@ -230,7 +233,10 @@ def test_json(server: RealServer, tmp_path: Path) -> None:
 
 @pytest.mark.system
 def test_tables(server: RealServer) -> None:
-    """The tables fit 80 columns. Lines below a table count truncated, refused and missing answers."""
+    """The tables are at most 80 columns wide.
+
+    Notes below a table name truncated texts, late calls and missing metrics.
+    """
     load = ["--rate", "30", "--rate", "50", "--stream", "--pooling", "mean"]
     result = bench(server, *load, "--metrics-url", metrics(server))
     assert (result.exit_code, result.stderr) == (0, "")
@@ -247,7 +253,7 @@ def test_tables(server: RealServer) -> None:
 
 @pytest.mark.system
 async def test_texts(service: FakeEncoder, tmp_path: Path) -> None:
-    """Their token counts equal the server's."""
+    """If the load sends texts, the token counts of the result come from the server's replies."""
     texts = tmp_path / "texts.txt"
     texts.write_text("one text\n\nand another one\n")
     command = ["bench", "--texts", str(texts), "--concurrency", "2", "--seconds", str(SECONDS), "--warmup-seconds", "0"]
@@ -261,7 +267,7 @@ async def test_texts(service: FakeEncoder, tmp_path: Path) -> None:
 
 @pytest.mark.system
 async def test_vectors(service: FakeEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model takes vectors, and the answers are right."""
+    """If the model takes vectors as input, the command sends vectors instead of token ids."""
     info = service.info()
     info.input_kind = pb.INPUT_KIND_EMBEDDINGS
     monkeypatch.setattr(service, "info", lambda: info)
@@ -274,7 +280,7 @@ async def test_vectors(service: FakeEncoder, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.system
 async def test_encryption_and_a_token(service: FakeEncoder, tmp_path: Path) -> None:
-    """The generators are separate processes with the command's certificates and headers."""
+    """The load generators are separate processes. They use the CA file and the token of the command."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     server = grpc.aio.server()
@@ -309,7 +315,7 @@ def test_what_cannot_be_asked_for(server: RealServer, arguments: list[str], text
 
 
 def test_a_result_may_be_made_by_hand() -> None:
-    """Tests of other scripts make results by hand."""
+    """`LoadResult` needs only these fields, because tests of other scripts build one themselves."""
     import numpy as np
 
     result = LoadResult(
@@ -332,7 +338,7 @@ def test_a_result_may_be_made_by_hand() -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("says_something", [True, False])
 def test_a_parent_that_goes_when_all_is_done_is_no_news(says_something: bool) -> None:
-    """A generator's thread ends a moment after its event loop, without a message."""
+    """`_listen` returns without an error if the event loop is already closed when the parent sends or disconnects."""
     loop = asyncio.new_event_loop()
     loop.close()
     near, far = multiprocessing.Pipe()

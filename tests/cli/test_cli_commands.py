@@ -1,4 +1,4 @@
-"""The command `encserve` with a real server: its output for people and for pipes."""
+"""The commands of `encserve` against a fake server: printed tables, JSON, output files and errors."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ LONG = "a rather long text " * 15
 async def encserve(
     service: FakeEncoder, *arguments: str, status: int = 0, env: Mapping[str, str] = MappingProxyType({})
 ) -> Result:
-    """Run the command, 80 columns wide."""
+    """Run the command in 80 columns. Tables must not be wider. JSON, `models` and error messages may be wider."""
     result = await commands.encserve(service, *arguments, status=status, env={"COLUMNS": "80", **env})
     assert max(map(len, result.output.splitlines())) <= 80 or {"--json", "models"} & set(arguments) or status
     return result
@@ -76,7 +76,7 @@ async def test_encode_json(service: FakeEncoder) -> None:
 
 
 async def test_encode_to_a_file(service: FakeEncoder, tmp_path: Path) -> None:
-    """The file has the requested name and needs no pickle."""
+    """The output file has exactly the requested name, and NumPy loads it without pickle."""
     path = tmp_path / "vectors.NPZ"
     result = await encserve(service, "encode", "two words", "one", "--output", str(path))
     assert "2 texts, 7 rows of 8" in " ".join(result.stdout.split())
@@ -90,7 +90,7 @@ async def test_encode_to_a_file(service: FakeEncoder, tmp_path: Path) -> None:
 
 
 async def test_similarity(service: FakeEncoder) -> None:
-    """Without colour the numbers show everything. A wide matrix has several tables."""
+    """The matrix is printed as numbers. If the matrix is too wide for the terminal, it is split into several tables."""
     result = await encserve(service, "similarity", "one", "one", LONG)
     rows = [line.split() for line in result.stdout.splitlines() if line.lstrip()[:1] in {"1", "2", "3"}]
     assert [row[-3:-1] for row in rows if row[0] == "1"] == [["1.000", "1.000"]]
@@ -110,7 +110,7 @@ async def test_similarity_json(service: FakeEncoder) -> None:
 
 
 async def test_embed(service: FakeEncoder) -> None:
-    """One row for each text, with the requested task, prompt and length."""
+    """The table has one line for each text. The request has the task, prompt name and truncation of the flags."""
     options = ["--task", "query", "--prompt-name", "q", "--truncate"]
     result = await encserve(service, "embed", "two words", "one", *options)
     assert (result.exit_code, result.stderr) == (0, "")
@@ -122,7 +122,7 @@ async def test_embed(service: FakeEncoder) -> None:
 
 
 async def test_embed_what_maxsim_compares(service: FakeEncoder, tmp_path: Path) -> None:
-    """The output names the token of each vector. A text of skipped tokens has no vector."""
+    """For a multi-vector model each vector is printed with its token. An empty text has no vectors."""
     service.model_info = LATE
     result = await encserve(service, "embed", "two words", "")
     [line] = [line.split() for line in result.stdout.splitlines() if line.startswith(" words ")]
@@ -138,7 +138,7 @@ async def test_embed_what_maxsim_compares(service: FakeEncoder, tmp_path: Path) 
 
 
 async def test_embed_pooled_vectors(service: FakeEncoder) -> None:
-    """Pooled vectors have no tokens."""
+    """If a multi-vector model pools its vectors, the vectors belong to no token. The table then shows "(pooled)"."""
     service.model_info = LATE
 
     async def pooled(request: pb.EncodeRequest) -> pb.EncodeResponse:
@@ -153,7 +153,7 @@ async def test_embed_pooled_vectors(service: FakeEncoder) -> None:
 
 
 async def test_embed_weights(service: FakeEncoder, tmp_path: Path) -> None:
-    """The largest weights come first, with the tokens of the text. SciPy reads the file."""
+    """For a sparse model the largest weights are printed first, each with its token. SciPy reads the output file."""
     service.model_info = SPARSE
     result = await encserve(service, "embed", "the vector with weights", "--max-rows", "2")
     lines = [line.split() for line in result.stdout.splitlines()]
@@ -176,7 +176,10 @@ async def test_embed_weights(service: FakeEncoder, tmp_path: Path) -> None:
 async def test_similarity_is_a_ranking(
     service: FakeEncoder, model: pb.ModelInfo, compared_by: str, score: float
 ) -> None:
-    """The first text is a query, the others are documents, best first. A model without tasks gets no task."""
+    """The first text is the query.
+
+    The other texts are documents, printed by descending score. The requests have a task only if the model has tasks.
+    """
     service.model_info = model
     kind = ["--kind", "sparse"] if model is WHICHEVER else []
     texts = ["one", "four", "two", ""]
@@ -214,7 +217,10 @@ async def test_similarity_of_texts_of_one_task(service: FakeEncoder) -> None:
 
 
 async def test_a_page_of_what_met(service: FakeEncoder, tmp_path: Path) -> None:
-    """The best document comes first. The page shows the tokens of the model."""
+    """--html writes a page with one figure for each document.
+
+    The option is refused if MaxSim does not compare the outputs.
+    """
     service.model_info, path = LATE, tmp_path / "met.html"
     result = await encserve(service, "similarity", "two words", "one", "four five", "--html", str(path))
     page = path.read_text()
@@ -228,7 +234,7 @@ async def test_a_page_of_what_met(service: FakeEncoder, tmp_path: Path) -> None:
 
 
 async def test_what_similarity_cannot_compare(service: FakeEncoder) -> None:
-    """A query without vectors, weights that the model does not compare by product, and a pooling of many vectors."""
+    """The command refuses a query without vectors, weights compared by cosine, and --pooling with --kind sparse."""
     service.model_info = LATE
     result = await encserve(service, "similarity", "", "two", status=1)
     assert result.stderr == "Error: query must have at least 1 vector; had none\n"
@@ -240,7 +246,10 @@ async def test_what_similarity_cannot_compare(service: FakeEncoder) -> None:
 
 
 async def test_tokenize(service: FakeEncoder, tmp_path: Path) -> None:
-    """A table for each text without special tokens. JSON has a line for each text, for files of any length."""
+    """Each text has a table, in which special tokens have no offsets.
+
+    With --json each text is one line, for any file size.
+    """
     result = await encserve(service, "tokenize", "two words", "", "--task", "query", "--offset-unit", "utf8_bytes")
     lines = [line.split() for line in result.stdout.splitlines()]
     assert [line for line in lines if line[:1] in (["two"], ["words"], ["[FIRST]"])] == [
@@ -267,14 +276,14 @@ async def test_tokenize(service: FakeEncoder, tmp_path: Path) -> None:
 
 
 async def test_tokens_are_named_only_where_they_are_shown(service: FakeEncoder, tmp_path: Path) -> None:
-    """Token strings take more of a reply than a vector."""
+    """A request asks for token strings only if the output shows them, because they enlarge the reply."""
     for command, suffix in (("embed", ".npy"), ("embed", ".jsonl"), ("encode", ".npz"), ("encode", ".jsonl")):
         await encserve(service, command, "two words", "--output", str(tmp_path / f"out{suffix}"))
     assert [it.options.include_token_strings for it in service.requests] == [False, False, False, True]
 
 
 async def test_models_of_other_kinds(service: FakeEncoder) -> None:
-    """The output shows the model's outputs, and the longest text of each task."""
+    """The table lists the model's kinds of output with their widths, and the maximum number of tokens of each task."""
     service.model_info.CopyFrom(WHICHEVER)
     service.model_info.tasks.extend(TASKS)
     lines = [line.split() for line in (await encserve(service, "models", env=TERMINAL)).stdout.splitlines()]
@@ -285,7 +294,7 @@ async def test_models_of_other_kinds(service: FakeEncoder) -> None:
 
 
 async def test_models(service: FakeEncoder) -> None:
-    """Names and fingerprints are complete, on a terminal and in a pipe."""
+    """Names and fingerprints are printed in full, on a terminal and in a pipe."""
     name = service.model_info.name = "a-model-with-a-name-of-forty-characters-"
     service.model_info.max_outputs = 16
     shown = (await encserve(service, "models", env=TERMINAL)).stdout
@@ -346,7 +355,7 @@ async def test_the_target_may_come_from_the_environment(service: FakeEncoder) ->
 
 @pytest.mark.system
 def test_version() -> None:
-    """With both forms of the command."""
+    """`python -m encserve_cli --version` and `encserve --version` print the same line."""
     done = subprocess.run(
         [sys.executable, "-m", "encserve_cli", "--version"], capture_output=True, text=True, check=True
     )
@@ -357,7 +366,7 @@ def test_version() -> None:
 
 @pytest.mark.system
 def test_help_is_quick() -> None:
-    """Help imports no slow package, and no package of a server or an exporter."""
+    """Importing the command loads no slow package, no server package and no exporter package."""
     unwanted = "{'plotly', 'pandas', 'onnxruntime', 'torch', 'tokenizers'}"
     code = f"import sys, encserve_cli.commands; print(sorted({unwanted} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

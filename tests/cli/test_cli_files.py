@@ -1,4 +1,4 @@
-"""`encserve embed` and `encserve encode` with files: all results in order, or no file."""
+"""`encserve embed` and `encode` with files: results come in input order, or no output file is written."""
 
 import asyncio
 import csv
@@ -61,7 +61,7 @@ async def vectors_of(service: FakeEncoder, texts: list[str]) -> Any:
 
 
 async def test_progress_is_shown_on_a_terminal(service: FakeEncoder, tmp_path: Path) -> None:
-    """From the first moment, whether or not the number of inputs is known; nowhere else."""
+    """On a terminal a progress bar shows the total, or "?" if the total is unknown. In a pipe no progress is shown."""
     for suffix, total in ((".txt", "63"), (".csv", "?")):
         command = ("embed", write_texts(tmp_path, suffix), "--output", tmp_path / "vectors.npy")
         result = await encserve(service, *command, env=TERMINAL)
@@ -71,7 +71,7 @@ async def test_progress_is_shown_on_a_terminal(service: FakeEncoder, tmp_path: P
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv", ".tsv", ".parquet", ".csv.gz", ".jsonl.zst"])
 async def test_files_in_and_one_vector_each_out(service: FakeEncoder, tmp_path: Path, suffix: str) -> None:
-    """Each format holds the vectors in the order of the texts, an empty text included."""
+    """Every input format gives one vector for each text, in the order of the texts. An empty text gets a vector too."""
     (tmp_path / "inputs").mkdir()
     path, output = write_texts(tmp_path / "inputs", suffix), tmp_path / "vectors.npy"
     result = await encserve(service, "embed", path, "--output", output)
@@ -127,7 +127,7 @@ async def test_int8_in_every_form(service: FakeEncoder, tmp_path: Path) -> None:
 
 
 async def test_rows_of_every_token(service: FakeEncoder, tmp_path: Path) -> None:
-    """.npz, .jsonl and .parquet hold the rows and the ids. .npy and .csv refuse rows."""
+    """`encode` writes hidden states and token ids to .npz, .jsonl and .parquet files. It refuses .npy and .csv."""
     source = write_texts(tmp_path, ".txt")
     for suffix in (".npz", ".jsonl", ".parquet"):
         result = await encserve(service, "encode", source, "--output", tmp_path / f"v{suffix}")
@@ -185,7 +185,7 @@ async def test_arguments_files_and_standard_input_together(service: FakeEncoder,
 async def test_a_mistyped_file_is_not_taken_for_a_text(
     service: FakeEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With --text each argument is a text, even one that looks like a file."""
+    """An argument that looks like a file but cannot be read is an error. With --text every argument is a text."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "x.dat").write_text("text")
     monkeypatch.chdir(tmp_path)
@@ -224,7 +224,7 @@ def test_only_a_line_feed_ends_a_line_and_bytes_must_be_utf8(tmp_path: Path, suf
 
 
 def test_a_long_field_and_a_carriage_return_in_a_csv_file(tmp_path: Path) -> None:
-    """The csv module alone accepts at most 128 KiB in a field."""
+    """A field may be longer than 128 KiB, the default limit of the csv module. A carriage return may end a line."""
     path = tmp_path / "t.csv"
     path.write_bytes(b"text\r" + b"x" * 200_000 + b"\rtwo\r")
     assert [len(it.value) for it in read_inputs([str(path)], None, ids=False)] == [200_000, 3]
@@ -244,7 +244,10 @@ def test_a_column_of_parquet_must_hold_text_or_ids(tmp_path: Path) -> None:
 
 
 async def test_token_ids(service: FakeEncoder, tmp_path: Path) -> None:
-    """Ids come from arguments, text and lists, and stand beside their rows in the output."""
+    """Token ids are read from arguments, .txt lines and JSON lists.
+
+    The output file has the ids beside the hidden states.
+    """
     (tmp_path / "ids.txt").write_text("1 3 2\n")
     (tmp_path / "ids.jsonl").write_text('[1, 4, 2]\n{"text": [1, 5, 2]}\n')
     sources = ["1,2", tmp_path / "ids.txt", tmp_path / "ids.jsonl"]
@@ -291,7 +294,7 @@ async def test_options_are_the_servers(service: FakeEncoder, tmp_path: Path) -> 
 async def test_what_cannot_be_read(
     service: FakeEncoder, tmp_path: Path, name: str, text: str | None, flags: list[str], problem: str
 ) -> None:
-    """One line names the file and the line. No file is written or changed."""
+    """The error is a single line. An existing output file stays unchanged."""
     path, output = tmp_path / name, tmp_path / "v.npz"
     output.write_text("before")
     if text is not None:
@@ -320,7 +323,7 @@ async def test_another_suffix_and_too_many_to_print(service: FakeEncoder, tmp_pa
 
 
 async def test_a_server_without_room_is_asked_again(service: FakeEncoder, tmp_path: Path) -> None:
-    """The command retries far more often than a single call."""
+    """If the server's queue is full, the command retries more often than a call of the client does: here 12 times."""
     full = 12
 
     async def refuse(request: pb.EncodeRequest) -> None:
@@ -335,7 +338,7 @@ async def test_a_server_without_room_is_asked_again(service: FakeEncoder, tmp_pa
 
 
 async def test_a_failed_input_ends_the_waits_for_room(service: FakeEncoder, tmp_path: Path) -> None:
-    """The calls beside the failed call wait for a retry in 100 s."""
+    """One call fails while the other calls wait 100 s for a retry. The command does not wait for these retries."""
     others_wait = asyncio.Event()
 
     async def refuse(request: pb.EncodeRequest) -> None:
@@ -352,7 +355,7 @@ async def test_a_failed_input_ends_the_waits_for_room(service: FakeEncoder, tmp_
 
 
 def test_no_more_is_read_than_a_few_calls_ahead_of_what_is_written() -> None:
-    """Memory does not grow with the file, whichever call is slow."""
+    """The command reads only a few calls ahead of the output, so its memory does not grow with the input file."""
     read: list[int] = []
 
     def inputs() -> Iterator[Sent]:
@@ -369,7 +372,7 @@ def test_no_more_is_read_than_a_few_calls_ahead_of_what_is_written() -> None:
 
 
 def test_reading_is_a_stream(tmp_path: Path) -> None:
-    """A problem further down in the file does not delay the texts before it."""
+    """The file is read line by line, so line 1 is returned although line 2 is not valid JSON."""
     (tmp_path / "t.jsonl").write_text('"one"\n{')
     found = read_inputs([str(tmp_path / "t.jsonl")], None, ids=False)
     assert next(found).value == "one"

@@ -1,4 +1,4 @@
-"""`encserve inspect` with a stub client: requests, output and files."""
+"""`encserve inspect` with a stub client: arguments of the call, printed output and HTML page."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from encserve_client.results import InspectResult, ModelInfo
 
 
 class StubClient:
-    """Gives fixed answers, and records the requests."""
+    """A client that returns a fixed result and records the arguments of `inspect`."""
 
     def __init__(self, result: InspectResult, model: ModelInfo) -> None:
         self.result, self.info = result, model
@@ -52,14 +52,14 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> StubClient:
 
 
 def inspect(*arguments: str) -> Result:
-    """Run the command, 80 columns wide."""
+    """Run the command in 80 columns. Only JSON output may be wider."""
     result = CliRunner().invoke(commands.cli, ["inspect", *arguments], env={"COLUMNS": "80"})
     assert max(map(len, result.stdout.splitlines()), default=0) <= 80 or "--json" in arguments
     return result
 
 
 def test_tables(stub: StubClient) -> None:
-    """A row for each token and for each layer, and the times."""
+    """The output has a table of the tokens, a table of the layers, and the times."""
     result = inspect("I understand this")
     assert (result.exit_code, result.stderr) == (0, "")
     lines = [line.split() for line in result.stdout.splitlines() if line.strip()]
@@ -102,11 +102,11 @@ def test_json(stub: StubClient) -> None:
 
 
 def test_page(stub: StubClient, tmp_path: Path) -> None:
-    """The command requests positions if the model has them. The file has the given name."""
+    """--html writes the page to the given file. The call then requests the model's position table."""
     path = tmp_path / "report.page"
     result = inspect("I understand this", "--html", str(path))
     assert (result.exit_code, result.stderr) == (0, "")
-    assert f"{path.name}:4.9MB,8tokens" in "".join(result.stdout.split())  # lines may break where the path ends
+    assert f"{path.name}:4.9MB,8tokens" in "".join(result.stdout.split())  # the path may be wrapped
     assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert stub.asked["positions"] is True
 
@@ -119,14 +119,14 @@ def test_a_model_without_positions(stub: StubClient, tmp_path: Path, position: s
 
 
 def test_layers(stub: StubClient) -> None:
-    """The attention of a layer, its output, and the input of the first layer."""
+    """--layers 2,0 requests the attention and the outputs of layers 0 and 2, and the input of layer 0."""
     inspect("a text", "--layers", "2,0", "--model", "m", "--model-version", "7", "--truncate")
     assert (stub.asked["attention"], stub.asked["hidden_states"]) == ([0, 2], [0, 1, 3])
     assert (stub.asked["model"], stub.asked["version"], stub.asked["truncate"]) == ("m", "7", True)
 
 
 def test_ids(stub: StubClient) -> None:
-    """A model without a tokenizer takes only ids. The output shows their positions and values."""
+    """A model without a tokenizer takes --ids. A text is refused, and the error names --ids."""
     stub.info = dataclasses.replace(stub.info, has_tokenizer=False)
     stub.result = dataclasses.replace(stub.result, sequence=dataclasses.replace(stub.result.sequence, tokens=None))
     result = inspect("--ids", "101,2023,102")

@@ -1,4 +1,7 @@
-"""The numbers of a report, their encoding, and the text of the page. No browser is needed."""
+"""The HTML reports of `inspect` and `similarity`: numbers, their encoding and the text of the page.
+
+No browser is used.
+"""
 
 import base64
 import dataclasses
@@ -30,30 +33,30 @@ def data_of(page: str) -> dict[str, Any]:
 
 
 def unpacked(stack: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """(matrices, rows, columns), as the page's script unpacks them."""
+    """The unpacked numbers, of shape (matrices, rows, columns). The script of the page unpacks them in the same way."""
     values = np.frombuffer(base64.b64decode(stack["data"]), "<u2").reshape(-1, stack["rows"], stack["columns"])
     return np.asarray(stack["low"] + stack["step"] * values)
 
 
 def test_norms_and_cosines() -> None:
-    """A vector of length 5, a right angle, an opposite vector, and a row of zeros, which has no direction."""
+    """Four vectors: two at a right angle, two in opposite directions, and a zero vector, whose cosines are 0."""
     states = np.array([[[3, 4], [-8, 6], [-6, -8], [0, 0]]], np.float16)
     assert numbers.state_norms(states).tolist() == [[5, 10, 10, 0]]
     cosines = numbers.cosine_similarity(states)
     np.testing.assert_allclose(cosines, [[[1, 0, -1, 0], [0, 1, 0, 0], [-1, 0, 1, 0], [0, 0, 0, 0]]], atol=1e-15)
-    # Of six pairs one cosine is -1, and the others are 0.
+    # The four vectors make six pairs. The cosine of one pair is -1, and the cosines of the others are 0.
     np.testing.assert_allclose(numbers.mean_similarity(cosines), [-1 / 6])
     assert numbers.mean_similarity(np.ones((2, 1, 1))).tolist() == [1, 1]
 
 
 def test_entropy() -> None:
-    """0 bits for one token, 2 bits for four equal weights, 1.5 bits for a half and two quarters."""
+    """The entropy is 0 bits for one token, 2 bits for four equal weights, and 1.5 bits for a half and two quarters."""
     attention = np.array([[[[0, 1, 0, 0], [0.25] * 4, [0.5, 0.25, 0.25, 0], [0.5, 0.5, 0, 0]]]], np.float32)
     np.testing.assert_allclose(numbers.attention_entropy(attention), [[[0, 2, 1.5, 1]]])
 
 
 def test_strongest() -> None:
-    """The position with the largest mean over the heads."""
+    """For each token, `strongest` returns the position with the largest mean weight over the heads."""
     heads = np.array([[[0.9, 0.1], [0.6, 0.4]], [[0.5, 0.5], [0.0, 1.0]]])
     places, weights = numbers.strongest(heads)
     assert places.tolist() == [0, 1]
@@ -77,7 +80,10 @@ def test_spread(count: int, at_most: int, indices: list[int]) -> None:
 
 
 def test_quantise() -> None:
-    """The ends are exact, other values differ by at most half a step, and NaN stays within the scale."""
+    """The lowest and highest values are exact, and other values are off by at most half a step.
+
+    NaN becomes the lowest value.
+    """
     values = np.linspace(-1, 1, 1001)
     packed = numbers.quantise(values, -1, 1)
     assert (packed[0], packed[-1]) == (0, 65535)
@@ -88,7 +94,7 @@ def test_quantise() -> None:
 
 
 def test_a_page_holds_the_numbers() -> None:
-    """The script unpacks the model's numbers to 3 digits and more."""
+    """The numbers in the page differ from those of the inspection by at most 2e-5."""
     result, model = make_inspection(n_layers=2, n_heads=3, d_model=16, tokens=5, max_sequence_tokens=20)
     assert result.attention is not None
     assert result.hidden_states is not None
@@ -106,7 +112,7 @@ def test_a_page_holds_the_numbers() -> None:
 
 
 def test_a_page_needs_nothing_else() -> None:
-    """No element has an address of another file, and the policy allows only this page's scripts."""
+    """The page refers to no other file, and its content security policy allows only its own scripts."""
     result, model = make_inspection(n_layers=1, n_heads=2, d_model=8, tokens=3)
     page = build_page(result, model)
     ours = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
@@ -127,7 +133,7 @@ def test_sections_without_numbers_are_left_out() -> None:
 
 
 def test_some_layers_only() -> None:
-    """Layers keep their own numbers."""
+    """If only some layers were inspected, the page still names each layer by its number in the model."""
     result, model = make_inspection(n_layers=6, n_heads=2, d_model=8, tokens=3)
     assert result.attention is not None
     assert result.hidden_states is not None
@@ -146,7 +152,7 @@ def test_some_layers_only() -> None:
 
 
 def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "MAX_NUMBERS", 3 * 2 * 4 * 4)  # three layers
+    monkeypatch.setattr(stacks, "MAX_NUMBERS", 3 * 2 * 4 * 4)  # enough for the attention of three layers
     result, model = make_inspection(n_layers=6, n_heads=2, d_model=8, tokens=4)
     page = build_page(result, model)
     assert data_of(page)["attention"]["layers"] == [0, 2, 5]
@@ -154,7 +160,10 @@ def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_colours_end_where_nearly_all_numbers_do() -> None:
-    """A learned table has a few numbers of 2 among thousands of 0.05. The image must still show those."""
+    """A position table may have a few values of 2 among thousands near 0.05.
+
+    The colour scale must still show the small values.
+    """
     table = np.random.default_rng(0).normal(0, 0.05, (100, 100)).astype(np.float32)
     table[0, :50] = 2
     end, beyond = numbers.contrast(table)
@@ -166,7 +175,10 @@ def test_colours_end_where_nearly_all_numbers_do() -> None:
 
 
 def test_positions_are_cut_not_thinned() -> None:
-    """The page shows the first positions and dimensions. Every second one would show false waves."""
+    """A large position table is cut to its first positions and dimensions.
+
+    Every second value would show a wave of a wrong length.
+    """
     result, model = make_inspection(n_layers=1, n_heads=1, d_model=400, tokens=2, max_sequence_tokens=600)
     page = build_page(result, model)
     assert "The first 512 of 600 places and the first 384 of 400 dimensions." in page
@@ -176,7 +188,7 @@ def test_positions_are_cut_not_thinned() -> None:
 
 
 def test_pages_stay_small() -> None:
-    """plotly takes 4.8 MB of the page, and a number of a map takes 2.7 bytes."""
+    """The page stays under a size limit. plotly takes 4.8 MB, and each number of a matrix takes 2.7 bytes."""
     usual = build_page(*make_inspection(n_layers=6, n_heads=12, d_model=384, tokens=8))
     assert len(usual) < 6e6
     large = build_page(*make_inspection(n_layers=12, n_heads=12, d_model=32, tokens=128, position="none"))
@@ -184,7 +196,10 @@ def test_pages_stay_small() -> None:
 
 
 def test_names_of_tokens() -> None:
-    """The names are strings, ids or positions, without invisible characters or changes of direction."""
+    """A token is named by its string, its id or its position.
+
+    Invisible and direction-changing characters are replaced.
+    """
     result, _ = make_inspection(n_layers=1, n_heads=1, d_model=8, tokens=("a b", " ", "", "\u202ex", "日本"))
     sequence = result.sequence
     assert labels.token_names(sequence) == ("a b", "␣", "(empty)", "U+202Ex", "日本")
@@ -217,7 +232,7 @@ def test_what_the_vectors_add_is_the_score(n: int, m: int, by: Similarity) -> No
 
 @pytest.mark.parametrize("by", ["maxsim", "meanmaxsim"])
 def test_a_query_against_documents(by: Similarity) -> None:
-    """The page has every dot product, frames each row's largest, and shows bars that add up to the score."""
+    """The page shows all dot products, a frame around the largest of each row, and bars whose sum is the score."""
     query, document = side_of(3, "[MASK]", "a", "a"), side_of(5)
     page = match_page(query, document, side_of(0), by=by)
     products, frames, bars = data_of(page)["figures"]["match-0"]["data"]
@@ -233,7 +248,7 @@ def test_a_query_against_documents(by: Similarity) -> None:
 
 
 def test_of_long_documents_what_is_like_the_query_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page keeps every frame, and names omitted rows and documents without a picture."""
+    """A long document shows only its vectors most similar to the query. The text names everything that is left out."""
     monkeypatch.setattr(matches, "MOST_COLUMNS", 6)
     monkeypatch.setattr("encserve_cli.report.page.MOST_COLUMNS", 6)
     monkeypatch.setattr(matches, "_MOST_NUMBERS", 4 * 6)
@@ -255,7 +270,10 @@ def test_hostile_words_of_a_match_are_only_text() -> None:
 
 
 def test_figures() -> None:
-    """Many tokens are one line with gaps, few have colours of their own, and large norms get a log scale."""
+    """A few tokens get one line of norms each, and many tokens share one line with gaps.
+
+    Norms of a wide range get a log scale.
+    """
     few = figures.norms_lines(np.ones((3, 2)), (0, 1, 2), ["a", "a"])
     assert [trace.name.strip("\u2068\u2069") for trace in few.data] == ["a", "a", "mean"]
     many = figures.norms_lines(np.ones((3, 20)), (0, 1, 2), [str(i) for i in range(20)])

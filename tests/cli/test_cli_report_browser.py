@@ -1,4 +1,4 @@
-"""The page of a report in a real browser: drawing, layout, the mouse, and no script from a text."""
+"""HTML reports in a real browser: drawing, layout, mouse actions, and protection against scripts in texts."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -26,13 +26,13 @@ HOSTILE = (
     "%{z}",
     "$x$",
 )
-# A figure's box, its drawing area, and their sizes.
+# For each figure: its name, the number of drawn marks, and the shortest side of its drawing areas in pixels.
 DRAWN = """() => [...document.querySelectorAll(".plot")].map((box) => {
     const drawn = [...box.querySelectorAll("svg.main-svg")].map((it) => it.getBoundingClientRect());
     const marks = box.querySelectorAll(".hm image, .trace.scatter path, .trace.bars path").length;
     return {name: box.dataset.figure, marks, size: Math.min(...drawn.map((it) => Math.min(it.width, it.height)))};
 })"""
-# The elements beyond the right edge of the window.
+# The elements that extend beyond the right edge of the window.
 WIDER = """() => [...document.querySelectorAll("main *")]
     .filter((it) => !it.closest("svg") && it.getBoundingClientRect().right > window.innerWidth + 0.5)
     .map((it) => it.outerHTML.slice(0, 90))"""
@@ -57,7 +57,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[(1400, "light"), (390, "dark")], ids=["wide, light", "narrow, dark"])
 def opened(request: pytest.FixtureRequest, browser: Browser, usual: Path) -> Iterator[OpenPage]:
-    """That page in a window of this size, for tests that do not change it."""
+    """The page of the fixture `usual`, open in a wide or a narrow window. Tests must not change the page."""
     width, scheme = request.param
     it = OpenPage(browser, usual, width, scheme=scheme)
     yield it
@@ -86,7 +86,7 @@ def test_everything_is_drawn_and_fits(opened: OpenPage) -> None:
 
 
 def test_hovering_says_tokens_and_number(opened: OpenPage) -> None:
-    """On the large map, on a small map, and on a map of similarities."""
+    """The large attention map, a small attention map and a similarity map have tooltips with tokens and number."""
     it = opened
     result, _ = make_inspection(6, 12, 64)
     assert result.attention is not None
@@ -105,7 +105,10 @@ def test_hovering_says_tokens_and_number(opened: OpenPage) -> None:
 
 
 def test_choosing_a_layer_and_a_head(browser: Browser, usual: Path) -> None:
-    """With the row of layers, a small map, or a cell of the overview. The maps then show that head."""
+    """A click on a layer, a small map or a cell of the overview selects a layer and a head.
+
+    The maps then show this head.
+    """
     it = OpenPage(browser, usual, 1400)
     result, _ = make_inspection(6, 12, 64)
     assert result.attention is not None
@@ -131,7 +134,7 @@ def test_choosing_a_layer_and_a_head(browser: Browser, usual: Path) -> None:
 
 @pytest.mark.parametrize("width", [1200, 390])
 def test_a_query_against_documents(browser: Browser, tmp_path: Path, width: int) -> None:
-    """A short and a long document are drawn and fit, and markup in tokens stays text."""
+    """A short and a long document are drawn within the window. Markup in tokens is shown as text."""
     sides = [side_of(len(HOSTILE), *HOSTILE), side_of(300), side_of(12)]
     path = tmp_path / "met.html"
     path.write_text(match_page(*sides), encoding="utf-8", newline="\n")
@@ -163,7 +166,7 @@ def test_a_hostile_text_is_only_text(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_the_policy_stops_what_slips_through(browser: Browser, usual: Path) -> None:
-    """A handler in the page itself does not run, and its request is not sent."""
+    """An image with an event handler is inserted into the page. The policy blocks its request and its handler."""
     it = OpenPage(browser, usual, 1400)
     it.page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=http://192.0.2.1/x onerror=\"run=1\">')")
     it.page.wait_for_timeout(200)
@@ -178,7 +181,7 @@ def test_the_policy_stops_what_slips_through(browser: Browser, usual: Path) -> N
     [(1, 1, 1, 1 + 2 + 4), (1, 2, 3, 3 + 1 + 2 + 4), (12, 12, 64, 13 + 1 + 13 + 4), (2, 2, 256, 3 + 1 + 3 + 4)],
 )
 def test_sizes(browser: Browser, tmp_path: Path, n_layers: int, n_heads: int, n_tokens: int, figures: int) -> None:
-    """One token and one layer, and many of both."""
+    """Pages of one token and one layer, and of many tokens and layers, are drawn within the window."""
     path = _write(tmp_path, "word " * n_tokens, n_layers=n_layers, n_heads=n_heads, tokens=n_tokens)
     it = OpenPage(browser, path, 390)
     drawn = it.page.evaluate(DRAWN)

@@ -1,4 +1,4 @@
-"""`--bundle` takes bundles, versions, URIs, checkpoints and names on the hub, and refuses others."""
+"""`--bundle` accepts a bundle, a model's folder, a URI, a checkpoint or a name on the Hugging Face hub."""
 
 import os
 import stat
@@ -29,7 +29,7 @@ Exports = Callable[[], list[str]]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's cache."""
+    """Move the user's cache into the test's folder. The result is the folder of the cached bundles."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return tmp_path / "cache" / "encserve" / "bundles"
@@ -37,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def no_exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of programs without encserve-export."""
+    """The only folder on PATH. It does not contain encserve-export."""
     programs = tmp_path / "programs"
     programs.mkdir()
     monkeypatch.setattr(sys, "executable", str(programs / "python"))
@@ -47,7 +47,7 @@ def no_exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def exports(no_exporter: Path, tmp_path: Path) -> Exports:
-    """A fake encserve-export, which writes an empty bundle, and its arguments, "SOURCE NAME" for each run."""
+    """Install a fake encserve-export. The result returns one line "SOURCE NAME" for each run of the fake."""
     program, log = no_exporter / "encserve-export", tmp_path / "log"
     program.write_text(EXPORTER.format(python=os.path.realpath("/proc/self/exe"), log=str(log)))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -105,7 +105,10 @@ def test_what_is_no_bundle_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_is_exported_once(
     tmp_path: Path, cache: Path, exports: Exports, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The export goes into the user's cache, and runs again after a change of a file. Its output goes to stderr."""
+    """The bundle is written to the user's cache.
+
+    The export runs again after a file has changed, and prints to stderr.
+    """
     checkpoint = make_checkpoint(tmp_path / "my encoder")
     bundle = find_bundle("my encoder")
     assert bundle == find_bundle(str(checkpoint))

@@ -1,4 +1,7 @@
-"""`encserve embed` and `encserve encode` with a folder as output: jobs, for people and for programs."""
+"""Jobs: `encserve embed` and `encserve encode` with a folder as output.
+
+A job writes Parquet files, called parts, with one row for each input.
+"""
 
 import asyncio
 import json
@@ -65,12 +68,12 @@ def write_texts(path: Path, texts: Sequence[str] = TEXTS) -> Path:
 
 
 def table_of(folder: Path) -> pyarrow.Table:
-    """All parts, in the order of their names."""
+    """All parts of a folder as one table, in the order of their names."""
     return pyarrow.concat_tables([pyarrow.parquet.read_table(path) for path in sorted(folder.glob("part-*.parquet"))])
 
 
 def files_in(folder: Path) -> dict[str, int]:
-    """The time of the last change of each file."""
+    """The modification time of each file in ns, by its path in the folder."""
     return {str(it.relative_to(folder)): it.stat().st_mtime_ns for it in folder.rglob("*") if it.is_file()}
 
 
@@ -80,26 +83,26 @@ def events_of(result: Result) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A file of TEXTS."""
+    """A file with one line for each text of TEXTS."""
     return write_texts(tmp_path / "texts.txt")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of a job's output, not made yet."""
+    """The path of a job's output folder, which does not exist yet."""
     return tmp_path / "vectors"
 
 
 @pytest.fixture
 def output(folder: Path) -> tuple[str, str]:
-    """The flags of that output."""
+    """The flags that make a job write to `folder`."""
     return "--output", f"{folder}/"
 
 
 async def test_a_folder_as_output_makes_a_job(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path
 ) -> None:
-    """The parts, sorted by name, hold all rows in the order of the inputs. The calls have bulk priority."""
+    """The parts, sorted by name, contain all texts in input order. The requests have bulk priority."""
     one = write_texts(tmp_path / "one.txt")
     two = tmp_path / "two.csv"
     two.write_text("n,text\n" + "".join(f"{i},more {i}\n" for i in range(12)))
@@ -154,7 +157,7 @@ async def test_columns_come_along(service: FakeEncoder, tmp_path: Path, output: 
 async def test_a_second_run_makes_missing_parts_only(
     service: FakeEncoder, output: tuple[str, str], source: Path, folder: Path
 ) -> None:
-    """Only missing parts are made."""
+    """A second run of the same command writes only the missing parts. It sends no request if no part is missing."""
     command = ("embed", source, *output)
     await encserve(service, *command)
     before, requests = files_in(folder), len(service.requests)
@@ -204,7 +207,7 @@ async def test_inputs_are_added(
 async def test_another_job_is_overwritten(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
 ) -> None:
-    """The job removes its own files only."""
+    """--overwrite removes only files that a job wrote."""
     other = write_texts(tmp_path / "other.txt", ["one more"])
     await encserve(service, "embed", source, *output)
     (folder / "notes").touch()
@@ -216,7 +219,7 @@ async def test_another_job_is_overwritten(
 async def test_a_dry_run_shows_the_plan_and_writes_nothing(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
 ) -> None:
-    """With an estimate of the time; the files that one worker reads are named."""
+    """The plan estimates the time, and names the files that only one worker can read."""
     table = tmp_path / "table.csv"
     table.write_text("text\none\n")
     command = ("embed", source, table, *output, "--dry-run")
@@ -248,7 +251,7 @@ async def test_a_dry_run_with_overwrite_removes_nothing(
 async def test_rejected_rows_are_counted_and_named(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path
 ) -> None:
-    """The exit status is 3, also of a run that finds them done."""
+    """The exit status is 3. A second run, which has nothing to compute, exits with 3 too."""
     source = write_texts(tmp_path / "texts.txt", [*TEXTS, TOO_LONG])
     command = ("embed", source, *output)
     result = await encserve(service, *command, status=3)
@@ -335,7 +338,7 @@ def test_programs_are_told_at_most_once_a_second(capsys: pytest.CaptureFixture[s
 def test_what_is_not_known_yet_is_not_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a terminal too: no speed, no padding and no time left before the first batch, and no padding of a server."""
+    """Unknown figures are left out: speed and time left before the first batch, and with a server the padding."""
     for name, value in WIDE_TERMINAL.items():
         monkeypatch.setenv(name, value)
     clock = FakeClock()
@@ -374,7 +377,7 @@ def test_what_is_not_known_yet_is_not_shown(
 def test_options_that_do_not_go_together(
     flags: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A usage error names the option before any request or file."""
+    """A usage error names the option. No request is sent and no file is written."""
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(cli, ["--target", "127.0.0.1:1", "embed", "texts.txt", *flags])
     assert result.exit_code == 2, result.output
@@ -403,9 +406,11 @@ FACTS = ModelFacts("words", "1", "f" * 16, "", "mean", 2, 100, "onnxruntime", "f
 
 @dataclass
 class Words:
-    """A source without a server and its own encoder: the vector of a text counts its words; "bad" texts fail.
+    """A job's source and encoder without a model.
 
-    `on_encode` is called with the values of each part.
+    The vector of a text is (number of words, 0). The text "bad" is refused.
+
+    `on_encode` is called with this object at the start of each `encode`.
     """
 
     on_encode: Callable[["Words"], None] | None = None
@@ -445,7 +450,7 @@ class Words:
 
 @pytest.fixture
 def run_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Result]:
-    """Run a job of TEXTS with `Words` in place of a bundle."""
+    """Run a job on TEXTS with a `Words` object in place of a bundle."""
     source = write_texts(tmp_path / "texts.txt")
 
     def run(words: Any, *flags: str) -> Result:
@@ -464,9 +469,9 @@ def press_ctrl_c(number: int = signal.SIGINT) -> None:
 def test_ctrl_c_ends_after_the_batch_and_says_how_to_go_on(
     run_words: Callable[..., Result], number: int, folder: Path
 ) -> None:
-    """The same command then does the rest. SIGTERM has the same effect."""
+    """Ctrl-C or SIGTERM ends the job after the current batch. The same command then computes the missing parts."""
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    once = threading.Lock()  # the job encodes three parts at a time
+    once = threading.Lock()  # the job encodes three parts at a time, and only one of them may interrupt
 
     def interrupt(words: Words) -> None:
         if words.encoded and once.acquire(blocking=False):
@@ -570,7 +575,7 @@ def test_a_dry_run_of_a_job_that_is_done(run_words: Callable[..., Result]) -> No
 
 
 def test_work_is_shared_out_as_far_as_it_can_be_divided() -> None:
-    """An actor takes one part, or all parts of a file that can only be read from its start."""
+    """All parts of a file that can only be read from its start go to one actor. Other parts may go to any actor."""
 
     def shares(workers: int, *, in_order: bool = False) -> list[int]:
         files = (InputFile("a", 0, 0, 3, in_order), InputFile("b.txt", 0, 0, 2, False))
@@ -586,7 +591,10 @@ def test_work_is_shared_out_as_far_as_it_can_be_divided() -> None:
 
 
 def test_a_bundle_makes_single_files_and_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path) -> None:
-    """An input that is refused is an error, with its place, as through a server."""
+    """`--bundle` also works for a single output file and for printed output.
+
+    If an input is refused, the error names its line.
+    """
     monkeypatch.setattr(job_command, "source_of", lambda **_: Words())
     command = ["embed", str(source), "--bundle", "words"]
     result = CliRunner().invoke(cli, [*command, "--output", str(tmp_path / "vectors.npy")])
@@ -637,7 +645,7 @@ def open_words(source: Path, words: Words) -> EmbedJob:
 
 
 def test_a_sample_is_taken_until_it_has_taken_a_while(tmp_path: Path) -> None:
-    """1, 2, 4 and so on rows, at most 512. Only the last sample counts."""
+    """The sample doubles from 1 row until encoding takes long enough, up to 512 rows. Only the last sample counts."""
     with open_words(write_texts(tmp_path / "texts.txt", TEXTS * 40), Words()) as job:
         clock = FakeClock()
         slow = Words(lambda _: clock.advance(0.5))
@@ -658,7 +666,7 @@ def test_empty_texts_give_no_sample(tmp_path: Path) -> None:
 
 
 async def test_files_are_embedded_from_python(service: FakeEncoder, source: Path, folder: Path) -> None:
-    """With the same output, a summary and progress."""
+    """`embed_files` writes the same output as the command, reports progress and returns a summary."""
     told = list[JobProgress]()
 
     def embed() -> Any:
@@ -681,7 +689,7 @@ def test_python_callers_name_a_bundle_or_a_client(source: Path, folder: Path) ->
 
 
 async def test_a_job_goes_on_with_its_version_while_that_is_served(service: FakeEncoder) -> None:
-    """The job keeps its version even if the default changes. A job without a version refuses a new version by name."""
+    """A resumed job uses its old model version if the server still has it. Otherwise it uses the default version."""
     with EncoderClient(service.target) as client:
         old = await asyncio.to_thread(client.model)
     new = replace(old, version="2", fingerprint="e" * 16)
@@ -724,7 +732,7 @@ def test_jobs_import_neither_a_server_nor_ray() -> None:
 async def test_only_files_of_jobs_are_removed_and_inputs_are_no_outputs(
     service: FakeEncoder, source: Path, folder: Path, output: tuple[str, str]
 ) -> None:
-    """Spark's files begin with part- too."""
+    """--overwrite keeps Parquet files of other programs. The names of Spark's files begin with part- too."""
     folder.mkdir()  # noqa: ASYNC240
     theirs = folder / "part-00000-3f2a-c000.snappy.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), theirs)
@@ -754,7 +762,7 @@ async def test_what_the_model_does_not_have_removes_nothing(
 async def test_added_inputs_may_come_before_those_that_are_there(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path
 ) -> None:
-    """As a pattern of the shell gives them; and the same command goes on."""
+    """A shell pattern gives the new file b.txt between a.txt and c.txt. A later run without --add-inputs works too."""
     for name in "ac":
         write_texts(tmp_path / f"{name}.txt")
     await encserve(service, "embed", tmp_path / "a.txt", tmp_path / "c.txt", *output)

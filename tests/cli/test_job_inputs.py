@@ -1,4 +1,7 @@
-"""The inputs of a job: the parts have every row once and in order, and a part always reads the same."""
+"""Input files of a job: the parts contain every row once and in order, and can be read in any order.
+
+A row is one input, such as a line of a text file. A problem is the reason why a row cannot be encoded.
+"""
 
 import csv
 import gzip
@@ -23,7 +26,7 @@ from encserve_cli.job.inputs import PartReader, find_inputs, scan
 from encserve_cli.job.types import PartLimits, ReadOptions, Rows, Scan
 
 SUFFIXES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
-# These characters end a line for str.splitlines, but not in a file. Line feed and carriage return are absent.
+# Some of these characters end a line for str.splitlines, but not in an input file. Texts have no LF and no CR.
 TEXT = st.text(st.one_of(st.sampled_from("ab é\"',\t\x85\u2028\x0b\x0c"), st.characters(codec="utf-8"))).map(
     lambda text: text.replace("\n", " ").replace("\r", " ")
 )
@@ -46,7 +49,7 @@ def compressed(data: bytes, path: Path) -> bytes:
 
 
 def write(path: Path, texts: Sequence[str], row_group_size: int = 7, end: str = "\n") -> Path:
-    """Write a file with texts in the column "text" and their numbers in the column "n"."""
+    """Write a file of texts. All formats except .txt also get the index of each text, in the column "n"."""
     suffix = path.suffixes[0]
     if suffix == ".parquet":
         table = pa.table({"n": pa.array(range(len(texts)), pa.int32()), "text": pa.array(texts, pa.string())})
@@ -68,7 +71,7 @@ def write(path: Path, texts: Sequence[str], row_group_size: int = 7, end: str = 
 
 
 def read_all(found: Scan, options: ReadOptions, order: Callable[[list[Any]], None] = lambda _: None) -> list[Rows]:
-    """The rows of every part in the order of the plan, read in any order."""
+    """Read all parts, and return their rows in the order of the plan. `order` changes the order of reading."""
     reader = PartReader(found.inputs, options, found.kept_types)
     places = list(range(len(found.parts)))
     order(places)
@@ -91,7 +94,7 @@ def test_parts_have_every_row_once_and_in_order(
     row_group_size: int,
     shuffler: random.Random,
 ) -> None:
-    """For any limits and any order of reading. An empty text has a problem and no value."""
+    """The limits and the order of reading do not matter. An empty text becomes None and has a problem."""
     path = write(tmp_path_factory.getbasetemp() / f"law{suffix}", texts, row_group_size)
     found = scan([str(path)], ReadOptions(), limits)
     [file] = found.inputs
@@ -119,7 +122,10 @@ def test_parts_have_every_row_once_and_in_order(
 def test_a_part_of_more_than_one_row_keeps_every_limit(
     tmp_path_factory: pytest.TempPathFactory, suffix: str, texts: list[str], limits: PartLimits
 ) -> None:
-    """One more row would exceed a limit, as far as sizes are known. Sizes of lines are upper bounds."""
+    """A part of several rows is within all limits, and one more row would exceed a limit.
+
+    For .jsonl only upper bounds of sizes are known.
+    """
     path = write(tmp_path_factory.getbasetemp() / f"limits{suffix}", texts)
     found = scan([str(path)], ReadOptions(), limits)
 
@@ -171,7 +177,7 @@ def test_compressed_files_have_the_parts_of_uncompressed_ones(tmp_path: Path, su
 def test_line_ends_and_a_byte_order_mark_are_no_part_of_a_text(
     tmp_path: Path, codec: str, end: str, last: bool
 ) -> None:
-    """A carriage return alone or a line separator ends no line. The last line needs no end."""
+    """Only LF and CRLF end a line, and the last line may lack them. A byte order mark at the start is skipped."""
     texts = ["one", "two\u2028lines\x85or\rnot", "", "four"]
     data = b"\xef\xbb\xbf" + end.join(texts).encode() + (end.encode() if last else b"")
     path = tmp_path / f"a.txt{codec}"
@@ -204,7 +210,7 @@ def test_a_file_without_rows_has_no_parts(tmp_path: Path, suffix: str) -> None:
 def test_row_groups_are_read_once_where_parts_are_read_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file is opened again only for a part before the current position."""
+    """A file is opened again only to read a part before the current position."""
     begun: list[str] = []
     parquet, csv_file = write(tmp_path / "a.parquet", ["text"] * 30, 8), write(tmp_path / "a.csv", ["text"] * 30)
     found = scan([str(parquet), str(csv_file)], ReadOptions(), PartLimits(max_rows=5))
@@ -235,7 +241,7 @@ def one_file(path: Path, *lines: str) -> str:
 
 
 def rows_of(argument: str, **options: Any) -> Rows:
-    """All rows of a file that makes one part."""
+    """The rows of a file that is small enough for one part."""
     read = ReadOptions(**options)
     found = scan([argument], read, PartLimits())
     [rows] = read_all(found, read)
@@ -275,7 +281,7 @@ def test_a_row_without_a_usable_text_is_a_problem_of_that_row(tmp_path: Path) ->
 
 
 def test_token_ids(tmp_path: Path) -> None:
-    """Ids come from text and from lists of every integer type."""
+    """Token ids are read from strings and from lists of any integer type. Other values are problems of their rows."""
     ids = [[1, 2], [], None, [3, None], [2**31]]
     for number, its in enumerate((pa.list_(pa.int64()), pa.large_list(pa.uint32()))):
         path = tmp_path / f"{number}.parquet"
@@ -320,7 +326,10 @@ def test_parts_of_token_ids_keep_every_limit(
 
 
 def test_vectors(tmp_path: Path) -> None:
-    """(seq, d_model) of each row, float32 from any type. Ragged, empty, null and not finite arrays are problems."""
+    """Each row gives a (seq_len, d_model) float32 array, from any float type.
+
+    Ragged, empty, null and non-finite arrays are problems.
+    """
     good = np.arange(6, dtype=np.float32).reshape(3, 2)
     rows: list[Any] = [good.tolist(), [[1.0, 2.0], [3.0]], [], None, [[7.0, 8.0]], [[]], [[float("nan")]]]
     problems = {
@@ -369,7 +378,7 @@ def test_vectors(tmp_path: Path) -> None:
     ids=["dictionary", "large_string", "string_view"],
 )
 def test_columns_of_every_type_of_text(tmp_path: Path, texts: Any) -> None:
-    """Such columns may be inputs, or may be copied to the output as plain text."""
+    """Columns of dictionary, large and view strings can be inputs. --keep copies such columns as plain strings."""
     path = str(tmp_path / "a.parquet")
     pyarrow.parquet.write_table(pa.table({"text": texts, "title": texts}), path, row_group_size=2)
     rows = rows_of(path, keep=("title",))
@@ -378,7 +387,10 @@ def test_columns_of_every_type_of_text(tmp_path: Path, texts: Any) -> None:
 
 
 def test_columns_come_along(tmp_path: Path) -> None:
-    """Columns of Parquet keep their types, also in a row with a problem."""
+    """--keep copies columns to the output.
+
+    Parquet columns keep their types, and rows with a problem keep their values.
+    """
     columns = {
         "text": ["a", None, "c"],
         "id": pa.array([1, 2, None], pa.int16()),
@@ -413,7 +425,7 @@ def test_columns_come_along(tmp_path: Path) -> None:
     ],
 )
 def test_fields_of_json_lines_get_one_type(tmp_path: Path, values: list[Any], its: str, want: list[Any]) -> None:
-    """Also over several files, lines without the field, and lines that are not objects."""
+    """A field gets one type for all input files. Lines without the field, or that are not objects, get null."""
     lines = [json.dumps({"text": "t", "x": value}) for value in values]
     first = one_file(tmp_path / "a.jsonl", lines[0], '"no object"', "{")
     second = one_file(tmp_path / "b.jsonl", *lines[1:], '{"text": "t"}')
@@ -485,7 +497,7 @@ def test_a_column_of_another_type_is_an_error(tmp_path: Path) -> None:
 
 
 def test_files_that_are_not_whole(tmp_path: Path) -> None:
-    """A truncated or damaged file gives one line with its name, during planning."""
+    """If a file is truncated or damaged, planning fails with a one-line error that names the file."""
     texts = [f"{random.Random(i).random()}" for i in range(5000)]
     for name in ("a.parquet", "a.txt.gz", "a.jsonl.zst"):
         path = write(tmp_path / name, texts, 1000)
@@ -527,7 +539,7 @@ def test_arguments_of_a_job_are_files_that_can_be_read_again(tmp_path: Path, mon
 
 
 def test_a_file_that_was_changed_since_the_plan_was_made(tmp_path: Path) -> None:
-    """The size, the lines or the time of change differ, or the file is gone."""
+    """Reading fails if a file is gone, or if its size, lines or modification time have changed since planning."""
     for suffix in (".txt", ".parquet", ".csv.gz"):
         path = write(tmp_path / f"a{suffix}", ["one", "two"])
         found = scan([str(path)], ReadOptions(), PartLimits())

@@ -1,4 +1,4 @@
-"""Jobs on a Ray cluster of three nodes on this machine, which takes seconds to start."""
+"""Jobs on a Ray cluster of three nodes. All nodes run on this machine, and starting them takes seconds."""
 
 import gzip
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ WORDS = ("a cat", "a dog sat", "the cat", "on the mat", "a mat")
 def cluster() -> Iterator[SmallCluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_AUTH_MODE", "disabled")  # a user's token does not apply to this cluster
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # this cluster must not use the developer's own Ray token
         patch.setenv("PYTHONPATH", str(Path(ray_sources.__file__).parent))  # actors import the test's modules
         with closing(SmallCluster(3)) as made:
             yield made
@@ -43,7 +43,7 @@ def options(cluster: SmallCluster) -> RayOptions:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> list[str]:
-    """40 parts of 5 rows in order, and 6 parts of a compressed file, which one actor reads."""
+    """Two inputs: a file with 40 parts of 5 rows, and a compressed file with 6 parts, which only one actor can read."""
     lines = [f"{WORDS[i % 5]} {i}" for i in range(230)]
     (tmp_path / "a.txt").write_text("".join(f"{it}\n" for it in lines[:200]))
     with gzip.open(tmp_path / "b.txt.gz", "wt") as file:
@@ -54,7 +54,7 @@ def corpus(tmp_path: Path) -> list[str]:
 def embed(
     inputs: list[str], output: Path, source: Source, on_parts: Callable[[int, EmbedJob], None] | None = None
 ) -> JobSummary:
-    """Run a job with parts of 5 rows. `on_parts` gets the number of finished parts."""
+    """Run a job with parts of 5 rows. `on_parts` is called with the number of finished parts and the job."""
     job = EmbedJob(
         inputs, str(output), source, read=ReadOptions(), make=MakeOptions(), kind="mean", limits=PartLimits(max_rows=5)
     )
@@ -97,7 +97,7 @@ def test_a_node_is_lost_and_another_one_comes(tmp_path: Path, corpus: list[str],
     summary = embed(corpus, tmp_path / "ray", OnRay(source, RayOptions(cluster.address)), on_parts)
     embed(corpus, tmp_path / "alone", FakeSource())
     assert summary.rows == 230
-    open_store(str(tmp_path / "ray"))  # as the next run does: remove the unfinished file of the killed node
+    open_store(str(tmp_path / "ray"))  # remove the unfinished file of the killed node, as the next run would
     assert files(tmp_path / "ray") == files(tmp_path / "alone")
 
 
@@ -117,7 +117,7 @@ def test_an_actor_with_another_model_ends_the_job(tmp_path: Path, corpus: list[s
         part.unlink()
 
     class Changed(OnRay):
-        """Changes the model after the first actor has loaded it."""
+        """A source that changes the model's fingerprint after the first actor has loaded the model."""
 
         def open(self, *arguments: Any) -> Any:
             opened = super().open(*arguments)
@@ -161,7 +161,10 @@ def test_a_job_that_is_stopped_goes_on_where_it_was(tmp_path: Path, corpus: list
 
 
 def test_a_dry_run_takes_its_sample_on_an_actor(tmp_path: Path, corpus: list[str], cluster: SmallCluster) -> None:
-    """The plan has the number of actors: as many as fit, and at most the requested number."""
+    """An actor encodes the sample.
+
+    The number of workers is the number of actors that fit on the cluster, up to the requested number.
+    """
     for options, workers in ((RayOptions(cluster.address), 3), (RayOptions(cluster.address, actors=2), 2)):
         with EmbedJob(
             corpus,

@@ -1,4 +1,4 @@
-"""A small encoder service on a real grpc.aio server, and both clients of the service."""
+"""Fixtures of the client's tests: a fake encoder service on a real grpc.aio server, and both clients."""
 
 from collections.abc import AsyncIterator
 
@@ -8,7 +8,7 @@ from fake_encoder import Caller, FakeEncoder
 
 @pytest.fixture
 async def service() -> AsyncIterator[FakeEncoder]:
-    """The started service."""
+    """Yield a running `FakeEncoder`, and stop its server after the test."""
     it = FakeEncoder()
     await it.start()
     yield it
@@ -17,7 +17,7 @@ async def service() -> AsyncIterator[FakeEncoder]:
 
 @pytest.fixture(params=["sync", "async"])
 async def caller(request: pytest.FixtureRequest, service: FakeEncoder) -> AsyncIterator[Caller]:
-    """Calls the service with either client."""
+    """Yield a `Caller` with the sync client and, in a second run of the test, with the async client."""
     it = Caller(request.param, service)
     yield it
     for client in it.clients:

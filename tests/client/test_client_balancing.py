@@ -1,4 +1,4 @@
-"""Load balancing over several real servers with a fake engine."""
+"""The client's load balancing over several real servers, each with a fake engine."""
 
 import asyncio
 import tempfile
@@ -21,7 +21,7 @@ Start = Callable[..., Awaitable[FakeServer]]
 
 @pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
-    """Start servers. The fixture stops them after the test."""
+    """Yield a function that starts a server. All started servers are stopped after the test."""
     servers: list[FakeServer] = []
 
     async def start_one(**settings: Any) -> FakeServer:
@@ -34,7 +34,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 
 
 async def stop(server: FakeServer) -> None:
-    """Stop a server as SIGTERM does. A second call does nothing."""
+    """Stop a server as SIGTERM does. A second call for the same server does nothing."""
     if not getattr(server, "stopped", False):
         server.stopped = True  # type: ignore[attr-defined]
         await server.app.stop()
@@ -50,7 +50,7 @@ def answered(server: FakeServer) -> int:
 
 
 def set_health(server: FakeServer, *, serving: bool) -> None:
-    """Set the health that a server reports, from now on independent of its models."""
+    """Set the health status that a server reports. Afterwards the status does not depend on its models."""
     health = server.app._health
     assert health._following is not None
     health._following.cancel()
@@ -58,7 +58,7 @@ def set_health(server: FakeServer, *, serving: bool) -> None:
 
 
 async def call_until(client: AsyncEncoderClient, condition: Callable[[], bool]) -> None:
-    """Call until a condition holds. No call may fail."""
+    """Call `encode` until a condition is true, for at most 60 s. A failed call fails the test."""
     async with asyncio.timeout(60):
         while not condition():
             await client.encode([IDS])
@@ -73,7 +73,7 @@ async def test_calls_alternate_between_servers(start: Start, kind: str) -> None:
     def counts() -> list[int]:
         return [answered(server) for server in servers]
 
-    # The first calls may find only one connection ready.
+    # Call until each server has answered once, because the first calls may find only one connection ready.
     async with asyncio.timeout(60):
         while not all(counts()):
             await caller(client.encode, [IDS])
@@ -98,7 +98,7 @@ async def test_a_server_that_is_not_serving_gets_no_calls(start: Start) -> None:
 
 
 async def only_this_server_is_called(client: AsyncEncoderClient, chosen: FakeServer, other: FakeServer) -> None:
-    """Waits until a hundred calls in a row go to one server."""
+    """Call until a hundred calls in a row go to the chosen server and none to the other server."""
     async with asyncio.timeout(60):
         while True:
             before = answered(chosen), answered(other)
@@ -123,12 +123,12 @@ async def test_a_restart_fails_no_call(start: Start) -> None:
         stopping = asyncio.ensure_future(stop(one))
         await call_until(client, stopping.done)
         again = await start(grpc_port=port)
-        await stop(other)  # No call ran since the restart: the client itself noticed it.
+        await stop(other)  # no call ran since the restart, so the client must have reconnected without a call
         await call_until(client, lambda: answered(again) > 20)
 
 
 async def test_a_name_is_resolved_to_all_its_addresses(start: Start) -> None:
-    """The addresses change while the client is open: first one server is replaced, then the other."""
+    """The addresses of the name change while the client is open. Each of the two servers is replaced once."""
     port = free_port()
     one, other = [await start(host=host, grpc_port=port) for host in ("127.0.0.1", "127.0.0.2")]
     with DnsServer("127.0.0.1", "127.0.0.2") as dns:
@@ -147,7 +147,7 @@ async def test_a_name_is_resolved_to_all_its_addresses(start: Start) -> None:
 
 
 async def test_an_added_server_gets_calls_after_a_renewal(start: Start) -> None:
-    """All servers stay, so only the age limit of a connection makes the client resolve the name again."""
+    """No server stops. The client resolves the name again only because a connection reaches its age limit."""
     port = free_port()
     one = await start(host="127.0.0.1", grpc_port=port, max_connection_age_seconds=1.0)
     with DnsServer("127.0.0.1") as dns:
@@ -161,12 +161,12 @@ async def test_an_added_server_gets_calls_after_a_renewal(start: Start) -> None:
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 async def test_a_call_during_a_renewal_is_not_lost(start: Start, kind: str) -> None:
-    """The server closes the connection during the call, and reports that it has not read the call."""
+    """The server closes the connection during the call. Its GOAWAY frame says that the call was not processed."""
     port = free_port()
     servers: list[FakeServer] = []
 
     async def renew_at_first_call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Speaks HTTP/2 until a call begins. Then a real server takes the port, and the call gets GOAWAY."""
+        """Accept an HTTP/2 connection and wait for a call. Then start a real server on the port and send GOAWAY."""
         settings, headers, goaway = 4, 1, 7
         writer.write(frame(settings, b""))
         await reader.readexactly(len(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
@@ -191,12 +191,15 @@ async def test_a_call_during_a_renewal_is_not_lost(start: Start, kind: str) -> N
 
 
 def frame(kind: int, payload: bytes) -> bytes:
-    """An HTTP/2 frame of the whole connection (RFC 9113, section 4.1)."""
+    """An HTTP/2 frame of stream 0, which is the connection itself (RFC 9113, section 4.1)."""
     return len(payload).to_bytes(3) + bytes([kind, 0]) + bytes(4) + payload
 
 
 async def test_a_stream_continues_on_another_server(start: Start) -> None:
-    """When the server of the stream stops, all inputs are still answered in order."""
+    """When the server of the stream stops, the client opens a stream to the other server.
+
+    All results come in input order.
+    """
     servers = [await start(), await start()]
     sent: list[tuple[int, int]] = []
 
@@ -205,7 +208,7 @@ async def test_a_stream_continues_on_another_server(start: Start) -> None:
         return server.sample("grpc_server_started_total", **labels)
 
     def inputs() -> Iterator[list[int]]:
-        """Inputs until the second server has the stream, and 200 more."""
+        """Yield inputs until each server has had a stream, and then 200 more inputs."""
         left = 200
         while left:
             left -= all(map(streams, servers))

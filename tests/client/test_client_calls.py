@@ -1,4 +1,4 @@
-"""Both clients with a real server: results, requests, failures."""
+"""Calls of both clients to a fake service on a real gRPC server: results, requests and failures."""
 
 import asyncio
 import time
@@ -33,7 +33,10 @@ TEXTS = ["one", "two words", "and three words"]
 
 
 async def test_every_input_gets_its_rows(caller: Caller) -> None:
-    """Texts, lists, tuples and arrays may be mixed. Each gets a (seq, d_model) array, in order."""
+    """Texts, lists, tuples and arrays may be mixed.
+
+    Each input gets a read-only (seq_len, d_model) array, in input order.
+    """
     inputs = ["two words", [5, 6, 7], (8,), np.array([9, 10], np.uint16), np.array([11], np.int64)]
     arrays = await caller(caller.connect().encode, inputs)
     for array, ids in zip(arrays, [[1, 3, 5, 2], [5, 6, 7], [8], [9, 10], [11]], strict=True):
@@ -64,7 +67,7 @@ async def test_options_reach_the_server(caller: Caller, service: FakeEncoder) ->
 
 
 async def test_a_sequence_without_rows(caller: Caller) -> None:
-    """The sequence has special tokens only, and they are excluded."""
+    """If special tokens are excluded, an empty text has no tokens left and gets an empty array."""
     [array] = await caller(caller.connect().encode, [""], exclude_special_tokens=True)
     assert array.shape == (0, 8)
 
@@ -80,7 +83,7 @@ async def test_embed_returns_one_matrix(caller: Caller, service: FakeEncoder) ->
 
 
 async def test_run_returns_all_parts_of_an_answer(caller: Caller, service: FakeEncoder) -> None:
-    """The call has several outputs and several messages."""
+    """`run` merges two outputs from two messages. The result has the token details and the timings."""
     service.max_request_sequences = 2
     client = caller.connect()
     result = await caller(client.run, TEXTS, outputs=["tokens", Output("cls", True)], include_token_strings=True)
@@ -99,7 +102,7 @@ async def test_run_returns_all_parts_of_an_answer(caller: Caller, service: FakeE
 
 
 async def test_no_inputs(caller: Caller, service: FakeEncoder) -> None:
-    """The client sends no request, and the arrays have the width of the model."""
+    """For an empty list the client sends no Encode request. The empty arrays have the width of the model."""
     client = caller.connect()
     assert await caller(client.encode, []) == []
     assert service.n_get_model == 0
@@ -120,7 +123,10 @@ async def test_models(caller: Caller) -> None:
 
 
 async def test_oversize_replies_are_split(caller: Caller, service: FakeEncoder) -> None:
-    """The client takes less than the server sends: gRPC itself refuses the reply."""
+    """gRPC refuses a reply that is larger than the client's `max_message_bytes`.
+
+    The client then sends the message in halves.
+    """
     client = caller.connect(max_message_bytes=6000, max_concurrent_messages=1)
     service.before = _padded(service, 1000)
     arrays = await caller(client.encode, [[5]] * 20)
@@ -133,7 +139,7 @@ async def test_oversize_replies_are_split(caller: Caller, service: FakeEncoder) 
 
 
 def _padded(service: FakeEncoder, n_bytes: int) -> Any:
-    """Adds `n_bytes` to the answer for each input."""
+    """A function for `FakeEncoder.before` that enlarges each reply by `n_bytes` for each input."""
 
     async def before(request: pb.EncodeRequest) -> pb.EncodeResponse:
         response = service.answer(request)
@@ -158,7 +164,10 @@ async def test_a_full_queue_is_retried_after_its_delay(caller: Caller, service: 
 
 
 async def test_an_exceeded_share_is_retried_without_a_limit(caller: Caller, service: FakeEncoder) -> None:
-    """The client retries more often than `max_attempts`."""
+    """A refusal with SHARE_EXCEEDED is retried more often than `max_attempts`.
+
+    If `max_attempts` is 1, nothing is retried.
+    """
 
     async def refused(_: pb.EncodeRequest) -> None:
         if len(service.requests) <= 8:
@@ -175,7 +184,7 @@ async def test_an_exceeded_share_is_retried_without_a_limit(caller: Caller, serv
 
 @pytest.mark.parametrize("priority", [None, "interactive", "bulk"])
 async def test_the_priority_reaches_the_server(caller: Caller, service: FakeEncoder, priority: Priority | None) -> None:
-    """Without a priority of the client, calls of many messages are bulk."""
+    """If the client has no priority, a call of more than two messages is sent with bulk priority."""
     service.max_request_sequences = 1
     client = caller.connect(priority=priority)
     await caller(client.encode, [[5]] * 2)
@@ -190,7 +199,7 @@ async def test_the_priority_reaches_the_server(caller: Caller, service: FakeEnco
 
 
 async def test_a_server_that_comes_back_is_found(caller: Caller, service: FakeEncoder) -> None:
-    """The same channel connects again during the retries of the call."""
+    """While the server is down, the call is retried. After the restart the call succeeds on the same channel."""
     client = caller.connect(retry=RetryPolicy(max_attempts=1000, max_backoff_seconds=0.2))
     await caller(client.encode, [[5]])
     port = int(service.target.rpartition(":")[2])
@@ -203,7 +212,10 @@ async def test_a_server_that_comes_back_is_found(caller: Caller, service: FakeEn
 
 
 async def test_a_call_that_a_stopping_server_cancels_is_sent_again(caller: Caller, service: FakeEncoder) -> None:
-    """A gRPC server that stops cancels calls that it has read and not started."""
+    """A stopping gRPC server sends CANCELLED for calls that it has read but not started.
+
+    The client sends them again.
+    """
     cancelled: list[object] = []
 
     async def cancel_once(_: pb.EncodeRequest) -> None:
@@ -225,7 +237,7 @@ async def test_a_call_that_a_stopping_server_cancels_is_sent_again(caller: Calle
 
 @pytest.mark.parametrize("method", ["encode", "inspect"])
 async def test_a_slow_server_meets_the_deadline(caller: Caller, service: FakeEncoder, method: str) -> None:
-    """The server sees the end of the call."""
+    """The client raises DeadlineError, and the handler in the server is cancelled."""
     service.before, service.inspect = lambda _: asyncio.sleep(30), stalled_inspection
     client = caller.connect()
     await caller(client.model)
@@ -253,7 +265,7 @@ async def test_the_first_failure_cancels_the_other_messages(caller: Caller, serv
 
 @pytest.mark.parametrize("code", [code for code in Code if code is not Code.OK])
 async def test_no_exception_is_of_grpc(caller: Caller, service: FakeEncoder, code: Code) -> None:
-    """Every status, from the unary call and from the stream."""
+    """For every status of a unary call or a stream, the client raises an exception that is not a `grpc.RpcError`."""
 
     async def fail(*_: object) -> None:
         raise Refused(code, "because")
@@ -332,7 +344,10 @@ async def test_a_closed_client_refuses_calls(caller: Caller) -> None:
 
 
 async def test_closing_a_client_ends_its_calls(caller: Caller, service: FakeEncoder) -> None:
-    """One message, several messages, a stream and an inspection. None of them is retried."""
+    """A call of one message, a call of several messages, a stream and an inspection end with ClientClosedError.
+
+    None of these calls is retried.
+    """
     service.before = lambda _: asyncio.sleep(30)
     service.before_stream = lambda *_: asyncio.sleep(30)
     service.inspect = stalled_inspection
@@ -357,7 +372,7 @@ async def test_closing_a_client_ends_its_calls(caller: Caller, service: FakeEnco
 
 
 async def test_an_error_in_grpc_does_not_hang_a_call(caller: Caller) -> None:
-    """For invalid metadata gRPC raises an error without a status."""
+    """Invalid metadata makes gRPC raise an error without a status. The client raises ServerError."""
     client = caller.connect()
     client._metadata = (("Bad Key", "x"),)
     for call, arguments in ((client.models, []), (client.encode, [[[1]]]), (client.inspect, [[1]])):

@@ -1,4 +1,4 @@
-"""The logic of a call in virtual time: retries, deadlines, splitting, concurrency. No network, no waiting."""
+"""The logic of a call on a fake wire with a fake clock: retries, deadlines, splitting and concurrency."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +36,10 @@ THREE_OUTPUTS = Options(tuple(Output(dimensions=dimensions) for dimensions in (N
 
 
 class Server:
-    """Scripts a `FakeWire`: the answer to GetModel, and a function for the answers to Encode."""
+    """A scripted server behind a `FakeWire`.
+
+    It replies to GetModel with `info`, and to Encode with the result of `encode`.
+    """
 
     def __init__(self, encode: Encode, **limits: Any) -> None:
         self.encode = encode
@@ -54,7 +57,7 @@ class Server:
 
 
 def core_of(timeout_seconds: float = 100.0, max_concurrent: int = 4, retry: RetryPolicy = POLICY) -> Core:
-    """A core whose jitter is always the largest."""
+    """A `Core` with the largest jitter on every retry, so that the waits are known."""
     return Core(Settings(timeout_seconds, 64 << 20, max_concurrent, retry, random=lambda: 1.0, target="host:1"))
 
 
@@ -77,7 +80,7 @@ def ids_in(result: EncodeResult) -> list[list[int]]:
 
 
 def failing(failures: list[Failure]) -> Encode:
-    """Fails with each of these, then answers."""
+    """Fail with each of these failures in turn. Later requests get a reply."""
     left = list(failures)
     return lambda request: (0.0, left.pop(0)) if left else (0.0, echo(request))
 
@@ -88,10 +91,10 @@ def failing(failures: list[Failure]) -> Encode:
     ids=["the backoff doubles", "the server's delay and 1 s of jitter", "the backoff is at most 5 s"],
 )
 def test_a_failed_message_is_sent_again(failures: list[Failure], sent: list[float]) -> None:
-    """A server that has answered GetModel is tried for more than `max_attempts`."""
+    """A server that has answered GetModel but is then unavailable is called more often than `max_attempts`."""
     server = Server(failing(failures))
     result = encode(core_of(), server, [[5, 6]])
-    assert server.wire.sent[1:] == sent  # the first is GetModel
+    assert server.wire.sent[1:] == sent  # the first request is GetModel
     assert ids_in(result) == [[5, 6]]
     assert (result.timings.messages, result.timings.attempts) == (1, len(sent))
     assert result.timings.total_seconds == sent[-1]
@@ -122,7 +125,10 @@ def test_a_server_that_never_answers_gets_max_attempts() -> None:
 
 
 def test_attempts_during_an_outage_do_not_count() -> None:
-    """After an outage the queue may be full for a while."""
+    """Only the two refusals by a full queue count towards `max_attempts`.
+
+    After an outage the queue may be full for a while.
+    """
     server = Server(failing([FULL, *[DOWN] * 5, FULL]))
     assert encode(core_of(), server, [[5]]).timings.attempts == 8
 
@@ -138,7 +144,7 @@ def test_all_attempts_of_a_message_share_its_timeout() -> None:
 
 
 def test_no_wait_exceeds_the_deadline() -> None:
-    """The caller gets the error at once, with the retry delay of the server."""
+    """If the server's retry delay is longer than the time left, the caller gets the error immediately."""
     server = Server(failing([FULL]))
     with pytest.raises(OverloadedError) as caught:
         encode(core_of(timeout_seconds=2.5), server, [[5]])
@@ -147,7 +153,10 @@ def test_no_wait_exceeds_the_deadline() -> None:
 
 
 def test_a_call_may_take_longer_than_the_timeout_of_a_message() -> None:
-    """10,000 texts on a slow server: 40 messages of 20 s, four at a time. The timeout of a message is 30 s."""
+    """10,000 inputs need 40 messages of 20 s each, four at a time.
+
+    The call takes 200 s, although the timeout of a message is 30 s.
+    """
     server = Server(lambda request: (20.0, echo(request)), max_request_sequences=256)
     inputs: list[Input] = [[i + 1] for i in range(10_000)]
     assert ids_in(encode(core_of(timeout_seconds=30.0), server, inputs)) == inputs
@@ -155,7 +164,7 @@ def test_a_call_may_take_longer_than_the_timeout_of_a_message() -> None:
 
 
 def test_an_outage_starts_no_timeout_of_unsent_messages() -> None:
-    """Otherwise a restart of one second would fail every long call 30 s later."""
+    """If a server restarts during a long call, messages that were not sent yet must not time out 30 s later."""
 
     def answer(request: Any) -> Any:
         return (0.0, DOWN) if 40.0 <= server.wire.time < 41.3 else (20.0, echo(request))
@@ -167,7 +176,10 @@ def test_an_outage_starts_no_timeout_of_unsent_messages() -> None:
 
 
 def test_messages_suit_a_slow_server() -> None:
-    """BERT-large on four CPUs computes some 700 tokens a second, and a message has 30 s by default."""
+    """Messages must be small enough for a slow server.
+
+    BERT-large on four CPUs computes 700 tokens per second, and the timeout is 30 s.
+    """
     free_at = 0.0
 
     def compute(request: pb.EncodeRequest) -> Outcome:
@@ -203,14 +215,14 @@ def test_the_timeout_of_a_call_is_for_all_its_messages(client_timeout: float) ->
 
 
 def test_an_unsent_message_fails_with_the_deadline() -> None:
-    """Only one message may be out at a time, and the first one takes all the time."""
+    """Only one message may be sent at a time, and the first message uses the whole timeout of the call."""
     server = Server(lambda request: (2.0, echo(request)), max_request_sequences=1)
     with pytest.raises(DeadlineError, match="^2 s passed before everything was sent to host:1$"):
         encode(core_of(max_concurrent=1), server, [[5], [6]], timeout_seconds=2.0)
 
 
 def test_late_answers_keep_the_order_of_inputs() -> None:
-    """The server answers later messages earlier. At most four are out."""
+    """The server answers later messages first. At most four messages wait for a reply at the same time."""
     server = Server(
         lambda request: (100.0 - request.inputs[0].token_ids.ids[0], echo(request)), max_request_sequences=2
     )
@@ -222,7 +234,10 @@ def test_late_answers_keep_the_order_of_inputs() -> None:
 
 
 def test_too_large_messages_are_halved() -> None:
-    """The server takes fewer sequences than its limits say. The client then requests the limits again."""
+    """The server accepts fewer sequences than its limits allow.
+
+    The client halves the messages, and the next call fetches the limits again.
+    """
 
     def at_most_3(request: pb.EncodeRequest) -> Outcome:
         if len(request.inputs) > 3:
@@ -241,7 +256,10 @@ def test_too_large_messages_are_halved() -> None:
 
 
 def test_a_message_over_grpcs_size_limit_is_halved_and_not_repeated() -> None:
-    """gRPC reports RESOURCE_EXHAUSTED without a reason of the server."""
+    """gRPC reports a too large message as RESOURCE_EXHAUSTED, without a reason from the server.
+
+    The client must not retry the message as it does for a full queue.
+    """
     refusal = Failure(Code.RESOURCE_EXHAUSTED, "CLIENT: Received message larger than max (9 vs. 4)")
     server, alone = Server(lambda _: (0.0, refusal)), Server(lambda _: (0.0, refusal))
     with pytest.raises(MessageTooLargeError):
@@ -253,7 +271,7 @@ def test_a_message_over_grpcs_size_limit_is_halved_and_not_repeated() -> None:
 
 
 def test_the_first_failure_ends_the_call() -> None:
-    """The client sends nothing more. The index in the text counts the inputs of the call."""
+    """The client sends no further message. The index in the error counts from the first input of the call."""
 
     def second_fails(request: pb.EncodeRequest) -> Outcome:
         if request.inputs[0].token_ids.ids[0] == 3:
@@ -291,7 +309,7 @@ def test_too_many_outputs_are_refused_before_inputs_are_sent(inputs: list[Input]
 
 
 def test_a_raised_limit_of_outputs_is_noticed() -> None:
-    """A remembered description of a model does not refuse a call."""
+    """The client does not refuse a call because of a cached limit. It first fetches the model's limits again."""
     core, server = core_of(), Server(echo_thrice, max_outputs=2)
     with pytest.raises(InvalidInputError):
         encode(core, server, [[1]], options=THREE_OUTPUTS)

@@ -1,4 +1,4 @@
-"""Answers become arrays. Contradictory answers are refused with their numbers."""
+"""Replies are decoded into arrays. An inconsistent reply raises an error that names the wrong value."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from encserve_proto.v1 import encoder_pb2 as pb
 
 
 def response_of(arrays: list[Array], width: int, dtype: DType = "float32") -> pb.EncodeResponse:
-    """An answer with these rows as its tokens."""
+    """A reply with these hidden states, one (n_tokens, width) array for each sequence."""
     is_half = dtype == "float16"
     tensor = pb.RaggedTensor(
         kind=pb.OUTPUT_KIND_TOKENS,
@@ -31,7 +31,7 @@ def response_of(arrays: list[Array], width: int, dtype: DType = "float32") -> pb
 
 @given(st.data(), st.integers(1, 5), st.sampled_from(["float32", "float16"]))
 def test_ragged_rows_come_back(data: st.DataObject, width: int, dtype: DType) -> None:
-    """Any length from 0, both types, and every number to the bit, infinite and NaN included."""
+    """Arrays of any length, also 0, are decoded bit for bit in both types, infinities and NaN included."""
     rows = hnp.arrays(np.dtype(dtype), st.tuples(st.integers(0, 6), st.just(width)))
     arrays = data.draw(st.lists(rows, min_size=1, max_size=5))
     options = Options(dtype=dtype)
@@ -43,11 +43,11 @@ def test_ragged_rows_come_back(data: st.DataObject, width: int, dtype: DType) ->
         assert got.tobytes() == want.tobytes()
         assert got.dtype == np.dtype(dtype)
         assert not got.flags.writeable
-        assert got.base is not None  # a view
+        assert got.base is not None  # a view on the received bytes
 
 
 def good() -> pb.EncodeResponse:
-    """Two sequences with 2 tokens and 1 token, 3 numbers wide."""
+    """A valid reply: two sequences of 2 tokens and 1 token, with d_model 3."""
     return response_of([np.ones((2, 3), np.float32), np.ones((1, 3), np.float32)], 3)
 
 
@@ -100,7 +100,7 @@ def test_normalised_rows_are_wanted_where_they_were_asked_for() -> None:
 
 
 def test_rows_without_special_tokens_may_be_fewer() -> None:
-    """An answer may have fewer rows than tokens, but not more."""
+    """If special tokens are excluded, a reply may have fewer vectors than tokens, but not more."""
     response = good()
     response.sequences[0].token_count = 4
     decode_response(response, Options(exclude_special_tokens=True), 2, describe=False)
@@ -135,7 +135,7 @@ def test_sequence_info_of_another_length_is_refused(fields: dict[str, list[int]]
 
 
 def test_parts_of_different_vector_spaces_are_not_mixed() -> None:
-    """The server replaced the model between two messages of one call."""
+    """If the server replaces the model between two messages of a call, merging the replies raises an error."""
     first, second = good(), good()
     second.fingerprint = "g"
     parts = [decode_response(it, Options(), 2, describe=False) for it in (first, second)]
@@ -162,13 +162,13 @@ def test_one_message_is_not_copied_several_are() -> None:
 
 
 def test_how_many_outputs_a_call_may_have() -> None:
-    """An older server sends 0, because it does not know the field."""
+    """`max_outputs` is 0 for an older server, which does not send the field."""
     assert model_info(pb.ModelInfo(max_outputs=16)).max_outputs == 16
     assert model_info(pb.ModelInfo()).max_outputs == 0
 
 
 def test_a_pooling_of_a_newer_server_is_handed_on() -> None:
-    """A request for "model" gets the number of the unknown pooling."""
+    """A request for "model" returns the pooling as an integer if only a newer server knows the pooling."""
     newer: Any = 77
     response = good()
     tensor = response.outputs[0]

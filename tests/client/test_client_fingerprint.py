@@ -1,4 +1,4 @@
-"""Vectors of different models never mix in a call, in a stream, or in a client that expects a fingerprint."""
+"""Vectors of different models are never mixed in a call, or in a client that expects a fingerprint or space id."""
 
 import itertools
 
@@ -15,7 +15,7 @@ EITHER = pytest.mark.parametrize(("what", "error"), [("fingerprint", Fingerprint
 
 
 def switch_after(service: FakeEncoder, *counts: int) -> None:
-    """The service becomes another version after a number of requests, and changes again after further requests."""
+    """After each of these numbers of requests, change the fingerprint: from "version 0" to "version 1" and so on."""
     versions = [version for version, count in enumerate(counts) for _ in range(count)]
     coming = itertools.chain(versions, itertools.repeat(len(counts)))
 
@@ -27,7 +27,7 @@ def switch_after(service: FakeEncoder, *counts: int) -> None:
 
 
 async def test_a_call_that_a_switch_cuts_in_two_is_made_again(caller: Caller, service: FakeEncoder) -> None:
-    """The client repeats the whole call, because answers of the old version are useless."""
+    """The client repeats the whole call, because one result must not have vectors of two versions."""
     service.max_request_sequences = 1
     switch_after(service, 2)
     client = caller.connect(max_concurrent_messages=1)
@@ -43,13 +43,13 @@ async def test_a_model_that_changes_again_and_again_is_said(caller: Caller, serv
     client = caller.connect(max_concurrent_messages=1)
     with pytest.raises(FingerprintError, match="answers of one call have different fingerprints"):
         await caller(client.encode, TEXTS)
-    assert len(service.requests) == 9  # at most three rounds
+    assert len(service.requests) == 9  # the call is tried three times, with three messages each
 
 
 async def test_servers_of_different_versions_are_not_asked_about_their_model_every_time(
     caller: Caller, service: FakeEncoder
 ) -> None:
-    """During a rollout, answers come alternately from both versions."""
+    """During a rollout, replies come from two versions in turn. The client must not send GetModel for each reply."""
     client = caller.connect()
     for version in ("old", "new") * 5:
         service.fingerprint = version
@@ -86,7 +86,7 @@ async def test_every_request_says_what_is_expected(caller: Caller, service: Fake
 async def test_a_refusal_is_an_error_of_its_own(
     caller: Caller, service: FakeEncoder, what: str, error: type[EncserveError]
 ) -> None:
-    """The client does not retry, because the answer would be the same."""
+    """The mismatch raises an exception of its own class. It is not retried, because the server would refuse again."""
     reason = "SPACE_MISMATCH" if error is SpaceError else "FINGERPRINT_MISMATCH"
 
     async def refuse(request: pb.EncodeRequest) -> None:
@@ -105,7 +105,7 @@ async def test_a_refusal_is_an_error_of_its_own(
 async def test_a_server_that_does_not_know_the_field_is_not_believed(
     caller: Caller, service: FakeEncoder, what: str, error: type[EncserveError]
 ) -> None:
-    """An older server ignores the field and answers."""
+    """An older server ignores the expected value and replies. The client then compares the value in the reply."""
     client = caller.connect(**{f"expected_{what}": "mine"})
     message = f"{what} mine is expected, but the answer has {getattr(service, what)[:4]}"
     for call in (client.encode, client.embed, client.run):

@@ -1,4 +1,4 @@
-"""`inspect` of both clients: requests, results, failures, and malformed answers."""
+"""`inspect` of both clients: requests, results, failures and malformed replies."""
 
 import asyncio
 import tracemalloc
@@ -42,13 +42,13 @@ N_TOKENS = 3
 
 
 def request_of(**wanted: Any) -> pb.InspectRequest:
-    """A request for three token ids."""
+    """An Inspect request for three token ids."""
     wanted = {"attention": True, "hidden_states": True, "positions": False, "dtype": "float32", **wanted}
     return inspect_request([5, 6, 7], ("", ""), **{"truncate": False, "prompt_name": None, "task": None, **wanted})
 
 
 def gathered(request: pb.InspectRequest, parts: list[pb.InspectResponse]) -> InspectResult:
-    """The result of these parts, after 1.5 s and 2 attempts."""
+    """The result of these messages of a reply, with a total time of 1.5 s and 2 attempts."""
     return gather(request, parts).result(1.5, 2)
 
 
@@ -56,7 +56,7 @@ def chunk(tensor: int, n_bytes: int) -> pb.InspectResponse:
     return pb.InspectResponse(chunk=pb.TensorChunk(tensor=tensor, data=b"\0" * n_bytes))
 
 
-# Requests.
+# Tests of requests.
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ async def test_only_one_input_is_taken(caller: Caller, service: FakeEncoder, ite
     assert service.inspect_requests == []
 
 
-# Results.
+# Tests of results.
 
 
 async def test_an_inspection(caller: Caller, service: FakeEncoder) -> None:
@@ -191,7 +191,7 @@ async def test_vectors_are_inspected(caller: Caller, service: FakeEncoder) -> No
 
 @given(st.lists(st.integers(1, 700), min_size=1, max_size=8), st.sampled_from(["float32", "float16"]))
 def test_chunk_boundaries_do_not_change_the_result(sizes: list[int], dtype: str) -> None:
-    """Chunks may end within a number, a row or a layer. Empty chunks change nothing."""
+    """A chunk may end within a number, a row or a layer. Empty chunks change nothing."""
     request = request_of(hidden_states=[0, 2], positions=True, dtype=dtype)
     parts = inspection(request, N_TOKENS, max_chunk_bytes=sizes)
     parts[2:2] = [chunk(0, 0)]
@@ -206,7 +206,7 @@ def test_chunk_boundaries_do_not_change_the_result(sizes: list[int], dtype: str)
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """Peak bytes of Python and NumPy during the work, without protobuf's memory."""
+    """The peak memory of Python and NumPy in bytes while `work` runs. Protobuf's memory is not counted."""
     tracemalloc.start()
     try:
         work()
@@ -217,7 +217,10 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize(("n_chunks", "copies"), [(1, 1), (16, 2)])
 def test_numbers_are_copied_once_at_most(n_chunks: int, copies: int) -> None:
-    """Two tensors of 16 MiB. Only the incomplete tensor is in memory twice."""
+    """Each of two tensors has 16 MiB.
+
+    Chunks are joined once for each tensor, so only one tensor at a time is in memory twice.
+    """
     request, size = request_of(), 2**24
     header, *_ = inspection(request, 1)
     header.header.sequence.ClearField("tokens")
@@ -243,7 +246,7 @@ def test_numbers_are_copied_once_at_most(n_chunks: int, copies: int) -> None:
 
 
 def test_an_announced_size_allocates_no_memory() -> None:
-    """The header announces 309 GB, and 1 MiB is sent."""
+    """The header announces 309 GB, but only 1 MiB arrives. The client allocates memory only for received bytes."""
     request = request_of(hidden_states=False)
     header, *_ = inspection(request, N_TOKENS)
     header.header.tensors[0].shape[1] = 2**32 - 1
@@ -258,11 +261,11 @@ def test_an_announced_size_allocates_no_memory() -> None:
     assert peak_bytes(gather) < 2**22
 
 
-# Malformed answers.
+# Tests of malformed replies.
 
 
 def header_with(**changes: Any) -> Callable[[list[pb.InspectResponse]], None]:
-    """Change fields of the header's first tensor."""
+    """Return a function that changes fields of the first tensor in the header."""
 
     def change(parts: list[pb.InspectResponse]) -> None:
         for name, value in changes.items():
@@ -291,7 +294,8 @@ def swap(one: int, other: int) -> Callable[[list[pb.InspectResponse]], None]:
     return change
 
 
-# For N_TOKENS = 3 attention is 2·2·3·3 numbers, 144 bytes: chunks of 100 and 44; hidden states are 3·3·8, 288 bytes.
+# For N_TOKENS = 3, attention has 2·2·3·3 numbers: 144 bytes, in chunks of 100 and 44. Hidden states have 3·3·8 numbers,
+# which are 288 bytes.
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -361,7 +365,7 @@ def test_positions_are_as_wide_as_hidden_states_and_have_no_layers() -> None:
 
 
 async def test_an_endless_answer_is_read_no_further_than_announced(caller: Caller, service: FakeEncoder) -> None:
-    """The server stops too."""
+    """After the announced bytes the client raises an error and cancels the call, so the server stops sending."""
 
     async def endless(request: pb.InspectRequest) -> AsyncIterator[pb.InspectResponse]:
         for part in inspection(request, N_TOKENS):
@@ -373,7 +377,7 @@ async def test_an_endless_answer_is_read_no_further_than_announced(caller: Calle
     service.inspect = endless
     with pytest.raises(ProtocolError, match="65536 more came after them"):
         await caller(caller.connect(timeout_seconds=60).inspect, [5, 6, 7])
-    # The server's handler ends because gRPC cancels it or its write fails.
+    # gRPC cancels the server's handler, or the handler's next write fails. In both cases the handler ends.
     await until(lambda: service.n_open_inspections == 0)
     assert len(service.inspect_requests) == 1
 
@@ -388,11 +392,11 @@ async def test_an_answer_without_messages(caller: Caller, service: FakeEncoder) 
         await caller(caller.connect().inspect, "a")
 
 
-# Failures.
+# Tests of failures.
 
 
 def breaking(service: FakeEncoder, times: int, error: Exception) -> None:
-    """Fail the first `times` answers after their third message; answer later requests in full."""
+    """Make the first `times` replies fail after three messages. Later replies are complete."""
 
     async def answer(request: pb.InspectRequest) -> AsyncIterator[pb.InspectResponse]:
         parts = inspection(request, N_TOKENS, max_chunk_bytes=100)
@@ -405,7 +409,7 @@ def breaking(service: FakeEncoder, times: int, error: Exception) -> None:
 
 
 async def test_an_incomplete_answer_is_retried(caller: Caller, service: FakeEncoder) -> None:
-    """The client repeats the whole request: the result has no part of a broken answer."""
+    """The client repeats the whole request. The result contains nothing from an incomplete reply."""
     breaking(service, 2, Refused(Code.UNAVAILABLE, "stopping", "DRAINING"))
     result = await caller(caller.connect().inspect, [5, 6, 7])
     np.testing.assert_array_equal(result.attention, tensor_of(ATTENTION, 3))
@@ -442,7 +446,7 @@ async def test_each_refusal_has_its_own_exception(
 
 
 async def test_many_at_a_time(caller: Caller, service: FakeEncoder) -> None:
-    """One client makes many calls of different lengths."""
+    """One client makes 20 concurrent calls with inputs of different lengths."""
     client = caller.connect()
     results = await asyncio.gather(*(caller(client.inspect, [5] * n) for n in range(1, 21)))
     for n, result in enumerate(results, start=1):
@@ -450,7 +454,7 @@ async def test_many_at_a_time(caller: Caller, service: FakeEncoder) -> None:
 
 
 def test_the_call_in_virtual_time() -> None:
-    """Retries wait as they do for Encode, and total_seconds includes the wait."""
+    """An inspection is retried after the same wait as Encode. `total_seconds` includes the wait."""
     request = request_of()
     outcomes: list[Any] = [Failure(Code.UNAVAILABLE, "down"), inspection(request, N_TOKENS)]
     wire = FakeWire(lambda rpc, _: (0.5, outcomes.pop(0)) if rpc == "Inspect" else (0.0, None))

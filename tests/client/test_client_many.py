@@ -1,4 +1,4 @@
-"""Calls of many inputs: a single text, errors of single inputs, progress, read-only arrays, options."""
+"""Inputs of a call: a single text, errors of single inputs, progress, read-only arrays, tokens and spans."""
 
 import json
 from collections.abc import Callable
@@ -24,12 +24,12 @@ from encserve_client.inputs import check_spans
 from encserve_proto.v1 import encoder_pb2 as pb
 
 WORDS = rows_of([1, 3, 5, 2])  # the tokens of "two words"
-LONG = [4] * 65  # the service accepts 64
+LONG = [4] * 65  # one token more than the service accepts
 LATE = pb.ModelInfo(multi_vector_width=8, multi_vector_similarity="maxsim")
 
 
 async def test_a_text_is_one_input(caller: Caller, service: FakeEncoder) -> None:
-    """The result is not a list."""
+    """A single text gets a single result and not a list."""
     client = caller.connect()
     np.testing.assert_array_equal(await caller(client.encode, "two words"), WORDS)
     np.testing.assert_allclose(await caller(client.embed, "two words"), WORDS.mean(axis=0), rtol=1e-6)
@@ -43,7 +43,7 @@ async def test_a_text_is_one_input(caller: Caller, service: FakeEncoder) -> None
 
 @pytest.mark.parametrize("n", [1, 10])
 async def test_arrays_are_read_only(caller: Caller, service: FakeEncoder, n: int) -> None:
-    """One message, several messages, and no inputs."""
+    """The arrays are read-only if the call has one message, several messages or no inputs."""
     service.max_request_sequences = 4
     client, texts = caller.connect(), ["two words"] * n
     result = await caller(client.run, texts, outputs=["tokens", "mean"])
@@ -68,7 +68,7 @@ async def test_arrays_are_read_only(caller: Caller, service: FakeEncoder, n: int
 
 @pytest.mark.parametrize("size", [4, 256])
 async def test_a_failed_input_does_not_fail_the_others(caller: Caller, service: FakeEncoder, size: int) -> None:
-    """An input that is invalid, refused or not computable becomes an error at its index."""
+    """With `return_exceptions`, an input that is invalid, refused or cannot be computed gives an error at its index."""
     service.max_request_sequences = size
 
     async def poisoned(request: pb.EncodeRequest) -> None:
@@ -111,7 +111,7 @@ async def test_all_inputs_may_fail(caller: Caller) -> None:
 
 
 async def test_an_error_of_the_whole_call_is_raised(caller: Caller, service: FakeEncoder) -> None:
-    """The client does not send such a call again for each input."""
+    """If the server refuses an option, the error is raised. The client does not send every input again on its own."""
 
     async def refused(_: pb.EncodeRequest) -> None:
         raise Refused(StatusCode.INVALID_ARGUMENT, "options.prompt_name: the model has no prompts", "INVALID_OPTION")
@@ -133,7 +133,7 @@ async def test_without_return_exceptions_the_error_has_the_index(caller: Caller,
 
 
 async def test_progress(caller: Caller, service: FakeEncoder) -> None:
-    """The count includes failed inputs. An exception of the callback ends the call."""
+    """The progress count includes failed inputs. An exception in the callback ends the call."""
     service.max_request_sequences = 3
     client = caller.connect()
     inputs = [[i + 1] for i in range(10)]
@@ -183,7 +183,7 @@ async def test_the_detail_of_sequences_suits_the_method(caller: Caller, service:
 
 
 async def test_tokenize(caller: Caller, service: FakeEncoder) -> None:
-    """The client cuts the texts into messages. An error has the index of the text in the call."""
+    """The client splits the texts into messages. An error has the index of the text in the call."""
     service.max_request_sequences = 3
     client = caller.connect()
     texts = [f"{'x' * (i + 1)} words" for i in range(10)]
@@ -219,7 +219,7 @@ NEW_KIND = 77  # a value that only a newer server knows
 
 
 async def test_an_unknown_kind_is_returned_as_its_number(caller: Caller, service: FakeEncoder) -> None:
-    """In requests, in answers, and in ModelInfo."""
+    """A kind that only a newer server knows can be requested. It is an integer in results and in ModelInfo."""
     service.model_info = pb.ModelInfo(pooling=NEW_KIND, input_kind=NEW_KIND)  # type: ignore[arg-type]
 
     async def of_two_rows(request: pb.EncodeRequest) -> pb.EncodeResponse:
@@ -239,7 +239,7 @@ async def test_an_unknown_kind_is_returned_as_its_number(caller: Caller, service
     result = await caller(client.run, ["a", "b"], outputs=[Output(NEW_KIND), "model"][:1])
     assert result.outputs[0].kind == NEW_KIND
     assert [its.shape for its in result.outputs[0].arrays()] == [(2, 4)] * 2
-    assert (await caller(client.embed, ["a", "b"])).shape == (2, 8)  # "model" is the name for a pooling without a name
+    assert (await caller(client.embed, ["a", "b"])).shape == (2, 8)  # the default is the model's own pooling
     assert (await caller(client.embed, ["a"], pooling=NEW_KIND)).shape == (2, 4)
     assert [it.options.outputs[0].kind for it in service.requests] == [
         NEW_KIND,
@@ -283,7 +283,7 @@ def test_sentences(text: str, sentences: list[str]) -> None:
 
 
 def test_token_spans() -> None:
-    """Special tokens belong to no span. The last span has the rest."""
+    """Each span has `size` tokens, without special tokens. The last span has the remaining tokens."""
     offsets = np.array([(0, 0), (0, 3), (3, 5), (6, 9), (10, 11), (11, 12), (0, 0)])
     info = SequenceInfo(7, 7, False, None, offsets, None, None)
     assert token_spans(info, 2) == [(0, 5), (6, 11), (11, 12)]

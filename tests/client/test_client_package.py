@@ -38,7 +38,10 @@ def test_public_names_exist() -> None:
 
 
 def test_the_docstring_lists_every_exception() -> None:
-    """The tree in the docstring, the module and the public names have the same classes."""
+    """The class tree in the docstring of `exceptions` lists exactly the classes of the module.
+
+    All of them are public.
+    """
     from encserve_client import exceptions
 
     classes = {
@@ -55,7 +58,7 @@ def test_the_docstring_lists_every_exception() -> None:
 
 
 def test_both_clients_have_the_same_methods() -> None:
-    """Also the same arguments and defaults."""
+    """The public methods of both clients have the same names, arguments and defaults."""
 
     def public(kind: type) -> set[str]:
         return {name for name in dir(kind) if not name.startswith("_")}
@@ -70,7 +73,7 @@ def test_both_clients_have_the_same_methods() -> None:
 
 
 def test_channel_options() -> None:
-    """Options of the caller override the options of the library."""
+    """The caller's `channel_arguments` override the channel options of the library."""
     options = dict(
         channel_options("encoder:1", 5, Tls(server_name="encoder"), {"grpc.max_send_message_length": 7, "x": "y"})
     )

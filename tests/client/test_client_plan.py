@@ -1,4 +1,4 @@
-"""Calls are split into messages: every input once, in order, each message within the limits."""
+"""A call is split into messages. They contain every input once, in order, and each message is within the limits."""
 
 import itertools
 
@@ -60,7 +60,10 @@ def total(inputs: list[pb.Input], options: Options, limits: Limits) -> Cost:
 def test_messages_have_every_input_once_and_keep_the_limits(
     inputs: list[Input], options: Options, limits: Limits
 ) -> None:
-    """Only an input that is too much alone may break a limit. No two neighbouring messages would have fitted in one."""
+    """Only a message with a single input may exceed a limit.
+
+    With the first input of the next message, each message would exceed a limit.
+    """
     messages = list(plan_messages(read_inputs(inputs)[0], TEMPLATE, options, limits))
     requests = requests_of(messages)
     assert [item for request in requests for item in request.inputs] == packed(inputs)
@@ -75,7 +78,7 @@ def test_messages_have_every_input_once_and_keep_the_limits(
 
 @given(st.lists(id_lists, min_size=1, max_size=30), st.integers(1, 400))
 def test_a_request_is_no_larger_than_planned(inputs: list[Input], max_request_bytes: int) -> None:
-    """The planned bytes are an upper bound of the real bytes without names and options."""
+    """A request without a model name and options is within the planned size, unless it has only one input."""
     limits = Limits(2**31, 2**31, max_request_bytes, 2**31, 2**31, 8)
     for request in requests_of(list(plan_messages(inputs, pb.EncodeRequest(), Options(), limits))):
         assert request.ByteSize() <= max_request_bytes or len(request.inputs) == 1
@@ -83,7 +86,7 @@ def test_a_request_is_no_larger_than_planned(inputs: list[Input], max_request_by
 
 @given(some_inputs.filter(bool))
 def test_halves_are_the_whole(inputs: list[Input]) -> None:
-    """Repeated splitting gives single inputs in order, with their indices."""
+    """Repeated halving of a message gives single inputs in order, each with its index in the call."""
     [message] = plan_messages(inputs, TEMPLATE, Options(), NO_LIMITS)
 
     def leaves(it: Message) -> list[Message]:
@@ -95,7 +98,7 @@ def test_halves_are_the_whole(inputs: list[Input]) -> None:
 
 
 def test_messages_are_made_one_by_one() -> None:
-    """A bad id late in the list does not stop the inputs before it. It is found in its turn."""
+    """Messages are made lazily. An invalid id raises an error only after the messages before it."""
     limits = Limits(1, 2**31, 2**31, 2**31, 512, 8)
     messages = plan_messages([[1], [2], [2**63]], TEMPLATE, Options(), limits)
     assert next(messages).first_index == 0
@@ -115,13 +118,16 @@ def test_a_call_of_more_than_two_messages_is_bulk(count: int) -> None:
 
 
 def test_texts_are_not_planned_for_the_worst_case() -> None:
-    """256 ordinary sentences of 100 bytes fit into one message, though each could have 102 tokens."""
+    """256 texts of 100 bytes fit into a message of 16,384 tokens, although each text could have 102 tokens."""
     limits = Limits(256, 65536 // 4, 64 << 20, 64 << 20, 512, 768)
     assert len(list(plan_messages(["x" * 100] * 256, TEMPLATE, Options(), limits))) == 1
 
 
 def test_a_message_is_limited_to_a_quarter_of_the_queue() -> None:
-    """Four messages together fit into the queue. A limit that the server does not name does not apply."""
+    """The tokens of four concurrent messages fit into the queue.
+
+    A limit that the server does not send does not apply.
+    """
     info = model_info(pb.ModelInfo(d_model=8, max_request_tokens=1000, max_request_bytes=10**6))
     limits = Limits.of(info, max_message_bytes=10**9, max_concurrent_messages=4)
     assert (limits.max_tokens, limits.max_sequences) == (250, 2**31)

@@ -1,4 +1,4 @@
-"""The failures that are retried, and the time of each retry. No clock, no network."""
+"""Which failures are retried, how long the client waits, and which exception a failure becomes."""
 
 import grpc
 import pytest
@@ -71,7 +71,10 @@ def test_only_temporary_failures_are_retried(failure: Failure, expected: bool) -
 
 @pytest.mark.parametrize("code", [Code.UNKNOWN, Code.INTERNAL])
 def test_a_call_that_a_proxy_aborts_is_sent_again(code: grpc.StatusCode) -> None:
-    """gRPC's own errors have a text only; the server's errors have a reason."""
+    """An aborted call is recognised by gRPC's error text.
+
+    An error with the reason INTERNAL comes from the server and is not retried.
+    """
     text = "Stream removed (RST_STREAM (Received RST_STREAM with error code 2))"
     cut_off = failure_of_status(code, text, ())
     assert cut_off.code is Code.UNAVAILABLE
@@ -85,13 +88,13 @@ def test_a_call_that_a_proxy_aborts_is_sent_again(code: grpc.StatusCode) -> None
 
 
 def test_backoff_doubles_up_to_its_bound_then_ends() -> None:
-    """With the largest jitter the waits are the bounds themselves."""
+    """With the largest jitter, each wait equals its upper bound. After `max_attempts` there is no further wait."""
     waits = [seconds_until_retry(POLICY, DOWN, attempts, 100.0, always(1.0)) for attempts in (1, 2, 3, 4)]
     assert waits == [pytest.approx(0.1), pytest.approx(0.2), pytest.approx(0.3), None]
 
 
 def test_a_wait_is_at_least_the_servers_delay() -> None:
-    """Jitter only adds to the server's delay."""
+    """Jitter can only lengthen the server's delay."""
     assert seconds_until_retry(POLICY, FULL, 1, 100.0, always(0.0)) == pytest.approx(1.55)
     assert seconds_until_retry(POLICY, FULL, 1, 100.0, always(1.0)) == pytest.approx(1.6)
 
@@ -108,7 +111,7 @@ def test_no_wait_exceeds_the_deadline() -> None:
     asked=st.none() | st.floats(0, 1e6),
 )
 def test_a_wait_is_within_its_bounds(attempts: int, draw: float, remaining: float, asked: float | None) -> None:
-    """Never before the server's delay, never later than one backoff after it, never past the deadline."""
+    """A retry starts after the server's delay, at most one maximum backoff later, and before the deadline."""
     policy = RetryPolicy(max_attempts=20_000)
     failure = Failure(Code.UNAVAILABLE, "", retry_delay_seconds=asked)
     wait = seconds_until_retry(policy, failure, attempts, remaining, lambda: draw)
@@ -184,7 +187,7 @@ def test_the_reason_decides_the_exception(failure: Failure, expected: type[Encse
 
 
 def test_exceptions_are_also_builtin_kinds() -> None:
-    """Callers may catch the built-in kinds."""
+    """Callers may catch TimeoutError, ValueError and LookupError."""
     assert issubclass(DeadlineError, TimeoutError)
     assert issubclass(InvalidRequestError, ValueError)
     assert issubclass(ModelNotFoundError, LookupError)
@@ -211,14 +214,14 @@ def test_a_pushback_that_is_no_delay_forbids_retries(pushback: str) -> None:
 
 
 def test_the_index_counts_inputs_of_the_call() -> None:
-    """The server counts from the message's first input; the caller from the first of the call."""
+    """The server counts inputs from the start of the message. The client's error counts from the start of the call."""
     failure = Failure(Code.INVALID_ARGUMENT, "inputs[3].token_ids.ids[17]: must be < 100; was 200")
     assert str(failure.to_exception(1, first_index=256)).startswith("inputs[259].token_ids.ids[17]: must")
     assert str(failure.to_exception(1)).startswith("inputs[3].token_ids")
 
 
 def test_stream_errors_are_read() -> None:
-    """0 seconds mean no delay. An unknown code, or OK, means UNKNOWN."""
+    """A retry delay of 0 s becomes None. An unknown code or the code OK becomes UNKNOWN."""
     error = pb.StreamError(code=8, message="full", reason="QUEUE_FULL", retry_delay_seconds=0.5)
     assert failure_of_stream_error(error) == Failure(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", 0.5)
     for code in (0, 99, -1):

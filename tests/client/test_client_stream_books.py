@@ -1,4 +1,4 @@
-"""The logic of encode_stream in virtual time: order, bounds, retries, broken streams. No network, no waiting."""
+"""The logic of `encode_stream` on a fake wire with a fake clock: order, limits, retries and broken streams."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,12 +35,12 @@ UNREACHED = Failure(Code.UNAVAILABLE, "failed to connect to all addresses; last 
 
 
 def ids_in(request: pb.EncodeStreamRequest) -> list[int]:
-    """The inputs of a message, each of one token."""
+    """The token ids of a message in which each input is a single token."""
     return [token for item in request.request.inputs for token in item.token_ids.ids]
 
 
 def echo(request: pb.EncodeStreamRequest, fingerprint: str = "f") -> pb.EncodeStreamResponse:
-    """An answer with the token id of each input."""
+    """A reply whose hidden states are the token ids of the inputs."""
     response = fake_wire.echo(request.request, fingerprint)
     return pb.EncodeStreamResponse(request_id=request.request_id, response=response)
 
@@ -59,13 +59,13 @@ def run_of(
     policy: RetryPolicy = POLICY,
     target: str = "",
 ) -> StreamRun:
-    """A run with the largest jitter."""
+    """A `StreamRun` with the largest jitter on every retry, so that the waits are known."""
     books: StreamBooks[Any] = StreamBooks(policy, max_in_flight, timeout, ordered, lambda: 1.0, target)
     return StreamRun(wire, books, pb.EncodeRequest(), Options())
 
 
 def results(run: StreamRun) -> Iterator[tuple[int, Any]]:
-    """The index and the token id or the error of each result."""
+    """Yield the index of each result, with its token id or its error."""
     while (item := run_without_loop(run.next())) is not None:
         index, result = item
         yield index, result if isinstance(result, EncserveError) else int(result[0, 0])
@@ -81,7 +81,10 @@ def results(run: StreamRun) -> Iterator[tuple[int, Any]]:
 def test_every_input_is_answered_once(
     delays: list[float], breaks: set[int], refused: set[int], max_in_flight: int, ordered: bool
 ) -> None:
-    """With late answers, refusals and broken streams: no loss, no duplicate, the right order and bound."""
+    """With late replies, refusals and broken streams, no result is lost or duplicated.
+
+    The order and `max_in_flight` are kept.
+    """
     read: list[int] = []
     break_once, refuse_once = set(breaks), set(refused)
 
@@ -116,7 +119,10 @@ def test_results_come_as_they_are_ready_if_asked() -> None:
 
 
 def test_reading_stops_at_the_bound_behind_a_slow_first_answer() -> None:
-    """All other answers are ready, but none may be returned yet, so the client reads no more inputs."""
+    """Results must be in order, so later replies wait for the first reply.
+
+    Meanwhile the client reads only `max_in_flight` inputs.
+    """
     read: list[int] = []
     wire = FakeWire(
         answer_stream=lambda _, request: (90.0 if request.request_id == "0" else 0.0, echo(request)),
@@ -148,11 +154,11 @@ def test_a_broken_stream_is_opened_again_for_what_was_not_answered() -> None:
     wire = FakeWire(answer_stream=answer, inputs=[[1], [2], [3]])
     assert list(results(run_of(wire))) == [(0, 1), (1, 2), (2, 3)]
     assert sent == [(1, [1]), (1, [2]), (1, [3]), (2, [2]), (2, [3])]
-    assert wire.sent[3:] == [2.0, 2.0]  # the stream broke after 1 s, then came a wait of 1 s
+    assert wire.sent[3:] == [2.0, 2.0]  # the stream broke after 1 s, and the backoff was 1 s
 
 
 def test_a_stream_that_always_breaks_ends_the_call() -> None:
-    """After max_attempts consecutive failures, with or without yielded errors."""
+    """The call ends after `max_attempts` streams have failed in a row."""
     wire = FakeWire(answer_stream=lambda *_: (0.0, BROKEN), inputs=[[1], [2]])
     with pytest.raises(ServerUnavailableError, match=r"connection reset \(sent 3 times\)"):
         list(results(run_of(wire)))
@@ -160,7 +166,10 @@ def test_a_stream_that_always_breaks_ends_the_call() -> None:
 
 
 def test_a_restart_in_the_middle_is_waited_out() -> None:
-    """The client gives up no input and sends none alone afterwards, however often new streams fail."""
+    """During the restart many new streams fail.
+
+    No input becomes an error, and afterwards messages have several inputs again.
+    """
     sizes: list[int] = []
 
     def answer(stream: int, request: pb.EncodeStreamRequest) -> Outcome:
@@ -178,7 +187,7 @@ def test_a_restart_in_the_middle_is_waited_out() -> None:
 
 
 def test_a_server_that_does_not_come_back_ends_the_call() -> None:
-    """After the time of one input, with or without yielded errors."""
+    """The call ends when the timeout of an input is over."""
 
     def answer(stream: int, request: pb.EncodeStreamRequest) -> Outcome:
         return (0.1, echo(request)) if stream == 1 and ids_in(request) == [1] else (0.0, UNREACHED)
@@ -198,7 +207,7 @@ def test_a_stream_that_breaks_in_other_ways_is_not_opened_again() -> None:
 
 @pytest.mark.parametrize("max_in_flight", [3, 64])
 def test_an_input_that_brings_down_every_stream_is_given_up(max_in_flight: int) -> None:
-    """Answers to other inputs do not extend the time of this input."""
+    """An input that breaks every stream becomes an error, although other inputs get replies between the failures."""
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome:
         return (0.5, BROKEN) if 1 in ids_in(request) else (0.1, echo(request))
@@ -211,7 +220,7 @@ def test_an_input_that_brings_down_every_stream_is_given_up(max_in_flight: int) 
 
 
 def test_an_error_is_the_inputs_own() -> None:
-    """The error does not end the stream, and its text has the caller's index."""
+    """The error of one input does not end the stream. Its text has the index of the input in the call."""
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome:
         if request.request_id == "1":
@@ -227,7 +236,10 @@ def test_an_error_is_the_inputs_own() -> None:
 
 
 def test_a_server_that_is_stopping_gets_nothing_more() -> None:
-    """The client sends a refused input on a new stream. The old stream still delivers its answers."""
+    """If the server refuses an input with UNAVAILABLE, the input is sent on a new stream.
+
+    The old stream still delivers its replies.
+    """
     sent: list[tuple[int, list[int]]] = []
 
     def answer(stream: int, request: pb.EncodeStreamRequest) -> Outcome:
@@ -242,7 +254,7 @@ def test_a_server_that_is_stopping_gets_nothing_more() -> None:
 
 
 def test_an_input_that_is_never_answered_is_given_up() -> None:
-    """The time of the input is over. The others continue, and a late answer is dropped."""
+    """After its timeout an input becomes an error, and a late reply is dropped. The other inputs get results."""
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome | None:
         if request.request_id == "0":
@@ -289,7 +301,7 @@ def test_a_stream_does_not_mix_vector_spaces() -> None:
 @pytest.mark.parametrize("wrong", [5, [], [1.5], None, np.array([[0.0, np.nan]])])
 @pytest.mark.parametrize("ordered", [True, False])
 def test_a_wrong_input_is_an_error_in_its_place(wrong: object, ordered: bool) -> None:
-    """The error names the input. The client sends nothing for it and answers its neighbours."""
+    """A wrong input becomes an error that names its index. The input is not sent, and the other inputs get results."""
     wire = FakeWire(answer_stream=lambda _, request: (1.0, echo(request)), inputs=[[7], wrong, [9]])
     found = list(results(run_of(wire, ordered=ordered)))
     assert [index for index, _ in found] == ([0, 1, 2] if ordered else [1, 0, 2])
@@ -315,7 +327,7 @@ def test_an_endless_row_of_wrong_inputs_is_read_no_further_than_allowed() -> Non
 
 
 def test_a_stream_that_fails_names_the_server() -> None:
-    """An input without an answer in time also names the server."""
+    """The error of a failed stream and the timeout error of an input name the server."""
     down = FakeWire(answer_stream=lambda *_: (0.0, BROKEN), inputs=[[1]])
     with pytest.raises(ServerUnavailableError, match=r"^host:1: connection reset \(sent 3 times\)"):
         list(results(run_of(down, target="host:1")))
@@ -325,7 +337,7 @@ def test_a_stream_that_fails_names_the_server() -> None:
 
 
 def packs_of(wire_answer: Answer, inputs: list[Any], **settings: Any) -> tuple[list[list[int]], dict[int, Any]]:
-    """The inputs that were sent together, and their results."""
+    """Run a stream. Return the token ids of each sent message, and the result of each input by its index."""
     sent: list[list[int]] = []
 
     def answer(stream: int, request: pb.EncodeStreamRequest) -> Outcome | None:
@@ -337,7 +349,10 @@ def packs_of(wire_answer: Answer, inputs: list[Any], **settings: Any) -> tuple[l
 
 
 def test_short_inputs_that_come_fast_share_messages() -> None:
-    """The first inputs leave at once. At the limit, later inputs wait for the next message."""
+    """The first four inputs are sent at once, each in its own message.
+
+    Later inputs share messages of up to 16 inputs.
+    """
     inputs = [[i] for i in range(1, 1001)]
     sent, found = packs_of(lambda _, request: (1.0, echo(request)), inputs, max_in_flight=64)
     assert found == {i: i + 1 for i in range(1000)}
@@ -348,12 +363,12 @@ def test_short_inputs_that_come_fast_share_messages() -> None:
 
 
 def test_an_input_that_comes_alone_is_sent_at_once() -> None:
-    """Below the limit, no input waits for others."""
+    """An input is sent at once if all earlier inputs have been answered."""
     times: list[float] = []
 
     def inputs() -> Iterator[list[int]]:
         for i in range(1, 6):
-            wire.time += 100.0  # longer than the limit of an input: the caller's own time does not count
+            wire.time += 100.0  # longer than the timeout of an input, because the caller's own time does not count
             times.append(wire.time)
             yield [i]
 
@@ -364,7 +379,7 @@ def test_an_input_that_comes_alone_is_sent_at_once() -> None:
 
 
 def test_long_inputs_do_not_share_messages() -> None:
-    """Two of these inputs have more tokens than a message of `encode` may have."""
+    """Two of these inputs together have more tokens than a message may have, so each input is sent alone."""
     sent: list[int] = []
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome:
@@ -377,7 +392,10 @@ def test_long_inputs_do_not_share_messages() -> None:
 
 
 def test_one_bad_input_does_not_fail_its_neighbours() -> None:
-    """The client sends the message again without the bad input. That is not an attempt of the others."""
+    """The client sends the message again without the bad input.
+
+    This does not count as an attempt of the other inputs.
+    """
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome:
         bad = [place for place, token in enumerate(ids_in(request)) if token % 3 == 0]
@@ -407,7 +425,10 @@ def test_a_message_that_is_too_large_is_halved() -> None:
 
 
 def test_a_message_that_is_never_answered_makes_room_when_its_inputs_are_given_up() -> None:
-    """The inputs that reached the limit get no answer. The client still sends the inputs behind them."""
+    """Five inputs without a reply fill `max_in_flight` until they time out.
+
+    Then the client sends the remaining inputs.
+    """
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome | None:
         return None if ids_in(request)[0] <= 4 else (0.0, echo(request))

@@ -1,4 +1,4 @@
-"""encode_stream of both clients with a real server: bounds, broken connections, early ends, no leaks."""
+"""`encode_stream` of both clients against a real gRPC server: limits, broken connections, early ends and leaks."""
 
 import asyncio
 import gc
@@ -26,7 +26,10 @@ async def jitter(*_: object) -> None:
 
 
 async def test_results_come_in_the_order_of_the_inputs(caller: Caller, service: FakeEncoder) -> None:
-    """In any order of the answers. The number of open inputs stays within its limit."""
+    """Random delays change the order of the replies, but results come in input order.
+
+    The client opens only one stream.
+    """
     service.before_stream = jitter
     inputs = [[i, i + 1] for i in range(1, 300)]
     arrays = await caller.all_of(caller.connect(), inputs)
@@ -62,7 +65,10 @@ async def test_pooled_results_are_vectors(caller: Caller) -> None:
 
 
 async def test_a_broken_connection_loses_and_doubles_nothing(caller: Caller, service: FakeEncoder) -> None:
-    """The server is killed in the middle, and starts again on the same port."""
+    """The server is stopped during the stream and restarted on the same port.
+
+    Each input still gets exactly one result.
+    """
     service.before_stream = jitter
     port = int(service.target.rpartition(":")[2])
     client = caller.connect(retry=RetryPolicy(max_attempts=1000, max_backoff_seconds=0.2))
@@ -117,7 +123,7 @@ async def test_a_wrong_input_is_raised_or_yielded_in_its_place(
 
 
 async def test_a_slow_caller_bounds_what_is_read(caller: Caller, service: FakeEncoder) -> None:
-    """The client reads and sends at most the allowed number of inputs ahead."""
+    """The client reads and sends at most `max_in_flight` inputs more than the caller has taken."""
     read: list[int] = []
     stream = caller.connect().encode_stream(counting(10_000, read), max_in_flight=5)
     for taken in range(1, 20):
@@ -130,7 +136,7 @@ async def test_a_slow_caller_bounds_what_is_read(caller: Caller, service: FakeEn
 
 @pytest.mark.parametrize("leave", ["close", "forget", "error"])
 async def test_leaving_early_leaks_nothing(caller: Caller, service: FakeEncoder, leave: str) -> None:
-    """The server sees the end of the stream, and no thread and no task remains."""
+    """When the caller leaves the stream, the server's handler ends. No thread and no task of the client remains."""
     service.before_stream = jitter
     client = caller.connect()
     threads, tasks = set(threading.enumerate()), asyncio.all_tasks()
@@ -146,7 +152,8 @@ async def test_leaving_early_leaks_nothing(caller: Caller, service: FakeEncoder,
     del stream
     gc.collect()
     await until(lambda: service.n_open_streams == 0)
-    # The worker threads of `asyncio.to_thread` belong to this test. gRPC's threads end when their channel is idle.
+    # The threads of `asyncio.to_thread`, which have asyncio in their names, belong to this test. gRPC's threads end
+    # when their channel is idle.
     await until(lambda: not [it for it in set(threading.enumerate()) - threads if "asyncio" not in it.name])
     await until(lambda: not [it for it in asyncio.all_tasks() - tasks if "first_of" in repr(it) or "_wire" in repr(it)])
 
@@ -197,7 +204,7 @@ async def test_a_single_text_is_one_input(caller: Caller) -> None:
 
 
 async def test_progress(caller: Caller) -> None:
-    """Progress comes with each result. The total is known only for inputs with a length."""
+    """Progress is reported for each result. The total is known only if the inputs have a length."""
     told: list[tuple[int, int | None]] = []
     client = caller.connect()
 
@@ -210,7 +217,7 @@ async def test_progress(caller: Caller) -> None:
 
 
 async def test_an_input_that_is_never_answered_is_given_up(caller: Caller, service: FakeEncoder) -> None:
-    """The other inputs have a second for their answers, on an open connection."""
+    """The first call opens the connection, so that a timeout of 1 s is enough for the second input."""
 
     async def first_never(request: Any, _: object) -> None:
         await asyncio.sleep(300 if request.request_id == "0" else 0)
@@ -226,14 +233,17 @@ async def test_an_input_that_is_never_answered_is_given_up(caller: Caller, servi
     ("text", "expected"), [("Internal error from Core", Code.UNAVAILABLE), ("not finite", Code.INTERNAL)]
 )
 def test_the_status_that_grpc_makes_up_is_no_reason_to_give_up(text: str, expected: Code) -> None:
-    """grpc.aio raises this status if a write meets a stream that has just ended."""
+    """If a stream has just ended, a write makes grpc.aio raise INTERNAL with this text.
+
+    The client treats the error as UNAVAILABLE.
+    """
     error = grpc.aio.AioRpcError(Code.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), text)
     assert failure_of_stream(error).code is expected
 
 
 @pytest.mark.parametrize("caller", ["async"], indirect=True)
 async def test_answers_come_while_an_async_iterable_waits(caller: Caller) -> None:
-    """The second input is made from the first answer."""
+    """The second input is made only after the first reply, so the reply must arrive while the iterable waits."""
     answered = asyncio.Event()
 
     async def inputs() -> AsyncIterator[list[int]]:
@@ -251,7 +261,7 @@ async def test_answers_come_while_an_async_iterable_waits(caller: Caller) -> Non
 
 @pytest.mark.parametrize("caller", ["async"], indirect=True)
 async def test_leaving_while_an_async_iterable_waits(caller: Caller, service: FakeEncoder) -> None:
-    """The client also cancels the iterable that it waits for."""
+    """If the caller leaves the stream, the client cancels the iterable of inputs that it waits for."""
     ended: list[str] = []
 
     async def inputs() -> AsyncIterator[list[int]]:

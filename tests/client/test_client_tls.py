@@ -47,7 +47,10 @@ Start = Callable[..., Any]
 
 @pytest.fixture
 async def start(service: FakeEncoder) -> AsyncIterator[Start]:
-    """Start servers with these certificates and return their targets."""
+    """Yield a function that starts a server with a certificate and returns its target.
+
+    With None, the server uses plaintext.
+    """
     servers = []
 
     async def start(pair: Pair | None, client_ca: Path | None = None) -> str:
@@ -67,7 +70,7 @@ async def start(service: FakeEncoder) -> AsyncIterator[Start]:
 
 
 async def failure_text(target: str, **settings: Any) -> str:
-    """The cause of a failed connection. Both clients name the same cause."""
+    """Let both clients fail to connect, and return the cause in the error. Both clients must name the same cause."""
     texts = []
     for kind in ("sync", "async"):
         caller = Caller(kind)
@@ -158,7 +161,7 @@ async def test_the_diagnosis_tries_every_address(start: Start, made: Certificate
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 def test_tls_alerts_are_named(made: Certificates, version: ssl.TLSVersion) -> None:
-    """A proxy sends a TLS alert. A gRPC server only closes the connection."""
+    """This server sends TLS alerts, as a proxy does. A gRPC server only closes the connection."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(made.server.cert, made.server.key)
     context.load_verify_locations(made.ca)
@@ -189,7 +192,7 @@ def test_tls_alerts_are_named(made: Certificates, version: ssl.TLSVersion) -> No
     ("message", "reason"),
     [
         ("failed to connect to all addresses; last error: ipv4:127.0.0.1:1: Connection refused", ""),
-        ("Socket closed", ""),  # a connection that was established before
+        ("Socket closed", ""),  # the error of a connection that was already established
         ("failed to connect to all addresses: Socket closed", "DRAINING"),
     ],
 )
@@ -201,7 +204,10 @@ def test_other_failures_cost_no_handshake(message: str, reason: str) -> None:
 async def test_changed_files_are_read_again(
     start: Start, made: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """A new call uses the new certificate. The client ignores a key without its certificate."""
+    """A new call uses the changed certificate.
+
+    If the key does not match the certificate, the client keeps the old pair.
+    """
     monkeypatch.setattr(channels, "_LOOK_SECONDS", 0.0)
     mount = Mount(tmp_path / "mount")
     mount.put(made.stranger, made.ca)
@@ -220,7 +226,7 @@ async def test_changed_files_are_read_again(
 async def test_a_stream_continues_while_files_change(
     start: Start, made: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Running calls keep their connection, which closes after the last call."""
+    """A running stream keeps its old connection. The connection is closed after the stream has ended."""
     monkeypatch.setattr(channels, "_LOOK_SECONDS", 0.0)
     mount = Mount(tmp_path / "mount")
     mount.put(made.client, made.ca)
@@ -254,7 +260,10 @@ def test_invalid_certificate_files_are_refused(made: Certificates, tmp_path: Pat
 
 
 def test_a_silent_server_is_given_up(made: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The port accepts connections and sends nothing."""
+    """The server accepts connections and sends nothing.
+
+    The diagnosis stops after its timeout and leaves the failure unchanged.
+    """
     monkeypatch.setattr("encserve_client._grpc.diagnosis._SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         target = f"127.0.0.1:{silent.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""Vectors as inputs: the message, its split, and refusals."""
+"""Vectors as inputs: their encoding in messages, the splitting of calls, and refused arrays."""
 
 import itertools
 import sys
@@ -25,17 +25,17 @@ finite_arrays = hnp.arrays(np.float16, SHAPES, elements=FINITE) | hnp.arrays(np.
 
 
 def vectors(n_tokens: int, width: int = 8, dtype: Any = np.float32) -> npt.NDArray[Any]:
-    """(n_tokens, width) different numbers that every type represents exactly."""
+    """A (n_tokens, width) array of different numbers that every type represents exactly."""
     return (np.arange(n_tokens * width) / 8).reshape(n_tokens, width).astype(dtype)
 
 
 def pack(array: npt.NDArray[Any]) -> pb.TokenEmbeddings:
-    """The message of an array."""
+    """Encode an array as the client sends it."""
     return pack_input(check_input(array, "inputs[0]"), "inputs[0]").embeddings
 
 
 def read(message: pb.TokenEmbeddings) -> npt.NDArray[Any]:
-    """The array that a server reads from a message."""
+    """Decode the array as a server reads it."""
     dtype = {pb.DATA_TYPE_FLOAT32: "<f4", pb.DATA_TYPE_FLOAT16: "<f2"}[message.data_type]
     return np.frombuffer(message.data, dtype).reshape(-1, message.width)
 
@@ -75,7 +75,7 @@ def test_float64_is_rounded_to_float32() -> None:
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_named_with_its_place(dtype: Any, value: float) -> None:
-    """The error names the first such number, row by row."""
+    """The error names the row and column of the first number that is not finite."""
     array = vectors(5, 4, dtype)
     array[3, 0] = array[2, 3] = value
     with pytest.raises(InvalidInputError) as caught:
@@ -95,14 +95,14 @@ def test_what_float32_cannot_hold_is_named_with_its_place(value: float) -> None:
 
 @pytest.mark.parametrize(("dtype", "n_bytes"), [(np.float16, 2), (np.float32, 4), (np.float64, 4)])
 def test_tokens_and_bytes_are_counted_exactly(dtype: Any, n_bytes: int) -> None:
-    """A vector is one token. The bytes are the bytes of the numbers and a few more."""
+    """Each vector counts as one token. The planned bytes are those of the numbers, and at most 64 bytes more."""
     message = pack_input(vectors(100, 96, dtype), "inputs[0]")
     cost = cost_of(message, Options(), NO_LIMITS)
     assert (cost.sequences, cost.tokens) == (1, 100)
     assert 100 * 96 * n_bytes < cost.request_bytes <= 100 * 96 * n_bytes + 32
     assert 100 * 8 * 4 <= cost.response_bytes <= 100 * 8 * 4 + 64
     longer = cost_of(pack_input(vectors(600), "inputs[0]"), Options(), NO_LIMITS)
-    assert longer.tokens == 512  # the server truncates or refuses the input
+    assert longer.tokens == 512  # the server truncates or refuses longer inputs
 
 
 def sizes(messages: list[Message]) -> list[int]:
@@ -111,7 +111,10 @@ def sizes(messages: list[Message]) -> list[int]:
 
 @given(st.lists(SHAPES, min_size=1, max_size=20), st.integers(1, 2000))
 def test_requests_are_no_larger_than_planned(shapes: list[tuple[int, int]], max_request_bytes: int) -> None:
-    """No message ends before an input that would still fit."""
+    """A message with several inputs is within the limit.
+
+    With the first input of the next message it would exceed the limit.
+    """
     arrays: list[Input] = [vectors(*shape, (np.float16, np.float32)[sum(shape) % 2]) for shape in shapes]
     limits = Limits(2**31, 2**31, max_request_bytes, 2**31, 2**31, 8)
     messages = list(plan_messages(arrays, pb.EncodeRequest(), Options(), limits))
@@ -126,13 +129,16 @@ def test_requests_are_no_larger_than_planned(shapes: list[tuple[int, int]], max_
 
 
 def test_messages_are_cut_by_tokens() -> None:
-    """Ten sequences of 30 tokens, with at most 100 tokens in a message."""
+    """Ten sequences of 30 tokens are split so that no message has more than 100 tokens."""
     limits = Limits(2**31, 100, 2**31, 2**31, 512, 8)
     assert sizes(list(plan_messages([vectors(30)] * 10, pb.EncodeRequest(), Options(), limits))) == [3, 3, 3, 1]
 
 
 def test_messages_are_cut_by_bytes() -> None:
-    """float16 needs half of float32's bytes, so twice as many inputs fit."""
+    """float16 takes half the bytes of float32, so nearly twice as many inputs fit into a message.
+
+    float64 is sent as float32.
+    """
     limits = Limits(2**31, 2**31, 4 * (32 * 64 * 4 + 32), 2**31, 512, 8)
     for dtype, expected in ((np.float32, [4, 4]), (np.float16, [7, 1]), (np.float64, [4, 4])):
         array = vectors(32, 64, dtype)
@@ -140,7 +146,10 @@ def test_messages_are_cut_by_bytes() -> None:
 
 
 async def test_vectors_get_their_rows(caller: Caller, service: FakeEncoder) -> None:
-    """With every method, in several messages, and mixed with other inputs if the method allows that."""
+    """`encode`, `embed` and `run` take vectors, also in several messages.
+
+    `encode` takes vectors and token ids in one call.
+    """
     service.max_request_sequences = 2
     client = caller.connect()
     arrays = [vectors(n, dtype=dtype) for n, dtype in ((1, np.float32), (5, np.float16), (3, np.float64))]
@@ -156,7 +165,7 @@ async def test_vectors_get_their_rows(caller: Caller, service: FakeEncoder) -> N
 
 
 async def test_vectors_on_a_stream(caller: Caller) -> None:
-    """A vector that is not finite is an error at its index."""
+    """Vectors with NaN become an error at their index. The other inputs get results."""
     inputs = [vectors(2), np.full((1, 8), np.nan), vectors(3, dtype=np.float16)]
     first, error, last = await caller.all_of(caller.connect(), inputs, return_exceptions=True)
     np.testing.assert_array_equal(first, vectors(2))

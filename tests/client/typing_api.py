@@ -1,4 +1,4 @@
-"""Checked by mypy, never run: the types that a caller's type checker sees."""
+"""The types that a caller's type checker sees. mypy checks this file, and nothing runs it."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Generator
@@ -31,7 +31,7 @@ one_input: Input = embeddings
 
 
 def with_threads() -> None:
-    """The sync client."""
+    """The types of the sync client."""
     tls = Tls(ca="ca.pem")
     with EncoderClient("host:1", tls=tls, retry=RetryPolicy(max_attempts=2), channel_arguments={"a": 1}) as client:
         assert_type(client, EncoderClient)
@@ -76,7 +76,7 @@ def with_threads() -> None:
 
 
 async def with_asyncio() -> None:
-    """The async client."""
+    """The types of the async client."""
 
     async def texts() -> AsyncIterator[str]:
         yield "a"
@@ -93,7 +93,7 @@ async def with_asyncio() -> None:
 
 
 def handle(error: Exception) -> Any:
-    """Errors."""
+    """The types of an error's attributes."""
     if isinstance(error, OverloadedError):
         assert_type(error.retry_delay_seconds, float | None)
         assert_type(error.attempts, int)
