@@ -11,8 +11,8 @@ but not loading and planning. The ceiling runs sorted batches one after another,
 only `session.run` is timed. sentence-transformers' `encode` gets all texts at once and sorts them by length, with the
 best batch size of a sweep. Its time includes tokenizing, but not reading and writing.
 
-If the CPU computes in bfloat16, OpenVINO runs the same sides in bfloat16. Before the rounds, the vectors of all sides
-are compared with the vectors of the first ceiling.
+If the CPU has bfloat16, all sides run a second time in bfloat16; the job and the ceiling then use OpenVINO. Before the
+rounds, some vectors of every side are compared with the vectors of the float32 ceiling.
 """
 
 import argparse
@@ -106,7 +106,7 @@ class Sides:
     """The ceiling, the job and sentence-transformers, in one or two precisions.
 
     Attributes:
-        sides: All sides; the first is a ceiling.
+        sides: All sides; the first is the ceiling in float32.
         sweeps: Tokens/s by budget or by batch size, for each side with a sweep.
         agreement: The difference and the cosine to the first ceiling's vectors, by side.
     """
