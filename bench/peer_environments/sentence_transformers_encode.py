@@ -18,7 +18,7 @@ OUTPUTS = {"tokens": "token_embeddings", "pooled": "sentence_embedding"}
 
 
 def main() -> None:
-    """Answer the benchmark's questions until standard input ends."""
+    """Answer the commands "run" and "check" from standard input until its end."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", required=True)
     parser.add_argument("--workload", type=Path, required=True)

@@ -111,7 +111,7 @@ def test_no_wait_exceeds_the_deadline() -> None:
     asked=st.none() | st.floats(0, 1e6),
 )
 def test_a_wait_is_within_its_bounds(attempts: int, draw: float, remaining: float, asked: float | None) -> None:
-    """A retry starts after the server's delay, at most one maximum backoff later, and before the deadline."""
+    """A retry starts between the server's delay and `max_backoff_seconds` after it, and before the deadline."""
     policy = RetryPolicy(max_attempts=20_000)
     failure = Failure(Code.UNAVAILABLE, "", retry_delay_seconds=asked)
     wait = seconds_until_retry(policy, failure, attempts, remaining, lambda: draw)

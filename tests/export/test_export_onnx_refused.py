@@ -93,13 +93,13 @@ def all_fixed(model: onnx.ModelProto) -> None:
     [
         (
             rename_input("input_ids", "tokens"),
-            "the model has no input input_ids; its inputs are tokens int64 (batch, seq), attention_mask int64 (batch, "
-            "seq). Name the right input with --input-ids-name",
+            "the model has no input input_ids; the model's inputs are tokens int64 (batch, seq), attention_mask int64 "
+            "(batch, seq). Name the right input with --input-ids-name",
         ),
         (
             lambda model: model.graph.input.pop(),
-            "the model has no input attention_mask; its inputs are input_ids int64 (batch, seq). Name the right "
-            "input with --attention-mask-name",
+            "the model has no input attention_mask; the model's inputs are input_ids int64 (batch, seq). Name the "
+            "right input with --attention-mask-name",
         ),
         (
             set_input("position_ids"),
@@ -133,8 +133,8 @@ def all_fixed(model: onnx.ModelProto) -> None:
         ),
         (
             set_outputs(value("hidden.0", FLOAT, ROWS), value("rows", FLOAT, ROWS), value("mean", FLOAT, ["batch", 8])),
-            "several outputs could be the rows: hidden.0 float32 (batch, seq, 8), rows float32 (batch, seq, 8); "
-            "choose one with --output-name",
+            "several outputs could be the hidden states: hidden.0 float32 (batch, seq, 8), rows float32 (batch, seq, "
+            "8); choose one with --output-name",
         ),
         (
             set_outputs(value("sentence", FLOAT, ["batch", 8])),
@@ -167,12 +167,12 @@ def test_inputs_and_outputs(refused: Callable[..., str], change: Change, said: s
         (Names(output="hidden"), "the model has no output hidden; its outputs are rows float32 (batch, seq, 8)"),
         (
             Names(token_type_ids="segments"),
-            "the model has no input segments; its inputs are input_ids int64 (batch, seq), attention_mask int64 "
-            "(batch, seq). Name the right input with --token-type-ids-name",
+            "the model has no input segments; the model's inputs are input_ids int64 (batch, seq), attention_mask "
+            "int64 (batch, seq). Name the right input with --token-type-ids-name",
         ),
         (
             Names(attention_mask="input_ids"),
-            "the inputs must have different names; was input_ids, input_ids; its",
+            "the inputs must have different names; the given names are input_ids, input_ids; the model's",
         ),
     ],
 )

@@ -148,7 +148,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "other-names": (weights(lambda its: {f"theirs.{name}": its[name] for name in its}), rf"missing: .*{TOGETHER}"),
     "not-finite": (
         weights(lambda its: its | {LAST: its[LAST] * float("nan")}),
-        rf"{re.escape(LAST)} .*finite.*Take an earlier checkpoint, or download it again",
+        rf"{re.escape(LAST)} .*finite.*Use an earlier checkpoint, or download this one again",
     ),
     "no-config": (lambda its: (its / "config.json").unlink(), r"config\.json is missing: .*`encserve-export onnx`"),
     "empty": (empty, r"config\.json is missing: .*`encserve-export checkpoint`"),

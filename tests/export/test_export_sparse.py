@@ -210,7 +210,9 @@ def test_a_language_models_head_is_said_to_be_left_behind(tmp_path: Path) -> Non
     from sentence_transformers import SparseEncoder
 
     left = facts(export(write_language_model(tmp_path / "bare"), tmp_path))["unused parts"]
-    assert left.startswith("cls, which is a language model's head. If that makes SPLADE's weights, save the directory")
+    assert left.startswith(
+        "cls, the head of a language model. For a SPLADE model, whose head computes the weights of words"
+    )
     SparseEncoder(str(tmp_path / "bare"), device="cpu").save_pretrained(str(tmp_path / "other"))
     assert export(tmp_path / "other", tmp_path / "saved").manifest.HasField("sparse")
 

@@ -348,7 +348,7 @@ def test_an_onnx_file_of_a_model_that_transformers_does_not_know_is_used(
     change_config(data2vec, model_type="unheard")
     exported = export(data2vec, models)
     assert exported.manifest.source.route == "onnx"
-    assert "transformers does not take it: transformers" in exported.notes["route"]
+    assert "the route transformers does not support this model: transformers" in exported.notes["route"]
     assert exported.manifest.parity.tolerance == 0, "nothing to compare with"
 
 

@@ -1,4 +1,4 @@
-"""The longest wait of a sequence, in simulated time and any mix of traffic."""
+"""The longest wait of a sequence, in simulated time, for any mix of traffic."""
 
 import math
 from dataclasses import dataclass, field
@@ -18,12 +18,12 @@ class Entry:
 
     Attributes:
         arrives_at: The time of its arrival, in seconds.
-        length: Its tokens.
-        deadline: The end of its caller's patience.
-        leaves_at: The time its caller cancels.
-        ahead: Waiting entries before it at its arrival.
-        running_until: The earliest start of the next batch, seen at its arrival.
-        batches_before: Batches that began between its arrival and its own.
+        length: The number of its tokens.
+        deadline: The deadline of its call.
+        leaves_at: The time at which its caller cancels.
+        ahead: The number of entries that wait when it arrives.
+        running_until: The earliest time at which the next batch can start, as known when it arrives.
+        batches_before: The number of batches that start after its arrival and before its own batch.
         started_at: The start of its batch; NaN if it did not run.
     """
 
@@ -63,7 +63,7 @@ class Engine:
 
 
 def simulate(entries: list[Entry], policy: BatchPolicy, engine: Engine) -> None:
-    """Run all entries. A free lane takes a batch of the waiting entries at once, without a timer."""
+    """Run all entries. As soon as a lane is free, it takes a batch of the waiting entries. There is no timer."""
     queue = PendingQueue()
     pending: dict[TokenSequence, Entry] = {}
     running: list[float] = []  # the end of each batch
@@ -132,7 +132,7 @@ engines = st.builds(Engine, st.floats(0, 0.1), st.floats(1e-6, 1e-3), st.integer
 def test_with_k_before_it_a_sequence_starts_in_the_next_k_plus_1_batches(
     entries: list[Entry], policy: BatchPolicy, engine: Engine
 ) -> None:
-    """Sequences that arrive later do not delay it."""
+    """Sequences that arrive later do not delay a sequence."""
     simulate(entries, policy, engine)
     for entry in entries:
         if not math.isnan(entry.started_at):

@@ -38,7 +38,7 @@ _WEIGHTS = (
     TensorProto.INT4,
     TensorProto.UINT4,
 )
-# Operators that leave token ids unchanged, and operators that keep the order of a table's rows.
+# Operators that do not change token ids, and operators that keep the order of the rows of an embedding table.
 _SAME_IDS = ("Identity", "Cast", "Reshape", "Flatten", "Squeeze", "Unsqueeze")
 _SAME_ROWS = ("Identity", "Cast", "DequantizeLinear")
 _MAX_DESCRIPTION = 200
@@ -46,7 +46,7 @@ _MAX_DESCRIPTION = 200
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Names:
-    """The names of the inputs and outputs.
+    """The names of inputs and outputs that the user gives, or the default names.
 
     Attributes:
         input_ids: The input of token ids.
@@ -181,13 +181,13 @@ def description(model: onnx.ModelProto) -> str:
 def embedding_rows(model: onnx.ModelProto, input_ids: str) -> int | None:
     """The number of rows of the token table; None if no table is found. Among several tables, the smallest counts."""
     if model.functions:  # a function may contain the lookup
-        with contextlib.suppress(Exception):  # may raise any exception; then --vocab-size may be needed
+        with contextlib.suppress(Exception):  # inlining may raise any exception; the table may then not be found
             model = inliner.inline_local_functions(model)
     return min((int(dims[0]) for dims in token_tables(model, input_ids).values() if len(dims) == 2), default=None)
 
 
 def token_tables(model: onnx.ModelProto, input_ids: str) -> dict[str, Sequence[int]]:
-    """The shapes of the tables that the token ids index, by the table's name in the lookup node."""
+    """The shape of each table in which a node looks up token ids, by the name of the table in that node."""
     graph = model.graph
     ids = {input_ids}
     tables: dict[str, Sequence[int]] = {tensor.name: tensor.dims for tensor in graph.initializer}
@@ -235,9 +235,11 @@ def _listed(ports: Sequence[Port]) -> str:
 
 
 def _check_names(used: dict[str, str], inputs: dict[str, Port]) -> None:
-    available = f"its inputs are {_listed(list(inputs.values()))}"
+    available = f"the model's inputs are {_listed(list(inputs.values()))}"
     if len(set(used.values())) != len(used):
-        raise OnnxInterfaceError(f"the inputs must have different names; was {', '.join(used.values())}; {available}")
+        raise OnnxInterfaceError(
+            f"the inputs must have different names; the given names are {', '.join(used.values())}; {available}"
+        )
     missing = {role: name for role, name in used.items() if name not in inputs}
     if missing:
         wanted = " and ".join(missing.values())
@@ -289,7 +291,9 @@ def _choose_output(outputs: Sequence[Port], name: str | None) -> Port:
     if usual:
         return usual[0]
     if rows:
-        raise OnnxInterfaceError(f"several outputs could be the rows: {_listed(rows)}; choose one with --output-name")
+        raise OnnxInterfaceError(
+            f"several outputs could be the hidden states: {_listed(rows)}; choose one with --output-name"
+        )
     if any(len(port.axes) == 2 for port in floats):
         raise OnnxInterfaceError(_pooled(available))
     raise OnnxInterfaceError(f"no output is float32 (batch, seq, d_model); {available}")

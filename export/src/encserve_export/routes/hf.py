@@ -45,8 +45,8 @@ Route = Literal["transformers", "onnx"]
 ROUTES: tuple[Route, ...] = ("transformers", "onnx")
 ONNX_FILE = Path("onnx", "model.onnx")
 _LANGUAGE_MODEL = (
-    "which is a language model's head. If that makes SPLADE's weights, save the directory with sentence-transformers, "
-    "SparseEncoder(DIRECTORY).save_pretrained(OTHER), and export OTHER"
+    "the head of a language model. For a SPLADE model, whose head computes the weights of words, save the directory "
+    "with sentence-transformers as SparseEncoder(DIRECTORY).save_pretrained(OTHER), and export OTHER"
 )
 _NOT_OF_ONE_MODEL = "config.json and the weights must be of one model: download or save them again, together"
 _CODE_OF_ITS_OWN = (
@@ -85,8 +85,8 @@ def export_hf(
         via: The route. None prefers transformers, and uses the directory's ONNX file if transformers cannot load the
             model.
         pooling: One of `POOLINGS`, for a directory that does not name its pooling.
-        ids_only: True allows only a directory without a tokenizer, and False only a directory with one. Without a
-            tokenizer the model takes token ids only.
+        ids_only: True allows only a directory without a tokenizer. False allows only a directory with a tokenizer.
+            Without a tokenizer the model takes token ids only.
         ignore_head: Whether to export a classifier or a cross-encoder without its head, as an encoder.
         expect: A .npz or .safetensors file with outputs that the bundle must reproduce; see `check.expected`.
         origin: The origin of the directory on the hub, for the manifest.
@@ -131,8 +131,8 @@ def export_hf(
             expected=expected,
         )
         exported = _export(build, via)
-    # The encoder does not use a language model's head, but the bundle of a sparse model does. So these parts of a
-    # sparse model are not reported as unused.
+    # The encoder does not use the head of a language model, but the bundle of a sparse model does. So the report of a
+    # sparse model has no unused parts.
     used = exported.unused_parts if exported.manifest.sparse.mask_name else spec.used_parts
     unused_parts = tuple(part for part in exported.unused_parts if part not in used)
     if _has_language_model(settings, spec) and set(unused_parts) - {"pooler"}:
@@ -202,7 +202,7 @@ def _export(build: _Build, via: Route | None) -> Exported:
         advice = _CODE_OF_ITS_OWN if "auto_map" in build.settings else _NOT_OF_ONE_MODEL
         raise type(error)(f"{error}. {advice}") from error
     except WeightValueError as error:
-        raise WeightValueError(f"{error}. Take an earlier checkpoint, or download it again") from error
+        raise WeightValueError(f"{error}. Use an earlier checkpoint, or download this one again") from error
 
 
 def _export_by_default(build: _Build) -> Exported:
@@ -215,7 +215,7 @@ def _export_by_default(build: _Build) -> Exported:
     except UnsupportedModelError as error:
         if not has_file:
             raise
-        reason = f"transformers does not take it: {error}"
+        reason = f"the route transformers does not support this model: {error}"
         build.progress(reason)
     return _export_onnx(build).with_notes({"route": f"{ONNX_FILE}; {reason}"})
 
@@ -245,7 +245,7 @@ def _export_transformers(build: _Build) -> Exported:
 
 
 def _shorter_sequences(settings: Mapping[str, Any], longest: int) -> str:
-    """Return advice for a model that computes positions differently above a certain length, such as longrope.
+    """Return advice for models that compute positions differently above a certain length, such as models with longrope.
 
     A graph can contain only one of the two computations. The advice is empty for other models, and for lengths below
     the limit.
@@ -268,7 +268,8 @@ def _export_onnx(build: _Build) -> Exported:
     tasks = build.spec.tasks.values()
     if any(task.HasField("expansion") and not task.expansion.attended for task in tasks):
         raise UnsupportedModelError(
-            f"{ONNX_FILE} has no vectors for tokens that fill up a query and are not attended to; use transformers"
+            f"this model needs vectors of the tokens that fill up a query, but {ONNX_FILE} does not compute vectors of "
+            "masked tokens; use --via transformers"
         )
     reference: Reference | None = None
     weights: Weights | None = None
@@ -372,8 +373,8 @@ def _check_side(spec: ModelSpec) -> None:
     if side.lower() != "right":
         raise UnsupportedModelError(
             f"{spec.encoder}: its tokenizer cuts long texts at their beginning (truncation_side {side!r}), which a "
-            'bundle cannot express. Write "truncation_side": "right" into tokenizer_config.json, and let callers send '
-            "the end of longer texts"
+            'bundle cannot express. Write "truncation_side": "right" into tokenizer_config.json. Callers with a text '
+            "that is too long must then send only its end"
         )
 
 
@@ -426,7 +427,7 @@ def _model_max_length(directory: Path) -> int | None:
 
 
 def longest_sequence(positions: int, usual: int | None, asked: int | None) -> tuple[int, str]:
-    """Return the longest sequence to serve, in tokens, and a remark if the checkpoint or the user sets another length.
+    """Return the longest sequence to serve, in tokens, and a remark that is empty if all known lengths are equal.
 
     Args:
         positions: The number of positions that the model has.
