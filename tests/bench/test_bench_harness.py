@@ -1,4 +1,4 @@
-"""The functions of bench/harness: workloads, rounds, ratios, targets, and the comparison of results."""
+"""Tests of bench/: workloads, comparisons of vectors, rounds, ratios, targets and processes."""
 
 import asyncio
 import contextlib
@@ -45,11 +45,14 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.rounds.PAUSE_SECONDS", 0)
 
 
-# Workloads.
+# Tests of workloads.
 
 
 def bundle_with(words: list[str], folder: Path) -> Any:
-    """Write a model with a WordPiece tokenizer, whose file asks for truncation to 4 tokens and padding to 8."""
+    """Return a bundle with a WordPiece tokenizer.
+
+    The tokenizer's file asks for truncation to 4 tokens and padding to 8 tokens, which a workload must ignore.
+    """
     tokenizer = Tokenizer(WordPiece({word: token for token, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)])
@@ -86,7 +89,7 @@ def test_batches_contain_every_sequence_once_and_keep_the_budget(lengths: list[i
         assert all(max(map(len, batch)) * len(batch) <= budget for batch in batches)
 
 
-# Agreement.
+# Tests of the comparison of vectors. A side is one way to run the model, for example a server or PyTorch.
 
 
 def test_a_side_that_computes_something_else_is_refused() -> None:
@@ -116,7 +119,7 @@ def test_a_peer_that_computes_something_else_is_unavailable() -> None:
             peers.check_peer("peer", setting(array), [0], [rows], [])
 
 
-# Rounds, ratios and targets.
+# Tests of rounds, ratios and targets.
 
 
 def test_each_round_runs_every_side_once_in_another_order() -> None:
@@ -136,10 +139,10 @@ def test_each_round_runs_every_side_once_in_another_order() -> None:
     ("shares", "seconds", "chosen"),
     [
         ([0.01, 0.9], 60, 1),
-        ([0.3, 0.02, 0.9], 60, 2),  # the second run is undisturbed
-        ([0.3, 0.2, 0.1, 0.4, 0.0], 60, 3),  # none of four runs is undisturbed; the third is the least disturbed
-        ([0.3, 0.02], 0, 1),  # no time for repeated runs
-        ([None, 0.0], 60, 1),  # the share of other processes is unknown
+        ([0.3, 0.02, 0.9], 60, 2),  # the second run is quiet: other work took 2 % of the CPU time
+        ([0.3, 0.2, 0.1, 0.4, 0.0], 60, 3),  # none of the four runs is quiet; other work disturbs the third run least
+        ([0.3, 0.02], 0, 1),  # there is no time to repeat the run
+        ([None, 0.0], 60, 1),  # the share of other work is unknown
     ],
 )
 def test_a_disturbed_run_is_repeated(shares: list[float | None], seconds: float, chosen: int) -> None:
@@ -197,7 +200,7 @@ def test_the_fastest_setting_takes_part_and_the_others_are_closed() -> None:
         side = Side("peer", name, lambda: next(runs))
         return Setting(name, [side], lambda _: {}, {}, lambda: closed.append(name), is_default=name == "c")
 
-    # The first run of each setting is a warm-up.
+    # The first run of each setting is a warm-up, so its number does not count.
     settings = [setting("a", 99, 5, 7), setting("b", 1, 9, 2), setting("c", 1, 1, 1)]
     best, found = peers.fastest("peer", settings, seed=0)
     assert (best.name, found, closed) == ("b", {"a": 7, "b": 9, "c": 1}, ["a"])
@@ -215,7 +218,7 @@ def test_a_load_with_errors_or_without_replies_is_an_error(monkeypatch: pytest.M
     served = Served(server, random_workload([5, 70], vocab_size=9, seed=0), seconds=0.5)
     sides = {side.name: side for side in served.sides()}
     assert sides[ONE].run() == Measurement(120, 0.5, [(5, 0.1), (70, 0.2), (5, 0.3)], 5.0)
-    assert sides[LARGE].run().tokens == 700  # tokens of the server's batches
+    assert sides[LARGE].run().tokens == 700  # the tokens that the server counted
     for change, message in (
         ({"tokens": 0}, r"^64 callers: no call was answered in 0.5 s; give --seconds more$"),
         ({"errors": {"UNAVAILABLE": 3}}, r"^64 callers: \{'UNAVAILABLE': 3\}"),
@@ -228,7 +231,7 @@ def test_a_load_with_errors_or_without_replies_is_an_error(monkeypatch: pytest.M
                 sides[MANY].run()
 
 
-# Processes.
+# Tests of processes.
 
 
 def test_cpu_time_includes_children_that_have_ended() -> None:
@@ -277,7 +280,8 @@ def test_a_program_answers_and_its_prints_go_to_the_log(tmp_path: Path) -> None:
 def test_an_environment_is_created_again_after_a_change_of_its_requirements(tmp_path: Path) -> None:
     requirements, environments, python = tmp_path / "peer.txt", tmp_path / "environments", tmp_path / "python"
     requirements.write_text("")
-    # A fake of python: called as -m venv FOLDER, it creates an interpreter that accepts every command.
+    # ensure_environment calls this fake Python as `python -m venv FOLDER`. The fake creates an interpreter
+    # that accepts every command.
     python.write_text('#!/bin/sh\nmkdir -p "$3/bin" && ln -s /bin/true "$3/bin/python"\n')
     python.chmod(0o755)
     binaries = ensure_environment("peer", requirements, environments, str(python))

@@ -1,6 +1,6 @@
-"""The memory of exports, of servers that share weights, and of long texts, with models as large as BERT-base.
+"""Tests of memory: of exports, of servers that share weights, and of long texts.
 
-Linux only.
+The models have the size of BERT-base. The tests need Linux.
 """
 
 import json
@@ -35,7 +35,7 @@ MIB = 2**20
 def export_random_weights(folder: Path, **fields: object) -> tuple[int, int]:
     """Export a model with random weights.
 
-    Return the bytes of its weights and the peak memory of the process in bytes.
+    Return the bytes of its weights and the peak memory of the export in bytes.
     """
     file = folder / "config.json"
     file.write_text(json.dumps(BERT_BASE | fields))
@@ -58,7 +58,10 @@ def encode_at_once(server: RealServer, sequences: Sequence[TokenIds], callers: i
 
 
 def memory_mib(models: Path, cache_dir: str) -> float:
-    """Return the sum of the proportional set sizes of all servers. A page that several processes map counts once."""
+    """Start SERVERS servers of one model, and return their memory together, in MiB.
+
+    The result is the sum of the proportional set sizes. So a page that several servers share counts once.
+    """
     sequences = random_workload(list(range(1, 257, 17)), vocab_size=VOCABULARY, seed=0).sequences
     with ExitStack() as stack:
         servers = []

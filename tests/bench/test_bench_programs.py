@@ -1,6 +1,6 @@
-"""The programs of bench/, each from its command line to its report. The measured numbers are not tested.
+"""Runs each program of bench/ for a short time, from its command line. The tests do not check the speeds.
 
-bench/peers.py runs the sentence-transformers of this environment.
+bench/peers.py compares encserve with the sentence-transformers that is installed in this environment.
 """
 
 import json
@@ -41,7 +41,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a small directory of sentence-transformers."""
+    """Write a small model with sentence-transformers, and return its directory."""
     folder = tmp_path_factory.mktemp("bench") / "directory"
     write_model(folder)
     return folder
@@ -49,14 +49,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(directory: Path) -> Path:
-    """Export the directory into a repository."""
+    """Export the model of `directory`, and return the model repository."""
     export_hf(directory, Target(model_repository=directory.parent / "models", name="m"))
     return directory.parent / "models"
 
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
-    """Write a repository with two models of a few nodes."""
+    """Write two models of a few ONNX nodes, and return the model repository."""
     for name in ("one", "two"):
         write_bundle(tmp_path / "models", name)
     return tmp_path / "models"
@@ -141,7 +141,7 @@ def test_scaling_measures_parts_keeps_the_others_and_draws(
 
 
 def test_gpu_measures_budgets_and_lanes(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a CPU, bench/gpu.py runs the same code as on a GPU."""
+    """The test runs bench/gpu.py on the CPU, so that it needs no GPU."""
     command = [str(tiny), "--model", "one", "--model", "two", "--device", "cpu", "--sequences", "40", "--rounds", "2"]
     gpu.main([*command, "--budgets", "64", "128", "--lanes", "1", "2", "--json", str(tmp_path / "found.json")])
     found = figures(tmp_path / "found.json")

@@ -1,4 +1,7 @@
-"""Checkpoints and bundles for the tests of the exporter."""
+"""Checkpoints and bundles for the tests of the exporter.
+
+A golden checkpoint is in tests/data, together with hidden states that its original code computed.
+"""
 
 import json
 import shutil
@@ -60,20 +63,20 @@ def roberta(tmp_path: Path) -> Checkpoint:
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """Return the folder for all models. It does not exist yet."""
+    """Return the path of a model repository. The folder does not exist yet."""
     return tmp_path / "models"
 
 
 @pytest.fixture(scope="session")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
-    """Export the golden checkpoints once."""
+    """Export each golden checkpoint once. Return the bundles by name."""
     folder = tmp_path_factory.mktemp("bundles")
     return {name: export_golden(name, folder) for name in GOLDENS}
 
 
 @pytest.fixture(params=GOLDENS)
 def golden(request: pytest.FixtureRequest) -> str:
-    """Return the name of a golden checkpoint. The test runs once for each."""
+    """Return the name of a golden checkpoint. A test with this fixture runs once for each checkpoint."""
     name: str = request.param
     return name
 
@@ -85,7 +88,7 @@ def tiny() -> EncoderConfig:
 
 @pytest.fixture
 def write_tokenizer() -> Callable[..., Path]:
-    """Write a tokenizer.json of n words, with these settings."""
+    """Return a function that writes a tokenizer.json of `n_words` words."""
 
     def write(path: Path, n_words: int = 30, *, fixed_length: int | None = None) -> Path:
         words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{index}" for index in range(n_words - 5))]

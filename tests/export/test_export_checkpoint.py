@@ -1,4 +1,4 @@
-"""State dicts of hand-written layouts are recognised and loaded exactly. Errors name missing weights and settings."""
+"""State dicts of hand-written encoders are recognised and loaded exactly. Errors name missing weights and settings."""
 
 import contextlib
 import dataclasses
@@ -86,7 +86,10 @@ def test_fused_qkv_merges_heads_as_its_own_code_does() -> None:
 )
 @pytest.mark.parametrize("longest", [40, 1100])
 def test_reshaped_heads_reach_the_bundle(models: Path, precision: Precision, longest: int) -> None:
-    """Sequences run alone and in batches. Beyond 1,024 tokens, attention is computed in blocks of queries."""
+    """The bundle is compared for short and for long sequences.
+
+    Beyond 1,024 tokens, attention runs in blocks of queries.
+    """
     sizes = {"vocab_size": 11, "d_model": 32, "n_heads": 4, "d_ff": 64, "n_layers": 2, "max_sequence_tokens": longest}
     encoder = random_encoder(EncoderConfig.from_mapping({**sizes, **VARIANTS["fused-qkv"]}), 0)
     exported = export_encoder(
@@ -128,7 +131,7 @@ def test_any_size_survives_the_way_through_a_layout(
 
 
 def distinct_weights(**fields: Any) -> Encoder:
-    """Return a small encoder in which all numbers differ, including biases and norms."""
+    """Return a small encoder with random weights everywhere, including biases and norms."""
     sizes = {"vocab_size": 11, "max_sequence_tokens": 24}
     encoder = Encoder(EncoderConfig.from_mapping(sizes | fields)).eval().requires_grad_(False)
     random = torch.Generator().manual_seed(0)
@@ -196,7 +199,7 @@ def test_a_state_dict_of_pytorchs_own_encoder(norm_first: bool) -> None:
 
 
 def test_tensors_in_nested_dicts_and_lists(tmp_path: Path) -> None:
-    """Code without modules saves its parameters as {"W_embed": ..., "layers": [{"W_Q": ...}, ...]}."""
+    """Code that does not use nn.Module saves its parameters as {"W_embed": ..., "layers": [{"W_Q": ...}, ...]}."""
     state = saved("raw-matrices")
     layers: list[dict[str, Tensor]] = [{}, {}]
     for name in [name for name in state if name.startswith("layers.")]:

@@ -1,4 +1,4 @@
-"""Every field is checked when a configuration is built. The error names the field and the numbers."""
+"""Every field is checked when a configuration is built. The error names the field and its value."""
 
 import dataclasses
 from typing import Any

@@ -59,7 +59,7 @@ def randomize_norms(encoder: Encoder) -> Encoder:
 
 
 def pad(sequences: list[Tensor], filler: int) -> tuple[Tensor, Tensor]:
-    """Return ids and mask, int64 (batch, seq)."""
+    """Pad sequences. Return ids and mask, int64 (batch, seq)."""
     ids = nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=filler)
     mask = nn.utils.rnn.pad_sequence([torch.ones_like(sequence) for sequence in sequences], batch_first=True)
     return ids, mask

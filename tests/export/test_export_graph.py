@@ -96,7 +96,7 @@ def test_both_graphs_share_one_file_of_weights(tiny: EncoderConfig, models: Path
 
 
 def _external(path: Path) -> dict[str, tuple[str, str]]:
-    """Return the offset and length of each weight outside the graph."""
+    """Return the offset and length of each weight in model.onnx.data."""
     found = {}
     for tensor in onnx.load(path, load_external_data=False).graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:

@@ -1,6 +1,6 @@
 """Directories of models with one vector per text.
 
-The exporter reads them as sentence-transformers does, or refuses them.
+The exporter reads these directories as sentence-transformers does, or refuses them.
 """
 
 import dataclasses
@@ -52,14 +52,14 @@ def test_the_settings_of_a_directory_are_read(directory: Path) -> None:
         (),
         True,
     )
-    assert found.prompts == {"query": "", "document": ""}  # sentence-transformers always writes both files
+    assert found.prompts == {"query": "", "document": ""}  # sentence-transformers always writes both prompts
     (directory / "modules.json").unlink()
     plain = read(directory)
     assert (plain.kind, plain.pooling, plain.l2_normalize) == ("dense", manifest_pb2.POOLING_UNSPECIFIED, False)
 
 
 def test_modules_behind_pooling_count_for_the_vector_space(tmp_path: Path) -> None:
-    """The names, the types and the bytes of their files change the space_id."""
+    """The space_id depends on the tensors of these modules, so tensors keep the dtype of their file."""
     dense = {"in_features": D_MODEL, "out_features": 7, "activation_function": "torch.nn.modules.activation.GELU"}
     write_model(tmp_path, [MEAN, ("Dense", dense), ("Dropout", {"dropout": 0.1}), NORMALIZE])
     file = torch.load(tmp_path / "2_Dense" / "pytorch_model.bin")
@@ -73,7 +73,7 @@ def test_modules_behind_pooling_count_for_the_vector_space(tmp_path: Path) -> No
 
 
 def test_prompts_of_an_instructor_are_left_out_of_pooling(directory: Path) -> None:
-    """sentence-transformers decides by the model's name on the hub."""
+    """sentence-transformers recognises Instructor models only by their names on the hub."""
     assert not read(directory, "someone/else").skips_prompt
     assert read(directory, "hkunlp/instructor-large").skips_prompt
 
@@ -201,7 +201,7 @@ def test_the_comparison_finds_a_setting_that_a_bundle_cannot_express(directory: 
 
 @pytest.mark.system
 def test_gpt2_with_token_types_is_refused(tmp_path: Path) -> None:
-    """GPT-2 has no table of token types, so it adds the vector of a token."""
+    """GPT-2 has no table of token types. It looks up token types in the table of tokens and adds those vectors."""
     sizes = {"n_embd": D_MODEL, "n_layer": 1, "n_head": 2, "n_positions": 96}
     inputs = ["input_ids", "token_type_ids", "attention_mask"]
     encoder = {"model_type": "gpt2", "config": sizes, "model_input_names": inputs}
@@ -250,7 +250,8 @@ def test_the_comparison_finds_a_misread_directory(
     monkeypatch.setattr(hf, "read", misread)
     monkeypatch.setattr(hf, "prepare_comparison", ask_the_right_one)
     with pytest.raises(ParityError, match="the bundle gives"):
-        export(directory, max_sequence_tokens=16)  # few rows to compare, because the fault is in the vectors of texts
+        # Short sequences suffice, because the fault is in the vectors of texts.
+        export(directory, max_sequence_tokens=16)
 
 
 def test_the_rows_of_a_decoder_are_refused(tmp_path: Path) -> None:
@@ -294,7 +295,7 @@ def test_modules_lead_nowhere_else(directory: Path) -> None:
 
 
 def test_modules_run_no_code_of_the_directory(directory: Path) -> None:
-    """config.json can also name classes, but only for callers that trust its code."""
+    """config.json names classes in a Python file of the directory. The exporter must not run that file."""
     change(directory / "config.json", model_type="mine", auto_map={"AutoConfig": "c.C", "AutoModel": "c.M"})
     (directory / "c.py").write_text("raise SystemExit('it was run')")
     with pytest.raises(UnsupportedModelError, match="sentence-transformers cannot load"):
@@ -309,7 +310,7 @@ def test_weights_are_never_unpickled(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_tokenizer_takes_ids_only(directory: Path) -> None:
-    """transformers would make a tokenizer without words."""
+    """Without these files, transformers would create a tokenizer that has no words."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (directory / name).unlink()
     exported = export(directory, ids_only=True)
@@ -320,7 +321,10 @@ def test_a_directory_without_a_tokenizer_takes_ids_only(directory: Path) -> None
 
 @pytest.mark.system
 def test_modules_without_a_pooling(tmp_path: Path) -> None:
-    """sentence-transformers then returns only rows, so the bundle has no pooling, even if the user gives one."""
+    """Without a Pooling module, sentence-transformers returns only hidden states.
+
+    The bundle gets the pooling of the user.
+    """
     exported = export(write_model(tmp_path / "directory", []), pooling="mean")
     assert exported.manifest.pooling == manifest_pb2.POOLING_MEAN
     assert exported.notes["compared with"] == "sentence-transformers"
@@ -358,7 +362,7 @@ def test_flash_attention_needs_no_gpu_here(directory: Path, modules: bool, place
 @pytest.mark.system
 @pytest.mark.parametrize(("asked", "problem"), [(None, "at most 6 "), (4, "at most 4 "), (20, "")])
 def test_a_prompt_that_fills_the_longest_text_is_refused(asked: int | None, problem: str, tmp_path: Path) -> None:
-    """Pooling skips the prompt, so no token would be left."""
+    """Pooling skips the prompt. If the prompt fills the longest text, no token is left to pool."""
     directory = write_model(
         tmp_path / "directory",
         [("Pooling", {"pooling_mode": "mean", "include_prompt": False})],

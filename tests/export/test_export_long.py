@@ -1,4 +1,4 @@
-"""Long sequences give the same rows as without blocks. The memory grows with the length, not with its square."""
+"""Attention in blocks of queries returns the same hidden states, and memory does not grow with the squared length."""
 
 import subprocess
 import sys
@@ -21,7 +21,8 @@ from encserve_export.onnx_graph.run import OnnxEncoder
 NAMED = {architecture.name: architecture for architecture in ARCHITECTURES}
 LONG = {"vocab_size": 50, "d_model": 32, "n_heads": 2, "d_ff": 64, "n_layers": 2, "max_sequence_tokens": 1300}
 WIDE = {"vocab_size": 50, "d_model": 64, "n_heads": 16, "d_ff": 64, "n_layers": 1, "max_sequence_tokens": 8192}
-# A program that runs the graph for one token and then for more tokens. It prints its peak memory in bytes.
+# A program that runs the graph for one token and then for more tokens. It prints the peak memory after each run, in
+# bytes.
 MEMORY = r"""
 import re, sys
 from pathlib import Path
@@ -58,7 +59,7 @@ print(peak(1), peak(int(sys.argv[2])))
     scope="module", params=["float32", *(pytest.param(it, marks=pytest.mark.system) for it in ("float16", "int8"))]
 )
 def long_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """Export an encoder for 1,300 tokens, in blocks of 64 queries. The last block is shorter."""
+    """Export an encoder for 1,300 tokens, with attention in blocks of 64 queries. The last block is shorter."""
     target = Target(model_repository=tmp_path_factory.mktemp("models"), name="m")
     encoder, precision = random_encoder(EncoderConfig.from_mapping(LONG), 0), request.param
     with pytest.MonkeyPatch.context() as patch:
@@ -95,9 +96,9 @@ def test_a_model_of_short_sequences_has_no_loop(tiny: EncoderConfig, models: Pat
 @pytest.mark.parametrize("name", ["BERT", "ModernBERT", "GTE"])
 @pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
 def test_models_of_transformers_run_in_blocks(name: str, precision: Precision, tmp_path: Path) -> None:
-    """The gate compares these models up to the longest sequence.
+    """Each layer of these models gets a branch for long sequences, which runs in blocks of queries.
 
-    PyTorch uses an attention that stores no matrix of weights.
+    For such sequences, the reference uses PyTorch's fast attention, which stores no matrix of attention weights.
     """
     settings = NAMED[name].settings | {"max_position_embeddings": 1300}
     directory = save(type(NAMED[name])(name, NAMED[name].model_type, settings), tmp_path)
@@ -110,7 +111,7 @@ def test_models_of_transformers_run_in_blocks(name: str, precision: Precision, t
 
 @pytest.mark.weekly
 def test_memory_grows_with_the_length_and_not_with_its_square(models: Path) -> None:
-    """The scores of 8,192 tokens and 16 heads take 4.3 GB; the scores of a block take 67 MB."""
+    """The attention scores of 8,192 tokens and 16 heads would take 4.3 GB. The scores of one block take 67 MB."""
     encoder = random_encoder(EncoderConfig.from_mapping(WIDE), 0)
     exported = export_encoder(encoder, Source("init", "random"), Target(model_repository=models, name="m"))
     assert _growth(MEMORY, str(exported.path / "model.onnx")) < 0.3e9
@@ -118,7 +119,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square(models: Path) -> N
 
 
 def _growth(program: str, argument: Any) -> int:
-    """Return the bytes that a program needs for 8,192 tokens, in addition to those for one token."""
+    """Return how many more bytes of peak memory a program needs for 8,192 tokens than for one token."""
     command = [sys.executable, "-c", program, argument, "8192"]
     peaks = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout.split()
     return int(peaks[1]) - int(peaks[0])

@@ -96,7 +96,7 @@ def test_the_fingerprint_changes_with_every_cause_of_other_vectors(bundles: dict
 
 
 def test_a_field_at_its_default_does_not_change_the_fingerprint() -> None:
-    """So a field that is added to the contract later does not change the fingerprints of older bundles."""
+    """If the manifest gets a new field later, the fingerprints of older bundles must stay the same."""
     manifest = manifest_pb2.Manifest(
         graph=manifest_pb2.Graph(file="g", opset=20), files=[manifest_pb2.BundleFile(path="g", sha256="ab")]
     )

@@ -1,4 +1,4 @@
-"""The bundle of a user's PyTorch module gives the module's rows."""
+"""The bundle of a user's PyTorch module returns the same hidden states as the module."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ CONFIGURATION = {"activation": "gelu", "norm_first": True, "n_heads": 4}
 
 
 class Rows(nn.Module):
-    """The wrapper module of docs/models.md."""
+    """The wrapper module that docs/models.md shows."""
 
     def __init__(self, embedding: nn.Module, encoder: nn.TransformerEncoder) -> None:
         super().__init__()
@@ -36,13 +36,13 @@ class Rows(nn.Module):
         self.encoder = encoder
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Rows, float32 (batch, seq, d_model)."""
+        """Return hidden states, float32 (batch, seq, d_model)."""
         rows: Tensor = self.encoder(self.embedding(ids), src_key_padding_mask=~mask)
         return rows
 
 
 class Mixing(nn.Module):
-    """A small encoder whose rows depend on the token and on the mean over all tokens."""
+    """A small encoder. The hidden state of a token depends on the token and on the mean over all tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Mixing(nn.Module):
         self.dropout = nn.Dropout(0.5)
 
     def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
-        """Rows, float32 (batch, seq, d_model)."""
+        """Return hidden states, float32 (batch, seq, d_model)."""
         x = self.embedding(inputs)  # (batch, seq, d_model)
         kept = mask[..., None]  # (batch, seq, 1)
         mean = (x * kept).sum(1, keepdim=True) / kept.sum(1, keepdim=True)  # (batch, 1, d_model)
@@ -108,7 +108,7 @@ def test_the_manifest_describes_the_module(module: Mixing, target: Target) -> No
 
 
 def assert_rows(bundle: Path, module: nn.Module) -> None:
-    """Check that ONNX Runtime returns the module's rows in a padded batch. The rows of padding are not compared."""
+    """Check that ONNX Runtime returns the module's hidden states in a padded batch. Padding is not compared."""
     ids = np.arange(24).reshape(3, 8)
     mask = (np.arange(8) < np.array([[8], [3], [1]])).astype(np.int64)
     (rows,) = InferenceSession(bundle / "model.onnx").run(None, {"input_ids": ids, "attention_mask": mask})
@@ -157,7 +157,10 @@ def test_weights_and_configuration_determine_the_space_id(module: Mixing, target
 
 
 class ByNumbers(Mixing):
-    """A module that branches on the values of a tensor. A trace with small values is wrong for large values."""
+    """A module that branches on the values of a tensor.
+
+    A trace with small values would miss the branch for large values.
+    """
 
     def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
         rows = super().forward(inputs, mask)
@@ -167,7 +170,7 @@ class ByNumbers(Mixing):
 
 
 class ByMask(Mixing):
-    """A module that cuts a batch to its longest sequence."""
+    """A module that shortens a batch to a length that it computes from the mask."""
 
     def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
         longest = int(mask.sum(1).max())
@@ -192,7 +195,7 @@ def test_data_dependent_control_flow_is_refused_with_torchs_reason(
 
 
 class WithoutMask(Mixing):
-    """A module that attends to padding."""
+    """A module that treats padding like other tokens."""
 
     def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
         return super().forward(inputs, mask | ~mask)

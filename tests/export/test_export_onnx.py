@@ -1,4 +1,4 @@
-"""Exports of ONNX files: the manifest, the rows and the errors."""
+"""Exports of ONNX files: the manifest, the hidden states and the errors."""
 
 import dataclasses
 import hashlib
@@ -89,9 +89,9 @@ def test_what_the_manifest_says(file: Path, target: Target) -> None:
 
 
 def test_the_command(file: Path, models: Path, tiny: EncoderConfig, write_tokenizer: Callable[..., Path]) -> None:
-    """PyTorch writes the file, with names of inputs and outputs unlike ours.
+    """The file comes from PyTorch, and its inputs and outputs do not have our default names.
 
-    The command gets a tokenizer and a pooling.
+    The command also gets a tokenizer and a pooling.
     """
     export_torch(file, tiny)
     longest = tiny.max_sequence_tokens
@@ -155,7 +155,7 @@ def test_external_data_are_embedded(file: Path, target: Target) -> None:
 
 
 def test_large_external_data_go_into_one_file(file: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This includes the tensor of a Constant node."""
+    """The tensor of a Constant node goes into this file too."""
     model = build()
     table = random_table(300)
     del model.graph.initializer[0]
@@ -202,7 +202,7 @@ def test_weights_listed_as_inputs_are_no_inputs(file: Path, target: Target) -> N
 
 
 def test_local_functions(file: Path, target: Target) -> None:
-    """The embedding table is looked up in a function of the file."""
+    """In this file, a local function looks up the embedding table."""
     model = build()
     model.graph.node[0].CopyFrom(helper.make_node("Embed", ["table", "input_ids"], ["words"], domain="mine", name="e"))
     body = [helper.make_node("Gather", ["t", "i"], ["o"])]
@@ -265,7 +265,10 @@ def test_the_table_is_found_behind_what_changes_no_id(how: str) -> None:
 
 
 def _hide_the_table(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Insert arithmetic that changes no id before the lookup of the table."""
+    """Multiply the ids by 1 before the table lookup.
+
+    The ids stay the same, but the exporter does not find the table.
+    """
     node_of(model, "words").input[1] = "ids"
     model.graph.node.insert(0, helper.make_node("Mul", ["input_ids", "one"], ["ids"], name="hidden"))
     return model
@@ -284,7 +287,10 @@ def test_a_vocabulary_that_nothing_tells(file: Path, target: Target, write_token
 
 
 def test_a_vocabulary_that_is_too_large(file: Path, target: Target) -> None:
-    """The table shows the number of token ids. If the table cannot be found, a run with the largest id fails."""
+    """The embedding table shows the number of token ids.
+
+    If the exporter does not find the table, it runs the model with the largest id, and this run fails.
+    """
     too_many = OnnxOptions(max_sequence_tokens=16, vocab_size=VOCAB_SIZE + 1)
     with pytest.raises(VocabularyError, match="must be at most 50, the rows of the embedding table; was 51"):
         export_onnx(save(build(), file), target, too_many)

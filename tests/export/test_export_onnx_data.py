@@ -78,7 +78,10 @@ def test_links_and_folders_inside_are_fine(file: Path) -> None:
 
 
 def in_a_cache(file: Path) -> Path:
-    """Return the path of an ONNX file in the layout of huggingface_hub's cache: links into a folder of contents."""
+    """Move the files into the layout of huggingface_hub's cache. Return the new path of the ONNX file.
+
+    In this layout, the files of a model are links into a folder named blobs.
+    """
     snapshot = file.parent.parent / "models--somebody--tiny" / "snapshots" / "0123" / "onnx"
     blobs = snapshot.parent.parent.parent / "blobs"
     snapshot.mkdir(parents=True)
@@ -107,7 +110,7 @@ def test_links_out_of_the_hubs_cache_are_not_followed(file: Path, secret: Path, 
 
 
 def test_contents_of_the_hubs_cache_that_are_a_link_are_not_followed(file: Path, secret: Path) -> None:
-    """A folder from a stranger may imitate the cache."""
+    """A folder from a stranger may imitate the cache, with a link in place of the folder blobs."""
     cached = in_a_cache(file)
     blobs = cached.parents[3] / "blobs"
     blobs.rename(secret.parent / "elsewhere")
@@ -172,7 +175,7 @@ def test_types_and_shapes_that_cannot_be(file: Path, kind: int, dims: list[int])
 
 @pytest.mark.parametrize("where", ["attribute", "branch", "function", "sparse"])
 def test_no_tensor_is_overlooked(tmp_path: Path, where: str) -> None:
-    """The paths of all tensors are checked, wherever a tensor is in the model."""
+    """The paths of all tensors are checked, also in attributes, branches, functions and sparse tensors."""
     model = build()
     tensor = helper.make_tensor("hidden", TensorProto.FLOAT, [1], [0.0])
     tensor.ClearField("float_data")

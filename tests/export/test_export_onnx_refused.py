@@ -1,4 +1,4 @@
-"""An ONNX file that cannot be served is refused. The error names the fault and the alternatives."""
+"""An ONNX file that cannot be served is refused. The error names the fault and what to do."""
 
 import re
 from collections.abc import Callable
@@ -28,7 +28,10 @@ ROWS = ("batch", "seq", D_MODEL)
 
 @pytest.fixture
 def refused(tmp_path: Path) -> Callable[..., str]:
-    """Export a changed model and return the text of the error. No file may be left."""
+    """Return a function that exports a changed model and returns the text of the error.
+
+    The function also checks that the export leaves no files.
+    """
 
     def refuse(change: Change, error: type[Exception], options: OnnxOptions | None = None) -> str:
         model = build()
@@ -50,7 +53,7 @@ def refused(tmp_path: Path) -> Callable[..., str]:
 
 
 def set_input(name: str, kind: int = INT64, axes: Any = ("batch", "seq")) -> Change:
-    """Declare an input, or declare it again with other types."""
+    """Add an input, or replace the input of this name."""
 
     def change(model: onnx.ModelProto) -> None:
         kept = [port for port in model.graph.input if port.name != name]
@@ -61,7 +64,7 @@ def set_input(name: str, kind: int = INT64, axes: Any = ("batch", "seq")) -> Cha
 
 
 def set_outputs(*ports: Any) -> Change:
-    """Declare the outputs again. An output without a node returns the rows."""
+    """Replace the outputs. An output that no node computes becomes a Cast of the output "rows"."""
 
     def change(model: onnx.ModelProto) -> None:
         del model.graph.output[:]
@@ -309,7 +312,7 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_cut_or_altered(tmp_path: Path) -> None:
-    """A damaged file leads to one of our errors or to a bundle."""
+    """A damaged file leads to one of our errors or to a bundle, never to another exception."""
     content = build().SerializeToString()
     path, random = tmp_path / "encoder.onnx", np.random.default_rng(0)
     for at in random.integers(0, len(content), 60):
@@ -324,11 +327,11 @@ def test_a_file_that_was_cut_or_altered(tmp_path: Path) -> None:
                 continue
 
 
-# Faults that only a run of the model shows.
+# The following faults show only when the model runs.
 
 
 def shorter_table(model: onnx.ModelProto) -> None:
-    """Shorten the position table to 12 rows, like a learned table."""
+    """Shorten the position table to 12 rows. The export asks for sequences of up to 16 tokens."""
     tensor_of(model, "places").CopyFrom(numpy_helper.from_array(random_table(12, 1), "places"))
 
 
@@ -347,7 +350,7 @@ def test_the_longest_that_works_is_exported(tmp_path: Path) -> None:
 
 
 def reshape_rows(model: onnx.ModelProto, shape: list[int]) -> None:
-    """Make the size of the exporter's example a constant of the graph."""
+    """Reshape the rows to a constant shape, as exporters do that write the size of their example into the graph."""
     model.graph.initializer.append(numpy_helper.from_array(np.array(shape), "baked"))
     node_of(model, "rows").output[0] = "before"
     model.graph.node.append(helper.make_node("Reshape", ["before", "baked"], ["rows"], name="shaped"))
@@ -419,9 +422,9 @@ def test_float16_arithmetic_that_rounds_with_the_batch(refused: Callable[..., st
 
 
 def test_padding_that_takes_no_place(refused: Callable[..., str]) -> None:
-    """RoBERTa's padding has no positions.
+    """As in RoBERTa, padding ids take no positions here.
 
-    A sequence of padding ids alone would never reach the end of the position table.
+    So the exporter must not test lengths with padding ids alone, which never reach the end of the position table.
     """
 
     def count_places(model: onnx.ModelProto) -> None:

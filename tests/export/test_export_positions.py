@@ -1,4 +1,4 @@
-"""Inspections show positions from the rows of the model's position table. Tables of every size are tested."""
+"""Inspections return the model's position table. Tables of several sizes are tested."""
 
 import dataclasses
 from pathlib import Path

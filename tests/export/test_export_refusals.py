@@ -1,4 +1,4 @@
-"""A faulty directory leads to an error of one line with advice, and to no files."""
+"""The export of a faulty directory writes no files. It fails with an error of one line that contains advice."""
 
 import functools
 import io
@@ -33,7 +33,7 @@ TOKENIZERS = ("tokenizer.json", "vocab.txt", "spiece.model")
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that returns the directory of a model, with its onnx/model.onnx."""
+    """Return a function that returns a model's directory with onnx/model.onnx. Each directory is written once."""
     folder = tmp_path_factory.mktemp("originals")
 
     @functools.cache
@@ -50,7 +50,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def directory(original: Callable[[str], Path], name: str, tmp_path: Path) -> Path:
-    """Copy the directory of a model."""
+    """Copy the directory of a model, so that a test may change the copy."""
     return shutil.copytree(original(name), tmp_path / "directory")
 
 
@@ -65,7 +65,10 @@ def files_in(folder: Path) -> dict[Path, bytes | None]:
 
 
 def refused(directory: Path, via: str | None = None) -> str:
-    """Export and return the error, which has one line. The directory and the model repository stay unchanged."""
+    """Check that the export fails with an error of one line, and return the error.
+
+    The directory and the model repository must not change.
+    """
     models = directory.parent / "models"
     old = models / "m" / "1" / "manifest.json"
     old.parent.mkdir(parents=True)
@@ -175,8 +178,8 @@ FAULTS: dict[str, tuple[Change, str]] = {
 }
 
 
-# The default tries each route. The ONNX route reads the directory with the same functions, so its errors are tested in
-# the system tier only.
+# By default, the exporter tries each route. The ONNX route reads the directory with the same functions, so its errors
+# are tested in the system tier only.
 @pytest.mark.parametrize(
     ("name", "via"),
     [pytest.param("BERT", None, id="default"), pytest.param("ELECTRA", "onnx", id="onnx", marks=pytest.mark.system)],
@@ -195,7 +198,7 @@ def test_a_route_that_does_not_take_it(directory: Path) -> None:
 
 
 def test_a_tokenizers_file_of_another_kind(tmp_path: Path) -> None:
-    """From such files transformers makes a T5 tokenizer that knows only special tokens and a space."""
+    """From such a vocab.txt, transformers makes a T5 tokenizer that knows only special tokens and a space."""
     directory = save(NAMED["T5"], tmp_path)
     (directory / "vocab.txt").write_text("[UNK]\nword")
     assert "special tokens alone; put a tokenizer.json there" in refused(directory)
@@ -204,7 +207,10 @@ def test_a_tokenizers_file_of_another_kind(tmp_path: Path) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("name", ["ELECTRA"])
 def test_code_in_a_directory_is_not_run(directory: Path) -> None:
-    """The architecture is unknown, or the weights are in an unknown format."""
+    """An architecture that transformers has is exported without the code of the directory.
+
+    Unknown weights and model types are refused.
+    """
     shutil.rmtree(directory / "onnx")
     change_config(directory, auto_map={"AutoModel": "modeling.Mine"})
     (directory / "modeling.py").write_text("raise SystemExit('it was run')")
@@ -219,10 +225,10 @@ def test_code_in_a_directory_is_not_run(directory: Path) -> None:
     assert re.search(message, refused(directory))
 
 
-# One row for each refusal in the table of docs/models.md.
+# Each entry is one refusal in the table of docs/models.md.
 PADDING = r"gives different rows in a padded batch, even in PyTorch: .* choose another model$"
 REFUSED_FAMILIES = {
-    "convbert": ({}, f"ConvBertModel {PADDING}"),  # its convolution reads the padding behind a sequence
+    "convbert": ({}, f"ConvBertModel {PADDING}"),  # its convolution reads the padding after a sequence
     "fnet": ({"type_vocab_size": 2}, f"FNetModel {PADDING}"),  # its Fourier transform reads the padding
     "longformer": ({"attention_window": 8, "pad_token_id": 1}, r"the model fails for inputs of shape \(1, 1\)"),
     "nystromformer": (
@@ -257,7 +263,7 @@ def test_an_onnx_file_that_ignores_its_mask(tmp_path: Path, via: str | None) -> 
 
 @pytest.mark.parametrize(("name", "via"), [("BERT", None), ("ELECTRA", "onnx"), ("ELECTRA", "transformers")])
 def test_indices_and_heads_are_accepted(directory: Path, name: str, via: str | None) -> None:
-    """The report names a head, even a head whose table equals the embedding table."""
+    """The report names an unused head, even if its table equals the embedding table. Position indices are not named."""
     table = load_file(directory / "model.safetensors")["embeddings.word_embeddings.weight"]
     legal = {"embeddings.position_ids": torch.arange(66)[None], "classifier.weight": table.clone()}
     weights(lambda its: its | legal)(directory)
@@ -278,7 +284,7 @@ def test_control_characters_in_names_are_escaped(directory: Path) -> None:
 
 @pytest.mark.system
 def test_a_decoder_is_an_unused_part(tmp_path: Path) -> None:
-    """transformers does not report the decoder."""
+    """transformers does not list the decoder's weights as unused, but the report must."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     T5ForConditionalGeneration(T5Config(**NAMED["T5"].settings)).save_pretrained(tmp_path / "directory")

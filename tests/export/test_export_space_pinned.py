@@ -1,6 +1,6 @@
 """The exact space_ids of fixed models. Users store these ids with an index, so an id of version s3 never changes.
 
-A change of the rule needs a new version, with another prefix than s3.
+If the rule that computes ids changes, the ids need a new version, with another prefix than s3.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from encserve_export.onnx_graph.interface import Interface
 from encserve_proto.bundle.v1 import manifest_pb2
 
 ROOT = Path(__file__).parent.parent.parent
-# For each model: the function that writes it, the options of its export, and its id.
+# For each model: the function that writes the model, the options of the export, and the space_id.
 DIRECTORIES: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
     "bert in int8": (space_models.write_encoder, {"precision": "int8"}, "s3-070c04785e584ed82994950abb9cef96"),
     "byte pairs": (space_models.write_pairs, {"pooling": "cls"}, "s3-1db9b6958daecf028b9a9537d6a76933"),
@@ -72,7 +72,7 @@ def test_an_onnx_file() -> None:
 
 
 def test_tensors_and_a_configuration(tmp_path: Path) -> None:
-    """`export_module` computes its ids in this way."""
+    """`export_module` computes the space_id from tensors and a configuration, as this test does."""
     tensors = {"weight": space_models.fill("weight", 4, 4), "half": torch.tensor([0.5, -2.0], dtype=torch.bfloat16)}
     configuration = {"heads": 2, "scale": 0.1, "names": ["é", None, True], "eps": 1e-12, "theta": 10000.0}
     manifest = manifest_pb2.Manifest(pooling=manifest_pb2.POOLING_MEAN, l2_normalize=True)
@@ -82,7 +82,7 @@ def test_tensors_and_a_configuration(tmp_path: Path) -> None:
 
 
 def test_another_program_can_compute_an_id(tmp_path: Path) -> None:
-    """The program follows docs/models.md, and reads only the files of the model "dense"."""
+    """This test is such a program. It follows docs/models.md and reads only the files of the model "dense"."""
     folder = space_models.write_dense(tmp_path)
 
     def digest(facts: Any) -> str:
@@ -125,7 +125,7 @@ def test_another_program_can_compute_an_id(tmp_path: Path) -> None:
 def test_the_supported_versions_of_libraries_give_the_same_ids(which: str, tmp_path: Path) -> None:
     """The test installs other versions of sentence-transformers and transformers into a folder.
 
-    The other packages stay.
+    All other packages keep their versions.
     """
     declared = tomllib.loads((ROOT / "export" / "pyproject.toml").read_text())["project"]
     supported = {it.name: it.specifier for it in map(Requirement, declared["dependencies"])}

@@ -53,7 +53,7 @@ def bge_m3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def directory(splade: Path, tmp_path: Path) -> Path:
-    """Copy a directory, so that a test may change it."""
+    """Copy the directory of a SPLADE model, so that a test may change the copy."""
     return shutil.copytree(splade, tmp_path / "model")
 
 
@@ -70,7 +70,8 @@ def test_splade_is_exported_and_compared(splade: Path, tmp_path: Path, precision
     assert manifest.sparse.pooling == manifest_pb2.SPARSE_POOLING_MAX
     assert (manifest.sparse.width, manifest.sparse.max_active_dims) == (1000, 32)
     assert (manifest.query.prompt_name, manifest.document.prompt_name) == ("query", "document")
-    assert manifest.parity.pipeline_texts == (16 if precision == "float32" else 14)  # without the empty text
+    # Lower precisions skip the empty text, both as a query and as a document.
+    assert manifest.parity.pipeline_texts == (16 if precision == "float32" else 14)
     assert manifest.parity.min_pipeline_cosine >= (BOUNDS[precision].cosine or 0)
     assert manifest.encoder.max_sequence_tokens == LONGEST
     assert exported.unused_parts == ()
@@ -89,7 +90,7 @@ def test_lengths_of_queries_and_documents(directory: Path, tmp_path: Path) -> No
 @pytest.mark.system
 @pytest.mark.parametrize("kind", ["ModernBert", "MPNet", "XLMRoberta", "Electra", "Albert"])
 def test_heads_of_other_language_models(kind: str, tmp_path: Path) -> None:
-    """The export compares these heads with sentence-transformers."""
+    """The export itself compares these heads with sentence-transformers."""
     manifest = export(write_splade(tmp_path / "model", kind), tmp_path).manifest
     assert manifest.parity.pipeline_texts == 16
 
@@ -132,7 +133,10 @@ def test_weights_that_are_others_are_refused(splade: Path, tmp_path: Path, monke
 
 @pytest.mark.system
 def test_weights_that_barely_pass_are_no_difference(tmp_path: Path) -> None:
-    """Hardly any row in the comparison has a weight above 0."""
+    """Few words get a weight here.
+
+    A weight just above 0 has a large relative error, so an absolute tolerance is needed too.
+    """
     assert export(write_trained_splade(tmp_path / "model", active=10), tmp_path).manifest.parity.pipeline_texts == 16
 
 
@@ -140,7 +144,7 @@ def test_weights_that_barely_pass_are_no_difference(tmp_path: Path) -> None:
 def test_weights_that_a_precision_would_move_too_far_are_refused(
     splade: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error contains the numbers. The rows themselves are within the tolerance."""
+    """Only the comparison of texts has the tighter bound here. The error contains the numbers."""
     bounds = dataclasses.replace(BOUNDS["int8"], cosine=0.99999)
     monkeypatch.setattr("encserve_export.check.pipeline.bounds_of", lambda _: bounds)
     figures = r"cosine similarity 0\.99\d\d of a row, at least 0.99999 is required; float32 is exact"
@@ -179,7 +183,7 @@ def test_bge_m3_has_three_kinds(bge_m3: Path, tmp_path: Path) -> None:
     assert manifest.sparse.pooling == manifest_pb2.SPARSE_POOLING_OWN_ID
     assert sorted(manifest.sparse.skipped_token_ids) == [0, 1, 2, 3]
     assert "FlagEmbedding to 512 tokens" in exported.notes["remark"]
-    # BGE-M3: dense vectors, vectors for MaxSim, and weights of tokens.
+    # Each of 8 texts is compared as a dense vector, as MaxSim vectors, and as sparse weights.
     assert (manifest.parity.pipeline_texts, manifest.parity.maxsim_tolerance) == (24, 1e-4)
 
 

@@ -64,7 +64,7 @@ def byte_level(*, prefix: bool, **settings: Any) -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """Return a tokenizer like DeBERTa-v3's in the format of transformers 4: without the splitting of punctuation."""
+    """Return a tokenizer like DeBERTa-v3's, as transformers 4 saved it. It does not split off punctuation."""
     pieces = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "▁", "▁the", "▁cat", *LETTERS]
     tokenizer = Tokenizer(models.Unigram([(it, -float(i)) for i, it in enumerate(pieces)], unk_id=3))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Strip(), normalizers.NFKC()])
@@ -108,7 +108,7 @@ DIRECTORIES: dict[str, tuple[str, Callable[[], Tokenizer], Mapping[str, Any]]] =
 def write_directory(
     folder: Path, name: str, *, modules: bool = False, transformer: Mapping[str, Any] | None = None, **settings: Any
 ) -> Path:
-    """Write one of the `DIRECTORIES`, with more settings in tokenizer_config.json, and perhaps modules.json."""
+    """Write one of the `DIRECTORIES`. `settings` are added to tokenizer_config.json; `modules` adds modules.json."""
     from transformers import AutoConfig, AutoModel
 
     model_type, tokenizer, config = DIRECTORIES[name]
@@ -178,7 +178,7 @@ def test_random_ids_are_refused_by_their_cause(tmp_path: Path) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("modules", [True, False], ids=["modules", "no modules"])
 def test_an_added_token_without_a_row_refuses_only_texts_that_hold_it(modules: bool, tmp_path: Path) -> None:
-    """EmbeddingGemma's tokenizer has such a token."""
+    """EmbeddingGemma's tokenizer has an added token that has no row in the embedding table."""
     added: dict[str, Any] = {"extra_special_tokens": ["<image>"]}
     if modules:
         write_model(tmp_path / "directory", encoder=added)
@@ -197,11 +197,11 @@ def test_an_added_token_without_a_row_refuses_only_texts_that_hold_it(modules: b
 
 @pytest.mark.system
 def test_a_tokenizer_that_adds_no_token_has_no_vector_for_an_empty_text(tmp_path: Path) -> None:
-    """sentence-transformers fails for such a text."""
+    """sentence-transformers fails for an empty text, so the bundle refuses such a text."""
     directory = write_model(tmp_path / "directory")
     change(directory / "tokenizer.json", post_processor=None)
     exported = export(directory)
-    assert exported.manifest.parity.pipeline_texts == 7  # of eight words
+    assert exported.manifest.parity.pipeline_texts == 7  # of 8 texts; the empty text has no vector
     with Embedder(exported.path, tune_batches=False) as embedder, pytest.raises(InvalidField, match="has no tokens"):
         embedder.embed(["the cat", ""])
 
@@ -293,7 +293,10 @@ def write_chat(folder: Path, template: str = CHATML, message_format: str = "flat
     ],
 )
 def test_a_chat_template_becomes_fixed_texts(template: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """The texts come with and without a prompt. Truncation keeps the tokens after the text."""
+    """The template becomes fixed texts before and after a text, with a prompt and without.
+
+    Truncation keeps the tokens after the text, unless restore_suffix is false.
+    """
     manifest = export(write_chat(tmp_path / "directory", template, **settings)).manifest
     found = manifest.text.template
     assert (found.before, found.after) == ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant")
@@ -341,7 +344,7 @@ def test_a_chat_template_that_changes_some_texts_is_refused(tmp_path: Path) -> N
 
 
 def test_a_misread_configuration_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only this comparison finds it, because the graph and its reference would be equally wrong."""
+    """Only the comparison with transformers finds this fault: the graph and our reference have the same wrong eps."""
     load = pretrained.load_model
 
     def misread(*arguments: Any) -> Any:

@@ -34,7 +34,7 @@ from encserve_server.types.inspections import InspectKind
 
 NAMED = {architecture.name: architecture for architecture in ARCHITECTURES}
 FAST = ("BERT", "ModernBERT")
-# PyTorch cannot trace the code that makes the attention window of these models.
+# PyTorch cannot trace the code that computes the attention window of these models.
 NOT_INSPECTED = ("EmbeddingGemma",)
 WITH_POSITIONS = {
     *("BERT", "RoBERTa", "XLM-R", "CamemBERT", "DistilBERT", "MPNet", "DeBERTa-v2", "MobileBERT", "Ernie", "CLIP"),
@@ -76,7 +76,7 @@ def test_rows_hidden_states_and_attention_are_those_of_transformers(name: str, t
         )
     rows = OnnxEncoder(exported.path, manifest.graph)(ids, np.ones_like(ids))
     assert relative_error(rows, want.last_hidden_state.numpy()) <= 5e-5
-    inspect = read_bundle(exported.path).inspect_graph  # in the server's reading of the manifest
+    inspect = read_bundle(exported.path).inspect_graph  # as the server reads the manifest
     if name in NOT_INSPECTED:
         assert inspect is None
         assert exported.notes["inspection"].startswith("not possible: PyTorch cannot write")
@@ -101,7 +101,10 @@ def test_rows_hidden_states_and_attention_are_those_of_transformers(name: str, t
 @pytest.mark.parametrize("precision", ["float16", "int8"])
 @pytest.mark.parametrize("name", ["ModernBERT", "Qwen3", "T5", "MPNet"])
 def test_other_precisions_pass_their_gates(name: str, precision: Precision, tmp_path: Path) -> None:
-    """Rows and inspections pass, for models with RMSNorm or LayerNorm, and with three kinds of positions."""
+    """The hidden states and the inspections pass.
+
+    The models have RMSNorm or LayerNorm, and three kinds of positions.
+    """
     manifest = export(save(NAMED[name], tmp_path), tmp_path / "models", precision=precision).manifest
     assert manifest.graph.precision == precision
     assert manifest.HasField("inspect_graph")
@@ -175,7 +178,10 @@ def test_heads_are_left_behind_and_named(data2vec: Path, models: Path) -> None:
 
 @pytest.mark.system
 def test_other_names_and_types_of_weights_give_the_same_rows(tmp_path: Path) -> None:
-    """In old checkpoints, LayerNorms are named gamma and beta, names have a prefix, or weights are float64."""
+    """In old checkpoints, LayerNorm weights are named gamma and beta.
+
+    Names may have a prefix, and weights may be float64.
+    """
     directory = save(NAMED["BERT"], tmp_path)
     ids = np.arange(12)[None]
 
@@ -267,7 +273,7 @@ def test_pytorch_prints_nothing_if_it_fails(tmp_path: Path, capfd: pytest.Captur
 
 
 def test_a_model_whose_padding_changes_rows(data2vec: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model does not use its own mask, neither in PyTorch nor in the graph."""
+    """The model ignores its mask, in PyTorch and in the graph."""
     from transformers import Data2VecTextModel
 
     forward = Data2VecTextModel.forward
@@ -303,7 +309,7 @@ def test_a_model_that_hides_its_inside_is_exported_without_inspection(
 def test_an_onnx_file_in_the_directory_is_used_if_asked_for(
     data2vec: Path, models: Path, tmp_path: Path, true: bool
 ) -> None:
-    """The rows of the file must equal the model's rows."""
+    """The file's hidden states must equal those of the model in transformers."""
     exported = export(data2vec, tmp_path / "before")
     (data2vec / "onnx").mkdir()
     for file in exported.path.glob("model.onnx*"):
@@ -323,7 +329,7 @@ def test_an_onnx_file_in_the_directory_is_used_if_asked_for(
 @pytest.mark.system
 @pytest.mark.parametrize("name", ["BERT", "T5"])
 def test_an_onnx_file_without_weights_is_used(name: str, tmp_path: Path, models: Path) -> None:
-    """Some directories of the hub have only config.json and onnx/model.onnx."""
+    """Some directories on the hub have only config.json and onnx/model.onnx."""
     directory = save(NAMED[name], tmp_path)
     bundle = export(directory, tmp_path / "before", via="transformers").path
     (directory / "model.safetensors").unlink()

@@ -1,4 +1,4 @@
-"""Weights are read from every supported kind of file. Code in a file does not run."""
+"""Weights are read from every supported kind of file. Code in such a file is never run."""
 
 import hashlib
 import json

@@ -1,4 +1,7 @@
-"""For each row of the zoo, a bundle gives the library's vectors: for each prompt and task, alone and in batches."""
+"""A bundle returns the same vectors as the model's own library, for each model of tests/support/zoo.py.
+
+Each prompt and task is compared, alone and in batches.
+"""
 
 from pathlib import Path
 
@@ -8,7 +11,7 @@ from zoo import MODELS, Zoo, assert_same, embedded, least_cosine_of
 
 from encserve_server.offline import Embedder
 
-# The least allowed cosine similarity with the library's vectors. The gate of each precision has the same limit.
+# The least allowed cosine similarity with the library's vectors. The gate of each precision uses the same limit.
 LEAST_COSINE = {"float16": 0.999, "int8": 0.99}
 
 
@@ -16,8 +19,8 @@ def open_bundle(path: Path) -> Embedder:
     return Embedder(path, tune_batches=False, intra_op_threads=1, device="cpu")
 
 
-# The rows of the fast tier have each kind and each feature once. The end-to-end tests compare all rows through a
-# server.
+# The fast tier tests these models. Together they have each kind of vectors and each feature. The end-to-end tests
+# compare all models through a server.
 FAST = {
     *("every-pooling", "heads", "prompt-left-out", "lengths-of-tasks", "lower-case", "messages", "all-of-it", "static"),
     *("fixed-unattended", "pylate", "stanford", "sum-log1p", "static-queries"),

@@ -1,6 +1,7 @@
-"""Attacks of an anonymous caller on a real server. Each has a control: ordinary calls of the same kind.
+"""Attacks of an anonymous caller on a real server. Each attack has a control: ordinary calls of the same kind.
 
-The quick attacks are of the system tier. All attacks measure latencies, so no other test may run at the same time.
+The quick tests belong to the tier `system`, and the other tests to the tier `weekly`. The attacks measure latencies, so
+no other test may run at the same time.
 """
 
 import time
@@ -84,11 +85,11 @@ class Row:
 
     Attributes:
         write_model: Writes the model into a repository.
-        control: Makes the ordinary calls to a server.
-        attack: The attack.
-        flags: Flags of the server.
+        control: Returns a function of hostile_attacks that makes ordinary calls, and the function's arguments.
+        attack: Returns a function of hostile_attacks that attacks the server, and the function's arguments.
+        flags: The command line flags of the server.
         seconds: The duration of the attack.
-        warm_up: Makes the calls before the control; by default `control`.
+        warm_up: As `control`, but for the calls before the control. By default, `control` is used.
     """
 
     write_model: Callable[[Path], None]
@@ -105,17 +106,17 @@ def embed(inputs: Callable[[], list[Any]], callers: int) -> MakeDriver:
 
 
 def call(requests: Callable[[], list[bytes]], callers: int = 1) -> MakeDriver:
-    """Return callers of Encode. Each sends all requests one after another."""
+    """Return callers of Encode. Each caller sends all requests in order, again and again."""
     return lambda server: (ask_grpc, server.target, ENCODE, requests(), callers)
 
 
 def flooding(first: bytes, block: bytes, connections: int) -> MakeDriver:
-    """Return connections that send `first` once, and then `block` again and again."""
+    """Return connections that send `first` once, then `block` again and again."""
     return lambda server: (flood, server.http_port, first, block, connections)
 
 
 def largest_body(element: bytes) -> MakeDriver:
-    """Return 8 callers. Each posts a list with 2,048 equal JSON elements."""
+    """Return 8 callers. Each caller posts a list that contains one JSON element 2,048 times."""
     body = b'{"pooling": "mean", "priority": 1, "inputs": [%s]}'
 
     def driver(server: RealServer) -> Driver:
@@ -134,7 +135,10 @@ def mean_outputs(count: int) -> bytes:
 
 
 def pooled_document(n_tokens: int, factors: int) -> bytes:
-    """Request the vectors of a document with `factors` different pool factors. Factor 0 means without pooling."""
+    """Return a request for a document's vectors with `factors` different pool factors.
+
+    With 0 factors, the vectors are not pooled.
+    """
     outputs = [pb.OutputSpec(kind=MULTI_VECTOR, dimensions=1, pool_factor=2 + i / 1000) for i in range(factors)]
     ids = [i * i % VOCAB_SIZE for i in range(n_tokens)]
     return encode([ids], outputs or [pb.OutputSpec(kind=MULTI_VECTOR, dimensions=1)])
@@ -235,7 +239,10 @@ def test_attack(tmp_path: Path, row: Row) -> None:
 
 @pytest.mark.parametrize("path", [ENCODE_STREAM, MODEL_STREAM_INFER], ids=["encode-stream", "model-stream-infer"])
 def test_long_request_ids_with_tracing(tmp_path: Path, path: str) -> None:
-    """A stream sends 400 ids of 4 MB. In the control, another field has so many bytes."""
+    """The attack sends 400 messages in a stream, each with a request id of almost 4 MiB.
+
+    The control has about as many bytes in another field.
+    """
     long = "a" * LONGEST_FIELD
     if path == ENCODE_STREAM:
         control, attacking = in_stream("a", serialized(encode_text(long))), in_stream(long, encode([[1]]))
@@ -253,7 +260,10 @@ def test_long_request_ids_with_tracing(tmp_path: Path, path: str) -> None:
 
 @pytest.mark.parametrize("protocol", PATHS)
 def test_hundreds_of_held_calls(tmp_path: Path, protocol: str) -> None:
-    """200 callers send slowly, and 200 callers do not read. There is no bound on the latency here."""
+    """200 callers send slowly, and 200 callers do not read their replies.
+
+    The latency of health checks is not checked.
+    """
     write_wide(tmp_path)
     with hostile_server(tmp_path, *LARGE_REPLIES) as server:
         measure(
@@ -269,7 +279,10 @@ def test_hundreds_of_held_calls(tmp_path: Path, protocol: str) -> None:
 
 @pytest.mark.system
 def test_callers_behind_a_stalled_batch(tmp_path: Path) -> None:
-    """The callers get an error long before the batch ends. In the control, the batch ends in time."""
+    """Calls behind a stalled batch get an error long before the batch ends.
+
+    The control is a batch that ends in time.
+    """
     write_slow(tmp_path)
     with (
         hostile_server(tmp_path, "--parallel-batches", "1", "--stall-seconds", "1") as server,
@@ -279,9 +292,9 @@ def test_callers_behind_a_stalled_batch(tmp_path: Path) -> None:
         method: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(ENCODE)
 
         def statuses_behind(slow_tokens: int) -> tuple[str, int]:
-            """Return the gRPC status and the HTTP status of two callers behind a slow batch."""
+            """Return the gRPC status and the HTTP status of two calls that wait behind a slow batch."""
             batch = method.future(encode([[SLOW_ID] * slow_tokens]))
-            while not server.metric(IN_FLIGHT) or server.metric(QUEUED):  # wait until the batch runs
+            while not server.metric(IN_FLIGHT) or server.metric(QUEUED):  # wait until the slow batch runs
                 time.sleep(0.02)
             by_http = threads.submit(http_status, f"{server.url}/embed", {"inputs": [[1]], "pooling": "mean"})
             by_grpc = method.future(encode([[1]]), timeout=ANSWER_SECONDS)
@@ -294,7 +307,7 @@ def test_callers_behind_a_stalled_batch(tmp_path: Path) -> None:
 
 
 def http_status(url: str, fields: object) -> int:
-    """Return the status of a POST; 0 without a reply."""
+    """Send a POST request and return the status of the reply; 0 without a reply."""
     request = urllib.request.Request(url, orjson.dumps(fields), {"content-type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as reply:
@@ -307,10 +320,10 @@ def http_status(url: str, fields: object) -> int:
 
 @pytest.mark.system
 def test_a_text_at_which_the_tokenizer_panics(tmp_path: Path) -> None:
-    """All methods refuse the text. The control is another text, before and afterwards."""
+    """All methods and routes refuse the text. Before and after, they accept another text."""
     write_panicking(tmp_path)
     program = tmp_path.with_name(f"{tmp_path.name}-server")
-    # At a panic, Rust prints lines that are not log lines. These lines are left out.
+    # When Rust panics, it prints lines that are not JSON log lines. The script removes these lines.
     program.write_text(f"""#!/bin/bash\nexec {COMMAND} "$@" 2> >(grep --line-buffered '^{{' >&2)\n""")
     program.chmod(0o755)
     with (
@@ -326,7 +339,7 @@ TOKENIZE = "/encserve.v1.EncoderService/Tokenize"
 
 
 def statuses_of(server: RealServer, channel: grpc.Channel, text: str) -> dict[str, str]:
-    """Return the status of a call with the text, by method and route."""
+    """Send a text to several methods and routes, and return the status of each call by path."""
     request = encode_text(text)
     statuses = {}
     unary = {
@@ -346,7 +359,7 @@ def statuses_of(server: RealServer, channel: grpc.Channel, text: str) -> dict[st
 
 
 def first_status(stream: Any) -> str:
-    """Return the status in the first reply of a stream, or the status of the stream if there is no reply."""
+    """Return the status in the first reply of a stream. If there is no reply, return the status of the stream."""
     try:
         reply = pb.EncodeStreamResponse.FromString(next(stream))
     except grpc.RpcError:
@@ -355,16 +368,15 @@ def first_status(stream: Any) -> str:
     return names[reply.error.code]
 
 
-# A batch takes about 30 ms in both phases.
+# A batch takes about 30 ms, however many inputs wait.
 STEPS_PER_RUN, FEW, MANY = 120, 256, 65_536
 
 
 def test_health_with_a_full_queue(tmp_path: Path) -> None:
-    """65,536 inputs wait. In the control, the load is equal and 256 inputs wait.
+    """With 65,536 waiting inputs, health checks are at most 10 ms slower than with 256 waiting inputs.
 
-    The two phases take turns, and each runs three times. Only the lowest latency of a phase counts, because other
-    work
-    on the machine slows the other runs.
+    Each load runs three times, in turns. Only the lowest latency of each load counts, because other work on the
+    machine slows the other runs.
     """
     write_slow(tmp_path, STEPS_PER_RUN)
     flags = ("--parallel-batches", "1", "--intra-op-threads", "1", "--max-queue-tokens", "100000")
@@ -373,7 +385,7 @@ def test_health_with_a_full_queue(tmp_path: Path) -> None:
     with hostile_server(tmp_path, *flags) as server, watching(server, BUDGET_MIB) as watch:
         for count in [*phases] * 3:
             wait_for_metric(server, QUEUED, 0)
-            with attack(ask_grpc, server.target, ENCODE, [request], count // 256 + 1):  # the batch has one call
+            with attack(ask_grpc, server.target, ENCODE, [request], count // 256 + 1):  # one more call is in the batch
                 wait_for_metric(server, QUEUED, count, 512)
                 with watch.phase(f"{count} waiting") as phase:
                     time.sleep(3)
@@ -386,7 +398,7 @@ def test_health_with_a_full_queue(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("protocol", [pytest.param("grpc", marks=pytest.mark.system), "http"])
 def test_the_largest_requests_without_a_key(tmp_path: Path, protocol: str) -> None:
-    """The server refuses them before it parses them. The control is small requests without a key."""
+    """The server refuses large requests without a key before it parses them. The control sends small requests."""
     write_words(tmp_path)
     keys = tmp_path / "keys"
     keys.write_text(KEY)

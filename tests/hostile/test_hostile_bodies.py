@@ -1,4 +1,4 @@
-"""10,000 bodies for each HTTP route, made by random changes of the route's example in /openapi.json."""
+"""Sends 10,000 bodies to each HTTP route. Each body is the route's example from /openapi.json with random changes."""
 
 import asyncio
 import copy
@@ -35,14 +35,17 @@ VALUES: list[Any] = [
 
 
 class Mutator:
-    """Changes bodies at random. The same seed makes the same changes."""
+    """Changes request bodies at random. The same seed makes the same changes."""
 
     def __init__(self, fields: list[str], seed: int) -> None:
         self._random = random.Random(seed)
         self._fields = fields
 
     def change(self, example: Any) -> bytes:
-        """Return the example with a few changed values, and sometimes with a few damaged bytes."""
+        """Return the example with up to four random changes, as JSON.
+
+        Sometimes a few bytes of the JSON are damaged, too.
+        """
         body = copy.deepcopy(example)
         for _ in range(self._random.choice([0, 1, 1, 1, 2, 4])):
             body = self._change_one_place(body)
@@ -70,7 +73,7 @@ class Mutator:
 
 
 def _places(body: Any) -> Iterator[tuple[Any, Any]]:
-    """Return every value of a body, as its container and its key or index."""
+    """Yield the container and the key or index of every nested value of a body."""
     keys = body.keys() if isinstance(body, dict) else range(min(len(body), 20)) if isinstance(body, list) else ()
     for key in list(keys):
         yield body, key
@@ -78,7 +81,7 @@ def _places(body: Any) -> Iterator[tuple[Any, Any]]:
 
 
 async def examples_and_fields(session: aiohttp.ClientSession) -> tuple[dict[str, Any], list[str]]:
-    """Return the example body of each route, and the names of all fields."""
+    """Return the example body of each POST route, and the names of all fields."""
     async with session.get("/openapi.json") as reply:
         document = await reply.json()
     examples = {}
@@ -91,7 +94,7 @@ async def examples_and_fields(session: aiohttp.ClientSession) -> tuple[dict[str,
 
 
 async def send_all(server: FakeServer) -> dict[str, Counter[int]]:
-    """Send the bodies. Return the number of replies with each status, by route."""
+    """Send all bodies, and return the number of replies by route and status."""
     statuses: dict[str, Counter[int]] = {}
     connector = aiohttp.TCPConnector(limit=CONNECTIONS)
     url = f"http://127.0.0.1:{server.app.http_port}"

@@ -1,4 +1,4 @@
-"""The server ends calls that make no progress. The test takes a minute, and needs no CPU."""
+"""Tests that the server ends calls that make no progress. The test takes about a minute, but hardly any CPU time."""
 
 import time
 from pathlib import Path
@@ -9,12 +9,16 @@ from hostile_measure import hostile_server, wait_for_metric
 from hostile_models import write_wide
 
 CALLERS, N_TOKENS = 12, 64
-# The time until a call ends: 30 s, 1 s for each MiB of a reply of 8 MiB, and 7 s for the server to notice.
+# The server allows 30 s, and 1 s more for each MiB of a reply. The replies have less than 8 MiB. The other 7 s are time
+# for the server to notice.
 ENDED_SECONDS = 30 + 8 + 7
 
 
 def test_callers_without_progress_are_ended(tmp_path: Path) -> None:
-    """The callers send slowly or do not read, over every protocol. For the first 10 s, all their calls stay open."""
+    """The server ends most calls of callers that send slowly or do not read, on every protocol.
+
+    All connections are still open after 10 s. The comment below names the calls and connections that may stay open.
+    """
     write_wide(tmp_path)
     with hostile_server(tmp_path) as server:
         connections = Path(f"/proc/{server.process.pid}/fd")
@@ -28,13 +32,13 @@ def test_callers_without_progress_are_ended(tmp_path: Path) -> None:
             left = len(list(connections.iterdir())) - before
             in_flight = server.metric("encserve_in_flight_requests")
             report = held.stop()
-        # Three groups may keep their connections. Slow senders over gRPC keep theirs after their calls end. Slow
-        # senders of a stream keep theirs, because gRPC takes an incomplete message for an idle stream. Slow senders
-        # over HTTP get 1 s more for each 64 KiB received. HTTP callers that do not read cannot see that the server
-        # closed their connection.
+        # The connections of three groups may still be open. Slow senders over gRPC may keep the connection after the
+        # end of the call. Slow senders in a stream keep the call, because gRPC treats an incomplete message as an idle
+        # stream. Slow senders over HTTP have 1 s more for each 64 KiB that the server received. Both HTTP groups are
+        # left out of `ended`. HTTP callers that do not read cannot notice that the server closed their connection.
         assert left <= 3 * CALLERS + CALLERS // 2, (left, report)
         ended = {name: outcomes for name, outcomes in report.items() if "http" not in name}
         assert ended.pop("slow senders, stream") == {"held": CALLERS}
         assert not [name for name, outcomes in ended.items() if "held" in outcomes], report
-        assert in_flight == 2 * CALLERS  # slow senders of a stream and over HTTP
+        assert in_flight == 2 * CALLERS  # the slow senders in a stream and over HTTP
         wait_for_metric(server, "encserve_in_flight_requests", 0)

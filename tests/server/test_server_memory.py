@@ -1,4 +1,4 @@
-"""The memory that the server may use, and the objects that the garbage collector searches."""
+"""Tests of the memory limit of a container, and of the objects that the garbage collector skips."""
 
 import gc
 import os
@@ -30,9 +30,9 @@ def unfrozen() -> Iterator[None]:
 
 
 def test_the_collector_skips_the_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The objects of libraries are frozen before a model is loaded.
+    """`main` freezes the objects of the imported libraries before any model is loaded.
 
-    The objects of a model must be freed with the model.
+    So the objects of a model are not frozen, and can be freed with the model.
     """
     frozen: list[int] = []
 
@@ -60,7 +60,7 @@ def test_later_objects_are_freed() -> None:
 def test_a_containers_limit_is_the_usable_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None
 ) -> None:
-    """Tests the limits of cgroup v2 and v1. Without a limit, v2 has "max" and v1 has a huge number."""
+    """The limit is in a file of cgroup v2 or v1. Without a limit, the file has "max" in v2 and a huge number in v1."""
     if limit is not None:
         (tmp_path / "limit").write_text(limit)
     monkeypatch.setattr(memory, "_CGROUP_LIMITS", (tmp_path / "nowhere", tmp_path / "limit"))

@@ -1,4 +1,4 @@
-"""Values and labels of metrics, and the page of metrics."""
+"""Tests of metrics: their values, their labels, and the page that Prometheus reads."""
 
 import asyncio
 import math
@@ -69,7 +69,7 @@ async def test_every_limit_has_a_metric(start_server: StartServer) -> None:
 
 
 def test_busy_seconds_add_up() -> None:
-    """Here batches run one after another. The scheduler's tests check that parallel runs count once."""
+    """Busy times are added. The tests of the scheduler check that the time of parallel runs counts once."""
     registry = CollectorRegistry()
     model = Metrics(registry).for_model("tiny", "2")
     for seconds in (2.0, 3.0):
@@ -131,7 +131,7 @@ def test_an_unloaded_version_leaves_the_page() -> None:
     metrics.forget_model("tiny", "1")
     assert names("1") == set()
     assert names("2") == before
-    models["1"].batch_failed()  # a late batch
+    models["1"].batch_failed()  # a batch of version 1 that fails after the unload
     metrics.forget_model("tiny", "1")
     assert names("1") == set()
     assert registry.get_sample_value("encserve_model_loads_total", {"model": "tiny", "outcome": "refused"}) == 0
@@ -170,7 +170,7 @@ async def test_a_failed_page_is_one_error_in_the_log(server: FakeServer, caplog:
 
 
 async def test_callers_cannot_add_labels(shared: FakeServer) -> None:
-    """Unknown models, versions and methods in requests do not appear on the page."""
+    """Unknown models, versions and methods do not appear on the page."""
     await shared.encode([1])
 
     def series() -> set[str]:
@@ -188,7 +188,7 @@ async def test_callers_cannot_add_labels(shared: FakeServer) -> None:
 
 
 def test_a_page_of_three_models_stays_small() -> None:
-    """Rendering takes about 8 µs a line, and holds Python's lock."""
+    """Rendering takes about 8 µs a line and holds the GIL, so the page must be short."""
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     metrics.zero([(kind, SERVICE_NAME, name) for name, kind in METHODS.items()], map(str, range(17)), REASONS)
@@ -207,7 +207,7 @@ async def test_promtool_accepts_the_page(shared: FakeServer) -> None:
 
 
 class FakeNvml(types.ModuleType):
-    """A fake of nvidia-ml-py with two GPUs. The second GPU can be lost."""
+    """A fake module `pynvml` with two GPUs. The driver can be missing, and the second GPU can be lost."""
 
     class NVMLError(Exception):
         pass

@@ -1,4 +1,7 @@
-"""The names of fields and values in errors: each protocol has its own names, and the core has none."""
+"""Tests of the names of fields and values in errors.
+
+Each protocol has its own names, so the packages that all protocols share use none of them.
+"""
 
 import ast
 import re
@@ -19,7 +22,7 @@ from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as triton
 from encserve_server.types.requests import DataType, OffsetUnit, OutputKind, Task
 
 PACKAGES = ("models", "outputs", "scheduling", "engine")
-# Names of fields and of enum values in any protocol.
+# Matches the names of fields and of enum values in any protocol.
 PROTOCOL_NAMES = re.compile(
     r"(options|parameters|inputs|outputs|texts)(\.|\[)[a-z{\d]|embeddings\.|token_ids"
     r"|(OUTPUT_KIND|TASK|DATA_TYPE|OFFSET_UNIT|DETAIL|TRUNCATION|INSPECT_KIND|POOLING)_|INVALID_ARGUMENT"
@@ -28,11 +31,11 @@ OF_OUTPUTS = {part for part in Part if part.name.startswith("OUTPUT")}
 OF_VECTORS = {Part.VECTORS, Part.VECTORS_WIDTH, Part.VECTORS_DATA}
 OF_SPANS = {Part.SPANS, Part.SPAN_UNIT, Part.SPAN_ENDS}
 OF_REPLIES = {Part.TOKEN_STRINGS, Part.EXCLUDE_SPECIAL_TOKENS}
-PLACED = {Part.IDS, Part.SPAN_ENDS}  # errors name an element of the list
+PLACED = {Part.IDS, Part.SPAN_ENDS}  # an error about these parts also names one id or one span
 
 
 def texts_of(source: str) -> Iterator[tuple[int, str]]:
-    """Return the line and the value of each string of a module, except docstrings."""
+    """Yield the line number and the value of each string of a module, except docstrings."""
     tree = ast.parse(source)
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     firsts = [node.body[0] for node in ast.walk(tree) if isinstance(node, owners) and node.body]
@@ -54,7 +57,7 @@ def test_the_core_names_no_fields_or_values_of_a_protocol(package: str) -> None:
 
 
 def paths(*without: Part) -> st.SearchStrategy[FieldPath]:
-    """All fields of a request except these."""
+    """Return a strategy for the paths of all parts of a request except `without`."""
     numbers = st.none() | st.integers(0, 300)
 
     def of(part: Part) -> st.SearchStrategy[FieldPath]:
@@ -65,7 +68,7 @@ def paths(*without: Part) -> st.SearchStrategy[FieldPath]:
 
 
 def check_path(message: Any, path: str) -> None:
-    """Check that a message has this field, and that only repeated fields have an index."""
+    """Check that a message has every field of a path, and that only repeated fields have an index."""
     descriptor = message.DESCRIPTOR
     for step in path.split("."):
         found = re.fullmatch(r"([a-z0-9_]+)(\[\d+\])?", step)
@@ -100,7 +103,10 @@ def test_the_fields_of_inspect(path: FieldPath) -> None:
 
 @pytest.mark.parametrize("name", [naming.ENCODE, naming.TOKENIZE, naming.INSPECT])
 def test_the_values_of_encserve(name: naming.RpcNaming) -> None:
-    """The value 0 of an enum, such as the task's, is the unspecified one."""
+    """In an error, each value has the name of the protobuf value with the same number.
+
+    `Task.NEITHER` is TASK_UNSPECIFIED.
+    """
     enums = {OutputKind: pb.OutputKind, Task: pb.Task, DataType: pb.DataType, OffsetUnit: pb.OffsetUnit}
     for ours, theirs in enums.items():
         assert {it.value: name.value(it) for it in ours} == {it.value: theirs.Name(it.value) for it in ours}
@@ -108,7 +114,7 @@ def test_the_values_of_encserve(name: naming.RpcNaming) -> None:
 
 @given(paths(*OF_SPANS, *OF_REPLIES, Part.FINGERPRINT, Part.SPACE_ID))
 def test_the_fields_of_open_inference(path: FieldPath) -> None:
-    """A field is a field of the message, a row of a tensor, or a parameter."""
+    """An error names a field of ModelInferRequest, a parameter, or a tensor (its shape, a row, or an element)."""
     rendered = InferNaming().field(path)
     found = re.fullmatch(r"(?P<name>[a-z_]+)(\.(?P<attribute>[a-z_]+)|\[\d+(, \d+)?\])?", rendered)
     assert found, rendered
@@ -122,7 +128,10 @@ def test_the_fields_of_open_inference(path: FieldPath) -> None:
 
 
 def test_the_values_of_open_inference() -> None:
-    """Values are names of outputs and parameters."""
+    """An output kind has the name of its tensor.
+
+    Data types and tasks have the names that callers send as parameters.
+    """
     values = (
         (OutputKind.TOKENS, "last_hidden_state"),
         (OutputKind.MODEL, "embedding"),

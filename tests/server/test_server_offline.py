@@ -1,4 +1,7 @@
-"""Vectors computed in this process. They equal a server's, come in order, and each refused input has a reason."""
+"""Tests of `Embedder`, which computes vectors in this process.
+
+The vectors equal those of a server and are in the order of the inputs. Each refused input has a reason.
+"""
 
 import gc
 import itertools
@@ -46,7 +49,7 @@ STATIC = {
         static_sparse=manifest_pb2.StaticSparse(tokenizer_file="query.json", weights_file="query.npy", max_tokens=6)
     ),
 }
-# The inputs and options of several calls, for each bundle.
+# By name: the changes of a bundle, and the inputs and options of several calls.
 CASES: dict[str, tuple[dict[str, Any], list[tuple[list[Any], dict[str, Any]]]]] = {
     "plain": (
         {},
@@ -144,16 +147,16 @@ async def test_rows_have_the_bits_of_a_servers(start_server: StartServer, tmp_pa
         assert found.original_token_counts.tolist() == [it.original_token_count for it in reply.sequences]
 
 
-# Loading.
+# Loading
 
 
 @pytest.mark.system  # measures for two seconds
 def test_of_equally_good_budgets_the_greatest_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An embed job takes the greatest of equally good budgets: each batch has a fixed cost, and no caller waits.
+    """A job takes the largest budget, because each batch has a fixed cost and no caller waits.
 
-    A server takes the least.
+    A server takes the smallest.
     """
-    monkeypatch.setattr(tuning, "_MAX_SPREAD", math.inf)  # the file also says whether the machine was busy
+    monkeypatch.setattr(tuning, "_MAX_SPREAD", math.inf)  # results that vary, as on a busy machine, are stored too
     bundle = write_bundle(tmp_path / "bundles")
     remembered = bundle.parent / f".{bundle.name}.tuned.json"
     Embedder(bundle, tune_batches=True).close()
@@ -202,12 +205,12 @@ print(sorted({it.partition(".")[0] for it in sys.modules} & {"grpc", "aiohttp", 
     assert done.stdout.strip() == "[]"
 
 
-# Running, with a fake engine.
+# Running with a fake engine
 
 
 @pytest.fixture
 def make_fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return a function that makes embedders with a fake engine. Its keyword arguments are those of `fake_model`."""
+    """Yield a function that makes an embedder with a fake engine. Its keyword arguments are those of `fake_model`."""
     opened: list[tuple[Embedder, FakeEngine]] = []
     folder = tmp_path / "tiny" / "1"
     folder.mkdir(parents=True)
@@ -232,7 +235,7 @@ def make_fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def random_ids(count: int, seed: int = 0) -> list[list[int]]:
-    """Return inputs of 1 to 32 equal ids. Different inputs have different ids."""
+    """Return `count` inputs. Each input is one id repeated 1 to 32 times, and each input has another id."""
     lengths = np.random.default_rng(seed).integers(1, LONGEST, count, endpoint=True)
     return [[10 + i] * int(length) for i, length in enumerate(lengths)]
 
@@ -309,13 +312,16 @@ def test_a_refused_input_does_not_stop_the_others(make_fake: Any) -> None:
 
 
 def test_refused_inputs_leave_nothing_in_memory(make_fake: Any) -> None:
-    """Otherwise a job with many refused inputs would hold much memory until the cycle collector runs."""
+    """No error of a refused input stays in memory.
+
+    An error in a reference cycle would keep its inputs until the cycle collector runs.
+    """
     embedder, _ = make_fake()
     gc.collect()
     gc.disable()
     try:
         assert len(embedder.run([ids for ids, _ in BAD]).refused) == len(BAD)
-        # Not isinstance: it reads __class__, and some objects of torch then emit a warning.
+        # isinstance would read __class__, and some objects of torch then emit warnings.
         assert not [it for it in gc.get_objects() if issubclass(type(it), RequestError)]
     finally:
         gc.enable()
@@ -339,7 +345,7 @@ def test_an_engine_that_always_fails_refuses_no_input(make_fake: Any) -> None:
     engine.broken = True
     with pytest.raises(EngineUnhealthy, match="the device is lost"):
         embedder.run(random_ids(20))
-    engine.broken, engine.nan_id = False, 0  # also the id of the probe
+    engine.broken, engine.nan_id = False, 0  # the engine's probe also has id 0
     with pytest.raises(EngineUnhealthy, match="finite"):
         embedder.run([[0, 5], [0, 6]])
     engine.nan_id = None
@@ -347,7 +353,7 @@ def test_an_engine_that_always_fails_refuses_no_input(make_fake: Any) -> None:
 
 
 def test_threads_share_the_engine(make_fake: Any) -> None:
-    """No batch gets all threads, because then the choice between all and some threads would depend on timing."""
+    """No batch gets the whole device, because the timing of the threads would decide which batch does."""
     embedder, engine = make_fake(FakeEngine(D_MODEL, max_parallel_runs=2))
     calls = [random_ids(50, seed) for seed in range(6)]
     with ThreadPoolExecutor(6) as pool:
@@ -437,7 +443,7 @@ def test_each_sparse_vector_has_its_own_indices(tmp_path: Path) -> None:
     assert {it.width for it in found} == {made.sparse_width} == {VOCAB_SIZE}
 
 
-# Batches.
+# Batches
 
 
 @given(

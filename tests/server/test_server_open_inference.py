@@ -1,4 +1,4 @@
-"""The Open Inference Protocol v2 over gRPC: replies, refusals, metadata and counters."""
+"""Tests of the Open Inference Protocol v2 over gRPC: replies, refusals, metadata and counters."""
 
 import asyncio
 import random
@@ -29,14 +29,10 @@ INFER = {"grpc_type": "unary", "grpc_service": SERVICE_NAME, "grpc_method": "Mod
 @pytest.mark.parametrize("raw", [True, False])
 @pytest.mark.parametrize("dtype", ["<i8", "<i4"])
 async def test_ids_give_padded_rows(shared: FakeServer, raw: bool, dtype: str) -> None:
-    """Requests may contain masks and token types of zeros, because most tokenizer libraries return them."""
+    """A request may contain the mask and zero token types, because most tokenizer libraries return them."""
     arrays = {"input_ids": IDS, "attention_mask": MASK, "token_type_ids": IDS * 0}
     got = await infer(shared, raw=raw, **{name: array.astype(dtype) for name, array in arrays.items()})
-    assert list(got) == [
-        "last_hidden_state",
-        "lengths",
-        "embedding",
-    ]  # without a list of outputs, all outputs are returned
+    assert list(got) == ["last_hidden_state", "lengths", "embedding"]  # the default is all outputs
     np.testing.assert_array_equal(got["last_hidden_state"], PADDED)
     assert got["lengths"].tolist() == [3, 1]
 
@@ -52,7 +48,7 @@ async def test_text_gives_the_same_as_encode(shared: FakeServer, raw: bool) -> N
     parts = [row[:length].tobytes() for row, length in zip(got["last_hidden_state"], rows.lengths, strict=True)]
     assert b"".join(parts) == rows.data
     assert got["embedding"].tobytes() == vectors.data
-    column = await infer(shared, raw=raw, text=text_tensor(*texts).reshape(3, 1))  # in the form of KServe's clients
+    column = await infer(shared, raw=raw, text=text_tensor(*texts).reshape(3, 1))  # the shape of texts from KServe
     np.testing.assert_array_equal(column["embedding"], got["embedding"])
 
 
@@ -98,14 +94,14 @@ async def test_a_model_of_vectors(start_server: StartServer) -> None:
 
 
 async def test_transport_parameters_of_clients_are_ignored(shared: FakeServer) -> None:
-    """KServe's client sends `binary_data_size`, Triton's `binary_data`, MLServer's codecs `content_type`."""
+    """KServe's client sends `binary_data_size`, Triton's client `binary_data`, and MLServer's codecs `content_type`."""
     plain = await infer(shared, input_ids=IDS, outputs=["embedding"])
     request = ids(outputs=["embedding"], parameters={"binary_data_output": True, "priority": 3, "content_type": "np"})
     request.inputs[0].parameters["binary_data_size"].int64_param = IDS.nbytes
     request.inputs[0].parameters["binary_data"].bool_param = False
     request.inputs[0].parameters["content_type"].string_param = "np"
     request.inputs[0].parameters["of my own"].string_param = "anything"
-    request.inputs[0].contents.SetInParent()  # MLServer's client sends empty contents and raw data
+    request.inputs[0].contents.SetInParent()  # MLServer sends empty contents together with raw data
     request.outputs[0].parameters["binary_data"].bool_param = True
     request.outputs[0].parameters["classification"].int64_param = 0
     got = arrays_of(await ask(shared, "ModelInfer", request, pb.ModelInferResponse))
@@ -139,7 +135,7 @@ def parameter(**parameters: Any) -> pb.ModelInferRequest:
 
 
 def with_input(request: pb.ModelInferRequest, **fields: Any) -> pb.ModelInferRequest:
-    """Change fields of the first input."""
+    """Change fields of the first input, and return the request."""
     for field, value in fields.items():
         if field == "shape":
             request.inputs[0].shape[:] = value
@@ -167,7 +163,7 @@ def raw_and_typed() -> pb.ModelInferRequest:
 
 
 REGION = {"shared_memory_region": "region"}
-REFUSED = [  # a request, the field that the error names, and its problem
+REFUSED = [  # a request, the field that the error names, and a part of the message
     (infer_request(), "inputs", "was empty"),
     (infer_request(attention_mask=MASK), "inputs", "was attention_mask"),
     (texts("a", input_ids=IDS), "inputs", "was text, input_ids"),
@@ -243,7 +239,7 @@ async def test_limits_of_settings_and_models(start_server: StartServer, tmp_path
 
 async def test_a_reply_that_padding_makes_too_large_is_refused_before_it_is_computed(start_server: StartServer) -> None:
     server = await start_server(max_response_mib=1, max_request_sequences=5000)
-    array = np.ones((4000, 30), np.int64)  # the output has 4,029 rows, padded to 120,000 rows of 16 bytes
+    array = np.ones((4000, 30), np.int64)  # the reply has 4,029 tokens, padded to 120,000 vectors of 16 bytes
     mask = np.zeros_like(array)
     mask[:, 0] = mask[0] = 1
     failed = await refusal(infer(server, input_ids=array, attention_mask=mask))
@@ -352,7 +348,7 @@ async def test_statistics_and_counters(server: FakeServer) -> None:
     await infer(server, text=text_tensor("hello"))
     await infer(server, input_ids=IDS)
     await refusal(infer(server, input_ids=-IDS))
-    await server.encode([1])  # a call of another protocol
+    await server.encode([1])  # the statistics do not count this call of another protocol
     reply = await ask(server, "ModelStatistics", pb.ModelStatisticsRequest(), pb.ModelStatisticsResponse)
     by_version = {it.version: it for it in reply.model_stats}
     stats = by_version["2"].inference_stats
@@ -376,7 +372,7 @@ async def test_bytes_that_are_not_a_message(shared: FakeServer, method: str) -> 
 
 
 def wild_request(rng: random.Random) -> pb.ModelInferRequest:
-    """Return a random request in which any field may be wrong."""
+    """Return a random request. Any field may be invalid."""
 
     def odd(good: Any, *others: Any) -> Any:
         return rng.choice(others) if rng.random() < 0.06 else good

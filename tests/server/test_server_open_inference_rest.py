@@ -1,4 +1,4 @@
-"""The Open Inference Protocol over HTTP: replies, refusals, binary tensors and bounds."""
+"""Tests of the Open Inference Protocol over HTTP: replies, refusals, binary tensors and limits."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ async def server(start_server: StartServer) -> FakeServer:
 
 
 def tensor(name: str, array: Any, *, nested: bool = False) -> dict[str, Any]:
-    """Return a tensor with its data in JSON. An array of objects becomes a BYTES tensor."""
+    """Return a tensor with its data in JSON. An array of objects becomes BYTES."""
     is_text = array.dtype == object
     data: Any = (array if nested else array.reshape(-1)).tolist()
     if is_text:
@@ -47,7 +47,7 @@ def request(*, nested: bool = False, outputs: Any = None, parameters: Any = None
 
 
 def binary(body: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
-    """Return the same request with binary tensors after the JSON, and the header with the length of the JSON."""
+    """Return a request with its tensors as binary data after the JSON, and the header with the length of the JSON."""
     inputs, parts = [], []
     for it in body["inputs"]:
         if it["datatype"] == "BYTES":
@@ -75,11 +75,7 @@ async def ask_bytes(server: FakeServer, body: dict[str, Any]) -> dict[str, npt.N
 @pytest.mark.parametrize("nested", [True, False])
 async def test_ids_give_padded_rows(shared: FakeServer, nested: bool) -> None:
     got = await ask(shared, request(nested=nested, input_ids=IDS, attention_mask=MASK))
-    assert list(got) == [
-        "last_hidden_state",
-        "lengths",
-        "embedding",
-    ]  # without a list of outputs, all outputs are returned
+    assert list(got) == ["last_hidden_state", "lengths", "embedding"]  # the default is all outputs
     np.testing.assert_array_equal(got["last_hidden_state"], PADDED)
     assert got["lengths"].tolist() == [3, 1]
 
@@ -113,13 +109,13 @@ async def test_a_model_of_vectors(start_server: StartServer) -> None:
     body = request(nested=True, inputs_embeds=vectors, attention_mask=MASK)
     for got in (await ask(server, body), await ask_bytes(server, body)):
         assert got["last_hidden_state"].tobytes() == want["last_hidden_state"].tobytes()
-    too_large = changed(request(inputs_embeds=vectors[:1, :1]), data=[0, 1, 1e300, 2.5])  # too large for 32 bits
+    too_large = changed(request(inputs_embeds=vectors[:1, :1]), data=[0, 1, 1e300, 2.5])  # 1e300 overflows FP32
     assert "inf in row 0, column 2" in (await post(server, PATH, too_large)).json()["error"]
 
 
 @pytest.mark.parametrize("datatype", ["FP32", "FP16", "INT8"])
 async def test_numbers_of_every_type(shared: FakeServer, datatype: str) -> None:
-    """Every type except FP16, which cannot be sent in JSON."""
+    """A JSON tensor cannot be FP16, so FP16 is tested with binary tensors only."""
     want = await infer(shared, input_ids=IDS, outputs=["embedding"], parameters={"datatype": datatype})
     as_binary = {"datatype": datatype, "binary_data_output": True}
     for parameters in [as_binary] if datatype == "FP16" else [as_binary, {"datatype": datatype}]:
@@ -187,7 +183,7 @@ async def test_metadata_configuration_statistics_and_index(server: FakeServer) -
     await infer(server, input_ids=IDS)
     for path in ("/v2/models/stats", "/v2/models/tiny/stats", "/v2/models/tiny/versions/2/stats"):
         stats = (await get(server, path)).json()["model_stats"][0]
-        assert stats["inference_stats"]["success"]["count"] == 2  # Open Inference over gRPC and over HTTP
+        assert stats["inference_stats"]["success"]["count"] == 2  # one call over HTTP and one over gRPC
     index = (await post(server, "/v2/repository/index", b"")).json()
     assert index[0] == {"name": "tiny", "version": "2", "state": "READY", "reason": ""}
     assert (await post(server, "/v2/repository/index", {"ready": True})).json() == index
@@ -232,15 +228,13 @@ def texts(*words: str, **more: Any) -> dict[str, Any]:
 
 
 def changed(body: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """Change fields of the first input. A value of `...` removes the field."""
+    """Return the request with changed fields of its first input. A value of `...` removes the field."""
     first = {key: value for key, value in (body["inputs"][0] | fields).items() if value is not ...}
     return body | {"inputs": [first, *body["inputs"][1:]]}
 
 
 SAYS = {"name": "lengths", "parameters": {}}
-REFUSED: list[
-    tuple[Any, str, str]
-] = [  # errors of JSON only; the gRPC tests check the fields and shapes, which both protocols share
+REFUSED: list[tuple[Any, str, str]] = [  # errors in JSON; the gRPC tests check fields and shapes for both protocols
     (b"", "", "the body is not valid JSON"),
     (b"[1]", "", "must be a JSON object"),
     (b'{"raw": 1, "inputs": ', "", "the body is not valid JSON"),
@@ -383,7 +377,7 @@ async def test_a_reply_that_padding_makes_too_large_is_refused_before_it_is_comp
     assert server.sample("encserve_batch_sequences_count", model="tiny", version="2") == 0
 
 
-MILLION = np.ones((250, 4000), np.int64)  # truncation leaves 8,000 ids
+MILLION = np.ones((250, 4000), np.int64)  # a million ids; truncation keeps 8,000
 LARGE = json.dumps(request(input_ids=MILLION, outputs=["lengths"], parameters={"truncate": True})).encode()
 
 
@@ -457,14 +451,14 @@ async def test_calls_are_counted(server: FakeServer) -> None:
 
 
 def odd(rng: random.Random, good: Any, *others: Any) -> Any:
-    """Draw the good value, or sometimes another value."""
+    """Return `good`, or in 2 % of the calls another value."""
     if rng.random() > 0.02:
         return good
     return rng.choice([None, [], {}, True, -1, 2**70, 0.5, "", "x", [[1], "a"], *others])
 
 
 def wild_inputs(rng: random.Random) -> dict[str, Any]:
-    """Draw arrays by name. Some combinations are wrong."""
+    """Return random arrays by name. Some combinations are invalid, such as `text` with `input_ids`."""
     rows, columns = rng.choice([0, 1, 1, 2, 5]), rng.choice([0, 1, 3, 3, 9, 40])
     words = ["hello", "", "brave \x00 new", "🌍" * 9, "world " * 50, '"data": [1]', "\\"]
     inputs: dict[str, Any] = {}
@@ -484,7 +478,7 @@ def wild_inputs(rng: random.Random) -> dict[str, Any]:
 
 
 def wild_body(rng: random.Random) -> tuple[bytes, dict[str, str]]:
-    """Draw a request, in JSON or with binary tensors, in which any field may be wrong."""
+    """Return a random body, in JSON or with binary tensors, and its headers. Any field may be invalid."""
     names = ["last_hidden_state", "lengths", "embedding"]
     outputs = [
         {"name": odd(rng, rng.choice(names)), "parameters": odd(rng, {"binary_data": odd(rng, rng.random() < 0.5)})}
@@ -527,7 +521,7 @@ def wild_body(rng: random.Random) -> tuple[bytes, dict[str, str]]:
 
 
 async def test_any_body_gets_a_reply_or_a_client_error(server: FakeServer) -> None:
-    """This run is short; tests/hostile has a long one."""
+    """This is a short run. tests/hostile sends many more random bodies."""
     rng, count = random.Random(0), 300
     seen: Counter[tuple[bool, int]] = Counter()
     async with connect(server) as client:

@@ -1,4 +1,4 @@
-"""The OpenVINO engine on tiny graphs, and engines that are not installed."""
+"""Tests of the OpenVINO engine on tiny graphs, and of engines that are not installed."""
 
 import os
 import re
@@ -45,7 +45,7 @@ def engine(bundle: Bundle) -> OpenVinoEngine:
 
 
 def assert_as_in_onnx_runtime(graph: Graph, batch: list[np.ndarray]) -> None:
-    """Check that both engines return the same rows for one file."""
+    """Check that both engines compute the same hidden states from one ONNX file."""
     got = OpenVinoEngine(graph, precision="float32", intra_op_threads=1).run(batch)
     want = OnnxEngine(graph, device="cpu", intra_op_threads=1).run(batch)
     assert got.padded_tokens == want.padded_tokens
@@ -54,14 +54,14 @@ def assert_as_in_onnx_runtime(graph: Graph, batch: list[np.ndarray]) -> None:
 
 
 def test_rows_outlive_the_next_run(engine: OpenVinoEngine) -> None:
-    """OpenVINO uses its output buffer again. Rows that are not copied would change in the next run."""
+    """OpenVINO reuses one output buffer. Without a copy, the next run would overwrite the hidden states."""
     first = engine.run([np.array([1, 2, 3])])
     engine.run([np.array([4, 5, 6])])
     np.testing.assert_allclose(first.rows[0], expected_rows(np.array([1, 2, 3])), rtol=1e-5)
 
 
 def test_the_precision_is_float32_by_default(engine: OpenVinoEngine) -> None:
-    """Without this setting, OpenVINO would choose bfloat16 on a CPU that has it."""
+    """Without a setting, OpenVINO would choose bfloat16 on a CPU that supports bfloat16."""
     assert (engine.info.provider, engine.info.device, engine.info.precision) == ("OpenVINO", "cpu", "float32")
     assert engine.info.runtime == f"openvino {ov.__version__.partition('-')[0]}"
     assert engine._compiled.get_property("INFERENCE_PRECISION_HINT") == ov.Type.f32
@@ -78,8 +78,8 @@ def test_weights_in_another_file_and_token_types(tmp_path: Path) -> None:
 
 def test_vectors(tmp_path: Path) -> None:
     model = build()
-    del model.graph.node[0]  # removes the embedding lookup; its output becomes a graph input
-    model.graph.node[0].input[0] = "attention_mask"  # the Shape node needs a (batch, seq) input
+    del model.graph.node[0]  # removes the embedding lookup; a graph input replaces its output
+    model.graph.node[0].input[0] = "attention_mask"  # the Shape node can read any input of shape (batch, seq)
     del model.graph.input[0]
     model.graph.input.append(value("words", TensorProto.FLOAT, ["batch", "seq", 8]))
     graph = replace(FOREIGN, path=save(model, tmp_path / "model.onnx"), input_name="words", takes_vectors=True)
@@ -111,7 +111,7 @@ def test_an_unknown_operator_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_cpu_without_bfloat16_refuses_it(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise OpenVINO would emulate bfloat16, or silently compute in float32."""
+    """Without the refusal, OpenVINO would emulate bfloat16, or compute in float32 without a warning."""
     real = ov.Core.get_property
 
     def of_an_older_cpu(core: ov.Core, device: str, name: str) -> object:
@@ -130,7 +130,7 @@ def test_a_wrong_precision_of_openvino_is_an_error(bundle: Bundle, monkeypatch: 
 
 
 def test_the_precision_of_float16_and_int8_files(bundle: Bundle) -> None:
-    """On the CPU, OpenVINO computes float16 files in float32 and int8 files in int8."""
+    """On the CPU, OpenVINO computes a float16 file in float32. An int8 file stays int8."""
     half, quantized = (replace(bundle.graph, precision=precision) for precision in ("float16", "int8"))
     assert OpenVinoEngine(half, precision="model", intra_op_threads=1).info.precision == "float32"
     assert OpenVinoEngine(quantized, precision="model", intra_op_threads=1).info.precision == "int8"
@@ -150,7 +150,7 @@ def test_onnx_runtime_computes_in_the_precision_of_the_file(bundle: Bundle) -> N
 
 
 def in_a_process(code: str, home: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run Python code in a new process with this home directory."""
+    """Run Python code in a new process, with this home directory and without ENCSERVE_ variables."""
     environment = {key: text for key, text in os.environ.items() if not key.startswith("ENCSERVE_")}
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
@@ -181,7 +181,7 @@ print([thread.name for thread in threading.enumerate()])
 def test_only_the_chosen_engine_is_imported(tmp_path: Path, engine: str, provider: str, module: str) -> None:
     done = in_a_process(LOAD, tmp_path, engine, str(write_bundle(tmp_path / "models")))
     assert done.stdout.splitlines() == [provider, module, "['MainThread']"], done.stderr
-    # A plain import of openvino starts a thread that writes to the home directory and sends reports.
+    # A plain import of openvino starts a telemetry thread, which writes into this folder and sends reports.
     assert not (tmp_path / "intel").exists()
 
 

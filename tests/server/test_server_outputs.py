@@ -1,6 +1,6 @@
-"""The outputs of a batch.
+"""Tests of the outputs of a batch.
 
-Every kind is computed alone and with others, once for each batch, and refused if not finite.
+They check every kind of output, alone and in a batch, the number of computations, and values that are not finite.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=6)
 
 @dataclass
 class Sequenced:
-    """A sequence and its settings, as the outputs of a batch need them."""
+    """A sequence of a batch, with the fields that `ModelOutputs.compute` reads."""
 
     input: ModelInput
     wanted: tuple[Output, ...]
@@ -44,7 +44,7 @@ class Sequenced:
 
 
 class CountingHead:
-    """A head that computes a function and counts its runs."""
+    """A model head that computes a function and counts its runs."""
 
     def __init__(self, function: Callable[..., Numbers]) -> None:
         self.function = function
@@ -56,18 +56,21 @@ class CountingHead:
 
 
 def unit(rows: Numbers) -> Numbers:
-    """Scale rows to length 1, as a head for MaxSim does. The norm of large float32 rows overflows."""
+    """Divide vectors by their norms, as a MaxSim head does.
+
+    For large float32 vectors, the norm overflows to infinity.
+    """
     norms: Numbers = np.sqrt(np.square(rows).sum(axis=-1, keepdims=True, dtype=np.float32))
     return np.divide(rows, norms)
 
 
 def product(rows: Numbers, weights: Numbers) -> Numbers:
-    """Compute rows @ weights, with one order of the sums for any batch. BLAS uses other kernels for other shapes."""
+    """Return rows @ weights with the same bits for any batch. BLAS would add in another order for other shapes."""
     return np.asarray(np.add.reduce(rows[..., None] * weights, axis=-2), np.float32)
 
 
 def vocabulary_weights(rows: Numbers, mask: Numbers | None = None) -> Numbers:
-    """Compute weights over the vocabulary, as a SPLADE head does."""
+    """Return weights over the vocabulary, as a SPLADE head does."""
     logits = np.log1p(np.maximum(product(rows, WORDS), 0))
     return np.asarray((logits if mask is None else logits * mask[:, :, None]).max(axis=1), np.float32)
 
@@ -81,7 +84,7 @@ def usual_heads() -> dict[OutputKind, CountingHead]:
 
 
 def model(*, heads: dict[OutputKind, CountingHead] | None = None, **changes: Any) -> ModelOutputs:
-    """Return the outputs of a model with every kind, with these heads in place of the default heads."""
+    """Return the outputs of a model with every kind of output. `heads` replaces some of the usual heads."""
     d_model = changes.pop("d_model", D_MODEL)
     bundle = rich_bundle(d_model, VOCABULARY, WIDTH, **changes)
     return ModelOutputs(bundle, {**usual_heads(), **(heads or {})})
@@ -93,7 +96,10 @@ def compute(
     wanted: Sequence[tuple[Output, ...]],
     spans: Sequence[TokenSpans | None] | None = None,
 ) -> list[OutputArrays | None]:
-    """Compute the outputs of a batch with these (seq, d_model) rows. Its ids are 0, 1, 2, …; its padding is NaN."""
+    """Compute the outputs of a batch from (seq, d_model) hidden states.
+
+    The ids are 0, 1, 2 and so on. The padding is NaN.
+    """
     lengths = [len(it) for it in rows]
     padded = np.full((len(rows), max(lengths), rows[0].shape[1]), np.nan, np.float32)
     for it, place in zip(rows, padded, strict=True):
@@ -113,7 +119,7 @@ def compute_one(outputs: ModelOutputs, rows: Rows, wanted: tuple[Output, ...], *
 def failed(
     outputs: ModelOutputs, rows: Sequence[Rows], *specs: OutputSpec, spans: Sequence[TokenSpans | None] | None = None
 ) -> list[bool]:
-    """Return for each sequence whether its outputs are missing because they would not be finite."""
+    """Return, for each sequence, whether its outputs were refused because they are not finite."""
     return [arrays is None for arrays in compute(outputs, rows, [outputs.check(specs)] * len(rows), spans)]
 
 
@@ -131,7 +137,7 @@ def raw(arrays: OutputArrays | None) -> Any:
 
 
 def numbers(array: Any) -> Any:
-    """Return the rows of an output, which may be a pair of rows and indices."""
+    """Return only the vectors or weights of an output, without indices."""
     return getattr(array, "rows", array)
 
 
@@ -157,7 +163,7 @@ EVERY_SPEC = [
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[list[Rows], list[tuple[OutputSpec, ...]], list[int]]:
-    """Draw the rows of several sequences, the outputs of each, and the length of the prompt that pooling skips."""
+    """Draw hidden states, output specs, and the number of prompt tokens that pooling skips, for several sequences."""
     lengths = draw(LENGTHS)
     wanted = st.lists(st.sampled_from(EVERY_SPEC), max_size=5, unique=True).map(tuple)
     different = draw(st.lists(wanted, min_size=1, max_size=2))
@@ -173,7 +179,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Rows], list[tuple[OutputSpec, ...]], 
 def test_a_sequence_gets_the_same_bits_alone_and_with_others(
     made: tuple[list[Rows], list[tuple[OutputSpec, ...]], list[int]],
 ) -> None:
-    """The other sequences request other outputs, and the rows of the last one are not finite."""
+    """The sequences of a batch may want different outputs, and the last sequence has an infinite number."""
     rows, specs, skipped = made
     outputs = model()
     wanted = [outputs.check(some, skipped_tokens=n) if some else () for some, n in zip(specs, skipped, strict=True)]
@@ -207,7 +213,7 @@ def test_outputs_follow_their_formulas(lengths: list[int], seed: int) -> None:
 @example(5, 2, K.WEIGHTED_MEAN, 0)
 @example(5, 2, K.MEAN, 0)
 def test_pooling_skips_a_prompt(length: int, skipped: int, kind: OutputKind, seed: int) -> None:
-    """The vector of a text that is only a prompt is zero. This is not a failure."""
+    """If a sequence has only prompt tokens, its vector is zero, except with CLS. A zero vector is not a failure."""
     outputs = model(pooling=ModelPooling((kind,), l2_normalize=False, width=D_MODEL, skips_prompt=True))
     (rows,) = random_rows([length], seed)
     (found,) = compute_one(outputs, rows, outputs.check([OutputSpec(K.MODEL)], skipped_tokens=skipped))
@@ -217,7 +223,7 @@ def test_pooling_skips_a_prompt(length: int, skipped: int, kind: OutputKind, see
             want = np.average(rest, axis=0, weights=np.arange(skipped + 1, length + 1))
         else:
             want = POOL[kind](rest)
-        np.testing.assert_allclose(found[0], 2 * want, rtol=1e-3, atol=1e-5)  # normalized by the head
+        np.testing.assert_allclose(found[0], 2 * want, rtol=1e-3, atol=1e-5)  # the head multiplies by 2
     elif kind is not K.CLS:
         assert not found.any()
 
@@ -251,7 +257,7 @@ INT8_KINDS = (*SPAN_POOLINGS, K.MODEL, K.SPANS, K.MULTI_VECTOR)
 def test_int8_is_its_formula_of_the_normalised_vector(
     length: int, width: int, kind: OutputKind, is_cut: bool, seed: int
 ) -> None:
-    """The numbers equal the formula to the bit, with and without l2_normalize."""
+    """The int8 numbers equal the formula exactly, with and without l2_normalize."""
     width = D_MODEL if kind is K.MULTI_VECTOR else width
     rows = np.random.default_rng(seed).standard_normal((length, width)).astype(np.float32)
     outputs = model(d_model=width)
@@ -269,14 +275,14 @@ def test_int8_is_its_formula_of_the_normalised_vector(
 
 
 def angles(left: OutputRows, right: OutputRows) -> Any:
-    """Return the angles, (n,), between the rows of two (n, width) arrays."""
+    """Return the angles between the rows of two (n, width) arrays: (n,), in radians."""
     products = np.linalg.norm(left.astype(np.float64), axis=1) * np.linalg.norm(right.astype(np.float64), axis=1)
     return np.arccos(np.clip(np.einsum("nw,nw->n", left, right, dtype=np.float64) / products, -1, 1))
 
 
 @given(st.integers(2, 2048), SEEDS, st.floats(0, 3))
 def test_int8_changes_an_angle_by_less_than_2_degrees(width: int, seed: int, nearness: float) -> None:
-    """If all numbers are in range, int8 turns a vector by at most asin(2 / 127)."""
+    """The bound applies if no number is clipped: int8 then turns each vector by at most asin(2 / 127)."""
     made = np.random.default_rng(seed).uniform(-1, 1, (2, 20, width)).astype(np.float32)
     made[1] += np.float32(nearness) * made[0]
     left, right = (normalized(it)[0] for it in made)
@@ -294,7 +300,7 @@ def test_the_models_pooling_may_equal_a_named_one() -> None:
 
 @pytest.mark.parametrize("kind", OutputKind)
 def test_only_rows_of_tokens_share_memory_with_the_batch(kind: OutputKind) -> None:
-    """Rows of tokens are not copied. A pooled row must not keep the rows of its batch in memory."""
+    """Vectors of tokens are not copied. A pooled vector must be a copy, so that the batch can be freed."""
     outputs, batch = model(), BatchResult(np.ones((2, 5, D_MODEL), np.float32), [5, 2], 0.0, 0.0)
     wanted, spans = outputs.check([OutputSpec(kind)]), np.array([[0, 2]])
     for arrays in outputs.compute(batch, [Sequenced(np.zeros(n, np.int64), wanted, spans) for n in (5, 2)]):
@@ -308,11 +314,11 @@ def test_rows_of_zeros_are_normalised_to_zeros() -> None:
         assert not rows.any()
 
 
-# Each computation runs once.
+# Each computation runs once
 
 
 def test_a_pooling_runs_once_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of outputs that use a pooling does not matter. The model's own pooling counts too."""
+    """One run of a pooling serves all outputs of a batch, including the model's own output."""
     pooled: Counter[tuple[OutputKind, int]] = Counter()
     pool = rows_module.pool
 
@@ -354,7 +360,10 @@ def test_a_head_runs_once_for_a_batch() -> None:
 
 
 def test_a_head_runs_once_for_each_task() -> None:
-    """A document may have no vectors for some tokens. A call without a task counts as a document."""
+    """Only documents skip tokens, so each task needs its own run.
+
+    A call without a task skips the tokens that a document skips.
+    """
     heads = usual_heads()
     document = TaskSettings("", 8192, skipped_token_ids=(1,))
     outputs = model(heads=heads, tasks={Task.QUERY: TaskSettings("", 8), Task.DOCUMENT: document})
@@ -382,7 +391,7 @@ def test_little_memory_splits_a_vocabulary_and_long_texts(max_vocabulary_bytes: 
 
 
 def test_a_token_may_have_a_weight_under_its_own_id() -> None:
-    """A repeated token has its largest weight. Weights below 0 and skipped ids are left out."""
+    """A repeated token gets its largest weight. Negative weights and skipped ids are left out."""
     outputs = model(sparse=own_id(0), heads={K.SPARSE: CountingHead(lambda rows: rows[:, :1])})
     rows = random_rows([2, 1])
     rows[0][:, 0], rows[1][:, 0] = [5, 7], -1
@@ -408,9 +417,9 @@ def test_static_weights_are_those_of_the_tokens() -> None:
         assert (it.indices.tolist(), it.rows[:, 0].tolist()) == (ids, weights[ids].tolist())
 
 
-# Numbers that are not finite.
+# Numbers that are not finite
 
-LARGE = np.float32(1e30)  # its square overflows in float32
+LARGE = np.float32(1e30)  # its square overflows float32
 NOT_FINITE = [np.float32(it) for it in (np.nan, np.inf, -np.inf)]
 
 
@@ -428,7 +437,7 @@ def test_rows_that_are_not_finite_fail_only_their_sequence(kind: OutputKind, ali
 
 
 def head_failing_at_9(kind: OutputKind, bad: np.float32) -> dict[OutputKind, CountingHead]:
-    """Return the default head, changed so that rows with a 9 in the first place become this number."""
+    """Return a head whose output is `bad` for any input with a 9 in its first dimension."""
     usual = usual_heads()[kind].function
 
     def run(rows: Numbers, *mask: Numbers) -> Numbers:
@@ -465,7 +474,7 @@ def test_a_weight_under_its_own_id_that_is_not_finite_is_found() -> None:
 @pytest.mark.parametrize("kind", [K.TOKENS, K.SPANS, *SPAN_POOLINGS])
 @pytest.mark.parametrize("data_type", [DataType.FLOAT32, DataType.FLOAT16])
 def test_an_overflow_of_a_norm_is_found(kind: OutputKind, data_type: DataType) -> None:
-    """The rows are finite, but their norm overflows, and division by this norm would make zeros."""
+    """The hidden states are finite, but their norm overflows, and the division would return zeros."""
     rows = random_rows([2, 2, 1])
     rows[1][:] = LARGE
     spans: list[TokenSpans | None] = [np.array([[0, len(it)]]) for it in rows]
@@ -485,7 +494,7 @@ def test_an_overflow_of_a_norm_in_or_before_a_head_is_found(kind: OutputKind) ->
 @pytest.mark.parametrize("kind", [K.MODEL, K.MULTI_VECTOR])
 @pytest.mark.parametrize("l2_normalize", [False, True])
 def test_zeros_that_a_head_makes_of_ordinary_rows_are_delivered(kind: OutputKind, l2_normalize: bool) -> None:
-    """A ReLU may make zeros, also in a batch that contains a norm that overflows."""
+    """A ReLU in a head can return zeros. They are valid, even if the norm of another sequence overflows."""
     pooling = ModelPooling((K.CLS,), l2_normalize=l2_normalize, width=D_MODEL, head=head_graph(D_MODEL, D_MODEL))
     head = CountingHead(lambda rows: np.maximum(unit(rows), 0))
     outputs, rows = model(heads={kind: head}, pooling=pooling), random_rows([2, 2, 1])
@@ -501,7 +510,7 @@ def test_zeros_that_a_head_makes_of_ordinary_rows_are_delivered(kind: OutputKind
 @pytest.mark.parametrize("kind", [K.MEAN, K.WEIGHTED_MEAN, K.MEAN_SQRT_LENGTH])
 @pytest.mark.parametrize("others", [(), (OutputSpec(K.CLS),)])
 def test_an_overflow_of_a_sum_fails_the_outputs_that_need_it(kind: OutputKind, others: tuple[OutputSpec, ...]) -> None:
-    """The output fails even if it has one bit a number. The outputs of another sequence do not fail."""
+    """A binary output fails too, although its bits are always finite. Outputs without a sum do not fail."""
     outputs, rows = model(), random_rows([2, 3])
     rows[1][:] = 3e38
     assert failed(outputs, rows, *others, OutputSpec(kind, data_type=DataType.BINARY)) == [False, True]
@@ -526,12 +535,12 @@ def test_a_text_may_have_no_vectors() -> None:
     assert empty.rows.shape == (0, WIDTH)
 
 
-# Ranges of tokens.
+# Ranges of tokens
 
 
 @st.composite
 def rows_and_ranges(draw: st.DrawFn) -> tuple[Rows, TokenSpans]:
-    """Draw rows, and ranges that may overlap, be empty, or contain all rows."""
+    """Draw hidden states and ranges of tokens. Ranges may overlap, be empty, or contain all tokens."""
     seq = draw(st.integers(1, 70))
     (rows,) = random_rows([seq], draw(SEEDS))
     bounds = draw(st.lists(st.tuples(st.integers(0, seq), st.integers(0, seq)).map(sorted), max_size=20))
@@ -557,11 +566,11 @@ def test_a_sequence_without_ranges_has_no_rows() -> None:
     assert [arrays[0].shape for arrays in made if arrays] == [(0, D_MODEL), (1, D_MODEL)]
 
 
-# Joined vectors.
+# Vectors joined into clusters
 
 
 def similar_vectors(seed: int, count: int) -> Numbers:
-    """Draw (count, 3) vectors of length 1, several of them equal."""
+    """Return (count, 3) vectors of length 1. Several vectors may be equal."""
     vectors = np.random.default_rng(seed).integers(-2, 3, (count, 3)).astype(np.float32)
     vectors[~vectors.any(axis=1), 0] = 1
     return unit(vectors)
@@ -591,12 +600,12 @@ def test_joining_keeps_protected_tokens_and_the_number_of_clusters(
         np.testing.assert_allclose(found[-1], vectors[protected:].mean(axis=0), atol=1e-6)
 
 
-@pytest.mark.system  # importing sentence-transformers takes seconds
+@pytest.mark.system  # the import of sentence-transformers takes seconds
 @given(SEEDS, st.integers(0, 40), st.floats(1, 8), st.integers(0, 3), st.booleans())
 def test_clusters_are_those_of_sentence_transformers(
     seed: int, count: int, factor: float, protected: int, l2_normalize: bool
 ) -> None:
-    """Both get the same rows, among them two equal ones."""
+    """Both libraries get the same vectors. If there are several vectors, two are equal."""
     torch = pytest.importorskip("torch")
     theirs = pytest.importorskip("sentence_transformers.multi_vector_encoder.modules.token_pooling")
     vectors = np.random.default_rng(seed).standard_normal((count, 8)).astype(np.float32)
@@ -610,7 +619,10 @@ def test_clusters_are_those_of_sentence_transformers(
 
 @pytest.mark.parametrize("own_factor", [0.0, 1.0, 2.0])
 def test_vectors_are_joined_by_the_model_and_then_by_the_call(own_factor: float) -> None:
-    """Joined vectors have no index. The model joins only documents, and a call without a task counts as a document."""
+    """Joined vectors have no index.
+
+    This model joins the vectors of documents only. A call without a task counts as a document.
+    """
     pytest.importorskip("scipy")
     own = TokenPooling(own_factor, l2_normalize=False) if own_factor else None
     tasks = {Task.DOCUMENT: TaskSettings("", 8192, token_pooling=own), Task.QUERY: TaskSettings("", 8192)}
@@ -629,7 +641,7 @@ def test_vectors_are_joined_by_the_model_and_then_by_the_call(own_factor: float)
 
 
 def test_vectors_that_are_not_finite_are_not_joined() -> None:
-    """With such vectors, the search for nearest neighbours would never end."""
+    """With NaN, the search for nearest neighbours would never end."""
     pytest.importorskip("scipy")
     outputs = model(heads=head_failing_at_9(K.MULTI_VECTOR, np.float32(np.nan)))
     rows = random_rows([12, 12])

@@ -1,4 +1,4 @@
-"""The outputs that callers may request, their cost in tokens, and their bytes in a reply."""
+"""Tests of the outputs that callers may request, of their cost in tokens, and of their bytes in a reply."""
 
 import math
 from dataclasses import replace
@@ -55,7 +55,7 @@ def check(*specs: OutputSpec, task: Task = Task.NEITHER, bundle: Bundle = RICH) 
     return ModelOutputs(bundle).check(specs, task)
 
 
-# Requested outputs.
+# Requested outputs
 
 
 def test_the_default_is_a_row_for_each_token() -> None:
@@ -68,7 +68,7 @@ def test_the_default_is_a_row_for_each_token() -> None:
         (ModelPooling((K.CLS,), False, 8), OutputSpec(K.MODEL), Output(K.CLS, False)),
         (ModelPooling((K.CLS,), True, 8), OutputSpec(K.MODEL), Output(K.CLS, True)),
         (ModelPooling((K.CLS,), False, 8), OutputSpec(K.MODEL, True, dimensions=4), Output(K.CLS, True, dimensions=4)),
-        # This vector is cut after it is normalised, so its length is not 1.
+        # The vector is cut after it is normalised, so the result is not a unit vector.
         (ModelPooling((K.CLS,), True, 8), OutputSpec(K.MODEL, dimensions=4), Output(K.MODEL, False, dimensions=4)),
         (ModelPooling((K.CLS,), True, 8, dimensions=2), OutputSpec(K.MODEL), Output(K.MODEL, False, dimensions=2)),
         (ModelPooling((K.CLS, K.MAX), False, 16), OutputSpec(K.MODEL), Output(K.MODEL, False)),
@@ -113,7 +113,7 @@ def test_rows_are_reported_as_normalised() -> None:
     assert [OUTPUTS.is_l2_normalized(Output(K.TOKENS, unit)) for unit in (True, False)] == [True, False]
 
 
-# Refused outputs: the specs, the field with its index, and the numbers in the message.
+# Refused outputs: the specs, the field with its index, and a pattern of the message.
 REFUSED: list[tuple[tuple[OutputSpec, ...], FieldPath, str]] = [
     ((OutputSpec(K.MULTI_VECTOR, dimensions=129),), FieldPath(Part.OUTPUT_DIMENSIONS, 0), "at most 128, .* was 129"),
     (
@@ -142,7 +142,7 @@ REFUSED: list[tuple[tuple[OutputSpec, ...], FieldPath, str]] = [
 
 
 class ProtocolNaming:
-    """A protocol's names for fields and values, with a mark that shows where they are used."""
+    """A naming that puts each name of a field or value in angle brackets."""
 
     def field(self, path: FieldPath) -> str:
         return f"<{path.part.name}>"
@@ -155,7 +155,10 @@ class ProtocolNaming:
 def test_a_refused_output_is_named_by_field_and_number(
     specs: tuple[OutputSpec, ...], field: FieldPath, text: str
 ) -> None:
-    """The message of the core contains no field name and no value of a protocol."""
+    """The message gets all names of fields and values from the naming.
+
+    No name of a protocol is fixed in the message.
+    """
     with pytest.raises(InvalidField, match=text) as caught:
         check(*specs)
     assert caught.value.field == field
@@ -247,7 +250,7 @@ def test_weights_from_a_table_need_texts_and_a_call_of_their_own() -> None:
         assert caught.value.field == field
 
 
-# The size of a reply in bytes.
+# Bytes of a reply
 
 
 @pytest.mark.parametrize(
@@ -260,10 +263,7 @@ def test_weights_from_a_table_need_texts_and_a_call_of_their_own() -> None:
         (OutputSpec(K.MODEL, data_type=DataType.INT8, dimensions=9), 9),
         (OutputSpec(K.MULTI_VECTOR), 9 * (128 * 4 + 4)),
         (OutputSpec(K.MULTI_VECTOR, data_type=DataType.INT8), 9 * (128 + 4)),
-        (
-            OutputSpec(K.SPANS, data_type=DataType.BINARY),
-            5 * (384 * 4 + 5),
-        ),  # the memory of the numbers before they are packed into bits
+        (OutputSpec(K.SPANS, data_type=DataType.BINARY), 5 * (384 * 4 + 5)),  # float32, before the bits are packed
         (OutputSpec(K.SPARSE), 0),
     ],
 )
@@ -282,7 +282,10 @@ def test_the_bytes_of_weights() -> None:
 
 
 def test_the_bytes_of_weights_include_their_padding() -> None:
-    """The padding makes a reply of one long vector and many short ones large. It must be refused before it is built."""
+    """Padding is counted before the reply is built.
+
+    One long vector makes a padded reply of many short vectors large.
+    """
     plan = OUTPUTS.plan((OutputSpec(K.SPARSE),), Task.NEITHER, 0)
     sequences = [TokenSequence(np.ones(1, np.int64), 1, outputs=(sparse_rows(n),)) for n in (100, 1, 1)]
     size = ReplySize(OUTPUTS, None, limit=300 * 8 - 1)
@@ -291,7 +294,7 @@ def test_the_bytes_of_weights_include_their_padding() -> None:
         size.check_sparse(0, plan, sequences, padded=True)
 
 
-# The cost of a sequence, in tokens.
+# The cost of a sequence, in tokens
 
 SPECS = [
     *[OutputSpec(kind, dimensions=n) for kind in (K.TOKENS, *SPAN_POOLINGS, K.MULTI_VECTOR) for n in (0, 7)],
@@ -326,16 +329,19 @@ def test_one_ordinary_output_costs_the_tokens(spec: OutputSpec, tokens: int) -> 
 
 @given(SOME_SPECS, st.sampled_from(SPECS), st.integers(1, 2048), st.integers(0, 2000))
 def test_a_split_call_is_not_cheaper(specs: list[OutputSpec], another: OutputSpec, tokens: int, spans: int) -> None:
-    """One more output adds at most the cost of a second call with this output and the most expensive other output."""
+    """A call with one more output costs at most as much as two calls.
+
+    The second of the two calls has the new output and the most expensive output.
+    """
     together = OUTPUTS.cost(check(*dict.fromkeys([*specs, another])), tokens, spans)
     second = check(OutputSpec(K.SPARSE, max_active_dims=2**31 - 1), another)
     assert together <= OUTPUTS.cost(check(*specs), tokens, spans) + OUTPUTS.cost(second, tokens, spans)
 
 
 def test_expensive_outputs_are_charged() -> None:
-    """The unit is a token of a model that takes 132 µs a token.
+    """The costs are in tokens, for a model that needs 132 µs a token.
 
-    Measured: 1 to 3 for sparse weights, 1,100 for joining, 110 for spans.
+    Measured: 1 to 3 tokens for sparse weights, 1,100 for joining vectors, and 110 for spans.
     """
     sparse = check(*[OutputSpec(K.SPARSE, max_active_dims=100 + i) for i in range(16)])
     assert 1 < OUTPUTS.cost(sparse, 1, 0) < 10
@@ -346,11 +352,11 @@ def test_expensive_outputs_are_charged() -> None:
     assert ModelOutputs(replace(RICH, n_layers=1)).cost(sparse, 1, 0) > OUTPUTS.cost(sparse, 1, 0)
 
 
-# Loading.
+# Loading
 
 
 class FakeHead:
-    """A head that returns zeros of a width. A head of width 0 fails."""
+    """A model head that returns zeros of a given width. With width 0, it fails."""
 
     def __init__(self, width: int) -> None:
         self.width = width

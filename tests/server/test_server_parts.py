@@ -1,4 +1,4 @@
-"""Errors, settings, flags, tokenizing, messages, CPUs and logs."""
+"""Tests of small parts of the server: errors, settings, flags, tokenizing, messages, CPUs and logs."""
 
 import asyncio
 import json
@@ -42,13 +42,13 @@ def subclasses(base: type[EncserveError]) -> set[type[EncserveError]]:
     return {base, *(found for sub in base.__subclasses__() for found in subclasses(sub))}
 
 
-# Errors.
+# Errors
 
 
 def test_every_error_of_a_caller_is_in_the_table() -> None:
-    """Each error has its own reason, except for two with INVALID_FIELD.
+    """Each error has its own reason, except two that share INVALID_FIELD.
 
-    text-embeddings-inference has a type for each.
+    EmptyInputs and UnknownField are separate classes, because text-embeddings-inference has an error type for each.
     """
     never_sent = {EncserveError, errors.RequestError, *subclasses(errors.StartupError)}
     assert set(ERROR_TABLE) == subclasses(EncserveError) - never_sent
@@ -87,7 +87,7 @@ def test_an_error_of_a_part_names_the_inputs_of_the_whole_call() -> None:
     assert error.text(PlainNaming()) == "text 103: output_dimensions 1 of input 100, ids 104, place 2, at query"
 
 
-# Settings and flags.
+# Settings and flags
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_defaults_depend_on_the_device() -> None:
     [
         (2048, {}, 512),
         (65536, {}, 1024),
-        (100, {}, 68),  # the memory of one request and one reply of the largest size
+        (100, {}, 68),  # the minimum: one request and one reply of the largest size
         (65536, {"max_response_mib": 1024}, 1028),
         (100, {"max_in_flight_mib": 2000}, 2000),
     ],
@@ -194,7 +194,7 @@ def test_a_failed_start_logs_one_line(
     assert line == f"cannot start: --model-repository {tmp_path}/nowhere: no such directory"
 
 
-# Tokenizing.
+# Tokenizing
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory, pool: TurnPool) -> TextT
 
 @pytest.fixture(scope="module")
 def template_checker(tmp_path_factory: pytest.TempPathFactory, pool: TurnPool) -> InputChecker:
-    """Return a tokenizer that adds no special tokens, with a template that adds words."""
+    """Return a checker whose tokenizer adds no special tokens, and whose template adds words."""
     path = write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"post_processor": None}))
     tokenizer = Tokenizer.from_file(str(path))
@@ -246,7 +246,7 @@ def test_a_truncated_text_fits_and_keeps_its_special_tokens(
 
 @given(st.lists(st.sampled_from(["hello", "brave", "new", "[SEP]"]), max_size=8), st.sampled_from(["", "new world "]))
 def test_a_template_adds_words_around_a_text(template_checker: InputChecker, words: list[str], prompt: str) -> None:
-    """The tokens of the template are special and have no offsets. Truncation keeps the words after the text."""
+    """The tokens of a template are special and have no offsets. Truncation keeps the words after the text."""
     limit, text = LengthLimit(7, "", truncate=True), " ".join(words)
     rules = template_checker.rules(limit, details=True, prompt=prompt)
     (sequence,) = asyncio.run(template_checker.check([text], rules))
@@ -284,7 +284,7 @@ def test_special_tokens_in_a_text_are_split_if_the_bundle_says_so(tmp_path: Path
 @pytest.mark.parametrize("around", ["[CLS] $A [SEP]", "$A [SEP]", "[CLS] $A", "$A", None])
 @pytest.mark.parametrize("unknown", ["[UNK]", "none"])
 def test_the_special_tokens_around_a_text_are_known(tmp_path: Path, around: str | None, unknown: str) -> None:
-    """This includes a tokenizer without a token for unknown words."""
+    """The tokenizer may have no token for unknown words."""
     path = write_tokenizer(tmp_path / "tokenizer.json", unknown)
     changed = Tokenizer.from_file(str(path))
     special = [("[CLS]", 1), ("[SEP]", 2)]
@@ -299,9 +299,9 @@ def test_the_special_tokens_around_a_text_are_known(tmp_path: Path, around: str 
 
 
 async def test_other_threads_run_while_a_long_text_is_tokenized(tokenizer: TextTokenizer, pool: TurnPool) -> None:
-    """A health check must run, for example.
+    """A long text must not stop the event loop.
 
-    CPU time is compared, because a busy machine gives each thread less of it.
+    The test compares CPU times, because wall times depend on the load of the machine.
     """
     before = await pool.run(ANY_SENDER, 0, time.thread_time)
     began = time.thread_time()
@@ -318,9 +318,7 @@ async def test_other_threads_run_while_a_long_text_is_tokenized(tokenizer: TextT
 
 async def test_a_few_words_do_not_wait_behind_a_long_text(tokenizer: TextTokenizer, pool: TurnPool) -> None:
     release = threading.Event()
-    busy = asyncio.create_task(
-        pool.run(ANY_SENDER, 0, release.wait)
-    )  # does not let other Python threads run, like a tokenizer with a long text
+    busy = asyncio.create_task(pool.run(ANY_SENDER, 0, release.wait))  # occupies the thread, as a long text does
     try:
         found = await tokenizer.tokenize(["hello world", "brave"], LONGEST, truncate=True, details=False)
         assert [it.input.tolist() for it in found if not isinstance(it, str)] == [[1, 4, 7, 2], [1, 5, 2]]
@@ -331,7 +329,7 @@ async def test_a_few_words_do_not_wait_behind_a_long_text(tokenizer: TextTokeniz
 
 @pytest.fixture
 def panicking_file(tmp_path: Path) -> Path:
-    """Write a tokenizer with a regular expression that takes exponential time and then panics."""
+    """Write the file of a tokenizer whose regular expression takes exponential time for some texts, and then panics."""
     path = write_tokenizer(tmp_path / "panicking.json")
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$| "), "removed")
@@ -344,7 +342,7 @@ PANICS = "a" * 30 + "b"
 
 @pytest.mark.parametrize("known", ["hello", "hello world " * 50], ids=["at once", "in a thread"])
 async def test_a_text_that_makes_the_tokenizer_panic_fails_alone(panicking_file: Path, known: str) -> None:
-    """A panic of the Rust code is a BaseException, like KeyboardInterrupt."""
+    """A panic of the Rust code raises a BaseException that is not an Exception, as KeyboardInterrupt is."""
     tokenizer = TextTokenizer(panicking_file, TurnPool(1), 2**20)
     tokenized = await tokenizer.tokenize([known, PANICS, "world"], LONGEST, truncate=True, details=False)
     before, panicked, after = tokenized
@@ -362,7 +360,7 @@ async def test_an_interrupt_is_not_an_error_of_a_text(tmp_path: Path, monkeypatc
         raise KeyboardInterrupt
 
     class Interrupted:
-        """A tokenizer that raises KeyboardInterrupt, as Control-C does."""
+        """A tokenizer that is interrupted by Control-C."""
 
         encode_batch_fast = interrupt
 
@@ -388,7 +386,7 @@ async def test_an_interrupt_is_not_an_error_of_a_text(tmp_path: Path, monkeypatc
         ("", {}, ""),
         ("normalizer", {"type": "Precompiled", "precompiled_charsmap": ""}, "precompiled_charsmap"),
         (
-            "post_processor",  # the tokenizer panics when it is first used
+            "post_processor",  # loads, but panics when it is first used
             {
                 "type": "TemplateProcessing",
                 "single": [{"SpecialToken": {"id": "[X]", "type_id": 0}}],
@@ -408,7 +406,7 @@ def test_a_file_that_the_library_cannot_load_is_refused(
         TextTokenizer(path, TurnPool(1), 2**20)
 
 
-# Messages, CPUs, advice and logs.
+# Messages, CPUs, advice and logs
 
 
 @given(st.integers(0, 2**63))
@@ -419,7 +417,7 @@ def test_a_varint_is_that_of_protobuf(number: int) -> None:
 
 @given(st.lists(st.binary(max_size=300), max_size=5), st.text(max_size=20))
 def test_a_message_joined_from_parts_is_the_message(data: list[bytes], request_id: str) -> None:
-    """The message has a field of bytes at the fourth level of nesting."""
+    """The bytes field `data` is nested in three messages: EncodeStreamResponse, EncodeResponse and RaggedTensor."""
     numbers = pb.EncodeStreamResponse.RESPONSE_FIELD_NUMBER, pb.EncodeResponse.OUTPUTS_FIELD_NUMBER
     views = [memoryview(part) for part in data]
     tensor = [pb.RaggedTensor(width=3).SerializeToString(), *wire.field(pb.RaggedTensor.DATA_FIELD_NUMBER, views)]

@@ -1,6 +1,6 @@
-"""Prepacked weights are saved at aligned offsets.
+"""Tests that prepacked weights are saved at aligned offsets.
 
-If a CPU kernel loads from an unaligned address, the process dies.
+A CPU kernel that loads from an unaligned address crashes the process.
 """
 
 from pathlib import Path
@@ -15,12 +15,12 @@ from onnx import TensorProto, helper, numpy_helper
 from encserve_server.engine import onnx as onnx_engine
 from encserve_server.engine.aligned import ALIGNMENT_BYTES
 
-# Rows of 312 numbers, as in TinyBERT and rubert-tiny2, have 1,248 bytes: 32 more than a multiple of 64.
+# TinyBERT and rubert-tiny2 have vectors of 312 numbers. A vector has 1,248 bytes, which is not a multiple of 64.
 WIDTHS = {"tiny": 24, "TinyBERT": 312, "MiniLM": 384}
 
 
 def write_products(path: Path, width: int) -> Path:
-    """Write a graph with a table of 19 rows and two matrix products.
+    """Write a graph with a table of 19 vectors and two matrix products.
 
     The second product has a bias and is inside a branch.
     """
@@ -50,7 +50,7 @@ def write_products(path: Path, width: int) -> Path:
 
 
 def offsets(graph: Any) -> list[int]:
-    """Return the offsets of all weights and prepacked weights of a saved model, also of those inside branches."""
+    """Return the offsets of all weights and prepacked weights of a saved model, including weights inside branches."""
     found = []
     for tensor in graph.initializer:
         for entry in tensor.external_data:

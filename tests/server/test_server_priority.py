@@ -1,4 +1,4 @@
-"""The priority of a call and the share of a caller, over every protocol."""
+"""Tests of the priority of calls and of the shares of callers, over every protocol."""
 
 import asyncio
 import hashlib
@@ -90,9 +90,9 @@ async def test_an_unknown_priority_is_refused(start_server: StartServer) -> None
 
 
 async def test_a_bulk_caller_waits_for_others_and_keeps_its_share(start_server: StartServer, tmp_path: Path) -> None:
-    """The share limits this caller even if it requests interactive priority.
+    """A call of a bulk caller stays bulk, even if the call requests interactive priority.
 
-    Calls beyond the share are refused for this caller only.
+    Only this caller is refused beyond its share.
     """
     file = tmp_path / "callers.toml"
     file.write_text(CALLERS)

@@ -1,4 +1,4 @@
-"""Reflection as tools of other languages use it, and a call that needs only the descriptors of reflection."""
+"""Tests of gRPC reflection as other tools use it, and of a call that is built only from the descriptors."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ ENCODER = "encserve.v1.EncoderService"
 
 
 async def ask(server: FakeServer, version: str, *requests: ServerReflectionRequest) -> list[ServerReflectionResponse]:
-    """Send requests on one stream and return the replies. Both versions of the service have the same messages."""
+    """Send requests over one stream, and return the replies. Both versions of the service have the same messages."""
     channel: Any = server.channel
     call = channel.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")
     data = [request.SerializeToString() for request in requests]
@@ -22,7 +22,7 @@ async def ask(server: FakeServer, version: str, *requests: ServerReflectionReque
 
 
 async def files_for(server: FakeServer, version: str, symbol: str) -> dict[str, FileDescriptorProto]:
-    """Return the files of a symbol and their imports, by name."""
+    """Return the file of a symbol and the files that it imports, by name."""
     request = ServerReflectionRequest(host="here", file_containing_symbol=symbol)
     (answer,) = await ask(server, version, request)
     assert answer.original_request == request
@@ -37,7 +37,7 @@ async def test_names_the_services(shared: FakeServer, version: str) -> None:
     names = [service.name for service in answer.list_services_response.service]
     assert {SERVICE, "grpc.health.v1.Health"} <= set(names)
     assert {f"grpc.reflection.{it}.ServerReflection" for it in VERSIONS} <= set(names)
-    for name in names:  # the symbols that grpcurl's `describe` requests
+    for name in names:  # grpcurl's `describe` requests each service
         assert await files_for(shared, version, name)
 
 
@@ -64,7 +64,7 @@ async def test_finds_symbols_of_every_kind(shared: FakeServer, version: str) -> 
     requests.append(ServerReflectionRequest(file_by_filename="nothing.proto"))
     *refused, found = await ask(shared, version, *requests, ServerReflectionRequest(file_containing_symbol=ENCODER))
     assert [it.error_response.error_code for it in refused] == [grpc.StatusCode.NOT_FOUND.value[0]] * len(requests)
-    assert found.file_descriptor_response.file_descriptor_proto  # an error does not end the stream
+    assert found.file_descriptor_response.file_descriptor_proto  # the stream continues after the errors
 
 
 async def test_can_be_turned_off(start_server: StartServer) -> None:
@@ -79,9 +79,9 @@ async def test_can_be_turned_off(start_server: StartServer) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_a_caller_without_stubs(shared: FakeServer, version: str) -> None:
-    """The caller works like grpcurl: services, the files of one service, a message of its method, the call."""
+    """As grpcurl does, the test loads the files of a service, builds the request message, and calls the method."""
     pool = descriptor_pool.DescriptorPool()
-    for file in reversed((await files_for(shared, version, ENCODER)).values()):  # imports come after their file
+    for file in reversed((await files_for(shared, version, ENCODER)).values()):  # the reply has imported files last
         pool.Add(file)
     method = pool.FindServiceByName(SERVICE).FindMethodByName("Encode")
     request_type = message_factory.GetMessageClass(method.input_type)

@@ -1,4 +1,4 @@
-"""The models and versions of a repository, and the order of versions."""
+"""Tests of the models and versions that are found in a repository, and of their order."""
 
 import os
 from pathlib import Path
@@ -11,12 +11,12 @@ from encserve_server.repository.scan import Candidate, find_slots, require, vers
 
 
 def newest(repository: Path, *wanted: str) -> list[Path]:
-    """Return the directory of the first candidate for each model."""
+    """Return the directory of the newest version of each model to serve."""
     return [slot.candidates[0].directory for slot in find_slots(repository, wanted)]
 
 
 def candidate(repository: Path) -> Candidate:
-    """Return the candidate of a repository that has only one."""
+    """Return the only version in the repository."""
     [slot] = find_slots(repository, ())
     [only] = slot.candidates
     return only
@@ -29,7 +29,7 @@ def test_versions_are_ordered() -> None:
 
 
 def test_only_bundles_are_found(tmp_path: Path) -> None:
-    """Drafts, whose names begin with a dot, are not found, nor are empty folders and files."""
+    """Drafts (names with a leading dot), empty folders and files are skipped."""
     write_bundle(tmp_path, "b")
     write_bundle(tmp_path, "a")
     (tmp_path / "a" / ".2.partial").mkdir()
@@ -78,9 +78,9 @@ def test_all_versions_are_candidates_from_the_newest(tmp_path: Path) -> None:
 
 
 def test_a_candidate_differs_after_any_change_of_a_file(tmp_path: Path) -> None:
-    """It differs after another date, a new file, or a replaced file.
+    """A new date, a new file and a replaced file change `files`.
 
-    It stays equal after other rights, or other content with the same date.
+    New permissions, or new content with the old date, change only `changed_ns`.
     """
     directory = write_bundle(tmp_path)
     file = directory / "model.onnx"
@@ -91,7 +91,7 @@ def test_a_candidate_differs_after_any_change_of_a_file(tmp_path: Path) -> None:
     (directory / "new").write_bytes(file.read_bytes())
     seen.append(candidate(tmp_path))
     os.utime(directory / "new", ns=(0, 0))
-    (directory / "new").rename(file)  # the same bytes and the same time
+    (directory / "new").rename(file)  # the same bytes and the same date, but another inode
     seen.append(candidate(tmp_path))
     assert len({it.files for it in seen}) == 4
     file.chmod(0o600)

@@ -1,4 +1,8 @@
-"""The scheduler with a fake engine and a fake clock: admission, delivery, cancellation, deadlines, failures, health."""
+"""Tests of the scheduler with a fake engine and a fake clock.
+
+They check delivery, admission, cancellation, deadlines, failures and health. A lane is a thread that runs batches of
+the engine.
+"""
 
 import asyncio
 import contextlib
@@ -36,7 +40,7 @@ from encserve_server.types.callers import ANY_SENDER, Caller, Priority, Sender
 from encserve_server.types.sequences import Batch, TokenSequence
 
 POISON, NAN, CRASH, STUCK = 666, 777, 888, 999
-LIMIT = 100  # tokens in the queue
+LIMIT = 100  # the limit of the queue, in tokens
 BULK = Sender(priority=Priority.BULK)
 
 
@@ -87,12 +91,12 @@ class Recorder:
 
     @property
     def dropped(self) -> tuple[int, int, int]:
-        """Return the counts of sequences that expired, were cancelled in the queue, or were cancelled in a batch."""
+        """Return the numbers of sequences that expired, were cancelled in the queue, and were cancelled in a batch."""
         return self.counts["expired"], self.counts["cancelled queued"], self.counts["cancelled running"]
 
 
 def finite_rows(result: BatchResult, sequences: Sequence[TokenSequence]) -> list[OutputArrays | None]:
-    """Return the rows of each sequence; None for rows that are not finite."""
+    """Return the hidden states of each sequence, or None if they are not finite."""
     assert len(result.lengths) == len(sequences)
     return [(rows,) if np.isfinite(rows).all() else None for rows in result.rows]
 
@@ -105,7 +109,7 @@ class BrokenTracer:
 
 
 class Span:
-    """The span of a traced request."""
+    """A span of a traced request."""
 
     def stage(self, name: str, began_at: float, ended_at: float) -> None:
         assert name == "queue"
@@ -113,7 +117,7 @@ class Span:
 
 
 class Bench:
-    """A scheduler with its fake engine, fake clock and observer."""
+    """A scheduler with its engine, clock and observer."""
 
     def __init__(self, lanes: int, *, batch_tokens: int = 10, **limits: Any) -> None:
         self.engine = FakeEngine(poison=POISON, nan_id=NAN, max_parallel_runs=lanes)
@@ -137,7 +141,7 @@ class Bench:
     async def encode(
         self, *inputs: ModelInput, deadline: float = math.inf, extra_cost: int = 0, sender: Sender = ANY_SENDER
     ) -> list[TokenSequence]:
-        """Make one call. The outputs of each sequence add `extra_cost` tokens to its cost."""
+        """Send one call and return its sequences. Each sequence costs its length plus `extra_cost` tokens."""
         sequences = [TokenSequence(it, len(it), cost=len(it) + extra_cost) for it in inputs]
         await self.scheduler.run(sequences, deadline, sender=sender)
         return sequences
@@ -146,14 +150,14 @@ class Bench:
         return asyncio.create_task(self.encode(*inputs, **how))
 
     async def queue(self, *calls: Sequence[ModelInput], **how: Any) -> "list[asyncio.Task[list[TokenSequence]]]":
-        """Send calls and wait until they are in the queue."""
+        """Send calls. Wait until all of them are queued or one is done."""
         before = self.seen.queue[0]
         tasks = [self.send(*call, **how) for call in calls]
         await until(lambda: self.seen.queue[0] == before + sum(map(len, calls)) or any(it.done() for it in tasks))
         return tasks
 
     async def busy(self) -> "asyncio.Task[list[TokenSequence]]":
-        """Occupy the engine with a first call, so that later calls wait in the queue."""
+        """Send a first call and hold it in the engine, so that later calls wait. Return the task of the call."""
         self.engine.hold()
         call = self.send(ids(1))
         await self.engine_started()
@@ -163,7 +167,10 @@ class Bench:
         assert await asyncio.to_thread(self.engine.started.acquire, timeout=60)
 
     def second_passes_and(self, condition: Callable[[], bool]) -> Callable[[], bool]:
-        """Advance the clock before each check, because a probe that finds its lane busy runs again a second later."""
+        """Return a check that advances the clock if the condition is false.
+
+        A probe that finds its lane busy is repeated one second later.
+        """
 
         def check() -> bool:
             if not condition() and self.clock.sleepers:
@@ -183,7 +190,7 @@ class Bench:
         monkeypatch.setattr(self.engine, "run", call_and_run)
 
     def raise_for(self, monkeypatch: pytest.MonkeyPatch, is_bad: Callable[[Sequence[ModelInput]], bool]) -> None:
-        """Raise an error in the engine's thread for these batches."""
+        """Crash the engine's thread in every batch for which `is_bad` is true."""
 
         def crash(sequences: Sequence[ModelInput]) -> None:
             if is_bad(sequences):
@@ -201,12 +208,12 @@ def tokens(count: int, value: int = 1) -> TokenIds:
 
 
 def right(results: Sequence[TokenSequence]) -> bool:
-    """Return whether each sequence has its own rows."""
+    """Return whether each sequence has the hidden states of its own ids."""
     return all(np.array_equal(result.outputs[0], fake_rows(result.input, 4)) for result in results)
 
 
 async def settle() -> None:
-    """Let the event loop run all tasks that are ready."""
+    """Let the event loop run its ready tasks."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -247,7 +254,7 @@ async def two_narrow_lanes() -> AsyncIterator[Bench]:
         yield bench
 
 
-# Delivery.
+# Delivery
 
 
 async def test_each_call_gets_its_own_rows(bench: Bench) -> None:
@@ -280,7 +287,7 @@ async def test_the_engine_continues_while_the_event_loop_is_busy(bench: Bench) -
     first = await bench.busy()
     (second,) = await bench.queue([ids(2)])
     bench.engine.let_one_go()
-    # There is no await here, so the event loop is blocked until the second batch has begun.
+    # This line blocks the event loop until the second batch has begun.
     assert bench.engine.started.acquire(timeout=60)
     assert not first.done()
     bench.engine.let_go()
@@ -305,7 +312,10 @@ async def test_idle_lanes_keep_no_results(bench: Bench) -> None:
 
 @pytest.mark.parametrize("how", ["poison", "expired", "broken", "closed"])
 async def test_a_failed_call_needs_no_cycle_collector(bench: Bench, how: str) -> None:
-    """An error refers to the frames that it passed through, and these frames refer to the inputs."""
+    """An error refers to the frames of its traceback, and these frames refer to the inputs.
+
+    So a reference cycle with an error would keep the inputs in memory.
+    """
     first = await bench.busy()
     inputs = [ids(2), ids(POISON if how == "poison" else 3)]
     references = [weakref.ref(it) for it in inputs]
@@ -330,12 +340,12 @@ async def test_a_failed_call_needs_no_cycle_collector(bench: Bench, how: str) ->
         gc.enable()
 
 
-# Admission. The queue holds 100 tokens.
+# Admission. The limit of the queue is 100 tokens.
 
 
 @pytest.mark.parametrize("extra_cost", [0, 40], ids=["tokens", "tokens and outputs"])
 async def test_a_full_queue_refuses_the_whole_call_until_a_quarter_is_free(bench: Bench, extra_cost: int) -> None:
-    """Otherwise a busy server would always accept short calls, which fit, and would always refuse long ones."""
+    """If a full queue opened again at once, short calls would fill every gap and keep long calls out."""
     bench.scheduler.check_open(None)
     first = await bench.busy()
     waiting = await bench.queue(*[[tokens(45 - extra_cost)]] * 2, extra_cost=extra_cost)
@@ -373,9 +383,9 @@ async def test_a_call_larger_than_the_queue_is_refused_for_good(
 
 
 async def test_the_queue_never_exceeds_its_limit(bench: Bench) -> None:
-    """Calls arrive, a third of them is cancelled, and the engine runs at random times.
+    """Random calls arrive, some are cancelled, and the engine runs now and then.
 
-    Every call ends, and in the end the queue is empty.
+    At the end, every call is done and the queue is empty.
     """
     rng = np.random.default_rng(0)
     bench.engine.hold()
@@ -398,7 +408,7 @@ async def test_the_queue_never_exceeds_its_limit(bench: Bench) -> None:
 
 
 async def test_bulk_is_limited_and_closes_the_queue_to_no_other_call(bench: Bench) -> None:
-    """Bulk calls take at most half of the queue, and must leave a quarter of it free for others."""
+    """Bulk calls may take at most half of the queue, and must leave a quarter of it free."""
     first = await bench.busy()
     waiting = await bench.queue([tokens(25)], [tokens(20)], sender=BULK)
     with pytest.raises(ShareExceeded, match="bulk has 45 tokens waiting, of the 50"):
@@ -412,9 +422,9 @@ async def test_bulk_is_limited_and_closes_the_queue_to_no_other_call(bench: Benc
 
 
 async def test_only_the_caller_over_its_share_is_refused(bench: Bench) -> None:
-    """A single caller may use half of the queue, to leave room for a second one.
+    """The first caller may take half of the queue, which leaves room for another caller.
 
-    Next to a caller with twice the weight, it may use a quarter.
+    A second caller with twice the weight may take 40 %.
     """
     first = await bench.busy()
     flood, other = Sender(Caller("flood")), Sender(Caller("other", 2.0))
@@ -441,7 +451,7 @@ async def test_a_caller_with_an_empty_queue_may_send_one_large_call(bench: Bench
     await bench.encode(tokens(100), sender=Sender(Caller("large"), Priority.BULK))
 
 
-# Cancellation and deadlines.
+# Cancellation and deadlines
 
 
 async def test_a_cancelled_call_does_not_affect_its_batch(bench: Bench) -> None:
@@ -474,7 +484,7 @@ async def test_a_call_cancelled_in_the_queue_frees_its_room_and_never_runs(bench
 
 @pytest.mark.parametrize("expires", [False, True])
 async def test_a_sequence_that_a_lane_drops_first_is_counted_once(bench: Bench, expires: bool) -> None:
-    """A lane may take a batch after the cancellation, and before the call's task runs."""
+    """A lane may take a batch after a call is cancelled, but before the event loop runs the call's task."""
     first = await bench.busy()
     (dropped,) = await bench.queue([ids(2), ids(2)], deadline=5.0)
     (other,) = await bench.queue([ids(3)])
@@ -483,7 +493,7 @@ async def test_a_sequence_that_a_lane_drops_first_is_counted_once(bench: Bench, 
     else:
         dropped.cancel()
     bench.engine.let_one_go()
-    assert bench.engine.started.acquire(timeout=60)  # without an await, the event loop is blocked
+    assert bench.engine.started.acquire(timeout=60)  # blocks the event loop
     dropped.cancel()
     bench.engine.let_go()
     await asyncio.wait([dropped])
@@ -512,7 +522,7 @@ async def test_an_expired_call_never_runs(bench: Bench) -> None:
 
 
 async def test_all_sequences_of_an_expired_call_are_counted(one_lane: Bench) -> None:
-    """The lane has checked the first of four sequences only."""
+    """When the call ends, the lane has checked only the first of its four sequences."""
     first = await one_lane.busy()
     (long,) = await one_lane.queue([tokens(5)])
     (short,) = await one_lane.queue([tokens(length) for length in (5, 9, 9, 9)], deadline=5.0)
@@ -527,7 +537,7 @@ async def test_all_sequences_of_an_expired_call_are_counted(one_lane: Bench) -> 
     assert one_lane.engine.batches == [[1], [5]]
 
 
-# Failures.
+# Failures
 
 
 @pytest.mark.parametrize(("bad", "place"), [(POISON, 0), (POISON, 3), (POISON, 7), (NAN, 3)])
@@ -543,7 +553,10 @@ async def test_a_bad_sequence_fails_only_its_own_call(bench: Bench, bad: int, pl
 
 
 async def test_bad_calls_alone_never_make_the_engine_unhealthy(bench: Bench) -> None:
-    """After several failures the server runs a probe. The probe succeeds, so a caller cannot stop a server."""
+    """After several failures, the scheduler probes the engine.
+
+    The probe succeeds, so a caller with bad calls cannot stop the server.
+    """
     for _ in range(10):
         with pytest.raises(InferenceFailed):
             await bench.encode(ids(POISON))
@@ -575,7 +588,7 @@ async def test_a_broken_engine_is_unhealthy_until_a_probe_succeeds(bench: Bench)
 
 
 async def test_an_engine_without_finite_numbers_is_unhealthy(bench: Bench) -> None:
-    bench.engine.nan_id = 0  # also the id of the probe
+    bench.engine.nan_id = 0  # the engine's probe also has id 0
     for _ in range(3):
         with pytest.raises((InferenceFailed, EngineUnhealthy)):
             await bench.encode(ids(0))
@@ -584,9 +597,9 @@ async def test_an_engine_without_finite_numbers_is_unhealthy(bench: Bench) -> No
 
 @pytest.mark.parametrize("lanes", [1, 4])
 async def test_a_broken_engine_fails_all_waiting_calls_at_once(lanes: int) -> None:
-    """Every lane has a batch when the first one finds that the engine is broken.
+    """The first two failed runs fail only their own calls.
 
-    Only two of the failures come before the probe.
+    After the third, a probe fails, and all other calls fail at once.
     """
     async with bench_of(lanes) as bench:
         first = await bench.busy()
@@ -613,7 +626,10 @@ async def test_a_crash_of_a_lane_ends_all_calls_for_good(bench: Bench, monkeypat
 async def test_a_crash_while_parts_of_a_batch_run_leaves_no_call_waiting(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The remaining parts of the batch are in no queue: only the lane has them."""
+    """A failed batch runs again in halves.
+
+    The halves that have not run yet are in no queue, so the lane must end their calls.
+    """
     first = await bench.busy()
     calls = await bench.queue(*[[ids(i)] for i in range(1, 5)])
     bench.engine.poison = 4
@@ -625,7 +641,10 @@ async def test_a_crash_while_parts_of_a_batch_run_leaves_no_call_waiting(
 
 
 async def test_a_scheduler_that_crashed_never_becomes_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One lane crashes. Then the other lane finds that the engine is broken, and the engine works again."""
+    """One lane crashes, and the other lane finds that the engine is broken.
+
+    Later the engine works again, but the scheduler stays stopped.
+    """
     async with bench_of(2, widens=False, failures_before_probe=1) as bench:
         bench.raise_for(monkeypatch, lambda sequences: CRASH in sequences[0])
         first = await bench.busy()
@@ -643,11 +662,14 @@ async def test_a_scheduler_that_crashed_never_becomes_healthy(monkeypatch: pytes
         assert bench.health_changes == 1
 
 
-# Stalled runs.
+# Stalled runs
 
 
 async def test_calls_behind_a_stalled_run_get_an_error(bench: Bench) -> None:
-    """Without a deadline these calls would wait until the run ends. The stalled run itself may still succeed."""
+    """Without this error, calls without a deadline would wait until the stall ends.
+
+    The stalled run itself may still succeed.
+    """
     for round_ in range(2):
         first = await bench.busy()
         waiting = await bench.queue(*[[ids(2), ids(3)]] * 2)
@@ -706,11 +728,11 @@ async def test_a_run_may_end_while_readiness_is_read(bench: Bench, monkeypatch: 
     await first
 
 
-# Lanes. Each batch holds 10 tokens.
+# Lanes. A batch has at most 10 tokens.
 
 
 async def test_a_batch_without_others_has_the_whole_device(two_lanes: Bench) -> None:
-    """Calls that arrive during this batch wait, although a lane is free."""
+    """The first batch has the whole device, so calls that arrive during its run wait, although a lane is free."""
     first = await two_lanes.busy()
     (second,) = await two_lanes.queue([ids(2)])
     assert not await asyncio.to_thread(two_lanes.engine.started.acquire, timeout=0.05)
@@ -720,7 +742,7 @@ async def test_a_batch_without_others_has_the_whole_device(two_lanes: Bench) -> 
 
 
 async def test_several_batches_run_side_by_side(two_lanes: Bench) -> None:
-    """A call that arrives while a lane is free starts immediately."""
+    """The running batches share the device, so a new call starts at once if a lane is free."""
     two_lanes.engine.hold()
     call = two_lanes.send(*[tokens(10, i) for i in (1, 2, 3)])
     await two_lanes.engine_started()
@@ -739,7 +761,7 @@ async def test_several_batches_run_side_by_side(two_lanes: Bench) -> None:
 
 
 async def test_a_probe_runs_in_an_idle_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine becomes healthy again, although the run of the other lane may never end."""
+    """The engine becomes healthy again, although a run in the other lane does not end."""
     bench = Bench(2, stall_seconds=math.inf)
     bench.engine.widens = False
     bench.scheduler.start()
@@ -767,9 +789,9 @@ async def test_a_probe_runs_in_an_idle_lane(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_the_lane_that_ran_last_runs_next(two_lanes: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caches of its CPU still contain the data.
+    """The CPU of the lane that ran last still has the data in its caches.
 
-    A lane that is not idle yet is skipped, so only most runs must agree.
+    A lane may become idle too late, so only most runs must use the same lane.
     """
     threads: list[str] = []
     two_lanes.before_run(monkeypatch, lambda _: threads.append(threading.current_thread().name))
@@ -782,14 +804,14 @@ async def test_the_lane_that_ran_last_runs_next(two_lanes: Bench, monkeypatch: p
     threads.clear()
     for i in range(30):
         await two_lanes.encode(ids(i))
-        await asyncio.sleep(0.002)  # in this time the lane becomes idle
+        await asyncio.sleep(0.002)  # time for the lane to become idle
     assert sum(before != after for before, after in pairwise(threads)) < 15
 
 
 async def test_parallel_runs_count_as_busy_once(two_narrow_lanes: Bench) -> None:
-    """Two runs begin at 2 and 4 s and end at 6 and 12 s. The idle time before and after does not count.
+    """Two runs begin at 2 and 4 s and end at 6 and 12 s. Idle time does not count.
 
-    The second run begins while the first one runs, because no batch uses all threads of this device.
+    The second run begins while the first one runs, because this engine never gives one batch the whole device.
     """
     bench = two_narrow_lanes
     bench.engine.hold()
@@ -811,7 +833,7 @@ async def test_parallel_runs_count_as_busy_once(two_narrow_lanes: Bench) -> None
     assert bench.seen.busy_seconds == 10
 
 
-# Shutdown.
+# Closing the scheduler
 
 
 async def test_closing_ends_running_waiting_and_later_calls(bench: Bench) -> None:
@@ -833,10 +855,10 @@ async def test_closing_while_parts_of_a_batch_run_leaves_no_call_waiting(bench: 
     first = await bench.busy()
     calls = await bench.queue(*[[ids(i)] for i in range(1, 5)])
     bench.engine.poison = 4
-    bench.engine.let_one_go()  # the first call
+    bench.engine.let_one_go()  # runs the first call
     await first
     await bench.engine_started()
-    bench.engine.let_one_go()  # the batch fails
+    bench.engine.let_one_go()  # runs the batch of four calls, which fails
     await bench.engine_started()
     closing = asyncio.create_task(bench.scheduler.close())
     results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)

@@ -1,4 +1,4 @@
-"""The calls of EncoderService over gRPC: replies, refusals, overload and faults."""
+"""Tests of the gRPC calls of EncoderService: replies, refusals, overload and faults."""
 
 import asyncio
 import gc
@@ -51,7 +51,10 @@ async def test_ids_come_back_as_rows(shared: FakeServer) -> None:
 
 
 async def test_text_comes_back_with_what_the_model_saw(shared: FakeServer) -> None:
-    """The reply has ids, offsets in code points and special tokens. The truncation of the tokenizer file is ignored."""
+    """The reply has ids, offsets in code points, and special tokens.
+
+    The truncation setting of the tokenizer file is ignored.
+    """
     text = "hello 🌍 brave new world world"
     response = await shared.encode(text, options=pb.EncodeOptions(include_token_strings=True))
     (info,) = response.sequences
@@ -81,7 +84,7 @@ async def test_several_outputs_at_once(shared: FakeServer) -> None:
 
 
 async def test_float16(shared: FakeServer) -> None:
-    """Numbers beyond the range of float16 become infinite."""
+    """A number beyond the range of float16 becomes infinite."""
     response = await shared.encode([5, 6], [900], options=pb.EncodeOptions(data_type=pb.DATA_TYPE_FLOAT16))
     assert len(response.outputs[0].data) == 3 * D_MODEL * 2
     rows, infinite = rows_of(response)
@@ -101,11 +104,11 @@ async def test_special_tokens_can_be_left_out(shared: FakeServer) -> None:
 
 
 async def test_truncation_is_asked_for_and_told(shared: FakeServer) -> None:
-    """A truncated text keeps its last special token. A list of ids is cut after the last id that fits."""
+    """A truncated text keeps its last special token. A list of ids is cut at the limit."""
     options = pb.EncodeOptions(truncation=pb.TRUNCATION_END, include_token_strings=True)
     response = await shared.encode("hello " * 50, list(range(40)), "", options=options)
     text, ids, empty = response.sequences
-    assert empty.token_count == 2  # for the special tokens
+    assert empty.token_count == 2  # only the two special tokens
     assert (text.token_count, text.original_token_count, text.truncated) == (LONGEST, 52, True)
     assert list(text.tokens) == ["[CLS]", *["hello"] * 30, "[SEP]"]
     assert (ids.token_count, ids.original_token_count, ids.truncated) == (LONGEST, 40, True)
@@ -139,11 +142,11 @@ def request(*inputs: Any, **fields: Any) -> pb.EncodeRequest:
 
 
 def unknown(value: int) -> Any:
-    """Return an enum value that the contract does not have."""
+    """Return a number that is not in an enum, with a type that mypy accepts."""
     return value
 
 
-BAD_REQUESTS: list[tuple[pb.EncodeRequest, str, str]] = [  # a request, the field that the error names, and its problem
+BAD_REQUESTS: list[tuple[pb.EncodeRequest, str, str]] = [  # request, field that the error names, part of the message
     (request(), "inputs", "at least 1 sequence"),
     (pb.EncodeRequest(inputs=[pb.Input()]), "inputs[0]", "none of them"),
     (request([1], []), "inputs[1].token_ids", "at least 1 id"),
@@ -219,7 +222,10 @@ async def test_a_model_without_a_tokenizer_takes_ids_only(start_server: StartSer
 
 @pytest.mark.parametrize("known", ["hello", "hello world " * 50], ids=["at once", "in a thread"])
 async def test_a_text_that_the_tokenizer_fails_for_is_named(start_server: StartServer, known: str) -> None:
-    """The tokenizer has no unknown token, and its own error does not name the text."""
+    """The tokenizer has no token for unknown words, so it fails for some texts.
+
+    The error of the tokenizer library does not name the text.
+    """
     server = await start_server(unknown="[NONE]")
     how = pb.EncodeOptions(truncation=pb.TRUNCATION_END)
     assert len((await server.encode(known, "world", options=how)).sequences) == 2
@@ -241,7 +247,7 @@ async def test_a_bad_request_does_not_disturb_others(shared: FakeServer) -> None
 
 @pytest.mark.parametrize("method", ["Encode", "Tokenize", "ListModels", "GetModel", "Inspect", "EncodeStream"])
 async def test_grpc_retries_refused_calls_by_itself(server: FakeServer, method: str) -> None:
-    """gRPC and Envoy retry a call only if the server sent nothing before the status."""
+    """gRPC and Envoy retry only if the server sent nothing before the status."""
     policy = {
         "maxAttempts": 3,
         "initialBackoff": "0.01s",
@@ -265,9 +271,9 @@ async def test_grpc_retries_refused_calls_by_itself(server: FakeServer, method: 
 
 
 async def test_a_refused_call_is_freed_at_once(shared: FakeServer) -> None:
-    """Under overload most calls are refused. Refused calls must leave nothing for the cycle collector."""
+    """Under overload, most calls are refused. A refused call must be freed without the cycle collector."""
     gc.collect()
-    gc.freeze()  # afterwards `get_objects` returns no older objects
+    gc.freeze()  # hides all older objects from `get_objects`
     gc.disable()
     try:
         for _ in range(20):
@@ -306,16 +312,19 @@ async def test_a_full_queue_gives_a_delay(start_server: StartServer) -> None:
 
 
 async def test_a_closed_queue_refuses_calls_before_it_reads_them(start_server: StartServer) -> None:
-    """Such a call is not decoded, checked or tokenized, so a refusal costs the same for every call."""
+    """The server refuses a call before it decodes, checks or tokenizes the call.
+
+    So a refusal costs the same for every call.
+    """
     server = await start_server(max_queue_tokens=40, max_request_sequences=999)
     async with server.queue_of(31):
-        await refusal(server.encode([3] * 10))  # closes the queue
+        await refusal(server.encode([3] * 10))  # this refusal closes the queue
         for unread in ("hello", [VOCAB_SIZE], []):
             failed = await refusal(server.encode(unread))
             assert failed.reason == "QUEUE_FULL"
             assert "31 of at most 40 tokens" in failed.text
             assert failed.pushback_ms
-        # Counts are checked first, because a retry of these calls would fail again.
+        # Counts are still checked, because it is useless to send a call with a wrong count again.
         for inputs, reason in (
             ([], "INVALID_FIELD"),
             ([[1]] * 1000, "TOO_MANY_INPUTS"),
@@ -339,7 +348,7 @@ async def test_a_deadline_that_passes_in_the_queue_costs_no_compute(server: Fake
     running = await server.start_held(server.encode([1]))
     failed = await refusal(server.encode([2, 2, 2], timeout=0.2))
     assert failed.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    await until(lambda: server.queued("sequences") == 0)  # the server's clock may be slower than the caller's
+    await until(lambda: server.queued("sequences") == 0)  # the server's clock may be behind the caller's
     server.engine.let_go()
     await running
     await server.encode([4])
@@ -373,7 +382,7 @@ async def test_an_unknown_error_becomes_a_fixed_text_and_an_id(
 
 
 async def test_large_replies_are_whole(start_server: StartServer) -> None:
-    """Replies of this size are built in a thread."""
+    """Replies of this size are built in a thread, outside the event loop."""
     server = await start_server(max_queue_tokens=10**6)
     server.engine.d_model = D_MODEL
     sequences = [[i + 1] * LONGEST for i in range(256)]
@@ -385,7 +394,7 @@ async def test_large_replies_are_whole(start_server: StartServer) -> None:
 
 @pytest.mark.parametrize("include_token_strings", [True, False])
 async def test_the_estimate_of_a_reply_is_never_too_low(shared: FakeServer, include_token_strings: bool) -> None:
-    """The texts have the longest words of the vocabulary, and every output is requested."""
+    """The requests use the longest tokens of the vocabulary, and ask for eight outputs at once."""
     specs = [pb.OutputSpec(kind=kind, l2_normalize=norm) for kind in KINDS for norm in (False, True)]
     options = pb.EncodeOptions(outputs=specs, include_token_strings=include_token_strings, truncation=pb.TRUNCATION_END)
     model = shared.app.catalog.resolve("", "")
@@ -400,7 +409,7 @@ async def test_the_estimate_of_a_reply_is_never_too_low(shared: FakeServer, incl
 async def test_a_reply_larger_than_its_estimate_is_refused(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server also checks the real size, in case the estimate is too low."""
+    """The server also checks the size of the finished reply, in case the estimate is too low."""
     server = await start_server(
         FakeEngine(D_MODEL), max_response_mib=1, max_request_sequences=4000, max_queue_tokens=10**6
     )
@@ -410,7 +419,7 @@ async def test_a_reply_larger_than_its_estimate_is_refused(
 
 
 async def test_special_tokens_of_texts_are_known_without_the_manifest(start_server: StartServer) -> None:
-    """The tokenizer marks the special tokens of a text. For token ids, the manifest must list them."""
+    """The tokenizer marks the special tokens of a text. For token ids, the manifest must list the special tokens."""
     server = await start_server()
     model = server.app.catalog.resolve("", "")
     model._treatments._bundle = replace(model.bundle, special_token_ids=())

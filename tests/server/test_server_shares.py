@@ -1,4 +1,7 @@
-"""Fair shares of the queue, between callers and between interactive and bulk calls. They hold for any lengths."""
+"""Tests of fair shares of the queue, for sequences of any lengths.
+
+Callers share the queue by weight, and interactive and bulk calls take turns.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,21 +31,21 @@ def take(queue: PendingQueue, policy: BatchPolicy = POLICY) -> list[TokenSequenc
 
 
 class Flood:
-    """Callers that always have several batches in the queue."""
+    """Callers that always have several batches waiting in a queue."""
 
     def __init__(self, lengths_of: Mapping[Caller, Sequence[int]]) -> None:
         self.queue = PendingQueue()
-        self.waiting: Counter[str] = Counter()  # served tokens of each caller
+        self.waiting: Counter[str] = Counter()  # waiting tokens of each caller
         self._count = 0
         self.change(lengths_of)
 
     def change(self, lengths_of: Mapping[Caller, Sequence[int]]) -> None:
-        """Let these callers send sequences of these lengths in turn, from now on."""
+        """Replace the callers, and the lengths of the sequences that each caller sends in turn."""
         self._lengths_of = lengths_of
         self._refill()
 
     def run(self, batches: int) -> Counter[str]:
-        """Run batches. Return the number of served tokens for each caller."""
+        """Run batches, and return the tokens that ran for each caller."""
         served: Counter[str] = Counter()
         for _ in range(batches):
             for it in take(self.queue):
@@ -86,14 +89,14 @@ def test_a_small_call_runs_in_one_of_the_next_two_batches_beside_a_flood(few: li
 @given(st.integers(0, 2**32))
 @settings(max_examples=2)
 def test_short_calls_rarely_wait_for_a_flood_of_many_lengths(seed: int) -> None:
-    """Most sequences of a flood run before their turn, in batches of similar lengths.
+    """A batch is filled with sequences of similar lengths, so most of a flood runs out of order.
 
-    A caller far below its share still goes first.
+    A caller far below its share must still go first.
     """
     random, policy = Random(seed), BatchPolicy(2048, 256, 0.25)
     queue, flood, search = PendingQueue(), Caller("flood"), Caller("search")
     sent: dict[TokenSequence, int] = {}
-    waits: list[int] = []  # the waits of the other caller's calls, in batches
+    waits: list[int] = []  # the wait of each call of `search`, in batches
 
     def length() -> int:
         return min(int(random.lognormvariate(3.3, 0.8)) + 1, 256)
@@ -147,7 +150,7 @@ def test_time_alone_is_no_debt_and_time_away_is_no_credit() -> None:
 def test_the_longest_wait_is_bounded(
     others: list[tuple[float, list[int]]], own: list[int], odd: int, before: int
 ) -> None:
-    """The docstring of the scheduler states the bound: the tokens of other callers that run before a sequence."""
+    """The docstring of Scheduler has this bound: how much other callers are served before a sequence starts."""
     caller = Caller("own")
     floods = {Caller(f"{i}", weight): lengths for i, (weight, lengths) in enumerate(others)}
     flood = Flood({**floods, caller: own})
@@ -185,7 +188,10 @@ def test_interactive_runs_first_and_bulk_gets_one_batch_in_a_turn(sent: list[tup
 
 
 def test_a_caller_served_as_a_neighbour_still_runs_its_odd_length() -> None:
-    """Its short calls fill every batch of another caller, and are charged for. Its long call must still run."""
+    """The caller's short calls run in every batch of another caller, and count against its share.
+
+    Its long call must still run.
+    """
     neighbour, other = Caller("neighbour"), Caller("other")
     flood = Flood({neighbour: [4]})
     long = ticket_of([60], caller=neighbour)

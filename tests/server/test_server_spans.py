@@ -1,4 +1,4 @@
-"""Spans of a text: their tokens, their pooled rows, and refused spans."""
+"""Tests of spans of a text: their tokens, their pooled vectors, and refused spans."""
 
 from typing import Any
 
@@ -38,14 +38,17 @@ async def encode(server: FakeServer, *inputs: pb.Input, **options: Any) -> pb.En
 
 
 def rows_of(tensor: pb.RaggedTensor) -> list[npt.NDArray[np.float32]]:
-    """Return (spans, width) for each input."""
+    """Return a (spans, width) array for each input."""
     rows = np.frombuffer(tensor.data, "<f4").reshape(-1, tensor.width)
     return np.split(rows, np.cumsum(tensor.lengths)[:-1])
 
 
 @st.composite
 def texts_and_ranges(draw: st.DrawFn) -> tuple[str, Ranges, int]:
-    """Draw a text with words of one, two and four bytes a code point, ranges of the text, and the longest sequence."""
+    """Draw a text, ranges of the text, and a maximum number of tokens.
+
+    A code point of the text has one, two or four bytes.
+    """
     text = draw(st.text("ab é🙂", max_size=20))
     size = len(text)
     ranges = draw(st.lists(st.tuples(st.integers(0, size), st.integers(0, size)).map(sorted), min_size=1, max_size=6))
@@ -53,7 +56,10 @@ def texts_and_ranges(draw: st.DrawFn) -> tuple[str, Ranges, int]:
 
 
 def tokenized(text: str, longest: int) -> tuple[TokenSequence, list[tuple[int, int]]]:
-    """Return a truncated sequence, with a token for each word between two special tokens, and its ranges."""
+    """Return a truncated sequence, and the ranges of its words in the text.
+
+    The sequence has one token for each word, between two special tokens.
+    """
     starts = [i for i, it in enumerate(text) if it != " " and (i == 0 or text[i - 1] == " ")]
     words = [(start, start + len(text[start:].split(" ")[0])) for start in starts]
     kept = words[: longest - 2]
@@ -105,7 +111,7 @@ def test_a_byte_within_a_character_selects_the_whole_character() -> None:
 
 
 def test_tokens_may_be_in_another_order_than_the_text() -> None:
-    """A range then also includes the tokens between its own tokens."""
+    """A range selects all tokens from the first that ends after its start to the last that begins before its end."""
     sequence = TokenSequence(np.arange(3), 3, np.zeros(3, np.bool_), [2, 0, 4], [3, 2, 5])
     ranges = [(0, 1), (2, 3), (3, 4), (4, 5)]
     placed = place_spans(0, sent(ranges, OffsetUnit.CODE_POINTS), "abcde", sequence)
@@ -126,7 +132,7 @@ def test_a_range_of_tokens_selects_the_same_tokens_after_truncation(
 
 
 async def test_each_range_is_a_row(shared: FakeServer) -> None:
-    """One call has ranges of characters and of tokens. An input without ranges gets no row."""
+    """One call has ranges of characters and ranges of tokens. An input without ranges gets no vectors."""
     response = await encode(
         shared,
         with_spans("hello brave world", [(0, 5), (6, 17), (5, 6), (3, 7), (4, 4)]),
@@ -151,7 +157,10 @@ async def test_each_range_is_a_row(shared: FakeServer) -> None:
 
 
 async def test_a_truncated_range_has_zeros(shared: FakeServer) -> None:
-    """Positions count before the truncation, so the last special token keeps its position."""
+    """Positions count tokens before truncation, so the last special token keeps its position.
+
+    A range whose tokens were all cut off gets zeros.
+    """
     text = "hello " * 50
     ranges = [(0, 1), (30, 33), (40, 51), (51, 52)]
     response = await encode(
@@ -171,7 +180,7 @@ async def test_a_truncated_range_has_zeros(shared: FakeServer) -> None:
 
 @pytest.mark.parametrize("pooling", SPAN_POOLINGS)
 async def test_every_pooling_of_ranges(shared: FakeServer, pooling: OutputKind) -> None:
-    """The poolings are tested with dimensions, normalised, and as bits."""
+    """The pooled vectors are also cut to fewer dimensions, normalised, and returned as bits."""
     names: Any = pooling.value
     plain, unit = (
         pb.OutputSpec(kind=pb.OUTPUT_KIND_SPANS, span_pooling=names, l2_normalize=normalize, dimensions=dimensions)
@@ -246,9 +255,9 @@ async def test_an_inspection_refuses_ranges(shared: FakeServer) -> None:
 
 
 async def test_the_memory_of_ranges_is_bounded(start_server: StartServer) -> None:
-    """The bound counts float32 rows, also if the reply has bits.
+    """The bound counts float32 vectors, even if the reply has only bits.
 
-    Otherwise a small request could take any amount of memory.
+    Otherwise a small request could use any amount of memory.
     """
     server = await start_server(max_response_mib=1)
     inputs = [with_spans([5], [(0, 1)] * 16384) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""EncodeStream: many requests over one stream, each answered as soon as it is ready."""
+"""Tests of EncodeStream: many requests over one stream, each answered as soon as its result is ready."""
 
 import asyncio
 from typing import Any
@@ -15,7 +15,7 @@ from encserve_server.rpc import codec
 
 
 class Stream:
-    """An open stream."""
+    """An open stream of EncodeStream."""
 
     def __init__(self, server: FakeServer) -> None:
         rpc: Any = server.channel.stream_stream(f"/{SERVICE}/EncodeStream")
@@ -31,7 +31,7 @@ class Stream:
         return pb.EncodeStreamResponse.FromString(data)
 
     async def end(self) -> None:
-        """Read the stream to its end."""
+        """Read replies until the stream ends."""
         while await self.call.read() is not grpc.aio.EOF:
             pass
 
@@ -90,7 +90,7 @@ async def test_an_error_ends_one_request_only(start_server: StartServer) -> None
 
 
 async def test_bytes_that_are_not_a_message_end_it(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
-    """The stream ends immediately, even if a reply is being sent, when gRPC cannot send a status."""
+    """Such bytes end the stream with an error, even while replies to earlier requests are pending."""
     for good in [0, 1] * 20:
         stream = Stream(server)
         for i in range(good):
@@ -119,7 +119,7 @@ async def test_a_caller_that_goes_away_leaves_nothing_behind(server: FakeServer)
     server.engine.hold()
     stream = Stream(server)
     await stream.send("first", 1)
-    await asyncio.to_thread(server.engine.started.acquire)  # the next request would otherwise join its batch
+    await asyncio.to_thread(server.engine.started.acquire)  # so the next requests do not join this batch
     for i in range(9):
         await stream.send(str(i), 1)
     await until(lambda: server.queued("sequences") == 9)
@@ -152,9 +152,7 @@ async def test_a_complete_stream_ends_with_ok_in_a_drain(server: FakeServer) -> 
     await stream.send("all", 1)
     await stream.call.done_writing()
     await asyncio.to_thread(server.engine.started.acquire)
-    await server.call(
-        "GetModel", b""
-    )  # this call uses the same connection, so the server has read the end of the stream before
+    await server.call("GetModel", b"")  # after this reply on the same connection, the server has read the stream's end
     stopping = asyncio.create_task(server.app.stop())
     await until(server.app._calls.draining.is_set)
     server.engine.let_go()

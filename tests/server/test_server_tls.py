@@ -1,4 +1,4 @@
-"""TLS on the ports for gRPC, HTTP and metrics: accepted and refused callers, wrong files, and files that change."""
+"""Tests of TLS on all three ports: accepted and refused callers, wrong files, and files that change."""
 
 import asyncio
 import contextlib
@@ -64,7 +64,7 @@ def flags(pair: Pair, client_ca: Path | None = None) -> dict[str, Any]:
 
 
 def context_of(ca: Path, shown: Pair | None = None) -> ssl.SSLContext:
-    """Return the TLS context of a caller that checks the server's certificate."""
+    """Return the TLS context of a caller that checks the server. `shown` is the caller's own certificate."""
     context = ssl.create_default_context(cafile=ca)
     if shown is not None:
         context.load_cert_chain(shown.cert, shown.key)
@@ -72,20 +72,23 @@ def context_of(ca: Path, shown: Pair | None = None) -> ssl.SSLContext:
 
 
 def shake(port: int, context: ssl.SSLContext, name: str = "localhost") -> str | None:
-    """Connect, send nothing, and return the TLS version. Raises the errors of Python's ssl."""
+    """Connect, send nothing, and return the TLS version.
+
+    A refused connection raises an error of Python's ssl, or ConnectionError.
+    """
     with (
         socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
         context.wrap_socket(plain, server_hostname=name) as encrypted,
     ):
         encrypted.settimeout(0.05)
-        with contextlib.suppress(TimeoutError):  # with TLS 1.3, a caller's certificate is refused after the handshake
+        with contextlib.suppress(TimeoutError):  # with TLS 1.3, a refusal arrives after the handshake
             if encrypted.recv(1) == b"":
                 raise ConnectionError("the server has ended the connection")
         return encrypted.version()
 
 
 async def grpc_call(server: FakeServer, credentials: grpc.ChannelCredentials | None) -> None:
-    """Call Encode. Raises gRPC's error."""
+    """Call Encode once. A failure raises gRPC's error."""
     target = f"localhost:{server.app.grpc_port}"
     channel = (
         grpc.aio.insecure_channel(target)
@@ -148,7 +151,7 @@ async def test_old_tls_and_plaintext_are_refused(shared_tls: FakeServer, made: C
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 async def test_mutual_tls(shared_mutual: FakeServer, made: Certificates, version: ssl.TLSVersion) -> None:
-    """gRPC, HTTP and /metrics need a certificate of the authority; /healthz needs none."""
+    """gRPC, HTTP and /metrics require a client certificate of the authority. /healthz does not."""
     server = shared_mutual
     right = context_of(made.ca, made.client)
     right.minimum_version = right.maximum_version = version
@@ -186,7 +189,10 @@ def test_a_part_of_a_file_is_refused(made: Certificates, tmp_path: Path, file: s
 
 
 def test_wrong_files_are_refused_by_name(made: Certificates, tmp_path: Path) -> None:
-    """Only a caller can see that the server's certificate has another name or another authority."""
+    """A certificate for another name, or of another authority, is accepted.
+
+    Only a caller can detect these two mistakes.
+    """
     now = time.time()
     for pair in (made.other_name, made.stranger):
         load_identity(TlsFiles(pair.cert, pair.key), now)
@@ -227,7 +233,10 @@ async def test_every_port_shows_the_certificate(start_server: StartServer, tmp_p
     ],
 )
 def test_keys_that_grpc_cannot_use(tmp_path: Path, key: str) -> None:
-    """OpenSSL accepts these keys, so HTTP would have a certificate and gRPC would have none."""
+    """OpenSSL supports these keys and gRPC does not.
+
+    Without the refusal, the HTTP port would present a certificate and the gRPC port none.
+    """
     pair = certificates.self_signed(tmp_path, "it", key)
     with pytest.raises(CertificateError, match=r"^tls_cert_file .* the key must be RSA, Ed25519, or"):
         load_identity(TlsFiles(pair.cert, pair.key), time.time())
@@ -287,7 +296,10 @@ async def test_an_open_or_unencrypted_server_warns(
 async def test_changed_files(
     start_server: StartServer, made: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every port sends the new certificate, and open connections stay open. A wrong file is reported once."""
+    """Every port presents the new certificate, and open connections stay open.
+
+    A wrong file is refused and logged once.
+    """
     caplog.set_level(logging.INFO)
     mount = Mount(tmp_path / "mount")
     mount.put(made.server, made.ca)
@@ -330,7 +342,7 @@ async def test_changed_files(
         assert server.sample("encserve_tls_reloads_total", outcome="refused") == refused + 1
         assert server.sample("encserve_tls_files_refused") == 1
         assert await shown() == after
-        mount.put(second, made.ca)  # the server uses these files again, so the alert ends
+        mount.put(second, made.ca)  # these files are in use again, so the metric returns to 0
         await asyncio.to_thread(watch.look)
         assert server.sample("encserve_tls_files_refused") == 0
     lines = [it.getMessage() for it in caplog.records if "TLS files are refused" in it.getMessage()]
@@ -346,7 +358,7 @@ async def test_changed_files(
 
 
 async def test_another_authority_of_callers(start_server: StartServer, made: Certificates, tmp_path: Path) -> None:
-    """A caller with a certificate of a removed authority is refused, also if it resumes an old TLS session."""
+    """A caller whose authority was removed is refused, even with an old TLS session."""
     mount = Mount(tmp_path / "mount")
     mount.put(made.server, made.ca)
     server = await start_server(**flags(mount.pair, mount.ca))
@@ -369,7 +381,10 @@ async def test_another_authority_of_callers(start_server: StartServer, made: Cer
 async def test_an_authority_out_of_its_time_beside_another(
     start_server: StartServer, made: Certificates, tmp_path: Path, days: tuple[float, float]
 ) -> None:
-    """To change the authority, operators use a file with the old and the new one. Only the valid authority counts."""
+    """The file has two authorities, and one of them is expired or not yet valid.
+
+    Only callers of the valid authority are accepted.
+    """
     other = made.authority.issue("other-ca", begins_in_days=days[0], days=days[1])
     both = tmp_path / "both.pem"
     both.write_bytes(made.ca.read_bytes() + other.cert.read_bytes())
@@ -387,7 +402,7 @@ async def test_an_authority_out_of_its_time_beside_another(
 async def test_old_sessions_are_not_resumed(
     start_server: StartServer, made: Certificates, monkeypatch: pytest.MonkeyPatch, version: ssl.TLSVersion
 ) -> None:
-    """A resumed session skips the check of the certificate, which may have expired since."""
+    """A resumed session skips the check of the caller's certificate, although the certificate may have expired."""
     monkeypatch.setattr("encserve_server.system.certificates._POLL_SECONDS", 0.01)
     monkeypatch.setattr("encserve_server.system.certificates._SESSION_SECONDS", 0.0)
     server = await start_server(**flags(made.server, made.ca))
@@ -398,7 +413,7 @@ async def test_old_sessions_are_not_resumed(
         plain = socket.create_connection(("127.0.0.1", port), timeout=10)
         encrypted = context.wrap_socket(plain, server_hostname="localhost", session=session)
         encrypted.settimeout(0.05)
-        with contextlib.suppress(TimeoutError):  # TLS 1.3 sends the session with the first data
+        with contextlib.suppress(TimeoutError):  # with TLS 1.3, the session arrives after the handshake
             encrypted.recv(1)
         return encrypted
 
@@ -423,7 +438,7 @@ async def test_files_are_looked_at_by_themselves(
     mount = Mount(tmp_path / "mount")
     mount.put(made.server, made.ca)
     server = await start_server(**flags(mount.pair, mount.ca))
-    (tmp_path / "mount" / "..data").unlink()  # the first check of the files fails, the next one succeeds
+    (tmp_path / "mount" / "..data").unlink()  # the next check of the files fails
     await until(lambda: server.sample("encserve_tls_reloads_total", outcome="refused") == 1)
     mount.put(made.authority.issue("third"), made.ca)
     await until(lambda: server.sample("encserve_tls_reloads_total", outcome="loaded") == 2)
@@ -432,7 +447,7 @@ async def test_files_are_looked_at_by_themselves(
 async def test_handshakes_that_do_not_end(
     start_server: StartServer, made: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Silent connections count as connections, and the server closes them after a while. Other callers are served."""
+    """Connections that send nothing count towards the limit, and are closed after a while. Other callers are served."""
     monkeypatch.setattr(http_server, "_HANDSHAKE_SECONDS", 0.5)
     monkeypatch.setattr(page, "_HANDSHAKE_SECONDS", 0.5)
     monkeypatch.setattr(http_server, "_SPARE_HANDSHAKES", 1)
@@ -445,7 +460,7 @@ async def test_handshakes_that_do_not_end(
         await until(lambda: len(http.handshakes) == 2)
         assert await http_call(server, context) == 200
         readers.append((await silent.enter_async_context(raw(server)))[0])
-        assert await http_call(server, context, "/v1/embeddings") == 503  # the fourth connection is refused
+        assert await http_call(server, context, "/v1/embeddings") == 503  # a fourth connection is over the limit
         readers += [(await silent.enter_async_context(raw(server)))[0] for _ in range(3)]
         for reader in readers:
             assert await asyncio.wait_for(reader.read(), 5) == b""
@@ -462,7 +477,7 @@ async def test_handshakes_that_do_not_end(
 async def test_the_threads_of_the_metrics_page_are_bounded(
     start_server: StartServer, made: Certificates, monkeypatch: pytest.MonkeyPatch, encrypted: bool
 ) -> None:
-    """New connections end the oldest silent ones, so that probes and Prometheus get replies."""
+    """A new connection closes the oldest silent connection, so that health checks and Prometheus are served."""
     monkeypatch.setattr(page, "_MAX_CONNECTIONS", 8)
     server = await start_server(**flags(made.server) if encrypted else {})
     scheme, verify = ("https", context_of(made.ca)) if encrypted else ("http", ssl.create_default_context())
@@ -484,7 +499,7 @@ async def test_the_threads_of_the_metrics_page_are_bounded(
 async def test_a_slow_caller_of_the_metrics_page(
     start_server: StartServer, made: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The caller sends one byte at a time, and loses its connection at the time limit."""
+    """The caller sends one byte at a time. The server closes the connection at the time limit."""
     monkeypatch.setattr(page, "_CONNECTION_SECONDS", 0.3)
     server = await start_server(**flags(made.server))
     reader, writer = await asyncio.open_connection(
@@ -510,7 +525,7 @@ async def _connected(port: int, data: bytes) -> AsyncIterator[asyncio.StreamRead
 
 
 async def test_large_messages_over_tls(shared_tls: FakeServer, made: Certificates) -> None:
-    """Several messages use one connection, and one request arrives in two TLS records."""
+    """Small and large requests share one connection. Another request is split over two TLS records."""
     server = shared_tls
     async with httpx.AsyncClient(verify=context_of(made.ca), trust_env=False, timeout=30) as client:
         url = f"https://localhost:{server.app.http_port}/v1/embeddings"

@@ -1,4 +1,4 @@
-"""Tokens in replies: Tokenize, the detail of Encode, units of offsets, and small data types."""
+"""Tests of Tokenize, of the details in replies of Encode, of units of offsets, and of small data types."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Traces: a caller's trace continues in the server, and an OTLP receiver gets consistent spans."""
+"""Tests of tracing: a call continues the trace of its caller, and an OTLP receiver gets consistent spans."""
 
 import asyncio
 import itertools
@@ -46,7 +46,7 @@ Traced = tuple[FakeServer, OtlpReceiver]
 
 @pytest.fixture
 def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
-    """Start an OTLP receiver. The SDK sends spans to it every 10 ms."""
+    """Start an OTLP receiver, and let the SDK send spans to it every 10 ms."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     with otlp_receiver() as it:
         yield it
@@ -66,7 +66,7 @@ def named(received: list[ReceivedSpan], name: str) -> list[ReceivedSpan]:
 
 
 def has(*names: str) -> Callable[[list[ReceivedSpan]], bool]:
-    """Return whether each name has at least this many spans."""
+    """Return a condition that is true if each name has at least as many spans as entries in `names`."""
     return lambda got: all(len(named(got, name)) >= names.count(name) for name in names)
 
 
@@ -98,7 +98,7 @@ async def test_a_call_continues_the_trace_of_its_caller(traced: Traced) -> None:
     assert {(stage.trace_id, stage.parent_id) for stage in stages} == {(TRACE_ID, span.span_id)}
     times = [span.start_ns, *(t for stage in stages for t in (stage.start_ns, stage.end_ns)), span.end_ns]
     assert times == sorted(times)
-    # The server's monotonic clock and the wall clock differ by less than seconds.
+    # Span times come from a monotonic clock, which may differ from the wall clock by a few seconds.
     assert began - 5e9 < span.start_ns
     assert span.end_ns < ended + 5e9
     assert len(got) == 6
@@ -189,7 +189,7 @@ async def test_a_batch_links_to_no_more_requests_than_the_sdk_allows(
 async def test_a_request_of_several_batches_has_a_compute_span_for_each(
     receiver: OtlpReceiver, start_server: StartServer
 ) -> None:
-    """The number of spans has a bound. Beyond it, the last span links to all further batches."""
+    """The number of compute spans is bounded. The last compute span links to all further batches."""
     server = await start_server(trace_endpoint=receiver.endpoint, max_batch_sequences=1)
     most = tracing.MAX_COMPUTE_SPANS
     await server.encode(*[[1]] * (most + 4), metadata=SAMPLED)
@@ -249,7 +249,7 @@ async def test_a_failed_call_has_its_reason(
 async def test_the_span_of_an_unread_call_names_the_model(receiver: OtlpReceiver, start_server: StartServer) -> None:
     server = await start_server(FakeEngine(D_MODEL), trace_endpoint=receiver.endpoint, max_queue_tokens=40)
     async with server.queue_of(31):
-        for tokens, parent in ((10, UNSAMPLED), (1, SAMPLED)):  # this call closes the queue
+        for tokens, parent in ((10, UNSAMPLED), (1, SAMPLED)):  # the first call is refused and closes the queue
             await refusal(server.encode([3] * tokens, metadata=parent))
     got = await received(receiver, lambda got: any(it.trace_id == TRACE_ID for it in named(got, ENCODE)))
     (span,) = [it for it in named(got, ENCODE) if it.trace_id == TRACE_ID]
@@ -263,19 +263,19 @@ async def test_a_call_that_expires_in_the_queue_has_a_queue_span_only(traced: Tr
     server, receiver = traced
     first = await server.start_held(server.encode([1], metadata=UNSAMPLED))
     await refusal(server.encode([1, 2], metadata=SAMPLED, timeout=0.2))
-    await until(lambda: server.queued("sequences") == 0)  # the server's clock may be slower than the caller's
+    await until(lambda: server.queued("sequences") == 0)  # the server's clock may be behind the caller's
     server.engine.let_go()
     await first
     got = await received(receiver, has(ENCODE))
     assert sorted(span.name for span in got) == [ENCODE, "queue"]
     (span,) = named(got, ENCODE)
-    # The caller may be gone before the deadline passes on the server's own clock.
+    # The caller may cancel before the server's own clock reaches the deadline.
     assert span.attributes["rpc.response.status_code"] in {"DEADLINE_EXCEEDED", "CANCELLED"}
     assert named(got, "queue")[0].end_ns - named(got, "queue")[0].start_ns > 100e6
 
 
 async def stream_requests(server: FakeServer, *request_ids: str) -> None:
-    """Send a request for each id over one stream. The first request has a bad input."""
+    """Send a request for each id over one stream, and read all replies. The first request has a bad input."""
     rpc: Any = server.channel.stream_stream(f"/{SERVICE}/EncodeStream")
     call = rpc(metadata=SAMPLED)
     for i, request_id in enumerate(request_ids):
@@ -338,7 +338,10 @@ async def test_an_inspection_has_spans_of_its_stages(traced: Traced) -> None:
 
 @pytest.mark.parametrize("log_format", ["json", "text"])
 async def test_log_lines_carry_the_trace(traced: Traced, log_format: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Lines about requests have the trace id, sampled or not. Other lines do not."""
+    """Log lines about a request have its trace id, whether or not the trace is sampled.
+
+    Other lines have no trace id.
+    """
     server, _ = traced
     server.inspector.broken = True
     root = logging.getLogger()
@@ -381,7 +384,7 @@ async def test_environment_variables_of_the_sdk_apply(
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """Open an endpoint that accepts connections and never answers."""
+    """Yield the URL of an endpoint that accepts connections and never replies."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
@@ -389,7 +392,7 @@ def silent() -> Iterator[str]:
 async def test_a_silent_receiver_does_not_stop_the_server(
     start_server: StartServer, silent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Calls are answered, spans that cannot be sent are dropped and counted, and the server stops in time."""
+    """Calls are answered, unsent spans are dropped and counted, and the server can stop."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
@@ -483,7 +486,7 @@ async def test_no_header_of_a_caller_breaks_a_request(metadata: list[tuple[str, 
 async def test_spans_do_not_follow_jumps_of_the_wall_clock(
     receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The wall clock goes back an hour at each reading. The monotonic clock has run for a year."""
+    """The wall clock goes back one hour at each reading. The monotonic clock starts at about one year."""
     wall = itertools.count(1_795_000_000_000_000_000, -3600 * 10**9)
     monkeypatch.setattr(tracing, "time", SimpleNamespace(time_ns=lambda: next(wall)))
     clock = FakeClock(3.1e7)

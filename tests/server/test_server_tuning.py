@@ -1,4 +1,7 @@
-"""The batch budget: its choice, its measurement, and the file of the measured times."""
+"""Tests of the batch budget, which is the number of tokens of a batch.
+
+They check its measurement, its choice, and the stored measurements.
+"""
 
 import json
 import math
@@ -26,7 +29,7 @@ MACHINE = {"cpu": "a CPU", "intra_op_threads": 2, "runtime": "fake 1"}
 
 
 class Device:
-    """A fake engine with a formula for the seconds of a run, and a clock that only its runs advance.
+    """A fake engine with a formula for the seconds of a run. Its clock advances only during runs.
 
     Attributes:
         batches: The lengths of every batch.
@@ -37,7 +40,7 @@ class Device:
     widens = False
 
     def __init__(self, seconds: Callable[[int, int], float]) -> None:
-        """Take a function from the padded tokens and the number of the run to the seconds of the run."""
+        """Take a function that returns the seconds of a run from its padded tokens and its number, from 1."""
         self._seconds = seconds
         self.batches: list[list[int]] = []
         self.clock = 0.0
@@ -52,7 +55,7 @@ class Device:
         return BatchResult(output, list(lengths), 0.0, seconds)
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing, because a fake engine has nothing to free."""
 
     def now(self) -> float:
         return self.clock
@@ -64,7 +67,7 @@ def bundle(tmp_path: Path) -> Bundle:
 
 
 def tune_cpu(device: Device, bundle: Bundle, folder: Path, machine: dict[str, Any] = MACHINE) -> Tuned:
-    """Measure on a device. The result is written to `t.json` in a folder."""
+    """Measure on a device. The stored measurements are in `t.json` of a folder."""
 
     def policy(budget: int) -> BatchPolicy:
         return BatchPolicy(budget, 256, 0.25)
@@ -73,7 +76,10 @@ def tune_cpu(device: Device, bundle: Bundle, folder: Path, machine: dict[str, An
 
 
 def cached(limit: int) -> Callable[[int, int], float]:
-    """Return a device with a fixed cost for each run, and a higher cost of a token above `limit` tokens."""
+    """Return the formula of a device.
+
+    Each run has a fixed cost, and tokens cost more in runs of more than `limit` tokens.
+    """
     return lambda padded, _: 3e-3 + padded * (1e-5 if padded <= limit else 4e-5)
 
 
@@ -83,7 +89,7 @@ def cached(limit: int) -> Callable[[int, int], float]:
 def test_the_budget_is_where_the_device_is_fastest(
     bundle: Bundle, tmp_path: Path, limit: int, server: int, job: int
 ) -> None:
-    """Of nearly equal budgets, a server takes the least and an embed job the greatest."""
+    """Among nearly equal budgets, a server takes the smallest and a job the largest."""
     device = Device(cached(limit))
     tuned = tune_cpu(device, bundle, tmp_path)
     assert (tuned.max_batch_tokens, tuned.job_batch_tokens) == (server, job)
@@ -94,7 +100,7 @@ def test_the_budget_is_where_the_device_is_fastest(
 def tune_gpu(
     bundle: Bundle, path: Path, seconds: Callable[[int, int], float], most_sequences: int = 4096
 ) -> tuple[Tuned, Device]:
-    """Return the result on a GPU, and the GPU."""
+    """Measure on a fake GPU, and return the result and the GPU."""
     device = Device(seconds)
     device.info = replace(device.info, device="cuda")
     tuned = tune(
@@ -110,7 +116,7 @@ def tune_gpu(
 
 @pytest.mark.parametrize(("limit", "budget"), [(4096, 4096), (9000, 8192)])
 def test_a_gpu_is_measured_on_full_batches(bundle: Bundle, tmp_path: Path, limit: int, budget: int) -> None:
-    """64 texts would fit into the least budget, and the time of one text does not show the speed of a full batch."""
+    """The 64 usual texts would not fill even the smallest budget of a GPU, so more texts are measured."""
     tuned, _ = tune_gpu(
         bundle, tmp_path / "t.json", lambda padded, _: 2e-3 + padded * (1e-7 if padded <= limit else 4e-7)
     )
@@ -118,7 +124,7 @@ def test_a_gpu_is_measured_on_full_batches(bundle: Bundle, tmp_path: Path, limit
 
 
 def small(padded: int, most: int) -> float:
-    """Return the seconds of a run on a device with memory for so many tokens."""
+    """Return the seconds of a run. More than `most` padded tokens raise an out-of-memory error."""
     if padded > most:
         raise RuntimeError(f"out of memory for {padded} tokens")
     return 1e-3 + padded * 1e-7
@@ -127,9 +133,9 @@ def small(padded: int, most: int) -> float:
 def test_a_budget_beyond_the_memory_is_skipped(
     bundle: Bundle, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The model works without this budget, so its failure must not stop the model.
+    """The model still loads if the trial of a budget runs out of memory.
 
-    Nothing is written, because more memory may be free next time.
+    No measurements are stored, because more memory may be free next time.
     """
     tuned, _ = tune_gpu(bundle, tmp_path / "t.json", lambda padded, _: small(padded, 5000))
     assert tuned.max_batch_tokens == 4096

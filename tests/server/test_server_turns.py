@@ -1,4 +1,4 @@
-"""A pool of threads that callers share by weight and priority."""
+"""Tests of threads that callers share by weight and priority."""
 
 import asyncio
 import threading
@@ -15,7 +15,7 @@ BULK = Sender(priority=Priority.BULK)
 
 
 class Bench:
-    """A pool of one thread that is occupied until `release`, and the names of finished work."""
+    """A pool of one thread, which `hold` blocks until `release`, and the names of finished work."""
 
     def __init__(self) -> None:
         self.pool = TurnPool(1)
@@ -23,7 +23,7 @@ class Bench:
         self._released = threading.Event()
 
     async def hold(self) -> list["asyncio.Task[bool]"]:
-        """Occupy the thread and the place behind it, so that later work waits."""
+        """Occupy the thread and the one place behind it, so that later work waits. Return both tasks."""
         tasks = [asyncio.create_task(self.pool.run(ANY_SENDER, 0, self._released.wait)) for _ in range(2)]
         await asyncio.sleep(0)
         return tasks
@@ -36,7 +36,7 @@ class Bench:
         self._released.set()
 
     async def finish(self, *tasks: "asyncio.Task[None] | asyncio.Task[bool]") -> None:
-        """Release the thread and wait for the work."""
+        """Release the thread, and wait for the tasks."""
         await self.release()
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -55,7 +55,7 @@ class Bench:
     ],
 )
 async def test_bulk_gets_one_turn_in_nine(interactive: list[Caller], bulk: list[Caller]) -> None:
-    """Bulk work gets one turn in nine even if it arrived first."""
+    """The bulk work arrives first, but interactive work starts first."""
     bench = Bench()
     held = await bench.hold()
     tasks = []
@@ -101,7 +101,7 @@ async def test_a_caller_that_was_away_has_no_credit() -> None:
 
 
 async def test_cancelled_work_takes_no_place_and_no_turn() -> None:
-    """The next work of the caller runs as early as if the cancelled work had never been sent."""
+    """The caller's next work starts as early as if the caller had not sent the cancelled work."""
     bench = Bench()
     held = await bench.hold()
     others = [bench.send("other", Sender(Caller("other")), 10) for _ in range(20)]
@@ -118,7 +118,10 @@ async def test_cancelled_work_takes_no_place_and_no_turn() -> None:
 
 
 async def test_running_work_keeps_its_place_after_its_caller_has_gone() -> None:
-    """A thread cannot be stopped. If its place were given away, later work would run too early."""
+    """A running thread cannot be stopped, so its place must stay taken.
+
+    Otherwise bulk work would start before urgent work.
+    """
     bench = Bench()
     running, handed_over = await bench.hold()
     running.cancel()

@@ -1,4 +1,4 @@
-"""Vectors as input over gRPC."""
+"""Tests of vectors as input over gRPC."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ SHARED_SETTINGS = {"takes_vectors": True}
 
 
 def vectors(*ids: int, dtype: Any = np.float32) -> Any:
-    """Return (seq, d_model) vectors for the fake engine, with ids in the first component."""
+    """Return (seq, d_model) vectors for the fake engine, which uses the first number of each vector as its id."""
     numbers = np.zeros((len(ids), D_MODEL), dtype)
     numbers[:, 0] = ids
     return numbers
@@ -45,7 +45,7 @@ async def test_a_long_sequence_is_cut_if_the_call_allows_it(shared: FakeServer) 
 
 NAN = vectors(1, 2, 3)
 NAN[1, 3] = np.nan
-BAD_REQUESTS: list[tuple[pb.EncodeRequest, str, str]] = [  # a request, the field that the error names, and its problem
+BAD_REQUESTS: list[tuple[pb.EncodeRequest, str, str]] = [  # request, field that the error names, part of the message
     (pb.EncodeRequest(inputs=[make_input("hello")]), "inputs[0].text", "embeddings only"),
     (pb.EncodeRequest(inputs=[make_input([1])]), "inputs[0].token_ids", "embeddings only"),
     (embeddings(width=4), "inputs[0].embeddings", "at least 1 vector"),

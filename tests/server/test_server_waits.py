@@ -1,4 +1,4 @@
-"""The longest wait of a sequence, in simulated time, for any mix of traffic."""
+"""Tests of the longest wait of a sequence, with simulated time and random traffic."""
 
 import math
 from dataclasses import dataclass, field
@@ -17,14 +17,14 @@ class Entry:
     """A sequence of the simulation.
 
     Attributes:
-        arrives_at: The time of its arrival, in seconds.
-        length: The number of its tokens.
-        deadline: The deadline of its call.
-        leaves_at: The time at which its caller cancels.
-        ahead: The number of entries that wait when it arrives.
-        running_until: The earliest time at which the next batch can start, as known when it arrives.
-        batches_before: The number of batches that start after its arrival and before its own batch.
-        started_at: The start of its batch; NaN if it did not run.
+        arrives_at: The arrival time, in seconds.
+        length: The number of tokens.
+        deadline: The time at which the sequence expires.
+        leaves_at: The time at which the caller cancels.
+        ahead: The number of live entries that wait when this entry arrives.
+        running_until: The earliest start of the next batch, as known when this entry arrives.
+        batches_before: The batches that begin between the arrival and this entry's own batch.
+        started_at: The start of this entry's batch; NaN if the entry did not run.
     """
 
     arrives_at: float
@@ -39,13 +39,13 @@ class Entry:
 
 @dataclass
 class Engine:
-    """A simulated device: each run has a fixed cost, and a cost for each padded token.
+    """A simulated device. Each run has a fixed cost and a cost for each padded token.
 
     Attributes:
         run_seconds: The fixed cost.
         token_seconds: The cost of a token.
-        lanes: The number of batches that run at the same time.
-        widens: Whether a batch that runs alone uses all lanes, and runs `lanes` times as fast.
+        lanes: The number of batches that can run at once.
+        widens: Whether a batch that runs alone uses all lanes, and so runs `lanes` times as fast.
         longest_run: The longest run so far, in seconds.
     """
 
@@ -63,10 +63,10 @@ class Engine:
 
 
 def simulate(entries: list[Entry], policy: BatchPolicy, engine: Engine) -> None:
-    """Run all entries. As soon as a lane is free, it takes a batch of the waiting entries. There is no timer."""
+    """Simulate all entries. A free lane takes a batch as soon as an entry waits, without a timer."""
     queue = PendingQueue()
     pending: dict[TokenSequence, Entry] = {}
-    running: list[float] = []  # the end of each batch
+    running: list[float] = []  # the end time of each running batch
     alone_until = -math.inf
     coming = sorted(entries, key=lambda entry: entry.arrives_at)
     now = 0.0
@@ -74,7 +74,7 @@ def simulate(entries: list[Entry], policy: BatchPolicy, engine: Engine) -> None:
         now = _next_event(now, coming, running)
         running = [ends for ends in running if ends > now]
         while coming and coming[0].arrives_at <= now:
-            # The next batch begins when a lane is free.
+            # If all lanes are busy, the next batch begins when the first lane is free.
             busy = len(running) == engine.lanes or alone_until > now
             _arrive(coming.pop(0), queue, pending, running_until=min(running) if busy else now)
         while len(queue) and len(running) < engine.lanes and alone_until <= now:
@@ -132,7 +132,7 @@ engines = st.builds(Engine, st.floats(0, 0.1), st.floats(1e-6, 1e-3), st.integer
 def test_with_k_before_it_a_sequence_starts_in_the_next_k_plus_1_batches(
     entries: list[Entry], policy: BatchPolicy, engine: Engine
 ) -> None:
-    """Sequences that arrive later do not delay a sequence."""
+    """Here k is `ahead`. Entries that arrive later do not extend the wait."""
     simulate(entries, policy, engine)
     for entry in entries:
         if not math.isnan(entry.started_at):
@@ -158,7 +158,7 @@ def test_all_patient_callers_are_served_and_no_late_ones(
 def test_an_odd_length_under_a_flood_of_others_waits_for_one_batch_only(
     length: int, flood: list[int], policy: BatchPolicy
 ) -> None:
-    """This is the worst case of batching by length: one long or short sequence among many of another length."""
+    """One sequence of an odd length among many others is the worst case of batching by length."""
     engine = Engine(0.01, 1e-5)
     odd = Entry(0.001, length, math.inf, math.inf)
     others = [Entry(0.0 if i == 0 else 0.002 + i * 1e-4, it, math.inf, math.inf) for i, it in enumerate(flood)]

@@ -1,4 +1,4 @@
-"""A small model of each common encoder architecture. transformers builds it from its configuration."""
+"""Small models of common encoder architectures with random weights, created with transformers."""
 
 import dataclasses
 import json
@@ -24,12 +24,12 @@ _DECODER = {**_SIZES, **_TOKENS, "num_key_value_heads": 2, "head_dim": 16}
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """A model type with its settings.
+    """The configuration of one small model.
 
     Attributes:
-        name: The common name.
-        model_type: The name in transformers.
-        settings: The fields of the configuration.
+        name: The usual name of the architecture.
+        model_type: The name of the architecture in transformers.
+        settings: Fields of the configuration in transformers.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Architecture:
 
     @property
     def folder(self) -> str:
-        """The name of the directory and of the model."""
+        """The name of the model and of its directory: `name` with hyphens instead of spaces."""
         return self.name.replace(" ", "-")
 
 
@@ -76,7 +76,7 @@ ARCHITECTURES = [
 
 
 def build(architecture: Architecture) -> Any:
-    """Build a model with random weights, in float32 and evaluation mode. The model of T5 includes the decoder."""
+    """Build a model with random weights, in float32 and evaluation mode. A T5 model includes its decoder."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -86,20 +86,20 @@ def build(architecture: Architecture) -> Any:
 
 
 def save(architecture: Architecture, folder: Path) -> Path:
-    """Save a model with transformers, in a new directory in this folder."""
+    """Build a model, save it in a new directory below `folder`, and return the directory."""
     directory = folder / architecture.folder
     build(architecture).save_pretrained(directory)
     return directory
 
 
 def change_config(directory: Path, **settings: Any) -> None:
-    """Change fields of config.json."""
+    """Set fields in the config.json of a model's directory."""
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
 def rows_of(model: Any, ids: list[int]) -> npt.NDArray[np.float32]:
-    """Return the rows that transformers computes for one sequence: (seq, d_model)."""
+    """Return the hidden states that transformers computes for one sequence: (seq, d_model)."""
     encoder = model.get_encoder() if model.config.is_encoder_decoder else model
     tokens = torch.tensor([ids])  # (1, seq)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""The committed dashboards and rules, and the PromQL expressions in them."""
+"""Reads the Grafana dashboards and the Prometheus rules in deploy/, and finds the metrics in expressions."""
 
 import json
 import re
@@ -19,7 +19,7 @@ RULES = [
 ALERTS = [rule for rule in RULES if "alert" in rule]
 RECORDED = {rule["record"] for rule in RULES if "record" in rule}
 
-# Matches a metric of the server, of a recording rule or of Prometheus itself, with its matchers.
+# Matches a metric of the server, of a recording rule or of Prometheus itself, together with any label matchers.
 _SELECTOR = re.compile(
     r"\b(?:(?:encserve_|encserve:|grpc_server_|instance:|job:|model:|process_|python_|scrape_)[\w:]+|up\b|ALERTS\b)"
     r"(?:\{[^}]*\})?"
@@ -27,13 +27,13 @@ _SELECTOR = re.compile(
 
 
 def panels(dashboard: Any) -> Iterator[Any]:
-    """Return all panels, also those in collapsed rows."""
+    """Yield all panels of a dashboard, including the panels in collapsed rows."""
     for panel in dashboard["panels"]:
         yield from panel["panels"] if panel["type"] == "row" else [panel]
 
 
 def queries() -> list[tuple[str, str]]:
-    """Return all expressions, with the dashboard, panel and letter of each."""
+    """Return (label, expression) for each query. The label names the dashboard, the panel and the query's letter."""
     return [
         (f"{name}: {panel['title']} {target['refId']}", target["expr"])
         for name, dashboard in DASHBOARDS.items()
@@ -43,7 +43,7 @@ def queries() -> list[tuple[str, str]]:
 
 
 def selectors(expr: str) -> set[str]:
-    """Return the vector selectors of an expression, without time windows and offsets."""
+    """Return the vector selectors of an expression, without time ranges and offsets."""
     return set(_SELECTOR.findall(expr))
 
 

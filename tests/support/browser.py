@@ -1,4 +1,4 @@
-"""Debian's Chromium, controlled by playwright. It opens pages from files, without a network."""
+"""Opens HTML files in an installed Chromium with playwright, and blocks all network requests."""
 
 import os
 import shutil
@@ -25,7 +25,10 @@ def find_chromium() -> str | None:
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """Start a browser. Without Chromium the test is skipped, or fails if ENCSERVE_REQUIRE_CHROMIUM is 1."""
+    """Start Chromium, and close it at the end of the block.
+
+    Without an installed Chromium the test is skipped. If ENCSERVE_REQUIRE_CHROMIUM is 1, the test fails instead.
+    """
     path = find_chromium()
     if path is None:
         if os.environ.get("ENCSERVE_REQUIRE_CHROMIUM") == "1":
@@ -40,17 +43,17 @@ def chromium() -> Iterator[Browser]:
 
 
 class OpenPage:
-    """A page from a file, with all figures drawn.
+    """An HTML file in a browser window, after the browser has drawn all figures.
 
     Attributes:
-        page: playwright's page.
-        complaints: Errors, warnings, dialogs, and requests over a network.
+        page: The Page object of playwright.
+        complaints: Errors and warnings of the page, dialogs, and blocked network requests.
     """
 
     def __init__(
         self, browser: Browser, path: Path, width: int, *, scheme: Scheme = "light", height: int = 900
     ) -> None:
-        """Open a file in a window of `width` × `height` pixels."""
+        """Open a file in a window of `width` × `height` pixels, and wait until all figures are drawn."""
         self.complaints: list[str] = []
         self._context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
         self._context.route("**/*", self._only_files)
@@ -77,13 +80,14 @@ class OpenPage:
             self.complaints.append(f"{message.type}: {message.text}")
 
     def hover(self, box: str, x: float, y: float) -> str:
-        """Move the mouse over a figure and return the text of the tooltip.
+        """Move the mouse to a point of a figure, and return the text of the tooltip.
 
-        x and y run from 0 to 1 of the figure's map.
+        `box` is the figure's CSS selector. x and y are fractions of the width and height of the plot area, from its top
+        left corner.
         """
         area = self.page.locator(f"{box} .nsewdrag").first
         area.scroll_into_view_if_needed()
-        self.page.wait_for_timeout(150)  # the page hides its tooltip one frame after a scroll
+        self.page.wait_for_timeout(150)  # after a scroll, the page hides an old tooltip one frame later
         found = area.bounding_box()
         assert found is not None
         self.page.mouse.move(found["x"] + found["width"] * x, found["y"] + found["height"] * y)
@@ -91,9 +95,9 @@ class OpenPage:
         return " ".join((self.page.locator("#tip").text_content() or "").split())
 
     def wait(self) -> None:
-        """Wait until every figure is drawn."""
+        """Wait until all figures are drawn."""
         self.page.wait_for_selector("body[data-drawn]", timeout=60_000)
 
     def close(self) -> None:
-        """Close the window."""
+        """Close the page and its window."""
         self._context.close()

@@ -1,4 +1,4 @@
-"""Many callers that call again and again, with the sync or the async client. Every call is recorded."""
+"""Callers that repeat calls without a pause, through the sync or the async client, and a record of each call."""
 
 import asyncio
 import itertools
@@ -20,7 +20,7 @@ N_STREAMS = 2
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An answered call: its start and end on time.monotonic, and the number of attempts."""
+    """An answered call: its start and end in seconds of time.monotonic, and the number of attempts."""
 
     began: float
     ended: float
@@ -28,7 +28,7 @@ class Call:
 
 
 class InThreads:
-    """The sync client with the interface of the async client. Each call and each stream blocks a thread."""
+    """Wraps the sync client in the interface of the async client. Each call and each stream blocks one thread."""
 
     def __init__(self, target: str | Sequence[str]) -> None:
         self._client = EncoderClient(target)
@@ -52,18 +52,23 @@ CLIENTS: dict[str, Callable[..., Any]] = {"sync": InThreads, "async": AsyncEncod
 
 
 class Callers:
-    """32 callers of one client, each of which calls again after each answer, and two endless streams.
+    """Runs 32 callers (by default) and two endless streams on one client, until the end of the block.
+
+    Each caller starts a new call as soon as the caller's previous call has ended.
 
     Attributes:
         calls: The answered calls.
         n_streamed: The number of answers over streams.
-        failed: The failures: an exception's text, or a wrong answer.
+        failed: A text for each failure: an exception, or a wrong answer.
     """
 
     def __init__(
         self, kind: str, target: str | Sequence[str], texts: Sequence[str], want: Sequence[Any], n_callers: int = 32
     ) -> None:
-        """Take the client's kind, sync or async, and texts with their expected rows."""
+        """Prepare the callers.
+
+        `kind` is "sync" or "async". `want` has the expected hidden states of each text: (seq, d_model).
+        """
         self._client = CLIENTS[kind]
         self._target, self._texts, self._want = target, texts, want
         self._n_callers = n_callers
@@ -72,7 +77,7 @@ class Callers:
         self.calls: list[Call] = []
         self.n_streamed = 0
         self.failed: list[str] = []
-        # The time of the last answer. The keys of callers are 0, 1, …; the keys of streams are below 0.
+        # The time of the latest answer to each caller (numbers from 0) and to each stream (negative numbers).
         self._last = dict.fromkeys(range(-N_STREAMS, n_callers), 0.0)
 
     def __enter__(self) -> Self:
@@ -86,14 +91,14 @@ class Callers:
         self._thread.join()
 
     def wait_until(self, done: Callable[[], bool], what: str, seconds: float = 60) -> None:
-        """Wait until a condition holds or a call fails."""
+        """Wait until `done` returns true or a call fails. The test fails after `seconds`."""
         ends = time.monotonic() + seconds
         while not done() and not self.failed:
             assert time.monotonic() < ends, f"not within {seconds} s: {what}"
             time.sleep(0.05)
 
     def all_answered_since(self, moment: float) -> bool:
-        """Return whether every caller and every stream has received an answer since a time."""
+        """Whether every caller and every stream has received an answer after `moment`."""
         return min(self._last.values(), default=0.0) > moment
 
     async def _gather(self) -> None:

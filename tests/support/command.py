@@ -1,4 +1,4 @@
-"""The command `encserve`, called in this process."""
+"""Runs the command `encserve` in the process of the test."""
 
 import asyncio
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from fake_encoder import FakeEncoder
 
 from encserve_cli.commands import cli
 
-# The environment of a terminal. Without it, the output is that of a pipe.
+# With these variables, `encserve` formats its output for a terminal, otherwise for a pipe.
 TERMINAL = {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "NO_COLOR": "1", "TERM": "xterm", "COLUMNS": "110"}
 
 
@@ -19,7 +19,7 @@ async def encserve(
     stdin: str | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Result:
-    """Run the command with the address of a service, and check the exit status."""
+    """Run `encserve` against a fake service, check the exit status, and return the result."""
     call = ["--target", service.target, *map(str, arguments)]
     result = await asyncio.to_thread(CliRunner().invoke, cli, call, input=stdin, env=env)
     assert result.exit_code == status, result.output

@@ -11,16 +11,18 @@ Direction = Literal["up", "down"]
 
 
 class CutProxy:
-    """Forwards bytes. While the proxy is cut, it closes all connections, and each new connection at once.
+    """Passes bytes between clients and a server, until more bytes arrive than `cut_after` allows.
+
+    Then the proxy ends all connections, and passes nothing on until `mend` is called.
 
     Attributes:
         port: The port of the proxy.
-        passed: The bytes "up" to the server and "down" to the client since the proxy was last restored.
-        cut_after: After so many bytes, the proxy cuts itself.
+        passed: The number of bytes since the last `mend`: "up" to the server, "down" to the client.
+        cut_after: The most bytes that may pass in each direction. A direction without an entry has no limit.
     """
 
     def __init__(self, server_port: int) -> None:
-        """Listen for the server at `server_port` of the loopback address."""
+        """Listen on a free port of 127.0.0.1 for clients of the server at `server_port`."""
         self.passed: dict[Direction, int] = {"up": 0, "down": 0}
         self.cut_after: dict[Direction, int] = {}
         self._is_cut = False
@@ -39,11 +41,11 @@ class CutProxy:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the proxy forwards nothing."""
+        """Whether the proxy has cut the connections."""
         return self._is_cut
 
     def mend(self) -> None:
-        """Forward all bytes again."""
+        """Pass bytes on again, reset the counts, and remove the limits."""
         self.passed, self.cut_after = {"up": 0, "down": 0}, {}
         self._is_cut = False
 
@@ -58,7 +60,7 @@ class CutProxy:
             self._open -= {client, server}
 
     def _pass_on(self, source: socket.socket, target: socket.socket, direction: Direction) -> None:
-        with contextlib.suppress(OSError):  # the other end closed the connection
+        with contextlib.suppress(OSError):  # one end has closed the connection
             while (data := source.recv(16384)) and self._may_pass(direction, len(data)):
                 target.sendall(data)
         _end(source)
@@ -91,5 +93,5 @@ class CutProxy:
 
 
 def _end(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the connection has ended already
+    with contextlib.suppress(OSError):  # the connection has already ended
         connection.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""A DNS server on a free loopback port. A test may change its list of IPv4 addresses."""
+"""A DNS server on a free loopback port; a test may change the IPv4 addresses of its answers."""
 
 import ipaddress
 import socket
@@ -7,15 +7,15 @@ import threading
 from types import TracebackType
 from typing import Self
 
-_RESPONSE, _NO_ERROR = 0x8580, 0  # flags: the answer is authoritative; recursion is available
+_RESPONSE, _NO_ERROR = 0x8580, 0  # header flags: an authoritative response, and recursion is available
 _TYPE_A, _CLASS_IN = 1, 1
 
 
 class DnsServer:
-    """Answers every question for A records with `addresses`, and every other question without records.
+    """Answers questions for A records with `addresses`. Other questions get an answer without records.
 
     Attributes:
-        addresses: The addresses of the answer.
+        addresses: The addresses of the next answers.
         n_answered: The number of answered questions for A records.
         port: The UDP port on 127.0.0.1.
     """
@@ -47,14 +47,14 @@ class DnsServer:
             self._socket.sendto(self._answer(query), caller)
 
     def _answer(self, query: bytes) -> bytes:
-        """Build an answer of RFC 1035, section 4: a header, the question, and the records."""
-        end = query.index(b"\0", 12) + 1  # the end of the name
+        """Return the answer in the format of RFC 1035, section 4: a header, the question, and the records."""
+        end = query.index(b"\0", 12) + 1  # the position after the name in the question
         (kind,) = struct.unpack_from(">H", query, end)
         found = self.addresses if kind == _TYPE_A else ()
         self.n_answered += kind == _TYPE_A
         header = query[:2] + struct.pack(">HHHHH", _RESPONSE | _NO_ERROR, 1, len(found), 0, 0)
         records = [
-            # A pointer to the name in the question, a time to live of 0, and the four bytes of an address.
+            # Each record has a pointer to the question's name, a time to live of 0, and an address of four bytes.
             struct.pack(">HHHIH", 0xC00C, _TYPE_A, _CLASS_IN, 0, 4) + ipaddress.IPv4Address(address).packed
             for address in found
         ]

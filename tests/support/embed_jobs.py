@@ -1,4 +1,4 @@
-"""Jobs of `encserve embed` in separate processes: their inputs, runs and outputs."""
+"""Runs jobs of `encserve embed` in separate processes, creates their inputs, and checks their outputs."""
 
 import contextlib
 import hashlib
@@ -23,12 +23,12 @@ from encserve_cli.load.lengths import real_text_lengths, sample_lengths
 from encserve_export import EncoderConfig, Target, export_init, read_tokenizer
 
 COMMAND = Path(sys.executable).parent / "encserve"
-LONGEST = 64  # the longest text in tokens
-MOST_SECONDS = 250.0  # the time for a job, less than the timeout of a test
+LONGEST = 64  # the most tokens of a text
+MOST_SECONDS = 250.0  # the timeout of a job; pytest ends a test after 300 s
 
 
 def export_small_encoder(folder: Path) -> Path:
-    """Export an encoder so small that a job takes about 50 µs for a text. Return the bundle's folder."""
+    """Export a tiny encoder and return the bundle's directory. A job takes about 50 µs for each text."""
     words().save(str(folder / "tokenizer.json"))
     config = EncoderConfig(
         vocab_size=VOCAB_SIZE, d_model=16, n_heads=2, d_ff=32, n_layers=1, max_sequence_tokens=LONGEST
@@ -39,7 +39,10 @@ def export_small_encoder(folder: Path) -> Path:
 
 
 def short_texts(count: int, seed: int = 0) -> list[str]:
-    """Make texts of known words with a quarter of the lengths of real texts. About 1 in 85 is too long."""
+    """Return texts of words that the tokenizer knows.
+
+    The texts have about a quarter of the tokens of real texts. About 1 text in 85 is too long for the encoder.
+    """
     lengths = np.maximum(sample_lengths(real_text_lengths(), count, seed) // 4, 1)
     ids = np.random.default_rng(seed).integers(3, VOCAB_SIZE, int(lengths.sum()))
     found = np.array([f"w{i}" for i in range(VOCAB_SIZE)])[ids].tolist()
@@ -48,12 +51,15 @@ def short_texts(count: int, seed: int = 0) -> list[str]:
 
 
 def is_too_long(text: str) -> bool:
-    """Return whether a text has too many tokens for the encoder. Each word is a token, and two tokens are special."""
+    """Whether a text has too many tokens for the encoder.
+
+    Each word is one token, and each text has two special tokens.
+    """
     return text.count(" ") + 3 > LONGEST
 
 
 def write_corpus(folder: Path, count: int, files: int = 1) -> list[Path]:
-    """Write `short_texts`, with their indices as `id`, into a number of Parquet files."""
+    """Write `short_texts` into `files` Parquet files, and return the paths. The column `id` counts the texts from 0."""
     folder.mkdir(parents=True)
     table = pa.table({"id": np.arange(count), "text": short_texts(count)})
     paths = []
@@ -67,7 +73,7 @@ def write_corpus(folder: Path, count: int, files: int = 1) -> list[Path]:
 def running(
     *arguments: object, variables: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator["subprocess.Popen[str]"]:
-    """Run the command `encserve`. If it still runs at the end of the block, kill it."""
+    """Start the command `encserve`. At the end of the block, kill the process if it still runs."""
     with subprocess.Popen(
         [COMMAND, *map(str, arguments)],
         stdin=subprocess.DEVNULL,
@@ -84,7 +90,7 @@ def running(
 
 
 def kill(process: "subprocess.Popen[str]") -> None:
-    """Kill a process and its children with SIGKILL."""
+    """Kill a process and its children with SIGKILL, unless the process has ended."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -93,35 +99,38 @@ def kill(process: "subprocess.Popen[str]") -> None:
 def run(
     *arguments: object, seconds: float = MOST_SECONDS, variables: Mapping[str, str] = MappingProxyType({})
 ) -> "subprocess.CompletedProcess[str]":
-    """Run the command `encserve` and wait for its end."""
+    """Run the command `encserve`, wait for its end, and return its exit status and output."""
     with running(*arguments, variables=variables) as process:
         out, err = process.communicate(timeout=seconds)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def said(errors: str) -> list[str]:
-    """Return the lines of standard error, without the progress line that a job prints every 30 s."""
+    """Return the lines of standard error without the progress lines, which a job prints every 30 s."""
     return [line for line in errors.splitlines() if re.match(r"[\d,]+ of [\d,]+ rows, ", line) is None]
 
 
 def part_names(folder: Path) -> list[str]:
-    """Return the names of finished parts, sorted."""
+    """Return the names of the job's finished output files, sorted."""
     return sorted(it.name for it in folder.glob("part-*.parquet"))
 
 
 def output_of(folder: Path) -> Any:
-    """Return all parts in order, as one `pyarrow.Table`."""
+    """Read all output files in order, and return one `pyarrow.Table`."""
     return pa.concat_tables([parquet.read_table(folder / name) for name in part_names(folder)])
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Return the digest of each file of a job's output, except the plan, which contains the dates of the inputs."""
+    """Return the SHA-256 of each output file.
+
+    The job's plan is left out, because it contains the modification times of the input files.
+    """
     files = (it for it in folder.rglob("*") if it.is_file() and it.name != "_plan.json")
     return {str(it.relative_to(folder)): hashlib.sha256(it.read_bytes()).hexdigest() for it in files}
 
 
 def vectors_of(table: Any) -> tuple[Any, Any]:
-    """Return the vectors of a table, (rows with a vector, width), and for each row whether its vector is missing."""
+    """Return the vectors of an output table, (texts with a vector, width), and a mask of missing vectors, (texts,)."""
     column = table["vector"].combine_chunks()
     missing = column.is_null().to_numpy(zero_copy_only=False)
     present = column.filter(pa.array(~missing))
@@ -129,7 +138,10 @@ def vectors_of(table: Any) -> tuple[Any, Any]:
 
 
 def check_rows(table: Any, texts: Sequence[str]) -> None:
-    """Check that an output has every text once and in order, and a vector for each text that fits."""
+    """Check that an output has every text once and in order.
+
+    Exactly the texts that are too long have no vector.
+    """
     assert table["id"].to_pylist() == list(range(len(texts)))
     assert table["text"].to_pylist() == list(texts)
     vectors, missing = vectors_of(table)

@@ -1,4 +1,7 @@
-"""Exports that several tests share. They stay on disk until the exporter's sources or packages change."""
+"""Caches exports on disk, so that several tests and test runs can share one export.
+
+A cached export is used as long as the exporter's sources and the installed packages stay the same.
+"""
 
 import dataclasses
 import functools
@@ -23,9 +26,10 @@ KEPT_SECONDS = 24 * 3600
 
 
 def export_once(export: Callable[..., Exported], *source: Any, target: Target, **options: Any) -> Exported:
-    """Return the result of `export(*source, target, **options)`, copied from an earlier run if there was one.
+    """Return the result of `export(*source, target, **options)`, copied from the cache if possible.
 
-    Files and folders are compared by content. Several processes may call this at once.
+    The cache key contains the content of all files and folders among the arguments. Several processes may call this
+    function at once.
     """
     kept = _kept_by_this_exporter() / _digest(export.__name__, source, target.name, target.version, options)
     if not kept.exists():
@@ -34,7 +38,7 @@ def export_once(export: Callable[..., Exported], *source: Any, target: Target, *
             export(*source, dataclasses.replace(target, model_repository=made), **options)
             try:
                 made.rename(kept)
-            except OSError:  # another process was faster
+            except OSError:  # another process has stored the same export
                 assert kept.exists()
     path = shutil.copytree(kept, target.model_repository, dirs_exist_ok=True) / target.name / target.version
     manifest = json_format.Parse((path / "manifest.json").read_text(), manifest_pb2.Manifest())
@@ -43,9 +47,9 @@ def export_once(export: Callable[..., Exported], *source: Any, target: Target, *
 
 @functools.cache
 def _kept_by_this_exporter() -> Path:
-    """Return the folder for exports by these sources in this environment.
+    """Return the cache folder for the current sources, packages and Python.
 
-    Other such folders are removed after a day.
+    Cache folders of other sources, packages or Pythons are deleted after a day.
     """
     sources = [path for part in ("export", "proto") for path in (ROOT / part / "src").rglob("*.py")]
     packages = sorted(f"{it.name} {it.version}" for it in distributions())
@@ -65,7 +69,7 @@ def _digest(*parts: Any) -> str:
 
 
 def _flat(parts: Iterable[Any]) -> Iterable[bytes]:
-    """Return all inputs of a call as bytes. A file counts by its name and content."""
+    """Yield all arguments of an export as bytes. A file is represented by its name and content."""
     for part in parts:
         if isinstance(part, dict):
             yield from _flat(sorted(part.items()))

@@ -1,6 +1,6 @@
-"""A small encoder service on a real grpc.aio server, and callers with both clients.
+"""A fake encoder service on a real grpc.aio server, and a helper that calls the service with either client.
 
-Tests are coroutines on one event loop. The sync client runs in a worker thread.
+The service and the tests share one event loop. The sync client would block the loop, so it runs in a worker thread.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceServicer, add_EncoderServiceServicer_to_server
 
 D_MODEL = 8
-FIRST, LAST = 1, 2  # the ids of the special tokens around a text
+FIRST, LAST = 1, 2  # the special tokens before and after a text
 
 Rows = npt.NDArray[np.float32]
 
 
 class Refused(Exception):
-    """Raised by `FakeEncoder.before` to refuse a request."""
+    """Raised by a function of a test, such as `FakeEncoder.before`, to refuse a request."""
 
     def __init__(
         self, code: grpc.StatusCode, text: str = "refused", reason: str = "", pushback: str | None = None
@@ -42,21 +42,24 @@ class Refused(Exception):
 
 
 def ids_of(item: pb.Input) -> list[int]:
-    """Return the token ids. The ids of a text are the lengths of its words, between two special tokens."""
+    """Return the token ids of an input. In a text, the id of a word is the word's length."""
     if item.HasField("text"):
         return [FIRST, *(len(word) for word in item.text.split()), LAST]
     return list(item.token_ids.ids)
 
 
 def rows_of(ids: Iterable[int]) -> Rows:
-    """Return (seq, d_model) rows. Each number depends on its token, its position and its column."""
+    """Return fake hidden states for token ids: (seq, d_model).
+
+    Each number depends on the id, the position and the column.
+    """
     column = np.asarray(list(ids), np.float32)[:, None]
     places = np.arange(len(column), dtype=np.float32)[:, None] / 4
     return np.asarray(column + places + np.arange(D_MODEL, dtype=np.float32) / 64, np.float32)
 
 
 def rows_of_input(item: pb.Input) -> Rows:
-    """Return (seq, d_model): the rows of the ids, or the given vectors unchanged."""
+    """Return the fake hidden states of an input: (seq, d_model). Input vectors are returned unchanged, as float32."""
     if not item.HasField("embeddings"):
         return rows_of(ids_of(item))
     vectors = item.embeddings
@@ -119,7 +122,10 @@ def _tensor(spec: pb.OutputSpec, request: pb.EncodeRequest) -> pb.RaggedTensor:
 
 
 def _sparse_tensor(request: pb.EncodeRequest) -> pb.RaggedTensor:
-    """Return sparse weights. The indices are the lengths of the words, and a weight is half its index."""
+    """Return a sparse vector for each input.
+
+    The indices are the ids of the words. The weight of an index is half the index.
+    """
     words = [sorted(set(ids_of(item)) - {FIRST, LAST}) for item in request.inputs]
     flat = np.array([word for its in words for word in its], np.uint32)
     return pb.RaggedTensor(
@@ -134,10 +140,11 @@ def _sparse_tensor(request: pb.EncodeRequest) -> pb.RaggedTensor:
 
 @dataclass
 class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
-    """The encoder service.
+    """A fake encoder service, which records the requests.
 
-    `before` gets each request before its answer: it may wait, raise `Refused`, or return another answer. `inspect`
-    replaces `inspections.inspection`, and may also wait or raise `Refused`.
+    `before` is called with each Encode request. It may wait, raise `Refused`, or return another answer.
+    `before_stream` is called with each request on a stream, and may wait or raise `Refused`. `inspect` replaces
+    `inspections.inspection`, and may also wait or raise `Refused`.
     """
 
     max_request_sequences: int = 256
@@ -148,7 +155,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     before: Callable[[pb.EncodeRequest], Awaitable[pb.EncodeResponse | None]] | None = None
     before_stream: Callable[[pb.EncodeStreamRequest, Any], Awaitable[None]] | None = None
     inspect: Callable[[pb.InspectRequest], AsyncIterator[pb.InspectResponse]] | None = None
-    model_info: pb.ModelInfo = field(default_factory=pb.ModelInfo)  # more fields of the model
+    model_info: pb.ModelInfo = field(default_factory=pb.ModelInfo)  # fields that `info` adds or replaces
     requests: list[pb.EncodeRequest] = field(default_factory=list)
     tokenize_requests: list[pb.TokenizeRequest] = field(default_factory=list)
     inspect_requests: list[pb.InspectRequest] = field(default_factory=list)
@@ -195,7 +202,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
         return info
 
     def answer(self, request: pb.EncodeRequest) -> pb.EncodeResponse:
-        """Return the answer if the request is within the limits; otherwise raise `Refused`."""
+        """Return the answer to a request; raise `Refused` if the request or the answer exceeds a limit."""
         tokens = [len(rows_of_input(item)) for item in request.inputs]
         if len(tokens) > self.max_request_sequences:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "too many", "TOO_MANY_INPUTS")
@@ -238,7 +245,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
         self.n_open_streams += 1
         stream = self.n_streams
         tasks: set[asyncio.Task[None]] = set()
-        writing = asyncio.Lock()  # gRPC allows one write at a time
+        writing = asyncio.Lock()  # gRPC allows only one write at a time
         try:
             async for request in requests:
                 self.stream_requests.append((stream, request.request_id))
@@ -324,7 +331,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
 
 
 async def stalled_inspection(request: pb.InspectRequest) -> AsyncIterator[pb.InspectResponse]:
-    """Send the header of an inspection and nothing more. For `FakeEncoder.inspect`."""
+    """Send only the header of an inspection, then wait 30 s; for `FakeEncoder.inspect`."""
     yield inspection(request, 1)[0]
     await asyncio.sleep(30)
 
@@ -333,13 +340,13 @@ class Caller:
     """Calls the sync or the async client from a coroutine. The sync client runs in a worker thread."""
 
     def __init__(self, kind: str, service: FakeEncoder | None = None) -> None:
-        """`kind` is "sync" or "async". Without a service, `connect` needs a target."""
+        """Prepare calls of a client; `kind` is "sync" or "async". Without a service, `connect` must get a target."""
         self.kind = kind
         self.service = service
         self.clients: list[EncoderClient | AsyncEncoderClient] = []
 
     def connect(self, **settings: Any) -> Any:
-        """Return a new client. By default it waits milliseconds before a retry."""
+        """Create a client. By default, the client waits only 10 to 50 ms before a retry."""
         settings.setdefault("retry", RetryPolicy(initial_backoff_seconds=0.01, max_backoff_seconds=0.05))
         settings.setdefault("timeout_seconds", 60.0)
         if self.service is not None:
@@ -349,7 +356,7 @@ class Caller:
         return client
 
     async def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method and return its result."""
+        """Call a method of a client and return its result."""
         if inspect.iscoroutinefunction(method):
             return await method(*args, **kwargs)
         return await asyncio.to_thread(method, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""An engine and an inspector for tests. Formulas give their numbers, and tests can make them fail or wait."""
+"""A fake engine and a fake inspector, which compute simple formulas. Tests can make runs fail or wait."""
 
 import math
 import threading
@@ -12,9 +12,10 @@ from encserve_server.types.inspections import InspectKind, InspectTensor
 
 
 def fake_rows(ids: ModelInput, d_model: int) -> Rows:
-    """Return the rows of `FakeEngine`, (seq, d_model), which depend on the ids, (seq,), the position and the length.
+    """Return the hidden states that `FakeEngine` computes for one sequence: (seq, d_model).
 
-    If the input is vectors, the first component of a vector is its id.
+    Each number depends on the token's id, its position and the sequence length. For input vectors, the first component
+    counts as the id.
     """
     marks = np.asarray(ids if ids.ndim == 1 else ids[:, 0], np.float64)  # (seq,)
     place = np.arange(len(ids))
@@ -24,14 +25,14 @@ def fake_rows(ids: ModelInput, d_model: int) -> Rows:
 
 
 class FakeEngine:
-    """An engine that computes immediately, unless `hold` was called.
+    """An engine that returns `fake_rows` immediately, unless `hold` was called.
 
     Attributes:
-        batches: The lengths of every batch that was run or tried, in order.
-        poison: An id. Each batch that contains it fails.
-        nan_id: An id. The rows of each sequence that contains it are NaN.
-        broken: While it is set, every batch fails.
-        alone: For every batch that was run or tried, whether the batch used all threads of the device.
+        batches: The sequence lengths of each batch that was started, in order.
+        poison: A batch with this id fails.
+        nan_id: A sequence with this id gets a NaN in its hidden states.
+        broken: If true, every batch fails.
+        alone: For each started batch, whether the batch had the whole device.
     """
 
     def __init__(
@@ -43,7 +44,10 @@ class FakeEngine:
         max_parallel_runs: int = 1,
         widens: bool = True,
     ) -> None:
-        """Take the width of the rows, the ids that fail, and the number of parallel runs to report."""
+        """Create an engine whose hidden states have `d_model` numbers.
+
+        `max_parallel_runs` and `widens` are only reported to the server.
+        """
         self.max_parallel_runs = max_parallel_runs
         self.widens = widens
         self.alone: list[bool] = []
@@ -53,35 +57,35 @@ class FakeEngine:
         self.broken = False
         self.closed = False
         self.batches: list[list[int]] = []
-        self.started = threading.Semaphore(0)  # one release for every batch that begins
+        self.started = threading.Semaphore(0)  # released once for each batch that starts
         self._gate = threading.Condition()
         self._held = False
-        self._passes = 0  # one release for every held run that may finish
+        self._passes = 0  # the number of waiting batches that may finish
 
     @property
     def info(self) -> EngineInfo:
-        """A description with names that no real engine has."""
+        """A description with a provider and a runtime that do not exist."""
         return EngineInfo(provider="FakeExecutionProvider", device="cpu", precision="float32", runtime="fake")
 
     def hold(self) -> None:
-        """Let no batch finish until `let_go`."""
+        """Make batches wait in `run` until `let_go` is called."""
         with self._gate:
             self._held = True
 
     def let_go(self) -> None:
-        """Let held and later batches finish."""
+        """Let waiting and later batches finish."""
         with self._gate:
             self._held = False
             self._gate.notify_all()
 
     def let_one_go(self) -> None:
-        """Let one held batch finish, and hold the next batch."""
+        """Let one waiting batch finish. The next batch waits again."""
         with self._gate:
             self._passes += 1
             self._gate.notify_all()
 
     def run(self, sequences: Sequence[ModelInput], *, attended: Sequence[int] = (), alone: bool = True) -> BatchResult:
-        """Compute `fake_rows` for a batch."""
+        """Record the batch, and return `fake_rows` for each sequence."""
         self.batches.append([len(ids) for ids in sequences])
         self.alone.append(alone)
         self.started.release()
@@ -107,44 +111,47 @@ class FakeEngine:
 
 
 def fake_numbers(kind: InspectKind, layer: int, shape: tuple[int, ...]) -> Numbers:
-    """Return the array of `FakeInspector` for a layer. It begins at 100 x its kind + the layer, and rises by 1."""
+    """Return the array that `FakeInspector` computes for a layer.
+
+    The numbers rise evenly from 100 × kind + layer to 100 × kind + layer + 1.
+    """
     first = 100 * kind.value + layer
     return np.linspace(first, first + 1, math.prod(shape), dtype=np.float32).reshape(shape)
 
 
 class FakeInspector:
-    """An inspector whose numbers depend on their kind and layer. It computes immediately, unless `hold` was called.
+    """An inspector that returns `fake_numbers` immediately, unless `hold` was called.
 
     Attributes:
-        n_heads: The heads of its attention weights.
-        lengths: The length of every sequence that was run, in order.
-        broken: While it is set, every run fails.
+        n_heads: The number of heads in the attention weights.
+        lengths: The length of each sequence whose run was started, in order.
+        broken: If true, every run fails.
     """
 
     def __init__(self, d_model: int = 4, n_heads: int = 2, n_positions: int = 32) -> None:
-        """Take the sizes of the arrays."""
+        """Set the sizes of the arrays that `run` returns."""
         self._d_model = d_model
         self.n_heads = n_heads
         self._n_positions = n_positions
         self.lengths: list[int] = []
         self.broken = False
         self.closed = False
-        self.started = threading.Semaphore(0)  # one release for every run that begins
+        self.started = threading.Semaphore(0)  # released once for each run that starts
         self._go = threading.Event()
         self._go.set()
 
     def hold(self) -> None:
-        """Let no run finish until `let_go`."""
+        """Make runs wait until `let_go` is called."""
         self._go.clear()
 
     def let_go(self) -> None:
-        """Let held and later runs finish."""
+        """Let waiting and later runs finish."""
         self._go.set()
 
     def run(
         self, sequence: ModelInput, wanted: Sequence[tuple[InspectKind, tuple[int, ...]]], *, attended: int = 0
     ) -> tuple[list[InspectTensor], float]:
-        """Compute `fake_numbers` for each layer."""
+        """Record the sequence, and return `fake_numbers` for each requested kind and layer."""
         self.lengths.append(len(sequence))
         self.started.release()
         if not self._go.wait(timeout=60):

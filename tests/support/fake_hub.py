@@ -1,4 +1,4 @@
-"""A fake of the Hugging Face hub with one model."""
+"""A local HTTP server that imitates the Hugging Face Hub with one repository."""
 
 import contextlib
 import functools
@@ -14,7 +14,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class _Hub(http.server.BaseHTTPRequestHandler):
-    """The HTTP handler of the hub's one repository."""
+    """Answers the requests of huggingface_hub for one repository."""
 
     def __init__(
         self, repository: str, files: Mapping[str, bytes], revisions: tuple[str, ...], *arguments: object
@@ -69,12 +69,12 @@ class _Hub(http.server.BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
-        """Discard the log."""
+        """Write no log of requests."""
 
 
 @contextlib.contextmanager
 def fake_hub(repository: str, directory: Path, revisions: tuple[str, ...] = ("main",)) -> Iterator[str]:
-    """Serve the files of a directory as a repository of the hub. Yield the URL for HF_ENDPOINT."""
+    """Serve the files of a directory as a Hub repository; yield the URL for the variable HF_ENDPOINT."""
     paths = [path for path in directory.rglob("*") if path.is_file()]
     files = {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
     handler = functools.partial(_Hub, repository, files, revisions)

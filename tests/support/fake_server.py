@@ -1,4 +1,4 @@
-"""A whole server on a free loopback port. Only the engine is a fake."""
+"""A complete server on a free loopback port. Only the engine and the inspector are fake."""
 
 import asyncio
 import contextlib
@@ -31,11 +31,14 @@ N_LAYERS, N_HEADS = 3, 2
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "hello", "brave", "new", "world"]
 SERVICE = "encserve.v1.EncoderService"
 INFER_SERVICE = "inference.GRPCInferenceService"
-page._STOP_SECONDS = 0.01  # short, because tests stop hundreds of servers
+page._STOP_SECONDS = 0.01  # stopping a server can take this long, and the tests stop hundreds of servers
 
 
 def write_tokenizer(path: Path, unknown: str = "[UNK]") -> Path:
-    """Write a tokenizer of eight words. Like real files, the file asks for truncation and padding."""
+    """Write a tokenizer of eight words.
+
+    The file also asks for truncation and padding, because real tokenizer files often do.
+    """
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -48,7 +51,7 @@ def write_tokenizer(path: Path, unknown: str = "[UNK]") -> Path:
 
 
 class Failed(Exception):
-    """The failure of a call: its status code, text, reason, and google.rpc details by message name."""
+    """The error of a failed call: status code, text, encserve's reason, and google.rpc details by message type."""
 
     def __init__(self, error: grpc.aio.AioRpcError) -> None:
         self.code = error.code()
@@ -68,7 +71,7 @@ class Failed(Exception):
 
 
 class FakeServer:
-    """A running server, and a channel to this server."""
+    """A running server and a gRPC channel to the server."""
 
     def __init__(self, app: App, engine: FakeEngine, inspector: FakeInspector, channel: grpc.aio.Channel) -> None:
         self.app = app
@@ -77,7 +80,10 @@ class FakeServer:
         self.channel = channel
 
     async def call(self, method: str, request: Any, service: str = SERVICE, **options: Any) -> bytes:
-        """Send a message or raw bytes to a method and return the reply's bytes. Raises Failed."""
+        """Send a message or raw bytes to a unary method, and return the bytes of the reply.
+
+        Raise `Failed` if the call fails.
+        """
         data = request if isinstance(request, bytes) else request.SerializeToString()
         rpc: Any = self.channel.unary_unary(f"/{service}/{method}")
         try:
@@ -88,14 +94,14 @@ class FakeServer:
         return reply
 
     async def encode(self, *inputs: str | list[int], options: pb.EncodeOptions | None = None, **call: Any) -> Any:
-        """Call Encode with texts and lists of ids."""
+        """Encode texts and lists of token ids."""
         request = pb.EncodeRequest(inputs=map(make_input, inputs), options=options)
         return pb.EncodeResponse.FromString(await self.call("Encode", request, **call))
 
     async def start_held(self, call: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        """Hold the engine and start a call. Return when the engine has the first batch of the call."""
+        """Make the engine wait, and start a call. Return when the engine has received the call's first batch."""
         while self.engine.started.acquire(blocking=False):
-            pass  # batches of earlier calls
+            pass  # remove the counts of earlier batches
         self.engine.hold()
         task = asyncio.create_task(call)
         await asyncio.to_thread(self.engine.started.acquire)
@@ -103,7 +109,10 @@ class FakeServer:
 
     @contextlib.asynccontextmanager
     async def queue_of(self, tokens: int) -> AsyncIterator[None]:
-        """Until the end of the block, hold the engine with one call and keep a call of `tokens` tokens in the queue."""
+        """Keep a call of `tokens` tokens in the queue until the end of the block.
+
+        Meanwhile the engine is busy with another call.
+        """
         running = await self.start_held(self.encode([1]))
         waiting = asyncio.create_task(self.encode([2] * tokens))
         try:
@@ -114,7 +123,10 @@ class FakeServer:
             await asyncio.gather(running, waiting)
 
     async def inspect(self, request: Any, **options: Any) -> list[pb.InspectResponse]:
-        """Send an inspection, a message or raw bytes, and return all messages of the reply. Raises Failed."""
+        """Send a message or raw bytes to Inspect, and return all messages of the reply.
+
+        Raise `Failed` if the call fails.
+        """
         data = request if isinstance(request, bytes) else request.SerializeToString()
         rpc: Any = self.channel.unary_stream(f"/{SERVICE}/Inspect")
         try:
@@ -129,29 +141,32 @@ class FakeServer:
         return value
 
     def queued(self, unit: str = "tokens") -> float:
-        """Return how many tokens, sequences, requests or text_bytes of tiny@2 wait."""
+        """Return how much work waits for tiny@2, in tokens, sequences, requests or text_bytes."""
         return self.sample(f"encserve_queue_{unit}", model="tiny", version="2")
 
     def rpc_sample(self, name: str, method: str = "Encode", **labels: str) -> float:
-        """Return grpc_server_NAME for a method of encserve's service or of the Open Inference Protocol."""
+        """Return the value of the metric grpc_server_NAME for a method.
+
+        Methods that begin with "Model" belong to the Open Inference Protocol, and the others to encserve's own service.
+        """
         kind = "bidi_stream" if "Stream" in method else "unary"
         service = INFER_SERVICE if method.startswith("Model") else SERVICE
         return self.sample(f"grpc_server_{name}", grpc_type=kind, grpc_service=service, grpc_method=method, **labels)
 
     def handled(self, code: str, method: str = "Encode") -> float:
-        """Return the number of finished calls of a method with a status code."""
+        """Return the number of calls of a method that ended with a status code."""
         return self.rpc_sample("handled_total", method, grpc_code=code)
 
     def in_flight(self) -> float:
-        """The number of open calls, of all protocols."""
+        """Return the number of open calls over all protocols."""
         return self.sample("encserve_in_flight_requests")
 
     def held_bytes(self) -> float:
-        """The bytes of requests and replies of open calls, of all protocols."""
+        """Return the bytes of requests and replies of all open calls, over all protocols."""
         return self.sample("encserve_in_flight_bytes")
 
     async def stop(self) -> None:
-        """Wait for all calls, then stop the server."""
+        """Let waiting batches finish, close the channel, and stop the server."""
         self.engine.let_go()
         self.inspector.let_go()
         await self.channel.close()
@@ -159,7 +174,7 @@ class FakeServer:
 
 
 async def refusal(call: Awaitable[Any]) -> Failed:
-    """Await a call that must fail, and return its failure."""
+    """Await a call that must fail, and return its error."""
     try:
         await call
     except Failed as failed:
@@ -170,7 +185,7 @@ async def refusal(call: Awaitable[Any]) -> Failed:
 
 
 def make_input(it: Any) -> pb.Input:
-    """Make an input from a text, a list of ids, or an array of vectors."""
+    """Convert a text, a list of token ids, or an array of vectors to an input."""
     if isinstance(it, np.ndarray):
         data_type = pb.DATA_TYPE_FLOAT16 if it.dtype == np.float16 else pb.DATA_TYPE_FLOAT32
         return pb.Input(embeddings=pb.TokenEmbeddings(width=it.shape[1], data_type=data_type, data=it.tobytes()))
@@ -244,9 +259,9 @@ async def start_fake_server(
     load: Loader | None = None,
     **settings: Any,
 ) -> FakeServer:
-    """Start a server with tiny@2 (the default) and tiny@1. Other keyword arguments are settings.
+    """Start a server with the models tiny@2 (the default) and tiny@1.
 
-    The first of `prompts` is the default prompt.
+    The first of `prompts` is the default prompt. Other keyword arguments are settings of the server.
     """
     engine = engine or FakeEngine(D_MODEL)
     inspector = FakeInspector(D_MODEL, N_HEADS, LONGEST)

@@ -1,6 +1,6 @@
-"""A wire without a network and with a fake clock, for tests of the client's layers above it.
+"""A fake of the client's `Wire`, without a network, for tests of the client's logic.
 
-It never waits in real time.
+The coroutines of the fake never suspend and never sleep; the clock is fake, too.
 """
 
 import heapq
@@ -33,17 +33,16 @@ Outcome = tuple[float, Any]
 
 @dataclass
 class FakeWire:
-    """Two functions of the test give the answers. Time passes only in `wait`.
+    """A wire that gets its answers from two functions of the test. Time passes only in `wait`.
 
     Attributes:
-        answer: Returns the outcome of a message, given the RPC and the request.
-        answer_stream: Returns the outcome of a request on a stream, given the stream's number. A `Failure` ends
-        the
-            stream. A request whose outcome is None gets no answer.
-        inputs: The inputs for `read_input`.
-        time: The current time in seconds.
-        sent: The times at which messages and requests were sent.
-        most_out: The largest number of messages without an answer at the same time.
+        answer: Returns the delay and outcome for an RPC and its request.
+        answer_stream: Returns the delay and outcome for a stream's number and a request on the stream. A `Failure`
+            ends the stream. If the function returns None, the request gets no answer.
+        inputs: The inputs that `read_input` reads.
+        time: The current time, in seconds.
+        sent: The time at which each message or stream request was sent.
+        most_out: The largest number of messages that waited for an answer at the same time.
         n_streams: The number of opened streams.
         is_closed: Whether `aclose` was called.
     """
@@ -58,7 +57,7 @@ class FakeWire:
     is_closed: bool = False
 
     def __post_init__(self) -> None:
-        """Start without events."""
+        """Start with an empty heap of events."""
         self._events: list[tuple[float, int, Event]] = []  # a heap of (time, order, event)
         self._order = itertools.count()
         self._inputs = iter(self.inputs)
@@ -99,7 +98,7 @@ class FakeWire:
             self._post(delay, StreamEnded(stream, result) if is_end else StreamAnswered(stream, result))
 
     def finish(self, stream: int) -> None:
-        """See `Wire`. The stream ends after the last answer."""
+        """See `Wire`. The end of the stream comes after its last answer."""
         last = max((time for time, _, event in self._events if getattr(event, "stream", 0) == stream), default=0.0)
         self._post(max(last - self.time, 0.0), StreamEnded(stream, None))
 
@@ -111,7 +110,7 @@ class FakeWire:
             self._post(0.0, InputsEnded())
 
     async def wait(self, seconds: float | None) -> Event | None:
-        """See `Wire`. Fails if there is neither an event nor a time limit."""
+        """See `Wire`. Fail if no event is due and there is no time limit, because the wait would never end."""
         while self._events and (seconds is None or self._events[0][0] <= self.time + seconds):
             time, _, event = heapq.heappop(self._events)
             if seconds is not None:
@@ -129,7 +128,10 @@ class FakeWire:
         self.is_closed = True
 
     def _is_stale(self, event: Event) -> bool:
-        """Return whether an event is a late answer of an ended stream. Also count the answered messages."""
+        """Whether an event comes from a stream that has already ended.
+
+        Also count answered messages and ended streams.
+        """
         if isinstance(event, Answered | Failed):
             self._out -= 1
         if isinstance(event, StreamAnswered | StreamEnded) and event.stream in self._over:
@@ -143,7 +145,7 @@ class FakeWire:
 
 
 def gather(request: pb.InspectRequest, parts: Iterable[pb.InspectResponse]) -> Gathering:
-    """Collect the parts of an answer. Stop at the first error."""
+    """Gather the messages of a reply to Inspect; stop at the first error."""
     gathering = Gathering(request)
     for part in parts:
         if not gathering.add(part):
@@ -152,7 +154,7 @@ def gather(request: pb.InspectRequest, parts: Iterable[pb.InspectResponse]) -> G
 
 
 def echo(request: pb.EncodeRequest, fingerprint: str = "f") -> pb.EncodeResponse:
-    """Return an answer with a row of one number for each token: the token id."""
+    """Return an answer with one number for each token: the token id."""
     ids = [list(item.token_ids.ids) for item in request.inputs]
     tensor = pb.RaggedTensor(
         kind=pb.OUTPUT_KIND_TOKENS,
@@ -166,7 +168,7 @@ def echo(request: pb.EncodeRequest, fingerprint: str = "f") -> pb.EncodeResponse
 
 
 def counting(n: int, read: list[int]) -> Iterator[list[int]]:
-    """Yield the inputs [1], [2], … [n], and append the number of each input to `read` when it is read."""
+    """Yield the inputs [1], [2], … [n]. When an input is read, append its number to `read`."""
     for i in range(1, n + 1):
         read.append(i)
         yield [i]

@@ -1,10 +1,10 @@
-"""Damages messages for fuzz tests."""
+"""Damages serialized messages for fuzz tests."""
 
 import random
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """Return the bytes with some bits flipped, with a part cut off, or with more bytes."""
+    """Return a copy of `data` with one to four random changes: a replaced byte, a removed end, or added bytes."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         match rng.randrange(3):

@@ -1,6 +1,7 @@
-"""Hostile callers. Each kind of caller is a function that runs in a second process until stdin ends.
+"""Attacks on a server.
 
-The processes have a lower priority than the server, so that they do not take its CPU time.
+Each attack is a function that runs in another process until the test closes the process's stdin. The process has a
+lower CPU priority than the server, so that the attacker's own work does not slow the server down.
 """
 
 import asyncio
@@ -34,21 +35,25 @@ _NICENESS = 10
 _END_SECONDS = 30
 _READ_BYTES = 1 << 20
 _PACKET_BYTES = 1 << 16
-# A slow sender keeps the last bytes of a request and sends one byte a second.
+# A slow sender sends the last 64 KiB of a request one byte at a time, one byte each second.
 _HELD_BACK_BYTES, _DRIP_SECONDS = 64 * 1024, 1.0
 _ANY_SIZE = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 Report = dict[str, Any]
 
 
 class Attack:
-    """A running attack.⏎ ⏎ Attributes:⏎     report: The replies to the callers. Complete after the end."""
+    """An attack that runs in another process.
+
+    Attributes:
+        report: The result of the attack's function; empty until `stop`.
+    """
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self._process = process
         self.report: Report = {}
 
     def stop(self) -> Report:
-        """End the attack and return its report. An error in the attack fails the test."""
+        """End the attack and return its report. If the attack has failed, the test fails."""
         if not self.report:
             output, _ = self._process.communicate(timeout=_END_SECONDS)
             self.report = json.loads(output)
@@ -57,7 +62,7 @@ class Attack:
 
 @contextlib.contextmanager
 def attack(kind: "Callable[..., Report]", *args: Any) -> Iterator[Attack]:
-    """Run a function of this file in a second process."""
+    """Run a function of this file in another process, until the end of the block."""
     command = [sys.executable, __file__, kind.__name__]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
@@ -72,7 +77,10 @@ def attack(kind: "Callable[..., Report]", *args: Any) -> Iterator[Attack]:
 
 
 def flood(over: threading.Event, port: int, head: bytes, block: bytes, connections: int) -> Report:
-    """Send `head` once, then `block` again and again, as fast as possible, and ignore the replies."""
+    """Send `head` once on each connection, then `block` again and again, as fast as possible.
+
+    Ignore the replies. Open a new connection for each connection that ends.
+    """
     counts = Counter[str]()
     with selectors.DefaultSelector() as selector:
         places: dict[socket.socket, tuple[bytes, int]] = {}
@@ -113,7 +121,7 @@ def flood(over: threading.Event, port: int, head: bytes, block: bytes, connectio
 
 
 def ask_http(over: threading.Event, port: int, request: bytes, connections: int) -> Report:
-    """Send a request on each connection, read the whole reply, repeat."""
+    """Send a request again and again on each connection, and count the replies by status."""
     counts = Counter[str]()
 
     def ask() -> None:
@@ -134,7 +142,7 @@ def _read_answer(opened: socket.socket) -> str:
     """Read a reply to its end and return its status.
 
     Raises:
-        OSError: The connection ended before the reply did.
+        OSError: The connection ended before the reply was complete.
     """
     data = b""
     while b"\r\n\r\n" not in data:
@@ -152,7 +160,7 @@ def _read_answer(opened: socket.socket) -> str:
 
 
 def ask_grpc(over: threading.Event, target: str, path: str, requests: Sequence[bytes], callers: int) -> Report:
-    """Each caller sends the requests one after another, reads the replies, and repeats."""
+    """Send the requests in order from each caller, again and again, and count the replies by status."""
     counts = Counter[str]()
 
     async def ask(call: Any) -> None:
@@ -185,7 +193,7 @@ async def _unary(call: Any, request: bytes) -> str:
 
 
 def stream_grpc(over: threading.Event, target: str, path: str, request: bytes, count: int) -> Report:
-    """Send a request `count` times in one stream, and read all replies."""
+    """Send a request `count` times in one stream, and count the replies."""
 
     async def run() -> int:
         answers = 0
@@ -212,17 +220,16 @@ def stream_grpc(over: threading.Event, target: str, path: str, request: bytes, c
 
 @dataclass(frozen=True)
 class Holder:
-    """Callers that keep calls open, each with its own connection.
+    """A group of callers that keep calls open. Each caller has its own connection.
 
     Attributes:
-        name: The name in the report.
+        name: The name of the group in the report.
         count: The number of callers.
         port: The server's port.
-        path: The method or route.
+        path: The gRPC method or the HTTP route.
         messages: The messages of a gRPC call, or one HTTP body.
-        is_grpc: Whether to use gRPC over HTTP/2, or HTTP/1.1.
-        is_slow: Whether to send all but the last 64 KiB, and then a byte a second; otherwise send all and read
-        nothing.
+        is_grpc: Whether the callers use gRPC. Other callers use HTTP/1.1.
+        is_slow: Whether the callers send the last 64 KiB slowly. Other callers send everything and read nothing.
     """
 
     name: str
@@ -234,14 +241,14 @@ class Holder:
     is_slow: bool
 
     def body(self) -> bytes:
-        """All bytes of the request after its head."""
+        """Return the bytes after the head of the request."""
         if not self.is_grpc:
             return self.messages[0]
         return b"".join(b"\0" + len(message).to_bytes(4, "big") + message for message in self.messages)
 
 
 def hold(over: threading.Event, *holders: Holder) -> Report:
-    """Open all calls and keep them open. Report how the calls of each `Holder` ended."""
+    """Open all calls and keep them open; count the outcomes in each group of callers."""
     outcomes: dict[str, Counter[str]] = {holder.name: Counter() for holder in holders}
 
     async def call(holder: Holder, body: bytes) -> None:
@@ -262,7 +269,7 @@ def hold(over: threading.Event, *holders: Holder) -> Report:
 
 async def _connect(port: int) -> socket.socket:
     opened = socket.socket()
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _PACKET_BYTES)  # the receive buffer holds little of a reply
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _PACKET_BYTES)  # the buffer takes only a little of a reply
     opened.setblocking(False)
     await asyncio.get_running_loop().sock_connect(opened, ("127.0.0.1", port))
     return opened
@@ -290,7 +297,10 @@ async def _hold_http(over: threading.Event, holder: Holder, body: bytes) -> str:
 
 
 async def _hold_grpc(over: threading.Event, holder: Holder, body: bytes) -> str:
-    """Open a call that sends as much as the server's windows allow, and opens no window for the reply."""
+    """Send as much as the server's flow-control windows allow, and return the outcome.
+
+    The flow-control window of the reply is never enlarged, so the server cannot send all of a large reply.
+    """
     loop = asyncio.get_running_loop()
     with contextlib.closing(await _connect(holder.port)) as opened:
         connection = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
@@ -325,7 +335,10 @@ async def _hold_grpc(over: threading.Event, holder: Holder, body: bytes) -> str:
 
 
 def _send_data(connection: Any, body: bytes, place: int, end: int) -> int:
-    """Send as much as the windows allow. Return the position in the body."""
+    """Send bytes of the body up to `end`, as far as the flow-control windows allow.
+
+    Return the new position in the body.
+    """
     while place < end and (window := connection.local_flow_control_window(1)):
         size = min(window, connection.max_outbound_frame_size, end - place)
         connection.send_data(1, body[place : place + size])
@@ -334,7 +347,7 @@ def _send_data(connection: Any, body: bytes, place: int, end: int) -> int:
 
 
 def _outcome(event: Any) -> str:
-    """Return how the call ended; empty if it has not ended."""
+    """Return how the call ended; an empty string if it has not ended."""
     if isinstance(event, h2.events.TrailersReceived | h2.events.ResponseReceived):
         fields: dict[Any, Any] = dict(event.headers)
         if (status := fields.get("grpc-status")) is not None:
@@ -353,7 +366,7 @@ def _in_threads(function: Callable[[], None], count: int) -> None:
 
 
 def _main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the test ends this process, so ignore Ctrl-C
     os.nice(_NICENESS)
     kind, args = globals()[sys.argv[1]], pickle.load(sys.stdin.buffer)  # noqa: S301 - the test's own
     over = threading.Event()
@@ -365,7 +378,7 @@ def _main() -> None:
     threading.Thread(target=wait, daemon=True).start()
     json.dump(kind(over, *args), sys.stdout)
     sys.stdout.flush()
-    os._exit(0)  # do not wait for open calls
+    os._exit(0)  # exit without waiting for open calls
 
 
 if __name__ == "__main__":

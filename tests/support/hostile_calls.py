@@ -1,4 +1,4 @@
-"""Requests that cost a server more than the caller, and similar ordinary requests."""
+"""Requests that cost the server more than they cost the caller, and ordinary requests for comparison."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,9 +13,9 @@ from real_server import RealServer
 from encserve_proto.v1 import encoder_pb2 as pb
 
 HTTP = "/v1/embeddings"
-# One method of each protocol.
+# One method or route for each protocol.
 PATHS = {"unary": ENCODE, "stream": ENCODE_STREAM, "open-inference": MODEL_INFER, "http": HTTP}
-# The size of the largest message, without the bytes around its one long field.
+# The largest gRPC message has 4 MiB; 64 bytes of the message are left for everything around its one long field.
 LONGEST_FIELD = 4 * 2**20 - 64
 MEAN, TOKENS, MULTI_VECTOR, SPARSE = (
     pb.OUTPUT_KIND_MEAN,
@@ -26,7 +26,7 @@ MEAN, TOKENS, MULTI_VECTOR, SPARSE = (
 
 
 def encode(inputs: Iterable[Sequence[int]], outputs: Iterable[pb.OutputSpec] = ()) -> bytes:
-    """Return a serialized EncodeRequest of token ids."""
+    """Return a serialized EncodeRequest with token ids."""
     request = pb.EncodeRequest()
     for ids in inputs:
         request.inputs.add().token_ids.ids.extend(ids)
@@ -35,58 +35,60 @@ def encode(inputs: Iterable[Sequence[int]], outputs: Iterable[pb.OutputSpec] = (
 
 
 def encode_text(text: str) -> pb.EncodeRequest:
-    """Return a serialized EncodeRequest of one text."""
+    """Return an EncodeRequest with one text."""
     return pb.EncodeRequest(inputs=[pb.Input(text=text)])
 
 
 def in_stream(request_id: str, request: bytes) -> bytes:
-    """Return a serialized EncodeRequest as a message of a stream."""
+    """Return a serialized message for EncodeStream that contains a serialized EncodeRequest."""
     return serialized(pb.EncodeStreamRequest(request_id=request_id, request=pb.EncodeRequest.FromString(request)))
 
 
 def infer(n_tokens: int, request_id: str = "") -> bytes:
-    """Return an Open Inference request for the rows of `n_tokens` ids."""
+    """Return a serialized Open Inference request for the hidden states of `n_tokens` tokens."""
     ids = np.ones((1, n_tokens), np.int64)
     return serialized(infer_request(model="", request_id=request_id, outputs=["last_hidden_state"], input_ids=ids))
 
 
 def infer_text(text: str) -> bytes:
-    """Return an Open Inference request for the rows of a text."""
+    """Return a serialized Open Inference request for the hidden states of a text."""
     return serialized(infer_request(model="", outputs=["last_hidden_state"], text=text_tensor(text)))
 
 
 def post(path: str, fields: object) -> bytes:
-    """Return an HTTP request."""
+    """Return an HTTP POST request with a JSON body."""
     body = orjson.dumps(fields)
     return head(path, f"content-length: {len(body)}") + body
 
 
 def head(path: str, field: str) -> bytes:
-    """Return the head of an HTTP request."""
+    """Return the head of an HTTP POST request with one additional header."""
     return f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n{field}\r\n\r\n".encode()
 
 
 def serialized(message: Message) -> bytes:
-    """Return the bytes of a message."""
     data: bytes = message.SerializeToString()
     return data
 
 
 def wide_fields(n_tokens: int) -> dict[str, object]:
-    """Return an HTTP request whose reply is a little larger than `n_tokens` rows of the wide model."""
-    # A number takes about 20 bytes in JSON, and 4 in a row.
+    """Return the fields of an HTTP request.
+
+    The reply is a little larger than the wide model's hidden states of `n_tokens` tokens.
+    """
+    # A number has about 20 bytes in JSON but 4 bytes as float32. So a quarter of the numbers has 1.25 times the bytes.
     return {"input": [[1]] * (n_tokens // 4), "pooling": "mean"}
 
 
 def slow_senders(server: RealServer, protocol: str, count: int) -> Holder:
-    """Return callers that send 4 MiB slowly."""
+    """Return callers that send almost 4 MiB, the last 64 KiB of them very slowly."""
     return _holder(server, protocol, f"slow senders, {protocol}", count, (b" " * LONGEST_FIELD,), is_slow=True)
 
 
 def non_readers(
     server: RealServer, protocol: str, count: int, calls: int = 1, *, n_tokens: int = WIDE_TOKENS
 ) -> Holder:
-    """Return callers of the wide model that do not read the reply of 64 KiB a token."""
+    """Return callers of the wide model that do not read the reply. A gRPC reply has 64 KiB for each token."""
     wide = encode([[1] * n_tokens])
     message = {
         "unary": wide,

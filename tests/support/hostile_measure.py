@@ -1,4 +1,7 @@
-"""Runs ordinary calls and an attack against a server, and compares memory, latency and replies."""
+"""Runs a control and an attack against a server, and checks memory, latency and replies.
+
+A control consists of ordinary calls, whose effect on the server is compared with the effect of the attack.
+"""
 
 import time
 from collections.abc import Iterator
@@ -11,19 +14,21 @@ from hostile_attacks import Report, attack
 from hostile_watch import MIB, SLACK_BYTES, Phase, Watch, logger, parse_seconds, watching
 from real_server import RealServer, real_server
 
-# The default on a machine with enough memory. It is set here, so that every machine tests the same budget.
+# The budget is the server's default on a machine with enough memory. The tests set the budget explicitly, because the
+# default depends on the machine.
 BUDGET_MIB = 1024
 WARM_UP_SECONDS, CONTROL_SECONDS, SETTLE_SECONDS, ATTACK_SECONDS = 2.0, 3.0, 1.0, 5.0
-# No ordinary batch takes so long. The server's default is a minute.
+# If a batch runs longer than 3 s, health reports NOT_SERVING and the test fails. The server's default is 60 s.
 SHORT_STALL = ("--stall-seconds", "3")
-# Settings for replies of 64 MiB: the queue accepts such calls, and the server does not measure parallel batches.
+# Settings for replies of 64 MiB. The queue has room for all calls. Only one batch runs at a time, so that
+# parallel batches add no memory.
 LARGE_REPLIES = ("--max-queue-tokens", "1000000", "--parallel-batches", "1")
 Driver = tuple[Any, ...]
 
 
 @contextmanager
 def hostile_server(repository: Path, *flags: str) -> Iterator[RealServer]:
-    """Run a server with every protocol and a memory budget. Kill it at the end."""
+    """Run a server with all protocols and a memory budget. Kill the server at the end of the block."""
     budget = ("--max-in-flight-mib", str(BUDGET_MIB))
     with real_server(repository, "--http-port", "0", *budget, *flags) as server:
         try:
@@ -34,13 +39,13 @@ def hostile_server(repository: Path, *flags: str) -> Iterator[RealServer]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The effect of ordinary calls (the control) and of an attack on one server.
+    """The effects of a control and of an attack on one server.
 
     Attributes:
-        control: The measurements during the control.
-        attacked: The measurements during the attack.
-        after_bytes: The server's memory a while after the attack.
-        report: The replies to the attackers.
+        control: Memory and latencies during the control.
+        attacked: Memory and latencies during the attack.
+        after_bytes: The server's memory some time after the attack.
+        report: The report that the attack returned.
     """
 
     control: Phase
@@ -50,11 +55,17 @@ class Outcome:
 
     @property
     def allowed_ms(self) -> float:
-        """The bound of the p99 of health checks: the control's p99, plus the time to parse three largest messages."""
+        """The largest allowed 99th percentile of the latency of health checks.
+
+        The bound is the value during the control, plus the time to parse three messages of the largest size.
+        """
         return self.control.health.p99_ms + 3 * parse_seconds() * 1000
 
     def check(self, *, is_latency_bound: bool = True) -> None:
-        """Fail if the attack affected health checks, memory or ordinary calls."""
+        """Fail if the attack affected health checks, memory or ordinary calls.
+
+        Without `is_latency_bound`, the latency of health checks may rise.
+        """
         allowed_ms = self.allowed_ms
         level_bytes, health = self.attacked.level_bytes, self.attacked.health
         wrong = {
@@ -80,11 +91,11 @@ def measure(
     attack_seconds: float = ATTACK_SECONDS,
     is_latency_bound: bool = True,
 ) -> Outcome:
-    """Run the warm-up, the control and the attack.
+    """Run the warm-up, the control and the attack, and return the effects of the control and the attack.
 
-    If health checks were late, control and attack run a second time. So a busy machine cannot be the cause. The
-    memory
-    after the warm-up is the level before the attack. The default warm-up is the control.
+    If health checks were too slow during the attack, repeat the control and the attack once, because the machine may
+    have been busy. The server keeps some memory after the warm-up. So the memory before the attack is measured after
+    the warm-up. By default, the control is also the warm-up.
     """
     with attack(*(warm_up or control)):
         time.sleep(WARM_UP_SECONDS)
@@ -112,7 +123,7 @@ def _drive(watch: Watch, name: str, driver: Driver, seconds: float) -> tuple[Pha
 
 
 def wait_for_metric(server: RealServer, name: str, value: float, tolerance: float = 0, seconds: float = 20) -> None:
-    """Wait until a metric has about this value; fail after `seconds`."""
+    """Wait until a metric is within `tolerance` of a value; fail after `seconds`."""
     ends = time.monotonic() + seconds
     while abs((now := server.metric(name)) - value) > tolerance:
         assert time.monotonic() < ends, f"{name} is {now}, not {value}"

@@ -1,4 +1,4 @@
-"""Models for the hostile tests. They are cheap to compute, and some are wide, long, slow or breakable."""
+"""Models for the hostile tests: with wide outputs, long sequences, slow batches, or a tokenizer that panics."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from tiny_heads import multi_vector, sparse
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 VOCAB_SIZE = 64
-# A row of the wide model has 64 KiB, so 1,000 tokens make a reply of 62.5 MiB. The limit is 64 MiB.
+# A hidden state of the wide model has 64 KiB, so 1,000 tokens make a reply of 62.5 MiB. The limit is 64 MiB.
 WIDE, WIDE_TOKENS = 16_384, 1_000
 NARROW = 8
 LONGEST = 8_192
@@ -20,25 +20,25 @@ MULTI_VECTOR_WIDTH = 16
 SPARSE_WIDTH, SPARSE_D_MODEL = 30_522, 384
 # The slow model multiplies SLOW_STEPS matrices for each SLOW_ID in a batch.
 SLOW_ID, SLOW_STEPS = 7, 100
-# The pattern of the tokenizer gives up on this text after 10 million attempts. The library then panics with a
-# BaseException.
+# On this text, the tokenizer's regular expression gives up after 10 million attempts. Then the tokenizers library
+# panics, which raises a BaseException in Python.
 PANIC_TEXT = "a" * 40 + "b"
 _INT64, _FLOAT = TensorProto.INT64, TensorProto.FLOAT
 Array = npt.NDArray[Any]
 
 
 def write_narrow(repository: Path) -> None:
-    """Write a model with rows of 8 floats."""
+    """Write a model whose hidden states have 8 numbers for each token."""
     _write(repository, "narrow", NARROW)
 
 
 def write_wide(repository: Path) -> None:
-    """Write a model with rows of 64 KiB."""
+    """Write a model whose hidden states have 64 KiB for each token."""
     _write(repository, "wide", WIDE, encoder__max_sequence_tokens=WIDE_TOKENS)
 
 
 def write_sparse(repository: Path) -> None:
-    """Write a sparse model with a vocabulary of common size."""
+    """Write a sparse model with a vocabulary of 30,522 tokens, a common size."""
     head = _head(
         [
             helper.make_node("Unsqueeze", ["mask", "last"], ["column"]),
@@ -81,7 +81,7 @@ def write_multi_vector(repository: Path) -> None:
 
 
 def write_slow(repository: Path, steps_per_run: int = 0) -> None:
-    """Write a model that multiplies `steps_per_run` matrices in each run, and SLOW_STEPS more for each SLOW_ID."""
+    """Write a model that multiplies `steps_per_run` matrices in each batch, and SLOW_STEPS more for each SLOW_ID."""
     files = {"model.onnx": _slow_graph(steps_per_run)}
     write_bundle(
         repository,
@@ -94,21 +94,21 @@ def write_slow(repository: Path, steps_per_run: int = 0) -> None:
 
 
 def write_panicking(repository: Path) -> None:
-    """Write a model whose tokenizer panics at PANIC_TEXT."""
+    """Write a model whose tokenizer panics on PANIC_TEXT."""
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a+)+$"), "isolated")
     _write(repository, "panicking", NARROW, tokenizer=tokenizer)
 
 
 def write_words(repository: Path) -> None:
-    """Write a model with a tokenizer of a few words."""
+    """Write a model whose tokenizer knows four words."""
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "dog": 2, "cat": 3, "on": 4}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     _write(repository, "words", NARROW, tokenizer=tokenizer, encoder__max_sequence_tokens=512)
 
 
 def _write(repository: Path, name: str, d_model: int, *, files: dict[str, bytes] | None = None, **changes: Any) -> None:
-    """Write a bundle in which a row depends only on its token."""
+    """Write a bundle. By default, the graph looks up the hidden state of each token in a table."""
     shape = {
         "encoder__d_model": d_model,
         "encoder__vocab_size": VOCAB_SIZE,
@@ -126,7 +126,10 @@ def _inputs() -> list[Any]:
 
 
 def _lookup_graph(d_model: int, vocab_size: int = VOCAB_SIZE) -> bytes:
-    """Map ids, (batch, seq), to rows of a table, (batch, seq, d_model). The mask is ignored."""
+    """Return a graph that looks up ids (batch, seq) in a table, and returns (batch, seq, d_model).
+
+    The mask is ignored.
+    """
     rows = helper.make_tensor_value_info("rows", _FLOAT, ["batch", "seq", d_model])
     nodes = [helper.make_node("Gather", ["table", "ids"], ["rows"])]
     table = numpy_helper.from_array(_random(vocab_size, d_model), "table")
@@ -134,7 +137,10 @@ def _lookup_graph(d_model: int, vocab_size: int = VOCAB_SIZE) -> bytes:
 
 
 def _slow_graph(steps_per_run: int) -> bytes:
-    """Add a loop to the lookup. The result of the loop is 0, and its number of steps depends on the ids."""
+    """Return the lookup graph with a loop of matrix multiplications.
+
+    The number of steps depends on the ids. The loop always computes 0, so it does not change the output.
+    """
     scalar = helper.make_tensor_value_info
     body = helper.make_graph(
         [

@@ -1,7 +1,7 @@
 """Watches a server under attack: the latency of health checks, the replies to an ordinary caller, and the memory.
 
-This file is also the program that sends the health checks, in a second process. So the work of the attack does not
-delay them.
+This file is also the program that sends the health checks and the ordinary caller's requests. The program runs in a
+second process, so that the work of the attack does not delay the checks.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ MIB = 2**20
 CHECK_SECONDS, ORDINARY_SECONDS, MEMORY_SECONDS = 0.01, 0.1, 0.2
 ANSWER_SECONDS = 10.0
 SLACK_BYTES = 100 * MIB
-# If a server exceeds its bound by this much, the test kills the server, because the machine has other users.
+# A server that uses this much more memory than the test allows is killed, because the machine has other users.
 _KILLED_BEYOND_BYTES = 1024 * MIB
 # The key of the ordinary caller. Servers without keys ignore it.
 KEY = "encserve-ordinary"
@@ -40,8 +40,8 @@ _SERVING = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.
 
 
 def parse_seconds() -> float:
-    """Return the seconds that protobuf takes to parse a costly message of 4 MiB, as the median of five."""
-    data = b"\x1a\x00" * (2 * MIB)  # empty inputs
+    """Measure the seconds that protobuf takes to parse a costly message of 4 MiB: the median of five runs."""
+    data = b"\x1a\x00" * (2 * MIB)  # 2 million empty inputs of two bytes each
     return statistics.median(_parse_once(data) for _ in range(5))
 
 
@@ -94,9 +94,9 @@ class Health(NamedTuple):
 
 
 def _as_sent_in_time(checks: Sequence[Sample]) -> Iterator[float]:
-    """Return latencies in seconds.
+    """Return the latencies in seconds, as if every check was sent on time.
 
-    They include checks that could not be sent, because the reply before them was late.
+    A late reply delays the next checks. Each delayed check counts with the latency that it would have had.
     """
     for check in checks:
         left = check.seconds
@@ -106,7 +106,7 @@ def _as_sent_in_time(checks: Sequence[Sample]) -> Iterator[float]:
 
 
 class Phase:
-    """A part of a test.
+    """A named part of a test.
 
     Attributes:
         level_bytes: The server's memory at the start.
@@ -174,7 +174,7 @@ class Watch:
         return 0
 
     def wait_for_level(self, level_bytes: int, seconds: float = ANSWER_SECONDS) -> int:
-        """Wait up to `seconds` until the memory is at most `level_bytes`; return the memory."""
+        """Wait up to `seconds` until the memory is at most `level_bytes`. Return the memory at the end of the wait."""
         ends = time.monotonic() + seconds
         while (now := self.resident_bytes()) > level_bytes and time.monotonic() < ends:
             time.sleep(MEMORY_SECONDS)
@@ -222,7 +222,7 @@ class _Prober:
         ]
 
     def run(self) -> None:
-        """Call until stdin ends, and write the samples."""
+        """Send calls until stdin ends, then write the samples to stdout as JSON."""
         for thread in self._threads:
             thread.start()
         sys.stdin.read()
@@ -232,8 +232,8 @@ class _Prober:
         json.dump([self._checks, self._ordinary], sys.stdout)
 
     def _call(self, path: str, request: bytes, pause_seconds: float, samples: list[Sample]) -> None:
-        """Send calls one after another, at multiples of the pause."""
-        options = [("grpc.use_local_subchannel_pool", 1)]  # each object has its own connection
+        """Send calls one after another. Each call starts a multiple of `pause_seconds` after the call before."""
+        options = [("grpc.use_local_subchannel_pool", 1)]  # this channel gets its own connection
         with grpc.insecure_channel(self._target, options=options) as channel:
             call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)
             while not self._over.is_set():
@@ -255,6 +255,6 @@ def _answer(call: "grpc.UnaryUnaryMultiCallable[bytes, bytes]", request: bytes) 
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test ends this process, not Ctrl-C
     _Prober(*sys.argv[1:]).run()
     os._exit(0)

@@ -13,13 +13,16 @@ from encserve_proto.v1 import encoder_pb2 as pb
 
 
 def connect(server: FakeServer) -> httpx.AsyncClient:
-    """Return a client of a server's HTTP port. It loads no proxies and no certificates, because that is slow."""
+    """Return a client of a server's HTTP port.
+
+    The client reads no proxy settings and no certificates, because reading them is slow.
+    """
     url = f"http://127.0.0.1:{server.app.http_port}"
     return httpx.AsyncClient(base_url=url, trust_env=False, verify=False, timeout=30)  # noqa: S501
 
 
 async def post(server: FakeServer, path: str, body: Any) -> httpx.Response:
-    """Post JSON, or raw bytes."""
+    """Post an object as JSON, or raw bytes."""
     async with connect(server) as client:
         if isinstance(body, bytes):
             return await client.post(path, content=body)
@@ -52,7 +55,10 @@ async def vectors_over_grpc(
     dimensions: int = 0,
     data_type: pb.DataType = pb.DATA_TYPE_FLOAT32,
 ) -> Any:
-    """Return the rows of Encode for these inputs, (rows, width). Long inputs are cut at the end."""
+    """Call Encode with these inputs and return the vectors of the output, (vectors, width).
+
+    Long inputs are truncated.
+    """
     outputs = [pb.OutputSpec(kind=kind, l2_normalize=l2_normalize, dimensions=dimensions)]
     options = pb.EncodeOptions(outputs=outputs, truncation=pb.TRUNCATION_END, data_type=data_type)
     (tensor,) = (await server.encode(*inputs, options=options)).outputs

@@ -1,6 +1,7 @@
 """Clients of other projects, each in its own environment under .venv-judges.
 
-Two versions of an environment exist: `pinned`, from tests/judges/NAME.txt, and `newest`, from tests/judges/NAME.in.
+An environment has two versions. `pinned` has the package versions of tests/judges/NAME.txt. `newest` has the newest
+versions that tests/judges/NAME.in allows.
 """
 
 import contextlib
@@ -24,12 +25,12 @@ ROOT = Path(__file__).parent.parent.parent
 ENVIRONMENTS = ROOT / ".venv-judges"
 JUDGES = ROOT / "tests/judges"
 TEXTS = ["I understand this", "and that", "🌍 ein längerer Satz, der in mehr Tokens zerfällt als andere", "a" * 300]
-DEBIAN_GO = (  # the package names are those of .ci/run
+DEBIAN_GO = (  # keep these package names equal to those in .ci/run
     "golang-go golang-google-grpc-dev golang-github-golang-protobuf-1-5-dev protobuf-compiler protoc-gen-go "
     "protoc-gen-go-grpc"
 )
 _TIMEOUT_SECONDS = 480
-# The clients may use loopback only. Looking up another host fails, as it does without a network.
+# The clients may use loopback only. Requests to other hosts fail, because they go to a proxy that does not exist.
 _OFFLINE = {"NO_PROXY": "localhost,127.0.0.1"} | dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
 _OFFLINE |= {name.lower(): value for name, value in _OFFLINE.items()}
 
@@ -43,7 +44,10 @@ def missing(reason: str) -> NoReturn:
 
 @contextlib.contextmanager
 def _installing(folder: Path, wanted: str) -> Iterator[bool]:
-    """Lock out other processes, and yield whether `folder` must be filled. `wanted` identifies the content."""
+    """Lock `folder` against other processes, and yield True if the caller must fill it.
+
+    `wanted` identifies the content. A folder with other content is deleted first.
+    """
     stamp = folder / ".installed"
     ENVIRONMENTS.mkdir(exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
@@ -61,9 +65,10 @@ def _digest(file: Path) -> str:
 
 
 def python_environment(name: str, versions: str = "pinned", *, with_encserve: bool = False) -> Path:
-    """Return the bin folder of an environment.
+    """Create an environment if needed, and return its bin folder.
 
-    `with_encserve` makes this environment's packages importable there. The newest versions are looked up each week.
+    `with_encserve` makes the packages of the running Python importable in the new environment. The newest versions
+    are looked up again each week.
     """
     uv = [sys.executable, "-m", "uv"]
     if versions == "pinned":
@@ -85,7 +90,10 @@ def python_environment(name: str, versions: str = "pinned", *, with_encserve: bo
 
 
 def program(name: str, package: str) -> str:
-    """Return the path of a system program from a Debian package."""
+    """Return the path of a system program. Call `missing` if the program is not installed.
+
+    `package` is the Debian package that contains the program.
+    """
     path = shutil.which(name)
     if path is None:
         missing(f"no {name} is on the path (apt-get install {package})")
@@ -101,7 +109,8 @@ def run(
 ) -> str:
     """Run a program and return its stdout.
 
-    A failure is an AssertionError with the output. Only `installs` uses the network.
+    With `installs`, the program may use the network, and a failure calls `missing`. Without `installs`, a failure
+    raises an AssertionError with the output.
     """
     done = subprocess.run(
         list(map(str, command)),
@@ -119,7 +128,7 @@ def run(
 
 
 def source_folder(package: str) -> Path:
-    """Return the sources of a package that tests/judges/PACKAGE-tests.txt pins."""
+    """Unpack the sources of a package, in the version of tests/judges/PACKAGE-tests.txt. Return the folder."""
     folder, requirements = ENVIRONMENTS / f"{package}-tests", JUDGES / f"{package}-tests.txt"
     with _installing(folder, _digest(requirements)) as needed:
         if needed:
@@ -133,7 +142,7 @@ def source_folder(package: str) -> Path:
 
 
 def npm_folder(source: Path) -> Path:
-    """Copy a folder and install the packages of its package-lock.json; return the copy."""
+    """Copy a folder and install the packages of its package-lock.json. Return the copy."""
     folder = ENVIRONMENTS / source.name
     with _installing(folder, _digest(source / "package-lock.json")) as needed:
         if needed:
@@ -146,7 +155,7 @@ def npm_folder(source: Path) -> Path:
 
 
 def go_example(folder: Path) -> Path:
-    """Build the program of clients/examples/go in `folder`, as its README says."""
+    """Build the program of clients/examples/go in `folder`, as the README of the example describes."""
     go = program("go", DEBIAN_GO)
     for plugin in ("protoc", "protoc-gen-go", "protoc-gen-go-grpc"):
         program(plugin, DEBIAN_GO)

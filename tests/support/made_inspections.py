@@ -1,4 +1,4 @@
-"""Random inspections that look like a trained model's."""
+"""Random results of Inspect that look like those of a trained model."""
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,10 @@ Floats = npt.NDArray[np.float32]
 
 
 def make_attention(n_layers: int, n_heads: int, seq: int, seed: int = 0) -> Floats:
-    """Make (n_layers, n_heads, seq, seq): heads that attend to the last, the first, near, or all tokens."""
+    """Make attention weights, (n_layers, n_heads, seq, seq).
+
+    Each head attends to the token before, to the first token, to near tokens, or to all tokens.
+    """
     random = np.random.default_rng(seed)
     places = np.arange(seq)
     distance = places[:, None] - places[None, :]  # (seq, seq)
@@ -31,7 +34,10 @@ def make_attention(n_layers: int, n_heads: int, seq: int, seed: int = 0) -> Floa
 
 
 def make_states(n_layers: int, seq: int, d_model: int, seed: int = 0) -> Floats:
-    """Make (n_layers + 1, seq, d_model): rows that grow, and become more similar from layer to layer."""
+    """Make hidden states, (n_layers + 1, seq, d_model).
+
+    From layer to layer the vectors grow and become more similar.
+    """
     random = np.random.default_rng(seed + 1)
     rows = random.normal(0, 0.3, (seq, d_model))
     shared = random.normal(0, 1, d_model)
@@ -43,7 +49,7 @@ def make_states(n_layers: int, seq: int, d_model: int, seed: int = 0) -> Floats:
 
 
 def make_positions(n_places: int, d_model: int) -> Floats:
-    """Compute (n_places, d_model): the sinusoids of Vaswani et al. 2017, section 3.5."""
+    """Compute the table of sinusoidal positions, (n_places, d_model), of Vaswani et al. 2017, section 3.5."""
     rates = 10000.0 ** (-np.arange(0, d_model, 2) / d_model)
     angles = np.arange(n_places)[:, None] * rates[None, :]
     table = np.empty((n_places, d_model))
@@ -62,7 +68,10 @@ def make_inspection(
     max_sequence_tokens: int = 512,
     seed: int = 0,
 ) -> tuple[InspectResult, ModelInfo]:
-    """Make a whole result and its model. If `tokens` is a number, the usual tokens are repeated so often."""
+    """Make an Inspect result and the ModelInfo of its model.
+
+    If `tokens` is a number, the result has this number of tokens: `TOKENS`, repeated.
+    """
     if isinstance(tokens, int):
         tokens = tuple(TOKENS[i % len(TOKENS)] for i in range(tokens))
     seq = len(tokens)
@@ -100,7 +109,7 @@ def make_model(
     *,
     has_tokenizer: bool = True,
 ) -> ModelInfo:
-    """Return a served model with these sizes."""
+    """Return the ModelInfo of a served model with these sizes."""
     per_layer = d_model * d_model
     return ModelInfo(
         name="all-MiniLM-L6-v2",

@@ -1,4 +1,4 @@
-"""Queries and documents with random vectors, and the page of their matches."""
+"""Queries and documents with random vectors, and the HTML page that shows their matches."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Small ONNX encoders, node by node, as other authors write them."""
+"""Small ONNX encoders, written node by node, in the style of other authors."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,19 +21,20 @@ Change = Callable[[onnx.ModelProto], None]
 
 
 def value(name: str, kind: int = INT64, axes: Sequence[int | str | None] | None = ("batch", "seq")) -> Any:
-    """An input or an output."""
+    """Return the declaration of a graph's input or output."""
     return helper.make_tensor_value_info(name, kind, axes)
 
 
 def random_table(rows: int, seed: int = 0, width: int = D_MODEL) -> Any:
-    """(rows, width) float32."""
+    """Return a random table, (rows, width) float32."""
     return np.random.default_rng(seed).standard_normal((rows, width)).astype(np.float32)
 
 
 def build(*, with_types: bool = False, positions: int = POSITIONS, opset: int = 17) -> onnx.ModelProto:
-    """Build an encoder: the sum of the token's vector, the position's vector, and the mean over the sequence's tokens.
+    """Build a small encoder.
 
-    The nodes are named words, first, places, mean, rows and so on.
+    Each token gets the sum of its token vector and its position vector. The mean of these sums over the sequence is
+    then added to each sum. `node_of` finds nodes by name, for example words, placed, mean and rows.
     """
     node = helper.make_node
     nodes = [
@@ -113,7 +114,7 @@ class Renamed(nn.Module):
         self.kinds = nn.Embedding(2, encoder.config.d_model)
 
     def forward(self, tokens: torch.Tensor, real: torch.Tensor, segments: torch.Tensor) -> Any:
-        """Return the rows, (batch, seq, d_model), and the first row of each sequence, (batch, d_model)."""
+        """Return hidden states, (batch, seq, d_model), and those of each first token, (batch, d_model)."""
         rows = self.encoder(tokens, real) + self.kinds(segments)  # (batch, seq, d_model)
         return rows, rows[:, 0]
 
@@ -126,7 +127,7 @@ def export_torch(path: Path, config: EncoderConfig) -> Path:
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])  # (batch, seq)
     names = ["tokens", "real", "segments"]
     with warnings.catch_warnings():
-        # PyTorch's exporter by tracing is deprecated.
+        # The tracing exporter (dynamo=False) raises a DeprecationWarning.
         warnings.simplefilter("ignore", DeprecationWarning)
         torch.onnx.export(
             module,

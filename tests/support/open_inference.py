@@ -16,7 +16,7 @@ LENGTH = "Inference-Header-Content-Length"
 DTYPES = {"INT64": "<i8", "INT32": "<i4", "UINT32": "<u4", "FP32": "<f4", "FP16": "<f2", "INT8": "i1"}
 _FIELDS = {"BYTES": "bytes_contents", "INT32": "int_contents", "INT64": "int64_contents", "FP32": "fp32_contents"}
 DATATYPES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
-# Two sequences, of 3 tokens and of 1, and the rows that the fake engine returns for them.
+# Two sequences, of 3 tokens and of 1 token, and the hidden states that the fake engine returns for them.
 IDS = np.array([[5, 6, 7], [8, 0, 0]])
 MASK = np.array([[1, 1, 1], [1, 0, 0]])
 PADDED = np.stack(
@@ -25,7 +25,7 @@ PADDED = np.stack(
 
 
 def text_tensor(*texts: str) -> npt.NDArray[np.object_]:
-    """Return a tensor of (n,) texts."""
+    """Return texts as an array of bytes objects, (n,)."""
     return np.array([text.encode() for text in texts], object)
 
 
@@ -38,7 +38,7 @@ def infer_request(
     model: str = "tiny",
     **inputs: Any,
 ) -> pb.ModelInferRequest:
-    """Return a request with one input tensor for each array. Arrays of objects are BYTES."""
+    """Return a request with one input tensor for each array. An array of objects becomes a BYTES tensor."""
     request = pb.ModelInferRequest(model_name=model, id=request_id)
     for name, array in inputs.items():
         is_bytes = array.dtype == object
@@ -88,10 +88,10 @@ def arrays_of_rest(response: httpx.Response) -> dict[str, npt.NDArray[Any]]:
 
 
 async def ask(server: FakeServer, method: str, request: Any, response_type: Any) -> Any:
-    """Call a method of the service; raises Failed."""
+    """Call a method of the Open Inference service. Raises Failed if the call fails."""
     return response_type.FromString(await server.call(method, request, INFER_SERVICE))
 
 
 async def infer(server: FakeServer, **request: Any) -> dict[str, npt.NDArray[Any]]:
-    """Call ModelInfer and return the output arrays by name; raises Failed."""
+    """Call ModelInfer and return the output arrays by name. Raises Failed if the call fails."""
     return arrays_of(await ask(server, "ModelInfer", infer_request(**request), pb.ModelInferResponse))

@@ -19,7 +19,7 @@ class ReceivedSpan:
 
     Attributes:
         name: The name.
-        kind: The number of the kind in the protobuf enum.
+        kind: The kind, as its number in the protobuf enum.
         trace_id: 32 hexadecimal digits.
         span_id: 16 hexadecimal digits.
         parent_id: 16 hexadecimal digits; empty without a parent.
@@ -27,9 +27,9 @@ class ReceivedSpan:
         end_ns: The end, in nanoseconds since 1970.
         attributes: The attributes, by name.
         links: (trace id, span id) of each link.
-        status: The number of the status code in the protobuf enum.
-        resource: The sender's attributes, by name.
-        schema_url: The schema of the attributes' names.
+        status: The status code, as its number in the protobuf enum.
+        resource: The attributes of the sender, by name.
+        schema_url: The URL of the schema that defines the attribute names.
     """
 
     def __init__(self, span: Any, resource: dict[str, Any], schema_url: str) -> None:
@@ -52,11 +52,11 @@ class ReceivedSpan:
 
 
 class OtlpReceiver:
-    """A running receiver.
+    """A running OTLP receiver on a free loopback port.
 
     Attributes:
         endpoint: The URL of the receiver.
-        headers: The metadata of every call so far.
+        headers: The gRPC metadata of every call so far.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ def _values(attributes: Any) -> dict[str, Any]:
 
 @contextmanager
 def otlp_receiver() -> Iterator[OtlpReceiver]:
-    """Run a receiver."""
+    """Run a receiver, and stop it after the block."""
     receiver = OtlpReceiver()
     try:
         yield receiver

@@ -1,4 +1,4 @@
-"""Models with every kind of output, written by hand, and the formulas of the poolings."""
+"""Descriptions of models with every kind of output, and the formulas of the poolings."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ from encserve_server.types.bundles import (
 )
 from encserve_server.types.requests import OutputKind, Task
 
-# The formula of each pooling of (seq, d_model) rows.
+# The formula of each pooling. `rows` are the hidden states of one sequence, (seq, d_model).
 POOL: dict[OutputKind, Callable[[Any], Any]] = {
     OutputKind.MEAN: lambda rows: rows.mean(axis=0),
     OutputKind.CLS: lambda rows: rows[0],
@@ -31,12 +31,12 @@ POOL: dict[OutputKind, Callable[[Any], Any]] = {
 
 
 def head_graph(d_model: int, width: int, inputs: int = 1) -> HeadGraph:
-    """Write a head that takes rows, or rows and a mask."""
+    """Describe a head whose inputs are hidden states, or hidden states and a mask (`inputs=2`)."""
     return HeadGraph(Path("head.onnx"), ("rows", "mask")[:inputs], "out", d_model, width)
 
 
 def plain_bundle(d_model: int, vocabulary: int, **changes: Any) -> Bundle:
-    """Return a model without heads, pooling and tasks."""
+    """Describe a model without heads, pooling and tasks."""
     parts: dict[str, Any] = {
         "name": "tiny",
         "version": "1",
@@ -58,7 +58,7 @@ def plain_bundle(d_model: int, vocabulary: int, **changes: Any) -> Bundle:
 
 
 def rich_bundle(d_model: int, vocabulary: int, width: int, **changes: Any) -> Bundle:
-    """Return a model with every kind of output. `width` is the width of its MaxSim vectors."""
+    """Describe a model with every kind of output. `width` is the width of its MaxSim vectors."""
     parts: dict[str, Any] = {
         "pooling": ModelPooling(
             SPAN_POOLINGS, l2_normalize=False, width=d_model * len(SPAN_POOLINGS), head=head_graph(d_model, 1)

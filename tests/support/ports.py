@@ -7,9 +7,8 @@ import socket
 def free_port() -> int:
     """Return a TCP port that is free on every loopback address.
 
-    The port is below the range of outgoing connections. Otherwise, while the server is stopped, a connection could
-    take
-    the port, or a client could connect to itself.
+    The port is below the range that the system uses for outgoing connections. In that range, another connection
+    could take the port while the server is stopped, or a client could connect to itself.
     """
     while True:
         port = random.randrange(10_000, 32_000)

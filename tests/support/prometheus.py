@@ -21,7 +21,7 @@ import yaml
 def need(program: str) -> str:
     """Return the path of a program.
 
-    If it is missing, the test is skipped; with ENCSERVE_REQUIRE_PROMETHEUS=1 it fails.
+    If the program is missing, the test is skipped. With ENCSERVE_REQUIRE_PROMETHEUS=1 the test fails instead.
     """
     path = shutil.which(program)
     if path is None:
@@ -45,7 +45,10 @@ class Prometheus:
         self._url = url
 
     def get(self, path: str, **parameters: str) -> Any:
-        """Return the data of a reply. An error is an AssertionError with the error's text."""
+        """Request a path of the API and return the data of the reply.
+
+        Raises AssertionError with the server's text if the reply is an error.
+        """
         url = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
             with urllib.request.urlopen(url, timeout=60) as answer:
@@ -59,7 +62,7 @@ class Prometheus:
         return [float(series["value"][1]) for series in self.get("query", query=expr)["result"]]
 
     def ready(self) -> bool:
-        """Return whether Prometheus answers."""
+        """Return whether Prometheus is ready."""
         try:
             urllib.request.urlopen(f"{self._url}/-/ready", timeout=5).close()
         except OSError:
@@ -71,7 +74,7 @@ class Prometheus:
 def running_prometheus(committed: Path, folder: Path, target: str, *, interval: str) -> Iterator[Prometheus]:
     """Run Prometheus on loopback with a committed configuration; stop it at the end.
 
-    Only the scrape target and the intervals differ from the committed file.
+    Only the scrape target, the intervals and the paths of the rule files differ from the committed file.
     """
     program = need("prometheus")
     config = yaml.safe_load(committed.read_text())

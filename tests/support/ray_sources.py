@@ -24,7 +24,10 @@ FACTS = ModelFacts("fake", "1", "sha256:fake", "", "mean", WIDTH, 512)
 
 
 class FakeEncoder:
-    """Encodes values into (values, 4) arrays of their bytes, one part at a time. Each part takes a fixed time."""
+    """Encodes each value into 4 numbers: its length and its first 3 bytes.
+
+    Calls run one at a time, and each call takes a fixed time.
+    """
 
     def __init__(self, seconds: float, together: tuple[Path, int] | None) -> None:
         self._seconds = seconds
@@ -61,10 +64,9 @@ class FakeSource:
     """Opens a `FakeEncoder`.
 
     Attributes:
-        seconds: The time for a part.
-        together: A folder and a number. The first part starts when so many processes have opened the source.
-        Each
-            process leaves a file in the folder.
+        seconds: The time that each call of encode takes.
+        together: A folder and a number of processes. The first call of encode waits until this number of processes
+            has opened the source. Each process creates a file in the folder.
         fingerprint_of: A folder with a file "fingerprint", which has the model's fingerprint.
     """
 
@@ -125,7 +127,7 @@ class SmallCluster:
             "num_cpus": self._cpus,
             "object_store_memory": 80 * 1024 * 1024,
             "include_dashboard": False,
-            "node_ip_address": f"127.0.0.{number + 2}",  # Ray replaces 127.0.0.1 by the machine's address
+            "node_ip_address": f"127.0.0.{number + 2}",  # not 127.0.0.1: Ray replaces it by another address
         }
 
     def add(self) -> None:

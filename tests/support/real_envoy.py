@@ -19,7 +19,11 @@ ADMIN_PORT, METRICS_PORT, GRPC_PORT, HTTP_PORT = 9901, 9902, 50051, 8080
 
 
 def moved(config: Any, moves: dict[tuple[str, int], tuple[str, int]]) -> Any:
-    """Return the configuration with other addresses. AssertionError if an address is missing or was not replaced."""
+    """Return the configuration with its addresses replaced as `moves` says.
+
+    Raises KeyError for an address that is not in `moves`, and AssertionError if an address of `moves` is not in
+    `config`.
+    """
     made = set()
 
     def walk(node: Any) -> Any:
@@ -64,7 +68,7 @@ class RealEnvoy:
             return False
 
     def get(self, path: str) -> str:
-        """Return a page of the metrics port. Raises urllib's HTTPError, an OSError, for an unknown page."""
+        """Return a page of the metrics port. For an unknown page, urllib raises an HTTPError, which is an OSError."""
         with urllib.request.urlopen(self._metrics + path, timeout=10) as page:
             text: str = page.read().decode()
         return text
@@ -83,13 +87,13 @@ class RealEnvoy:
 
 @contextlib.contextmanager
 def real_envoy(folder: Path, replicas: Sequence[str], http_ports: Sequence[int] = (1, 1)) -> Iterator[RealEnvoy]:
-    """Run the committed configuration for two servers, given as host:port and HTTP ports.
+    """Run the committed configuration for two servers. Stop Envoy after the block.
 
-    Stop Envoy after the block.
+    `replicas` are the gRPC addresses of the servers, as host:port. `http_ports` are their HTTP ports.
     """
     grpc_port, http_port, metrics_port, admin_port = free_port(), free_port(), free_port(), free_port()
     moves = {
-        ("0.0.0.0", GRPC_PORT): ("127.0.0.1", grpc_port),  # noqa: S104 - of the configuration, and moved to loopback
+        ("0.0.0.0", GRPC_PORT): ("127.0.0.1", grpc_port),  # noqa: S104 - replaced by loopback
         ("0.0.0.0", HTTP_PORT): ("127.0.0.1", http_port),  # noqa: S104
         ("0.0.0.0", METRICS_PORT): ("127.0.0.1", metrics_port),  # noqa: S104
         ("127.0.0.1", ADMIN_PORT): ("127.0.0.1", admin_port),
@@ -106,4 +110,4 @@ def real_envoy(folder: Path, replicas: Sequence[str], http_ports: Sequence[int] 
         try:
             yield RealEnvoy(process, grpc_port, http_port, metrics_port)
         finally:
-            process.kill()  # there are no open calls, and waiting for them would take time
+            process.kill()  # no call is open, and a graceful stop would take time

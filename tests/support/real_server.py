@@ -23,7 +23,7 @@ class RealServer:
 
     Attributes:
         target: The gRPC address.
-        url: The URL of the HTTP port; useless without an HTTP port.
+        url: The URL of the HTTP port; not valid if the server has no HTTP port.
         tls: The TLS context for the metrics page; None for a page without TLS.
         log: The parsed log lines so far; a line that is not JSON fails the test.
     """
@@ -76,12 +76,12 @@ class RealServer:
         )
 
     def resident_bytes(self) -> int:
-        """The resident memory of the process, in bytes."""
+        """Return the resident memory of the process, in bytes."""
         return int(self.metric("process_resident_memory_bytes"))
 
 
 def cpu_has_bfloat16() -> bool:
-    """Return whether the CPU has bfloat16 instructions, according to the system, not to OpenVINO."""
+    """Return whether /proc/cpuinfo lists bfloat16 instructions."""
     return bool({"avx512_bf16", "amx_bf16"} & set(Path("/proc/cpuinfo").read_text().split()))
 
 
@@ -95,9 +95,9 @@ def real_server(
 ) -> Iterator[RealServer]:
     """Run a server. At the end, stop the process if it still runs.
 
-    The server measures no batch budget unless a flag says so, because that takes seconds for each model.
+    The server measures no batch budget unless a flag says so, because the measurement takes seconds for each model.
     """
-    cache = "ENCSERVE_CACHE_DIR"  # all tests share one cache
+    cache = "ENCSERVE_CACHE_DIR"  # the server keeps this variable, so all tests share one cache
     environment = {key: value for key, value in os.environ.items() if not key.startswith("ENCSERVE_") or key == cache}
     environment |= variables or {}
     command: list[str | Path] = [program, "--model-repository", model_repository, "--no-tune-batches"]

@@ -1,4 +1,4 @@
-"""Directories of multi-vector models: from sentence-transformers, and in older layouts, written by hand."""
+"""Directories of multi-vector models: some from sentence-transformers, some in older layouts and written by hand."""
 
 import json
 import string
@@ -15,18 +15,22 @@ from torch import nn
 WIDTH = 10
 PROMPTS = {"query": "Query: ", "document": "passage: "}
 _PUNCTUATION = list(string.punctuation)
-_SKIPPED = [*":.", "cat"]  # the vocabulary does not have the "."
+_SKIPPED = [*":.", "cat"]  # "." is not in the vocabulary
 _IDENTITY = "torch.nn.modules.linear.Identity"
 
 
 def native(
     *, model_type: str = "bert", encoder: dict[str, Any] | None = None, **settings: Any
 ) -> Callable[[Path], None]:
-    """Write a directory with sentence-transformers itself.
+    """Return a function that writes a directory with sentence-transformers.
 
-    `settings` are `transformer`, arguments of its Transformer; `projections`, arguments of each Dense; `mask`,
-    arguments of its MultiVectorMask; `pooling`, of its HierarchicalTokenPooling; `model`, of its
-    MultiVectorEncoder.
+    `settings` has arguments for the parts of the model, under these keys:
+
+        transformer: for Transformer.
+        projections: for each Dense, as a list.
+        mask: for MultiVectorMask.
+        pooling: for HierarchicalTokenPooling.
+        model: for MultiVectorEncoder.
     """
 
     def write(folder: Path) -> None:
@@ -52,9 +56,10 @@ def native(
 
 
 def pylate(**settings: Any) -> Callable[[Path], None]:
-    """Write a directory in the layout of PyLate up to 1.6: two modules, and all other settings in one file.
+    """Return a function that writes a directory in the layout of PyLate up to 1.6.
 
-    Prefixes are tokens.
+    This layout has only two modules. Most settings are fields of config_sentence_transformers.json. The prefixes of
+    queries and documents are single tokens.
     """
 
     def write(folder: Path) -> None:
@@ -76,7 +81,10 @@ def pylate(**settings: Any) -> Callable[[Path], None]:
 
 
 def stanford(folder: Path) -> None:
-    """Write a directory in the layout of Stanford's ColBERT: the projection is among BERT's weights."""
+    """Write a directory in the layout of Stanford's ColBERT.
+
+    The weights of the projection are in BERT's file. The other settings are in artifact.metadata.
+    """
     write_encoder(folder, more_words=["[unused0]", "[unused1]"])
     weights = {f"bert.{name}": it for name, it in load_file(folder / "model.safetensors").items()}
     weights["linear.weight"] = torch.randn((WIDTH, D_MODEL), generator=torch.Generator().manual_seed(1))
@@ -88,7 +96,7 @@ def stanford(folder: Path) -> None:
 
 
 def _add_tokens(folder: Path, tokens: list[str]) -> None:
-    """Make words of the vocabulary added tokens.
+    """List words of the vocabulary as added tokens in tokenizer.json.
 
     The tokenizer finds added tokens before it splits a text into words.
     """
@@ -129,7 +137,7 @@ DIRECTORIES: dict[str, Callable[[Path], None]] = {
     "roberta": native(
         model_type="roberta",
         encoder={"pad_token_id": 0},
-        # The model has 95 positions.
+        # RoBERTa has 95 positions here, so the maximum length is set below 95.
         transformer={"query_expansion": {"strategy": "fixed", "length": 32}, "max_seq_length": 90},
     ),
     "modernbert": native(

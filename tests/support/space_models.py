@@ -1,4 +1,7 @@
-"""Models with fixed bytes. They are written by hand, because a library could change the bytes."""
+"""Models with fixed bytes, so that their space_ids stay the same.
+
+The models are written by hand, because a library could change the bytes.
+"""
 
 import json
 import math
@@ -29,14 +32,14 @@ _TRANSFORMER = f"{_PIPELINE}base.modules.transformer.Transformer"
 
 
 def fill(name: str, *shape: int) -> Tensor:
-    """Return numbers from -0.5 to 0.5 that float32 represents exactly. They depend on the name and the position."""
+    """Return numbers from -0.5 to 0.5 that float32 represents exactly. The numbers depend on `name`."""
     seed = sum(ord(letter) * (i + 1) for i, letter in enumerate(name))
     places = torch.arange(math.prod(shape), dtype=torch.int64)
     return (((places + seed) * 2654435761 % 65536 - 32768).float() / 65536).reshape(shape)
 
 
 def layers(prefix: str, vocab_size: int, positions: int = LONGEST) -> dict[str, Tensor]:
-    """Return the weights of a BERT of one layer, or of a RoBERTa, with transformers' names."""
+    """Return the weights of a BERT or a RoBERTa with one layer, under transformers' names."""
     block, d = f"{prefix}encoder.layer.0.", D_MODEL
     shapes: dict[str, tuple[int, ...]] = {
         f"{prefix}embeddings.word_embeddings.weight": (vocab_size, d),
@@ -67,7 +70,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def word_level() -> dict[str, Any]:
-    """Return the model of a tokenizer.json with whole words."""
+    """Return the "model" section of a tokenizer.json that has one token for each word."""
     return {"type": "WordLevel", "vocab": VOCABULARY, "unk_token": "[UNK]"}
 
 
@@ -76,8 +79,8 @@ def write_tokenizer(folder: Path, model: Mapping[str, Any], tokens: Mapping[str,
 
     Args:
         folder: The new folder.
-        model: The "model" of tokenizer.json.
-        tokens: The ids of `SPECIAL`.
+        model: The "model" section of tokenizer.json.
+        tokens: The ids of the tokens in `SPECIAL`.
     """
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     around = {it: {"id": it, "ids": [tokens[it]], "tokens": [it]} for it in ("[CLS]", "[SEP]")}
@@ -105,7 +108,7 @@ def write_tokenizer(folder: Path, model: Mapping[str, Any], tokens: Mapping[str,
 
 
 def write_encoder(folder: Path) -> Path:
-    """Write a BERT, and a tokenizer of words."""
+    """Write a BERT and a tokenizer that has one token for each word."""
     write_json(folder / "config.json", {"model_type": "bert", "vocab_size": len(VOCABULARY), **_CONFIG})
     write_tensors(folder / "model.safetensors", layers("", len(VOCABULARY)))
     write_tokenizer(folder, word_level(), VOCABULARY)
@@ -143,7 +146,10 @@ def write_dense(folder: Path) -> Path:
 
 
 def write_multi_vector(folder: Path) -> Path:
-    """Write a BERT with a projection of each row. Queries are expanded, and documents skip a word."""
+    """Write a multi-vector model: a BERT and a projection of each token's hidden state.
+
+    Queries are expanded to 16 tokens. In documents, the token ":" gets no vector.
+    """
     write_encoder(folder)
     text = {"method": "forward", "method_output_name": "last_hidden_state"}
     settings = {
@@ -193,7 +199,7 @@ _STATIC = f"{_PIPELINE}sparse_encoder.modules.sparse_static_embedding.SparseStat
 
 
 def write_sparse(folder: Path) -> Path:
-    """Write a SPLADE model with the sum in place of the maximum."""
+    """Write a SPLADE model that sums over the tokens, instead of taking the maximum."""
     _write_language_model(folder)
     pooling = {"pooling_strategy": "sum", "activation_function": "relu", "embedding_dimension": None}
     write_json(folder / "1_SpladePooling/config.json", pooling)
@@ -203,7 +209,7 @@ def write_sparse(folder: Path) -> Path:
 
 
 def write_static_queries(folder: Path) -> Path:
-    """Write a SPLADE model with a table for the weights of queries."""
+    """Write a SPLADE model that looks up the weights of queries in a table."""
     _write_language_model(folder / "document_0_Transformer")
     pooling = {"pooling_strategy": "max", "activation_function": "log1p_relu", "embedding_dimension": None}
     write_json(folder / "document_1_SpladePooling/config.json", pooling)
@@ -220,7 +226,7 @@ def write_static_queries(folder: Path) -> Path:
 
 
 def write_pairs(folder: Path) -> Path:
-    """Write a RoBERTa with a tokenizer of byte pairs, without modules.json."""
+    """Write a RoBERTa with a byte-pair tokenizer, without modules.json."""
     letters = [*SPECIAL, *"abcehmnqrstuwy :T", "at", "th", "the", "The", "cat", "mat"]
     vocabulary = {token: i for i, token in enumerate(letters)}
     merges = [["a", "t"], ["t", "h"], ["th", "e"], ["c", "at"], ["m", "at"]]

@@ -1,6 +1,6 @@
-"""Directories of sparse encoders and of BGE-M3, in the format of their own code.
+"""Directories of sparse encoders in sentence-transformers' format, and of BGE-M3 in its own layout.
 
-They are small, with random weights.
+Most models are small and have random weights.
 """
 
 import json
@@ -37,9 +37,10 @@ def _tokenizer(longest: int = LONGEST) -> Any:
 
 
 def write_language_model(folder: Path, kind: str = "bert") -> Path:
-    """Write a language model of transformers: "bert", "roberta", "distilbert" or a class.
+    """Write a masked language model of transformers.
 
-    The bias of its head gives weights to `ACTIVE` words.
+    `kind` is "bert", "roberta", "distilbert", or the beginning of a class name in transformers. The bias of the
+    output layer gives about `ACTIVE` words of a text a weight above 0.
     """
     import transformers
 
@@ -76,7 +77,7 @@ def write_language_model(folder: Path, kind: str = "bert") -> Path:
 def write_splade(
     folder: Path, kind: str = "bert", pooling: str = "max", activation: str = "relu", **options: Any
 ) -> Path:
-    """Write a SparseEncoder with one model for queries and documents. Only `PROMPTS` differ."""
+    """Write a SparseEncoder that uses one model for queries and documents. Only their prompts differ."""
     from sentence_transformers import SparseEncoder
 
     modules = _splade(folder, kind, pooling, activation)
@@ -85,7 +86,7 @@ def write_splade(
 
 
 def write_static_queries(folder: Path, *, documents: bool = False) -> Path:
-    """Write a SparseEncoder with a table in place of the model for queries, or for documents."""
+    """Write a SparseEncoder that looks up the weights of queries (or, with `documents`, of documents) in a table."""
     from sentence_transformers import SparseEncoder
     from sentence_transformers.base.modules import Router
     from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding
@@ -107,7 +108,11 @@ def _splade(folder: Path, kind: str, pooling: str, activation: str) -> list[Any]
 
 
 def write_bge_m3(folder: Path, longest: int = 640) -> Path:
-    """Write an XLM-R in the layout of BGE-M3: modules.json for dense vectors, and two files with other heads."""
+    """Write an XLM-R in the layout of BGE-M3.
+
+    modules.json describes the dense vectors. Two more files have the heads for MaxSim vectors and for sparse
+    weights.
+    """
     import transformers
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import Normalize, Transformer
@@ -143,7 +148,10 @@ def change(path: Path, **changed: Any) -> None:
 
 
 def write_trained_splade(folder: Path, active: int = 2000) -> Path:
-    """Write the real MiniLM as a SPLADE model. Its head is untrained, with a bias for about `active` words a text."""
+    """Write the real MiniLM as a SPLADE model with an untrained head.
+
+    The bias of the head gives about `active` words of a text a weight above 0.
+    """
     import transformers
     from sentence_transformers import SparseEncoder
     from sentence_transformers.base.modules import Transformer

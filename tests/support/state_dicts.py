@@ -1,4 +1,7 @@
-"""An encoder's weights in the format of each layout's own code. The exporter's tables of names are not used."""
+"""An encoder's weights in each layout that the exporter reads.
+
+The tensor names are written out here, not taken from the exporter's tables.
+"""
 
 from typing import Any
 
@@ -9,7 +12,7 @@ from encserve_export import Encoder, EncoderConfig
 from encserve_export.models.own.init import random_encoder
 
 LAYOUTS = ("per-head-linears", "raw-matrices", "fused-qkv", "attention-only", "split-qkv", "torch-native")
-# The fields of EncoderConfig that differ from their defaults.
+# For each layout, the fields of EncoderConfig that differ from their defaults.
 VARIANTS: dict[str, dict[str, Any]] = {
     "raw-matrices": {"attention_bias": False},
     "fused-qkv": {"merge_heads": "reshape"},
@@ -20,7 +23,7 @@ State = dict[str, Tensor]
 
 
 def state_dict(layout: str, encoder: Encoder) -> State:
-    """Return the state dict without the embedding table. Each tensor has its own memory."""
+    """Return the encoder's state dict in this layout, without the embedding table. Tensors share no memory."""
     ours = encoder.state_dict()
     state: State = {}
     for index in range(encoder.config.n_layers):
@@ -45,7 +48,7 @@ def saved(layout: str = "split-qkv") -> State:
 
 
 def _rename(block: State, names: dict[str, str]) -> State:
-    """Replace the beginnings of names. Tensors with other names are left out."""
+    """Replace the beginnings of names. Tensors with other beginnings are left out."""
     return {
         new + name.removeprefix(old): tensor
         for old, new in names.items()

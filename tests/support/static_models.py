@@ -13,7 +13,10 @@ WIDTH = 12
 
 
 def _tokenizer() -> Tokenizer:
-    """Return a tokenizer of some letters. It puts special tokens around a text; static embeddings leave them out."""
+    """Return a tokenizer of single letters and digits.
+
+    It adds special tokens around a text. Static embeddings must leave these tokens out.
+    """
     vocabulary = {token: i for i, token in enumerate(["[PAD]", "[CLS]", "[SEP]", "[MASK]", *LETTERS])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.normalizer = normalizers.Lowercase()

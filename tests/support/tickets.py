@@ -1,4 +1,4 @@
-"""Waiting calls without an event loop."""
+"""Tickets, which are calls that wait in the queue, for tests without an event loop."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from encserve_server.types.sequences import TokenSequence
 
 
 def sequence_of(*ids: int, extra_cost: int = 0) -> TokenSequence:
-    """Return a sequence of these ids. Its outputs add `extra_cost` tokens to its cost."""
+    """Return a sequence of these token ids. Its outputs add `extra_cost` tokens to its cost."""
     return TokenSequence(np.array(ids, np.int64), len(ids), cost=len(ids) + extra_cost)
 
 
@@ -24,12 +24,12 @@ def ticket_of(
     caller: Caller = ANYONE,
     priority: Priority = Priority.INTERACTIVE,
 ) -> Ticket:
-    """Return a call of sequences of these lengths. `done.cancel()` cancels the call."""
+    """Return the ticket of a call with sequences of these lengths. `ticket.done.cancel()` cancels the call."""
     sequences = [sequence_of(*[1] * length, extra_cost=extra_cost) for length in lengths]
     done: Future[None] = Future()
     ticket = Ticket(
         sequences,
-        done,  # type: ignore[arg-type] # the queue uses only the methods that both have
+        done,  # type: ignore[arg-type] # the queue calls only methods that this class has too
         len(sequences),
         caller=caller,
         priority=priority,

@@ -1,6 +1,6 @@
 """A bundle with a graph of a few nodes, made without PyTorch.
 
-A row is its token's vector plus the mean over the sequence.
+The hidden state of a token is its vector plus the mean of all token vectors in the sequence.
 """
 
 import hashlib
@@ -23,23 +23,23 @@ D_MODEL, VOCAB_SIZE, LONGEST = 8, 50, 64
 
 
 def table() -> Any:
-    """Return the vectors of the tokens, (vocab, d_model) float32."""
+    """Return the table of token vectors, (vocab, d_model) float32."""
     return np.random.default_rng(0).standard_normal((VOCAB_SIZE, D_MODEL)).astype(np.float32)
 
 
 def expected_rows(ids: Any) -> Any:
-    """Compute the rows of the graph for (seq,) ids."""
+    """Compute the hidden states that the graph returns for (seq,) ids: (seq, d_model)."""
     vectors = table()[ids]
     return vectors + vectors.mean(axis=0, keepdims=True)
 
 
 def write_graph(path: Path) -> None:
-    """Write the graph. It maps ids, (batch, seq), and mask, (batch, seq), to rows, (batch, seq, d_model)."""
+    """Write the graph: ids and mask, (batch, seq), to hidden states, (batch, seq, d_model)."""
     inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, ["batch", "seq"]) for name in ("ids", "mask")]
     output = helper.make_tensor_value_info("rows", TensorProto.FLOAT, ["batch", "seq", D_MODEL])
     nodes = [
         helper.make_node("Gather", ["table", "ids"], ["vectors"]),
-        # In the mask, 2 marks a token that has a row and is hidden from the other tokens.
+        # A mask of 2 marks a token that gets a hidden state but is left out of the mean.
         helper.make_node("Equal", ["mask", "one"], ["seen"]),
         helper.make_node("Cast", ["seen"], ["real"], to=TensorProto.FLOAT),
         helper.make_node("Unsqueeze", ["real", "last"], ["column"]),
@@ -60,9 +60,9 @@ def write_graph(path: Path) -> None:
 
 
 def byte_products() -> tuple[bytes, Any, Any]:
-    """Return a graph that multiplies uint8 `A` by int8 to int32 `Y`, with an input (8, 64) and its output (8, 16).
+    """Return a graph that multiplies uint8 `A` by int8 weights, an input (8, 64), and its int32 output (8, 16).
 
-    The sum of two products does not fit into 16 bits.
+    The sum of two products does not fit into 16 bits, so an engine that saturates such sums returns another output.
     """
     random = np.random.default_rng(0)
     inputs, weights = random.integers(200, 256, (8, 64), np.uint8), random.integers(100, 128, (64, 16), np.int8)
@@ -78,7 +78,10 @@ def byte_products() -> tuple[bytes, Any, Any]:
 
 
 def inspect_parts(directory: Path) -> dict[str, Any]:
-    """Return arguments of `write_bundle` for inspections. The attention weights are arbitrary numbers."""
+    """Return arguments that let `write_bundle` add a graph for inspections.
+
+    The attention weights are arbitrary numbers.
+    """
     write_graph(directory / "inspect.onnx")
     model = onnx.load(directory / "inspect.onnx")
     for name in ("vectors", "column"):
@@ -103,8 +106,7 @@ def write_bundle(
 ) -> Path:
     """Write REPOSITORY/<name>/<version>/ and return it.
 
-    `files` are additional files. `changes` are fields of the manifest to set: numbers, texts, messages, or
-    mappings.
+    `files` are additional files. `changes` sets fields of the manifest; a__b is the field b of the message a.
     """
     directory = repository / name / version
     directory.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Heads of a tiny bundle: their ONNX files, their parts of the manifest, and the expected outputs in NumPy."""
+"""Heads of a tiny bundle: their ONNX files, their sections of the manifest, and the expected outputs in NumPy."""
 
 import io
 from collections.abc import Awaitable, Callable
@@ -25,7 +25,7 @@ from encserve_server.settings import Settings
 Array = npt.NDArray[Any]
 WIDTH = 3  # the width of a MaxSim vector
 FLOAT = TensorProto.FLOAT
-BEGIN, END = 1, 2  # the ids around a text; a word "w7" has the id 7
+BEGIN, END = 1, 2  # the ids of the special tokens around a text
 SERVE_TINY: dict[str, Any] = {"model": ("tiny@1",), "tune_batches": False}  # settings for a server of a tiny bundle
 Serve = Callable[..., Awaitable[FakeServer]]  # the type of the fixture `serve`
 
@@ -38,7 +38,10 @@ def npy(array: Array) -> bytes:
 
 
 def words(*, special: bool = True) -> Tokenizer:
-    """Return a tokenizer of words named after their ids. It puts two ids around a text."""
+    """Return a tokenizer whose words are named after their ids: "w7" has the id 7.
+
+    With `special`, the tokenizer puts BEGIN and END around a text.
+    """
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     if special:
@@ -48,12 +51,12 @@ def words(*, special: bool = True) -> Tokenizer:
 
 
 def text(*ids: int) -> str:
-    """Return a text of the words with these ids."""
+    """Return a text whose words have these ids."""
     return " ".join(f"w{it}" for it in ids)
 
 
 def sets(tensor: pb.RaggedTensor) -> list[tuple[Any, Any]]:
-    """Return for each sequence its (n, width) rows and their (n,) indices, or None without indices."""
+    """Return for each sequence its vectors, (n, width), and its indices, (n,) or None."""
     dtype = {pb.DATA_TYPE_FLOAT32: "<f4", pb.DATA_TYPE_FLOAT16: "<f2"}[tensor.data_type]
     rows = np.frombuffer(tensor.data, dtype).reshape(-1, tensor.width)
     assert len(rows) == sum(tensor.lengths)
@@ -66,7 +69,7 @@ def sets(tensor: pb.RaggedTensor) -> list[tuple[Any, Any]]:
 
 
 def weights(width: int, seed: int = 1) -> Array:
-    """Return (d_model, width) float32 weights."""
+    """Return random weights, (d_model, width) float32."""
     return np.random.default_rng(seed).standard_normal((D_MODEL, width)).astype(np.float32)
 
 
@@ -85,7 +88,7 @@ def _model(nodes: list[Any], inputs: dict[str, list[Any]], outputs: list[Any], *
 
 
 def multi_vector_file(width: int = WIDTH) -> bytes:
-    """Write a graph from rows, (tokens, d_model), to vectors of length 1, (tokens, width)."""
+    """Return the ONNX file of a head: hidden states, (tokens, d_model), to vectors of length 1, (tokens, width)."""
     nodes = [
         helper.make_node("MatMul", ["rows", "w"], ["projected"]),
         helper.make_node("ReduceL2", ["projected"], ["norm"], axes=[-1], keepdims=1),
@@ -101,7 +104,10 @@ def expected_vectors(rows: Array, width: int = WIDTH) -> Array:
 
 
 def sparse_file(pooling: str, width: int = VOCAB_SIZE, table: Array | None = None) -> bytes:
-    """Write a graph from rows and mask to (batch, width): the maximum or sum of log(1 + relu(logits))."""
+    """Return the ONNX file of a sparse head: hidden states and mask to (batch, width).
+
+    The output is log(1 + relu(logits)), as the maximum or the sum over the tokens.
+    """
     active = [
         helper.make_node("Relu", ["x"], ["positive"]),
         helper.make_node("Add", ["positive", "one"], ["more"]),
@@ -131,13 +137,13 @@ def sparse_file(pooling: str, width: int = VOCAB_SIZE, table: Array | None = Non
 
 
 def expected_weights(rows: Array, pooling: str, width: int = VOCAB_SIZE) -> Array:
-    """Compute the expected output of `sparse_file` for (seq, d_model) rows: (width,)."""
+    """Compute the expected output of `sparse_file`, (width,), from hidden states, (seq, d_model)."""
     y = np.log1p(np.maximum(rows @ weights(width, 2), 0))
     return np.asarray(y.max(axis=0) if pooling == "max" else y.sum(axis=0))
 
 
 def own_id_file() -> bytes:
-    """Write a graph from rows, (tokens, d_model), to one weight each, (tokens, 1)."""
+    """Return the ONNX file of a head: hidden states, (tokens, d_model), to one weight for each token, (tokens, 1)."""
     nodes = [helper.make_node("MatMul", ["rows", "w"], ["x"]), helper.make_node("Relu", ["x"], ["out"])]
     return _model(nodes, {"rows": ["tokens", D_MODEL]}, ["tokens", 1], w=weights(1, 3))
 
@@ -181,7 +187,7 @@ def every_kind() -> dict[str, Any]:
 
 
 def loader(bundle: Path, engine: Any = "onnxruntime") -> Loader:
-    """Return a loader that loads this bundle for every directory."""
+    """Return a loader that loads `bundle`, whatever directory it gets."""
 
     def load(_: Path, settings: Settings, pool: TurnPool, served: str) -> LoadedModel:
         return load_model(bundle, replace(settings, engine=engine), pool)

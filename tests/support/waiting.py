@@ -5,7 +5,7 @@ import inspect
 import time
 from collections.abc import Callable
 
-# Longer than any condition takes on a busy machine, shorter than the timeout of a test.
+# This is longer than any condition takes on a busy machine, and shorter than the timeout of a test.
 PATIENCE_SECONDS = 60.0
 
 

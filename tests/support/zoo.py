@@ -1,8 +1,8 @@
-"""Tiny models as rows of data. Each row has a directory in the format of a library, and the library's vectors.
+"""A table of tiny models. Tests compare our vectors with those of each model's own library.
 
-A row is one directory of sentence-transformers, PyLate, ColBERT, model2vec or BGE-M3. `Zoo` writes the directory,
-exports it once for all test tiers, and computes the library's vectors. The tests compare these vectors with those of
-an Embedder or a server. Rows of plain transformers models are in `architectures`.
+An entry is a directory in the format of sentence-transformers, PyLate, ColBERT, model2vec or BGE-M3. `Zoo` writes the
+directory, exports it once for all tests, and computes the library's vectors. The tests compare these vectors with those
+of an Embedder or a server. Plain transformers models are in `architectures`.
 """
 
 import dataclasses
@@ -36,17 +36,17 @@ REAL_TEXTS = ("", "the cat", "Grüße aus Köln, 東京 и Москва 🌍", "
 
 # The largest allowed distance from the library's vector, relative to the length of that vector.
 TOLERANCE = 1e-4
-# The largest allowed difference between two weights of a sparse vector.
+# The allowed absolute difference of a sparse weight. TOLERANCE, relative to the weight, is added.
 WEIGHT_TOLERANCE = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One combination of prompt and task.
+    """The task and the prompt of an encode call.
 
     Attributes:
-        task: "query" or "document"; None for neither.
-        prompt_name: The prompt; "" for no prompt, None for the default prompt.
+        task: "query" or "document"; None for a call without a task.
+        prompt_name: The name of the prompt; "" for no prompt, None for the default prompt.
     """
 
     task: Literal["query", "document"] | None = None
@@ -58,7 +58,7 @@ class Way:
 
 @dataclasses.dataclass(frozen=True)
 class ZooModel:
-    """One row.
+    """One entry of the table.
 
     Attributes:
         write: Writes the directory.
@@ -76,7 +76,7 @@ class ZooModel:
 
     @property
     def ways(self) -> list[Way]:
-        """Return all combinations of prompts and tasks of the directory."""
+        """Return the prompts and tasks to test."""
         tasks = [Way("query"), Way("document")] if self.tasks else []
         if self.kind != "dense":
             return tasks
@@ -109,7 +109,7 @@ _T5 = {"d_model": D_MODEL, "d_kv": 12, "d_ff": 32, "num_layers": 2, "num_heads":
 
 
 def _sentence(*, prompts: bool = False, default: str = "", **written: Any) -> ZooModel:
-    """Return the row of a sentence-transformers directory; see `write_model`."""
+    """Return the entry of a directory that `write_model` writes in sentence-transformers' format."""
     settings = dict(written.pop("settings", {}))
     if prompts:
         settings |= {"prompts": PROMPTS}
@@ -170,7 +170,9 @@ DENSE: dict[str, ZooModel] = {
         default="instruction",
         settings={"truncate_dim": 16},
         transformer={"max_seq_length": 40, "do_lower_case": True},
-        encoder={"config": {"intermediate_size": 64}},  # int8 rounds only weights of 1,024 numbers or more
+        encoder={
+            "config": {"intermediate_size": 64}
+        },  # large enough for int8, which rounds only weights of 1,024 numbers or more
     ),
     "qwen3": _sentence(
         modules=[_pooling("lasttoken"), _NORMALIZE],
@@ -210,8 +212,8 @@ _SPARSE: dict[str, Callable[[Path], object]] = {
 }
 SPARSE = {name: ZooModel(write, "sparse", SPARSE_TEXTS) for name, write in _SPARSE.items()}
 MODELS: dict[str, ZooModel] = {**DENSE, **LATE, **SPARSE}
-# These rows are not compared one by one. BGE-M3's own code is compared in a test of its own; trained weights serve the
-# tests of precisions.
+# The general comparison with a library leaves out these models. A separate test compares BGE-M3 with its own code. The
+# trained models are for tests of precisions.
 OTHERS: dict[str, ZooModel] = {
     "bge-m3": ZooModel(write_bge_m3, texts=SPARSE_TEXTS),
     "trained-late": ZooModel(trained, "multi_vector", REAL_TEXTS),
@@ -220,14 +222,14 @@ OTHERS: dict[str, ZooModel] = {
 
 
 class Zoo:
-    """The directories and bundles of all rows. A directory or bundle is written when a test first requests it."""
+    """The directories and bundles of all models. Each is written when a test first requests it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._libraries: dict[str, Any] = {}
 
     def directory(self, name: str) -> Path:
-        """Return the directory of a row, written by its library."""
+        """Return the directory of a model. Write the directory at the first call."""
         path = self._folder / "directories" / name
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
@@ -235,12 +237,12 @@ class Zoo:
         return path
 
     def export(self, name: str, models: Path | None = None, served_as: str | None = None, **options: Any) -> Exported:
-        """Export a row into a model repository, by default the zoo's own, and return the bundle."""
+        """Export a model into a model repository, by default the zoo's own, and return the bundle."""
         target = Target(model_repository=models or self._folder / "models", name=served_as or name)
         return export_once(export_hf, self.directory(name), target=target, **options)
 
     def library(self, name: str) -> Any:
-        """Load the directory with sentence-transformers, on the CPU in float32."""
+        """Load a model's directory with sentence-transformers, on the CPU in float32."""
         if name not in self._libraries:
             import sentence_transformers
 
@@ -259,14 +261,13 @@ class Zoo:
         if row.kind == "sparse":
             made = encode(list(texts or row.texts), convert_to_sparse_tensor=False, **arguments).numpy()
         else:
-            # The texts are encoded one at a time, because in a batch the library's own vectors differ by as much as the
-            # tolerance.
+            # One text at a time: in a batch, the library's own vectors change by as much as the tolerance.
             made = encode(list(texts or row.texts), batch_size=1, convert_to_numpy=True, **arguments)
         return [np.atleast_2d(vectors) for vectors in made]
 
 
 def served(client: Any, name: str, way: Way, texts: Sequence[str], **options: Any) -> list[Array]:
-    """Return a server's vectors, in the shapes of `Zoo.vectors`."""
+    """Return the vectors that a server computes, in the shapes of `Zoo.vectors`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the client warns about truncated texts
         if way.task:
@@ -277,7 +278,7 @@ def served(client: Any, name: str, way: Way, texts: Sequence[str], **options: An
 
 
 def embedded(embedder: Any, way: Way, texts: Sequence[str], **options: Any) -> list[Array]:
-    """Return an Embedder's vectors, in the shapes of `Zoo.vectors`."""
+    """Return the vectors that an Embedder computes, in the shapes of `Zoo.vectors`."""
     made = embedder.embed(list(texts), task=way.task, prompt_name=way.prompt_name, truncate=True, **options)
     if embedder.trained_kind != "sparse":
         return [np.atleast_2d(it) for it in made]
@@ -299,7 +300,7 @@ def assert_same(kind: Kind, got: Sequence[Array], want: Sequence[Array], where: 
 
 
 def least_cosine_of(got: Sequence[Array], want: Sequence[Array]) -> float:
-    """Return the least cosine similarity of vectors with the same index. Texts without vectors are left out."""
+    """Return the least cosine similarity between corresponding vectors. Vectors of length 0 in `want` are left out."""
     ours, theirs = (torch.from_numpy(np.concatenate(its)).double() for its in (got, want))
     kept = theirs.norm(dim=-1) > 0
     return float(torch.nn.functional.cosine_similarity(ours[kept], theirs[kept]).min())
