@@ -111,7 +111,7 @@ def test_no_wait_exceeds_the_deadline() -> None:
     asked=st.none() | st.floats(0, 1e6),
 )
 def test_a_wait_is_within_its_bounds(attempts: int, draw: float, remaining: float, asked: float | None) -> None:
-    """A retry starts between the server's delay and `max_backoff_seconds` after it, and before the deadline."""
+    """The wait exceeds the server's delay by at most `max_backoff_seconds`, and ends before the deadline."""
     policy = RetryPolicy(max_attempts=20_000)
     failure = Failure(Code.UNAVAILABLE, "", retry_delay_seconds=asked)
     wait = seconds_until_retry(policy, failure, attempts, remaining, lambda: draw)
@@ -214,7 +214,10 @@ def test_a_pushback_that_is_no_delay_forbids_retries(pushback: str) -> None:
 
 
 def test_the_index_counts_inputs_of_the_call() -> None:
-    """The server counts inputs from the start of the message. The client's error counts from the start of the call."""
+    """The server counts inputs from the start of a request message. The client counts from the start of its call.
+
+    One call may be sent as several request messages.
+    """
     failure = Failure(Code.INVALID_ARGUMENT, "inputs[3].token_ids.ids[17]: must be < 100; was 200")
     assert str(failure.to_exception(1, first_index=256)).startswith("inputs[259].token_ids.ids[17]: must")
     assert str(failure.to_exception(1)).startswith("inputs[3].token_ids")

@@ -17,7 +17,8 @@ from encserve_export.core.precision import Precision
 # the exporter's limit.
 LEAST: dict[Precision, float] = {"float16": 0.9999, "int8": 0.99}
 EACH = pytest.mark.parametrize("precision", LEAST)
-# The least cosine similarity between a token's hidden states computed alone and in a batch.
+# The least cosine similarity between two hidden states of a token: the sequence alone and in a batch, or from Encode
+# and from Inspect.
 ALONE = 0.999
 LENGTHS = (1, 2, 5, 9, 17, 33, 64, 128, 150, 200, 256)
 QUERIES = ["where do cats sleep", "how long does bread rise", "the fastest train in Japan", "tax on a second flat"]

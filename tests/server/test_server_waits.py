@@ -22,7 +22,7 @@ class Entry:
         deadline: The time at which the sequence expires.
         leaves_at: The time at which the caller cancels.
         ahead: The number of live entries that wait when this entry arrives.
-        running_until: The earliest start of the next batch, as known when this entry arrives.
+        running_until: The time at which the first lane becomes free, as known when this entry arrives.
         batches_before: The batches that begin between the arrival and this entry's own batch.
         started_at: The start of this entry's batch; NaN if the entry did not run.
     """
@@ -158,7 +158,7 @@ def test_all_patient_callers_are_served_and_no_late_ones(
 def test_an_odd_length_under_a_flood_of_others_waits_for_one_batch_only(
     length: int, flood: list[int], policy: BatchPolicy
 ) -> None:
-    """One sequence of an odd length among many others is the worst case of batching by length."""
+    """The worst case of batching by length: one sequence whose length differs from that of many later sequences."""
     engine = Engine(0.01, 1e-5)
     odd = Entry(0.001, length, math.inf, math.inf)
     others = [Entry(0.0 if i == 0 else 0.002 + i * 1e-4, it, math.inf, math.inf) for i, it in enumerate(flood)]

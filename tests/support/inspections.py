@@ -13,7 +13,7 @@ N_LAYERS, N_HEADS, D_MODEL, LONGEST = 2, 2, 8, 64
 
 
 def tensor_of(kind: int, n_tokens: int) -> npt.NDArray[np.float32]:
-    """Return all layers of one kind, or the positions. Each number depends on its position and on the kind."""
+    """Return all layers of one kind, or the positions. Each number depends on its index and on the kind."""
     shapes: dict[int, tuple[int, ...]] = {
         pb.INSPECT_KIND_ATTENTION_WEIGHTS: (N_LAYERS, N_HEADS, n_tokens, n_tokens),
         pb.INSPECT_KIND_HIDDEN_STATES: (N_LAYERS + 1, n_tokens, D_MODEL),

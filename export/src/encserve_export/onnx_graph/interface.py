@@ -187,7 +187,7 @@ def embedding_rows(model: onnx.ModelProto, input_ids: str) -> int | None:
 
 
 def token_tables(model: onnx.ModelProto, input_ids: str) -> dict[str, Sequence[int]]:
-    """The shape of each table in which a node looks up token ids, by the name of the table in that node."""
+    """The shapes of the tables in which nodes look up token ids. The keys are the tables' names in these nodes."""
     graph = model.graph
     ids = {input_ids}
     tables: dict[str, Sequence[int]] = {tensor.name: tensor.dims for tensor in graph.initializer}

@@ -44,6 +44,7 @@ from encserve_export.source.weights import Weights, holds_weights, read_object, 
 Route = Literal["transformers", "onnx"]
 ROUTES: tuple[Route, ...] = ("transformers", "onnx")
 ONNX_FILE = Path("onnx", "model.onnx")
+# An item of `unused_parts` in the report, with advice for the user.
 _LANGUAGE_MODEL = (
     "the head of a language model. For a SPLADE model, whose head computes the weights of words, save the directory "
     "with sentence-transformers as SparseEncoder(DIRECTORY).save_pretrained(OTHER), and export OTHER"
@@ -53,8 +54,8 @@ _CODE_OF_ITS_OWN = (
     "config.json names code of its own (auto_map), which is never executed; if the weights are for that code, "
     f"{pretrained.OWN_ONNX}"
 )
-# The model types for which transformers reads position_embedding_type "rotary". Other models ignore unknown values of
-# this field.
+# The model types for which transformers reads position_embedding_type "rotary". Models of other types ignore a value
+# that is not in `_KNOWN_POSITION_TYPES`.
 _READ_POSITION_TYPES = ("esm", "evolla")
 _KNOWN_POSITION_TYPES = ("absolute", "rope")
 
@@ -80,7 +81,8 @@ def export_hf(
             sentence-transformers.
         target: The destination of the bundle.
         max_sequence_tokens: The longest sequence to serve, in tokens, at most the number of the model's positions. The
-            default is the max_seq_length of sentence-transformers, or else all positions up to LONGEST_BY_DEFAULT.
+            default is the max_seq_length of sentence-transformers, or else the tokenizer's model_max_length and all
+            positions, up to LONGEST_BY_DEFAULT.
         precision: The precision of the bundle.
         via: The route. None prefers transformers, and uses the directory's ONNX file if transformers cannot load the
             model.
@@ -131,8 +133,8 @@ def export_hf(
             expected=expected,
         )
         exported = _export(build, via)
-    # The encoder does not use the head of a language model, but the bundle of a sparse model does. So the report of a
-    # sparse model has no unused parts.
+    # The encoder does not use the head of a language model, but the bundle of a sparse model does. So `unused_parts` is
+    # empty for a sparse model.
     used = exported.unused_parts if exported.manifest.sparse.mask_name else spec.used_parts
     unused_parts = tuple(part for part in exported.unused_parts if part not in used)
     if _has_language_model(settings, spec) and set(unused_parts) - {"pooler"}:
@@ -255,8 +257,8 @@ def _shorter_sequences(settings: Mapping[str, Any], longest: int) -> str:
     if type(original) is not int or longest <= original:
         return ""
     return (
-        f"config.json changes the positions of a whole batch if one of its sequences has more than {original} tokens "
-        f"(original_max_position_embeddings): give --max-sequence-tokens {original} or less"
+        f"the model computes the positions of a batch differently if one sequence has more than {original} tokens "
+        f"(original_max_position_embeddings in config.json): give --max-sequence-tokens {original} or less"
     )
 
 
@@ -268,8 +270,8 @@ def _export_onnx(build: _Build) -> Exported:
     tasks = build.spec.tasks.values()
     if any(task.HasField("expansion") and not task.expansion.attended for task in tasks):
         raise UnsupportedModelError(
-            f"this model needs vectors of the tokens that fill up a query, but {ONNX_FILE} does not compute vectors of "
-            "masked tokens; use --via transformers"
+            "this model fills up a query with tokens whose attention mask is 0, and needs their vectors, but "
+            f"{ONNX_FILE} does not compute vectors of such tokens; use --via transformers"
         )
     reference: Reference | None = None
     weights: Weights | None = None
