@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.callers.keys import digest_of
-from encserve_server.telemetry import call_log
-from encserve_server.telemetry.call_log import AccessLog, CallRecord, RefusalLog, line_of
+from encserve_server.telemetry import call_log, lines
+from encserve_server.telemetry.call_log import CallRecord, RefusalLog, line_of
+from encserve_server.telemetry.lines import LineWriter
 
 KEY, WRONG = "encserve-the-right-key", "encserve-the-wrong-key"
 BEARER: Any = (("authorization", f"Bearer {KEY}"),)
@@ -102,44 +104,60 @@ async def test_each_request_of_a_stream_is_a_line(
 
 def test_every_name_makes_a_line_of_json() -> None:
     line = line_of(RECORD._replace(model='a"\n\u2028@1', ended_at=0.002))
-    assert line.count("\n") == 1
+    assert "\n" not in line
     assert json.loads(line)["model"] == 'a"\n\u2028@1'
     assert json.loads(line)["time"] == "1970-01-01T00:00:00.002Z"
     assert json.loads(line)["seconds"] == 0.333333
 
 
-def test_lines_beyond_the_buffer_are_dropped_and_counted(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(call_log, "_MAX_WAITING", 3)
-    monkeypatch.setattr(call_log, "_FLUSH_SECONDS", 60.0)
-    file = io.StringIO()
-    log = AccessLog(file)
-    for _ in range(5):
-        log.add(RECORD)
+class Unread(io.StringIO):
+    """A pipe that nobody reads: a write returns only after `release`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.release = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.release.wait()
+        return super().write(text)
+
+
+def test_lines_that_nobody_reads_are_lost_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    file = Unread()
+    log = LineWriter("access", file, str, max_waiting=3)
+    lost: list[int] = []
+    log.on_lost = lost.append
+    for i in range(100):
+        log.put(f"{i}")
+    assert sum(lost) >= 90  # the thread may have taken lines in between
+    file.release.set()
     log.close()
-    assert file.getvalue().count("\n") == 3
-    (line,) = caplog.records
-    assert line.getMessage().startswith("access log lines were dropped")
-    assert vars(line)["count"] == 2
+    assert file.getvalue().count("\n") == 100 - sum(lost)
+    assert {it.getMessage() for it in caplog.records} == {
+        "lines of the access log were lost: nobody reads it fast enough"
+    }
+    assert sum(vars(it)["count"] for it in caplog.records) == sum(lost)
 
 
-def test_a_closed_log_is_reported_at_intervals(
+def test_a_file_that_cannot_be_written_is_reported_at_intervals(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The server logs the number of lost lines at the first loss, then at most once a minute, and at the end."""
-    monkeypatch.setattr(call_log, "_FLUSH_SECONDS", 0.001)
+    """The log reports the first loss, then at most one loss a minute, and the rest at the end."""
+    monkeypatch.setattr(lines, "_FLUSH_SECONDS", 0.001)
     file = io.StringIO()
     file.close()
-    log = AccessLog(file)
-    for _ in range(10):
-        log.add(RECORD)
-        while log._waiting:
+    log = LineWriter("access", file, line_of, max_waiting=100)
+    lost: list[int] = []
+    log.on_lost = lost.append
+    for i in range(10):
+        log.put(RECORD)
+        while sum(lost) <= i:
             time.sleep(0.001)
-    assert len(caplog.records) <= 1
     log.close()
     assert [vars(it)["count"] for it in caplog.records] == [1, 9]
-    assert all("the access log cannot be written" in it.getMessage() for it in caplog.records)
+    assert all(
+        "lines of the access log were lost: I/O operation on closed file" in it.getMessage() for it in caplog.records
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

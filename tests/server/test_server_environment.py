@@ -43,7 +43,7 @@ class Starts:
         self.settings: list[Settings] = []
         self._directory = directory
 
-        async def serve(settings: Settings) -> int:
+        async def serve(settings: Settings, _log: object) -> int:
             self.settings.append(settings)
             await asyncio.sleep(0)
             return 0

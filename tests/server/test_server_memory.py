@@ -36,7 +36,7 @@ def test_the_collector_skips_the_libraries(monkeypatch: pytest.MonkeyPatch, tmp_
     """
     frozen: list[int] = []
 
-    async def serve(_: Settings) -> int:
+    async def serve(_settings: Settings, _log: object) -> int:
         frozen.append(gc.get_freeze_count())
         return 0
 

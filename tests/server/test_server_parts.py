@@ -4,8 +4,10 @@ import asyncio
 import json
 import logging
 import os
+import re
 import threading
 import time
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -145,13 +147,13 @@ def test_a_flag_overrides_the_environment_and_the_environment_the_default(
 ) -> None:
     seen: list[Settings] = []
 
-    async def serve(settings: Settings) -> int:
+    async def serve(settings: Settings, _log: object) -> int:
         seen.append(settings)
         return 0
 
     monkeypatch.setattr("encserve_server.__main__.serve", serve)
     monkeypatch.setattr("encserve_server.__main__.exit_process", lambda status: None)
-    monkeypatch.setattr(logs, "configure", lambda *_: None)
+    monkeypatch.setattr(logs, "configure", lambda *_: SimpleNamespace())
     environment = {
         "ENCSERVE_MODEL_REPOSITORY": str(tmp_path),
         "ENCSERVE_GRPC_PORT": "1234",
@@ -186,7 +188,7 @@ def test_a_failed_start_logs_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     statuses: list[int] = []
-    monkeypatch.setattr(logs, "configure", lambda *_: None)
+    monkeypatch.setattr(logs, "configure", lambda *_: SimpleNamespace())
     monkeypatch.setattr("encserve_server.__main__.exit_process", statuses.append)
     CliRunner().invoke(main, ["--model-repository", str(tmp_path / "nowhere")], catch_exceptions=False)
     assert statuses == [1]
@@ -461,13 +463,16 @@ def test_log_lines_carry_their_fields(log_format: str, capsys: pytest.CaptureFix
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
     try:
-        logs.configure("info", log_format)
+        written = logs.configure("info", log_format)
         logging.getLogger("encserve_server.test").info("served", extra={"model": "tiny", "field": "a\nERROR b"})
         logging.getLogger("encserve_server.test").debug("hidden")
+        written.close()
     finally:
         root.handlers[:] = before
         root.setLevel(level)
     (line,) = capsys.readouterr().err.splitlines()
+    (written_at,) = re.findall(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line)
+    assert abs(datetime.fromisoformat(written_at).timestamp() - time.time()) < 60
     if log_format == "json":
         fields = json.loads(line)
         assert (fields["level"], fields["message"], fields["model"]) == ("INFO", "served", "tiny")

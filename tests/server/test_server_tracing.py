@@ -347,10 +347,11 @@ async def test_log_lines_carry_the_trace(traced: Traced, log_format: str, capsys
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
     try:
-        logs.configure("info", log_format)
+        written = logs.configure("info", log_format)
         logging.getLogger("encserve_server.test").info("before")
         for metadata in (SAMPLED, UNSAMPLED):
             await refusal(server.inspect(pb.InspectRequest(input=make_input("hello")), metadata=metadata))
+        written.close()
     finally:
         root.handlers[:] = before
         root.setLevel(level)

@@ -19,7 +19,7 @@ from encserve_server.app import serve
 from encserve_server.callers.keys import digest_of, make_key
 from encserve_server.environment import PREFIX, check_environment
 from encserve_server.settings import Settings
-from encserve_server.system import memory
+from encserve_server.system import descriptors, memory
 from encserve_server.telemetry import logs
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ def main(context: click.Context, /, **values: Any) -> None:
     The key that every call must present is in the environment variable ENCSERVE_API_KEY; it has no flag, since flags
     are seen by everybody on the machine.
     """
+    descriptors.open_standard_descriptors()
     if context.invoked_subcommand is not None:
         return
     if values["model_repository"] is None:
@@ -77,10 +78,10 @@ def main(context: click.Context, /, **values: Any) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something that can look again
     memory.limit_arenas()
     memory.freeze_gc()
-    logs.configure(settings.log_level, settings.log_format)
+    log = logs.configure(settings.log_level, settings.log_format)
     if unknown:
         logger.warning("environment variables that are no settings", extra={"variables": unknown})
-    exit_process(uvloop.run(serve(settings)))
+    exit_process(uvloop.run(serve(settings, log)))
 
 
 @main.command("hash-key")

@@ -44,9 +44,10 @@ from encserve_server.system.certificates import CertificateError, Certificates, 
 from encserve_server.system.clock import Clock, MonotonicClock
 from encserve_server.system.cpus import lower_thread_priority
 from encserve_server.system.listeners import is_loopback
-from encserve_server.telemetry.call_log import AccessLog, RefusalLog
+from encserve_server.telemetry.call_log import RefusalLog, open_access_log
 from encserve_server.telemetry.gpus import watch_gpus
 from encserve_server.telemetry.lag import LoopWatch
+from encserve_server.telemetry.lines import LineWriter
 from encserve_server.telemetry.metrics import CallerMetrics, Metrics
 from encserve_server.telemetry.page import MetricsPage
 from encserve_server.telemetry.spans import Tracer
@@ -203,7 +204,8 @@ class App:
         settings, calls = self.settings, self._calls
         calls.refusals = RefusalLog()
         if settings.access_log:
-            calls.access_log = AccessLog()
+            calls.access_log = open_access_log()
+            calls.access_log.on_lost = self.metrics.log_lines_lost.labels("access").inc
         source = open_source(settings.api_key, settings.api_key_file, settings.callers)
         if source is None and settings.tls_client_ca_file is None and not is_loopback(settings.host):
             logger.warning(
@@ -315,13 +317,22 @@ class App:
         )
 
 
-async def serve(settings: Settings) -> int:
-    """Serves until SIGTERM or SIGINT, and returns the exit status: 0 if it started and everything ended."""
+async def serve(settings: Settings, log: LineWriter[str]) -> int:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        settings: The settings.
+        log: The server's own log, whose lost lines are counted.
+
+    Returns:
+        The exit status: 0 if the server started and everything ended in time.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
     app = App(settings)
+    log.on_lost = app.metrics.log_lines_lost.labels("server").inc
     loop.add_signal_handler(signal.SIGHUP, app.manager.look_now)
     starting = loop.create_task(app.start())
     stopping = loop.create_task(stop.wait())

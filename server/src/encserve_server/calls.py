@@ -49,7 +49,8 @@ from encserve_server.models.treatment import EncodeCall
 from encserve_server.settings import MIB
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry import call_log, spans
-from encserve_server.telemetry.call_log import AccessLog, CallRecord, RefusalLog
+from encserve_server.telemetry.call_log import CallRecord, RefusalLog
+from encserve_server.telemetry.lines import LineWriter
 from encserve_server.telemetry.logs import log_unexpected
 from encserve_server.telemetry.spans import SERVER_ERROR_CODES, RequestSpan, Tracer
 from encserve_server.types.callers import ANY_SENDER, ANYONE, Priority, Sender
@@ -200,7 +201,7 @@ class Calls:
         self.callers: Callers | None = None
         self.caller_observer: CallerObserver | None = None
         self.answer_times: Mapping[Priority, AnswerTimes] = {}
-        self.access_log: AccessLog | None = None
+        self.access_log: LineWriter[CallRecord] | None = None
         self.refusals: RefusalLog | None = None
 
     @property
@@ -345,7 +346,7 @@ class Call:
             calls.caller_observer.ended(self.caller.name, reason or status.grpc, self._tokens)
         if calls.access_log is not None:
             ids = spans.current_ids()
-            calls.access_log.add(
+            calls.access_log.put(
                 CallRecord(
                     call_log.now(),
                     self.caller.name,

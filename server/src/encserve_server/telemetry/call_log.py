@@ -3,22 +3,17 @@
 import asyncio
 import json
 import logging
-import math
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import IO, NamedTuple
+from typing import NamedTuple
+
+from encserve_server.telemetry.lines import LineWriter
 
 logger = logging.getLogger(__name__)
 
-_FLUSH_SECONDS = 0.2
-# About 20 MB. If standard output is not read, further lines are dropped and counted.
-_MAX_WAITING = 50_000
-# How often it is told that lines cannot be written.
-_FAILED_SECONDS = 60.0
+_MAX_WAITING = 50_000  # records of about 20 MB
 _LINE_SECONDS = 1.0
 
 
@@ -56,60 +51,9 @@ class CallRecord(NamedTuple):
     trace_id: str
 
 
-class AccessLog:
-    """Writes one JSON object a line for each call, to standard output; a thread writes, so that no call waits."""
-
-    def __init__(self, file: IO[str] | None = None) -> None:
-        """Starts the thread."""
-        self._file = file or sys.stdout
-        self._waiting: deque[CallRecord] = deque()
-        self._dropped = 0
-        self._failed = 0  # lines that could not be written since that was told last, and why
-        self._error = ""
-        self._tell_failed_at = -math.inf
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._write, name="encserve-access-log", daemon=True)
-        self._thread.start()
-
-    def add(self, record: CallRecord) -> None:
-        """A call has ended; called on the event loop."""
-        if len(self._waiting) < _MAX_WAITING:
-            self._waiting.append(record)
-        else:
-            self._dropped += 1
-
-    def close(self, timeout_seconds: float = 1.0) -> None:
-        """Writes what waits, if that can be written."""
-        self._over.set()
-        self._thread.join(timeout_seconds)
-
-    def _write(self) -> None:
-        while not self._over.wait(_FLUSH_SECONDS):
-            self._write_waiting()
-        self._write_waiting()
-        self._tell_failed()
-
-    def _tell_failed(self) -> None:
-        if self._failed:
-            logger.error("the access log cannot be written: %s", self._error, extra={"count": self._failed})
-            self._failed = 0
-            self._tell_failed_at = time.monotonic() + _FAILED_SECONDS
-
-    def _write_waiting(self) -> None:
-        if not self._waiting:
-            return
-        lines = [line_of(self._waiting.popleft()) for _ in range(len(self._waiting))]
-        try:
-            self._file.write("".join(lines))
-            self._file.flush()
-        except (OSError, ValueError) as error:  # the reader has gone; calls go on
-            self._error = str(error)
-            self._failed += len(lines)
-            if time.monotonic() >= self._tell_failed_at:
-                self._tell_failed()
-        if dropped := self._dropped:
-            self._dropped -= dropped
-            logger.warning("access log lines were dropped: nobody reads them fast enough", extra={"count": dropped})
+def open_access_log() -> LineWriter[CallRecord]:
+    """Return the access log: a JSON object for each call, one a line, on standard output."""
+    return LineWriter("access", sys.stdout, line_of, max_waiting=_MAX_WAITING)
 
 
 def line_of(record: CallRecord) -> str:
@@ -118,7 +62,7 @@ def line_of(record: CallRecord) -> str:
     ended_at = datetime.fromtimestamp(fields.pop("ended_at"), UTC)
     for name in ("seconds", "queue_seconds", "compute_seconds"):
         fields[name] = round(fields[name], 6)
-    return json.dumps({"time": ended_at.isoformat(timespec="milliseconds").replace("+00:00", "Z"), **fields}) + "\n"
+    return json.dumps({"time": ended_at.isoformat(timespec="milliseconds").replace("+00:00", "Z"), **fields})
 
 
 class RefusalLog:

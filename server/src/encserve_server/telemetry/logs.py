@@ -1,18 +1,39 @@
-"""Structured logs on standard error: one JSON object a line, or text for people."""
+"""The server's log on standard error: a JSON object a line, or text for people."""
 
 import logging
 import secrets
 import sys
 import threading
+import time
 
 from pythonjsonlogger.json import JsonFormatter
 
 from encserve_server.telemetry import spans
+from encserve_server.telemetry.lines import LineWriter
 
 logger = logging.getLogger(__name__)
 
 _FIELDS = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+_MAX_WAITING = 10_000  # lines
+
+
+class _LineHandler(logging.Handler):
+    """Formats a record in the thread that logs, and hands the line to a writer."""
+
+    def __init__(self, lines: LineWriter[str]) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.put(self.format(record))
+        except Exception:  # logging's rule: an error in a handler stops no program
+            self.handleError(record)
+
+    def close(self) -> None:
+        self._lines.close()
+        super().close()
 
 
 class _TextFormatter(logging.Formatter):
@@ -37,24 +58,26 @@ def _add_ids(record: logging.LogRecord) -> bool:
     return True
 
 
-def configure(level: str, log_format: str) -> None:
-    """Sends every logger's lines of at least `level` to standard error, as "json" or "text".
+def configure(level: str, log_format: str) -> LineWriter[str]:
+    """Send all log lines of at least `level` to standard error, as "json" or "text"; return their writer.
 
-    Python would print warnings, and uncaught exceptions, there by itself: they become lines too.
+    Python's warnings and uncaught exceptions become log lines too. Times are RFC 3339 in UTC.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    formatter: logging.Formatter = _TextFormatter("%(asctime)s %(levelname)-7s %(message)s")
     if log_format == "json":
-        handler.setFormatter(
-            JsonFormatter(_FIELDS, rename_fields={"asctime": "time", "levelname": "level", "name": "logger"})
-        )
-    else:
-        handler.setFormatter(_TextFormatter("%(asctime)s %(levelname)-7s %(message)s"))
+        formatter = JsonFormatter(_FIELDS, rename_fields={"asctime": "time", "levelname": "level", "name": "logger"})
+    formatter.converter = time.gmtime
+    formatter.default_time_format, formatter.default_msec_format = "%Y-%m-%dT%H:%M:%S", "%s.%03dZ"
+    lines = LineWriter[str]("server", sys.stderr, str, max_waiting=_MAX_WAITING)
+    handler = _LineHandler(lines)
+    handler.setFormatter(formatter)
     handler.addFilter(_add_ids)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(capture=True)
     sys.excepthook = lambda kind, error, traceback: _log_uncaught(error, "the main thread")
     threading.excepthook = lambda it: _log_uncaught(it.exc_value, it.thread)
     sys.unraisablehook = lambda it: _log_uncaught(it.exc_value, it.object)
+    return lines
 
 
 def log_unexpected(error: BaseException) -> str:

@@ -233,6 +233,14 @@ class Metrics:
             "How late the event loop does what is due, sampled 10 times a second.",
             buckets=LAG_BUCKETS,
         )
+        self.log_lines_lost = counter(
+            "encserve_log_lines_lost",
+            "Lines that could not be written, because nobody reads standard error (server) or standard output (access) "
+            "fast enough, or because it is closed.",
+            ("log",),
+        )
+        for log in ("server", "access"):
+            self.log_lines_lost.labels(log)
         self.trace_spans = counter(
             "encserve_trace_spans",
             "Spans of traces, by outcome: exported, failed (the receiver did not take them), or dropped (the queue was "
