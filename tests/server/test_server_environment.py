@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from encserve_cli.commands import cli
+from encserve_server import healthcheck
 from encserve_server.__main__ import main
 from encserve_server.environment import check_environment, distance
 from encserve_server.settings import Settings
@@ -86,6 +87,49 @@ def test_unknown_variables_are_logged_once(start: Starts, caplog: pytest.LogCapt
 
 def test_variables_of_kubernetes_are_ignored() -> None:
     assert check_environment(KUBERNETES | {"PATH": "/bin", "ENCSERVE_REQUIRE_CHROMIUM": "1"}, SETTINGS) == []
+
+
+@pytest.mark.parametrize("port", ["grpc", "http", "metrics"])
+def test_a_service_with_the_name_of_a_port(start: Starts, port: str, caplog: pytest.LogCaptureFixture) -> None:
+    """For a Service named encserve-http, Kubernetes sets ENCSERVE_HTTP_PORT in every pod of the namespace."""
+    variable = f"ENCSERVE_{port.upper()}_PORT"
+    assert start(**{variable: "tcp://10.0.0.1:80"}).exit_code == 0
+    (settings,) = start.settings
+    assert (settings.grpc_port, settings.http_port, settings.metrics_port) == (50051, None, 9464)
+    (line,) = [it for it in caplog.records if "service links" in it.getMessage()]
+    assert vars(line)["variables"] == [variable]
+
+
+def test_the_health_check_ignores_a_service_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENCSERVE_GRPC_PORT", "tcp://10.0.0.1:80")
+    assert healthcheck.own_target() == "127.0.0.1:50051"
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "problem"),
+    [
+        ([], {"ENCSERVE_GRPC_PORT": "abc"}, "ENCSERVE_GRPC_PORT"),
+        ([], {"ENCSERVE_MAX_PADDING_FRACTION": "2"}, "<= 1; was 2.0 (set by ENCSERVE_MAX_PADDING_FRACTION)"),
+        (["--max-padding-fraction", "2"], {}, "<= 1; was 2.0 (set by --max-padding-fraction)"),
+        ([], {"ENCSERVE_PRECISION": "bfloat16"}, "bundle has (set by ENCSERVE_PRECISION)"),
+        (["--http-port", "9464"], {}, "must differ; both were 9464 (set by --http-port)"),
+        (["--device", "gpu"], {}, "'cpu', 'cuda'. Did you mean 'cuda'?"),
+        ([], {"ENCSERVE_LOG_LEVEL": "warn"}, "Did you mean 'warning'?"),
+        (["--device", "nonsense"], {}, "'nonsense' is not one of 'auto', 'cpu', 'cuda'.\n"),
+    ],
+)  # fmt: skip
+def test_an_error_names_what_the_operator_set(
+    start: Starts, flags: list[str], variables: dict[str, str], problem: str
+) -> None:
+    result = start(*flags, **variables)
+    assert result.exit_code == 2
+    assert problem in result.output
+
+
+def test_the_beginning_of_a_name_is_close_to_a_setting() -> None:
+    result = CliRunner().invoke(main, [], env={"ENCSERVE_MODEL_REPO": "models"})
+    assert result.exit_code == 2
+    assert "ENCSERVE_MODEL_REPO is no setting; is ENCSERVE_MODEL_REPOSITORY meant?" in result.output
 
 
 def test_variables_of_the_command_line_client_are_ignored() -> None:

@@ -61,6 +61,16 @@ def test_an_empty_or_missing_repository(tmp_path: Path) -> None:
         find_slots(tmp_path / "nowhere", ())
 
 
+@pytest.mark.parametrize(
+    ("inside", "problem"), [(("tiny",), "the folder of one model"), (("tiny", "1"), "one version of a model")]
+)
+def test_a_folder_inside_a_repository(tmp_path: Path, inside: tuple[str, ...], problem: str) -> None:
+    write_bundle(tmp_path)
+    folder = tmp_path.joinpath(*inside)
+    with pytest.raises(BundleError, match=f"{problem}: give {tmp_path}$"):
+        require(folder, find_slots(folder, ()))
+
+
 def test_a_model_named_twice_is_refused(tmp_path: Path) -> None:
     write_bundle(tmp_path)
     with pytest.raises(BundleError, match="--model tiny: it is named twice"):

@@ -3,21 +3,24 @@
 import dataclasses
 import logging
 import os
+import re
 import signal
 import types
 import typing
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import click
 import uvloop
+from click.core import ParameterSource
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read on import; what gRPC's core writes by itself is no log line
 from encserve_server import __version__
 from encserve_server.app import serve
 from encserve_server.callers.keys import digest_of, make_key
-from encserve_server.environment import PREFIX, check_environment
+from encserve_server.environment import PREFIX, check_environment, is_service_link
 from encserve_server.settings import Settings
 from encserve_server.system import descriptors, memory
 from encserve_server.telemetry import logs
@@ -25,12 +28,35 @@ from encserve_server.telemetry import logs
 logger = logging.getLogger(__name__)
 
 _API_KEY = f"{PREFIX}API_KEY"
+_SYNONYMS = {"gpu": "cuda"}
+
+
+class _Option(click.Option):
+    """A flag that ignores its variable if Kubernetes has written the address of a Service into it."""
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        value = super().resolve_envvar_value(ctx)
+        return None if value is not None and _is_link(f"{self.envvar}", value) else value
+
+
+class _Choice(click.Choice[str]):
+    """A choice whose error suggests the nearest value."""
+
+    def get_invalid_choice_message(self, value: str, ctx: click.Context | None) -> str:
+        near = _SYNONYMS.get(value.lower()) or next(iter(get_close_matches(value.lower(), self.choices, 1)), "")
+        message = super().get_invalid_choice_message(value, ctx)
+        return f"{message} Did you mean {near!r}?" if near in self.choices else message
+
+
+def _is_link(variable: str, value: str) -> bool:
+    return variable.endswith("_PORT") and is_service_link(value)
 
 
 def _option(field: "dataclasses.Field[Any]", hint: Any) -> Callable[[Any], Any]:
     """The flag of one setting."""
     flag = f"--{field.name.replace('_', '-')}"
     common: dict[str, Any] = {"help": field.metadata["help"], "show_envvar": True, "show_default": True}
+    common |= {"cls": _Option, "envvar": f"{PREFIX}{field.name.upper()}"}
     if field.default is not dataclasses.MISSING:
         common |= {"default": field.default}
     if isinstance(hint, types.UnionType):  # a type or None, where None means a default that depends on the machine
@@ -38,7 +64,7 @@ def _option(field: "dataclasses.Field[Any]", hint: Any) -> Callable[[Any], Any]:
     if hint is bool:
         return click.option(f"{flag}/--no-{field.name.replace('_', '-')}", **common)
     if typing.get_origin(hint) is typing.Literal:
-        return click.option(flag, type=click.Choice(typing.get_args(hint), case_sensitive=False), **common)
+        return click.option(flag, type=_Choice(typing.get_args(hint), case_sensitive=False), **common)
     if typing.get_origin(hint) is tuple:
         return click.option(flag, multiple=True, **common)
     if hint is Path:
@@ -68,20 +94,42 @@ def main(context: click.Context, /, **values: Any) -> None:
     descriptors.open_standard_descriptors()
     if context.invoked_subcommand is not None:
         return
+    known = {f"{PREFIX}{it.name.upper()}" for it in dataclasses.fields(Settings)}
+    try:
+        unknown = check_environment(os.environ, known)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
     if values["model_repository"] is None:
         raise click.MissingParameter(ctx=context, param=next(it for it in main.params if it.name == "model_repository"))
     try:
-        unknown = check_environment(os.environ, {f"{PREFIX}{it.name.upper()}" for it in dataclasses.fields(Settings)})
         settings = Settings(**values, api_key=os.environ.get(_API_KEY))
     except ValueError as error:
-        raise click.UsageError(str(error)) from error
+        raise click.UsageError(f"{error}{_set_by(context, str(error))}") from error
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something that can look again
     memory.limit_arenas()
     memory.freeze_gc()
     log = logs.configure(settings.log_level, settings.log_format)
     if unknown:
         logger.warning("environment variables that are no settings", extra={"variables": unknown})
+    if links := [name for name in sorted(known) if _is_link(name, os.environ.get(name, ""))]:
+        logger.warning(
+            "environment variables of Kubernetes service links are ignored: rename the Service, or set "
+            "enableServiceLinks: false for the pod",
+            extra={"variables": links},
+        )
     exit_process(uvloop.run(serve(settings, log)))
+
+
+def _set_by(context: click.Context, problem: str) -> str:
+    """Return the flags and variables that set the fields in an error of `Settings`, in brackets."""
+    sources = {
+        ParameterSource.COMMANDLINE: lambda name: f"--{name.replace('_', '-')}",
+        ParameterSource.ENVIRONMENT: lambda name: f"{PREFIX}{name.upper()}",
+    }
+    words = re.findall(r"\w+", problem)
+    given = [(name, context.get_parameter_source(name)) for name in context.params if name in words]
+    names = [sources[source](name) for name, source in given if source in sources]
+    return f" (set by {', '.join(names)})" if names else ""
 
 
 @main.command("hash-key")

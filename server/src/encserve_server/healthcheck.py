@@ -3,7 +3,7 @@
 The exit status is 0 if the server says SERVING and 1 if it does not, or cannot be reached. Without a target it asks the
 one that the environment describes, as the server itself reads it; where that has `ENCSERVE_TLS_CERT_FILE`, by /healthz
 of the metrics page, which needs no client certificate. It runs every few seconds beside the server, so it
-imports nothing but the standard library, gRPC and the health service's messages.
+imports little: the standard library, gRPC, the health service's messages, and a module without imports.
 """
 
 import http.client
@@ -15,6 +15,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from encserve_server.environment import is_service_link
+
 _DEADLINE_SECONDS = 3.0
 _EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing is bound here
 
@@ -25,10 +27,16 @@ def own_host() -> str:
     return _EVERY_ADDRESS.get(host, host)
 
 
+def _own_port(variable: str, default: str) -> str:
+    """Return the port in a variable. A value that Kubernetes wrote for a Service is ignored, as the server does."""
+    value = os.environ.get(variable, "")
+    return default if not value or is_service_link(value) else value
+
+
 def own_target() -> str:
     """The gRPC target of the server of this container, from `ENCSERVE_HOST` and `ENCSERVE_GRPC_PORT`."""
     host = own_host()
-    port = os.environ.get("ENCSERVE_GRPC_PORT") or "50051"
+    port = _own_port("ENCSERVE_GRPC_PORT", "50051")
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -62,7 +70,7 @@ def _check_own() -> str:
     """What the server of this container says."""
     if not os.environ.get("ENCSERVE_TLS_CERT_FILE"):
         return check(own_target())
-    return check_page(own_host(), int(os.environ.get("ENCSERVE_METRICS_PORT") or "9464"))
+    return check_page(own_host(), int(_own_port("ENCSERVE_METRICS_PORT", "9464")))
 
 
 def main(arguments: list[str]) -> int:

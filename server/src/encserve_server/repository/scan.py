@@ -89,10 +89,12 @@ def require(repository: Path, slots: list[Slot]) -> list[Slot]:
         BundleError: There is nothing, or nothing for one of them.
     """
     if not slots:
-        raise BundleError(
-            f"--model-repository {repository}: no bundle in it; expected <name>/<version>/{MANIFEST_NAME} "
-            "(encserve-export writes them)"
-        )
+        problem = f"--model-repository {repository}: no bundle in it; expected <name>/<version>/{MANIFEST_NAME}"
+        if (repository / MANIFEST_NAME).is_file():
+            raise BundleError(f"{problem}. It is one version of a model: give {repository.absolute().parent.parent}")
+        if _versions(repository):
+            raise BundleError(f"{problem}. It is the folder of one model: give {repository.absolute().parent}")
+        raise BundleError(f"{problem} (encserve-export writes them)")
     for slot in slots:
         if not slot.candidates:
             raise BundleError(slot.problem)
