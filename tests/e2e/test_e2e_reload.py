@@ -147,8 +147,12 @@ def test_a_damaged_version_is_refused_and_the_old_version_stays(
     server.process.send_signal(signal.SIGHUP)
     until(lambda: server.metric("encserve_model_loads_total", outcome="refused") == 1)
     assert served(server) == ["0"]
-    refusals = [line for line in server.log if line["message"] == "a model version was refused"]
-    assert "model.onnx.data: its sha256 is" in refusals[0]["error"]
+
+    def refusals() -> list[str]:
+        return [line["error"] for line in server.log if line["message"] == "a model version was refused"]
+
+    until(lambda: bool(refusals()))
+    assert "model.onnx.data: its sha256 is" in refusals()[0]
     with EncoderClient(server.target) as client:
         client.encode(INPUTS)
 

@@ -40,6 +40,7 @@ from encserve_server.rpc.sending import Sending
 from encserve_server.rpc.server import add_service, listen, make_server
 from encserve_server.settings import MIB, Settings
 from encserve_server.system import memory
+from encserve_server.system.background import repeat
 from encserve_server.system.certificates import CertificateError, Certificates, TlsFiles
 from encserve_server.system.clock import Clock, MonotonicClock
 from encserve_server.system.cpus import lower_thread_priority
@@ -91,6 +92,7 @@ class App:
         max_held_bytes = settings.in_flight_bytes_for(memory.usable_bytes())
         self._calls = Calls(self.catalog, self._clock, self._encode_pool, max_held_bytes=max_held_bytes)
         self._calls.answer_times = self.metrics.answer_times
+        self._most_held_bytes = 0  # since memory was last given back
         self._sending = Sending(self._clock)
         self._receiving = Receiving(self._calls, settings.max_request_mib * MIB)
         self._guard = RpcGuard(self._calls, self.metrics, self._receiving, self._sending)
@@ -262,7 +264,11 @@ class App:
             raise StartupError(f"--grpc-port {settings.grpc_port} on {settings.host}: {why}") from error
         await server.start()
         self._server = server
-        watches = [self._receiving.watch(), self._sending.watch(), self._give_memory_back()]
+        watches = [
+            self._receiving.watch(),
+            self._sending.watch(),
+            repeat(self._give_memory_back, _HELD_LOOK_SECONDS, clock=self._clock),
+        ]
         if self._certificates is not None:
             watches.append(self._certificates.watch(self._clock))
         for watch in watches:
@@ -288,15 +294,12 @@ class App:
         self.http_port = self._http.port
 
     async def _give_memory_back(self) -> None:
-        """Returns memory to the system after much of it has been held: the C library would keep most of it."""
-        loop, most = asyncio.get_running_loop(), 0
-        while True:
-            await self._clock.sleep(_HELD_LOOK_SECONDS)
-            held = self._calls.held_bytes
-            most = max(most, held)
-            if most - held >= _MUCH_HELD_BYTES:
-                most = held
-                await loop.run_in_executor(self._load_pool, memory.trim)
+        """Return memory to the system if calls have released much of it. The C library would keep most of it."""
+        held = self._calls.held_bytes
+        self._most_held_bytes = max(self._most_held_bytes, held)
+        if self._most_held_bytes - held >= _MUCH_HELD_BYTES:
+            self._most_held_bytes = held
+            await asyncio.get_running_loop().run_in_executor(self._load_pool, memory.trim)
 
     def _is_serving(self) -> bool:
         """Whether every model is ready, and the server is not stopping; any thread may ask."""

@@ -11,6 +11,7 @@ from encserve_server.callers.file import NAME, CallerRules, CallersError, read_c
 from encserve_server.callers.keys import digest_of, presented_keys
 from encserve_server.callers.rates import TokenBucket
 from encserve_server.errors import Unauthenticated
+from encserve_server.system.background import repeat
 from encserve_server.system.clock import Clock
 from encserve_server.types.callers import ANYONE, Caller, Priority
 
@@ -181,28 +182,26 @@ class Callers:
         return f"{text}, or show a client certificate that is known here" if self._has_certificate_names else text
 
     async def watch(self) -> None:
-        """Reads the source again when it changes, until it is cancelled; one that cannot be used changes nothing."""
-        source = self._source
-        if source is None or not source.can_change:
-            return
-        loop = asyncio.get_running_loop()
-        while True:
-            await self._clock.sleep(_POLL_SECONDS)
-            try:  # not on the event loop: the file may be on a network
-                if (rules := await loop.run_in_executor(None, source.read_changed)) is None:
-                    continue
-                if problem := self._unasked(rules):
-                    logger.warning(problem)
-                self._take(rules)
-            except CallersError as error:
-                logger.error("callers refused, and those of before are kept: %s", error)
-                self._on_read(False)
-            except Exception as error:  # whose text may have a key; without this task no key would be revoked
-                logger.error("callers refused, and those of before are kept: unexpected %s", type(error).__name__)
-                self._on_read(False)
-            else:
-                self._on_read(True)
-                logger.info("callers read again", extra={"callers": list(self._by_name)})
+        """Read the source again whenever it changes, until cancelled. A source that cannot be used changes nothing."""
+        if self._source is not None and self._source.can_change:
+            await repeat(self._look, _POLL_SECONDS, clock=self._clock)
+
+    async def _look(self) -> None:
+        try:  # in a thread: the file may be on a network
+            if self._source is None or (rules := await asyncio.to_thread(self._source.read_changed)) is None:
+                return
+            if problem := self._unasked(rules):
+                logger.warning(problem)
+            self._take(rules)
+        except CallersError as error:
+            logger.error("callers refused, and those of before are kept: %s", error)
+            self._on_read(False)
+        except Exception as error:  # the text and the traceback of the error may have a key
+            logger.error("callers refused, and those of before are kept: unexpected %s", type(error).__name__)
+            self._on_read(False)
+        else:
+            self._on_read(True)
+            logger.info("callers read again", extra={"callers": list(self._by_name)})
 
     def _take(self, rules: Sequence[CallerRules]) -> None:
         """Replaces the callers; what rates have counted stays."""

@@ -18,6 +18,7 @@ from encserve_server.repository.loaded import LoadedModel, ServedAlready
 from encserve_server.repository.scan import Candidate, Slot, find_slots, require
 from encserve_server.settings import Settings
 from encserve_server.system import memory
+from encserve_server.system.background import repeat
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry.metrics import LoadOutcome, Metrics
 
@@ -123,7 +124,9 @@ class ModelManager:
         self._remember(slots)
         self._looked_at = self._clock.now()
         self._metrics.repository_overdue_seconds.set_function(self._overdue_seconds)
-        self._task = asyncio.get_running_loop().create_task(self._follow(), name="encserve-models")
+        self._task = asyncio.get_running_loop().create_task(
+            repeat(self._look, self._settings.model_poll_seconds or None, wake=self._wake), name="encserve-models"
+        )
 
     def look_now(self) -> None:
         """Has the repository looked at without waiting, and tries again what was refused."""
@@ -147,22 +150,9 @@ class ModelManager:
         # All at once: how long this takes must not depend on how many there are.
         return all(await asyncio.gather(*map(_close, models)))
 
-    async def _follow(self) -> None:
-        """Looks again and again."""
-        poll_seconds = self._settings.model_poll_seconds or None
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(poll_seconds):
-                    await self._wake.wait()
-            self._wake.clear()
-            at_once, self._asked = self._asked, False
-            try:
-                await self._look(at_once=at_once)
-            except Exception:  # a bug must not end the following of the repository
-                logger.exception("looking into the model repository failed")
-
-    async def _look(self, *, at_once: bool) -> None:
+    async def _look(self) -> None:
         """Brings what is served in step with the repository."""
+        at_once, self._asked = self._asked, False
         if at_once:
             self._refused.clear()
         try:

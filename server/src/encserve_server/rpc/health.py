@@ -11,6 +11,7 @@ from encserve_server.errors import Draining, ModelNotFound
 from encserve_server.models.served import ServedModel
 from encserve_server.rpc.codec import parse
 from encserve_server.rpc.guard import Context, Handler, RpcGuard
+from encserve_server.system.background import repeat
 from encserve_server.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -118,7 +119,9 @@ class ModelHealth:
         self._models = models
         self._changed.set()
         if self._following is None:
-            self._following = asyncio.get_running_loop().create_task(self._follow(), name="encserve-health")
+            self._following = asyncio.get_running_loop().create_task(
+                repeat(self._look, _POLL_SECONDS, wake=self._changed), name="encserve-health"
+            )
 
     def changed(self) -> None:
         """To be called when a model's readiness may have changed."""
@@ -133,15 +136,6 @@ class ModelHealth:
         for model in self._models:
             self._metrics.ready.labels(*model.key).set(0)
         self._service.set_status(dict.fromkeys(self._service.serving, False))
-
-    async def _follow(self) -> None:
-        while True:
-            # Not wait_for: on Python 3.11 it loses a cancellation that comes together with the event.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_POLL_SECONDS):
-                    await self._changed.wait()
-            self._changed.clear()
-            self._look()
 
     def _look(self) -> None:
         serving: dict[str, bool] = {}

@@ -8,6 +8,7 @@ from typing import Any
 
 from encserve_server.calls import Calls
 from encserve_server.errors import BudgetFull, DeadlineExpired, Draining, EncserveError, MalformedRequest
+from encserve_server.system.background import repeat
 
 # A request that is not whole after two looks counts as slow: most are there with their call.
 _LOOK_SECONDS = 0.1
@@ -107,23 +108,24 @@ class Receiving:
             self._streams[task] = self._clock.now() if is_idle else math.inf
 
     async def watch(self) -> None:
-        """Looks at requests on their way, until it is cancelled."""
-        while True:
-            await self._clock.sleep(_LOOK_SECONDS)
-            self._looks += 1
-            now = self._clock.now()
-            for task in [it for it, look in self._prompt.items() if self._looks - look > _PROMPT_LOOKS]:
-                del self._prompt[task]
-                if self._take_place(task, is_open=task in self._open):
-                    self._slow[task] = now + RECEIVE_SECONDS
-                else:
-                    self._end(task, self._no_place(", and this request has not arrived whole"))
-            if self._calls.draining.is_set():  # a stop does not wait for what may never come
-                for task in list(self._slow):
-                    self._end(task, Draining("the server is stopping; send the request to another"))
-            for task in [it for it, due in self._slow.items() if due <= now]:
-                problem = f"the request did not arrive within {RECEIVE_SECONDS:.0f} s"
-                self._end(task, DeadlineExpired(problem))
+        """End requests that arrive too slowly, until cancelled."""
+        await repeat(self._look, _LOOK_SECONDS, clock=self._clock)
+
+    def _look(self) -> None:
+        self._looks += 1
+        now = self._clock.now()
+        for task in [it for it, look in self._prompt.items() if self._looks - look > _PROMPT_LOOKS]:
+            del self._prompt[task]
+            if self._take_place(task, is_open=task in self._open):
+                self._slow[task] = now + RECEIVE_SECONDS
+            else:
+                self._end(task, self._no_place(", and this request has not arrived whole"))
+        if self._calls.draining.is_set():  # a stop does not wait for what may never come
+            for task in list(self._slow):
+                self._end(task, Draining("the server is stopping; send the request to another"))
+        for task in [it for it, due in self._slow.items() if due <= now]:
+            problem = f"the request did not arrive within {RECEIVE_SECONDS:.0f} s"
+            self._end(task, DeadlineExpired(problem))
 
     def _taken(self) -> int:
         return len(self._slow) + len(self._streams)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from encserve_server.calls import Call
 from encserve_server.settings import MIB
+from encserve_server.system.background import repeat
 from encserve_server.system.clock import Clock
 
 logger = logging.getLogger(__name__)
@@ -50,15 +51,16 @@ class Sending:
         self._due.pop(call, None)
 
     async def watch(self) -> None:
-        """Closes the connections of callers that do not read, until it is cancelled."""
-        while True:
-            await self._clock.sleep(_LOOK_SECONDS)
-            now = self._clock.now()
-            late = {call: peer for call, (due, peer) in self._due.items() if due <= now}
-            if late:
-                close_connections(set(late.values()))
-                again = now + UNREAD_SECONDS  # where a connection could not be closed, for want of descriptors
-                self._due |= {call: (again, peer) for call, peer in late.items()}
+        """Close the connections of callers that do not read, until cancelled."""
+        await repeat(self._look, _LOOK_SECONDS, clock=self._clock)
+
+    def _look(self) -> None:
+        now = self._clock.now()
+        late = {call: peer for call, (due, peer) in self._due.items() if due <= now}
+        if late:
+            close_connections(set(late.values()))
+            again = now + UNREAD_SECONDS  # where a connection could not be closed, for want of descriptors
+            self._due |= {call: (again, peer) for call, peer in late.items()}
 
 
 def close_connections(peers: Collection[str]) -> None:

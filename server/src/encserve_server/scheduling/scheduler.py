@@ -25,6 +25,7 @@ from encserve_server.scheduling.admission import Admission, Throughput
 from encserve_server.scheduling.batching import BatchPolicy
 from encserve_server.scheduling.lanes import ComputeOutputs, Lanes, Outcome
 from encserve_server.scheduling.queue import QueueObserver, Ticket
+from encserve_server.system.background import repeat
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry.spans import BatchTracer, RequestSpan
 from encserve_server.types.arrays import ModelInput
@@ -159,7 +160,14 @@ class Scheduler:
     def start(self) -> None:
         """Starts the engine's threads; call once, on the event loop."""
         self._lanes.start()
-        self._stall_watch = asyncio.get_running_loop().create_task(self._watch_stalls(), name="encserve-stalls")
+        self._stall_watch = asyncio.get_running_loop().create_task(
+            repeat(
+                self._end_stalled_calls,
+                min(self._limits.stall_seconds, _MOST_STALL_POLL_SECONDS),
+                clock=self._clock,
+            ),
+            name="encserve-stalls",
+        )
 
     async def close(self) -> None:
         """Stops the engine; calls that are not done get EngineUnhealthy. Waits for running batches."""
@@ -390,7 +398,9 @@ class Scheduler:
             self._set_unhealthy(f"the engine failed {times} times in a row, and then with a known good input", error)
         self._fail_all(f"the model is not available: {self._unhealthy_reason}", batch.sequences)
         if not self._over and (self._recovery is None or self._recovery.done()):
-            self._recovery = asyncio.get_running_loop().create_task(self._recover(), name="encserve-recovery")
+            self._recovery = asyncio.get_running_loop().create_task(
+                repeat(self._recover, self._limits.probe_seconds, clock=self._clock), name="encserve-recovery"
+            )
 
     # Health
 
@@ -417,23 +427,20 @@ class Scheduler:
         else:
             self._set_unhealthy(reason, error)
 
-    async def _recover(self) -> None:
-        """Probes until the engine works again; meanwhile `run` refuses."""
-        while True:
-            await self._clock.sleep(self._limits.probe_seconds)
-            if await self._lanes.probe():
-                logger.warning("the engine works again")
-                self._lanes.resume()
-                self._set_unhealthy("")
-                return
+    async def _recover(self) -> bool:
+        """Probe the engine, and return whether it works again. Until then, `run` refuses calls."""
+        if not await self._lanes.probe():
+            return False
+        logger.warning("the engine works again")
+        self._lanes.resume()
+        self._set_unhealthy("")
+        return True
 
-    async def _watch_stalls(self) -> None:
-        """Ends the calls that wait for a run which takes too long; without a deadline they would wait forever."""
-        while True:
-            await self._clock.sleep(min(self._limits.stall_seconds, _MOST_STALL_POLL_SECONDS))
-            if not self._unhealthy_reason and (reason := self.not_ready_reason()):
-                self._fail_all(f"the model is not available: {reason}", [])
-                self._on_health_change()
+    def _end_stalled_calls(self) -> None:
+        """End the calls that wait for a stalled run. Without a deadline they would wait forever."""
+        if not self._unhealthy_reason and (reason := self.not_ready_reason()):
+            self._fail_all(f"the model is not available: {reason}", [])
+            self._on_health_change()
 
     def _set_unhealthy(self, reason: str, error: BaseException | None = None) -> None:
         """Sets or clears the reason, which callers see; the error itself is for the log."""

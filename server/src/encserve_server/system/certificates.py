@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from encserve_server.system.background import repeat
 from encserve_server.system.clock import Clock
 from encserve_server.system.files import read_small
 
@@ -181,13 +182,11 @@ class Certificates:
             self._loaded()
 
     async def watch(self, clock: Clock) -> None:
-        """Looks every second, until it is cancelled."""
-        while True:
-            await clock.sleep(_POLL_SECONDS)
-            try:
-                await asyncio.to_thread(self.look)
-            except Exception:  # the next look may be luckier, and nobody waits for this one
-                logger.exception("the TLS files could not be looked at")
+        """Look at the files every second, until cancelled."""
+        await repeat(self._look_in_thread, _POLL_SECONDS, clock=clock)
+
+    async def _look_in_thread(self) -> None:
+        await asyncio.to_thread(self.look)
 
     def _end_sessions(self) -> None:
         """Replaces the contexts: neither OpenSSL's nor gRPC's new ones resume a session of the old ones.

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 
-_FLUSH_SECONDS = 0.1
+_FLUSH_SECONDS = 0.02
 _REPORT_SECONDS = 60.0
 
 

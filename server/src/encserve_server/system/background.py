@@ -1,0 +1,52 @@
+"""Work that the server repeats in the background, for as long as it runs."""
+
+import asyncio
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable
+
+from encserve_server.system.clock import Clock, MonotonicClock
+
+logger = logging.getLogger(__name__)
+
+
+async def repeat(
+    work: Callable[[], object],
+    seconds: float | None,
+    *,
+    clock: Clock | None = None,
+    wake: asyncio.Event | None = None,
+) -> None:
+    """Call a function or a coroutine function again and again, until it returns True or the task is cancelled.
+
+    An exception does not end the repetition. The log has its traceback, once for each row of equal exceptions.
+
+    Args:
+        work: The function.
+        seconds: The pause before each call; None waits for `wake` alone.
+        clock: The clock of the pause; not for a pause that `wake` can end.
+        wake: Ends a pause early. Cleared before each call.
+    """
+    failure = ""
+    while True:
+        if wake is None:
+            await (clock or MonotonicClock()).sleep(seconds or 0.0)
+        else:
+            # Not wait_for: on Python 3.11 it loses a cancellation that comes together with the event.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await wake.wait()
+            wake.clear()
+        try:
+            result = work()
+            if inspect.isawaitable(result):
+                result = await result
+            failure = ""
+        except Exception as error:  # a mistake of ours must not end a watch that nothing else replaces
+            if failure != repr(error):
+                failure = repr(error)
+                logger.exception("background work failed; it goes on", extra={"work": work.__qualname__})
+        else:
+            if result is True:
+                return

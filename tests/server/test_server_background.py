@@ -1,0 +1,74 @@
+"""Work in the background goes on after an unexpected error."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import pytest
+from fake_clock import FakeClock
+from fake_server import StartServer
+from waiting import until
+
+from encserve_server.rpc import health, receiving, sending
+from encserve_server.system.background import repeat
+
+
+async def test_an_error_is_logged_once_and_the_work_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    clock, calls = FakeClock(), 0
+
+    async def work() -> bool:
+        nonlocal calls
+        calls += 1
+        if calls in (2, 3, 5):
+            raise ValueError("now and then")
+        return calls == 6
+
+    task = asyncio.create_task(repeat(work, 1.0, clock=clock))
+    for _ in range(6):
+        await until(lambda: clock.sleepers)
+        clock.advance(1.0)
+    await task
+    assert calls == 6
+    assert [it.levelname for it in caplog.records] == ["ERROR"] * 2  # the second and the third error are equal
+
+
+async def test_an_event_ends_the_pause() -> None:
+    wake, calls = asyncio.Event(), 0
+
+    def work() -> bool:
+        nonlocal calls
+        calls += 1
+        return calls == 2
+
+    task = asyncio.create_task(repeat(work, None, wake=wake))
+    for count in (1, 2):
+        wake.set()
+        await until(lambda count=count: calls == count)  # type: ignore[misc]
+    await task
+
+
+@pytest.mark.parametrize(
+    ("kind", "look"),
+    [(receiving.Receiving, "_look"), (sending.Sending, "_look"), (health.ModelHealth, "_look")],
+    ids=["slow requests", "unread replies", "health"],
+)
+async def test_a_watch_survives_an_error(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: type, look: str
+) -> None:
+    """Without its watch, slow requests were unbounded, and nothing was logged."""
+    original: Callable[[object], None] = getattr(kind, look)
+    calls = 0
+
+    def fail_first(self: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise KeyError("a mistake of ours")
+        original(self)
+
+    caplog.set_level(logging.ERROR)
+    monkeypatch.setattr(kind, look, fail_first)
+    server = await start_server()
+    await until(lambda: calls > 2)
+    assert "background work failed" in caplog.text
+    await server.encode([1])
