@@ -1,6 +1,8 @@
 """Multi-vector and sparse outputs for each task, from a real server and engine, compared with NumPy."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import tiny_heads
 from fake_server import Failed, FakeServer, make_input
 from http_calls import post
 from open_inference import arrays_of_rest, infer, text_tensor
-from tiny_bundle import LONGEST, VOCAB_SIZE, expected_rows, inspect_parts, table
+from tiny_bundle import LONGEST, VOCAB_SIZE, expected_rows, inspect_parts, table, write_bundle
 from tiny_heads import (
     BEGIN,
     END,
@@ -426,3 +428,14 @@ def memory_kib(name: str) -> int:
     found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1])
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("kind", ["every kind", "model"])
+def test_scipy_is_imported_before_the_first_call(tmp_path: Path, kind: str) -> None:
+    """The import takes seconds. A model that joins no vectors does not need it."""
+    bundle = write_bundle(tmp_path, **(tiny_heads.every_kind() if kind == "every kind" else {}))
+    code = "import sys; from encserve_server.offline import Embedder; Embedder(sys.argv[1], tune_batches=False)"
+    code += "; print('scipy.cluster.hierarchy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, bundle], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == str(kind == "every kind")

@@ -6,9 +6,9 @@ import numpy as np
 
 from encserve_server.engine.base import Head
 from encserve_server.errors import BundleError
-from encserve_server.outputs.token_pooling import EXTRA, can_pool
+from encserve_server.outputs.token_pooling import EXTRA, can_pool, pool_tokens
 from encserve_server.types.arrays import Numbers
-from encserve_server.types.bundles import Bundle, HeadGraph, SparsePooling
+from encserve_server.types.bundles import Bundle, HeadGraph, SparsePooling, TokenPooling
 from encserve_server.types.requests import OutputKind
 
 
@@ -52,6 +52,8 @@ def load_heads(bundle: Bundle, open_head: OpenHead) -> dict[OutputKind, Head]:
         heads[OutputKind.MODEL] = _opened(open_head, bundle.pooling.head, (2,), on_device=False)
     if bundle.multi_vector is not None:
         heads[OutputKind.MULTI_VECTOR] = _opened(open_head, bundle.multi_vector.head, (2,))
+        if can_pool():  # imports SciPy, which takes seconds: the first call must not wait for that
+            pool_tokens(np.eye(3, dtype=np.float32), TokenPooling(2.0))
     if bundle.sparse is not None:
         shape = (2,) if bundle.sparse.pooling is SparsePooling.OWN_ID else (2, 3)
         heads[OutputKind.SPARSE] = _opened(open_head, bundle.sparse.head, shape, all_threads=True)
