@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
 import re
 import socket
@@ -203,6 +204,17 @@ async def test_an_engine_that_fails(start_server: StartServer) -> None:
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unhealthy")
     await until(lambda: not server.app._is_serving())
     assert (await get(server, "/health")).status_code == 503
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate", "GZIP, identity"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embed", "/v2/models/tiny/infer"])
+async def test_a_compressed_body_is_refused(shared: FakeServer, path: str, encoding: str) -> None:
+    """Without this check, the error said that the body is not valid JSON."""
+    refused = await post(shared, path, gzip.compress(b'{"input": "hello"}'), headers={"content-encoding": encoding})
+    assert (refused.status_code, refused.headers["encserve-error-reason"]) == (415, "UNSUPPORTED_ENCODING")
+    assert f"Content-Encoding must be absent or identity; was '{encoding}'" in refused.text
+    plain = await post(shared, "/embed", b'{"inputs": "hello"}', headers={"content-encoding": "identity"})
+    assert plain.status_code == 200
 
 
 async def test_an_unexpected_error(

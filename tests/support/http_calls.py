@@ -21,12 +21,12 @@ def connect(server: FakeServer) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, trust_env=False, verify=False, timeout=30)  # noqa: S501
 
 
-async def post(server: FakeServer, path: str, body: Any) -> httpx.Response:
-    """Post an object as JSON, or raw bytes."""
+async def post(server: FakeServer, path: str, body: Any, **options: Any) -> httpx.Response:
+    """Post an object as JSON, or raw bytes. `options` are httpx's."""
     async with connect(server) as client:
         if isinstance(body, bytes):
-            return await client.post(path, content=body)
-        return await client.post(path, json=body)
+            return await client.post(path, content=body, **options)
+        return await client.post(path, json=body, **options)
 
 
 async def get(server: FakeServer, path: str) -> httpx.Response:

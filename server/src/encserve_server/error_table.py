@@ -61,6 +61,7 @@ ERROR_TABLE: dict[type[EncserveError], Status] = {
     errors.EmptyInputs: Status("INVALID_ARGUMENT", 400, _INVALID, 400, "Empty"),
     errors.UnknownField: Status("INVALID_ARGUMENT", 400, _INVALID, 422, "Validation"),
     errors.MalformedRequest: Status("INVALID_ARGUMENT", 400, _INVALID, 400, "Validation"),
+    errors.UnsupportedEncoding: Status("INVALID_ARGUMENT", 415, _INVALID, 415, "Validation"),
     errors.TooManyInputs: Status("INVALID_ARGUMENT", 400, _INVALID, 413, "Validation"),
     errors.TooManyOutputs: Status("INVALID_ARGUMENT", 400, _INVALID, 413, "Validation"),
     errors.SequenceTooLong: Status("INVALID_ARGUMENT", 400, _INVALID, 422, "Validation", "context_length_exceeded"),

@@ -212,6 +212,10 @@ class MalformedRequest(RequestError):
     """The bytes are not the protobuf message that the method takes."""
 
 
+class UnsupportedEncoding(RequestError):
+    """The body of an HTTP request is compressed."""
+
+
 class TooManyInputs(RequestError):
     """The request holds more sequences than one request may."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from aiohttp import StreamReader, web
 
 from encserve_server.calls import OPEN_REQUEST_BYTES
-from encserve_server.errors import DeadlineExpired, MalformedRequest, RequestTooLarge
+from encserve_server.errors import DeadlineExpired, MalformedRequest, RequestTooLarge, UnsupportedEncoding
 from encserve_server.http.connection import Connection
 
 # A body may take 30 s, and 1 s more for every 64 KiB that have come.
@@ -33,9 +33,16 @@ async def read_body(
         BudgetFull: `hold` has no room for it.
         RequestTooLarge: The body is over the limit; where its length is declared, nothing of it is read.
         MalformedRequest: The body comes in too many chunks.
+        UnsupportedEncoding: The body is compressed; nothing of it is read.
         DeadlineExpired: The body does not come.
         ConnectionError: The caller has gone.
     """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise UnsupportedEncoding(
+            "",
+            f"the header Content-Encoding must be absent or identity; was {encoding[:64]!r}. Send it uncompressed",
+        )
     declared, content = request.content_length, request.content
     if declared is not None:
         if declared > limit:
