@@ -238,7 +238,7 @@ REFUSED: list[tuple[Any, str, str]] = [  # errors in JSON; the gRPC tests check 
     (b"", "", "the body is not valid JSON"),
     (b"[1]", "", "must be a JSON object"),
     (b'{"raw": 1, "inputs": ', "", "the body is not valid JSON"),
-    (b'{"raw": 1, "id": "\xff", "inputs": []}', "", "the body is not valid JSON"),
+    (b'{"raw": 1, "id": "\xff", "inputs": []}', "", "the body must be UTF-8; was byte 0xff"),
     (b'{"inputs": [' + b"{}," * 100_000, "", "at most 200 JSON objects"),
     ({}, "", "`inputs`"),
     (b'{"inputs": [' + b'"data": [1],' * 10_000, "inputs", "at most 256 sequences"),

@@ -30,6 +30,7 @@ from encserve_server.errors import (
 from encserve_server.http import kinds
 from encserve_server.http.app import Reply
 from encserve_server.http.counting import COUNTED_BYTES, CountLimits, check_counts
+from encserve_server.http.json_errors import explain
 from encserve_server.http.replies import JSON_GROWTH
 from encserve_server.models.inputs import SentIds, SentInput
 from encserve_server.models.reply_size import ReplyShape
@@ -237,11 +238,11 @@ class BodyDecoder(Generic[AnyBody]):
         """
         name, size = self._inputs_field, memoryview(sent).nbytes
         if size <= _TURN_BYTES:
-            return _decoded_input(sent)
+            return _decoded_input(sent, name)
         if not _LIST_OF_INPUTS.match(memoryview(sent)):
             self._check_text(name, sent)
             hold(size * _DECODED_GROWTH)
-            return _decoded_input(sent)
+            return _decoded_input(sent, name)
         await asyncio.sleep(0)
         try:
             members = self._members.decode(sent)
@@ -252,7 +253,7 @@ class BodyDecoder(Generic[AnyBody]):
         turn_bytes = size = 0
         for i, member in enumerate(members):
             self._check_text(f"{name}[{i}]", member)
-            inputs.append(it := _decoded_input(member))
+            inputs.append(it := _decoded_input(member, f"{name}[{i}]"))
             size += _size(it)
             turn_bytes += memoryview(member).nbytes
             if turn_bytes > _TURN_BYTES:
@@ -603,19 +604,20 @@ def pooled_output(body: PooledBody, bundle: Bundle, *, normalize_default: bool |
     )
 
 
-def decoded(decoder: msgspec.json.Decoder[AnyJson], json: bytes | msgspec.Raw) -> AnyJson:
-    """What JSON holds.
+def decoded(decoder: msgspec.json.Decoder[AnyJson], json: bytes | msgspec.Raw, path: str = "") -> AnyJson:
+    """Decode JSON; `path` is the field that has it, empty for the body.
 
     Raises:
-        ValidationError: It is not of the decoder's type.
-        MalformedRequest: It is no JSON.
+        ValidationError: The value is not of the decoder's type.
+        MalformedRequest: The bytes are not JSON.
+        InvalidField: A string has half of a surrogate pair.
     """
     try:
         return decoder.decode(json)
     except msgspec.ValidationError:
         raise
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedRequest("", f"the body is not valid JSON: {error}") from error
+        raise explain(bytes(json), error, path) from error
 
 
 def _plain(json: bytes | msgspec.Raw) -> Any:
@@ -635,9 +637,9 @@ def _size(it: Any) -> int:
     return len(it) * _ID_BYTES if isinstance(it, list) else sys.getsizeof(it)
 
 
-def _decoded_input(sent: msgspec.Raw) -> Any:
+def _decoded_input(sent: msgspec.Raw, path: str) -> Any:
     try:
-        return decoded(_INPUT, sent)
+        return decoded(_INPUT, sent, path)
     except msgspec.ValidationError:
         return _plain(sent)
 
