@@ -1,4 +1,4 @@
-"""Outputs of float16 and int8 bundles, and of a bfloat16 server, stay close to the outputs in float32."""
+"""Outputs of float16 and int8 models, and of a server with --precision bfloat16, are close to those in float32."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +13,11 @@ from zoo import Zoo
 from encserve_client import EncoderClient, maxsim
 from encserve_export.core.precision import Precision
 
-# The least cosine similarity between a token's hidden state and the same hidden state in float32. For int8 this is also
-# the exporter's limit.
+# The least cosine similarity between a token's hidden state and the same hidden state in float32. The limit of
+# int8 is also the exporter's limit.
 LEAST: dict[Precision, float] = {"float16": 0.9999, "int8": 0.99}
 EACH = pytest.mark.parametrize("precision", LEAST)
-# The least cosine similarity between a token's hidden states computed alone and in a batch.
+# The least cosine similarity between a token's hidden states from its sequence alone and from a batch of sequences.
 ALONE = 0.999
 LENGTHS = (1, 2, 5, 9, 17, 33, 64, 128, 150, 200, 256)
 QUERIES = ["where do cats sleep", "how long does bread rise", "the fastest train in Japan", "tax on a second flat"]
