@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-# The environment variables with which docker-compose.yml chooses its published ports.
+# docker-compose.yml reads its published ports from these environment variables.
 PORTS = ("GRPC_PORT", "HTTP_PORT", "METRICS_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")
 
 
@@ -29,7 +29,7 @@ class Engine:
     """
 
     def __init__(self, command: str, compose: list[str]) -> None:
-        """Choose free ports. `command` is the path of docker or podman; `compose` is the compose command."""
+        """Choose free ports. `command` is the path of docker or podman; `compose` is the engine's compose command."""
         self.command = command
         self.is_podman = Path(command).name == "podman"
         self.project = f"encserve-test-{os.getpid()}"
@@ -67,7 +67,7 @@ class Engine:
         return self._run([self.command, *map(str, arguments)], timeout, check)
 
     def compose(self, profile: str, *arguments: str, timeout: float = 300) -> str:
-        """Run a compose command with a profile; return its stdout."""
+        """Run a compose command with a profile; return the command's stdout."""
         return self._run([*self._compose, "--profile", profile, *arguments], timeout, check=True).stdout
 
     def _run(self, command: list[str], timeout: float, check: bool) -> "subprocess.CompletedProcess[str]":
@@ -85,7 +85,7 @@ class Engine:
         return done
 
     def has(self, image: str) -> bool:
-        """Pull an image if it is missing; return whether it is on this machine."""
+        """Pull an image if this machine does not have it; return whether the machine has it now."""
         if self.run("image", "inspect", image, check=False).returncode == 0:
             return True
         try:
@@ -103,7 +103,7 @@ class Engine:
         filters = [part for label in labels for part in ("--filter", f"label={label}")]
         ids = self.run("ps", "--all", "--quiet", *filters).stdout.split()
         if len(ids) != 1:
-            raise EngineFailed(f"{service} has {len(ids)} containers: {ids}")
+            raise EngineFailed(f"the service {service} has {len(ids)} containers instead of one: {ids}")
         return ids[0]
 
     def inspect(self, service: str) -> Any:
@@ -111,13 +111,13 @@ class Engine:
         return json.loads(self.run("container", "inspect", self.container(service)).stdout)[0]
 
     def healthy(self, service: str) -> bool:
-        """Whether the container's health check passes."""
+        """Whether the health check of a service's container passes."""
         if self.is_podman:  # podman runs health checks on a schedule only with systemd
             return self.run("healthcheck", "run", self.container(service), check=False).returncode == 0
         return str(self.inspect(service)["State"]["Health"]["Status"]) == "healthy"
 
     def logs(self) -> str:
-        """The last 20 lines of each container's log."""
+        """The last 20 lines of the log of each container in the project."""
         names = self.run("ps", "--all", *self._in_project(), "--format", "{{.Names}}").stdout.split()
         parts = [(name, self.run("logs", "--tail", "20", name, check=False)) for name in names]
         return "\n".join(f"--- {name}\n{done.stdout}{done.stderr}" for name, done in parts)

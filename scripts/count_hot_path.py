@@ -1,10 +1,10 @@
-"""Counts the server functions that run for one gRPC call with one short text and a pooled vector.
+"""Counts the server functions that run during one gRPC call, which asks for the pooled vector of one short text.
 
     python scripts/count_hot_path.py [models/all-MiniLM-L6-v2/1]
 
 Python's profiler counts function calls in every thread. After a warm-up, the script makes 50 gRPC calls and reports the
-call that ran the fewest functions. During other calls, a timer or a gauge may run too. A coroutine counts again each
-time it resumes.
+call that ran the fewest functions, because a background timer may run during the other calls. A coroutine counts again
+each time it resumes.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from encserve_server.settings import Settings
 
 SOURCE = str(Path(encserve_server.__file__).parent)
 ENCODE = "/encserve.v1.EncoderService/Encode"
-# Files, or functions as file:function, that run in the background even without a call. They are not counted.
+# The functions of these files, and single functions as file:function, run even without a call. They are not counted.
 BACKGROUND = {
     "telemetry/lag.py",
     "telemetry/page.py",
@@ -44,7 +44,7 @@ class Profile:
     """Counts the calls of functions under `SOURCE`.
 
     Attributes:
-        counts: The number of calls of each function; None while nothing is counted.
+        counts: The number of calls of each function; None while counting is off.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ async def measure(settings: Settings, profile: Profile) -> Counts:
             counts: Counts = Counter()
             profile.counts = counts
             await encode(request)
-            await asyncio.sleep(0.01)  # the server may still work after the reply
+            await asyncio.sleep(0.01)  # the server may run more functions of the call after its reply
             profile.counts = None
             found.append(Counter({code: n for code, n in counts.copy().items() if not _is_background(code)}))
     await app.stop()
@@ -100,13 +100,13 @@ def report(counts: Counts) -> str:
 
 
 def main() -> None:
-    """Measure one bundle and print the report."""
+    """Measure the model in the given directory and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Path("models/all-MiniLM-L6-v2/1")
-    parser.add_argument("bundle", nargs="?", type=Path, default=default, help="a bundle's directory, MODEL/VERSION")
+    parser.add_argument("bundle", nargs="?", type=Path, default=default, help="a model's directory, MODEL/VERSION")
     bundle: Path = parser.parse_args().bundle.absolute()
     repository, model = bundle.parent.parent, f"{bundle.parent.name}@{bundle.name}"
-    profile = Profile()  # must exist before the server starts its threads
+    profile = Profile()  # before the server starts, because it profiles only later threads
     settings = Settings(model_repository=repository, model=(model,), grpc_port=0, metrics_port=0)
     print(report(asyncio.run(measure(settings, profile))))
 

@@ -1,4 +1,4 @@
-"""Starts a server, encodes a sentence, compares four sentences, prints the server's latencies, and stops.
+"""Starts a server, encodes a sentence, compares four sentences, prints latencies, and stops the server.
 
 The server is a real process, and the calls go over gRPC. The latencies come from the server's metrics page.
 """
@@ -32,7 +32,7 @@ console = Console()
 
 @contextmanager
 def server(model_repository: Path, model: str) -> Iterator[tuple[int, int]]:
-    """Run a server until the end of the block. When it serves, yield its gRPC port and its metrics port."""
+    """Run a server during the block. When the server is ready, yield its gRPC port and its metrics port."""
     command: list[str | Path] = [BIN / "encserve-server", "--model-repository", model_repository, "--model", model]
     command += ["--grpc-port", "0", "--metrics-port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -41,7 +41,7 @@ def server(model_repository: Path, model: str) -> Iterator[tuple[int, int]]:
             lines = (json.loads(line) for line in process.stderr)
             serving = next((line for line in lines if line["message"] == "serving"), None)
             if serving is None:
-                raise click.ClickException(f"the server did not start (exit status {process.wait()})")
+                raise click.ClickException(f"encserve-server did not start; its exit status is {process.wait()}")
             yield serving["grpc_port"], serving["metrics_port"]
         finally:
             process.send_signal(signal.SIGTERM)
@@ -49,7 +49,7 @@ def server(model_repository: Path, model: str) -> Iterator[tuple[int, int]]:
             status = process.wait(timeout=60)
     console.print(f"The server got SIGTERM, finished its work and ended with exit status {status}.")
     if status:
-        raise click.ClickException("the server did not stop cleanly")
+        raise click.ClickException(f"encserve-server did not stop cleanly: its exit status is {status}, not 0")
 
 
 def client(port: int, *arguments: str) -> None:
@@ -77,7 +77,7 @@ def quantile_ms(buckets: list[tuple[float, float]], q: float) -> float:
 
 
 def latency_table(port: int) -> Table:
-    """A table of the server's latency by stage, read from its metrics page."""
+    """A table of the latencies of each stage, read from the server's metrics page at `port`."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
         families = text_string_to_metric_families(page.read().decode())
     samples = next(family for family in families if family.name == "encserve_stage_seconds").samples

@@ -12,10 +12,10 @@ PAGE = Path(__file__).parent.parent / "docs/metrics.md"
 HEAD = f"""\
 # Metrics
 
-Every metric of `encserve-server`, written from the code by `make docs`. The server has them on
-`http://HOST:METRICS_PORT/metrics`, for Prometheus or OpenMetrics. Every label set exists at zero before the first
-request. Label values never come from a caller: `model` and `version` name served models. Histograms of requests
-and stages have buckets that end at {", ".join(f"{it:g}" for it in SECONDS_BUCKETS)} s.
+Every metric of `encserve-server`, written from the code by `make docs`. The server publishes the metrics on
+`http://HOST:METRICS_PORT/metrics`, in the formats of Prometheus and OpenMetrics. Every label set exists with the value
+0 before the first request. Label values never come from a caller: `model` and `version` name served models. Histograms
+of requests and stages have buckets that end at {", ".join(f"{it:g}" for it in SECONDS_BUCKETS)} s.
 Dashboards, objectives and alerts: [operations.md](operations.md#metrics-and-dashboards).
 
 """
@@ -25,7 +25,7 @@ TABLE = """
 | metric | type | unit | labels | meaning |
 |---|---|---|---|---|
 """
-# The first metric of each topic, with the topic's heading. A topic ends before the first metric of the next topic.
+# The first metric of each section of the page: the section's heading. The page has the metrics in registration order.
 TOPICS = {
     "grpc_server_started": "RPCs",
     "encserve_queue_requests": "The queue",
@@ -34,11 +34,11 @@ TOPICS = {
     "encserve_ready": "Models and versions",
     "encserve_event_loop_lag_seconds": "The process",
 }
-UNITS = {"seconds", "bytes", "tokens", "sequences", "requests"}  # the last word of a metric's name, if it is a unit
+UNITS = {"seconds", "bytes", "tokens", "sequences", "requests"}  # a metric's name ends with its unit
 
 
 def page() -> str:
-    """The text of the whole page.
+    """The text of docs/metrics.md.
 
     Raises:
         ValueError: A metric in TOPICS does not exist.
@@ -50,7 +50,7 @@ def page() -> str:
         collector(registry=registry)
     families = list(registry.collect())
     if unknown := TOPICS.keys() - {it.name for it in families}:
-        raise ValueError(f"TOPICS: unknown metrics: {', '.join(sorted(unknown))}")
+        raise ValueError(f"TOPICS names metrics that do not exist: {', '.join(sorted(unknown))}")
     text = HEAD
     for family in families:
         if family.name in TOPICS:

@@ -2,7 +2,7 @@
 
     scripts/make_screenshots.py --model-repository models [--model NAME]
 
-The script runs the command and opens its HTML report in Chromium.
+The script runs `encserve inspect` and opens the HTML report in Chromium.
 CONTRIBUTING.md has the command that installs Chromium.
 """
 
@@ -37,7 +37,7 @@ def take_pictures(page: Path, folder: Path) -> None:
             opened = OpenPage(browser, page, width)
             box = opened.page.locator(f"#{section}").bounding_box()
             if opened.complaints or box is None:
-                raise click.ClickException(f"the page has errors or no section {section!r}: {opened.complaints}")
+                raise click.ClickException(f"{page} has errors, or no section {section!r}: {opened.complaints}")
             path = folder / f"inspect-{width}.png"
             height = box["y"] + box["height"] + MARGIN
             clip: dict[str, float] = {"x": 0, "y": 0, "width": width, "height": height}
@@ -51,12 +51,12 @@ def take_pictures(page: Path, folder: Path) -> None:
 
 @click.command()
 @click.option("--model-repository", type=click.Path(path_type=Path, exists=True), required=True)
-@click.option("--model", help="Default: the server's default model.")
+@click.option("--model", help="The model. Default: the server's default model.")
 @click.option("--text", default="I understand this", show_default=True, help="The text to inspect.")
 def main(model_repository: Path, model: str | None, text: str) -> None:
     """Write the screenshots of `encserve inspect` into docs/images."""
     if find_chromium() is None:
-        raise click.ClickException("needs Chromium: apt-get install chromium")
+        raise click.ClickException("this script needs Chromium: apt-get install chromium")
     flags = ["--model", model] if model else []
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "report.html"

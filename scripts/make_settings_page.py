@@ -14,8 +14,8 @@ HEAD = """\
 # Settings
 
 Every setting of `encserve-server`, written from the code by `make docs`. A flag beats its environment variable, and the
-variable beats the default. After a bad value the server does not start; the error names the setting, its bounds and the
-value. `encserve-server --help` prints the same.
+variable beats the default. With an invalid value the server does not start; the error names the setting, the allowed
+values and the given value. `encserve-server --help` prints the same settings.
 
 | flag and environment variable | values | default | meaning |
 |---|---|---|---|
@@ -24,7 +24,7 @@ WORDS = {int: "whole number", float: "number", str: "text", Path: "path"}
 
 
 def page() -> str:
-    """The text of the whole page."""
+    """The text of docs/settings.md."""
     hints = typing.get_type_hints(Settings)
     return HEAD + "".join(
         f"| {' | '.join(_row(field, hints[field.name]))} |\n" for field in dataclasses.fields(Settings)
@@ -32,7 +32,7 @@ def page() -> str:
 
 
 def _row(field: "dataclasses.Field[Any]", hint: Any) -> tuple[str, ...]:
-    if isinstance(hint, types.UnionType):  # `hint` is a type or None; keep the type
+    if isinstance(hint, types.UnionType):  # such as `int | None`: keep the type, drop None
         hint = typing.get_args(hint)[0]
     name = field.name.replace("_", "-")
     flag = f"`--{name}`, `--no-{name}`" if hint is bool else f"`--{name}`"
@@ -47,7 +47,7 @@ def _values(field: "dataclasses.Field[Any]", hint: Any) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return ", ".join(f"`{choice}`" for choice in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
-        return "text, may be repeated; in the variable, separated by spaces"
+        return "text; repeat the flag for several, or separate them with spaces in the variable"
     minimum, maximum = field.metadata.get("minimum"), field.metadata.get("maximum")
     if maximum is not None:
         return f"{WORDS[hint]}, {minimum:g} to {maximum:g}"

@@ -3,8 +3,8 @@
 The script needs docker with compose, or podman with podman-compose. Without them it prints SKIPPED. The exit status is
 then 0, or 1 if ENCSERVE_REQUIRE_CONTAINERS=1.
 
-Containers, networks and volumes belong to a new compose project, which publishes free ports. If the image of Grafana or
-Envoy cannot be pulled, the script prints a message and leaves this service out.
+Containers, networks and volumes belong to a new compose project, which uses free ports. If the image of Grafana or
+Envoy cannot be pulled, the script prints a message and does not test this service.
 """
 
 import json
@@ -80,7 +80,7 @@ def until(condition: Callable[[], bool], description: str, seconds: float) -> No
     """Wait until a condition is true; raise Failed after `seconds`."""
     ends = time.monotonic() + seconds
     while not condition():
-        expect(time.monotonic() < ends, f"{description}: not within {seconds:g} s")
+        expect(time.monotonic() < ends, f"not true within {seconds:g} s: {description}")
         time.sleep(0.5)
 
 
@@ -94,8 +94,8 @@ def torch_wheel() -> Iterator[bool]:
     """Put PyTorch's CPU wheel into deploy/wheels during the block, if pip's find-links settings contain the wheel.
 
     Yields:
-        Whether the wheel was found. If not, the image build downloads it from PyTorch's index or
-        TORCH_INDEX_URL.
+        Whether the wheel was found. If not, the image build downloads the wheel from TORCH_INDEX_URL, or from
+        PyTorch's index if this variable is not set.
     """
     before = set(WHEELS.glob("*.whl"))
     lock = ROOT / "deploy/requirements/torch.txt"
@@ -128,22 +128,22 @@ def build(engine: Engine) -> None:
 
 
 def check_rows(port: int) -> None:
-    """Compare token ids, norms of hidden states, and cosines of real text with the expected values."""
+    """Compare the server's token ids, norms of hidden states and cosine similarities with the expected values."""
     with EncoderClient(f"127.0.0.1:{port}") as client:
         result = client.run([TEXT], outputs=["tokens"])
         vectors = client.embed(SENTENCES)
     (rows,) = result.outputs[0].arrays()
     ids = np.asarray(result.sequences[0].token_ids)
-    expect(np.array_equal(ids, IDS), f"token ids are {ids}")
-    expect(rows.shape == (len(IDS), 384), f"the hidden states have the shape {rows.shape}")
+    expect(np.array_equal(ids, IDS), f"token ids are {ids}, not {IDS}")
+    expect(rows.shape == (len(IDS), 384), f"the hidden states have the shape {rows.shape}, not {(len(IDS), 384)}")
     norms = np.linalg.norm(rows, axis=1)
-    expect(np.allclose(norms, NORMS, atol=2e-3), f"norms are {norms}")
+    expect(np.allclose(norms, NORMS, atol=2e-3), f"norms are {norms}, not {NORMS}")
     units = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-    expect(np.allclose(units @ units.T, COSINES, atol=2e-3), f"cosines are {units @ units.T}")
+    expect(np.allclose(units @ units.T, COSINES, atol=2e-3), f"cosines are {units @ units.T}, not {COSINES}")
 
 
 def query(engine: Engine, promql: str) -> dict[str, float]:
-    """Run a Prometheus query; return its value for each instance, or {} if Prometheus does not answer."""
+    """Run a Prometheus query; return the value for each instance, or {} if Prometheus does not answer."""
     url = f"http://127.0.0.1:{engine.ports['prometheus']}/api/v1/query?" + urllib.parse.urlencode({"query": promql})
     try:
         with urllib.request.urlopen(url, timeout=10) as page:
@@ -154,15 +154,15 @@ def query(engine: Engine, promql: str) -> dict[str, float]:
 
 
 class Load:
-    """Threads that encode one text again and again until the end of the block.
+    """Threads that encode one text again and again until the end of the `with` block.
 
     Attributes:
         answered: The number of replies with hidden states of the right shape.
-        failed: The number of failed calls, by the name of the error or by the wrong shape.
+        failed: The number of failed calls. The keys are the names of the errors, or a text about a wrong shape.
     """
 
     def __init__(self, port: int, callers: int, retry: RetryPolicy | None = None) -> None:
-        """Prepare `callers` threads that call `port`. Without `retry` they use the client's default retries."""
+        """Prepare `callers` threads that call the server at `port`. Without `retry`, the client's default applies."""
         self.answered = 0
         self.failed: Counter[str] = Counter()
         self._port, self._retry = port, retry or RetryPolicy()
@@ -183,7 +183,7 @@ class Load:
             thread.join(timeout=60)
 
     def more(self, calls: int, seconds: float = 60) -> None:
-        """Wait for a number of further replies; raise Failed after `seconds`."""
+        """Wait until `calls` more calls have been answered; raise Failed after `seconds`."""
         total = self.answered + calls
         until(lambda: self.answered >= total, f"{calls} more replies", seconds)
 
@@ -203,7 +203,7 @@ class Load:
 
 
 def start(engine: Engine, profile: str, services: list[str]) -> None:
-    """Start services and wait until they are healthy, except `export`, which exits when it is done."""
+    """Start services, and wait until they are healthy. Do not wait for `export`, which exits after its work."""
     step(f"docker compose --profile {profile} up: {', '.join(services)}")
     engine.compose(profile, "up", "--detach", "--no-build", *services, timeout=400)
     for service in services:
@@ -230,15 +230,15 @@ def check_one_server(engine: Engine, services: list[str]) -> None:
     done = engine.run("exec", engine.container("server"), "python", "-c", CONFINED, check=False)
     expect(done.returncode == 0, f"the container {done.stderr}")
     step("Prometheus has scraped the server")
-    until(lambda: query(engine, "up{job='encserve'}") == {"server:9464": 1}, "up", 60)
-    until(lambda: sum(query(engine, "encserve_tokens_total").values()) > 0, "encserve_tokens_total", 60)
-    step("up again: the model exists, so nothing is exported")
+    until(lambda: query(engine, "up{job='encserve'}") == {"server:9464": 1}, "Prometheus scrapes the server", 60)
+    until(lambda: sum(query(engine, "encserve_tokens_total").values()) > 0, "encserve_tokens_total is above 0", 60)
+    step("docker compose up again: the model exists, so the service export writes nothing")
     began = engine.inspect("export")["State"]["StartedAt"]
     engine.compose("cpu", "up", "--detach", "--no-build", "export")
     until(lambda: not engine.inspect("export")["State"]["Running"], "export has ended", 60)
     log = engine.run("logs", engine.container("export")).stdout
     expect(engine.inspect("export")["State"]["StartedAt"] != began, "export did not run again")
-    expect(log.endswith("is there\n"), f"export printed {log}")
+    expect(log.endswith("is there\n"), f"export printed {log!r}, which does not end with 'is there'")
     step("the server restarts under load: 8 callers with default retries, 8 with many retries")
     patient = RetryPolicy(max_attempts=1000, max_backoff_seconds=0.5)
     with Load(engine.ports["grpc"], 8) as default, Load(engine.ports["grpc"], 8, patient) as waiting:
@@ -250,9 +250,9 @@ def check_one_server(engine: Engine, services: list[str]) -> None:
         waiting.more(50)
     print(f"    default retries: {default.answered} answered, failed during the restart: {dict(failed)}")
     print(f"    many retries: {waiting.answered} answered, failed: {dict(waiting.failed)}")
-    # There is no second server, so calls may fail during the restart. They must fail with ServerUnavailableError. Calls
-    # with many retries must not fail.
-    expect(set(default.failed) <= {ServerUnavailableError.__name__}, f"failures of other kinds: {default.failed}")
+    # During the restart, calls with default retries may fail with ServerUnavailableError, because there is no second
+    # server. Calls with many retries must not fail.
+    expect(set(default.failed) <= {ServerUnavailableError.__name__}, f"calls failed with: {default.failed}")
     expect(default.failed == failed, f"calls failed after the restart: {default.failed}")
     expect(not waiting.failed, f"calls with many retries failed: {waiting.failed}")
 
@@ -261,9 +261,9 @@ def check_replicas(engine: Engine) -> None:
     """Check that no call fails while two servers behind Envoy restart one after the other."""
     start(engine, "replicas", ["export", "prometheus-replicas", "server-a", "server-b", "envoy"])
     both = {"server-a:9464": 1.0, "server-b:9464": 1.0}
-    # Both Prometheus services use the same volume. For five minutes, queries also return the last values from the other
-    # Prometheus, so the result may contain more than `both`.
-    until(lambda: query(engine, "up{job='encserve'}").items() >= both.items(), "up", 60)
+    # prometheus and prometheus-replicas use the same volume. For five minutes, queries also return the last values that
+    # the service prometheus stored, so the result may contain more than `both`.
+    until(lambda: query(engine, "up{job='encserve'}").items() >= both.items(), "Prometheus scrapes both servers", 60)
     balanced = "envoy_cluster_membership_healthy{envoy_cluster_name='encserve'}"
     until(lambda: query(engine, balanced) == {"envoy:9902": 2.0}, "Envoy has two healthy servers", 60)
     check_rows(engine.ports["grpc"])
@@ -276,8 +276,8 @@ def check_replicas(engine: Engine) -> None:
     print(f"    {load.answered} answered, failed: {dict(load.failed)}")
     expect(not load.failed, f"calls failed: {load.failed}")
     share = "sum by (instance) (encserve_tokens_total{instance=~'server-[ab]:9464'})"
-    until(lambda: query(engine, share).keys() == both.keys(), "both servers are scraped", 60)
-    until(lambda: min(query(engine, share).values()) > 0, "both servers had work", 60)
+    until(lambda: query(engine, share).keys() == both.keys(), "Prometheus has the tokens of both servers", 60)
+    until(lambda: min(query(engine, share).values()) > 0, "both servers have encoded tokens", 60)
 
 
 def check(engine: Engine) -> list[str]:
@@ -286,7 +286,7 @@ def check(engine: Engine) -> list[str]:
     missing = [name for name in ("prometheus", "grafana", "envoy") if not engine.has(services[name]["image"])]
     for name in missing:
         step(f"left out: {name} (cannot pull {services[name]['image']})")
-    expect("prometheus" not in missing, "the image of Prometheus is required")
+    expect("prometheus" not in missing, "the checks need the image of Prometheus")
     build(engine)
     check_one_server(engine, ["export", "server", "prometheus"] + ([] if "grafana" in missing else ["grafana"]))
     engine.compose("cpu", "down")
@@ -299,7 +299,7 @@ def main() -> int:
     """Run all checks and return the exit status."""
     engine = Engine.find()
     if engine is None:
-        print("SKIPPED, not passed: needs docker with compose, or podman with podman-compose.")
+        print("SKIPPED, not passed: this script needs docker with compose, or podman with podman-compose.")
         return 1 if os.environ.get("ENCSERVE_REQUIRE_CONTAINERS") == "1" else 0
     step(f"with {engine.command}, as the project {engine.project}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises SystemExit, so that `finally` runs
@@ -316,7 +316,7 @@ def main() -> int:
             engine.compose(profile, "down", "--volumes", "--timeout", "10")
     leftovers = engine.leftovers()
     if leftovers:
-        print(f"FAILED: left behind: {leftovers}")
+        print(f"FAILED: these containers, volumes or networks still exist: {leftovers}")
         return 1
     print(f"PASSED in {time.monotonic() - began:.0f} s" + "".join(f"\n  without {name}" for name in missing))
     return 0

@@ -1,4 +1,4 @@
-"""Settings for all tests, and their tiers.
+"""Settings for all tests, and the option `--tier`.
 
 Each test belongs to one tier: `fast`, `system` or `weekly`. `pytest --tier system tests/server` runs the tests of one
 tier in a folder. Without `--tier` all tests run.
@@ -23,7 +23,7 @@ TIERS = {
 }
 FOLDERS = {"bulk": "system", "e2e": "system", "hostile": "weekly", "judges": "system", "operate": "system"}
 
-# One thread, because two test suites share two CPUs. torch reads the variable when it is imported.
+# PyTorch uses one thread, because two test runs may share two CPUs. PyTorch reads the variable when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # All servers of a test run share one cache of weights. The cache is a temporary folder outside the home directory.
@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def tier_of(test: pytest.Item) -> str:
-    """The tier of a test: from the nearest marker, or else from the test's folder."""
+    """The tier of a test: from the nearest marker, or else from FOLDERS, or else fast."""
     for marker in test.iter_markers():
         if marker.name in TIERS:
             return marker.name

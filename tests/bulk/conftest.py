@@ -1,4 +1,4 @@
-"""Bundles for the tests of `encserve embed`."""
+"""Bundles, which are exported models, for the tests of `encserve embed`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A job that cannot continue prints one line with the reason, and leaves no incomplete output file."""
+"""If `encserve embed` cannot continue, it prints one line with the reason and leaves no incomplete output file."""
 
 import contextlib
 import re
@@ -50,7 +50,7 @@ def numbers(path: Path) -> None:
 def test_an_unreadable_file_stops_the_job_first(
     encoder: Path, tmp_path: Path, spoil: Callable[[Path], None], problem: str
 ) -> None:
-    """The job opens all input files before it computes the first vector."""
+    """`encserve embed` opens all input files before it computes the first vector."""
     corpus = write_corpus(tmp_path / "texts", 3000, files=3)
     spoil(corpus[1])
     done = run("embed", *corpus, "--keep", "id", "--output", f"{tmp_path}/vectors/", "--bundle", encoder)
@@ -80,12 +80,12 @@ def mount(folder: Path, options: str) -> None:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """Mount a small file system at `folder` during the block. Without the right to mount, skip the test."""
+    """Mount a small file system at `folder` during the block. If this process may not mount, skip the test."""
     folder.mkdir()
     try:
         mount(folder, f"size={size}")
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"a full and a read-only disk need the right to mount file systems: {error}")
+        pytest.skip(f"the test needs the right to mount a file system: {error}")
     try:
         yield folder
     finally:

@@ -1,4 +1,4 @@
-"""Jobs that read from and write to S3 and Google Cloud Storage, both emulated on this machine."""
+"""`encserve embed` reads from and writes to S3 and Google Cloud Storage, both emulated on this machine."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ SOME_REJECTED = 3
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Input files in three formats: Parquet, JSON lines and compressed JSON lines.
 
-    Jobs read ranges of the first two formats, and a compressed file from its beginning.
+    A job can read byte ranges of Parquet and JSON lines. It reads a compressed file from the beginning.
     """
     paths = write_corpus(tmp_path_factory.mktemp("corpus") / "texts", ROWS, FILES)
     for i, suffix in ((2, ".jsonl"), (4, ".jsonl.gz")):
@@ -36,7 +36,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 class Bucket:
-    """The bucket "corpus" of an emulated object store. Its methods do not use the proxy."""
+    """The bucket "corpus" of an emulated object store. The methods call the emulator directly, not through CutProxy."""
 
     def __init__(self, files: Any, root: str, options: str = "") -> None:
         """`root` is the start of every URI, and `options` is the query string at its end."""
@@ -52,7 +52,7 @@ class Bucket:
         return [self.uri(f"texts/{it.name}") for it in paths]
 
     def contents(self, folder: str) -> dict[str, bytes]:
-        """The content of each output file of a job by name, without _plan.json."""
+        """Map the name of each output file in a job's folder, without _plan.json, to the content of the file."""
         found = self.files.get_file_info(fs.FileSelector(f"corpus/{folder}", recursive=True, allow_not_found=True))
         paths = [it.path for it in found if it.type == fs.FileType.File and it.base_name != "_plan.json"]
         return {it.removeprefix(f"corpus/{folder}/"): self.files.open_input_stream(it).read() for it in paths}
@@ -106,7 +106,7 @@ class Alone:
     """The results of an uninterrupted job.
 
     Attributes:
-        contents: The output files by name.
+        contents: The contents of the output files; the keys are file names.
         passed: The number of bytes that passed the proxy in each direction.
     """
 
@@ -131,7 +131,7 @@ def test_s3_in_and_out(alone: Alone) -> None:
 def test_a_job_continues_after_a_lost_connection_to_s3(
     s3: tuple[Bucket, CutProxy], command: tuple[object, ...], alone: Alone, tmp_path: Path, direction: Direction
 ) -> None:
-    """The first run prints one line and leaves only complete files. The second run computes the missing files."""
+    """The first run prints one error line and leaves only complete files. The second run writes the missing files."""
     (bucket, proxy), folder = s3, f"cut-{direction}"
     variables = environment(proxy, tmp_path / "temporary")
     proxy.mend()
@@ -171,7 +171,7 @@ def gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
 
 
 def test_gs_in_and_out(gcs: Bucket, corpus: list[Path], encoder: Path) -> None:
-    """If an output file is deleted, a second run computes only this file again."""
+    """If an output file is deleted, the next run writes only this file again."""
     command = ("embed", *gcs.upload(corpus), "--keep", "id", "--bundle", encoder, "--max-batch-tokens", 1024)
     output = gcs.uri("vectors")
     done = run(*command, "--output", output)

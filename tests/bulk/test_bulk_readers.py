@@ -1,4 +1,4 @@
-"""pandas, polars, DuckDB and PyArrow read the same values from a job's output files."""
+"""pandas, polars, DuckDB and PyArrow read the same values from the output files of `encserve embed`."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def with_duckdb(folder: Path) -> Rows:
 
 
 READERS = {"pyarrow": with_pyarrow, "pandas": with_pandas, "polars": with_polars, "duckdb": with_duckdb}
-# For each kind of output: the arguments of `embed_files`, and the expected columns with their types.
+# For each test: the arguments of `embed_files`, and the expected columns of the output files with their types.
 MADE: dict[str, tuple[dict[str, Any], dict[str, pa.DataType]]] = {
     **{
         dtype: ({"kind": "model", "dtype": dtype}, {"vector": pa.list_(number, size)})
@@ -86,7 +86,7 @@ def plain(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", MADE)
 def test_four_readers_find_the_same(tiny: Path, tmp_path: Path, name: str) -> None:
-    """The output columns are null in the rows of rejected texts, and all readers return the same values."""
+    """The output columns are null for rejected texts, and all readers return the same values."""
     (asked, columns), corpus = MADE[name], tmp_path / "texts.parquet"
     parquet.write_table(pa.table({"id": range(len(TEXTS)), "text": TEXTS}), corpus)
     folder = tmp_path / "vectors"

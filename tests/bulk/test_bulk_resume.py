@@ -1,4 +1,4 @@
-"""A large job writes every row after any interruption, and its memory does not grow with the corpus."""
+"""`encserve embed` writes one row for each text despite interruptions; its memory does not grow with the corpus."""
 
 import contextlib
 import random
@@ -41,7 +41,7 @@ class Done:
     Attributes:
         output: The output folder.
         seconds: The duration of the job.
-        peak_bytes: The peak resident memory of the job's process.
+        peak_bytes: The peak resident memory of the job's process, in bytes.
     """
 
     output: Path
@@ -54,7 +54,7 @@ def command(corpus: Path, output: Path, bundle: Path) -> tuple[object, ...]:
 
 
 def peak_bytes(process: "subprocess.Popen[str]") -> int:
-    """The peak resident memory of a process, or 0 if the process has ended."""
+    """The peak resident memory of a process in bytes, or 0 if the process has ended."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
@@ -109,7 +109,7 @@ def test_every_row_once_and_in_order(rows: int, alone: Done) -> None:
 def test_a_job_killed_five_times_gives_the_same_bytes(
     rows: int, corpus: Path, alone: Done, encoder: Path, tmp_path: Path
 ) -> None:
-    """The last run does not compute a finished output file again."""
+    """After the five kills, the last run does not write a finished output file again."""
     output = tmp_path / "vectors"
     made: dict[str, int] = {}
     for names in killed_at_random(rows, corpus, output, encoder, alone.seconds * 20_000 / rows):
@@ -137,7 +137,7 @@ def test_two_runs_of_a_job_at_once(encoder: Path, tmp_path: Path) -> None:
 
 
 class SlowSource(LocalSource):
-    """A source that opens slowly: during its first `open`, another run writes _plan.json with another batch limit."""
+    """A LocalSource whose first `open` begins with `other()`, which starts a second run of the same job."""
 
     def __init__(self, bundle: Path, other: Callable[[], None]) -> None:
         super().__init__(bundle, EngineOptions())

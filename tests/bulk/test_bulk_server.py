@@ -1,4 +1,4 @@
-"""Jobs that use a server: the job is killed, the server restarts, or the server refuses calls for a while."""
+"""`encserve embed` with a server: the job is killed, the server restarts, or the server refuses calls for a while."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ from waiting import PATIENCE_SECONDS
 from encserve_proto.v1 import encoder_pb2 as pb
 
 ROWS, FILES = 20_000, 20
-# Set the variable to 60 to test that a job waits for a server that refuses calls for a minute.
+# Set ENCSERVE_BULK_REFUSAL_SECONDS to 60 to test that a job waits for a server that refuses calls for a minute.
 REFUSAL_SECONDS = float(os.environ.get("ENCSERVE_BULK_REFUSAL_SECONDS", "4"))
 SOME_REJECTED = 3
 TOLERANCE = 1e-5  # largest relative error between a text's vectors from two different batches
@@ -46,7 +46,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def want(corpus: list[Path], encoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The output table of a job that runs the bundle without a server."""
+    """The output table of a job that runs the model in its own process, without a server."""
     output = tmp_path_factory.mktemp("want") / "vectors"
     done = run("embed", *corpus, "--keep", "id", "--output", f"{output}/", "--bundle", encoder)
     assert done.returncode == SOME_REJECTED, done.stderr
@@ -109,7 +109,7 @@ def killed_after(parts: int, output: Path, bundle: Path) -> Iterator[str]:
 
 
 def check_both_worked(servers: list[RealServer]) -> None:
-    assert servers[1].metric("encserve_tokens_total") > 0, "all work ended before the restart"
+    assert servers[1].metric("encserve_tokens_total") > 0, "the job ended before the restart, so nothing was tested"
 
 
 def test_a_job_survives_a_restart_of_the_server(corpus: list[Path], want: Any, encoder: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from encserve_client import EncoderClient
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model repository with all-MiniLM-L6-v2 and raw-matrices, a checkpoint in tests/data."""
+    """A model repository with all-MiniLM-L6-v2, and with raw-matrices, a small model from tests/data."""
     repository = tmp_path_factory.mktemp("models")
     export_minilm(repository)
     export_golden("raw-matrices", repository)
@@ -44,7 +44,7 @@ def client(server: RealServer) -> Iterator[EncoderClient]:
 
 @pytest.fixture(scope="session")
 def minilm() -> Any:
-    """The transformers model all-MiniLM-L6-v2, without its pooling layer."""
+    """all-MiniLM-L6-v2 in transformers, without BERT's pooling layer."""
     from transformers import AutoModel
 
     return AutoModel.from_pretrained(minilm_directory(), add_pooling_layer=False).eval()
@@ -69,5 +69,5 @@ def real_ids(tokenizer: Tokenizer) -> list[int]:
 
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
-    """Tiny models of all kinds. The first test that needs a model writes and exports the model."""
+    """Tiny models of all kinds. A model is written and exported when the first test needs it."""
     return Zoo(tmp_path_factory.mktemp("zoo"))

@@ -1,7 +1,7 @@
 """The server returns the hidden states that PyTorch computes, for any length, alone and in batches.
 
-Most tests use all-MiniLM-L6-v2 and real texts. A golden checkpoint in tests/data has stored outputs of the original
-model. These tests send vectors to golden checkpoints; tests/export/test_export_graph.py tests golden checkpoints with
+Most tests use all-MiniLM-L6-v2 and real texts. Golden checkpoints are checkpoints in tests/data with the outputs of
+their authors' code. Here golden checkpoints get vectors as inputs; tests/export/test_export_graph.py tests them with
 token ids.
 """
 
@@ -19,10 +19,10 @@ from tokenizers import Tokenizer
 
 from encserve_client import AsyncEncoderClient, EncoderClient, InvalidRequestError
 
-# The largest relative error of a token's hidden state: compared with PyTorch, and compared with the same input in
-# another batch.
+# The largest relative errors of a token's hidden state. PYTORCH is for the comparison with PyTorch, and OTHER_BATCH for
+# the comparison with the same sequence in a different batch.
 PYTORCH, OTHER_BATCH = 5e-5, 1e-5
-# All lengths up to 16, some longer lengths, and the last lengths up to 256, the model's limit.
+# Sequence lengths in tokens: 1 to 16, some longer lengths, and the longest lengths up to the model's limit of 256.
 LENGTHS = sorted({*range(1, 17), *(round(1.25**i) for i in range(13, 25)), 127, 128, 129, 200, 254, 255, 256})
 TEXTS = [
     "I understand this",
@@ -68,7 +68,7 @@ async def test_rows_and_tokens_of_texts_by_each_method_of_the_clients(
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
 def test_golden_checkpoints_that_take_vectors(tmp_path: Path, engine: str) -> None:
-    """A model that takes vectors returns the stored hidden states alone, in a batch, in a stream and in Inspect."""
+    """For vectors as inputs, the stored hidden states return from single calls, a batch, a stream and Inspect."""
     for name in BARE_GOLDENS:
         export_golden_for_embeddings(name, tmp_path)
     with real_server(tmp_path, "--engine", engine) as server, EncoderClient(server.target) as client:

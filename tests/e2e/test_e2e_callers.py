@@ -1,4 +1,4 @@
-"""The callers file changes under load: a revoked key is refused within 2 s, and valid keys keep working."""
+"""The file with the callers' keys changes under load: a revoked key is refused within 2 s, valid keys keep working."""
 
 import itertools
 import threading
@@ -16,7 +16,7 @@ EFFECT_SECONDS = 2.0
 
 
 class Load(threading.Thread):
-    """A thread that calls over gRPC without a pause, and records the times of replies and refusals."""
+    """A thread that calls over gRPC again and again, and records the times of replies and refusals."""
 
     def __init__(self, server: RealServer, key: str) -> None:
         super().__init__(daemon=True)
@@ -82,7 +82,7 @@ def test_a_key_is_revoked_under_load(tmp_path: Path) -> None:
     valid, revoked = (make_key().replace("_", "a").replace("-", "b") for _ in range(2))
     file, link = tmp_path / "callers-1.toml", tmp_path / "callers.toml"
     file.write_text(file_of(valid, revoked))
-    link.symlink_to(file)  # as Kubernetes mounts files
+    link.symlink_to(file)  # Kubernetes mounts files as such links
     with real_server(tmp_path / "models", "--http-port", "0", "--callers", str(link)) as server:
         kinds = (Load, HttpLoad, StreamLoad)
         kept, cut_off, wrong = ([kind(server, key) for kind in kinds] for key in (valid, revoked, "encserve-wrong"))
@@ -107,6 +107,6 @@ def test_a_key_is_revoked_under_load(tmp_path: Path) -> None:
         log = "".join(map(str, server.log))
     refusals = [line for line in server.log if line["message"] == "calls were refused, or failed"]
     assert sum(line["count"] for line in refusals) == sum(len(load.refused) for load in (*cut_off, *wrong))
-    assert 3 <= len(refusals) <= 10  # the first immediately, then one line per second
+    assert 3 <= len(refusals) <= 10  # one log line immediately, then one per second
     assert valid not in log
     assert revoked not in log

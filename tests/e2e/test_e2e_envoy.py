@@ -95,14 +95,14 @@ async def test_a_refusal_of_one_server_is_repeated_at_the_other(fakes: list[Fake
     refused = fakes[0].sample("encserve_refused_total", reason="DRAINING")
     assert refused > 0, "nothing went to the server that refuses, so nothing was tested"
     assert envoy.metric("envoy_cluster_upstream_rq_retry", envoy_cluster_name="encserve") == refused
-    # After several refusals in a row Envoy may stop using the server, at most once in this test.
+    # After several refusals in a row, Envoy may stop using the server for a time, at most once in this test.
     assert envoy.metric("envoy_cluster_outlier_detection_ejections_enforced_consecutive_5xx") <= 1
 
 
 async def test_http_requests_go_to_the_server_that_accepts_them(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
-    """If a stopping server refuses a request, Envoy retries at the other server.
+    """If a stopping server refuses a request, Envoy sends the request to the other server.
 
-    Other errors reach the caller unchanged.
+    A 400 error reaches the caller unchanged.
     """
     fakes[0].app._calls.drain()
     async with httpx.AsyncClient(base_url=envoy.url, trust_env=False, timeout=60) as client:
@@ -136,7 +136,7 @@ async def test_calls_that_a_stopping_server_has_not_begun_go_to_the_other(
 
 
 async def test_a_refusal_of_all_servers_reaches_the_caller(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
-    """Envoy tries both servers. The caller then gets the error message of a server."""
+    """Envoy tries both servers. If both refuse, the caller gets the error message of one server."""
     for server in fakes:
         server.app._calls.drain()
     async with AsyncEncoderClient(envoy.target, retry=ONCE) as client:
@@ -189,7 +189,7 @@ async def test_health_through_envoy(envoy: RealEnvoy) -> None:
 
 
 async def test_a_client_takes_turns_among_envoys(envoys: list[RealEnvoy]) -> None:
-    """A client spreads its calls over both Envoys. Only the Envoys check the servers' health."""
+    """A client with the addresses of both Envoys spreads its calls over both."""
     async with AsyncEncoderClient([envoy.target for envoy in envoys], retry=ONCE) as client:
         for _ in range(40):
             await client.encode(["hello"])

@@ -1,4 +1,4 @@
-"""deploy/envoy/envoy-tls.yaml in a real Envoy: callers use TLS and tokens, and Envoy sends the server a key."""
+"""deploy/envoy/envoy-tls.yaml in a real Envoy: callers use TLS and tokens, and Envoy sends a key to the server."""
 
 import contextlib
 import hashlib
@@ -50,7 +50,7 @@ class Provider:
 
 
 class Deployment:
-    """A server with a fake engine behind Envoy, and an HTTP client of Envoy."""
+    """A server with a fake engine, behind Envoy, and an HTTP client that calls Envoy."""
 
     def __init__(self, server: FakeServer, provider: Provider, ca: Path, grpc_port: int, http_port: int) -> None:
         self.server = server
@@ -107,7 +107,7 @@ async def deployment(tmp_path: Path) -> AsyncIterator[Deployment]:
             ends = time.monotonic() + 60
             while True:
                 assert process.poll() is None, (tmp_path / "envoy.log").read_text()
-                assert time.monotonic() < ends, "envoy was not ready within 60 s"
+                assert time.monotonic() < ends, "Envoy was not ready within 60 s"
                 with contextlib.suppress(httpx.TransportError):
                     if (await found.http.get("/health")).status_code == 200:
                         break
@@ -120,7 +120,7 @@ async def deployment(tmp_path: Path) -> AsyncIterator[Deployment]:
 
 
 async def test_a_token_names_the_caller_and_nothing_else_does(deployment: Deployment) -> None:
-    """The caller's name comes from the token, over gRPC and HTTP. Envoy removes names and keys that a caller sends."""
+    """Over gRPC and HTTP, the token names the caller. Envoy removes headers in which a caller sends a name or a key."""
     provider, server = deployment.provider, deployment.server
     named = {"x-gateway-inference-fairness-id": "x"}
     assert (await deployment.post(provider.token("reports"), **named)).status_code == 200

@@ -53,18 +53,18 @@ def test_callers_that_disconnect_leave_no_traceback(server: RealServer) -> None:
     for i in range(60):
         with socket.create_connection((httpx.URL(server.url).host, httpx.URL(server.url).port or 0)) as caller:
             caller.sendall(one * 3)
-            caller.recv(64)  # receives only the first of three replies
+            caller.recv(64)  # receives only the start of the three replies
             time.sleep(i % 10 / 2000)
     with httpx.Client(base_url=server.url, trust_env=False) as http:
         assert http.post("/embed", json={"inputs": TEXTS}).status_code == 200
-    # The log line that counts refused calls appears some seconds later. Such a line may belong to an earlier test.
+    # call_log writes its line about refused calls some seconds later, so the line may be about an earlier test.
     logged = [line for line in server.log[lines:] if line["logger"] != "encserve_server.telemetry.call_log"]
     assert logged == []
     assert server.metric("encserve_in_flight_requests") == 0
 
 
 async def test_sigterm_loses_no_accepted_request(models: Path) -> None:
-    """The server answers all accepted requests. Later requests get status 503, and the connection closes."""
+    """The server answers all accepted requests. Later requests get status 503, and the server closes the connection."""
     with real_server(models, "--model", MODEL, "--http-port", "0") as server:
         async with connect(server) as http:
 

@@ -1,4 +1,4 @@
-"""Inspect returns the attention that PyTorch computes, and the last hidden states equal the output of Encode.
+"""Inspect returns the same attention as PyTorch, and its last hidden states equal the output of Encode.
 
 The exporter compares every inspection graph with PyTorch. tests/export/test_export_gates.py tests that comparison.
 """
@@ -68,7 +68,7 @@ def test_a_replaced_bundle_is_never_mixed_with_the_running_one(tmp_path: Path) -
     path = export_golden("raw-matrices", tmp_path).path
     with real_server(tmp_path) as server, EncoderClient(server.target) as client:
         before = client.encode([[1, 2, 3]])[0].copy()
-        # Replace the file by a rename, like encserve-export: the running server has mapped the old file into memory.
+        # Write a new file and keep the old file, because the running server has mapped the old file into memory.
         data, backup = path / "model.onnx.data", tmp_path / "backup"
         data.rename(backup)
         data.write_bytes(bytes(backup.stat().st_size))

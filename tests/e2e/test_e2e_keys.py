@@ -1,4 +1,4 @@
-"""No output of the server or the client contains a part of a key, wherever a caller puts the key."""
+"""No output of the server or the client contains a part of a key, no matter where a caller puts the key."""
 
 import base64
 import contextlib
@@ -30,7 +30,7 @@ from encserve_server.callers.keys import digest_of, make_key
 ENCODE = pb.EncodeRequest(inputs=[make_input("w3 w4")]).SerializeToString()
 STREAM = pb.EncodeStreamRequest(request_id="1", request=pb.EncodeRequest.FromString(ENCODE)).SerializeToString()
 INFER = "inference.GRPCInferenceService"
-# This many consecutive characters of a key count as a leak.
+# The tests fail if an output contains this many consecutive characters of a key.
 PART = 10
 
 
@@ -55,7 +55,7 @@ def headers_of(key: str) -> Iterator[tuple[str, str]]:
 
 
 def parts_of(key: str) -> list[str]:
-    """All strings of PART characters that would reveal a key: from the key, its digest and its Basic encoding."""
+    """All substrings of PART characters of the key, of the key's digest, and of the key in HTTP's Basic scheme."""
     random = key.removeprefix("encserve-")
     basic = base64.b64encode(f"user:{key}".encode()).decode()
     digests = [digest_of(key).hex(), base64.b64encode(digest_of(key)).decode()]
@@ -63,7 +63,7 @@ def parts_of(key: str) -> list[str]:
 
 
 class Outputs:
-    """The collected outputs of server and client, by source."""
+    """The outputs of server and client. The keys of `texts` name the source of an output, for example "the log"."""
 
     def __init__(self) -> None:
         self.texts: dict[str, list[str]] = {}
@@ -136,11 +136,11 @@ def send_invalid_heads(server: RealServer, key: str) -> None:
                 connection.settimeout(0.2)
                 connection.sendall(head.encode())
                 with contextlib.suppress(OSError):
-                    connection.recv(65536)  # not checked, because a reply may quote an invalid head to its sender
+                    connection.recv(65536)  # not checked: the reply may quote the invalid head
 
 
 def call_ours(server: RealServer, outputs: Outputs, key: str, *, is_right: bool) -> None:
-    """Call with `EncoderClient` and with the command `encserve`, and collect their output."""
+    """Call with `EncoderClient` and with the command `encserve`, and collect the output of both."""
     with EncoderClient(server.target, token=key, retry=RetryPolicy(max_attempts=1)) as client:
         outputs.add("our client", repr(client), vars(client).keys())
         if is_right:
@@ -182,7 +182,7 @@ def server_with_all_logs(
 ) -> Iterator[tuple[RealServer, Path]]:
     """Run a server with all logs and traces enabled.
 
-    `keys` is a shell line that sets the server's key in its environment, or is empty.
+    `keys` is a shell line that exports the server's key as an environment variable, or is empty.
 
     Yields:
         The server, and the file with its standard output.
@@ -197,9 +197,9 @@ def server_with_all_logs(
 
 @pytest.mark.parametrize("has_file", [True, False])
 def test_no_output_reveals_a_key(repository: Path, has_file: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """The server's key is in a callers file or in an environment variable.
+    """The server reads its key from the file of `--callers` or from an environment variable.
 
-    The callers file is later replaced twice: by an invalid file that contains a key, and by a valid file.
+    The test later replaces the file twice: by an invalid file that contains a key, and by a valid file.
     """
     caplog.set_level(logging.DEBUG)
     right, wrong = make_key(), make_key()

@@ -19,7 +19,7 @@ from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as triton
 
 
 class Encode:
-    """Requests and replies of our own gRPC protocol."""
+    """Requests and replies of encserve.v1, our own gRPC protocol."""
 
     method = "/encserve.v1.EncoderService/Encode"
 
@@ -68,7 +68,7 @@ def sequences(real_ids: list[int], count: int, longest: int = 200) -> list[list[
 async def test_a_cancelled_and_an_expired_call_leave_62_callers_unharmed(
     server: RealServer, client: EncoderClient, real_ids: list[int], protocol: type[Encode | ModelInfer]
 ) -> None:
-    """The other callers get the right hidden states, and a later call succeeds."""
+    """Of 64 calls, one is cancelled and one passes its deadline. The others return the right hidden states."""
     callers = sequences(real_ids, 64, longest=60)
     want = [client.encode([ids])[0] for ids in callers]
     async with grpc.aio.insecure_channel(server.target) as channel:
@@ -77,8 +77,8 @@ async def test_a_cancelled_and_an_expired_call_leave_62_callers_unharmed(
         for round_number in range(20):
             calls = [rpc(protocol.request(ids), timeout=0.001 if i == 20 else 120) for i, ids in enumerate(callers)]
             answers = [asyncio.ensure_future(call) for call in calls]
-            # Wait for the first reply. Most calls then still wait, but if this process was slow, all calls may have
-            # ended.
+            # Wait for the first reply, then cancel a call that has no reply yet. If this process was slow, all calls
+            # may have ended; then repeat the round.
             await asyncio.wait(answers[:20] + answers[21:], return_when=asyncio.FIRST_COMPLETED)
             running = max((i for i, answer in enumerate(answers) if not answer.done() and i != 20), default=None)
             if running is not None:
@@ -127,7 +127,7 @@ async def test_ten_times_the_queue_at_once(
                 resident.append(server.resident_bytes())
             assert set(codes) == {"OK", "RESOURCE_EXHAUSTED"}, codes
             assert codes["RESOURCE_EXHAUSTED"] > codes["OK"] > 0
-            assert resident[-1] <= resident[0] + 64 * 2**20, f"memory grew: {resident}"
+            assert resident[-1] <= resident[0] + 64 * 2**20, f"resident memory in bytes grew: {resident}"
             assert server.metric("encserve_queue_tokens") == 0
             assert server.metric("encserve_in_flight_requests") == 0
             np.testing.assert_array_equal(protocol.rows_of(await rpc(protocol.request(real_ids[:50]))), before)
@@ -135,7 +135,7 @@ async def test_ten_times_the_queue_at_once(
 
 @PROTOCOLS
 async def test_sigterm_under_load(models: Path, real_ids: list[int], protocol: type[Encode | ModelInfer]) -> None:
-    """Calls admitted before SIGTERM are answered. Later calls are answered or refused, and the exit status is 0."""
+    """The server answers all calls from before SIGTERM, answers or refuses later calls, and exits with status 0."""
     with real_server(models, "--model", MODEL) as server:
         async with grpc.aio.insecure_channel(server.target) as channel:
             rpc: Any = channel.unary_unary(protocol.method)
@@ -147,7 +147,7 @@ async def test_sigterm_under_load(models: Path, real_ids: list[int], protocol: t
             late = [asyncio.ensure_future(rpc(protocol.request(real_ids[:20]))) for _ in range(16)]
             replies = await asyncio.gather(*admitted)
             assert all(len(protocol.rows_of(reply)) > 0 for reply in replies)
-            assert unfinished > 0, "everything had been answered before the signal, so nothing was tested"
+            assert unfinished > 0, "all calls were answered before SIGTERM, so nothing was tested"
             for result in await asyncio.gather(*late, return_exceptions=True):
                 if isinstance(result, grpc.aio.AioRpcError):
                     assert result.code() is grpc.StatusCode.UNAVAILABLE
@@ -159,9 +159,10 @@ async def test_sigterm_under_load(models: Path, real_ids: list[int], protocol: t
 
 
 def test_the_batch_budget_is_measured_once_and_remembered(tmp_path: Path) -> None:
-    """A server measures the budget of tokens per batch and stores it; the next server reads the stored budget.
+    """With --tune-batches, a server measures the best number of tokens per batch, and stores this batch budget.
 
-    If the machine is too busy for the measurement, nothing is stored, and the server still serves.
+    The next server reads the stored budget. If the machine is too busy for the measurement, nothing is stored, and the
+    server still answers calls.
     """
     directory = export_golden("split-qkv", tmp_path).path
     with real_server(tmp_path, "--tune-batches") as server, EncoderClient(server.target) as client:

@@ -1,4 +1,4 @@
-"""Bundles from an older exporter keep their embedding-space ids, fingerprints and vectors."""
+"""Models from an older exporter keep their embedding-space ids, fingerprints and vectors."""
 
 import json
 import zipfile
@@ -13,14 +13,14 @@ from real_server import real_server
 from encserve_client import EncoderClient, SpaceError
 from encserve_client.options import TrainedKind
 
-# BUNDLES were exported at commit 337f60e from the models of tests/support/space_models.py. EXPECTED has the ids and
-# vectors of these bundles at that commit.
+# BUNDLES has the models of tests/support/space_models.py, exported at commit 337f60e. EXPECTED has the ids and vectors
+# that the server returned at that commit.
 BUNDLES = DATA / "bundles-337f60e.zip"
 EXPECTED: dict[str, dict[str, Any]] = json.loads((DATA / "bundles-337f60e.json").read_text())
 TEXTS = ["The cat sat on the warm mat", "query : w1 café", "W1"]
 KINDS: tuple[TrainedKind, ...] = ("model", "multi_vector", "sparse")
-# The largest error, relative to a vector's norm. The model m3 has a larger limit, because CPUs round float16
-# differently.
+# The largest error relative to a vector's norm, for models with another limit than 5e-5. The limit of m3 is larger,
+# because CPUs round float16 differently.
 TOLERANCE = {"m3": 2e-3}
 
 

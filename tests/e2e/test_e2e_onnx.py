@@ -1,4 +1,4 @@
-"""ONNX files of other authors give the same hidden states on the server as in ONNX Runtime."""
+"""ONNX files that other programs wrote give the same hidden states on the server as in ONNX Runtime."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,11 +20,13 @@ from encserve_export.onnx_graph.interface import Names
 from encserve_export.source.tokenizer import read_tokenizer
 from encserve_proto.bundle.v1 import manifest_pb2
 
-# The largest error by engine. The expected values come from ONNX Runtime, so OpenVINO has a larger tolerance.
+# The largest relative error for each engine. OpenVINO has a larger limit, because the expected values come from ONNX
+# Runtime.
 SAME = {"onnxruntime": 1e-6, "openvino": 5e-5}
 LENGTHS = (1, 24, 3, 9, 24, 2, 17)
 CONFIG = EncoderConfig(vocab_size=50, d_model=16, n_heads=2, d_ff=32, n_layers=2, max_sequence_tokens=24)
-# For each file, the names of three inputs (ids, mask, token types) and of the output (hidden states).
+# For each file, the names of its inputs (token ids, mask, token types) and of its output (hidden states). "" is for a
+# missing input.
 FILES = {
     "by-hand": ("input_ids", "attention_mask", "", "rows"),
     "with-types": ("input_ids", "attention_mask", "token_type_ids", "rows"),
@@ -35,7 +37,7 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The original ONNX files by name, before export."""
+    """The ONNX files before export. The keys are the names in FILES."""
     folder = tmp_path_factory.mktemp("given")
     return {
         "by-hand": save(build(), folder / "by-hand.onnx"),
@@ -47,7 +49,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def onnx_models(given: dict[str, Path], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model repository with the exported files, and with all-MiniLM-L6-v2 exported from its bundle's ONNX file."""
+    """A model repository with the exported files, and with all-MiniLM-L6-v2 exported from an ONNX file."""
     repository = tmp_path_factory.mktemp("onnx-models")
     with pytest.MonkeyPatch.context() as patch:
         # With this limit, even the weights of a small model go into a second file.
@@ -86,7 +88,7 @@ def onnx_client(onnx_server: RealServer) -> Iterator[EncoderClient]:
 
 
 def in_onnx_runtime(path: Path, names: tuple[str, str, str, str], sequence: Any) -> Any:
-    """Run one sequence alone in the original file with ONNX Runtime; return its hidden states (seq_len, d_model)."""
+    """Run one sequence in a file of `given` with ONNX Runtime; return the hidden states (seq_len, d_model)."""
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     ids, mask, types, rows = names
     feeds = {ids: sequence[None], mask: np.ones((1, len(sequence)), np.int64)}
@@ -105,7 +107,7 @@ def test_mixed_lengths_in_one_batch(onnx_client: EncoderClient, given: dict[str,
 
 
 def test_the_real_model_from_its_own_onnx(onnx_client: EncoderClient, client: EncoderClient, engine: str) -> None:
-    """The model from the ONNX file, with tokenizer and pooling, gives the same results as from the checkpoint."""
+    """all-MiniLM-L6-v2 gives the same results whether it is exported from an ONNX file or from the checkpoint."""
     texts = ["I understand this", "", "a " * 240, "Grüße aus Köln"]
     for got, want in zip(onnx_client.encode(texts, model=MODEL), client.encode(texts), strict=True):
         assert worst_relative_error(got, want) <= SAME[engine]
@@ -113,6 +115,6 @@ def test_the_real_model_from_its_own_onnx(onnx_client: EncoderClient, client: En
 
 
 def test_unknown_sizes_are_zero(onnx_client: EncoderClient) -> None:
-    """An ONNX file does not name its numbers of layers and heads, so the server reports 0 for both."""
+    """An ONNX file does not contain the numbers of layers and heads, so the server reports 0 for both."""
     info = onnx_client.model("torch")
     assert (info.d_model, info.n_layers, info.n_heads, info.precision) == (16, 0, 0, "float32")

@@ -31,7 +31,7 @@ def bfloat16_client(bfloat16_server: RealServer) -> Iterator[EncoderClient]:
 
 @pytest.fixture(scope="module")
 def sequences(real_ids: list[int]) -> list[list[int]]:
-    """Token ids of real text: each length of LENGTHS, from three parts of the text."""
+    """Token ids of real text. For each of three parts of the text, there is one sequence of each length in LENGTHS."""
     return [real_ids[300 * i + 7 * k :][:length] for i in range(3) for k, length in enumerate(LENGTHS)]
 
 
@@ -50,7 +50,7 @@ def test_rows_in_bfloat16(bfloat16_client: EncoderClient, client: EncoderClient,
     alone = [bfloat16_client.encode([ids])[0] for ids in sequences]
     assert min(least_cosine(together, want), least_cosine(alone, want)) >= 0.999
     assert least_cosine(together, alone) >= 0.9995
-    assert max(map(worst_relative_error, together, want)) > 1e-3, "the rows are float32's, not bfloat16's"
+    assert max(map(worst_relative_error, together, want)) > 1e-3, "the server computed in float32"
 
 
 def test_a_server_in_bfloat16_reports_it_and_keeps_the_space(

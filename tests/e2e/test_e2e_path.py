@@ -1,4 +1,4 @@
-"""The whole path in the fast tier: export a checkpoint, start a server, and call it over gRPC and HTTP."""
+"""A fast test of the whole path: export a checkpoint, start a server, and call the server over gRPC and HTTP."""
 
 import json
 import urllib.request

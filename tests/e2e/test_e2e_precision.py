@@ -1,4 +1,4 @@
-"""Outputs of float16 and int8 bundles, and of a bfloat16 server, stay close to the outputs in float32."""
+"""Outputs of float16 and int8 models, and of a server with --precision bfloat16, are close to those in float32."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +13,8 @@ from zoo import Zoo
 from encserve_client import EncoderClient, maxsim
 from encserve_export.core.precision import Precision
 
-# The least cosine similarity between a token's hidden state and the same hidden state in float32. For int8 this is also
-# the exporter's limit.
+# The least cosine similarity between a token's hidden state and the same hidden state in float32. The limit of
+# int8 is also the exporter's limit.
 LEAST: dict[Precision, float] = {"float16": 0.9999, "int8": 0.99}
 EACH = pytest.mark.parametrize("precision", LEAST)
 # The least cosine similarity between two hidden states of a token: the sequence alone and in a batch, or from Encode

@@ -1,4 +1,4 @@
-"""Models return identical bits with and without shared prepacked weights, for encoding and for inspection."""
+"""Outputs are bit-identical with and without the shared cache of weights in the layout of ONNX Runtime's kernels."""
 
 import contextlib
 from pathlib import Path

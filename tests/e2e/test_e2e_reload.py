@@ -1,4 +1,4 @@
-"""New model versions arrive under load: no call fails, and each reply matches the version that it names."""
+"""New model versions arrive under load: no call fails, and each reply comes from the version that it names."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ INPUTS = [list(range(2, 2 + length)) for length in (1, 7, 30, 100)]
 
 @pytest.fixture(scope="module")
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with versions 0 to 20 of one model. Three different sets of weights repeat in this order."""
+    """A folder with versions 0 to 20 of one model. Version n has the same weights as version n mod 3."""
     drafts = tmp_path_factory.mktemp("drafts")
     for number in range(N_MODELS):
         export_once(export_init, CONFIG, number, target=Target(model_repository=drafts, name="m", version=str(number)))
@@ -117,7 +117,7 @@ async def test_twenty_switches_under_load(
     async with AsyncEncoderClient(server.target) as client, asyncio.TaskGroup() as callers:
         for number in range(N_CALLERS):
             callers.create_task(call(client, number))
-        while answered["0"] < 10 * N_CALLERS:  # until threads and caches have allocated their memory
+        while answered["0"] < 10 * N_CALLERS:  # then threads and caches have allocated their memory
             await asyncio.sleep(0.01)
         memory = [server.resident_bytes()]
         for version in map(str, range(1, N_SWITCHES + 1)):

@@ -1,4 +1,4 @@
-"""Two replicas stop, die and return under load, behind a real Envoy or with the client's round robin."""
+"""Two servers are stopped, killed and started again under load, behind Envoy or with the client's round robin."""
 
 import contextlib
 import signal
@@ -16,7 +16,7 @@ from real_server import RealServer, real_server
 from encserve_client import EncoderClient
 
 TEXTS = [f"{word} {'new ' * (n % 7)}world {'brave ' * n}".strip() for n in range(24) for word in ("hello", "world")]
-# A client may notice the end of a server up to this much later.
+# A client notices the end of a server within this time.
 NOTICE_SECONDS = 3.0
 
 
@@ -30,7 +30,7 @@ class Replica:
         self.server = self.start()
 
     def start(self) -> RealServer:
-        """Start the server and wait until it serves."""
+        """Start the server and wait until it is ready."""
         flags = ("--grpc-port", str(self._port), "--intra-op-threads", "1")
         self.server = self._stack.enter_context(real_server(self._models, *flags))
         return self.server
@@ -84,29 +84,29 @@ def test_replicas_stop_die_and_come_back(replicas: Replicas, target: Any, kind: 
     """32 callers and two streams use the client's default settings: no call fails, and every reply is right."""
     one, other = replicas.one, replicas.other
     with Callers(kind, target, TEXTS, replicas.want) as callers:
-        callers.wait_until(lambda: one.answered > 100 and other.answered > 100, "both answer")
+        callers.wait_until(lambda: one.answered > 100 and other.answered > 100, "both replicas answer")
 
         stopping = time.monotonic()
         stopped = one.terminate()
         before = other.answered
-        callers.wait_until(lambda: other.answered > before + 200, "the other answers alone")
+        callers.wait_until(lambda: other.answered > before + 200, "the second replica answers alone")
         one.start()
         callers.wait_until(lambda: one.answered > 100, "the stopped replica gets calls again")
 
         killing = time.monotonic()
         killed = other.kill()
         before = one.answered
-        callers.wait_until(lambda: one.answered > before + 200, "the other answers alone")
+        callers.wait_until(lambda: one.answered > before + 200, "the first replica answers alone")
         other.start()
         callers.wait_until(lambda: other.answered > 100, "the killed replica gets calls again")
         streamed, calm = callers.n_streamed, time.monotonic()
 
-        # The worst moment to kill a replica is just after the other replica has reported that it serves.
+        # The worst moment to kill a replica is just after the other replica has become ready.
         one.kill()
         one.start()
         other.kill()
         other.start()
-        callers.wait_until(lambda: one.answered > 100 and other.answered > 100, "both answer again")
+        callers.wait_until(lambda: one.answered > 100 and other.answered > 100, "both replicas answer again")
     assert callers.failed == []
     assert callers.n_streamed > streamed > 0
     # Before `calm`, calls were retried only while a replica stopped or died.
@@ -118,16 +118,16 @@ def test_replicas_stop_die_and_come_back(replicas: Replicas, target: Any, kind: 
 
 
 def test_a_replica_that_hangs(replicas: Replicas, target: Any) -> None:
-    """A suspended replica is silent but keeps its connections, like a machine without network. No call fails."""
+    """A suspended replica keeps its connections but sends nothing, like a machine without network. No call fails."""
     one, other = replicas.one, replicas.other
     with Callers("async", target, TEXTS, replicas.want, n_callers=8) as callers:
-        callers.wait_until(lambda: one.answered > 100 and other.answered > 100, "both answer")
+        callers.wait_until(lambda: one.answered > 100 and other.answered > 100, "both replicas answer")
         one.server.process.send_signal(signal.SIGSTOP)
-        hanging = time.monotonic() + 1  # one second later, each caller has called the silent replica
-        # After that time, each caller and each stream gets a reply from the other replica.
-        callers.wait_until(lambda: callers.all_answered_since(hanging), "every caller goes on with the other")
+        hanging = time.monotonic() + 1  # by then, each caller has called the suspended replica
+        # After `hanging`, each caller and each stream gets a reply from the other replica.
+        callers.wait_until(lambda: callers.all_answered_since(hanging), "the other replica answers all callers")
         one.server.process.send_signal(signal.SIGCONT)
         before = one.answered
-        callers.wait_until(lambda: one.answered > before + 100, "it gets calls again")
+        callers.wait_until(lambda: one.answered > before + 100, "the suspended replica gets calls again")
     assert callers.failed == []
-    assert any(call.began < hanging < call.ended for call in callers.calls), "the silent replica had no call"
+    assert any(call.began < hanging < call.ended for call in callers.calls), "no call went to the suspended replica"

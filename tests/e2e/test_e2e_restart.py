@@ -28,7 +28,7 @@ def want(small_models: Path) -> Any:
 
 @contextlib.contextmanager
 def killed_in_the_middle(models: Path) -> Iterator[str]:
-    """Yield the address of a server that is killed after some texts and starts again two seconds later."""
+    """Yield the address of a server that is killed after 2,000 tokens and starts again two seconds later."""
     flags = ("--grpc-port", str(free_port()), "--intra-op-threads", "1")
     servers: list[RealServer] = []
     with contextlib.ExitStack() as stack:
@@ -49,7 +49,7 @@ def killed_in_the_middle(models: Path) -> Iterator[str]:
             yield servers[0].target
         finally:
             thread.join()
-        assert servers[1].metric("encserve_tokens_total") > 0, "everything was done before the restart"
+        assert servers[1].metric("encserve_tokens_total") > 0, "all texts were encoded before the restart"
 
 
 def embed(target: str, _: Path) -> Any:

@@ -36,9 +36,9 @@ def tensor_of(tensor: pb.RaggedTensor) -> Any:
 
 
 def test_a_thousand_ranges_are_pooled_from_the_rows_of_one_run(stub: Any) -> None:
-    """Ranges may overlap, be empty, contain only white space or be the whole text.
+    """Character ranges may overlap, be empty, contain only white space or be the whole text.
 
-    Each result is within 1e-6 of NumPy's pooling of the hidden states.
+    Each vector is within 1e-6 of NumPy's pooling of the hidden states.
     """
     rng = np.random.default_rng(3)
     bounds = np.sort(rng.integers(0, len(TEXT) + 1, (1000, 2)), axis=1)
@@ -69,10 +69,10 @@ def test_a_thousand_ranges_are_pooled_from_the_rows_of_one_run(stub: Any) -> Non
 
 
 def test_tokenize_gives_the_tokens_of_encode(stub: Any) -> None:
-    """With truncation, Tokenize returns the tokens of Encode.
+    """With truncation, Tokenize returns the same tokens as Encode.
 
-    Without truncation, Tokenize returns all tokens of a text that is too long for the model. The offsets count
-    characters or bytes.
+    Without truncation, Tokenize returns all tokens of a text that is too long for the model. `offset_unit` chooses
+    offsets in characters or in bytes.
     """
     texts = [TEXT, "", TEXT * 3]
     options = pb.EncodeOptions(truncation=pb.TRUNCATION_END, include_token_strings=True)

@@ -20,7 +20,7 @@ from tiny_heads import words
 from encserve_client import AsyncEncoderClient, RetryPolicy, Tls
 
 CHANGES, CALLERS = 100, 32
-# The server's command, but it looks for new certificates every 0.02 s instead of every second.
+# This program is encserve-server, except that it looks for new certificates every 0.02 s instead of every second.
 PROGRAM = f"""#!{sys.executable}
 from encserve_server.__main__ import main
 from encserve_server.system import certificates
@@ -39,7 +39,7 @@ def program(tmp_path: Path) -> Path:
 
 
 async def test_no_call_fails(tmp_path: Path, program: Path) -> None:
-    """Half of the callers open a connection for every call, and half keep a connection. The clients do not retry."""
+    """Half of the callers open a connection for every call, and the others keep theirs. The clients do not retry."""
     made = make_certificates(tmp_path)
     pairs = [made.authority.issue(f"server-{i}") for i in range(4)]
     mount = Mount(tmp_path / "mount")
@@ -74,7 +74,7 @@ async def test_no_call_fails(tmp_path: Path, program: Path) -> None:
 
 
 class Load:
-    """Callers over HTTP and gRPC, with new or kept connections, and their numbers of calls."""
+    """Calls over HTTP and gRPC, with new or kept connections. `calls` has the number of calls of each kind."""
 
     def __init__(self, server: RealServer, made: Certificates) -> None:
         self.calls = dict.fromkeys(("HTTP, new", "HTTP, kept", "gRPC, new", "gRPC, kept"), 0)
@@ -86,7 +86,7 @@ class Load:
         self._numbers = itertools.count()
 
     async def run(self, change: Coroutine[Any, Any, None]) -> None:
-        """Make calls until `change` has returned. The first failed call raises its exception."""
+        """Make calls until `change` has returned. If a call fails, raise an ExceptionGroup with its exception."""
         async with asyncio.TaskGroup() as group:
             for kind in self.calls:
                 for _ in range(CALLERS // len(self.calls)):
@@ -115,7 +115,7 @@ class Load:
 
     @contextlib.asynccontextmanager
     async def _grpc(self) -> AsyncIterator[Callable[[], Awaitable[Any]]]:
-        # Give each channel another argument, because gRPC channels with the same arguments share a connection.
+        # Give each channel a different argument, because gRPC channels with the same arguments share a connection.
         own = {"number": next(self._numbers)}
         once = RetryPolicy(max_attempts=1)
         async with AsyncEncoderClient(self._server.target, tls=self.tls, retry=once, channel_arguments=own) as client:

@@ -1,4 +1,4 @@
-"""A trace goes from a real client through a real server process to a receiver of spans."""
+"""A trace goes from a real client through a real server process to a receiver of OpenTelemetry spans."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Hidden states of unattended tokens equal those of transformers, alone and in a batch of mixed lengths.
+"""Unattended tokens have the same hidden states as in transformers, alone and in a batch of mixed lengths.
 
 Other tokens do not attend to an unattended token, but the model still computes a hidden state for this token. The
 expansion tokens of a ColBERT query are an example.
@@ -20,7 +20,7 @@ from encserve_server.engine.opening import open_engine
 from encserve_server.repository.bundle import read_bundle
 
 # The attention window covers a short query and its expansion tokens. If a token's window contains no attended token,
-# the token has nothing to attend to. Its hidden state in transformers then depends on the padding.
+# the token has nothing to attend to, and its hidden state in transformers depends on the padding.
 WINDOW = {"local_attention": 64}
 SOME = [
     dataclasses.replace(it, settings=it.settings | WINDOW) if "local_attention" in it.settings else it

@@ -1,7 +1,7 @@
-"""One server with all tiny test models returns the same vectors as the models' own libraries.
+"""A server with all tiny test models returns the same vectors as the libraries that the models were made for.
 
 `zoo` and `architectures` in tests/support list the models. The exporter's tests check the same vectors without a
-server. These tests use a server over gRPC and HTTP, and the client.
+server. The tests in this file call a server over gRPC and HTTP.
 """
 
 import json
@@ -107,7 +107,7 @@ def test_openvino_gives_the_same(zoo: Zoo, on_openvino: EncoderClient, name: str
 
 def test_openvino_bfloat16_vectors_are_close_to_the_library(zoo: Zoo, models: Path) -> None:
     if not cpu_has_bfloat16():
-        pytest.skip("THIS CPU HAS NO BFLOAT16")
+        pytest.skip("THIS CPU HAS NO BFLOAT16: vectors of the tiny models in --precision bfloat16 are not tested here")
     names = ["all-of-it", "ModernBERT", "GTE"]
     flags = [flag for name in names for flag in ("--model", name)]
     rounded = ("--engine", "openvino", "--precision", "bfloat16")
@@ -158,7 +158,7 @@ def _dense(weights: list[dict[str, Any]], width: int) -> Array:
 
 async def test_the_async_client_gives_the_same_vectors_and_warns_of_cut_texts(zoo: Zoo, server: RealServer) -> None:
     name, texts = "fixed-unattended", TEXTS
-    # The limit is 80 tokens; the prompt, [CLS] and [SEP] are four of them.
+    # The model's limit is 80 tokens. The prompt, [CLS] and [SEP] take four of these tokens.
     cut = [i for i, text in enumerate(texts) if len(text.split()) > 80 - 4]
     async with AsyncEncoderClient(server.target) as client:
         with pytest.warns(TruncationWarning, match=f"inputs {', '.join(map(str, cut))}$"):
@@ -247,7 +247,7 @@ def test_pool_factor_pools_token_vectors_as_the_library_does(zoo: Zoo, client: E
 def test_maxsim_scores_and_html_report_equal_the_library(
     zoo: Zoo, server: RealServer, client: EncoderClient, name: str, tmp_path: Path
 ) -> None:
-    """The score of one model is MaxSim; the score of the other is the mean of MaxSim over the query's vectors."""
+    """The score of `fixed-attended` is MaxSim. The score of `min` is MaxSim divided by the number of query vectors."""
     library = zoo.library(name)
     queries, documents = [text_of(1 + i, seed=i) for i in range(5)], [text_of(2 * i, seed=99 + i) for i in range(20)]
     want = library.similarity(library.encode_query(queries), library.encode_document(documents)).numpy()
@@ -284,7 +284,7 @@ def test_one_bge_m3_call_gives_the_three_outputs_of_flag_embedding(
 def _by_the_authors_code(directory: Path) -> Iterator[tuple[Array, Array, Array]]:
     """Compute the outputs of BGE-M3 for each text like FlagEmbedding's modeling.py.
 
-    A token id gets the largest weight of its occurrences; special tokens have no weight.
+    The sparse weight of a token id is the largest weight of the id's occurrences. Special tokens have the weight 0.
 
     Yields:
         The dense vector (1, d_model), the sparse weights (1, vocab) and the token vectors (tokens, width).

@@ -1,4 +1,4 @@
-"""The arguments and results of the programs in this folder that import this module.
+"""The arguments and results of the `*_judge.py` programs that import this module.
 
 Each program runs as `PROGRAM ADDRESS MODEL REQUESTS RESULTS`. REQUESTS is a JSON file with `texts`, `ids` and `mask`.
 The program writes vectors into the .npz file RESULTS, and other facts as JSON to stdout.

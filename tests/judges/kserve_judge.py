@@ -1,7 +1,7 @@
 """Calls the server with KServe's gRPC and REST clients.
 
-The program runs in the virtual environment of gateways.txt. The argument ADDRESS is `GRPC_TARGET,HTTP_URL`. The
-environment does not contain tritonclient, because the gRPC stubs of the two packages clash (kserve#3099).
+The program runs in the virtual environment that gateways.txt defines. The argument ADDRESS is `GRPC_TARGET,HTTP_URL`.
+The environment does not contain tritonclient, because the gRPC stubs of kserve and tritonclient clash (kserve#3099).
 """
 
 import asyncio
@@ -49,7 +49,7 @@ async def use_grpc() -> None:
             await client.is_server_ready(),
             await client.is_model_ready(model),
         ]
-        vectors["grpc"] = embedding(await client.infer(request(text_tensor())))  # the default: with `binary_data_size`
+        vectors["grpc"] = embedding(await client.infer(request(text_tensor())))  # sends `binary_data_size`
         as_list = InferInput(name="text", shape=[len(texts)], datatype="BYTES", data=texts)
         vectors["grpc_list"] = embedding(await client.infer(request(as_list)))
         outputs = [RequestedOutput("embedding", {"binary_data": True})]

@@ -1,7 +1,7 @@
 """Calls the server with MLServer's codecs and types.
 
 MLServer has no client class. Its users encode a request with a codec, and send the request with `requests` or
-MLServer's gRPC stubs. The program runs in the virtual environment of clients.txt. The argument ADDRESS is
+MLServer's gRPC stubs. The program runs in the virtual environment that clients.txt defines. The argument ADDRESS is
 `GRPC_TARGET,HTTP_URL`.
 """
 
@@ -39,7 +39,7 @@ def infer(request: Any, **options: Any) -> Any:
 
 
 def use_rest() -> None:
-    """Send unset fields once as nulls, which is the default of model_dump, and once leave out unset fields."""
+    """Send requests with unset fields as null, which is model_dump's default, and requests without unset fields."""
     MetadataServerResponse.model_validate_json(http.get(f"{url}/v2", timeout=60).content)
     about = MetadataModelResponse.model_validate_json(http.get(f"{url}/v2/models/{model}", timeout=60).content)
     facts["inputs"] = [tensor.name for tensor in about.inputs or []]

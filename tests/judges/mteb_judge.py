@@ -1,8 +1,8 @@
 """Runs the MTEB code of docs/http.md on a small task that needs no download.
 
-The program runs as `PROGRAM REQUESTS BLOCK...` in the virtual environment of mteb.txt. REQUESTS is a JSON file with
-`pairs`; each pair is two texts and their similarity. Each BLOCK is a file with a code block of the page. The code finds
-the task in `tasks` and sets `results`. The program prints the score of each block.
+The program runs as `PROGRAM REQUESTS BLOCK...` in the virtual environment that mteb.txt defines. REQUESTS is a JSON
+file with `pairs`; each pair is two texts and their similarity. Each BLOCK is a file with a code block of docs/http.md.
+The code block reads the variable `tasks` and sets the variable `results`. The program prints the score of each block.
 """
 
 import json
@@ -19,7 +19,7 @@ pairs = json.loads(requests_file.read_text(encoding="utf-8"))["pairs"]
 
 
 class Pairs(AbsTaskSTS):  # type: ignore[misc] # its types are in its own environment
-    """A task whose score is Spearman's correlation of the vectors' cosines and the given similarities."""
+    """A task whose score is Spearman's correlation between the vectors' cosine similarities and those of `pairs`."""
 
     metadata = TaskMetadata(
         name="Pairs",

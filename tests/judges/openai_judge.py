@@ -1,6 +1,6 @@
 """Calls the server with OpenAI's client, and with LangChain's default settings.
 
-The program runs in the virtual environment of clients.txt.
+The program runs in the virtual environment that clients.txt defines.
 """
 
 import asyncio

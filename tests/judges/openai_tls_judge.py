@@ -1,7 +1,7 @@
 """Calls the server over TLS with OpenAI's client.
 
-The program runs as `PROGRAM URL CA [CERT KEY]` in the virtual environment of clients.txt. It prints the length of a
-vector, or the error. The environment variable OPENAI_API_KEY is the key for the server.
+The program runs as `PROGRAM URL CA [CERT KEY]` in the virtual environment that clients.txt defines. It prints the size
+of a vector, or the error. The environment variable OPENAI_API_KEY is the server's key, if the server requires a key.
 """
 
 import os

@@ -48,7 +48,7 @@ def unit_vectors(client: EncoderClient) -> Array:
 def judge(
     bin_folder: Path, name: str, address: str, folder: Path, **variables: str
 ) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Run a program of tests/judges; return its vectors by name and its other results."""
+    """Run a program of tests/judges; return the program's `vectors` and `facts`."""
     longest = max(map(len, IDS))
     requests = {
         "texts": TEXTS,
@@ -136,7 +136,7 @@ def test_perf_analyzer(minilm: RealServer, tmp_path: Path, protocol: str, stream
 
 
 def test_openai(minilm: RealServer, unit_vectors: Array, bin_of: BinOf, tmp_path: Path) -> None:
-    """LangChain's default needs OpenAI's vocabulary. tiktoken reads it from LiteLLM's package instead of a download."""
+    """LangChain's default needs OpenAI's vocabulary. The package litellm contains it, so tiktoken downloads nothing."""
     (litellm,) = python_environment("gateways").parent.glob("lib/python*/site-packages/litellm")
     vocabularies = f"{litellm / 'litellm_core_utils/tokenizers'}"
     got, facts = judge(bin_of("clients"), "openai_judge.py", minilm.url, tmp_path, TIKTOKEN_CACHE_DIR=vocabularies)
@@ -152,8 +152,8 @@ def test_openai(minilm: RealServer, unit_vectors: Array, bin_of: BinOf, tmp_path
 def test_openais_own_tests(minilm: RealServer) -> None:
     """Run OpenAI's own tests of embeddings and models against the server.
 
-    Deletion of models and strict validation are left out. Strict validation rejects base64, though the client
-    itself requests base64.
+    Tests that delete models are left out, and tests of embeddings with strict validation that do not set
+    encoding_format. The client then requests base64, which strict validation rejects.
     """
     sources = source_folder("openai")
     files = [f"tests/api_resources/test_{name}.py" for name in ("embeddings", "models")]

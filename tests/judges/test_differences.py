@@ -1,6 +1,6 @@
-"""Requests from the tests of vLLM and infinity that our server answers differently, as docs/http.md lists.
+"""Requests from the tests of vLLM and infinity that our server answers differently from these two servers.
 
-Replies that agree with vLLM and infinity are tested in tests/server/test_server_http*.py.
+docs/http.md lists the differences. tests/server/test_server_http*.py test the requests with the same answer.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ LONG_TEXT = " ".join(["river"] * 2000)
 MESSAGES = [{"role": "user", "content": "Which trains stop in Coimbra?"}]
 VECTOR_ROUTES = ("/v1/embeddings", "/pooling")
 Case = tuple[str, dict[str, Any], int, str]
-# For each first cell of the page's table: the route and the body of requests, the expected status and a part of the
-# reply.
+# The keys are the first cells of the table under Differences in docs/http.md. Each case has the route and the body of a
+# request, the expected status, and a part of the expected reply.
 DIFFERENCES: dict[str, list[Case]] = {
     "`prompt` of `/tokenize`": [("/tokenize", {"prompt": TEXT}, 422, "inputs: ")],
     "`messages`": [(path, {"messages": MESSAGES}, 400, "input: ") for path in VECTOR_ROUTES],

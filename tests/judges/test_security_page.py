@@ -1,4 +1,4 @@
-"""Runs the code blocks of docs/security.md and docs/callers.md in order, with other ports."""
+"""Runs the code blocks of docs/security.md and docs/callers.md in order, with free ports instead of fixed ports."""
 
 import contextlib
 import os
@@ -55,7 +55,7 @@ def test_every_line(tmp_path: Path, page: str, expected: int) -> None:
         for language, lines in blocks(page):
             if language == "toml":
                 (tmp_path / "callers.toml").write_text(lines.replace(MODEL, "tiny"))
-                exported.clear()  # a server has either one key or a callers file
+                exported.clear()  # with callers.toml, the server refuses ENCSERVE_API_KEY
                 continue
             if lines.startswith("encserve-server"):
                 stack.close()

@@ -22,11 +22,11 @@ from tiny_heads import words
 pytestmark = pytest.mark.timeout(900)  # the first run installs the clients
 
 VERSIONS = pytest.mark.parametrize("version", ["1.2", "1.3"])
-# The lifetime of a certificate. A server loads the certificate before it expires, and the tests run afterwards.
+# The lifetime of the expired certificate. A server loads this certificate before the end; the tests run after the end.
 SHORT_SECONDS = 20.0
 # Exit statuses of curl if the server ends the connection. 60 means an alert about an expired certificate.
 CURL_REFUSED = (35, 52, 55, 56, 60)
-# For each fault of a server's certificate: a part of the error message of openssl and Python.
+# For each fault of a server's certificate: a part of the error messages of openssl and Python.
 FAULTS = {"expired": "certificate has expired", "other_name": "hostname mismatch", "stranger": "local issuer"}
 KEY, WRONG_KEY = "encserve-the-right-key", "encserve-a-wrong-key"
 
@@ -39,8 +39,8 @@ class Servers:
         made: All certificates.
         right: A server that requires client certificates.
         keyed: A server that requires a key.
-        faulty: Servers with a faulty certificate, by the keys of FAULTS. These servers require nothing from
-        callers.
+        faulty: Servers with a faulty certificate. The keys are those of FAULTS. These servers require no key and no
+            client certificate.
         plain: A server without TLS.
     """
 
@@ -91,7 +91,7 @@ def execute(*command: Any, text: str = "", **environment: str) -> subprocess.Com
 
 
 def test_our_command(servers: Servers) -> None:
-    """The command takes certificates from flags and a key from an environment variable. Its errors show no key."""
+    """`encserve` takes certificates from flags and the key from a variable. Error messages do not contain the key."""
     made, command = servers.made, Path(sys.executable).parent / "encserve"
 
     def embed(server: RealServer, *flags: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -174,7 +174,7 @@ def test_curl(servers: Servers, version: str) -> None:
 
 @VERSIONS
 def test_curl_and_the_metrics_page(servers: Servers, version: str) -> None:
-    """If the server requires client certificates, /metrics requires one, and /healthz does not."""
+    """If the server requires client certificates, /metrics requires a client certificate, but /healthz does not."""
     made = servers.made
     for path, pair, want in (
         ("/metrics", made.client, (0, "200")),
@@ -212,7 +212,7 @@ def test_openai(servers: Servers) -> None:
 
 @pytest.mark.parametrize("language", ["javascript", "go"])
 def test_examples(servers: Servers, tmp_path: Path, language: str) -> None:
-    """The examples use grpc-js and grpc-go, with and without a certificate, with the right and a wrong key."""
+    """clients/examples, with grpc-js and grpc-go: with and without a certificate, with the right and a wrong key."""
     made = servers.made
     if language == "go":
         command: list[Any] = [go_example(tmp_path)]

@@ -1,4 +1,4 @@
-"""Runs the code of docs/http.md and docs/open-inference.md for other tools: they get our client's vectors.
+"""The code for other tools in docs/http.md and docs/open-inference.md returns the same vectors as our client.
 
 The model is a small BERT with a real tokenizer, so that 1,000 documents of 2,000 characters take little time.
 """
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(900)  # the first run installs the tools
 
 Array = npt.NDArray[Any]
 PAGE = ROOT / "docs/http.md"
-# The virtual environment for the code below each heading of the page.
+# The keys are the headings in the section Tools of docs/http.md. The values are the virtual environments for the code.
 ENVIRONMENTS = {
     "openai": "clients",
     "LangChain": "clients",
@@ -50,7 +50,7 @@ PAIRS = [
     ("a red apple", "a green bus", 1.0),
     ("two men talk", "people are talking", 3.0),
 ]
-# The code for these tools sends all texts in one request. A request has at most 256 texts.
+# The code for these tools sends all texts in one request, so the tests use 256 texts, the most that a request may have.
 OPEN_INFERENCE = ("KServe", "MLServer", "tritonclient")
 QUIET = {
     "HF_HUB_OFFLINE": "0",  # 1 would stop Hugging Face's client from calling the server
@@ -69,7 +69,7 @@ const { texts } = JSON.parse(readFileSync(process.argv[2], "utf8"));
 
 
 def blocks_by_tool() -> dict[str, list[tuple[str, str]]]:
-    """The language and text of each code block in the page's section Tools, by tool."""
+    """For each tool in the section Tools of docs/http.md, the language and the text of each code block."""
     (section,) = re.findall(r"^## Tools\n(.*?)^## ", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     parts = re.split(r"^### (.+)\n", section, flags=re.MULTILINE)[1:]
     block = re.compile(r"^```(python|js)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -95,7 +95,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
 
 @pytest.fixture(scope="module")
 def requests(tmp_path_factory: pytest.TempPathFactory, server: RealServer) -> dict[bool, tuple[Path, Array]]:
-    """A file of texts and our client's vectors of these texts: 256 texts for False, 1,004 for True."""
+    """A file with texts, and our client's vectors of these texts. False has 256 texts, and True has 1,004 texts."""
     words, rng = (minilm_directory() / "vocab.txt").read_text().split()[2000:12000], random.Random(0)
     documents = [" ".join(rng.choices(words, k=500))[:2000] for _ in range(1000)]
     made, every = {}, [*TEXTS, *documents]
@@ -145,9 +145,9 @@ def test_python(
 
 
 def test_open_inference(server: RealServer, requests: dict[bool, tuple[Path, Array]], tmp_path: Path) -> None:
-    """The page's two code blocks run in two environments, because their clients conflict.
+    """The two code blocks run in two environments, because tritonclient and kserve conflict.
 
-    Each block has its own texts.
+    The blocks contain the first two of TEXTS.
     """
     page = (ROOT / "docs/open-inference.md").read_text()
     file, want = requests[False]
@@ -169,7 +169,7 @@ def test_langchain_for_javascript(server: RealServer, requests: dict[bool, tuple
 
 
 def test_mteb(server: RealServer, tmp_path: Path) -> None:
-    """MTEB's scores equal the scores of our client's vectors."""
+    """MTEB's scores equal Spearman's correlation for our client's vectors."""
     (tmp_path / "requests.json").write_text(json.dumps({"pairs": PAIRS}))
     blocks = [tmp_path / f"{i}.py" for i in range(len(blocks_by_tool()["MTEB"]))]
     for path, (_, lines) in zip(blocks, blocks_by_tool()["MTEB"], strict=True):

@@ -1,7 +1,8 @@
-"""Runs code blocks of a docs page as `PROGRAM REQUESTS BLOCK...`, each with its own variables.
+"""Runs code blocks of a docs page, each with separate variables.
 
-REQUESTS is a JSON file with `texts`, which becomes a variable of the code. Each BLOCK is a file with code that sets
-`vectors` or `similarities`. The program saves them beside the file with the suffix .npy.
+The program runs as `PROGRAM REQUESTS BLOCK...`. REQUESTS is a JSON file with `texts`, which becomes a variable of the
+code. Each BLOCK is a file with code that sets `vectors` or `similarities`. The program saves the values in a
+.npy file with the name of BLOCK.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Calls the server with Triton's gRPC clients, sync and async.
 
-The program runs in the virtual environment of clients.txt. The argument ADDRESS is the gRPC target.
+The program runs in the virtual environment that clients.txt defines. The argument ADDRESS is the gRPC target.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ def use_client(client: Any) -> None:
     half = client.infer(model, inputs, outputs=outputs, parameters={"datatype": "FP16"})
     vectors["half"] = half.as_numpy("embedding")
     tokens = [tensor(triton, "input_ids", ids, "INT64"), tensor(triton, "attention_mask", mask, "INT64")]
-    rows = client.infer(model, tokens)  # the default: all outputs
+    rows = client.infer(model, tokens)  # by default, all outputs
     for name in ("last_hidden_state", "lengths"):
         vectors[name] = rows.as_numpy(name)
     vectors["embedding_of_ids"] = rows.as_numpy("embedding")

@@ -1,4 +1,4 @@
-"""Every expression of the dashboards and rules has data while Prometheus scrapes a server under load."""
+"""The queries of all Grafana dashboards and Prometheus rules have data while a server is under load."""
 
 import asyncio
 import math
@@ -22,19 +22,19 @@ from tiny_bundle import write_bundle
 from encserve_proto.v1 import encoder_pb2 as pb
 
 SERVICE = "/encserve.v1.EncoderService/"
-# Long enough for a few scrapes, and for two evaluations of the rules, because some rules read other rules.
+# Prometheus needs time for a few scrapes, and for two evaluations of the rules, because some rules read other rules.
 WAIT_SECONDS = 40
 # Values for Grafana's variables. A rate needs a window of several scrapes, so the interval is 5 s.
 VARIABLES = {"$__rate_interval": "5s", "$model": ".+", "$instance": ".+"}
 WITHOUT_DATA = "encserve_gpu_memory"  # this series does not exist without a GPU
-# The key is a series that exists only while its alert fires. The value is a series with the same labels that always
-# exists.
+# The keys are series that do not exist here: some exist only while an alert fires, and one exists only with TLS. The
+# tests look for the values instead, which are series that always exist.
 SUBSTITUTES = {
     f'encserve_model_info{{requested_device="{device}", device!="cuda"}}': 'encserve_model_info{device!=""}'
     for device in ("cuda", "auto")
 } | {"encserve_tls_certificate_expiry_timestamp_seconds": "encserve_tls_files_refused"}  # exists only with TLS
 FROM_PROMETHEUS = {"up", "ALERTS", "scrape_duration_seconds"}
-LOAD = [  # series that are above 0 only if the load has calls of each kind
+LOAD = [  # these series are all above 0 as soon as `Load` has made calls of each kind
     *(
         ("grpc_server_handled_total", {"grpc_method": method, "grpc_code": code})
         for method, codes in {
@@ -87,7 +87,7 @@ class Load:
             while not self._over.is_set():
                 texts = pb.EncodeRequest(model="bert", inputs=[pb.Input(text="hello brave new world")] * 3)
                 invalid = pb.EncodeRequest(model="bert", inputs=[ids(1000)])
-                large = pb.EncodeRequest(model="bert", inputs=[ids(*range(1, 61))] * 30)  # 8 of these exceed the queue
+                large = pb.EncodeRequest(model="bert", inputs=[ids(*range(1, 61))] * 30)  # 8 of these fill the queue
                 bulk = pb.EncodeRequest(model="bert", inputs=large.inputs, priority=pb.PRIORITY_BULK)
                 requests = [texts, invalid, *[bulk] * 3, *map(tiny, range(20)), *[large] * 8]
                 stream: Any = channel.stream_stream(f"{SERVICE}EncodeStream")
@@ -136,13 +136,13 @@ def prometheus(server: RealServer, tmp_path_factory: pytest.TempPathFactory) -> 
     with Load(server.target, server.url), running_prometheus(committed, folder, target, interval="500ms") as prometheus:
         ends = time.monotonic() + WAIT_SECONDS
         while missing := [series for series in LOAD if not server.metric(series[0], **series[1])]:
-            assert time.monotonic() < ends, f"the load has no {missing}"
+            assert time.monotonic() < ends, f"these series are still 0: {missing}"
             time.sleep(0.2)
         yield prometheus
 
 
 def without_data(prometheus: Prometheus, expressions: Iterable[tuple[str, str]]) -> list[str]:
-    """The expressions without a value, or with NaN only, for WAIT_SECONDS; each line starts with its place."""
+    """Wait up to WAIT_SECONDS until each expression has values, not only NaN; return those that have none."""
     left = {where: expr for where, expr in expressions if WITHOUT_DATA not in expr}
     ends = time.monotonic() + WAIT_SECONDS
     while left and time.monotonic() < ends:
@@ -196,7 +196,7 @@ def test_templates_of_alerts_have_values(prometheus: Prometheus) -> None:
 
 
 def test_every_metric_name_exists(server: RealServer, prometheus: Prometheus) -> None:
-    """A wrong metric name after `or` would not show in the other tests. Every recorded series is also used."""
+    """The server exports every metric name in queries and rules, even after `or`. Every recorded series is used."""
     del prometheus  # the fixture has waited for the load
     with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics") as page:
         families = list(text_string_to_metric_families(page.read().decode()))

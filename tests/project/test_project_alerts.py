@@ -39,7 +39,7 @@ def test_each_alert_is_tested_firing_and_quiet() -> None:
             for check in test["promql_expr_test"]:
                 (name,) = re.findall(r'alertname="(\w+)"', check["expr"])
                 if check["exp_samples"]:
-                    assert 'alertstate="firing"' in check["expr"], "pending is not firing"
+                    assert 'alertstate="firing"' in check["expr"], f"{path.name}: the test must check alertstate firing"
                     firing.add(name)
                 else:
                     quiet.add(name)
@@ -56,7 +56,7 @@ def test_an_alert_has_a_runbook(alert: dict[str, Any]) -> None:
     assert annotations["runbook_url"].endswith(f"docs/operations.md#{name.lower()}")
     text = RUNBOOKS.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
     for part in ("**Means.**", "**Confirm.**", "**Do.**"):
-        assert part in text, f"{name} has no {part}"
+        assert part in text, f"the runbook of {name} in docs/operations.md has no {part}"
 
 
 def test_each_runbook_has_an_alert() -> None:
@@ -71,7 +71,7 @@ def test_rules_and_dashboards_have_the_same_objectives() -> None:
     assert failed_codes <= set(re.findall(r'grpc_code=~"([^"]+)"', in_rules))
     bounds = {float(bound) for bound in re.findall(r'le="([\d.]+)"', in_rules)}
     assert {float(bound) for bound in re.findall(r'le="([\d.]+)"', in_panels)} <= bounds
-    assert bounds <= set(SECONDS_BUCKETS), "a histogram counts only at the ends of its buckets"
+    assert bounds <= set(SECONDS_BUCKETS), "the bounds in rules must be in SECONDS_BUCKETS"
     defaults = [
         panel["fieldConfig"]["defaults"]
         for board in DASHBOARDS.values()
@@ -83,7 +83,7 @@ def test_rules_and_dashboards_have_the_same_objectives() -> None:
 
 
 def test_each_refusal_counts_for_the_server_or_the_caller() -> None:
-    """Each reason of a refusal is either in the rule of failed calls or in the alert about refused callers."""
+    """Each reason in `reasons` is either in the rule of failed calls or in the alert EncserveCallersRefused."""
     (failed,) = [rule["expr"] for rule in RULES if rule.get("record") == "instance:encserve_calls_failed:total"]
     (refused,) = [alert["expr"] for alert in ALERTS if alert["alert"] == "EncserveCallersRefused"]
     of_server = set(re.findall(r'reason=~"([A-Z_|]+)"', failed)[0].split("|"))

@@ -26,7 +26,7 @@ from encserve_server.telemetry.metrics import Metrics
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Settings)}
-CLOSE_SECONDS = 5.0  # the server closes a model within this time
+CLOSE_SECONDS = 5.0  # the server closes its models within this time
 POD_GRACE_SECONDS = 30  # Kubernetes' default
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
@@ -47,7 +47,7 @@ def container_of(resource: Any) -> Any:
 
 
 def settings_of(container: Any) -> dict[str, str]:
-    """The server settings that the arguments of a container set, by field of Settings."""
+    """The server settings in the arguments of a container. The keys are names of fields of Settings."""
     return {
         flag.removeprefix("--").replace("-", "_"): value
         for flag, value in (argument.split("=", 1) for argument in container["args"])
@@ -55,7 +55,7 @@ def settings_of(container: Any) -> dict[str, str]:
 
 
 def environment_of(service: Any) -> dict[str, str]:
-    """The server settings that the environment of a Compose service sets, by field of Settings."""
+    """The server settings in the environment of a Compose service. The keys are names of fields of Settings."""
     return {
         name.removeprefix("ENCSERVE_").lower(): value
         for name, value in service.get("environment", {}).items()
@@ -173,9 +173,9 @@ def test_ports_and_probes() -> None:
 
 
 def test_probes_wait_for_a_stalled_engine() -> None:
-    """Kubernetes restarts a stalled pod only after twice the server's stall limit.
+    """Kubernetes restarts a stalled pod only after at least twice the server's `stall_seconds`.
 
-    A failing pod gets no calls after 15 s.
+    A pod whose readiness probe fails gets no calls after at most 15 s.
     """
     seconds = {
         probe: container_of(DEPLOYMENT)[probe]["periodSeconds"] * container_of(DEPLOYMENT)[probe]["failureThreshold"]
@@ -275,7 +275,7 @@ def kserve_errors(resource: Any) -> list[str]:
 def kuberay_errors(resource: Any) -> list[str]:
     """Check a resource with a schema of KubeRay 1.7; return the errors.
 
-    The schema is hand-written. Kubernetes' own schema covers the pod templates.
+    The schema is hand-written and does not cover the pod templates; kubernetes-validate checks these.
     """
     return schema_errors("kuberay-rayjob.json", resource)
 
@@ -317,10 +317,10 @@ def test_the_lines_for_http_in_the_docs() -> None:
 def test_the_ray_job() -> None:
     """The job's command and flags exist, its actors fit the workers, and its paths are mounted.
 
-    The tests of this project use the same version of Ray.
+    The job's version of Ray is the version that this project's tests use.
     """
     line, _, after = RAY_JOB["spec"]["entrypoint"].partition(" || ")
-    assert after == "test $? -eq 3"  # exit status 3: some rows were rejected, which is not a failure
+    assert after == "test $? -eq 3"  # exit status 3: some texts were rejected, which is not a failure
     program, name, *words = shlex.split(line)
     command = cli.get_command(click.Context(cli), name)
     assert program == "encserve"
@@ -388,9 +388,9 @@ def test_servers_start_after_the_export() -> None:
 
 @pytest.mark.parametrize(("profile", "entry"), [("cpu", "server"), ("gpu", "server-gpu"), ("replicas", "envoy")])
 def test_a_profile(profile: str, entry: str) -> None:
-    """Only one service publishes port 50051.
+    """In each profile, only one service publishes port 50051.
 
-    Prometheus has the host name that Grafana uses, and scrapes every server.
+    The profile's Prometheus has the host name that Grafana uses, and scrapes every server of the profile.
     """
     services = {name: service for name, service in SERVICES.items() if profile in service.get("profiles", [profile])}
     port = "127.0.0.1:${GRPC_PORT:-50051}:50051"

@@ -21,10 +21,10 @@ from encserve_server.errors import EmptyInputs, EncserveError, UnknownField
 ROOT = Path(__file__).parent.parent.parent
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES)
-# Flags of other programs that the docs may mention: docker compose, git, make and the programs of bench/.
+# The docs may also mention flags of docker compose, of the Makefile and of the programs in bench/.
 OTHERS = " ".join(path.read_text() for path in (*ROOT.glob("bench/**/*.py"), ROOT / "Makefile"))
 OTHER_FLAGS = {"--profile", "--volumes", "--build-arg", "--target", *re.findall(r'"(--[a-z-]+)"', OTHERS)}
-# A line with one of these phrases may name a program that was removed later: its figures were measured at that commit.
+# A line with one of these phrases may name a removed program: its figures were measured with this program.
 REMOVED = ("in 4c14468", "at commit de57fdd")
 
 
@@ -64,7 +64,7 @@ def test_the_readme_links_every_page() -> None:
 
 @EVERY_PAGE
 def test_install_lines_name_the_server_before_the_command(page: str) -> None:
-    """In another order, pip 23 (in Python 3.11) looks for encserve-server in the package index."""
+    """If the command comes first, pip 23 (in Python 3.11) looks for encserve-server in the package index."""
     for line in PAGES[page].replace("\\\n", "").splitlines():
         if "pip install ./" in line and "/cli[local" in line:
             assert 0 <= line.find("./server[") < line.index("/cli[local"), line

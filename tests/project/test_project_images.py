@@ -25,11 +25,11 @@ def test_an_image_has_no_root_user_and_installs_by_hash(path: Path) -> None:
     for command in re.findall(r"pip\S*(?: --python \S+)? install [^&]*", path.read_text().replace("\\\n", " ")):
         assert "--require-hashes" in command or "--no-index" in command, command
     for entry_point in re.findall(r"^(?:ENTRYPOINT|CMD) (.*)$", path.read_text(), flags=re.MULTILINE):
-        assert entry_point.startswith("["), "a shell would not pass signals to the process"
+        assert entry_point.startswith("["), f"not a JSON list, so a shell stops signals: {entry_point}"
 
 
 def locked(name: str) -> dict[NormalizedName, str]:
-    """The version of each package in deploy/requirements/NAME.txt. Fails if a line has no hash."""
+    """Return the version of each package in deploy/requirements/NAME.txt; fail if a line has no hash."""
     text = (ROOT / f"deploy/requirements/{name}.txt").read_text().replace("\\\n", " ")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     assert all("--hash=sha256:" in line for line in lines)

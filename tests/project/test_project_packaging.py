@@ -1,4 +1,4 @@
-"""Each wheel, installed into an empty environment, brings its requirements and nothing more."""
+"""The wheels: their requirements in an empty environment, their files and versions, and calls between them."""
 
 import re
 import subprocess
@@ -42,7 +42,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(folder: Path, wheels: Path, requirement: str) -> Path:
-    """Make an environment with one wheel and its requirements, and return its bin folder."""
+    """Make a virtual environment with one wheel and its requirements; return the environment's bin folder."""
     venv.create(folder)
     pip = (*PIP, "--python", folder)
     run(*pip, "install", "--quiet", "--find-links", wheels, "-c", ROOT / "constraints.txt", requirement)

@@ -81,4 +81,4 @@ def test_one_run_has_the_same_outputs_as_three_calls(names: dict[str, Any]) -> N
     for one, its in zip(late.arrays(), encode(kind="multi_vector"), strict=True):
         np.testing.assert_allclose(one, its, atol=1e-5)
     for places, text in zip(late.token_indices(), sequences, strict=True):
-        assert places.tolist() == list(range(1, text.token_count))  # all tokens except the first
+        assert places.tolist() == list(range(1, text.token_count))  # the first token has no vector
