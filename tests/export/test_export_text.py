@@ -124,7 +124,7 @@ def test_a_length_that_only_the_tokenizer_says_is_said(bert: "Checkpoint", model
     (bert.path / "tokenizer_config.json").write_text('{"model_max_length": 40}')
     exported = export_hf(bert.path, Target(model_repository=models, name="bert"), ids_only=True)
     assert exported.manifest.encoder.max_sequence_tokens == 40
-    assert exported.notes["longest"].endswith("the checkpoint's max_seq_length is 40, its positions are 66")
+    assert exported.notes["longest"].endswith("the checkpoint's model_max_length is 40, its positions are 66")
     longer = export_hf(bert.path, Target(model_repository=models, name="longer"), max_sequence_tokens=50, ids_only=True)
     assert "for texts of more than 40 tokens sentence-transformers gives other vectors" in longer.notes["longest"]
 

@@ -418,7 +418,7 @@ def _longest(spec: ModelSpec, positions: int | None, asked: int | None) -> tuple
             "sets a larger limit, and memory grows with its square"
         )
     if usual is None and positions is not None and bound < positions:
-        usual = bound
+        return longest_sequence(positions, bound, asked, "model_max_length")
     return longest_sequence(bound if usual is None else positions or usual, usual, asked)
 
 
@@ -428,20 +428,21 @@ def _model_max_length(directory: Path) -> int | None:
     return length if type(length) is int and 0 < length < NO_BOUND else None
 
 
-def longest_sequence(positions: int, usual: int | None, asked: int | None) -> tuple[int, str]:
+def longest_sequence(
+    positions: int, usual: int | None, asked: int | None, field: str = "max_seq_length"
+) -> tuple[int, str]:
     """Return the longest sequence to serve, in tokens, and a remark that is empty if all known lengths are equal.
 
     Args:
         positions: The number of positions that the model has.
         usual: The length to which sentence-transformers cuts texts; None if no file has such a length.
         asked: The user's `max_sequence_tokens`, or None.
+        field: The field of the checkpoint that has `usual`.
     """
     longest = min(positions, usual or positions) if asked is None else asked
     if usual is None or longest == usual == positions:
         return longest, ""
-    remark = (
-        f"max_sequence_tokens is {longest}; the checkpoint's max_seq_length is {usual}, its positions are {positions}"
-    )
+    remark = f"max_sequence_tokens is {longest}; the checkpoint's {field} is {usual}, its positions are {positions}"
     if asked is not None and asked != usual:
         remark += f": for texts of more than {min(asked, usual)} tokens sentence-transformers gives other vectors"
     return longest, remark
