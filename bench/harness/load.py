@@ -1,4 +1,4 @@
-"""encserve servers and their callers. The callers are the load generator of `encserve bench`, in other processes."""
+"""encserve servers and their callers. The callers are the load generator of `encserve bench`, in new processes."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ from harness.rounds import Measurement, Side
 from harness.workload import Workload
 
 CALLERS = 64
-SINGLE_SEQUENCES = 192  # for sides that run one sequence at a time, because the whole workload would take minutes
+SINGLE_SEQUENCES = 192  # of the workload, if each is sent alone: the whole workload would take minutes
 LARGE_CALL_SEQUENCES, LARGE_CALLERS = 256, 4
 TIMEOUT_SECONDS = 120.0
 
@@ -36,7 +36,7 @@ class Served:
     """
 
     def __init__(self, server: RealServer, workload: Workload, seconds: float) -> None:
-        """Serialize the calls. Each side is measured for `seconds`."""
+        """Build the requests, and send a first load. Each side is measured for `seconds`."""
         self.server = server
         self._workload = workload
         self._seconds = seconds
@@ -87,7 +87,7 @@ class Served:
         return dataclasses.replace(measurement, latencies=latencies)
 
     def _large(self) -> Measurement:
-        """Send calls that take seconds. Few of them end in time, so the tokens of the batches are counted."""
+        """Send calls that take seconds. Few end during the load, so the tokens of the server's batches are counted."""
         count = LARGE_CALL_SEQUENCES * LARGE_CALLERS
         lengths = itertools.islice(itertools.cycle(self._workload.lengths), count)
         calls = make_calls(list(lengths), self._info, Request(sequences_per_call=LARGE_CALL_SEQUENCES))

@@ -46,7 +46,7 @@ def refused(tmp_path: Path) -> Callable[..., str]:
         assert not models.exists()
         text = str(caught.value)
         assert "\n" not in text
-        assert str(models) not in text, "a folder that is gone"
+        assert str(models) not in text, "the error names a folder that the failed export has removed"
         return text
 
     return refuse
@@ -239,7 +239,9 @@ def set_ir(version: int) -> Change:
 def test_operators_and_versions(refused: Callable[..., str], change: Change, said: str) -> None:
     text = refused(change, OnnxFileError)
     assert re.search(said, text)
-    assert re.search(r"This is onnx .* and ONNX Runtime .*\. If an operator or a version is unknown, export", text)
+    assert re.search(
+        r"The installed versions are onnx .* and ONNX Runtime .*\. If an operator or a version is unknown, export", text
+    )
 
 
 def train_dropout(model: onnx.ModelProto) -> None:
@@ -350,7 +352,7 @@ def test_the_longest_that_works_is_exported(tmp_path: Path) -> None:
 
 
 def reshape_rows(model: onnx.ModelProto, shape: list[int]) -> None:
-    """Reshape the rows to a constant shape, as exporters do that write the size of their example into the graph."""
+    """Reshape the rows to a constant shape. Some exporters write the size of their example into the graph like this."""
     model.graph.initializer.append(numpy_helper.from_array(np.array(shape), "baked"))
     node_of(model, "rows").output[0] = "before"
     model.graph.node.append(helper.make_node("Reshape", ["before", "baked"], ["rows"], name="shaped"))
@@ -391,7 +393,7 @@ def vary_width(model: onnx.ModelProto) -> None:
         (swap_axes, "the output swapped has shape (16, 1, 8) for inputs of shape (1, 16); it must be (1, 16, d_model)"),
         (
             vary_width,
-            "the output wide has rows of 16 dimensions for inputs of shape (1, 16), and of 1 for other inputs",
+            "the output wide has rows of 16 dimensions for inputs of shape (1, 16), but rows of 1 for other inputs",
         ),
     ],
 )
@@ -424,7 +426,8 @@ def test_float16_arithmetic_that_rounds_with_the_batch(refused: Callable[..., st
 def test_padding_that_takes_no_place(refused: Callable[..., str]) -> None:
     """As in RoBERTa, padding ids take no positions here.
 
-    So the exporter must not test lengths with padding ids alone, which never reach the end of the position table.
+    A sequence of padding ids alone never reaches the end of the position table. So the exporter must test lengths with
+    other ids.
     """
 
     def count_places(model: onnx.ModelProto) -> None:

@@ -117,7 +117,7 @@ def test_a_text_without_a_task_is_told(static: Path, tmp_path: Path) -> None:
     path = directory / "router_config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "parameters": {**config["parameters"], "default_route": "query"}}))
-    assert "sentence-transformers takes it as a query" in read(directory).remark
+    assert "sentence-transformers encodes such a text as a query" in read(directory).remark
 
 
 @pytest.mark.system
@@ -165,7 +165,9 @@ def test_what_a_bundle_cannot_express_is_refused(tmp_path: Path) -> None:
         return [Transformer(model, transformer_task="fill-mask"), SpladePooling()]
 
     SparseEncoder(modules=[Router.for_query_document(splade(), splade())]).save(str(tmp_path / "two"))
-    with pytest.raises(UnsupportedModelError, match="has several encoders to serve, for queries and for documents"):
+    with pytest.raises(
+        UnsupportedModelError, match="queries and documents use different encoders. Export the folder of each"
+    ):
         read(tmp_path / "two")
     csr = [Transformer(model), Pooling(D_MODEL), SparseAutoEncoder(D_MODEL, hidden_dim=48, k=4)]
     SparseEncoder(modules=csr).save(str(tmp_path / "csr"))

@@ -15,9 +15,9 @@ ENDED_SECONDS = 30 + 8 + 7
 
 
 def test_callers_without_progress_are_ended(tmp_path: Path) -> None:
-    """The server ends most calls of callers that send slowly or do not read, on every protocol.
+    """The server ends calls of callers that send slowly or do not read, on every protocol.
 
-    All connections are still open after 10 s. The comment below names the calls and connections that may stay open.
+    All connections are still open after 10 s. The comment below names the exceptions.
     """
     write_wide(tmp_path)
     with hostile_server(tmp_path) as server:
@@ -34,8 +34,8 @@ def test_callers_without_progress_are_ended(tmp_path: Path) -> None:
             report = held.stop()
         # The connections of three groups may still be open. Slow senders over gRPC may keep the connection after the
         # end of the call. Slow senders in a stream keep the call, because gRPC treats an incomplete message as an idle
-        # stream. Slow senders over HTTP have 1 s more for each 64 KiB that the server received. Both HTTP groups are
-        # left out of `ended`. HTTP callers that do not read cannot notice that the server closed their connection.
+        # stream. Slow senders over HTTP keep the call, because each received 64 KiB gives them 1 s more. HTTP callers
+        # that do not read cannot notice that the server closed their connection. So `ended` has no HTTP group.
         assert left <= 3 * CALLERS + CALLERS // 2, (left, report)
         ended = {name: outcomes for name, outcomes in report.items() if "http" not in name}
         assert ended.pop("slow senders, stream") == {"held": CALLERS}

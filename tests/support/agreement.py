@@ -9,7 +9,7 @@ import numpy as np
 def worst_relative_error(got: Any, want: Any) -> float:
     """Return the largest |got - want| / |want| of any token, with Euclidean norms; both arrays are (seq, d_model)."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert got.shape == want.shape, f"{got.shape} where {want.shape} was due"
+    assert got.shape == want.shape, f"the shape is {got.shape}; expected {want.shape}"
     errors = np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)
     return float(errors.max(initial=0.0))
 

@@ -1,5 +1,5 @@
-"""The gates. They refuse an export whose outputs differ from the outputs of the original model.
+"""The gates: checks that refuse an export if its outputs differ too much from the outputs of the original model.
 
-The hidden states are compared with PyTorch. Token ids and vectors of texts are compared with transformers or
-sentence-transformers.
+Hidden states are compared with PyTorch, or, for an ONNX file without a model in PyTorch, between batches. Token ids and
+vectors of texts are compared with transformers or sentence-transformers.
 """

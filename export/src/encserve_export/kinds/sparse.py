@@ -70,10 +70,12 @@ def read_sparse(directory: Path) -> ModelSpec:
     branches = {task: _branch(directory, loaded, task) for task in TASKS}
     encoders = {id(it[0]): it for it in branches.values() if len(it) == 2}
     if len(encoders) != 1:
-        count = "several encoders" if encoders else "no encoder"
-        raise UnsupportedModelError(
-            f"{directory} has {count} to serve, for queries and for documents; export each folder separately"
-        )
+        problem = "queries and documents use different encoders. Export the folder of each encoder separately"
+        if not encoders:
+            problem = (
+                "queries and documents both use weights of words only, without an encoder; a bundle needs an encoder"
+            )
+        raise UnsupportedModelError(f"{directory}: {problem}")
     ((transformer, pooling),) = encoders.values()
     decoder = transformer.model.get_output_embeddings()
     if decoder is None:
@@ -100,15 +102,15 @@ def read_sparse(directory: Path) -> ModelSpec:
 
 
 def _facts(directory: Path, pooling: Any, static: Sequence[StaticWeights]) -> tuple[ModuleFacts, ...]:
-    """Return the settings and tensors of the modules after the encoder, which are part of the space_id.
+    """Return the settings of the pooling and the tensors of static weights. Both are part of the space_id.
 
-    The head's weights are not listed here, because the encoder's tensors already include them.
+    The tensors of the head are not listed here. They are in the same file as the encoder's, and count with them.
     """
     settings = {"pooling_strategy": pooling.pooling_strategy, "activation_function": pooling.activation_function}
     usual = {"pooling_strategy": "max", "activation_function": "relu"}
     settings = {name: value for name, value in settings.items() if value != usual[name]}
     folders = [folder for kind, folder in read_modules(directory) if kind == _STATIC and holds_weights(folder)]
-    # If the folder has no file of tensors, it has JSON. Then the weights are taken from the loaded module.
+    # A SparseStaticEmbedding without a file of tensors has its weights in a JSON file. The loaded module has them too.
     tensors = [read_weights(folders[0]).tensors if folders else {"weight": its.weight} for its in static]
     return (ModuleFacts("SpladePooling", settings, {}), *(ModuleFacts(_STATIC, {}, it) for it in tensors))
 
@@ -155,7 +157,7 @@ def _splade(language_model: Any, pooling: Any, max_active_dims: int | None) -> S
 def _static(directory: Path, module: Any, task: str, width: int) -> StaticWeights:
     if len(module.weight) != width:
         raise UnsupportedModelError(
-            f"{directory}: its SparseStaticEmbedding has {len(module.weight)} weights, its language model {width} words"
+            f"{directory}: SparseStaticEmbedding has {len(module.weight)} weights, but the language model {width} words"
         )
     tokenizer = json.loads(module.tokenizer.backend_tokenizer.to_str())
     tokenizer |= {"post_processor": None, "truncation": None, "padding": None}
@@ -174,4 +176,4 @@ def _remark(first: Any, branches: dict[str, Sequence[Any]]) -> str:
     default = _route(first, None)
     if default is None or first.sub_modules[default][0] is branches["document"][0]:
         return ""
-    return "a text without a task is a document here; sentence-transformers takes it as a query"
+    return "without a task, encserve encodes a text as a document; sentence-transformers encodes such a text as a query"

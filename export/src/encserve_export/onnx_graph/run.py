@@ -63,8 +63,8 @@ class OnnxEncoder:
         width, other = rows.shape[2], self.d_model or rows.shape[2]
         if width != other or not width:
             raise OnnxRunError(
-                f"the output {name} has rows of {width} dimensions {shape}, and of {other} for other inputs; the width "
-                "must be the same for all inputs"
+                f"the output {name} has rows of {width} dimensions {shape}, but rows of {other} for other inputs; the "
+                "width must be the same for all inputs"
             )
         if not np.isfinite(rows[mask == 1]).all():
             raise OnnxRunError(f"the output {name} has numbers that are not finite {shape}")
@@ -153,10 +153,10 @@ def check_range(
 
 def _file_error(error: Exception, path: Path, problem: str) -> OnnxFileError:
     return OnnxFileError(
-        f"{problem}: {_message(error).replace(f'{path.parent}/', '')}. This is onnx {onnx.__version__} and "
-        f"ONNX Runtime {onnxruntime.__version__}. If an operator or a version is unknown, export the model with "
-        "standard operators and an older opset, or install newer packages here and for the server. Custom operators "
-        "are not supported"
+        f"{problem}: {_message(error).replace(f'{path.parent}/', '')}. The installed versions are onnx "
+        f"{onnx.__version__} and ONNX Runtime {onnxruntime.__version__}. If an operator or a version is unknown, export "
+        "the model with standard operators and an older opset, or install newer packages here and for the server. "
+        "Custom operators are not supported"
     )
 
 
