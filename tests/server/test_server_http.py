@@ -192,6 +192,8 @@ BAD: list[tuple[Any, str, str]] = [  # a body, the field that the error names, a
     (b'{"INPUTS": ["\\ud83d\\ude00", "a\\ude00"]}', "INPUTS[1]", "half of a surrogate pair"),
     (b'{"INPUTS": [%s"\\uDC00"]}' % (b'"word", ' * 1999), "INPUTS[1999]", "half of a surrogate pair"),
     (b'{"INPUTS": [%s"\\uDC00"]}' % (b'"%s", ' % (b"word " * 20) * 1999), "INPUTS[1999]", "half of a surrogate pair"),
+    (b'{"INPUTS": ["\\ud83d\\ude00", ', "", "not valid JSON"),
+    (b'{"INPUTS": ["\\ud83d\\ude00", "%s' % (b"x" * 2_000_000), "", "not valid JSON"),
     (b"[1, 2]", "", "a list"),
     ({}, "INPUTS", "null"),
     ({"INPUTS": 3.5}, "INPUTS", "3.5"),

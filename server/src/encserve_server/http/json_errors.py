@@ -9,7 +9,7 @@ from encserve_server.errors import InvalidField, MalformedRequest, RequestError
 _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 _ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _HALF = re.compile("[\ud800-\udfff]")
-# Longer bodies are not searched for the field, which would delay other calls: 1 MiB takes some milliseconds.
+# Longer JSON is not searched, because that would delay other calls. The inputs of a large body are decoded one by one.
 _MAX_SEARCHED_BYTES = 1024 * 1024
 
 
@@ -29,7 +29,7 @@ def explain(data: bytes, error: Exception, path: str = "") -> RequestError:
     except UnicodeDecodeError as wrong:
         found = f"byte 0x{data[wrong.start]:02x} at position {wrong.start}"
         return MalformedRequest(path, f"{subject}must be UTF-8; was {found}")
-    if _ESCAPED_HALF.search(data):
+    if len(data) <= _MAX_SEARCHED_BYTES and _ESCAPED_HALF.search(data):
         place = _path_of_half(data, path)
         if place is not None:
             return InvalidField(place, "must be text; was half of a surrogate pair, \\ud800 to \\udfff")
@@ -37,12 +37,10 @@ def explain(data: bytes, error: Exception, path: str = "") -> RequestError:
 
 
 def _path_of_half(data: bytes, path: str) -> str | None:
-    """The path of the first string with half of a surrogate pair; empty if it is not known, None without such a string.
+    """The path of the first string with half of a surrogate pair; None without such a string.
 
     Python's decoder accepts such strings, which cannot be written as UTF-8.
     """
-    if len(data) > _MAX_SEARCHED_BYTES:
-        return path
     try:
         value: Any = json.loads(data)
     except (ValueError, RecursionError):
