@@ -3,13 +3,13 @@
     python bench/bulk.py MODEL_REPOSITORY --checkpoint DIRECTORY [--model NAME] [--rounds 7] [--texts 3000]
                          [--part-rows 750] [--max-batch-tokens TOKENS] [--json FILE]
 
-All sides get the same texts, with the lengths of real texts. The rounds are interleaved as in bench/compare.py.
+The three sides get the same texts, with the lengths of real texts. Each round runs every side once, in random order.
 
 The job is `encserve embed texts.parquet --output FOLDER/ --bundle MODEL`. The model is loaded once. Each round plans a
 job into a new folder and runs the job. The time includes reading Parquet, tokenizing, computing and writing Parquet,
-but not loading and planning. The ceiling runs sorted batches one after another, with the best batch size of a sweep;
-only `session.run` is timed. sentence-transformers' `encode` gets all texts at once and sorts them by length, with the
-best batch size of a sweep. Its time includes tokenizing, but not reading and writing.
+but not loading and planning. The ceiling is the inference engine alone: it runs batches sorted by length one after
+another, with the best batch size of a sweep. Only inference is timed. sentence-transformers' `encode` gets all texts in
+one call, with the best batch size of a sweep. Its time includes tokenizing, but not reading and writing files.
 
 If the CPU has bfloat16, all sides run a second time in bfloat16; the job and the ceiling then use OpenVINO. Before the
 rounds, some vectors of every side are compared with the vectors of the float32 ceiling.
@@ -53,40 +53,40 @@ from encserve_server.outputs.rows import pool
 from encserve_server.system.cpus import usable_cpus
 
 JOB, SENTENCES = "job", "sentence-transformers"
-BFLOAT16 = "-bfloat16"  # suffix of a side's name
-# The target of the job, as a ratio to the throughput of another side.
+BFLOAT16 = "-bfloat16"  # suffix of the names of the sides in bfloat16
+# For each precision: the least ratio of the job's tokens/s to the tokens/s of the ceiling and sentence-transformers.
 BOUNDS = {"": {CEILING: 0.95, SENTENCES: 1.5}, BFLOAT16: {CEILING: 0.90, SENTENCES: 2.5}}
 ENGINES = {
     "": EngineOptions("onnxruntime", "float32", "cpu"),
     BFLOAT16: EngineOptions("openvino", "bfloat16", "cpu"),
 }
-LEAST_COSINE = 0.99  # between a vector in bfloat16 and the vector in float32
+LEAST_COSINE = 0.99  # between a text's vector in bfloat16 and its vector in float32
 BATCH_SIZES = (8, 16, 32, 64, 128)
 SWEEP_TEXTS = 600
 
 
 class Job:
-    """An embed job whose model is loaded once for all rounds. The class is also the source of that model.
+    """An embed job whose model is loaded once for all rounds. `EmbedJob` gets the model from this `Source`.
 
     Attributes:
-        opened: The model.
+        opened: The loaded model.
         budget: The largest number of padded tokens in a batch.
     """
 
     def __init__(self, directory: Path, engine: EngineOptions, file: Path, part_rows: int) -> None:
-        """Load the bundle in `directory` to embed the texts of a Parquet file."""
+        """Load the bundle in `directory`. The job embeds the texts of the Parquet file `file`."""
         self.opened = LocalSource(directory, engine).open(MakeOptions(), None, None)
         self.budget = self.opened.model.max_batch_tokens
         self._file = file
         self._limits = PartLimits(max_rows=part_rows)
 
     def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> Opened:
-        """Return the loaded model; see `Source`."""
+        """Return the loaded model, as `Source.open` must."""
         del make, kind, before
         return dataclasses.replace(self.opened, close=lambda: None)  # the model stays open for the next round
 
     def run(self, tokens: int) -> tuple[Measurement, Any]:
-        """Run a job of `tokens` tokens; return the measurement and the written table."""
+        """Embed all texts, `tokens` tokens. Return the measurement and the table that the job wrote."""
         with (
             tempfile.TemporaryDirectory() as folder,
             EmbedJob(
@@ -98,7 +98,9 @@ class Job:
             done = run_parts(job.plan, job.store, runner)
             seconds = time.perf_counter() - began
             if (done.rejected, done.tokens) != (0, tokens):
-                raise RuntimeError(f"the job computed {done.tokens:,} of {tokens:,} tokens, {done.rejected:,} rejected")
+                raise RuntimeError(
+                    f"the job computed {done.tokens:,} of {tokens:,} tokens; rejected texts: {done.rejected}"
+                )
             return Measurement(tokens, seconds), parquet.read_table(folder)
 
 
@@ -107,12 +109,12 @@ class Sides:
 
     Attributes:
         sides: All sides; the first is the ceiling in float32.
-        sweeps: Tokens/s by budget or by batch size, for each side with a sweep.
-        agreement: The difference and the cosine to the first ceiling's vectors, by side.
+        sweeps: For each side with a sweep: tokens/s by budget or by batch size.
+        agreement: For each side: the largest difference and the lowest cosine to the float32 ceiling's vectors.
     """
 
     def __init__(self, comparison: Comparison, stack: ExitStack) -> None:
-        """Write the texts to a Parquet file."""
+        """Write the texts to a Parquet file in a temporary folder."""
         self._options, self._bundle, self._workload = comparison.options, comparison.bundle, comparison.workload
         self._stack = stack
         self._sweep_workload = Workload(self._workload.sequences[:SWEEP_TEXTS], self._workload.texts[:SWEEP_TEXTS])
@@ -125,12 +127,12 @@ class Sides:
         parquet.write_table(pa.table({"text": self._workload.texts}), self._file)
 
     def add(self, suffix: str) -> None:
-        """Add the three sides in one precision.
+        """Add the three sides in the precision of `suffix`, a key of `ENGINES`.
 
         Raises:
             DeviceError: This CPU does not have the precision.
             EngineMissing: The engine is not installed.
-            SystemExit: The vectors of a side differ from the first ceiling's.
+            SystemExit: The pooling is not supported, or a side's texts or vectors differ from the float32 ceiling's.
         """
         engine = dataclasses.replace(ENGINES[suffix], max_batch_tokens=self._options.max_batch_tokens)
         self._add_ceiling(suffix, engine)
@@ -139,7 +141,7 @@ class Sides:
         self._stack.callback(job.opened.close)
         table = job.run(self._workload.tokens)[1]
         if table["text"].to_pylist() != self._workload.texts:
-            raise SystemExit("the job's rows are not the texts in their order")
+            raise SystemExit("the rows of the job's output do not have the texts of the input in the same order")
         vectors = [np.array(table["vector"][index].as_py(), np.float32) for index in self._indices]
         label = f"job, Parquet to Parquet, {engine.engine}, {engine.precision}, {job.budget} padded tokens"
         self._add(Side(JOB + suffix, label, lambda: job.run(self._workload.tokens)[0]), vectors)
@@ -158,7 +160,7 @@ class Sides:
         best = int(self._best(CEILING + suffix, "budget", {str(budget): rate for budget, rate in rates.items()}))
         run_batches(
             engine, sorted_batches(self._workload.sequences, best)
-        )  # includes shapes that do not occur in the sweep
+        )  # warm-up for the shapes that do not occur in the sweep
         vectors = [self._vector(engine, index) for index in self._indices]
         self._reference = self._reference or vectors
         label = f"{options.engine} alone, {options.precision}, all sorted, {best} padded tokens"
@@ -166,10 +168,10 @@ class Sides:
         self._add(side, vectors)
 
     def _vector(self, engine: Engine, index: int) -> Any:
-        """The pooled vector of a text, from an engine's rows: (d_model,)."""
+        """Return the pooled vector, (d_model,), of the hidden states that an engine computes for a text."""
         pooling = self._bundle.pooling
         if pooling is None or not pooling.is_plain or pooling.dimensions:
-            raise SystemExit(f"{self._bundle.name}: this program compares models with one pooling over all tokens")
+            raise SystemExit(f"{self._bundle.name}: bench/bulk.py needs a model with one pooling over all tokens")
         vector = pool(engine.run([self._workload.sequences[index]]), pooling.kinds[0])[0]  # (d_model,)
         return vector / np.linalg.norm(vector) if pooling.l2_normalize else vector
 
@@ -205,7 +207,7 @@ class Sides:
         return max(rates, key=lambda it: rates[it])
 
     def _add(self, side: Side, vectors: Sequence[Any]) -> None:
-        """Add a side. Its (d_model,) vectors must agree with the first ceiling's."""
+        """Add a side. Its vectors, (d_model,) each, must agree with the float32 ceiling's."""
         least_cosine = LEAST_COSINE if side.name.endswith(BFLOAT16) else None
         got, want = ([vector[None] for vector in its] for its in (vectors, self._reference))  # (1, d_model) each
         self.agreement[side.name] = compare_rows(side.name, got, want, least_cosine=least_cosine)
@@ -216,8 +218,8 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = make_parser(__doc__, checkpoint_for="sentence-transformers", needs_checkpoint=True, rounds=7, patience=300)
     parser.add_argument("--texts", type=int, default=3000)
-    parser.add_argument("--part-rows", type=int, default=750, help="the most rows of a part of the job")
-    budget_help = "the budget of the job's batches; default: the job chooses it"
+    parser.add_argument("--part-rows", type=int, default=750, help="the largest number of rows in a part of the job")
+    budget_help = "the largest number of padded tokens in a batch of the job; default: the job chooses it"
     parser.add_argument("--max-batch-tokens", type=int, metavar="TOKENS", help=budget_help)
     return parser.parse_args(arguments)
 
@@ -242,7 +244,7 @@ def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
 
 
 def job_targets(found: Found) -> list[Target]:
-    """Return the targets of all sides that ran. A job is compared with sides of the same precision."""
+    """Return the targets of the jobs that ran. A job is compared with the other sides of the same precision."""
     return [
         target
         for suffix, bounds in BOUNDS.items()
@@ -254,7 +256,7 @@ def job_targets(found: Found) -> list[Target]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compare, print the report, and write it to the file of --json."""
+    """Compare the sides, print the report, and write it to the file of --json."""
     run_comparison(compare, read_arguments(arguments))
 
 

@@ -1,14 +1,14 @@
-"""Compares encserve with the fastest batches of the same model on this machine, and with other ways to run it.
+"""Compares encserve with the fastest batches of the same model, and with other ways to run the model.
 
     python bench/compare.py MODEL_REPOSITORY [--model NAME] [--checkpoint DIRECTORY] [--rounds 4] [--only SIDE ...]
                             [--lengths TOKENS ...] [--against DIRECTORY] [--json FILE]
 
-All sides get the same sequences on the same CPUs. Each round runs every side once, in random order. Ratios are taken
-within a round. The ceiling is ONNX Runtime alone: it has the server's session options, sorted batches and the best
-batch size of a sweep. encserve is a real server process; the load generator of `encserve bench` calls it over loopback.
+A side is one way to run the model. All sides get the same sequences on the same CPUs. Each round runs every side once,
+in random order; ratios are computed within a round. The ceiling is ONNX Runtime alone, with the server's session
+options, batches sorted by length, and the best batch size. The load generator of `encserve bench` calls the servers.
 
---checkpoint adds two sides: transformers' model in PyTorch, and a naive batcher with the graph that PyTorch exports.
---against adds the server of another checkout with the same flags, to measure a change:
+--checkpoint adds three sides: PyTorch with and without batches, and a naive batcher with a graph exported by PyTorch.
+--against adds the server of another checkout of encserve with the same flags, to measure a change:
 
     python bench/compare.py models --only encserve-1-pooled encserve-64-pooled --lengths 10 --against ../before
 
@@ -61,46 +61,46 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         __doc__, checkpoint_for="PyTorch and the naive batcher", needs_checkpoint=False, rounds=4, patience=120
     )
     add_server_options(parser)
-    only_help = f"some of {', '.join(SIDES)}; the ceiling always runs"
+    only_help = f"the sides to run: some of {', '.join(SIDES)}; the ceiling always runs"
     parser.add_argument("--only", nargs="+", choices=SIDES, default=SIDES, metavar="SIDE", help=only_help)
     lengths_help = "lengths of the sequences, in a cycle; default: lengths of real texts"
     parser.add_argument("--lengths", nargs="+", type=int, default=(), metavar="TOKENS", help=lengths_help)
-    against_help = "another checkout with .venv/bin/encserve-server"
+    against_help = "another checkout of encserve, with .venv/bin/encserve-server"
     parser.add_argument("--against", type=Path, metavar="DIRECTORY", help=against_help)
     options = parser.parse_args(arguments)
     if options.against and not (options.against / ".venv/bin/encserve-server").exists():
         parser.error(f"--against: {options.against} has no .venv/bin/encserve-server; run `make install` there")
     if min(options.lengths, default=1) < 1:
-        parser.error(f"--lengths: must be at least 1; was {min(options.lengths)}")
+        parser.error(f"--lengths: each length must be at least 1 token; was {min(options.lengths)}")
     return options
 
 
 def read_workload(bundle: Bundle, lengths: Sequence[int], seed: int) -> Workload:
-    """Return texts if the model has a tokenizer with words in its vocabulary, else random ids."""
+    """Return texts if the model has a tokenizer with single-token words, else random ids."""
     try:
         return text_workload(bundle, lengths, seed=seed)
     except ValueError as error:
-        console.print(f"random ids instead of texts: {error}")
+        console.print(f"the workload has random token ids instead of texts: {error}")
         return random_workload(lengths, vocab_size=bundle.vocab_size, seed=seed)
 
 
 def open_engine(graph: Graph, stack: ExitStack) -> OnnxEngine:
-    """Open a graph on ONNX Runtime with the server's session options. The stack closes it."""
+    """Open a graph on ONNX Runtime with the server's session options. `stack` closes the engine."""
     engine = OnnxEngine(graph, device="cpu", intra_op_threads=usable_cpus(), parallel_runs=None)
     stack.callback(engine.close)
     return engine
 
 
 class Sides:
-    """The sides except the ceiling. The rows of each side are compared with the reference rows.
+    """All sides except the ceiling. Their hidden states are compared with those of ONNX Runtime.
 
     Attributes:
         sides: The sides.
-        agreement: The difference and the cosine of each source of rows.
+        agreement: For each program: the largest difference and the lowest cosine to the hidden states of ONNX Runtime.
     """
 
     def __init__(self, comparison: Comparison, engine: OnnxEngine, stack: ExitStack) -> None:
-        """Compute the reference rows, one sequence at a time."""
+        """Compute the reference hidden states, (seq, d_model) each, with `engine`, one sequence at a time."""
         self._comparison, self._workload, self._stack = comparison, comparison.workload, stack
         self._indices = probe_indices(self._workload.lengths)
         self._probes = [self._workload.sequences[index] for index in self._indices]
@@ -109,7 +109,7 @@ class Sides:
         self.agreement: dict[str, dict[str, float]] = {}
 
     def add_checkpoint(self, checkpoint: Path, *, naive: bool) -> None:
-        """Add PyTorch and, if wanted, the naive batcher."""
+        """Add the sides on PyTorch and, with `naive`, the naive batcher."""
         model = load_transformers(checkpoint)
         if naive:
             folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
@@ -122,7 +122,7 @@ class Sides:
         self.sides += sides
 
     def add_servers(self, best_budget: int) -> None:
-        """Add this checkout's server and the other checkout's server."""
+        """Add the sides that call this checkout's server and, with --against, the other checkout's server."""
         options, bundle = self._comparison.options, self._comparison.bundle
         flags = ["--model", f"{bundle.name}@{bundle.version}", "--device", "cpu"]
         # Both servers get the same budget, so that only their code differs.
@@ -149,7 +149,7 @@ def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     """Start all sides, run the rounds, and return the report."""
     bundle = read_newest(options.model_repository, options.model)
     if bundle.graph.takes_vectors:
-        raise SystemExit(f"{bundle.name} takes vectors; this program compares models that take token ids")
+        raise SystemExit(f"{bundle.name} takes vectors; bench/compare.py needs a --model that takes token ids")
     lengths = choose_lengths(
         options.sequences, seed=options.seed, longest=bundle.max_sequence_tokens, given=options.lengths
     )
@@ -174,7 +174,7 @@ def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compare, print the report, and write it to the file of --json."""
+    """Compare the sides, print the report, and write it to the file of --json."""
     run_comparison(compare, read_arguments(arguments))
 
 

@@ -1,10 +1,10 @@
-"""Measures the CPU seconds of an export, and its peak memory above the memory after imports.
+"""Measures the CPU seconds of an export, and its peak memory minus the memory in use after the imports.
 
     python bench/export_memory.py [--size base|large] [--route ROUTE ...] [--precision PRECISION ...]
 
 The model is BERT in the size of bert-base-uncased or bert-large-uncased, with random weights. Each export runs in a new
-process. The kernel measures the peak, which includes mapped files (Linux only). The bound is 3 times the weights in
-float32 plus 500 MB. The exit status is 1 if an export exceeds the bound.
+process. The kernel measures the peak, which includes mapped files (Linux only). The bound of the measured memory is 3
+times the size of the float32 weights plus 500 MB. If an export exceeds the bound, the exit status is 1.
 """
 
 import argparse
@@ -24,14 +24,14 @@ SIZES: dict[str, dict[str, int]] = {
     "base": {},
     "large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
 }
-# These are `hf --via transformers`, `hf --via onnx`, `checkpoint`, and the Python function export_module.
+# The commands `hf --via transformers`, `hf --via onnx` and `checkpoint`, and the Python function export_module.
 ROUTES = ("transformers", "onnx", "checkpoint", "module")
 PRECISIONS = ("float32", "float16", "int8")
 BOUND_OF_WEIGHTS, BOUND_MB = 3, 500
 
 
 def write_sources(size: str, folder: Path) -> int:
-    """Write the model for every route into a folder; return the size of its weights in bytes."""
+    """Write the files that each route reads into a folder; return the size of the float32 weights in bytes."""
     import torch
     import transformers
     from harness.sides import write_padded_onnx
@@ -55,7 +55,7 @@ def write_sources(size: str, folder: Path) -> int:
 
 
 def prepare_export(route: str, precision: Any, source: Path, models: Path) -> Callable[[], object]:
-    """Import everything that an export needs, and return the export."""
+    """Import everything that an export needs, and return a function that exports."""
     import torch
     import transformers.models.bert.modeling_bert
 
@@ -88,7 +88,7 @@ def prepare_export(route: str, precision: Any, source: Path, models: Path) -> Ca
 
 def _measure(route: str, precision: str, source: Path, models: Path) -> tuple[float, float]:
     export = prepare_export(route, precision, source, models)
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
     before, began = _memory_mb("VmRSS"), time.process_time()
     export()
     return time.process_time() - began, _memory_mb("VmHWM") - before
@@ -101,14 +101,14 @@ def _memory_mb(field: str) -> float:
 
 
 def measure_export(route: str, precision: str, source: Path) -> tuple[float, float]:
-    """Export in a new process; return CPU seconds and the peak in MB of 10⁶ bytes."""
+    """Export in a new process; return the CPU seconds and the measured memory in MB of 10⁶ bytes."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(dir=source) as models, ProcessPoolExecutor(1, mp_context=spawn) as process:
         return process.submit(_measure, route, precision, source, Path(models)).result()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and print a table."""
+    """Measure every export, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="base")
     parser.add_argument("--route", nargs="+", choices=ROUTES, default=ROUTES)
@@ -118,8 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         weights_mb = write_sources(options.size, Path(folder)) / 1e6
         bound_mb = BOUND_OF_WEIGHTS * weights_mb + BOUND_MB
-        print(f"BERT-{options.size}: {weights_mb:,.0f} MB of weights in float32; bound {bound_mb:,.0f} MB\n")
-        print("| route | precision | CPU seconds | peak above imports, MB | of the weights |\n|---|---|---|---|---|")
+        print(f"BERT-{options.size}: {weights_mb:,.0f} MB of float32 weights; bound of the memory {bound_mb:,.0f} MB\n")
+        print("| route | precision | CPU seconds | peak minus imports, MB | ratio to weights |\n|---|---|---|---|---|")
         for route in options.route:
             for precision in options.precision:
                 seconds, peak_mb = measure_export(route, precision, Path(folder))
@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 cells = route, precision, f"{seconds:.0f}", f"{peak_mb:,.0f}", f"{peak_mb / weights_mb:.1f}"
                 print(f"| {' | '.join(cells)} |", flush=True)
     if exceeded:
-        sys.exit(f"an export took more than {bound_mb:,.0f} MB")
+        sys.exit(f"an export took more than {bound_mb:,.0f} MB, the bound; see the table")
 
 
 if __name__ == "__main__":

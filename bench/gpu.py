@@ -1,12 +1,12 @@
-"""Measures the best batch size and the best number of simultaneous batches on a GPU.
+"""Measures which batch size and which number of simultaneous batches are fastest on a GPU.
 
     python bench/gpu.py MODEL_REPOSITORY [--model NAME[@VERSION] ...] [--device cuda] [--rounds 5] [--json FILE]
 
 The program starts no server. It makes the batches that the scheduler would make of 1,024 waiting sequences, with the
-lengths of real texts. The server's engine runs them, with one thread for each lane. Each round runs all settings in
-random order. The first part measures batch sizes with two lanes, the second part numbers of lanes at the best size.
-Before that, the rows of every model are compared with the first model's rows on the CPU. A setting that fails, for
-example because the device's memory is full, is left out. Needs encserve-server[gpu], or [cpu] with --device cpu.
+lengths of real texts. A lane runs one batch at a time. Each round runs all settings in random order. The first part
+measures batch sizes with two lanes, the second part numbers of lanes at the best size. Before the parts, the hidden
+states of every model are compared with the first model's on the CPU. A setting that fails, for example because the
+device's memory is full, is left out. The program needs encserve-server[gpu], or [cpu] with --device cpu.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def scheduler_batches(sequences: Sequence[TokenIds], budget: int, waiting: int) 
             counts = Counter(plan_batch(len(window[0]), sorted(lengths), lengths, policy).counts)
             batch: list[TokenIds] = []
             rest: list[TokenIds] = []
-            for sequence in window:  # the sequences of one length, the oldest first
+            for sequence in window:  # of the sequences with one length, the batch gets the oldest
                 (batch if counts[len(sequence)] > 0 else rest).append(sequence)
                 counts[len(sequence)] -= 1
             batches.append(sorted(batch, key=len))
@@ -79,10 +79,10 @@ def scheduler_batches(sequences: Sequence[TokenIds], budget: int, waiting: int) 
 
 
 class Device:
-    """The models on a device, and the workload."""
+    """The models on a device, and the sequences that the models compute."""
 
     def __init__(self, bundles: Sequence[Bundle], device: str, sequences: int, seed: int) -> None:
-        """Draw the sequences. Engines open at first use."""
+        """Draw the sequences at random. Each engine opens at its first use."""
         self._device, self._seed = device, seed
         self._engines: dict[tuple[str, int], OnnxEngine] = {}
         self.bundles = {f"{bundle.name}@{bundle.version}": bundle for bundle in bundles}
@@ -98,7 +98,7 @@ class Device:
         self._engines.clear()
 
     def engine(self, model: str, lanes: int = USUAL_LANES) -> OnnxEngine:
-        """Open a model on the device for a number of lanes, or return the open one."""
+        """Return the engine for a model and a number of lanes. Open the engine at its first use."""
         if (model, lanes) not in self._engines:
             graph = self.bundles[model].graph
             self._engines[model, lanes] = OnnxEngine(
@@ -107,17 +107,17 @@ class Device:
         return self._engines[model, lanes]
 
     def compare(self, title: str, settings: Sequence[Setting], rounds: int) -> dict[Setting, list[Measurement]]:
-        """Close all engines, since the device may be full. Measure settings in random order; print a table."""
+        """Close all engines to free the device's memory. Then measure the settings, and print a table."""
         self.close()
         usable: dict[str, Setting] = {}
         for setting in settings:
             try:
                 self._run(setting)  # warm-up
                 usable[str(setting)] = setting
-            except Exception as error:  # ONNX Runtime may raise any exception
-                console.print(f"left out: {setting}: {error}")
+            except Exception as error:  # ONNX Runtime raises exceptions of several classes
+                console.print(f"left out because it failed: {setting}: {error}")
         if not usable:
-            raise SystemExit(f"{title}: every setting failed")
+            raise SystemExit(f"{title}: every setting failed; the errors are above")
         sides = [Side(name, name, partial(self._run, setting)) for name, setting in usable.items()]
         by_name = measure(sides, rounds, self._seed)
         found = {setting: by_name[name] for name, setting in usable.items()}
@@ -138,12 +138,12 @@ class Device:
             return Measurement(self.workload.tokens, time.perf_counter() - began)
 
     def print_agreement(self) -> None:
-        """Print the least cosines between each model's rows on the device and the first model's rows on the CPU."""
+        """Print the least cosines of hidden states: device to CPU, and in a batch to one sequence alone."""
         first = next(iter(self.bundles.values()))
         sequences = self.workload.sequences[:COMPARED_SEQUENCES]
         with contextlib.closing(OnnxEngine(first.graph, device="cpu", intra_op_threads=usable_cpus())) as engine:
             reference = [engine.run([sequence]).rows[0] for sequence in sequences]
-        table = Table("model", "least cosine with the CPU, alone", "in batches", "alone with in batches")
+        table = Table("model", "least cosine: alone to CPU", "in a batch to CPU", "in a batch to alone")
         for model in self.bundles:
             alone = [self.engine(model).run([sequence]).rows[0] for sequence in sequences]
             together = self.engine(model).run(sequences).rows
@@ -164,10 +164,10 @@ def best_budget(found: Mapping[Setting, Sequence[Measurement]], model: str) -> i
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print."""
+    """Measure, print tables, and write the file of --json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_repository", type=Path, help="a model repository")
-    parser.add_argument("--model", action="append", help="may be repeated; default: the first model")
+    parser.add_argument("model_repository", type=Path, help="the folder of the models")
+    parser.add_argument("--model", action="append", help="NAME[@VERSION]; may be repeated; default: the first model")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sequences", type=int, default=4096)
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console.print(f"{info.provider}, {info.runtime}; {device.workload.tokens:,} tokens")
         device.print_agreement()
         by_budget = [Setting(model, budget) for model in device.bundles for budget in options.budgets]
-        found = device.compare("Budget of a batch", by_budget, options.rounds)
+        found = device.compare("Padded tokens of a batch (budget)", by_budget, options.rounds)
         save("budget", found)
         best = {model: best_budget(found, model) for model in {setting.model: None for setting in found}}
         by_lanes = [Setting(model, best[model], lanes) for model in best for lanes in options.lanes]

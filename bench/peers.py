@@ -1,12 +1,12 @@
-"""Compares encserve with other servers of the same model, side by side on the same texts.
+"""Compares encserve with other programs that run the same model, on the same texts.
 
     python bench/peers.py MODEL_REPOSITORY --checkpoint DIRECTORY [--model NAME] [--rounds 4]
                           [--server NAME="FLAGS" ...]
 
-The peers are Triton (through pytriton), infinity and sentence-transformers. Each has a virtual environment under
-.venv-peers, which is created at first use. If a peer cannot be installed or started, the report names it and the
-exit status is 1. First each peer runs in several settings, to find the fastest. All sides start before the
-rounds, which are interleaved as in bench/compare.py. See docs/performance.md.
+The peers are Triton (through pytriton), infinity and sentence-transformers. Each peer has a virtual environment under
+.venv-peers, which is created at first use. If a peer cannot be installed or started, the report names the peer and the
+exit status is 1. First each peer runs in several settings, to find the fastest setting. Then each round runs all
+servers and peers once, in random order; all of them start before the first round. See docs/performance.md.
 """
 
 import argparse
@@ -38,11 +38,11 @@ from harness.workload import choose_lengths, read_newest, text_workload
 from encserve_server.engine.onnx import OnnxEngine
 from encserve_server.system.cpus import usable_cpus
 
-# The targets of encserve with 64 callers, as a ratio to a peer, by precision.
+# For each precision of encserve: the least ratio of its tokens/s with 64 callers to the tokens/s of a peer.
 BOUNDS = {"float32": {TRITON: 1.6, INFINITY: 4.5}, "bfloat16": {TRITON: 3.0, INFINITY: 8.0}}
-LEAST_COSINE = 0.999  # the lowest cosine of a row; servers with further flags may have a lower precision
+LEAST_COSINE = 0.999  # of a row from a server of --server, whose flags may lower the precision
 IDLE_SECONDS = 3.0
-IDLE_SHARE = 0.05  # the allowed share of one CPU for idle servers; more would disturb the other sides
+IDLE_SHARE = 0.05  # the largest share of one CPU that idle servers may use without a warning
 
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -50,7 +50,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, checkpoint_for="the peers", needs_checkpoint=True, rounds=4, patience=120)
     add_server_options(parser)
     parser.add_argument("--peers", nargs="*", choices=sorted(PEERS), default=list(PEERS))
-    server_help = "another encserve-server with these flags; may be repeated"
+    server_help = "also compare an encserve-server with these flags; may be repeated"
     parser.add_argument(
         "--server", action="append", default=[], type=read_server, metavar='NAME="FLAGS"', help=server_help
     )
@@ -58,10 +58,10 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_server(text: str) -> tuple[str, str]:
-    """Split NAME=FLAGS into the name of a side and its flags."""
+    """Split NAME=FLAGS into the name of a side and the flags of its server."""
     name, equals, flags = text.partition("=")
     if not name or not equals or f"encserve-{name}" in {MANY, POOLED}:
-        raise argparse.ArgumentTypeError(f'{text!r} is not NAME="FLAGS"')
+        raise argparse.ArgumentTypeError(f'must be NAME="FLAGS", NAME not 64 or 64-pooled; was {text!r}')
     return f"encserve-{name}", flags
 
 
@@ -69,14 +69,14 @@ class Servers:
     """The encserve servers with their callers.
 
     Attributes:
-        first: The server without further flags.
+        first: The server without flags of --server.
         sides: The sides of all servers.
         precisions: The precision of each side with targets, by the side's name.
-        agreement: The difference and the cosine of each server's rows.
+        agreement: For each server: the largest difference and the lowest cosine to ONNX Runtime's hidden states.
     """
 
     def __init__(self, comparison: Comparison, indices: Sequence[int], rows: Sequence[Any], stack: ExitStack) -> None:
-        """Start the servers and compare the rows at `indices` with `rows`."""
+        """Start the servers. Compare their hidden states of the sequences at `indices` with `rows`."""
         options, bundle = comparison.options, comparison.bundle
         self.sides: list[Side] = []
         self.precisions: dict[str, str] = {}
@@ -102,19 +102,19 @@ class Servers:
 def check_peer(
     peer: str, setting: Setting, indices: Sequence[int], rows: list[Any], vectors: list[Any]
 ) -> dict[str, float]:
-    """Check that a peer's results equal encserve's. Return the differences by side.
+    """Compare a peer's results with `rows` or `vectors`. Return the largest difference of each side.
 
     Raises:
-        PeerUnavailable: The peer computes other rows or vectors.
+        PeerUnavailable: The shapes differ, or a row differs by more than `TOLERANCE`.
     """
     differences = {}
     for side, (kind, got) in setting.compute(indices).items():
         want = vectors if kind == VECTORS else rows
         if [array.shape for array in got] != [array.shape for array in want]:
-            raise PeerUnavailable(peer, f"{side} gives other shapes: it truncates texts, or tokenizes differently")
+            raise PeerUnavailable(peer, f"{side} gives other shapes: the peer truncates or tokenizes differently")
         differences[side] = worst_difference(got, want)
         if differences[side] > TOLERANCE:
-            raise PeerUnavailable(peer, f"{side} computes other values: off by {differences[side]:.1e} of the norm")
+            raise PeerUnavailable(peer, f"{side} computes other values: off by {differences[side]:.1e} of a row's norm")
     return differences
 
 
@@ -146,9 +146,9 @@ class Peers:
     """The peers that could be started.
 
     Attributes:
-        sides: The sides of all peers, in the fastest setting and in the default one.
-        found: By peer: versions, setting, tokens/s by setting, agreement.
-        missing: By peer, the reason why it does not take part.
+        sides: The sides of all peers, in the fastest setting and in the default setting.
+        found: For each peer: versions, fastest setting, tokens/s by setting, differences to encserve's results.
+        missing: For each peer that does not take part, the reason.
     """
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class Peers:
         self, peer: str, given: PeerInput, indices: Sequence[int], references: tuple[list[Any], list[Any]],
         seed: int, stack: ExitStack,
     ) -> None:  # fmt: skip
-        """Start a peer; `references` are encserve's rows and vectors at `indices`."""
+        """Start a peer; `references` are the hidden states and vectors of the sequences at `indices`."""
         own = stack.enter_context(ExitStack())
         console.print(f"starting {peer} …")
         try:
@@ -186,7 +186,7 @@ class Peers:
 
 
 def idle_share() -> float:
-    """Return the CPU time of all processes of the benchmark without load, as a share of one CPU."""
+    """Return the CPU time that all processes of the benchmark use without load, as a share of one CPU."""
     time.sleep(1)
     before = cpu_seconds(os.getpid())
     time.sleep(IDLE_SECONDS)
@@ -194,7 +194,7 @@ def idle_share() -> float:
 
 
 def peer_targets(found: Found, precisions: Mapping[str, str]) -> list[Target]:
-    """Return the targets of all sides that ran, for each peer in its default setting and in its fastest.
+    """Return the targets of all sides that ran, for each peer in its default setting and in its fastest setting.
 
     Args:
         found: The measurements.
@@ -247,7 +247,7 @@ def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
         agreement=servers.agreement, peers=peers.found, missing=peers.missing, idle_share_of_a_cpu=idle,
     )  # fmt: skip
     if idle > IDLE_SHARE:
-        report["warnings"].append(f"without any load, all servers together took {idle:.0%} of a CPU")
+        report["warnings"].append(f"without load, all servers together used {idle:.0%} of one CPU")
     return report
 
 

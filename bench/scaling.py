@@ -1,11 +1,11 @@
-"""Measures how cost grows with sequence length, batch size, callers, threads and load.
+"""Measures how speed, latency and memory depend on sequence length, batch size, callers, threads and load.
 
     python bench/scaling.py measure MODEL_REPOSITORY FILE [--only PART ...] [--rounds 3] [--seconds 5]
     python bench/scaling.py draw FILE FOLDER
 
 `measure` starts servers, loads them with the generator of `encserve bench`, and writes all numbers to FILE as JSON.
-FILE keeps the parts that are not measured again. Each part is a list of points. Each round measures every point once,
-in random order. `draw` makes the plots of docs/performance.md.
+FILE keeps the parts that are not measured again. A part is a list of points, for example one for each number of
+callers. Each round measures every point once, in random order. `draw` makes the plots of docs/performance.md.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ SEQUENCES_PER_CALL, CALL_TOKENS = (1, 4, 16, 64), 20
 MEMORY_REQUESTS = (20_000, 200_000)
 PAUSE_SECONDS = 0.3
 TAIL_SECONDS = 10.0  # the least duration for a p99, which needs some hundred calls
-# The warm-up of many callers needs more time, because each of them waits for all others first.
+# To estimate the warm-up: a caller's first call may wait for the first calls of all other callers.
 MEAN_TOKENS, LEAST_TOKENS_PER_SECOND = 43, 2000
 
 
@@ -65,10 +65,10 @@ class Bench:
 
     Attributes:
         model_repository: The folder of the models.
-        model: NAME or NAME@VERSION; default: the first model.
+        model: NAME or NAME@VERSION; None means the first model.
         rounds: The number of measurements of each point.
         seconds: The duration of each measurement.
-        seed: For the order of points and for arrival times.
+        seed: The seed of the order of points and of the arrival times.
     """
 
     model_repository: Path
@@ -107,12 +107,12 @@ class Bench:
         return found
 
     def closed(self, server: RealServer, calls: Sequence[Call], callers: int) -> LoadResult:
-        """Run a closed loop. The warm-up lasts until each caller has had a reply."""
+        """Run a closed loop. The warm-up is long enough for a reply to each caller."""
         warmup = max(1.0, 1.2 * callers * MEAN_TOKENS / LEAST_TOKENS_PER_SECOND)
         return closed_loop(server.target, calls, concurrency=callers, seconds=self.seconds, warmup_seconds=warmup)
 
     def opened(self, server: RealServer, calls: Sequence[Call], rate_per_second: float, number: int) -> LoadResult:
-        """Run an open loop with the arrival times of a round."""
+        """Run an open loop: calls start at random times. The times depend on the seed and the round `number`."""
         return open_loop(
             server.target,
             calls,
@@ -127,7 +127,7 @@ def _brief(value: Any) -> str:
 
 
 def by_sequence_tokens(bench: Bench) -> list[dict[str, Any]]:
-    """Measure the tokens/s of 64 callers, by the length of all sequences."""
+    """Measure the tokens/s of 64 callers for each length; all sequences have this length."""
     with bench.server("--tune-batches") as server:
         calls = {length: bench.calls(server, [length] * 64) for length in SEQUENCE_TOKENS}
 
@@ -139,7 +139,7 @@ def by_sequence_tokens(bench: Bench) -> list[dict[str, Any]]:
 
 
 def by_server_flag(bench: Bench, flag: str, values: Sequence[int]) -> list[dict[str, Any]]:
-    """Measure the tokens/s and the p50 of 64 callers, by the value of a flag, with one server for each value."""
+    """Measure the tokens/s and the p50 of 64 callers for each value of a flag. Each value has a server."""
     name = flag.removeprefix("--intra-op-").removeprefix("--").replace("-", "_")
     with ExitStack() as stack:
         servers = {value: stack.enter_context(bench.server(flag, str(value))) for value in values}
@@ -154,12 +154,12 @@ def by_server_flag(bench: Bench, flag: str, values: Sequence[int]) -> list[dict[
 
 
 def thread_counts(cpus: int) -> list[int]:
-    """Return the powers of two below the number of CPUs, and that number."""
+    """Return the powers of two below `cpus`, and `cpus`."""
     return [2**exponent for exponent in range(cpus.bit_length()) if 2**exponent < cpus] + [cpus]
 
 
 def by_callers(bench: Bench) -> list[dict[str, Any]]:
-    """Measure tokens/s and latency, by the number of callers."""
+    """Measure tokens/s and latency for each number of callers."""
     with bench.server("--tune-batches") as server:
         calls = bench.calls(server)
 
@@ -177,10 +177,10 @@ def by_callers(bench: Bench) -> list[dict[str, Any]]:
 
 
 def by_load(bench: Bench) -> list[dict[str, Any]]:
-    """Measure the latency of calls at random times, by their rate relative to that of 64 callers in the round."""
+    """Measure the latency of calls at random times, for rates relative to the rate of 64 callers in the round."""
     with bench.server("--tune-batches") as server:
         calls = bench.calls(server)
-        saturation: dict[int, float] = {}  # calls a second, by round
+        saturation: dict[int, float] = {}  # round → calls per second
 
         def measure(load: float, number: int) -> dict[str, Any]:
             if number not in saturation:
@@ -201,7 +201,7 @@ def by_load(bench: Bench) -> list[dict[str, Any]]:
 
 
 def overload(bench: Bench) -> list[dict[str, Any]]:
-    """Send three times the rate of 64 callers. Measure the answered calls, and the time until the others fail."""
+    """Send three times the rate of 64 callers. Measure the answered calls, and the time until other calls fail."""
     with bench.server("--tune-batches", "--max-queue-tokens", "8192") as server:
         calls = bench.calls(server)
 
@@ -228,7 +228,7 @@ def overload(bench: Bench) -> list[dict[str, Any]]:
 
 
 def memory(bench: Bench) -> list[dict[str, Any]]:
-    """Measure the resident memory of one server, by the number of requests of 64 callers."""
+    """Measure the resident memory of one server after each number of requests from 64 callers."""
     with bench.server() as server:
         calls = bench.calls(server)
         found: list[dict[str, Any]] = []
@@ -242,7 +242,7 @@ def memory(bench: Bench) -> list[dict[str, Any]]:
 
 @contextmanager
 def fake_engine_server() -> Iterator[tuple[str, str]]:
-    """Start a server process whose engine answers at once. Return its target and its metrics page."""
+    """Start a server process whose engine runs no model. Yield the target and the URL of its metrics."""
     spawn = multiprocessing.get_context("spawn")
     near, far = spawn.Pipe()
     with tempfile.TemporaryDirectory() as folder:
@@ -269,7 +269,7 @@ def _serve_fake_engine(pipe: Connection, folder: Path) -> None:
 
 
 def front_end(bench: Bench) -> list[dict[str, Any]]:
-    """Measure the cost of gRPC and Python without a model: calls/s of 64 callers, and CPU time of a call."""
+    """Measure gRPC and Python without a model: calls/s of 64 callers, and CPU time of a call."""
     with fake_engine_server() as (target, metrics_url):
         with EncoderClient(target) as client:
             info = client.model()
@@ -302,19 +302,19 @@ PARTS: dict[str, Callable[[Bench], list[dict[str, Any]]]] = {
     "front_end": front_end,
     "memory": memory,
 }
-LONG = ("memory",)  # 20 minutes with 2 CPUs, so it runs only with --only memory
+LONG = ("memory",)  # takes 20 minutes with 2 CPUs, so it runs only with --only memory
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """Measure how cost grows, and draw it."""
+    """Measure how speed, latency and memory depend on the load, and draw plots."""
 
 
 @main.command()
 @click.argument("model_repository", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--model", help="NAME or NAME@VERSION; default: the first model.")
-@click.option("--only", multiple=True, type=click.Choice(list(PARTS)), help="A part; may be repeated.")
+@click.option("--only", multiple=True, type=click.Choice(list(PARTS)), help="A part to measure; may be repeated.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1))
 @click.option("--seconds", default=5.0, show_default=True, type=click.FloatRange(0.1), help="Of each measurement.")
 @click.option("--seed", default=0, show_default=True)

@@ -1,4 +1,4 @@
-"""Compares the results of the sides."""
+"""Compares the hidden states or vectors that the sides compute with those of a reference."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 COMPARED_SEQUENCES = 8
-TOLERANCE = 5e-5  # relative to a row's norm
+TOLERANCE = 5e-5  # of the difference between two rows, relative to the norm of the reference's row
 
 
 def worst_difference(got: Sequence[Any], want: Sequence[Any]) -> float:
-    """Return the largest ‖got − want‖₂ / ‖want‖₂ of a row; both are lists of (rows, d_model) arrays."""
+    """Return the largest ‖got − want‖₂ / ‖want‖₂ of all rows; both are lists of (rows, d_model) arrays."""
     norm = np.linalg.norm
     return max(float((norm(a - b, axis=1) / norm(b, axis=1)).max()) for a, b in zip(got, want, strict=True))
 
@@ -32,27 +32,27 @@ def compare_rows(
         side: The side's name, for the error.
         got: Rows of the side.
         want: Rows of the reference.
-        least_cosine: The bound for a side with a lower precision. Without it the bound is `TOLERANCE`.
+        least_cosine: The lowest allowed cosine of a side with a lower precision; None checks `TOLERANCE` instead.
 
     Returns:
         The largest `difference` and the lowest `cosine`.
 
     Raises:
-        SystemExit: The rows have other shapes, or differ by more than the bound.
+        SystemExit: The shapes differ from the reference's, or a row differs by more than the bound.
     """
     shapes = [[array.shape for array in arrays] for arrays in (got, want)]
     if shapes[0] != shapes[1]:
-        raise SystemExit(f"{side}: rows have the shapes {shapes[0]}; the reference has {shapes[1]}")
+        raise SystemExit(f"{side}: the arrays have the shapes {shapes[0]}; the reference has {shapes[1]}")
     difference, cosine = worst_difference(got, want), lowest_cosine(got, want)
     if least_cosine is None and difference > TOLERANCE:
-        raise SystemExit(f"{side}: a row differs by {difference:.1e} of its norm; at most {TOLERANCE:g} is allowed")
+        raise SystemExit(f"{side}: a row differs by {difference:.1e} of the norm; at most {TOLERANCE:g} is allowed")
     if least_cosine is not None and cosine < least_cosine:
-        raise SystemExit(f"{side}: a row has a cosine of {cosine:.5f}; at least {least_cosine:g} is required")
+        raise SystemExit(f"{side}: a row has the cosine {cosine:.5f}; at least {least_cosine:g} is required")
     return {"difference": difference, "cosine": cosine}
 
 
 def probe_indices(lengths: Sequence[int]) -> list[int]:
-    """Return the indices of the sequences to compare. They include the longest, to find a side that truncates."""
+    """Return the indices of the sequences to compare. The longest is included, to find a side that truncates."""
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
     count = min(COMPARED_SEQUENCES, len(order))
     return [order[round(rank)] for rank in np.linspace(0, len(order) - 1, count)]

@@ -1,4 +1,4 @@
-"""Options, measurement and report of a comparison: shared by compare.py, bulk.py and peers.py."""
+"""Options, measurement and report of a comparison, shared by bench/compare.py, bench/bulk.py and bench/peers.py."""
 
 import argparse
 import dataclasses
@@ -27,13 +27,13 @@ def make_parser(
 ) -> argparse.ArgumentParser:
     """Return a parser with the shared options. `checkpoint_for` names the sides that need --checkpoint."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_repository", type=Path, help="a model repository")
+    parser.add_argument("model_repository", type=Path, help="the folder of the models")
     parser.add_argument("--model", help="NAME or NAME@VERSION; default: the first model")
     checkpoint_help = f"the model in Hugging Face's layout, for {checkpoint_for}"
     parser.add_argument("--checkpoint", type=Path, required=needs_checkpoint, metavar="DIRECTORY", help=checkpoint_help)
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--seed", type=int, default=0)
-    patience_help = "the total time for repeating runs that other processes disturbed"
+    patience_help = "the total time for repeated runs; a run is repeated if other processes disturbed it"
     parser.add_argument("--patience", type=float, default=patience, metavar="SECONDS", help=patience_help)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     return parser
@@ -50,13 +50,13 @@ class Comparison:
     """A comparison of sides on one model and one workload.
 
     Attributes:
-        options: The command line.
+        options: The parsed command line.
         bundle: The model.
         workload: The sequences.
     """
 
     def __init__(self, options: argparse.Namespace, bundle: Bundle, workload: Workload) -> None:
-        """Describe the machine while it is idle, and print the model and the workload."""
+        """Describe the machine before the sides start. Print the model, the machine and the workload."""
         self.options, self.bundle, self.workload = options, bundle, workload
         self._load_before, self._machine, self._other_work = load_average(), describe_machine(), OtherWork()
         lengths = sorted(workload.lengths)
@@ -72,14 +72,14 @@ class Comparison:
         )
 
     def measure(self, sides: Sequence[Side]) -> Found:
-        """Run all sides in interleaved rounds."""
+        """Run every side once a round, in random order."""
         patience = Patience(self.options.patience, lambda: OtherWork().share)
         return measure(sides, self.options.rounds, self.options.seed, patience, _print_round)
 
     def report(
         self, sides: Sequence[Side], found: Found, targets: Sequence[Target], ratios: Ratios, **more: Any
     ) -> dict[str, Any]:
-        """Return all numbers, for `print_report` and --json. `more` are numbers that only one program has."""
+        """Return all numbers, for `print_report` and --json. `more` has the entries that only one program adds."""
         return {
             "model": {name: getattr(self.bundle, name) for name in ("name", "version", "fingerprint")},
             "machine": self._machine,
@@ -103,7 +103,7 @@ def _print_round(number: int, found: Mapping[str, Measurement]) -> None:
 def run_comparison(
     compare: Callable[[argparse.Namespace, ExitStack], dict[str, Any]], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Compare, print the report, and write it to the file of --json; SIGTERM also stops the servers."""
+    """Compare, print the report, and write it to the file of --json. SIGTERM ends the program and its servers."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     began = time.monotonic()
     with ExitStack() as stack:

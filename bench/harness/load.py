@@ -56,12 +56,12 @@ class Served:
         return [dataclasses.replace(call, tokens=tokens) for call, tokens in zip(calls, lengths, strict=True)]
 
     def rows(self, indices: Sequence[int]) -> list[Any]:
-        """Return the (seq, d_model) rows of some sequences."""
+        """Return the hidden states of the sequences at `indices`, (seq, d_model) each."""
         with EncoderClient(self.server.target) as client:
             return list(client.encode([self._workload.sequences[index] for index in indices]))
 
     def vectors(self, indices: Sequence[int]) -> list[Any]:
-        """Return the pooled vectors of some texts, scaled to length 1: (1, d_model) each."""
+        """Return the pooled vectors of the texts at `indices`, scaled to length 1: (1, d_model) each."""
         with EncoderClient(self.server.target) as client:
             vectors = client.embed([self._workload.texts[index] for index in indices])  # (texts, d_model)
         return [vector[None] / float((vector**2).sum()) ** 0.5 for vector in vectors]
@@ -115,7 +115,7 @@ class Served:
             raise RuntimeError(f"{callers} callers: {result.errors or result.server_missing} {result.error_examples}")
         tokens, seconds = (view.tokens, view.seconds) if by_batch else (result.tokens, result.seconds)
         if not tokens:
-            raise RuntimeError(f"{callers} callers: no call was answered in {seconds:g} s; give --seconds more")
+            raise RuntimeError(f"{callers} callers: no call was answered in {seconds:g} s; raise --seconds")
         cpu_ms = None if view.cpu_seconds is None else 1000 * view.cpu_seconds / max(view.sequences, 1)
         return Measurement(tokens, seconds, [(0, latency) for latency in result.latency_seconds.tolist()], cpu_ms)
 
@@ -124,6 +124,6 @@ class Served:
 def served(
     models: Path, flags: Sequence[str], workload: Workload, seconds: float, program: Path = COMMAND
 ) -> Iterator[Served]:
-    """Run a server until the end of the block; `program` may be the encserve-server of another checkout."""
+    """Run an encserve server until the end of the block; `program` may be the encserve-server of another checkout."""
     with real_server(models, *flags, program=program) as server:
         yield Served(server, workload, seconds)

@@ -62,7 +62,7 @@ def process_tree(pid: int) -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds so far of a process and its descendants, including children that have ended."""
+    """Return the CPU seconds that a process, its descendants and their ended children have used so far."""
     ticks = 0
     for process in process_tree(pid):
         with suppress(OSError):
@@ -72,22 +72,22 @@ def cpu_seconds(pid: int) -> float:
 
 
 def _stat(path: Path) -> list[str]:
-    """Read the fields of /proc/PID/stat after the name. The name is in brackets and may contain spaces."""
+    """Read the fields of /proc/PID/stat after the program's name, which is in brackets and may contain spaces."""
     return path.read_text().rpartition(")")[2].split()
 
 
 class OtherWork:
-    """The share of CPU time that other processes use, from /proc/stat.
+    """The share of CPU time that processes outside this process tree use, from /proc/stat.
 
     The load average cannot show this, because after a few minutes it includes the benchmark itself.
     """
 
     def __init__(self) -> None:
-        """Begin to count."""
+        """Read the first CPU times."""
         self._before = self._read()
 
     def share(self) -> float | None:
-        """Return the share of all CPU time since the beginning, from 0 to 1; None if the system does not report it."""
+        """Return the share since this object was made, from 0 to 1; None if the system does not report CPU times."""
         before, now = self._before, self._read()
         if before is None or now is None:
             return None
@@ -95,7 +95,7 @@ class OtherWork:
         return min(max(0.0, busy - own) / total, 1.0) if total else 0.0
 
     def _read(self) -> tuple[float, float, float] | None:
-        """Read the CPU seconds so far: all, busy, and used by this process tree."""
+        """Read the CPU seconds so far: all, busy, and of this process tree; None without /proc/stat."""
         try:
             # user, nice, system, idle, iowait, irq, softirq, steal
             times = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]

@@ -1,6 +1,6 @@
-"""Starts each peer in each of its settings, and makes the sides that call it.
+"""Starts Triton, infinity and sentence-transformers, the peers, in several settings, and makes their sides.
 
-All settings of a peer run before the rounds. Only the fastest setting and the default run in the rounds.
+A peer is tried in all its settings before the rounds. Only the fastest and the default setting run in the rounds.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from harness.rounds import Measurement, Side
 from harness.workload import Workload
 
 INFINITY, SENTENCES, TRITON = "infinity", "sentence-transformers", "triton"
-DEFAULT = "-as-it-comes"  # suffix of the name of a peer in its default setting
+DEFAULT = "-as-it-comes"  # suffix of a side's name if the peer has its default setting
 ROWS, VECTORS = "rows", "vectors"  # whether a side returns (seq, d_model) or (1, d_model) for each sequence
 
 
@@ -33,7 +33,7 @@ class PeerInput:
         checkpoint: The model in Hugging Face's layout.
         threads: The number of usable CPUs.
         seconds: The duration of each load.
-        folder: A folder for files.
+        folder: A temporary folder for logs and arrays.
     """
 
     workload: Workload
@@ -52,10 +52,10 @@ class Setting:
     Attributes:
         name: A description of the setting.
         sides: The sides of this setting.
-        compute: Maps indices of sequences to `ROWS` or `VECTORS`, and their arrays, for each side.
+        compute: Computes the sequences at some indices. Returns `ROWS` or `VECTORS`, and their arrays, for each side.
         versions: The versions of the peer's packages.
         close: Stops all processes that no other setting needs.
-        is_default: Whether the peer runs like this without options.
+        is_default: Whether the peer has this setting without options.
     """
 
     name: str
@@ -86,7 +86,7 @@ def _called(given: PeerInput, own: ExitStack, peer: str, address: str, name: str
         answer = callers.ask("run", callers=CALLERS, warmup_seconds=warmup_seconds(seconds), seconds=seconds)
         latencies = [(lengths[index], latency) for index, latency in answer["answered"]]
         if not latencies:
-            raise RuntimeError(f"{peer}: no call was answered in {seconds:g} s; give --seconds more")
+            raise RuntimeError(f"{peer}: no call was answered in {seconds:g} s; raise --seconds")
         return Measurement(sum(tokens for tokens, _ in latencies), seconds, latencies)
 
     def compute(indices: Sequence[int]) -> dict[str, tuple[str, list[Any]]]:
@@ -136,7 +136,7 @@ def _infinity(given: PeerInput, stack: ExitStack) -> Iterator[Setting]:
         (port,) = free_ports(1)
         command = [binaries / "infinity_emb", "v2", "--model-id", given.checkpoint, "--served-model-name", "encoder"]
         command += ["--engine", "torch", "--device", "cpu", "--dtype", "float32", "--no-compile", *flags]
-        # The cache is off: every round sends the same texts, so cached replies would replace the model.
+        # The cache is off: every round sends the same texts, so replies would come from the cache instead of the model.
         command += ["--no-vector-disk-cache", "--host", "127.0.0.1", "--port", port, "--log-level", "warning"]
         server = own.enter_context(running(INFINITY, command, given.folder / f"infinity-{port}.log"))
         server.wait_for_page(f"http://127.0.0.1:{port}/health")

@@ -1,4 +1,4 @@
-"""Plots of medians over rounds, with bars between the quartiles."""
+"""Plots of the medians over rounds, with error bars from the lower to the upper quartile."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ _SIZE_INCHES = (6.4, 3.6)
 
 
 def spread_by(points: Points, x: str, y: str) -> tuple[list[float], np.ndarray]:
-    """Return the distinct x in ascending order, and the quartiles of their y, (3, x); skip points without y."""
+    """Return the distinct `x`, ascending, and the quartiles of `y` for each, (3, len(x)); skip points without `y`."""
     known = [point for point in points if point[y] is not None]
     xs = sorted({point[x] for point in known})
     quartiles = [np.quantile([point[y] for point in known if point[x] == it], (0.25, 0.5, 0.75)) for it in xs]

@@ -46,7 +46,7 @@ def ensure_environment(
 
     Args:
         peer: The peer's name.
-        requirements: The file for pip; default: PEER.txt.
+        requirements: The file for pip; default: bench/peer_environments/PEER.txt.
         environments: The folder of all environments.
         python: The interpreter for `-m venv`.
 
@@ -54,7 +54,7 @@ def ensure_environment(
         The folder of the environment's commands.
 
     Raises:
-        PeerUnavailable: pip fails.
+        PeerUnavailable: venv or pip fails.
     """
     requirements = requirements or FOLDER / f"{peer}.txt"
     folder = environments / peer
@@ -72,10 +72,10 @@ def ensure_environment(
 
 
 def peer_environment() -> dict[str, str]:
-    """Return environment variables for a peer: without ours, without network and usage reports, with this libpython."""
+    """Return a peer's environment variables: no Python paths of this process, no downloads of models, no telemetry."""
     ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
-    # Triton's stub loads libpython by name. The loader's path may contain the libpython of another Python of this
-    # version, which fails with the standard library of this one.
+    # Triton's stub loads libpython by name. The loader's path may contain the libpython of another installation of
+    # the same Python version, which fails with the standard library of this installation.
     libraries = [sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
     return {
         **{key: value for key, value in os.environ.items() if key not in ours},
@@ -97,7 +97,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class Program:
-    """A process of a peer, with its log in a file."""
+    """A process of a peer. The process writes its log to a file."""
 
     def __init__(self, peer: str, command: Sequence[Any], log: Path) -> None:
         """Start the process."""
@@ -119,7 +119,7 @@ class Program:
         return PeerUnavailable(self.peer, f"{reason}; its log ends:\n{log}")
 
     def read(self, seconds: float) -> dict[str, Any]:
-        """Wait for the next answer.
+        """Wait for the next answer, a line of JSON on standard output.
 
         Raises:
             PeerUnavailable: The process ended, or does not answer in time.
@@ -136,7 +136,7 @@ class Program:
         return answer
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Send a question in the format of `bench/peer_environments/lines.py`, and wait for the answer."""
+        """Send a question, a line of JSON as in bench/peer_environments/lines.py, and wait for the answer."""
         assert self.process.stdin is not None  # noqa: S101 - it is a pipe
         try:
             self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
@@ -146,7 +146,7 @@ class Program:
         return self.read(ANSWER_SECONDS)
 
     def wait_for_page(self, url: str, seconds: float = START_SECONDS) -> None:
-        """Wait until a page answers."""
+        """Wait until an HTTP GET of `url` succeeds."""
         until = time.monotonic() + seconds
         while True:
             if self.process.poll() is not None:
@@ -163,7 +163,7 @@ class Program:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
-        for sign in (None, signal.SIGTERM, signal.SIGKILL):  # the end of its input may stop the process
+        for sign in (None, signal.SIGTERM, signal.SIGKILL):  # without a signal, the end of standard input may be enough
             with contextlib.suppress(ProcessLookupError):
                 if sign is not None:
                     os.killpg(self.process.pid, sign)
@@ -183,7 +183,7 @@ def running(peer: str, command: Sequence[Any], log: Path) -> Iterator[Program]:
 
 
 def script(peer: str, name: str, flags: Mapping[str, Any]) -> list[Any]:
-    """Return the command of a program of `bench/peer_environments`. A flag may have several values."""
+    """Return the command that runs a program of bench/peer_environments. A flag may have several values."""
     command: list[Any] = [ensure_environment(peer) / "python", FOLDER / name]
     for flag, value in flags.items():
         command += [flag, *(value if isinstance(value, list | tuple) else (value,))]

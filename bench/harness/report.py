@@ -1,4 +1,4 @@
-"""The numbers of a comparison, as data and as tables, and whether the targets are reached."""
+"""The report of a comparison: the numbers as data and as tables, the targets, and the warnings."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,14 @@ from harness.load import LARGE, MANY, ONE
 from harness.rounds import QUIET_SHARE, Figure, Measurement, Side, Spread, median_latencies, ratios, spread
 from harness.sides import BARE, CEILING, NAIVE
 
-QUARTILES = r"\[quartiles]"  # a `[` with an escape, because rich reads brackets as markup
-NOISY_LOAD = 0.5  # the most runnable processes before the run, as the load average counts them
-NOISY_CEILING = 0.10  # distance between the quartiles, relative to the median
+QUARTILES = r"\[quartiles]"  # escaped, because rich reads brackets as markup
+NOISY_LOAD = 0.5  # a higher load average before the run gives a warning
+NOISY_CEILING = 0.10  # a larger distance between the quartiles, relative to the median, gives a warning
 LONG_TOKENS = 64
 AGAINST = "-against"  # suffix of the name of a side that calls the server of another checkout
 
-Found = Mapping[str, Sequence[Measurement]]  # by side, by round
-Ratios = Mapping[str, Mapping[str, Mapping[str, float] | None]]  # by row, by column
+Found = Mapping[str, Sequence[Measurement]]  # for each side, a measurement for each round
+Ratios = Mapping[str, Mapping[str, Mapping[str, float] | None]]  # row of the table → column → median and quartiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Target:
     """A target and its result.
 
     Attributes:
-        text: The compared numbers.
+        text: The names of the compared numbers.
         bound: The bound with its unit.
         measured: The median and quartiles over rounds, in the unit of the bound.
         met: Whether the median is within the bound.
@@ -41,7 +41,7 @@ class Target:
 
 
 def ratio_target(found: Found, side: str, base: str, text: str, bound: float) -> list[Target]:
-    """Return the target "the side has at least `bound` times the base's tokens/s"; empty if one did not run."""
+    """Return the target "the side has at least `bound` times the base's tokens/s"; empty without both sides."""
     if not (found.get(side) and found.get(base)):
         return []
     measured = spread(ratios(found[side], found[base]))
@@ -75,7 +75,7 @@ def _latency_targets(one_caller: Sequence[Measurement], bare: Sequence[Measureme
 
 
 def summarize(sides: Sequence[Side], found: Found) -> dict[str, Any]:
-    """Return the numbers of each side by name. Ratios are taken within a round, then their median and quartiles."""
+    """Return the numbers of each side by name. Ratios are computed within each round."""
     return {
         side.name: {
             "label": side.label,
@@ -96,7 +96,7 @@ def ratios_between(found: Found, sides: Sequence[str], bases: Sequence[str]) -> 
 
 
 def ratios_to_against(found: Found) -> Ratios:
-    """Return the ratios of this server's numbers to those of the other checkout, by side."""
+    """Return the numbers of this server divided by the numbers of the other checkout's server, by side."""
     figures: dict[str, Figure] = {
         "tokens_per_second": lambda run: run.tokens_per_second,
         "p50_seconds": lambda run: run.p50_seconds(),
@@ -132,12 +132,12 @@ def warnings(load_before: float, found: Found) -> list[str]:
     if disturbed:
         texts.append(
             f"the machine was busy: in {len(disturbed)} of {len(runs)} measurements other processes used more than "
-            f"{QUIET_SHARE:.0%} of its CPUs"
+            f"{QUIET_SHARE:.0%} of the CPUs"
         )
     ceiling = spread([run.tokens_per_second for run in found[CEILING]])
     width = (ceiling.high - ceiling.low) / ceiling.median
     if width > NOISY_CEILING:
-        texts.append(f"the ceiling's tokens/s differ by {width:.0%} between the quartiles of its rounds")
+        texts.append(f"the quartiles of the ceiling's tokens/s over the rounds differ by {width:.0%} of the median")
     return texts
 
 

@@ -1,7 +1,7 @@
-"""Interleaved rounds, with ratios taken within a round, so that a slow moment of the machine affects all sides.
+"""Runs the sides of a comparison in rounds, and computes ratios within each round.
 
-A slow moment shorter than a round affects only some sides. So a side runs again if other processes used the CPUs
-during its run. The speed of the side has no influence on this decision.
+A slow time of the machine that lasts some rounds affects all sides, so the ratios stay right. A shorter slow time
+affects only some sides. So a side runs again if other processes used the CPUs during its run, however fast it was.
 """
 
 import dataclasses
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-PAUSE_SECONDS = 0.2  # long enough for busy threads, such as OpenMP's, to fall asleep after their last run
+PAUSE_SECONDS = 0.2  # before each run, so that threads that wait actively, as OpenMP's do, fall asleep
 QUIET_SHARE = 0.05  # the largest share of the CPUs that other processes may use in an undisturbed run
-MAX_TRIES = 4  # for one side in one round
+MAX_TRIES = 4  # runs of one side in one round
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Measurement:
         seconds: The duration.
         latencies: (tokens, seconds) of each timed call; 0 tokens if the length is unknown.
         server_cpu_ms: CPU time of the server for each sequence, model included; None if unknown.
-        others: The share of the CPUs that other processes used in this time, from 0 to 1; None if unknown.
+        others: The share of the CPUs that other processes used during the run, from 0 to 1; None if unknown.
     """
 
     tokens: int
@@ -37,7 +37,7 @@ class Measurement:
 
     @property
     def tokens_per_second(self) -> float:
-        """The throughput."""
+        """Computed tokens per second."""
         return self.tokens / self.seconds
 
     def p50_seconds(self, min_tokens: int = 0) -> float | None:
@@ -54,9 +54,9 @@ class Side:
     """One way to run the workload.
 
     Attributes:
-        name: The name for `--only` and for the JSON.
+        name: The name in `--only` and in the JSON report.
         label: The name in the tables.
-        run: Processes the whole workload once.
+        run: Runs the side once and returns the measurement.
     """
 
     name: str
@@ -74,22 +74,21 @@ class Spread:
 
 
 def orders(names: Sequence[str], rounds: int, seed: int) -> Iterator[list[str]]:
-    """Return all names in random order for each round."""
+    """Yield all names for each round, in a new random order."""
     rng = random.Random(seed)
     for _ in range(rounds):
         yield rng.sample(list(names), len(names))
 
 
 class Patience:
-    """Repeats disturbed runs within a total time."""
+    """Repeats runs that other processes disturbed, within a total time."""
 
     def __init__(self, seconds: float, watch: Callable[[], Callable[[], float | None]]) -> None:
         """Allow `seconds` of repeated runs in total.
 
         Args:
-            seconds: The total.
-            watch: Begins to watch the CPUs. Returns a function for the share that other processes used
-            since then.
+            seconds: The total time of repeated runs.
+            watch: Starts to watch the CPUs. Returns a function for the share that other processes used since the start.
         """
         self._seconds = seconds
         self._watch = watch
@@ -104,7 +103,7 @@ class Patience:
             tries.append(dataclasses.replace(measurement, others=(share := others())))
             if share is None or share <= QUIET_SHARE or len(tries) == MAX_TRIES or self._seconds <= 0:
                 return min(tries, key=lambda run: run.others or 0.0)
-            self._seconds -= time.monotonic() - began  # the expected cost of another run
+            self._seconds -= time.monotonic() - began  # a repeated run is expected to take as long
 
 
 NO_PATIENCE = Patience(0, lambda: lambda: None)
@@ -123,11 +122,11 @@ def measure(
         sides: The sides.
         rounds: The number of rounds.
         seed: The seed of the order.
-        patience: Repeats disturbed runs.
-        on_round: Gets the number of each round, from 0, and its measurements by side.
+        patience: Repeats runs that other processes disturbed.
+        on_round: Called after each round with the round's number, from 0, and its measurements by side.
 
     Returns:
-        By side, one measurement for each round.
+        For each side, a measurement for each round.
     """
     by_name = {side.name: side for side in sides}
     found: dict[str, list[Measurement]] = {side.name: [] for side in sides}
@@ -139,7 +138,7 @@ def measure(
 
 
 def best_rates(sides: Sequence[Side], rounds: int, seed: int) -> dict[str, float]:
-    """Return the tokens/s of each setting's best round, by name. Noise only reduces the speed."""
+    """Return the tokens/s of each side's best round, by name. The best counts, because noise only reduces speed."""
     found = measure(sides, rounds, seed)
     return {name: max(run.tokens_per_second for run in runs) for name, runs in found.items()}
 
@@ -157,7 +156,7 @@ def _tokens_per_second(measurement: Measurement) -> float:
 def ratios(
     numerator: Sequence[Measurement], denominator: Sequence[Measurement], figure: Figure = _tokens_per_second
 ) -> list[float]:
-    """Divide a number of one side by the other side's, round by round. Rounds without the number are left out."""
+    """Divide a number of one side by the same number of another side, for each round in which both have it."""
     pairs = [(figure(a), figure(b)) for a, b in zip(numerator, denominator, strict=True)]
     return [a / b for a, b in pairs if a is not None and b]
 

@@ -1,4 +1,4 @@
-"""The same model in this process, on ONNX Runtime and on PyTorch."""
+"""Sides that run the model in this process, on ONNX Runtime and on PyTorch."""
 
 import time
 import warnings
@@ -17,9 +17,9 @@ from harness.load import SINGLE_SEQUENCES
 from harness.rounds import Measurement, Side, best_rates
 from harness.workload import TokenIds, Workload, sorted_batches, windows
 
-BUDGETS = (128, 256, 384, 512, 768, 1024, 2048)  # padded tokens
+BUDGETS = (128, 256, 384, 512, 768, 1024, 2048)  # the largest numbers of padded tokens in a batch
 SWEEP_ROUNDS = 2
-WINDOW = 64  # sequences of a batch in order of arrival
+WINDOW = 64  # sequences in a batch of the naive batcher and of PyTorch
 
 CEILING, BARE, NAIVE = "ceiling", "bare", "naive"
 TORCH, TORCH_BATCHED = "torch", "torch-batched"
@@ -29,19 +29,19 @@ TORCH, TORCH_BATCHED = "torch", "torch-batched"
 
 
 def run_batches(engine: Engine, batches: Sequence[Sequence[TokenIds]]) -> Measurement:
-    """Run batches one after another. Only `session.run` is timed, without padding and splitting."""
+    """Run batches one after another. Only inference is timed, without padding and splitting."""
     seconds = sum(engine.run(batch).compute_seconds for batch in batches)
     return Measurement(sum(len(sequence) for batch in batches for sequence in batch), seconds)
 
 
 def run_singly(engine: OnnxEngine, sequences: Sequence[TokenIds]) -> Measurement:
-    """Run each sequence alone, in order of arrival. Only `session.run` is timed."""
+    """Run each sequence alone, in the order of the workload. Only `session.run` is timed."""
     latencies = [(len(sequence), engine.run([sequence]).compute_seconds) for sequence in sequences]
     return Measurement(sum(map(len, sequences)), sum(seconds for _, seconds in latencies), latencies)
 
 
 def sweep_budgets(engine: Engine, workload: Workload, seed: int) -> dict[int, float]:
-    """Return the tokens/s of sorted batches in the best round, by the budget of padded tokens."""
+    """Return the tokens/s of sorted batches in the best round, by the budget: the largest number of padded tokens."""
     batches = {budget: sorted_batches(workload.sequences, budget) for budget in BUDGETS}
     run_batches(engine, batches[BUDGETS[-1]])  # the first run allocates the engine's memory
     sides = [Side(str(budget), "", partial(run_batches, engine, batches[budget])) for budget in BUDGETS]
@@ -49,7 +49,7 @@ def sweep_budgets(engine: Engine, workload: Workload, seed: int) -> dict[int, fl
 
 
 def ceiling_side(engine: Engine, workload: Workload, best_budget: int) -> Side:
-    """Return the ceiling: sorted batches of the best size, with all sequences known before the first run."""
+    """Return the ceiling: batches of all sequences, sorted by length, with the best number of padded tokens."""
     return Side(
         CEILING,
         f"ceiling: session.run alone, all sorted, {best_budget} padded tokens",
@@ -66,7 +66,7 @@ def bare_side(engine: OnnxEngine, workload: Workload) -> Side:
 def naive_side(engine: OnnxEngine, workload: Workload) -> Side:
     """Return a side that makes batches in order of arrival, each padded to its longest sequence."""
     batches = windows(workload.sequences, WINDOW)
-    run_batches(engine, [max(batches, key=lambda batch: max(map(len, batch)))])  # allocates the most memory
+    run_batches(engine, [max(batches, key=lambda batch: max(map(len, batch)))])  # needs the most memory
     label = f"naive batcher: {WINDOW} in order of arrival, everything padded"
     return Side(NAIVE, label, partial(run_batches, engine, batches))
 
@@ -83,7 +83,7 @@ def load_transformers(checkpoint: Path) -> Any:
 
 
 def write_padded_onnx(model: Any, path: Path) -> None:
-    """Write the ONNX file that PyTorch makes of a transformers model. Its layers also compute padding.
+    """Export a transformers model with PyTorch's ONNX exporter. The graph also computes the padding tokens.
 
     Inputs: input_ids and attention_mask, int64 (batch, seq). Output: last_hidden_state, float32 (batch, seq, d_model).
     """
@@ -114,7 +114,7 @@ def write_padded_onnx(model: Any, path: Path) -> None:
 
 
 def padded_graph(model: Any, graph: Graph, path: Path) -> Graph:
-    """Return a bundle's graph with the ONNX file of `write_padded_onnx` in place of its own."""
+    """Return a copy of `graph` whose ONNX file is `path`, which `write_padded_onnx` writes."""
     write_padded_onnx(model, path)
     return replace(
         graph,
@@ -127,14 +127,14 @@ def padded_graph(model: Any, graph: Graph, path: Path) -> Graph:
 
 
 def torch_sides(model: Any, threads: int, workload: Workload) -> tuple[list[Side], Callable[[TokenIds], Any]]:
-    """Return the sides that run a transformers model, and a function for the (seq, d_model) rows of one sequence."""
+    """Return the sides that run a transformers model, and a function for the (seq, d_model) output of a sequence."""
     import torch
 
     torch.set_num_threads(threads)
     pad_id = model.config.pad_token_id or 0
 
     def encode(batch: Sequence[TokenIds]) -> tuple[Any, float]:
-        """Return (batch, seq, d_model) and the model's own time in seconds."""
+        """Return the hidden states, (batch, seq, d_model), and the seconds of the forward pass."""
         lengths = torch.tensor([len(sequence) for sequence in batch])
         mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()  # (batch, seq)
         ids = torch.full_like(mask, pad_id)  # (batch, seq)

@@ -1,4 +1,4 @@
-"""The workload: sequences with the lengths of real texts. Every side gets the same sequences in the same order."""
+"""The workload: sequences, by default with the lengths of real texts. Every side gets the same sequences."""
 
 import itertools
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class Workload:
 
 
 def read_newest(model_repository: Path, model: str | None) -> Bundle:
-    """Return the bundle of a model's newest version, or of NAME@VERSION; without a name, of the first model.
+    """Return the bundle of `model`: NAME (the newest version) or NAME@VERSION; None means the first model.
 
     Raises:
         BundleError: The bundle is missing or not usable.
@@ -51,7 +51,7 @@ def read_newest(model_repository: Path, model: str | None) -> Bundle:
 
 
 def choose_lengths(count: int, *, seed: int, longest: int, given: Sequence[int] = ()) -> list[int]:
-    """Return lengths, at most `longest` tokens: the `given` ones in a cycle, or a sample from real texts."""
+    """Return `count` lengths of at most `longest` tokens: `given` in a cycle, or a sample from real texts."""
     lengths = itertools.cycle(given) if given else sample_lengths(real_text_lengths(), count, seed)
     return [min(int(length), longest) for length in itertools.islice(lengths, count)]
 
@@ -63,11 +63,10 @@ def random_workload(lengths: Sequence[int], *, vocab_size: int, seed: int) -> Wo
 
 
 def text_workload(bundle: Bundle, lengths: Sequence[int], *, seed: int) -> Workload:
-    """Make texts of random words. Each word is one token, so each text has its wanted length, with special tokens.
+    """Make texts of random words. Each word is one token, so a text and its special tokens have the given length.
 
     Raises:
-        ValueError: The model has no tokenizer, the vocabulary has no such words, or a length leaves no room for
-        a word.
+        ValueError: The model has no tokenizer, no word is a single token, or a text cannot have its length.
     """
     if bundle.tokenizer_file is None:
         raise ValueError(f"{bundle.name} has no tokenizer, so it does not take texts")
@@ -98,7 +97,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
 
 
 def single_token_words(tokenizer: Tokenizer) -> list[str]:
-    """Return the words of ASCII letters that are one token, alone and after another word, in alphabetical order."""
+    """Return the words of ASCII letters that are one token, both alone and after a word, in alphabetical order."""
     # In some vocabularies a mark precedes the first letter of a word.
     names = {name.lstrip("Ġ▁") for name in tokenizer.get_vocab()}
     words = sorted(name for name in names if name.isascii() and name.isalpha())

@@ -1,4 +1,4 @@
-"""The protocol between the benchmark and a program in a peer's environment: a question and an answer, as lines of JSON.
+"""The protocol of the benchmark and a program in a peer's environment: each question and answer is a line of JSON.
 
 The module runs in the environments of the peers, so it imports the standard library only.
 """
@@ -20,11 +20,10 @@ def answer_lines(prepare: Callable[[], tuple[dict[str, Any], Mapping[str, Callab
     """Answer questions until standard input ends.
 
     Args:
-        prepare: Loads everything. Returns the first answer, which needs no question, and the handlers by name.
-        The field
-            `do` of a question names the handler. The other fields are the handler's arguments.
+        prepare: Loads everything. Returns the first answer, which needs no question, and the handlers by name. The
+            field `do` of a question names the handler. The other fields are the handler's arguments.
     """
-    # Only answers go to standard output. All that libraries print goes to standard error.
+    # Only answers go to standard output. The output of libraries goes to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

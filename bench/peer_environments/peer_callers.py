@@ -26,11 +26,11 @@ class Protocol(NamedTuple):
     """The requests and replies of a peer.
 
     Attributes:
-        given: The field of the workload: "texts" or "ids".
+        given: The field of the workload file that is sent: "texts" or "ids".
         packages: The packages whose versions go into the report.
         request: Makes a request from one text or one list of ids.
         connect: Opens connections to an address and yields a function that makes one call.
-        rows: Reads the array in a reply, (seq, d_model) or (1, d_model).
+        rows: Returns the array in a reply, (seq, d_model) or (1, d_model).
     """
 
     given: str
@@ -41,13 +41,13 @@ class Protocol(NamedTuple):
 
 
 def infinity_request(text: str) -> bytes:
-    """A request of OpenAI's embeddings API."""
+    """Return a request of OpenAI's embeddings API."""
     return json.dumps({"model": "encoder", "input": [text], "encoding_format": "base64"}).encode()
 
 
 @asynccontextmanager
 async def infinity_connection(address: str) -> AsyncIterator[Ask]:
-    """Open one connection for each caller."""
+    """Yield a function that makes one call. Each caller gets a connection."""
     import aiohttp
 
     async with aiohttp.ClientSession(
@@ -82,7 +82,7 @@ def triton_request(ids: list[int]) -> bytes:
 
 @asynccontextmanager
 async def triton_connection(address: str) -> AsyncIterator[Ask]:
-    """Open one channel."""
+    """Yield a function that makes one call. All callers share a channel."""
     import grpc
 
     async with grpc.aio.insecure_channel(address, options=[("grpc.max_receive_message_length", -1)]) as channel:
@@ -92,7 +92,7 @@ async def triton_connection(address: str) -> AsyncIterator[Ask]:
 
 
 def triton_rows(reply: bytes) -> Any:
-    """Return all rows, (seq, d_model)."""
+    """Return the hidden states, (seq, d_model)."""
     from tritonclient.grpc.service_pb2 import ModelInferResponse
 
     response = ModelInferResponse.FromString(reply)
@@ -120,7 +120,7 @@ async def closed_loop(
         `answered`: for each reply after the warm-up and before the end, the index of the request and the seconds until
             the reply.
     """
-    order = itertools.cycle(range(len(requests)))  # all callers share it
+    order = itertools.cycle(range(len(requests)))  # all callers share this iterator
     begin = time.perf_counter() + warmup_seconds
     end = begin + seconds
     answered: list[tuple[int, float]] = []

@@ -1,6 +1,6 @@
 """Encodes texts with sentence-transformers in this process. Runs in sentence-transformers' environment.
 
-The library gets all texts at once and sorts them by length; only `encode` is timed.
+The library gets all texts in one call and sorts them by length. Only `encode` is timed.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Serves a bundle's graph with Triton, through pytriton, until standard input ends. Runs in Triton's environment.
 
-A request is INT64 [1, seq], a reply FP32 [1, seq, d_model]. Triton's dynamic batcher is on. It joins only requests of
-the same length.
+A request is INT64 [1, seq], a reply FP32 [1, seq, d_model]. Triton's dynamic batcher is on. The batcher combines only
+requests of the same length.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def make_instance(options: argparse.Namespace) -> Callable[..., Any]:
     ids_name, mask_name, *type_names = options.inputs
 
     def infer(ids: Any) -> dict[str, Any]:
-        # (batch, seq); all sequences of a batch have the same length
+        # ids: (batch, seq); all sequences of a batch have the same length
         feeds = {ids_name: ids, mask_name: np.ones_like(ids), **{name: np.zeros_like(ids) for name in type_names}}
         (rows,) = session.run([options.output], feeds)
         return {"rows": rows}  # (batch, seq, d_model)
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--output", required=True)
     parser.add_argument("--d-model", type=int, required=True)
     parser.add_argument("--ports", type=int, nargs=3, required=True, metavar=("GRPC", "HTTP", "METRICS"))
-    parser.add_argument("--threads", type=int, required=True, help="shared by the instances")
+    parser.add_argument("--threads", type=int, required=True, help="the CPU threads of all instances together")
     parser.add_argument("--instances", type=int, required=True)
     options = parser.parse_args()
     grpc_port, http_port, metrics_port = options.ports

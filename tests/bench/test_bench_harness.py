@@ -97,9 +97,9 @@ def test_a_side_that_computes_something_else_is_refused() -> None:
     assert compare_rows("side", one, one) == {"difference": 0, "cosine": 1}
     assert compare_rows("side", [2 * one[0]], one, least_cosine=0.99)["cosine"] == 1
     for got, least_cosine, message in (
-        (other, None, r"^side: a row differs by 1.4e\+00 of its norm; at most 5e-05 is allowed$"),
-        (other, 0.99, r"^side: a row has a cosine of 0.00000; at least 0.99 is required$"),
-        ([one[0][:1]], None, r"^side: rows have the shapes \[\(1, 2\)\]; the reference has \[\(2, 2\)\]$"),
+        (other, None, r"^side: a row differs by 1.4e\+00 of the norm; at most 5e-05 is allowed$"),
+        (other, 0.99, r"^side: a row has the cosine 0.00000; at least 0.99 is required$"),
+        ([one[0][:1]], None, r"^side: the arrays have the shapes \[\(1, 2\)\]; the reference has \[\(2, 2\)\]$"),
     ):
         with pytest.raises(SystemExit, match=message):
             compare_rows("side", got, one, least_cosine=least_cosine)
@@ -220,7 +220,7 @@ def test_a_load_with_errors_or_without_replies_is_an_error(monkeypatch: pytest.M
     assert sides[ONE].run() == Measurement(120, 0.5, [(5, 0.1), (70, 0.2), (5, 0.3)], 5.0)
     assert sides[LARGE].run().tokens == 700  # the tokens that the server counted
     for change, message in (
-        ({"tokens": 0}, r"^64 callers: no call was answered in 0.5 s; give --seconds more$"),
+        ({"tokens": 0}, r"^64 callers: no call was answered in 0.5 s; raise --seconds$"),
         ({"errors": {"UNAVAILABLE": 3}}, r"^64 callers: \{'UNAVAILABLE': 3\}"),
         ({"server": None, "server_missing": "no page"}, r"^64 callers: no page"),
     ):

@@ -85,7 +85,7 @@ def test_closed_loop(server: RealServer, stream: bool) -> None:
 
 @pytest.mark.system
 def test_open_loop(server: RealServer) -> None:
-    """At a rate that the server can sustain, each due call gets a reply and has a latency."""
+    """At a rate that the server can sustain, each call gets a reply and has a latency."""
     work = calls(server.target, [3] * 10, Request(pooling="mean", dtype="float16"))
     result = open_loop(server.target, work, rate_per_second=40, seed=1, **SHORT)
     assert (result.mode, result.rate_per_second, result.errors) == ("open", 40, {})
@@ -235,7 +235,7 @@ def test_json(server: RealServer, tmp_path: Path) -> None:
 def test_tables(server: RealServer) -> None:
     """The tables are at most 80 columns wide.
 
-    Notes below a table name truncated texts, late calls and missing metrics.
+    Notes below a table report truncated sequences, late calls and missing metrics.
     """
     load = ["--rate", "30", "--rate", "50", "--stream", "--pooling", "mean"]
     result = bench(server, *load, "--metrics-url", metrics(server))
@@ -315,7 +315,7 @@ def test_what_cannot_be_asked_for(server: RealServer, arguments: list[str], text
 
 
 def test_a_result_may_be_made_by_hand() -> None:
-    """`LoadResult` needs only these fields, because tests of other scripts build one themselves."""
+    """A script can build a `LoadResult` from these fields alone."""
     import numpy as np
 
     result = LoadResult(

@@ -219,7 +219,7 @@ async def test_similarity_of_texts_of_one_task(service: FakeEncoder) -> None:
 async def test_a_page_of_what_met(service: FakeEncoder, tmp_path: Path) -> None:
     """--html writes a page with one figure for each document.
 
-    The option is refused if MaxSim does not compare the outputs.
+    The command refuses --html if the model's outputs are not compared by MaxSim.
     """
     service.model_info, path = LATE, tmp_path / "met.html"
     result = await encserve(service, "similarity", "two words", "one", "four five", "--html", str(path))
@@ -248,7 +248,7 @@ async def test_what_similarity_cannot_compare(service: FakeEncoder) -> None:
 async def test_tokenize(service: FakeEncoder, tmp_path: Path) -> None:
     """Each text has a table, in which special tokens have no offsets.
 
-    With --json each text is one line, for any file size.
+    With --json each text gives one line of JSON, for any number of texts.
     """
     result = await encserve(service, "tokenize", "two words", "", "--task", "query", "--offset-unit", "utf8_bytes")
     lines = [line.split() for line in result.stdout.splitlines()]

@@ -36,7 +36,7 @@ class StubClient:
     def model(self, name: str | None = None, version: str | None = None) -> ModelInfo:
         return self.info
 
-    def inspect(self, input: Any, **options: Any) -> InspectResult:  # noqa: A002 - the client's own name for it
+    def inspect(self, input: Any, **options: Any) -> InspectResult:  # noqa: A002 - the client's argument has this name
         self.asked = {"input": input, **options}
         if self.error is not None:
             raise self.error

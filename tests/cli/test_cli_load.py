@@ -338,7 +338,7 @@ def test_an_open_loop_counts_from_when_calls_were_due() -> None:
     assert result.latency_seconds.tolist() == [0.5, 3.5, 7.0]
     assert result.lateness_seconds.tolist() == [0.25, 0.0]
     assert (result.held_calls, result.errors) == (2, {NOT_SENT: 1})
-    assert len(result.error_latency_seconds) == 0, "what was never sent did not fail at any speed"
+    assert len(result.error_latency_seconds) == 0, "a call that was never sent has no error latency"
     assert result.calls == 3  # the calls that ended from 10 s to 20 s, one of which was due in the warm-up
     assert result.error_examples == {NOT_SENT: f"about {NOT_SENT}"}
 
@@ -346,7 +346,7 @@ def test_an_open_loop_counts_from_when_calls_were_due() -> None:
 def test_processes_are_merged() -> None:
     """Each process has its own list of error labels.
 
-    The counts are summed, and the measured time ends with the first process.
+    The counts are summed, and the measured time ends when the first process ends.
     """
     one = samples([(11, 11, 12, 0, 1, 0), (11, 11, 13, 0, 2, 0)], ("", "A", "B"))
     two = samples([(11, 11, 12, 0, 1, 0), (11, 11, 12, 1, 0, 0)], ("", "B"), end=15.0)

@@ -177,7 +177,7 @@ def test_colours_end_where_nearly_all_numbers_do() -> None:
 def test_positions_are_cut_not_thinned() -> None:
     """A large position table is cut to its first positions and dimensions.
 
-    Every second value would show a wave of a wrong length.
+    If only every second value were drawn, the waves in the table would have a wrong length.
     """
     result, model = make_inspection(n_layers=1, n_heads=1, d_model=400, tokens=2, max_sequence_tokens=600)
     page = build_page(result, model)
@@ -239,7 +239,7 @@ def test_a_query_against_documents(by: Similarity) -> None:
     want = query.vectors @ document.vectors.T
     np.testing.assert_allclose(products["z"], want, atol=1e-4)
     assert [products["x"].index(it) for it in frames["x"]] == want.argmax(axis=1).tolist()
-    assert len(set(frames["y"])) == 3, "a word that is there twice has two rows"
+    assert len(set(frames["y"])) == 3, "a word that occurs twice has two rows"
     score = maxsim(query.vectors, document.vectors, by)
     assert sum(bars["x"]) == pytest.approx(score, rel=1e-5)
     assert f"<h2>1. {score:.4f}</h2>" in page

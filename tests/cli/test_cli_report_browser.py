@@ -166,7 +166,7 @@ def test_a_hostile_text_is_only_text(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_the_policy_stops_what_slips_through(browser: Browser, usual: Path) -> None:
-    """An image with an event handler is inserted into the page. The policy blocks its request and its handler."""
+    """An image with an event handler is inserted into the page. The policy blocks the request and the handler."""
     it = OpenPage(browser, usual, 1400)
     it.page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=http://192.0.2.1/x onerror=\"run=1\">')")
     it.page.wait_for_timeout(200)

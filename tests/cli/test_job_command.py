@@ -493,7 +493,7 @@ def test_ctrl_c_before_the_job_begins(run_words: Callable[..., Result], folder: 
     class Loading(Words):
         def open(self, *_: Any) -> Opened:
             press_ctrl_c()
-            raise AssertionError("Ctrl-C did not end it")
+            raise AssertionError("Ctrl-C did not end the job")
 
     result = run_words(Loading())
     assert result.exit_code == 130
@@ -689,7 +689,7 @@ def test_python_callers_name_a_bundle_or_a_client(source: Path, folder: Path) ->
 
 
 async def test_a_job_goes_on_with_its_version_while_that_is_served(service: FakeEncoder) -> None:
-    """A resumed job uses its old model version if the server still has it. Otherwise it uses the default version."""
+    """A resumed job uses the version that the user names, else its old version, else the default version."""
     with EncoderClient(service.target) as client:
         old = await asyncio.to_thread(client.model)
     new = replace(old, version="2", fingerprint="e" * 16)

@@ -94,7 +94,7 @@ def test_parts_have_every_row_once_and_in_order(
     row_group_size: int,
     shuffler: random.Random,
 ) -> None:
-    """The limits and the order of reading do not matter. An empty text becomes None and has a problem."""
+    """The rows are the same for all limits and orders of reading. An empty text becomes None and has a problem."""
     path = write(tmp_path_factory.getbasetemp() / f"law{suffix}", texts, row_group_size)
     found = scan([str(path)], ReadOptions(), limits)
     [file] = found.inputs

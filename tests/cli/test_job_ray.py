@@ -97,7 +97,7 @@ def test_a_node_is_lost_and_another_one_comes(tmp_path: Path, corpus: list[str],
     summary = embed(corpus, tmp_path / "ray", OnRay(source, RayOptions(cluster.address)), on_parts)
     embed(corpus, tmp_path / "alone", FakeSource())
     assert summary.rows == 230
-    open_store(str(tmp_path / "ray"))  # remove the unfinished file of the killed node, as the next run would
+    open_store(str(tmp_path / "ray"))  # this call removes the unfinished file of the killed node
     assert files(tmp_path / "ray") == files(tmp_path / "alone")
 
 

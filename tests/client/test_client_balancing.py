@@ -50,7 +50,7 @@ def answered(server: FakeServer) -> int:
 
 
 def set_health(server: FakeServer, *, serving: bool) -> None:
-    """Set the health status that a server reports. Afterwards the status does not depend on its models."""
+    """Set the health status that a server reports. From then on, its models do not change the status."""
     health = server.app._health
     assert health._following is not None
     health._following.cancel()
@@ -123,7 +123,7 @@ async def test_a_restart_fails_no_call(start: Start) -> None:
         stopping = asyncio.ensure_future(stop(one))
         await call_until(client, stopping.done)
         again = await start(grpc_port=port)
-        await stop(other)  # no call ran since the restart, so the client must have reconnected without a call
+        await stop(other)  # no call ran after the restart, so the client must reconnect without a call
         await call_until(client, lambda: answered(again) > 20)
 
 

@@ -33,7 +33,7 @@ TEXTS = ["one", "two words", "and three words"]
 
 
 async def test_every_input_gets_its_rows(caller: Caller) -> None:
-    """Texts, lists, tuples and arrays may be mixed.
+    """One call may mix texts with lists, tuples and arrays of token ids.
 
     Each input gets a read-only (seq_len, d_model) array, in input order.
     """
@@ -102,7 +102,7 @@ async def test_run_returns_all_parts_of_an_answer(caller: Caller, service: FakeE
 
 
 async def test_no_inputs(caller: Caller, service: FakeEncoder) -> None:
-    """For an empty list the client sends no Encode request. The empty arrays have the width of the model."""
+    """For an empty list the client sends no Encode request. Empty results have the width of the model."""
     client = caller.connect()
     assert await caller(client.encode, []) == []
     assert service.n_get_model == 0
@@ -125,7 +125,7 @@ async def test_models(caller: Caller) -> None:
 async def test_oversize_replies_are_split(caller: Caller, service: FakeEncoder) -> None:
     """gRPC refuses a reply that is larger than the client's `max_message_bytes`.
 
-    The client then sends the message in halves.
+    The client then sends the inputs of the request again, in two halves.
     """
     client = caller.connect(max_message_bytes=6000, max_concurrent_messages=1)
     service.before = _padded(service, 1000)

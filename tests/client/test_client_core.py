@@ -1,4 +1,4 @@
-"""The logic of a call on a fake wire with a fake clock: retries, deadlines, splitting and concurrency."""
+"""The logic of a call over a fake connection with a fake clock: retries, deadlines, splitting and concurrency."""
 
 from collections.abc import Callable
 from typing import Any
@@ -91,7 +91,7 @@ def failing(failures: list[Failure]) -> Encode:
     ids=["the backoff doubles", "the server's delay and 1 s of jitter", "the backoff is at most 5 s"],
 )
 def test_a_failed_message_is_sent_again(failures: list[Failure], sent: list[float]) -> None:
-    """A server that has answered GetModel but is then unavailable is called more often than `max_attempts`."""
+    """If the server is unavailable after its reply to GetModel, `max_attempts` does not limit the attempts."""
     server = Server(failing(failures))
     result = encode(core_of(), server, [[5, 6]])
     assert server.wire.sent[1:] == sent  # the first request is GetModel
@@ -164,7 +164,7 @@ def test_a_call_may_take_longer_than_the_timeout_of_a_message() -> None:
 
 
 def test_an_outage_starts_no_timeout_of_unsent_messages() -> None:
-    """If a server restarts during a long call, messages that were not sent yet must not time out 30 s later."""
+    """The outage at 40 s must not start the timeout of 30 s for messages that are not sent yet."""
 
     def answer(request: Any) -> Any:
         return (0.0, DOWN) if 40.0 <= server.wire.time < 41.3 else (20.0, echo(request))
@@ -176,9 +176,9 @@ def test_an_outage_starts_no_timeout_of_unsent_messages() -> None:
 
 
 def test_messages_suit_a_slow_server() -> None:
-    """Messages must be small enough for a slow server.
+    """The server computes 700 tokens per second, as BERT-large does on four CPUs.
 
-    BERT-large on four CPUs computes 700 tokens per second, and the timeout is 30 s.
+    The messages must be so small that each gets its reply within the timeout of 30 s.
     """
     free_at = 0.0
 
@@ -234,7 +234,7 @@ def test_late_answers_keep_the_order_of_inputs() -> None:
 
 
 def test_too_large_messages_are_halved() -> None:
-    """The server accepts fewer sequences than its limits allow.
+    """The server refuses messages of more than 3 inputs, although its reply to GetModel has no such limit.
 
     The client halves the messages, and the next call fetches the limits again.
     """
@@ -258,7 +258,7 @@ def test_too_large_messages_are_halved() -> None:
 def test_a_message_over_grpcs_size_limit_is_halved_and_not_repeated() -> None:
     """gRPC reports a too large message as RESOURCE_EXHAUSTED, without a reason from the server.
 
-    The client must not retry the message as it does for a full queue.
+    A full queue has the same status, but the client must not retry this message.
     """
     refusal = Failure(Code.RESOURCE_EXHAUSTED, "CLIENT: Received message larger than max (9 vs. 4)")
     server, alone = Server(lambda _: (0.0, refusal)), Server(lambda _: (0.0, refusal))

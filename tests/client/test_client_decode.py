@@ -31,7 +31,7 @@ def response_of(arrays: list[Array], width: int, dtype: DType = "float32") -> pb
 
 @given(st.data(), st.integers(1, 5), st.sampled_from(["float32", "float16"]))
 def test_ragged_rows_come_back(data: st.DataObject, width: int, dtype: DType) -> None:
-    """Arrays of any length, also 0, are decoded bit for bit in both types, infinities and NaN included."""
+    """Arrays of any length, also 0, are decoded bit for bit as float32 or float16, infinities and NaN included."""
     rows = hnp.arrays(np.dtype(dtype), st.tuples(st.integers(0, 6), st.just(width)))
     arrays = data.draw(st.lists(rows, min_size=1, max_size=5))
     options = Options(dtype=dtype)
@@ -153,7 +153,7 @@ def test_parts_of_different_widths_are_not_mixed() -> None:
 
 
 def test_one_message_is_not_copied_several_are() -> None:
-    """`matrix` is a view on the received bytes if the call has one message."""
+    """`matrix` is a view on the received bytes if the call has one message, and else a copy."""
     part = decode_response(good(), Options(), 2, describe=False)
     one, two = merge_parts([part], 0.0, 1), merge_parts([part, part], 0.0, 2)
     assert one.outputs[0].matrix() is part.blocks[0].rows
@@ -168,7 +168,7 @@ def test_how_many_outputs_a_call_may_have() -> None:
 
 
 def test_a_pooling_of_a_newer_server_is_handed_on() -> None:
-    """A request for "model" returns the pooling as an integer if only a newer server knows the pooling."""
+    """If the client does not know the server's pooling, results and ModelInfo have the pooling as an integer."""
     newer: Any = 77
     response = good()
     tensor = response.outputs[0]

@@ -15,7 +15,7 @@ EITHER = pytest.mark.parametrize(("what", "error"), [("fingerprint", Fingerprint
 
 
 def switch_after(service: FakeEncoder, *counts: int) -> None:
-    """After each of these numbers of requests, change the fingerprint: from "version 0" to "version 1" and so on."""
+    """Set the fingerprint "version 0" for `counts[0]` requests, then "version 1" for `counts[1]`, and so on."""
     versions = [version for version, count in enumerate(counts) for _ in range(count)]
     coming = itertools.chain(versions, itertools.repeat(len(counts)))
 
@@ -86,7 +86,7 @@ async def test_every_request_says_what_is_expected(caller: Caller, service: Fake
 async def test_a_refusal_is_an_error_of_its_own(
     caller: Caller, service: FakeEncoder, what: str, error: type[EncserveError]
 ) -> None:
-    """The mismatch raises an exception of its own class. It is not retried, because the server would refuse again."""
+    """The call raises SpaceError or FingerprintError. A retry would be refused again, so the client sends none."""
     reason = "SPACE_MISMATCH" if error is SpaceError else "FINGERPRINT_MISMATCH"
 
     async def refuse(request: pb.EncodeRequest) -> None:

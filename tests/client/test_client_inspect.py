@@ -454,7 +454,7 @@ async def test_many_at_a_time(caller: Caller, service: FakeEncoder) -> None:
 
 
 def test_the_call_in_virtual_time() -> None:
-    """An inspection is retried after the same wait as Encode. `total_seconds` includes the wait."""
+    """A failed inspection is sent again after 1 s, the first backoff. `total_seconds` includes the wait."""
     request = request_of()
     outcomes: list[Any] = [Failure(Code.UNAVAILABLE, "down"), inspection(request, N_TOKENS)]
     wire = FakeWire(lambda rpc, _: (0.5, outcomes.pop(0)) if rpc == "Inspect" else (0.0, None))

@@ -23,7 +23,7 @@ from encserve_client import (
 from encserve_client.inputs import check_spans
 from encserve_proto.v1 import encoder_pb2 as pb
 
-WORDS = rows_of([1, 3, 5, 2])  # the tokens of "two words"
+WORDS = rows_of([1, 3, 5, 2])  # the hidden states of "two words"
 LONG = [4] * 65  # one token more than the service accepts
 LATE = pb.ModelInfo(multi_vector_width=8, multi_vector_similarity="maxsim")
 
@@ -111,7 +111,7 @@ async def test_all_inputs_may_fail(caller: Caller) -> None:
 
 
 async def test_an_error_of_the_whole_call_is_raised(caller: Caller, service: FakeEncoder) -> None:
-    """If the server refuses an option, the error is raised. The client does not send every input again on its own."""
+    """If the server refuses an option, the error is raised. The client does not send the inputs again one by one."""
 
     async def refused(_: pb.EncodeRequest) -> None:
         raise Refused(StatusCode.INVALID_ARGUMENT, "options.prompt_name: the model has no prompts", "INVALID_OPTION")
@@ -219,7 +219,7 @@ NEW_KIND = 77  # a value that only a newer server knows
 
 
 async def test_an_unknown_kind_is_returned_as_its_number(caller: Caller, service: FakeEncoder) -> None:
-    """A kind that only a newer server knows can be requested. It is an integer in results and in ModelInfo."""
+    """A caller can request an output kind that only a newer server knows. Results have the kind as an integer."""
     service.model_info = pb.ModelInfo(pooling=NEW_KIND, input_kind=NEW_KIND)  # type: ignore[arg-type]
 
     async def of_two_rows(request: pb.EncodeRequest) -> pb.EncodeResponse:

@@ -78,7 +78,7 @@ def test_messages_have_every_input_once_and_keep_the_limits(
 
 @given(st.lists(id_lists, min_size=1, max_size=30), st.integers(1, 400))
 def test_a_request_is_no_larger_than_planned(inputs: list[Input], max_request_bytes: int) -> None:
-    """A request without a model name and options is within the planned size, unless it has only one input."""
+    """A request without a model name and options has at most `max_request_bytes`, or a single input."""
     limits = Limits(2**31, 2**31, max_request_bytes, 2**31, 2**31, 8)
     for request in requests_of(list(plan_messages(inputs, pb.EncodeRequest(), Options(), limits))):
         assert request.ByteSize() <= max_request_bytes or len(request.inputs) == 1
@@ -124,7 +124,7 @@ def test_texts_are_not_planned_for_the_worst_case() -> None:
 
 
 def test_a_message_is_limited_to_a_quarter_of_the_queue() -> None:
-    """The tokens of four concurrent messages fit into the queue.
+    """Four concurrent messages together have at most `max_request_tokens`, so all of them fit into the queue.
 
     A limit that the server does not send does not apply.
     """

@@ -187,7 +187,7 @@ def test_the_reason_decides_the_exception(failure: Failure, expected: type[Encse
 
 
 def test_exceptions_are_also_builtin_kinds() -> None:
-    """Callers may catch TimeoutError, ValueError and LookupError."""
+    """Callers may catch errors of the client as TimeoutError, ValueError or LookupError."""
     assert issubclass(DeadlineError, TimeoutError)
     assert issubclass(InvalidRequestError, ValueError)
     assert issubclass(ModelNotFoundError, LookupError)

@@ -1,4 +1,4 @@
-"""The logic of `encode_stream` on a fake wire with a fake clock: order, limits, retries and broken streams."""
+"""The logic of `encode_stream` over a fake connection with a fake clock: order, limits, retries and broken streams."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -83,7 +83,7 @@ def test_every_input_is_answered_once(
 ) -> None:
     """With late replies, refusals and broken streams, no result is lost or duplicated.
 
-    The order and `max_in_flight` are kept.
+    With `ordered`, results come in input order. The client reads at most `max_in_flight` inputs ahead.
     """
     read: list[int] = []
     break_once, refuse_once = set(breaks), set(refused)
@@ -220,7 +220,7 @@ def test_an_input_that_brings_down_every_stream_is_given_up(max_in_flight: int) 
 
 
 def test_an_error_is_the_inputs_own() -> None:
-    """The error of one input does not end the stream. Its text has the index of the input in the call."""
+    """The error of one input does not end the stream. The text of the error has the index of the input in the call."""
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome:
         if request.request_id == "1":
@@ -349,7 +349,7 @@ def packs_of(wire_answer: Answer, inputs: list[Any], **settings: Any) -> tuple[l
 
 
 def test_short_inputs_that_come_fast_share_messages() -> None:
-    """The first four inputs are sent at once, each in its own message.
+    """The first four inputs are sent immediately, each in a message of its own.
 
     Later inputs share messages of up to 16 inputs.
     """
@@ -363,12 +363,12 @@ def test_short_inputs_that_come_fast_share_messages() -> None:
 
 
 def test_an_input_that_comes_alone_is_sent_at_once() -> None:
-    """An input is sent at once if all earlier inputs have been answered."""
+    """An input is sent immediately if all earlier inputs have been answered."""
     times: list[float] = []
 
     def inputs() -> Iterator[list[int]]:
         for i in range(1, 6):
-            wire.time += 100.0  # longer than the timeout of an input, because the caller's own time does not count
+            wire.time += 100.0  # more than the timeout; the time until an input is read does not count
             times.append(wire.time)
             yield [i]
 
@@ -394,7 +394,7 @@ def test_long_inputs_do_not_share_messages() -> None:
 def test_one_bad_input_does_not_fail_its_neighbours() -> None:
     """The client sends the message again without the bad input.
 
-    This does not count as an attempt of the other inputs.
+    This retry does not count as an attempt of the other inputs.
     """
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome:

@@ -217,7 +217,7 @@ async def test_progress(caller: Caller) -> None:
 
 
 async def test_an_input_that_is_never_answered_is_given_up(caller: Caller, service: FakeEncoder) -> None:
-    """The first call opens the connection, so that a timeout of 1 s is enough for the second input."""
+    """An earlier call opens the connection, so that a timeout of 1 s is enough for the second input."""
 
     async def first_never(request: Any, _: object) -> None:
         await asyncio.sleep(300 if request.request_id == "0" else 0)
@@ -233,9 +233,9 @@ async def test_an_input_that_is_never_answered_is_given_up(caller: Caller, servi
     ("text", "expected"), [("Internal error from Core", Code.UNAVAILABLE), ("not finite", Code.INTERNAL)]
 )
 def test_the_status_that_grpc_makes_up_is_no_reason_to_give_up(text: str, expected: Code) -> None:
-    """If a stream has just ended, a write makes grpc.aio raise INTERNAL with this text.
+    """If a stream has just ended, a write makes grpc.aio raise INTERNAL "Internal error from Core".
 
-    The client treats the error as UNAVAILABLE.
+    The client treats this error as UNAVAILABLE.
     """
     error = grpc.aio.AioRpcError(Code.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), text)
     assert failure_of_stream(error).code is expected
@@ -261,7 +261,7 @@ async def test_answers_come_while_an_async_iterable_waits(caller: Caller) -> Non
 
 @pytest.mark.parametrize("caller", ["async"], indirect=True)
 async def test_leaving_while_an_async_iterable_waits(caller: Caller, service: FakeEncoder) -> None:
-    """If the caller leaves the stream, the client cancels the iterable of inputs that it waits for."""
+    """If the caller leaves the stream, the client cancels the iterable of inputs, which still waits."""
     ended: list[str] = []
 
     async def inputs() -> AsyncIterator[list[int]]:

@@ -95,7 +95,7 @@ def test_what_float32_cannot_hold_is_named_with_its_place(value: float) -> None:
 
 @pytest.mark.parametrize(("dtype", "n_bytes"), [(np.float16, 2), (np.float32, 4), (np.float64, 4)])
 def test_tokens_and_bytes_are_counted_exactly(dtype: Any, n_bytes: int) -> None:
-    """Each vector counts as one token. The planned bytes are those of the numbers, and at most 64 bytes more."""
+    """Each vector counts as one token. The planned bytes exceed the bytes of the numbers by at most 64."""
     message = pack_input(vectors(100, 96, dtype), "inputs[0]")
     cost = cost_of(message, Options(), NO_LIMITS)
     assert (cost.sequences, cost.tokens) == (1, 100)
@@ -111,9 +111,9 @@ def sizes(messages: list[Message]) -> list[int]:
 
 @given(st.lists(SHAPES, min_size=1, max_size=20), st.integers(1, 2000))
 def test_requests_are_no_larger_than_planned(shapes: list[tuple[int, int]], max_request_bytes: int) -> None:
-    """A message with several inputs is within the limit.
+    """A message with several inputs has at most `max_request_bytes`.
 
-    With the first input of the next message it would exceed the limit.
+    With the first input of the next message, the message would have more.
     """
     arrays: list[Input] = [vectors(*shape, (np.float16, np.float32)[sum(shape) % 2]) for shape in shapes]
     limits = Limits(2**31, 2**31, max_request_bytes, 2**31, 2**31, 8)

@@ -1,4 +1,4 @@
-"""The types that a caller's type checker sees. mypy checks this file, and nothing runs it."""
+"""The types of the client's API that mypy must infer. mypy checks this file, and nothing runs the file."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Generator
