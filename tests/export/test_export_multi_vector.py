@@ -115,7 +115,7 @@ def test_scores_that_a_precision_would_move_too_far_are_refused(
 ) -> None:
     DIRECTORIES["plain"](tmp_path / "m")
     monkeypatch.setitem(BOUNDS, "int8", dataclasses.replace(BOUNDS["int8"], maxsim_error=1e-6))
-    figures = r"by \d\.\de-05 of the best score of its query, at most 1.0e-06 is allowed; float32 is exact"
+    figures = r"by \d\.\de-05 of its query's best score, at most 1.0e-06 is allowed; float32 is exact"
     with pytest.raises(ParityError, match=f"a MaxSim score differs from sentence-transformers {figures}"):
         export_hf(tmp_path / "m", Target(model_repository=tmp_path / "models", name="m"), precision="int8")
     assert not (tmp_path / "models").exists()
