@@ -157,14 +157,14 @@ def test_a_routers_modules_are_checked_before_anything_is_loaded(directory: Path
         ("config_sentence_transformers.json", {"model_type": "Mine"}, "must be one of SentenceTransformer.*was 'Mine'"),
         ("config_sentence_transformers.json", {"requirements": {"torch": ">=99"}}, "cannot load .*ImportError.*torch"),
         ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "cannot load .*Default prompt name 'x'"),
-        ("sentence_bert_config.json", {"tokenizer_name_or_path": "x"}, "names another tokenizer, 'x'; put that"),
+        ("sentence_bert_config.json", {"tokenizer_name_or_path": "x"}, "names another tokenizer, 'x'; put the"),
         ("sentence_bert_config.json", {"modality_config": {"text": TEXT}}, "cannot load .*directory: ValueError"),
         (
             "sentence_bert_config.json",
             {"query_expansion": {"strategy": "min", "length": 9}},
             "query_expansion is for multi-vector",
         ),
-        ("adapter_config.json", {}, "is an adapter, .* merge them with PEFT's merge_and_unload"),
+        ("adapter_config.json", {}, "is an adapter, .* Merge the two with PEFT's merge_and_unload"),
         (
             "2_Normalize/config.json",
             {"module_output_name": "x"},
@@ -407,7 +407,7 @@ def test_the_encoder_of_a_classifier_is_exported_without_its_head(
     from transformers import AutoModel, AutoTokenizer
 
     directory = write(tmp_path / "directory")
-    with pytest.raises(UnsupportedModelError, match="scores .*For the rows of the encoder alone, give --ignore-head"):
+    with pytest.raises(UnsupportedModelError, match="scores .*To export the encoder .*, give --ignore-head"):
         export(directory)
     exported = export(directory, ignore_head=True, pooling="mean")
     assert "classifier" in exported.unused_parts

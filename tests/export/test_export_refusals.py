@@ -169,7 +169,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
     ),
     "tokenizer-of-no-words": (
         writes("spiece.model", "no"),
-        r"makes no tokenizer of the files in .*; put a tokenizer\.json there, or remove the",
+        r"cannot make a tokenizer from the files in .*; put a tokenizer\.json there, or remove the",
     ),
     "classifier": (
         config(architectures=["BertForSequenceClassification"]),
@@ -201,7 +201,7 @@ def test_a_tokenizers_file_of_another_kind(tmp_path: Path) -> None:
     """From such a vocab.txt, transformers makes a T5 tokenizer that knows only special tokens and a space."""
     directory = save(NAMED["T5"], tmp_path)
     (directory / "vocab.txt").write_text("[UNK]\nword")
-    assert "special tokens alone; put a tokenizer.json there" in refused(directory)
+    assert "the vocabulary has only special tokens; put a tokenizer.json there" in refused(directory)
 
 
 @pytest.mark.system

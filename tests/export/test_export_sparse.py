@@ -184,7 +184,7 @@ def test_bge_m3_has_three_kinds(bge_m3: Path, tmp_path: Path) -> None:
     assert manifest.multi_vector.skips_first_token
     assert manifest.sparse.pooling == manifest_pb2.SPARSE_POOLING_OWN_ID
     assert sorted(manifest.sparse.skipped_token_ids) == [0, 1, 2, 3]
-    assert "FlagEmbedding to 512 tokens" in exported.notes["remark"]
+    assert "FlagEmbedding cuts texts to 512 tokens" in exported.notes["remark"]
     # Each of 8 texts is compared as a dense vector, as MaxSim vectors, and as sparse weights.
     assert (manifest.parity.pipeline_texts, manifest.parity.maxsim_tolerance) == (24, 1e-4)
 
@@ -255,7 +255,7 @@ def test_other_heads_are_another_space(bge_m3: Path, tmp_path: Path) -> None:
 def test_heads_that_are_none_are_refused(bge_m3: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(bge_m3, tmp_path / "model")
     torch.save(torch.nn.Linear(D_MODEL, 2).state_dict(), directory / "sparse_linear.pt")
-    with pytest.raises(CheckpointFileError, match=r"sparse_linear.pt must make one number of a row; it makes 2"):
+    with pytest.raises(CheckpointFileError, match=r"sparse_linear.pt must make one number from a row, but makes 2"):
         export(directory, tmp_path)
     torch.save({"weights": torch.ones(1)}, directory / "sparse_linear.pt")
     with pytest.raises(CheckpointFileError, match="must hold weight and bias of a linear layer; was weights"):

@@ -165,7 +165,7 @@ def test_the_comparison_finds_another_tokenizer(
 @pytest.mark.system
 def test_a_tokenizer_in_python_alone_is_refused(tmp_path: Path) -> None:
     directory = write_directory(tmp_path / "directory", "no settings", tokenizer_class="CanineTokenizer")
-    with pytest.raises(TokenizerError, match=r"is a CanineTokenizer, which runs in Python alone and has no file"):
+    with pytest.raises(TokenizerError, match=r"is a CanineTokenizer, which runs only in Python and cannot be written"):
         export(directory)
 
 

@@ -289,7 +289,7 @@ def _check_vectors(
             if not excess <= PIPELINE_WEIGHT_TOLERANCE:
                 raise ParityError(
                     f"the bundle gives other weights than {where}: one weight differs by {tolerance:.0e} of its value "
-                    f"plus {excess:.1e}, at most {tolerance:.0e} plus {PIPELINE_WEIGHT_TOLERANCE:.0e} is allowed{advice}"
+                    f"plus {excess:.1e}; {tolerance:.0e} plus {PIPELINE_WEIGHT_TOLERANCE:.0e} is allowed{advice}"
                 )
         elif difference.excess:
             raise ParityError(f"the bundle gives another vector than {where}: {difference.excess}{advice}")
