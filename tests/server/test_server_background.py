@@ -9,7 +9,8 @@ from fake_clock import FakeClock
 from fake_server import StartServer
 from waiting import until
 
-from encserve_server.rpc import health, receiving, sending
+from encserve_server import ledger
+from encserve_server.rpc import health, sending
 from encserve_server.system.background import repeat
 
 
@@ -49,7 +50,7 @@ async def test_an_event_ends_the_pause() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "look"),
-    [(receiving.Receiving, "_look"), (sending.Sending, "_look"), (health.ModelHealth, "_look")],
+    [(ledger.Places, "_look"), (sending.Sending, "_look"), (health.ModelHealth, "_look")],
     ids=["slow requests", "unread replies", "health"],
 )
 async def test_a_watch_survives_an_error(

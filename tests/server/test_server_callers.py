@@ -420,12 +420,12 @@ async def test_requests_without_a_key_are_small(serve: Serve) -> None:
 
 
 async def test_slow_calls_without_a_key_leave_room_for_others(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encserve_server.rpc.receiving._LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("encserve_server.ledger.LOOK_SECONDS", 0.02)
     server = await serve()
     rpc: Any = server.channel.stream_unary("/grpc.health.v1.Health/Check")
     slow = [rpc() for _ in range(100)]
     codes = [asyncio.ensure_future(it.code()) for it in slow]
-    room = server.app._receiving.places // 8
+    room = server.app._places.open_pool.limit
     await until(lambda: sum(it.done() for it in codes) >= len(slow) - room)
     assert await server.call("Check", health_pb2.HealthCheckRequest(), HEALTH)
     done = [it for it in codes if it.done()]
@@ -439,11 +439,11 @@ async def test_slow_calls_without_a_key_leave_room_for_others(serve: Serve, monk
 
 async def test_idle_reflection_without_a_key_makes_room(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     server = await serve(public_listing=True)
-    streams = [await open_reflection(server, ()) for _ in range(server.app._receiving.places // 8)]
+    streams = [await open_reflection(server, ()) for _ in range(server.app._places.open_pool.limit)]
     for it in streams:
         assert await it.read()
     assert (await refusal(reflect(server))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    monkeypatch.setattr("encserve_server.rpc.receiving.RECEIVE_SECONDS", 0.0)
+    monkeypatch.setattr("encserve_server.ledger.ARRIVAL_SECONDS", 0.0)
     assert await reflect(server)
     assert (await refusal(streams[0].read())).reason == "BUDGET_FULL"
     for it in streams:

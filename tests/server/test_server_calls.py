@@ -16,11 +16,12 @@ from open_inference import infer_request, text_tensor
 from waiting import PATIENCE_SECONDS, until
 
 from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_server import ledger
 from encserve_server.errors import BundleError, FieldPath, InvalidField, Part, PlainNaming
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.open_inference import requests as infer_requests
 from encserve_server.open_inference import service as infer_service
-from encserve_server.rpc import codec, inspect_codec, naming, receiving, sending
+from encserve_server.rpc import codec, inspect_codec, naming, sending
 from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as infer_pb
 from encserve_server.rpc.streams import answer_stream
 
@@ -165,7 +166,7 @@ async def test_bytes_are_held_while_a_call_waits(server: FakeServer) -> None:
 
 async def test_a_full_budget_refuses_further_calls(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server always admits a call if no other call uses bytes of the budget."""
-    monkeypatch.setattr(server.app._calls, "max_held_bytes", 3000)
+    monkeypatch.setattr(server.app._calls.budget, "limit", 3000)
     first = await server.start_held(server.encode([1] * LONGEST, [2] * LONGEST))  # this call uses over 2,000 bytes
     before = server.held_bytes()
     assert before > 1000
@@ -179,7 +180,7 @@ async def test_a_full_budget_refuses_further_calls(server: FakeServer, monkeypat
     assert len((await first).sequences) == 2
     await all_given_back(server)
     assert server.sample("encserve_refused_total", reason="BUDGET_FULL") == 1
-    monkeypatch.setattr(server.app._calls, "max_held_bytes", 1)
+    monkeypatch.setattr(server.app._calls.budget, "limit", 1)
     assert len((await server.encode([1] * LONGEST, "hello")).sequences) == 2
     await server.call("Tokenize", pb.TokenizeRequest(texts=["hello"]))
 
@@ -190,7 +191,7 @@ async def test_a_full_budget_refuses_one_request_of_a_stream(
     server.engine.hold()
     call = stream_of(server)
     await until(lambda: server.held_bytes() > 0)
-    monkeypatch.setattr(server.app._calls, "max_held_bytes", int(server.held_bytes()) + 6000)
+    monkeypatch.setattr(server.app._calls.budget, "limit", int(server.held_bytes()) * 8 // 7 + 6000)
     await call.write(stream_request("first", [1] * LONGEST))
     await asyncio.to_thread(server.engine.started.acquire)
     await call.write(stream_request("second", [2] * LONGEST))
@@ -213,8 +214,8 @@ async def test_a_full_budget_refuses_one_request_of_a_stream(
 @pytest.fixture
 def two_places(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Settings of a server with two places: it admits two slow requests or open streams at a time."""
-    monkeypatch.setattr(receiving, "_LEAST_PLACES", 2)
-    monkeypatch.setattr(receiving, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(ledger, "_LEAST_PLACES", 2)
+    monkeypatch.setattr(ledger, "LOOK_SECONDS", 0.02)
     return {"max_request_mib": 4, "max_response_mib": 1, "max_in_flight_mib": 8}
 
 
@@ -229,7 +230,7 @@ async def test_slow_requests_have_places_and_others_need_none(
 ) -> None:
     server = await start_server(**two_places)
     halves = [half_sent(server) for _ in range(2)]
-    await until(lambda: server.held_bytes() == 4 * MIB)  # 2 MiB for each: the two places share half of the 8 MiB budget
+    await until(lambda: server.held_bytes() == 4 * MIB)  # 2 MiB for each: the places share half of the 8 MiB budget
     await asyncio.gather(*(server.encode([i]) for i in range(10)))
     failed = await refusal(half_sent(server))
     assert (failed.code, failed.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "BUDGET_FULL")
@@ -247,7 +248,7 @@ async def test_slow_requests_have_places_and_others_need_none(
 async def test_a_half_sent_call_ends_in_time(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, two_places: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(receiving, "RECEIVE_SECONDS", 0.05)
+    monkeypatch.setattr(ledger, "ARRIVAL_SECONDS", 0.05)
     server = await start_server(**two_places)
     failed = await refusal(half_sent(server))
     assert (failed.code, failed.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXPIRED")
@@ -310,7 +311,7 @@ async def test_a_new_stream_takes_the_place_of_the_longest_idle_one(
     So the server ends an idle stream when a new stream needs its place.
     """
     server = await start_server(**two_places)
-    monkeypatch.setattr(receiving, "RECEIVE_SECONDS", 0.05)
+    monkeypatch.setattr(ledger, "ARRIVAL_SECONDS", 0.05)
     server.engine.hold()
     busy, idle = stream_of(server), stream_of(server)
     await busy.write(stream_request("a", [1]))

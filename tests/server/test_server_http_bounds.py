@@ -303,7 +303,7 @@ def test_the_count_is_that_of_the_values(value: Any, piece_bytes: int, ensure_as
 async def test_bytes_are_bounded_over_all_callers(start_server: StartServer) -> None:
     """The bytes of a request's body and texts count until the caller has the reply."""
     server = await start_server(http_port=0, max_in_flight_mib=100, max_text_bytes=2**22)
-    server.app._calls.max_held_bytes = 3_000_000
+    server.app._calls.budget.limit = 3_000_000
     server.engine.hold()
     text = "hello " * 100_000
     first = asyncio.create_task(post(server, "/embed", {"inputs": [text] * 2}))

@@ -394,7 +394,7 @@ async def test_others_are_answered_while_a_million_numbers_are_decoded(start_ser
 
 
 def exceeds(server: FakeServer, size: int) -> bool:
-    return server.app._calls.held_bytes > size
+    return server.app._calls.budget.held > size
 
 
 async def test_the_decoded_size_of_a_large_body_counts_against_the_byte_budget(start_server: StartServer) -> None:
@@ -406,11 +406,11 @@ async def test_the_decoded_size_of_a_large_body_counts_against_the_byte_budget(s
         async with connect(server) as client:
             running = asyncio.create_task(client.post(PATH, content=body, headers=headers))
             await until(partial(exceeds, server, size))
-            server.app._calls.max_held_bytes = server.app._calls.held_bytes
+            server.app._calls.budget.limit = server.app._calls.budget.held
             full = await client.post(PATH, content=LARGE)
             assert (full.status_code, full.headers["encserve-error-reason"]) == (429, "BUDGET_FULL")
             running.cancel()
-            await until(lambda: server.app._calls.held_bytes == 0)
+            await until(lambda: server.app._calls.budget.held == 0)
     server.engine.let_go()
 
 
