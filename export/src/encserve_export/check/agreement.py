@@ -304,7 +304,7 @@ def check_inspection(
     *,
     longest: int,
 ) -> None:
-    """Check the graph for inspections against PyTorch. This graph returns attention weights and hidden states.
+    """Compare the graph for inspections with PyTorch. This graph returns attention weights and hidden states.
 
     Args:
         folder: The folder of the bundle.

@@ -1,4 +1,4 @@
-"""The spec of a model: how texts become vectors. A model's directory or the user's options give the spec."""
+"""The spec of a model: how texts become vectors. It is read from the model's directory or from the user's options."""
 
 import dataclasses
 import json

@@ -355,7 +355,7 @@ def _unused_parts(module: _Rows, model: Any, missing: Iterable[str]) -> set[str]
 
 
 def _used_parameters(module: _Rows, parameters: Mapping[str, nn.Parameter]) -> set[str]:
-    """Return the names of the parameters that affect the hidden states. The gradient for these parameters exists."""
+    """Return the names of the parameters that affect the hidden states. Only these parameters get a gradient."""
     for parameter in parameters.values():
         parameter.requires_grad_(True)
     ids = torch.zeros((2, 3), dtype=torch.int64)  # (batch, seq)
