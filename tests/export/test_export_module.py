@@ -224,15 +224,15 @@ class Returning(nn.Module):
     ("made", "message"),
     [
         (ValueError("no such\nthing"), r"Returning does not run on the CPU with .* \(2, 7\) .*: no such"),
-        ((torch.ones(2, 7, 8),), "must return one tensor of rows; was tuple"),
+        ((torch.ones(2, 7, 8),), "must return one tensor of hidden states; was tuple"),
         (
             torch.ones(2, 8),
-            r"must return rows, float32 \(2, 7, d_model\) .*; was float32 \(2, 8\)\. If it pools, return the rows "
-            r"before pooling, and give the pooling with pooling= or --pooling",
+            r"must return hidden states, float32 \(2, 7, d_model\) .*; was float32 \(2, 8\)\. If it pools, return "
+            r"the hidden states before pooling, and give pooling= or --pooling",
         ),
         (torch.ones(7, 2, 8), r"was float32 \(7, 2, 8\)"),
         (torch.ones(2, 7, 8).half(), r"was float16 \(2, 7, 8\)"),
-        (torch.full((2, 7, 8), torch.nan), "gives rows that are not finite"),
+        (torch.full((2, 7, 8), torch.nan), "returns hidden states that are not finite"),
     ],
 )
 def test_modules_that_are_not_encoders(target: Target, models: Path, made: Any, message: str) -> None:
@@ -250,7 +250,7 @@ def test_modules_that_are_not_encoders(target: Target, models: Path, made: Any, 
         ({"input": "text"}, ConfigError, "input must be one of token_ids, embeddings; was 'text'"),
         ({"vocab_size": None}, VocabularyError, "the number of token ids is not known: give vocab_size"),
         ({"vocab_size": 41}, UnsupportedModelError, "does not run .* with token ids up to 40 of .*out of range"),
-        ({"d_model": 8}, ConfigError, "d_model applies to the input embeddings only"),
+        ({"d_model": 8}, ConfigError, 'd_model is only for the input "embeddings"'),
         ({"input": "embeddings"}, ConfigError, "d_model must be given if the input is embeddings"),
         ({"pad_token_id": 40}, ConfigError, "pad_token_id must be from 0 to 39; was 40"),
         ({"pooling": "first"}, ConfigError, "pooling must be one of mean, cls, .*; was 'first'"),

@@ -119,7 +119,7 @@ def test_the_command(file: Path, models: Path, tiny: EncoderConfig, write_tokeni
         str(models / "m" / "3"),
     ):
         assert shown in result.stdout
-    assert "the rows are its output hidden; there are 50 token ids" in result.stderr
+    assert "the hidden states are the output hidden; there are 50 token ids" in result.stderr
 
 
 def test_errors_are_shown_without_a_traceback(file: Path, models: Path) -> None:

@@ -149,7 +149,7 @@ def test_no_name_at_all(file: Path, location: str) -> None:
         ({"length": "-1"}, "tensor 'table' has length -1 in weights.bin; its shape (50, 8) of float32 takes "),
         ({"length": "8"}, f"has length 8 in weights.bin; its shape (50, 8) of float32 takes {TABLE_BYTES} bytes"),
         ({"offset": "999999"}, "tensor 'table' lies at bytes 999999 to 1001599 of "),
-        ({"offset": "8192"}, "the file was cut off, or belongs to another model"),
+        ({"offset": "8192"}, "the file is incomplete, or belongs to another model"),
     ],
 )
 def test_numbers_that_make_no_sense(file: Path, entries: dict[str, str], said: str) -> None:
@@ -160,7 +160,7 @@ def test_numbers_that_make_no_sense(file: Path, entries: dict[str, str], said: s
 def test_a_file_that_is_too_short(file: Path) -> None:
     content = (file.parent / "weights.bin").read_bytes()
     (file.parent / "weights.bin").write_bytes(content[: TABLE_BYTES - 1])
-    assert f"weights.bin, which has {TABLE_BYTES - 1}; the file was cut off" in refused(file)
+    assert f"weights.bin, which has {TABLE_BYTES - 1} bytes; the file is incomplete" in refused(file)
 
 
 @pytest.mark.parametrize(("kind", "dims"), [(TensorProto.STRING, [2]), (TensorProto.FLOAT, [-1, 4]), (99, [2])])
@@ -170,7 +170,7 @@ def test_types_and_shapes_that_cannot_be(file: Path, kind: int, dims: list[int])
     table.data_type = kind
     table.dims[:] = dims
     onnx.save(model, file)
-    assert "cannot lie in weights.bin" in refused(file)
+    assert "cannot be stored in weights.bin" in refused(file)
 
 
 @pytest.mark.parametrize("where", ["attribute", "branch", "function", "sparse"])

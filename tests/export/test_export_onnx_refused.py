@@ -420,7 +420,7 @@ def test_float16_arithmetic_that_rounds_with_the_batch(refused: Callable[..., st
         node_of(model, "total").input[0] = "placed"
         model.graph.initializer.append(numpy_helper.from_array(np.ones((2, 2), np.float16), "unused"))
 
-    assert "or it computes in float16, whose rounding differs" in refused(ignore_in_float16, ParityError)
+    assert "Or it computes in float16, and rounding differs" in refused(ignore_in_float16, ParityError)
 
 
 def test_padding_that_takes_no_place(refused: Callable[..., str]) -> None:
