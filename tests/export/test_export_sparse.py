@@ -1,4 +1,7 @@
-"""Exports of sparse encoders, which give a weight to each word. Directories that a bundle cannot express are refused."""
+"""Exports of sparse encoders, which give a weight to each word of the vocabulary.
+
+The export refuses a directory with settings that a bundle cannot express.
+"""
 
 import dataclasses
 import io
@@ -90,7 +93,10 @@ def test_lengths_of_queries_and_documents(directory: Path, tmp_path: Path) -> No
 @pytest.mark.system
 @pytest.mark.parametrize("kind", ["ModernBert", "MPNet", "XLMRoberta", "Electra", "Albert"])
 def test_heads_of_other_language_models(kind: str, tmp_path: Path) -> None:
-    """Export SPLADE models of other architectures. The export itself compares the weights with sentence-transformers."""
+    """Export SPLADE models of other architectures, and expect success.
+
+    The export itself compares the weights with sentence-transformers.
+    """
     manifest = export(write_splade(tmp_path / "model", kind), tmp_path).manifest
     assert manifest.parity.pipeline_texts == 16
 
