@@ -1,6 +1,6 @@
 """Checkpoints and bundles for the tests of the exporter.
 
-A golden checkpoint is a small model in tests/data. The model's original code computed the hidden states there.
+A golden checkpoint is a small model in tests/data. tests/data also has hidden states from the model's original code.
 """
 
 import json

@@ -110,9 +110,10 @@ def test_embeddings_are_summed_as_configured(tiny: EncoderConfig) -> None:
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("norm", ["post", "pre", "none"])
 def test_parts_that_are_left_out(tiny: EncoderConfig, norm: str, residual: bool) -> None:
-    """Compare a block that lacks some parts with the formula.
+    """Compare a block with the formula.
 
-    The missing parts are biases and the feed-forward layer, and in some cases norms and residual connections.
+    The block has no biases and no feed-forward layer. In some cases, the block also has no norms or no residual
+    connections.
     """
     fields = {"norm": norm, "residual": residual, "attention_bias": False, "d_ff": 0, "n_layers": 1}
     encoder = randomize_norms(random_encoder(EncoderConfig.from_mapping(dataclasses.asdict(tiny) | fields), 0))

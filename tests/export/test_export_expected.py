@@ -1,6 +1,6 @@
 """The user may give the export a file with hidden states from the original module.
 
-If the bundle's hidden states differ from those in the file, the export fails.
+If the bundle's hidden states differ from the hidden states in the file, the export fails.
 """
 
 import json
@@ -56,7 +56,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(path: Path, **changed: Any) -> Path:
-    """Write a file of expected hidden states. An array of the value None is left out."""
+    """Write a file of expected hidden states. If an array is None, leave this array out."""
     arrays = {name: array for name, array in (ARRAYS | changed).items() if array is not None}
     if path.suffix == ".safetensors":
         save_file({name: torch.as_tensor(array) for name, array in arrays.items()}, path)

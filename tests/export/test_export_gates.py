@@ -175,7 +175,7 @@ def test_rounding_that_float32_itself_has_is_not_refused(tmp_path: Path, seed: i
     parity = rows_gate(encoder, graphs)
     inspection_gate(encoder, graphs)
     assert parity.float32_error is not None
-    assert parity.float32_error > 1.25e-5, "four times it is more than 5e-5"
+    assert parity.float32_error > 1.25e-5, "four times this error is more than 5e-5"
     assert parity.bounds.error == 4 * parity.float32_error
     assert parity.max_relative_error <= parity.bounds.error
 

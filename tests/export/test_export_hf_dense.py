@@ -1,6 +1,6 @@
-"""Exports of dense models, which return one vector for each text, from their directories.
+"""Exports of dense models. A dense model returns one vector for each text.
 
-The exporter must read a directory in the same way as sentence-transformers. Otherwise the export must fail.
+The exporter must read a model's directory in the same way as sentence-transformers. Otherwise the export must fail.
 """
 
 import dataclasses
@@ -76,7 +76,7 @@ def test_modules_behind_pooling_count_for_the_vector_space(tmp_path: Path) -> No
 
 
 def test_prompts_of_an_instructor_are_left_out_of_pooling(directory: Path) -> None:
-    """Expect that pooling skips the prompt if the name on the hub is that of an Instructor model.
+    """Expect that pooling skips the prompt if the model has the name of an Instructor model on the hub.
 
     sentence-transformers recognises Instructor models only by this name.
     """

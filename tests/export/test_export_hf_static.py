@@ -79,7 +79,7 @@ def test_an_int8_table_needs_token_weights(weighted: bool, tmp_path: Path) -> No
 
 
 def test_a_table_lies_beside_its_graph(tmp_path: Path) -> None:
-    """Write a table, and expect it in a second file next to the small graph file.
+    """Write a graph with a table of vectors. Expect the table in a second file next to the small graph file.
 
     An ONNX file cannot have more than 2 GB.
     """

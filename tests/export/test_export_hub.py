@@ -89,7 +89,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def download(
     repository: Path, *names: str, contents: Mapping[str, str] | None = None, with_onnx: bool = False
 ) -> set[str]:
-    """Put files into the repository, download it, and return the names of the downloaded files."""
+    """Put files into the repository, download the repository, and return the names of the downloaded files."""
     for name, content in {**dict.fromkeys(names, "{}"), **(contents or {})}.items():
         (repository / name).parent.mkdir(parents=True, exist_ok=True)
         (repository / name).write_text(content)

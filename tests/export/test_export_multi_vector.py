@@ -1,4 +1,4 @@
-"""Exports of multi-vector models, which return one vector for each token.
+"""Exports of multi-vector models. A multi-vector model returns one vector for each token.
 
 The bundle must return the same vectors as sentence-transformers, for each layout of the model's directory.
 """

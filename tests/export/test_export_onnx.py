@@ -165,7 +165,7 @@ def test_large_external_data_go_into_one_file(file: Path, target: Target, monkey
     model.graph.node.insert(0, helper.make_node("Constant", [], ["table"], value=numpy_helper.from_array(table)))
     onnx.save(model, file, save_as_external_data=True, all_tensors_to_one_file=False, size_threshold=100,
               convert_attribute=True)  # fmt: skip
-    assert len(list(file.parent.iterdir())) == 3, "a file for each tensor"
+    assert len(list(file.parent.iterdir())) == 3, "expected one file for each tensor"
     monkeypatch.setattr(external, "MAX_FILE_BYTES", 1000)
     exported = export_onnx(file, target, SHORT)
     assert sorted(path.name for path in exported.path.iterdir()) == ["manifest.json", "model.onnx", "model.onnx.data"]
@@ -268,7 +268,7 @@ def test_the_table_is_found_behind_what_changes_no_id(how: str) -> None:
 
 
 def _hide_the_table(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Multiply the ids by 1 before the model looks them up in the embedding table.
+    """Multiply the ids by 1 before the lookup in the embedding table.
 
     The ids stay the same, but the exporter does not find the table.
     """

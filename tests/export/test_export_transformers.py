@@ -316,7 +316,7 @@ def test_a_model_that_hides_its_inside_is_exported_without_inspection(
 def test_an_onnx_file_in_the_directory_is_used_if_asked_for(
     data2vec: Path, models: Path, tmp_path: Path, true: bool
 ) -> None:
-    """Export a directory with an ONNX file. If the file's hidden states differ from transformers', expect an error."""
+    """Export the ONNX file of a directory. Expect an error if the hidden states differ from transformers."""
     exported = export(data2vec, tmp_path / "before")
     (data2vec / "onnx").mkdir()
     for file in exported.path.glob("model.onnx*"):

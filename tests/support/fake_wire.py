@@ -110,7 +110,7 @@ class FakeWire:
             self._post(0.0, InputsEnded())
 
     async def wait(self, seconds: float | None) -> Event | None:
-        """See `Wire`. Without events and without a time limit, the wait would never end. Then fail the test."""
+        """See `Wire`. If there is no event and no time limit, fail the test, because the wait would never end."""
         while self._events and (seconds is None or self._events[0][0] <= self.time + seconds):
             time, _, event = heapq.heappop(self._events)
             if seconds is not None:

@@ -96,9 +96,9 @@ def save_with_data(model: onnx.ModelProto, path: Path, location: str = "weights.
 
 
 def point_elsewhere(path: Path, name: str = "table", **entries: str) -> None:
-    """Change where a tensor's external data are stored. `save_with_data` has written the file.
+    """Change the place of a tensor's external data, in a file that `save_with_data` has written.
 
-    `entries` are entries of the tensor's external data, such as location and offset.
+    `entries` are the new location, offset or length of the data.
     """
     model = onnx.load(path, load_external_data=False)
     for entry in tensor_of(model, name).external_data:
