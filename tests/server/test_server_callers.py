@@ -579,7 +579,7 @@ async def test_a_call_that_fails_midway_costs_the_parts_that_ran(serve: Serve, m
     assert (answer.status_code, answer.headers["encserve-error-reason"]) == (429, "QUEUE_FULL")
     error = await refused(server, metadata=bearer(RIGHT))
     assert error.reason == "RATE_LIMITED"
-    assert 5000 < int(error.pushback_ms or 0) <= 7000  # (16 tokens - burst of 2) / 2 a second; the third part would add 5 s
+    assert 5000 < int(error.pushback_ms or 0) <= 7000  # (16 tokens - burst of 2) / 2 a second; third part: 5 s more
 
 
 @pytest.mark.parametrize(

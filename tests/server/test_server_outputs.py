@@ -66,7 +66,7 @@ def unit(rows: Numbers) -> Numbers:
 
 
 def product(rows: Numbers, weights: Numbers) -> Numbers:
-    """Return rows @ weights. A row gets the same bits in any batch, while BLAS adds in an order that depends on shapes."""
+    """Return rows @ weights, with the same bits for a row in any batch. With BLAS, the bits depend on the shape."""
     return np.asarray(np.add.reduce(rows[..., None] * weights, axis=-2), np.float32)
 
 
