@@ -446,7 +446,7 @@ def memory_kib(name: str) -> int:
 @pytest.mark.system
 @pytest.mark.parametrize("kind", ["every kind", "model"])
 def test_scipy_is_imported_before_the_first_call(tmp_path: Path, kind: str) -> None:
-    """A model that joins vectors imports SciPy when it is loaded, because the import takes seconds.
+    """A model whose vectors can be joined imports SciPy when it is loaded, because the import takes seconds.
 
     Other models do not import SciPy.
     """
