@@ -66,7 +66,7 @@ def named(received: list[ReceivedSpan], name: str) -> list[ReceivedSpan]:
 
 
 def has(*names: str) -> Callable[[list[ReceivedSpan]], bool]:
-    """Return a condition: for each name, the number of spans is at least the number of times that `names` has the name."""
+    """Return a condition that is true if there are spans with all these names. A repeated name needs as many spans."""
     return lambda got: all(len(named(got, name)) >= names.count(name) for name in names)
 
 
