@@ -12,7 +12,8 @@ from encserve_server.scheduling.admission import Admission
 
 LIMIT = 800
 LIMITS = st.integers(1, LIMIT)
-# Each event is a number of tokens. A positive number is a call that arrives. A negative number leaves the queue.
+# Each event is a number of tokens. If the number is positive, a call arrives. If it is negative, tokens leave the
+# queue.
 EVENTS = st.lists(st.integers(1, LIMIT) | st.integers(-LIMIT, -1), max_size=60)
 
 

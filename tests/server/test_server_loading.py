@@ -71,7 +71,7 @@ def test_a_served_bundle_is_verified_and_not_loaded(tmp_path: Path, monkeypatch:
     ],
 )
 def test_a_tokenizer_that_fits_is_loaded(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """A bundle is loaded if its tokenizer has fewer words than the model. Special tokens may have any id of the model."""
+    """A bundle is loaded if its tokenizer has no more words than the model. Special tokens may have any valid id."""
     load(write_bundle(tmp_path, tokenizer=tokenizer))
 
 
