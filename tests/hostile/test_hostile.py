@@ -135,9 +135,9 @@ def mean_outputs(count: int) -> bytes:
 
 
 def pooled_document(n_tokens: int, factors: int) -> bytes:
-    """Return a request for a document's vectors. It has `factors` outputs, each with another pool factor.
+    """Return a request for a document's vectors. The request has `factors` outputs, each with another pool factor.
 
-    If `factors` is 0, it has one output, and the vectors are not pooled.
+    If `factors` is 0, the request has one output without pooling.
     """
     outputs = [pb.OutputSpec(kind=MULTI_VECTOR, dimensions=1, pool_factor=2 + i / 1000) for i in range(factors)]
     ids = [i * i % VOCAB_SIZE for i in range(n_tokens)]

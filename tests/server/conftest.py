@@ -12,7 +12,7 @@ from tiny_heads import SERVE_TINY, Serve, loader, words
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Run each test with a fixture named `shared…` in the event loop of its module, as the server of the fixture."""
+    """Run a test with a fixture `shared…` in the event loop of its module, because the fixture's server runs there."""
     if any(name.startswith("shared") for name in getattr(item, "fixturenames", ())):
         item.add_marker(pytest.mark.asyncio(loop_scope="module"), append=False)
 

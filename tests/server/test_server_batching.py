@@ -1,4 +1,4 @@
-"""Tests of the queue, and of the decision which sequences form the next batch, with random queues."""
+"""Tests of the queue, and of the choice of sequences for the next batch. The queues are random."""
 
 import gc
 import math

@@ -41,7 +41,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Starts":
 
 
 class Starts:
-    """A callable that runs the command of the server without a server, and records the settings of each start."""
+    """A callable that runs the command of the server, but starts no server. It records the settings of each start."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.settings: list[Settings] = []

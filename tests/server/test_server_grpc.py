@@ -20,7 +20,7 @@ REFLECTION = "reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
 async def test_a_flood_gets_replies_or_refusals(start_server: StartServer) -> None:
-    """Each of 1,100 callers gets a reply or a refusal by the full queue.
+    """Each of 2,200 calls gets a reply, or is refused because the queue is full.
 
     Without the server's own limit, gRPC would cancel calls if more than a thousand calls wait.
     """

@@ -86,7 +86,7 @@ async def test_one_bad_input_is_named_by_its_place(start_server: StartServer, at
 
 @pytest.mark.parametrize("texts", [1, 256])
 async def test_texts_and_ids_in_one_request_of_several_parts(serve: Serve, texts: int) -> None:
-    """If pooling skips the prompt, one request must not have texts and ids, even if they are in different parts."""
+    """If pooling skips the prompt, a request with texts and ids is refused, even if they are in different parts."""
     prompt = {"prompts": {"q": "w7 "}, "default_prompt_name": "q", "pooling_skips_prompt": True}
     server = await serve({}, {"http_port": 0}, **prompt)
     ids = [[5, 6]]

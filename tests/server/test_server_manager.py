@@ -1,4 +1,4 @@
-"""Versions that are added, changed or removed while a server runs.
+"""Tests of versions that are added, changed or removed while a server runs.
 
 The engines are fake, and a manifest is one line of text.
 """
@@ -177,7 +177,7 @@ def loads(server: FakeServer, outcome: str) -> float:
 
 @contextlib.asynccontextmanager
 async def in_use(server: FakeServer, engine: FakeEngine, **request: Any) -> AsyncIterator["asyncio.Task[str]"]:
-    """Send a call that cannot finish on the engine before the end of the block."""
+    """Send a call, and hold the call on the engine until the end of the block."""
     engine.hold()
     call = asyncio.create_task(version_of(server, **request))
     await asyncio.to_thread(engine.started.acquire)
@@ -366,7 +366,10 @@ async def test_a_new_model_never_becomes_the_default(repository: Repository, ser
 async def test_an_older_version_is_reported_in_the_log(
     repository: Repository, serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Version names that are not numbers sort before numbers, so v4 is older than 3."""
+    """If a new version is older than the served versions, the log says so.
+
+    Version names that are not numbers sort before numbers, so v4 is older than 3.
+    """
     caplog.set_level("INFO")
     repository.put("2", "a")
     repository.put("3", "b")
@@ -378,7 +381,7 @@ async def test_an_older_version_is_reported_in_the_log(
 
 
 async def test_no_budget_is_measured_while_a_model_serves(repository: Repository, serve: Serve) -> None:
-    """While a model serves, the server measures no batch budget, because that takes all CPUs for seconds.
+    """While a model serves, the server measures no batch budget, because this would take all CPUs for seconds.
 
     A new version gets the batch budget of the version before it.
     """
@@ -553,7 +556,10 @@ async def test_a_folder_that_cannot_be_read_changes_nothing(
 async def test_a_missing_model_makes_the_repository_overdue(
     repository: Repository, serve: Serve, model: tuple[str, ...]
 ) -> None:
-    """Calls still succeed, so a metric has to show that the model is missing."""
+    """If a served model is removed from the repository, a metric shows that the repository is overdue.
+
+    Calls still succeed, so callers do not notice that the model is missing.
+    """
     repository.put("1", "a")
     server = await serve(model=model)
     repository.stop_waiting()
@@ -765,7 +771,7 @@ async def test_stuck_engines_are_given_up_together(
 
 
 async def test_one_task_follows_health_however_often_models_change(repository: Repository, serve: Serve) -> None:
-    """After a change of models, one health task runs. A second health task would report SERVING during a stop."""
+    """After a change of models, only one health task runs. A second health task would report SERVING during a stop."""
     repository.put("1", "a")
     await serve()
     repository.put("2", "b")

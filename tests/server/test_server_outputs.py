@@ -444,7 +444,7 @@ def test_rows_that_are_not_finite_fail_only_their_sequence(kind: OutputKind, ali
 
 
 def head_failing_at_9(kind: OutputKind, bad: np.float32) -> dict[OutputKind, CountingHead]:
-    """Return a head that returns `bad` if the first dimension of its input has a 9."""
+    """Return a head that returns `bad` for each input with a 9 in the first dimension."""
     usual = usual_heads()[kind].function
 
     def run(rows: Numbers, *mask: Numbers) -> Numbers:
@@ -520,9 +520,9 @@ def test_zeros_that_a_head_makes_of_ordinary_rows_are_delivered(kind: OutputKind
 @pytest.mark.parametrize("kind", [K.MEAN, K.WEIGHTED_MEAN, K.MEAN_SQRT_LENGTH])
 @pytest.mark.parametrize("others", [(), (OutputSpec(K.CLS),)])
 def test_an_overflow_of_a_sum_fails_the_outputs_that_need_it(kind: OutputKind, others: tuple[OutputSpec, ...]) -> None:
-    """If a sum overflows, the outputs that need this sum fail. Other outputs of the sequence do not fail.
+    """If a sum overflows, its sequence fails, unless no output of the sequence needs the sum.
 
-    A binary output fails too, although bits are always finite.
+    A sequence with a binary output fails too, although bits are always finite.
     """
     outputs, rows = model(), random_rows([2, 3])
     rows[1][:] = 3e38

@@ -358,7 +358,7 @@ async def test_changed_files(
 
 
 async def test_another_authority_of_callers(start_server: StartServer, made: Certificates, tmp_path: Path) -> None:
-    """After a change of the authority, callers with certificates from the old authority are refused."""
+    """After a change of the authority, callers of the old authority are refused, even with an old TLS session."""
     mount = Mount(tmp_path / "mount")
     mount.put(made.server, made.ca)
     server = await start_server(**flags(mount.pair, mount.ca))

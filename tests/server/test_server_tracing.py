@@ -66,7 +66,7 @@ def named(received: list[ReceivedSpan], name: str) -> list[ReceivedSpan]:
 
 
 def has(*names: str) -> Callable[[list[ReceivedSpan]], bool]:
-    """Return a condition that is true if there are spans with all these names. A repeated name needs as many spans."""
+    """Return a condition that is true if every name has a span. A name that occurs twice needs two spans."""
     return lambda got: all(len(named(got, name)) >= names.count(name) for name in names)
 
 

@@ -40,7 +40,7 @@ class Device:
     widens = False
 
     def __init__(self, seconds: Callable[[int, int], float]) -> None:
-        """Take the function. It gets the padded tokens of a run and the number of the run, counted from 1."""
+        """Take the function for the seconds of a run. It gets the padded tokens and the number of the run, from 1."""
         self._seconds = seconds
         self.batches: list[list[int]] = []
         self.clock = 0.0
