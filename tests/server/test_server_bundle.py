@@ -50,7 +50,7 @@ def test_a_good_bundle_is_read(tmp_path: Path) -> None:
 
 
 def test_an_altered_file_is_refused(tmp_path: Path) -> None:
-    """A bundle is refused if a file has a changed bit, lacks a byte, is missing, or links to a file outside the bundle."""
+    """A bundle is refused if a file has a changed bit, lacks a byte, is missing, or links to a file outside."""
     directory = write_bundle(tmp_path)
     data = (directory / "model.onnx").read_bytes()
     (directory / "model.onnx").write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])

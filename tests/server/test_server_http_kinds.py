@@ -123,7 +123,7 @@ async def test_refusals_of_a_sparse_model_name_its_route(serve: Serve) -> None:
 
 
 async def test_refusals_of_a_late_interaction_model_name_its_route(serve: Serve) -> None:
-    """A late-interaction model like ColBERT has token vectors only, so other routes refuse and name the route /pooling.
+    """A late-interaction model like ColBERT has token vectors only. Other routes refuse, and name the route /pooling.
 
     In this model, queries get a prompt, and extra tokens fill up short queries.
     """

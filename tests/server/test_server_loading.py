@@ -48,7 +48,7 @@ def with_a_token(tokenizer: Tokenizer) -> Tokenizer:
 def test_a_served_bundle_is_verified_and_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bundle that is already served is verified, but not loaded again.
 
-    For example, its files were touched, or copied again without a change of content.
+    For example, its files may have been copied again without a change of content.
     """
     directory = write_bundle(tmp_path)
     served = load(directory)
@@ -111,7 +111,7 @@ def test_an_added_token_without_a_row_refuses_only_texts_that_hold_it(tmp_path: 
 def test_a_vocabulary_larger_than_the_graphs_table_is_refused(tmp_path: Path, vocab_size: int) -> None:
     """A bundle is refused if its manifest gives a larger vocabulary than the graph has.
 
-    To find this, the server runs the last id of the vocabulary when it loads the bundle.
+    To detect this, the server runs the last id of the vocabulary when it loads the bundle.
     """
     directory = write_bundle(tmp_path, encoder__vocab_size=vocab_size, tokenizer=words(VOCAB_SIZE + 1))
     with pytest.raises(BundleError, match=rf"\[1\] tokens: .*idx={vocab_size - 1}"):
