@@ -1,6 +1,6 @@
 """Checkpoints and bundles for the tests of the exporter.
 
-A golden checkpoint is in tests/data, together with hidden states that its original code computed.
+A golden checkpoint is a small model in tests/data. tests/data also has hidden states from the model's original code.
 """
 
 import json
@@ -23,14 +23,14 @@ from encserve_export import EncoderConfig, Exported
 
 
 class Checkpoint:
-    """A copy of a golden checkpoint that a test may change."""
+    """A copy of a golden checkpoint. A test may change the copy."""
 
     def __init__(self, golden: str, path: Path) -> None:
         self.path = path
         shutil.copytree(DATA / golden, path)
 
     def set(self, **settings: Any) -> None:
-        """Change fields of config.json; None removes a field."""
+        """Change fields of config.json. The value None removes a field."""
         file = self.path / "config.json"
         changed = json.loads(file.read_text()) | settings
         file.write_text(json.dumps({name: value for name, value in changed.items() if value is not None}))
@@ -88,7 +88,7 @@ def tiny() -> EncoderConfig:
 
 @pytest.fixture
 def write_tokenizer() -> Callable[..., Path]:
-    """Return a function that writes a tokenizer.json of `n_words` words."""
+    """Return a function that writes a tokenizer.json with `n_words` words."""
 
     def write(path: Path, n_words: int = 30, *, fixed_length: int | None = None) -> Path:
         words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{index}" for index in range(n_words - 5))]
@@ -108,5 +108,5 @@ def write_tokenizer() -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
-    """Return the tiny models of all kinds. The first test that needs a model writes and exports it."""
+    """Return the tiny models of all kinds. Each model is written and exported when a test first needs that model."""
     return Zoo(tmp_path_factory.mktemp("zoo"))

@@ -1,4 +1,4 @@
-"""A bundle appears complete or not at all. Its folder is named after the model and the version."""
+"""An export writes a complete bundle or no bundle. The bundle's folder is named after the model and the version."""
 
 import errno
 from pathlib import Path
@@ -21,7 +21,7 @@ def write_half(models: Path, error: BaseException, *, overwrite: bool = False) -
 
 
 def files(models: Path) -> dict[str, str]:
-    """Return the content of every file in a folder, including hidden folders."""
+    """Return the content of every file below a folder. Files in hidden folders are included."""
     return {str(path.relative_to(models)): path.read_text() for path in models.rglob("*") if path.is_file()}
 
 

@@ -1,4 +1,7 @@
-"""State dicts of hand-written encoders are recognised and loaded exactly. Errors name missing weights and settings."""
+"""The exporter recognises the state dicts of hand-written encoders, and loads the weights exactly.
+
+Errors name missing weights and missing settings.
+"""
 
 import contextlib
 import dataclasses
@@ -40,7 +43,7 @@ from encserve_export.source.weights import read_checkpoint, read_table
 
 CHOICES: dict[str, Any] = {"activation": "relu", "norm": "post", "scale_embedding": False, "position": "sinusoidal"}
 LINEAR = {"n_heads": 2, **CHOICES}
-# For each layout, the fields that its weights do not show.
+# For each layout of weights, the settings that the exporter cannot find in the weights.
 NEEDED = dict.fromkeys(LAYOUTS, LINEAR) | {
     "per-head-linears": CHOICES,
     "attention-only": {"residual": False, "scale_embedding": False, "position": "sinusoidal"},
@@ -86,9 +89,9 @@ def test_fused_qkv_merges_heads_as_its_own_code_does() -> None:
 )
 @pytest.mark.parametrize("longest", [40, 1100])
 def test_reshaped_heads_reach_the_bundle(models: Path, precision: Precision, longest: int) -> None:
-    """The bundle is compared for short and for long sequences.
+    """Compare the bundle with the encoder, for short and for long sequences.
 
-    Beyond 1,024 tokens, attention runs in blocks of queries.
+    In sequences of more than 1,024 tokens, attention runs in blocks of queries.
     """
     sizes = {"vocab_size": 11, "d_model": 32, "n_heads": 4, "d_ff": 64, "n_layers": 2, "max_sequence_tokens": longest}
     encoder = random_encoder(EncoderConfig.from_mapping({**sizes, **VARIANTS["fused-qkv"]}), 0)
@@ -131,7 +134,7 @@ def test_any_size_survives_the_way_through_a_layout(
 
 
 def distinct_weights(**fields: Any) -> Encoder:
-    """Return a small encoder with random weights everywhere, including biases and norms."""
+    """Return a small encoder. All weights are random, including biases and norms."""
     sizes = {"vocab_size": 11, "max_sequence_tokens": 24}
     encoder = Encoder(EncoderConfig.from_mapping(sizes | fields)).eval().requires_grad_(False)
     random = torch.Generator().manual_seed(0)
@@ -199,7 +202,10 @@ def test_a_state_dict_of_pytorchs_own_encoder(norm_first: bool) -> None:
 
 
 def test_tensors_in_nested_dicts_and_lists(tmp_path: Path) -> None:
-    """Code that does not use nn.Module saves its parameters as {"W_embed": ..., "layers": [{"W_Q": ...}, ...]}."""
+    """Read a file with nested parameters, and expect flat names such as layers.0.W_Q.
+
+    Code without nn.Module saves its parameters as {"W_embed": ..., "layers": [{"W_Q": ...}, ...]}.
+    """
     state = saved("raw-matrices")
     layers: list[dict[str, Tensor]] = [{}, {}]
     for name in [name for name in state if name.startswith("layers.")]:
@@ -436,7 +442,7 @@ def test_usual_names_of_embedding_tables(name: str) -> None:
 @pytest.mark.parametrize("name", ["pos_encoding.pe", "PE", "encoder.positional.pe"])
 @pytest.mark.parametrize("batch_axis", [None, 0, 1])
 def test_a_buffer_of_sinusoids_is_recognised(name: str, batch_axis: int | None) -> None:
-    # Other code computes the table in float32, where the angles of late positions are inexact.
+    # Other code computes the table in float32. In float32, the angles of late positions are inexact.
     position, column = torch.arange(3000)[:, None], torch.arange(8)[None]
     angle = position / torch.pow(10000, (2 * (column // 2)) / 8)
     table = torch.where(column % 2 == 0, angle.sin(), angle.cos())

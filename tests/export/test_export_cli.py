@@ -1,4 +1,4 @@
-"""The command line: an export with each command, the reports, the options, and the errors."""
+"""Tests of the command line: exports with each command, the reports, the options, and the errors."""
 
 import json
 import shutil

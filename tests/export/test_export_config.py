@@ -1,4 +1,4 @@
-"""Every field is checked when a configuration is built. The error names the field and its value."""
+"""A new EncoderConfig checks each of its fields. The error names the field and the value."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Models whose input is vectors instead of token ids."""
+"""Exports of models that take vectors instead of token ids."""
 
 import dataclasses
 import json

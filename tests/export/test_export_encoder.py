@@ -1,4 +1,4 @@
-"""Our encoder computes what PyTorch's own encoder and the formulas compute."""
+"""Our encoder returns the same hidden states as PyTorch's own encoder and as the formulas."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from encserve_export.models.own.init import random_encoder
 
 
 def pytorch_encoder(encoder: Encoder) -> nn.TransformerEncoder:
-    """Return PyTorch's own encoder with the same weights."""
+    """Return PyTorch's own encoder with the weights of `encoder`."""
     config = encoder.config
     layer = nn.TransformerEncoderLayer(
         config.d_model,
@@ -50,7 +50,7 @@ def pytorch_encoder(encoder: Encoder) -> nn.TransformerEncoder:
 
 
 def randomize_norms(encoder: Encoder) -> Encoder:
-    """Set LayerNorms and biases to values that make a missing norm or bias visible."""
+    """Give random values to norms and biases. If the code skips a norm or a bias, the hidden states change."""
     random = torch.Generator().manual_seed(1)
     for name, parameter in encoder.named_parameters():
         if "norm" in name or name.endswith("bias"):
@@ -59,7 +59,7 @@ def randomize_norms(encoder: Encoder) -> Encoder:
 
 
 def pad(sequences: list[Tensor], filler: int) -> tuple[Tensor, Tensor]:
-    """Pad sequences. Return ids and mask, int64 (batch, seq)."""
+    """Pad sequences. Return the ids and the mask, both int64 (batch, seq)."""
     ids = nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=filler)
     mask = nn.utils.rnn.pad_sequence([torch.ones_like(sequence) for sequence in sequences], batch_first=True)
     return ids, mask
@@ -110,7 +110,11 @@ def test_embeddings_are_summed_as_configured(tiny: EncoderConfig) -> None:
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("norm", ["post", "pre", "none"])
 def test_parts_that_are_left_out(tiny: EncoderConfig, norm: str, residual: bool) -> None:
-    """A block may have no biases, norms, residual connections or feed-forward layers."""
+    """Compare a block with the formula.
+
+    The block has no biases and no feed-forward layer. In some cases, the block also has no norms or no residual
+    connections.
+    """
     fields = {"norm": norm, "residual": residual, "attention_bias": False, "d_ff": 0, "n_layers": 1}
     encoder = randomize_norms(random_encoder(EncoderConfig.from_mapping(dataclasses.asdict(tiny) | fields), 0))
     assert not any("feed_forward" in name for name in encoder.state_dict())

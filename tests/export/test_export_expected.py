@@ -1,4 +1,7 @@
-"""The user may give expected hidden states from the original module. A bundle with other hidden states is refused."""
+"""The user may give the export a file with hidden states from the original module.
+
+If the bundle's hidden states differ from the hidden states in the file, the export fails.
+"""
 
 import json
 from pathlib import Path
@@ -31,7 +34,7 @@ ARRAYS = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the state dict of a user's module into a folder, and the hidden states that this module computes."""
+    """Write the state dict of a user's module and this module's hidden states into a folder. Return the folder."""
     folder = tmp_path_factory.mktemp("trained")
     torch.manual_seed(0)
     table = nn.Embedding(40, 32)
@@ -53,7 +56,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(path: Path, **changed: Any) -> Path:
-    """Write a file of expected hidden states. An array that is None is left out."""
+    """Write a file of expected hidden states. If an array is None, leave this array out."""
     arrays = {name: array for name, array in (ARRAYS | changed).items() if array is not None}
     if path.suffix == ".safetensors":
         save_file({name: torch.as_tensor(array) for name, array in arrays.items()}, path)

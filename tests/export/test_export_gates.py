@@ -1,4 +1,7 @@
-"""Every fault in a graph is refused, but the rounding of float32 is not. The reference is PyTorch in float64."""
+"""The export compares its graphs with PyTorch in float64. Each of these comparisons is called a gate.
+
+A gate must refuse a faulty graph. A gate must accept the rounding errors of float32.
+"""
 
 import dataclasses
 import io
@@ -40,8 +43,8 @@ from encserve_export.models.reference import Reference
 from encserve_export.onnx_graph.run import OnnxEncoder
 
 SOURCE = Source("init", "random weights, seed 0")
-# One attention layer in full size with large weights. Each token attends to few tokens, and rounding decides between
-# two tokens of nearly equal score. So even PyTorch in float32 is inexact.
+# One attention layer of full size with large weights. Each token attends to few tokens. If two tokens have nearly equal
+# scores, rounding decides between the two tokens. So PyTorch itself is inexact in float32.
 SHARP = EncoderConfig(
     vocab_size=1000, d_model=512, n_heads=8, d_ff=0, n_layers=1, max_sequence_tokens=64,
     attention_bias=False, norm="none", residual=False,
@@ -50,7 +53,7 @@ Fault = Callable[[Encoder], Encoder]
 
 
 def config(**fields: Any) -> Fault:
-    """Return a fault: the same weights, but a configuration with these fields changed."""
+    """Return a fault that changes these fields of the configuration. The weights stay the same."""
 
     def change(encoder: Encoder) -> Encoder:
         other = Encoder(dataclasses.replace(encoder.config, **fields))
@@ -61,7 +64,7 @@ def config(**fields: Any) -> Fault:
 
 
 def weights(name: str, change: Callable[[Tensor], Tensor]) -> Fault:
-    """Return a fault: the same configuration, but this weight changed."""
+    """Return a fault that changes the weight `name`. The configuration stays the same."""
 
     def faulty(encoder: Encoder) -> Encoder:
         other = Encoder(encoder.config)
@@ -73,13 +76,13 @@ def weights(name: str, change: Callable[[Tensor], Tensor]) -> Fault:
 
 
 def swap_heads(output: Tensor) -> Tensor:
-    """Exchange the two heads of a (d_model, d_model) matrix. Each head has one half of the columns."""
+    """Exchange the two heads of a (d_model, d_model) matrix. One half of the columns belongs to each head."""
     first, second = output.chunk(2, dim=1)
     return torch.cat((second, first), dim=1)
 
 
 def scale_queries(qkv: Tensor) -> Tensor:
-    """Scale the queries of a (3·d_model, d_model) matrix as if scores were not divided by √d_k."""
+    """Multiply the queries of a (3·d_model, d_model) matrix by √d_k, to undo the division of scores by √d_k."""
     q, k, v = qkv.chunk(3)
     return torch.cat((q * (q.shape[1] // 2) ** 0.5, k, v))
 
@@ -131,7 +134,10 @@ def test_faults_are_refused(encoder: Encoder, tmp_path: Path, fault: str, gate: 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_refused_where_float32_is_far_off(tmp_path: Path, fault: str) -> None:
-    """The tolerance for this model is four times PyTorch's own float32 error. The effect of each fault is larger."""
+    """Add each fault to a model for which PyTorch itself is inexact in float32, and expect an error.
+
+    The tolerance for this model is four times PyTorch's own float32 error. Each fault causes a larger error.
+    """
     fields = {"n_layers": 2, "d_ff": 64, "norm": "post", "residual": True, "activation": "gelu", "d_model": 128}
     settings = dataclasses.asdict(SHARP) | fields | {"scale_embedding": True, "n_heads": 2}
     right, random = random_encoder(EncoderConfig.from_mapping(settings), 0), torch.Generator().manual_seed(0)
@@ -169,7 +175,7 @@ def test_rounding_that_float32_itself_has_is_not_refused(tmp_path: Path, seed: i
     parity = rows_gate(encoder, graphs)
     inspection_gate(encoder, graphs)
     assert parity.float32_error is not None
-    assert parity.float32_error > 1.25e-5, "four times it is more than 5e-5"
+    assert parity.float32_error > 1.25e-5, "four times this error is more than 5e-5"
     assert parity.bounds.error == 4 * parity.float32_error
     assert parity.max_relative_error <= parity.bounds.error
 
@@ -187,7 +193,7 @@ def test_rounded_inspections_of_other_weights_are_refused(tiny: EncoderConfig, t
     encoder = random_encoder(dataclasses.replace(tiny, d_model=32), 0)
     with pytest.raises(ParityError, match=r"for inspections differs from PyTorch in \S+: cosine similarity"):
         inspection_gate(random_encoder(encoder.config, 1), write(encoder, tmp_path, "int8"))
-    with torch.no_grad():  # make the first block attend to few tokens
+    with torch.no_grad():  # the first block now attends to few tokens
         attention: Any = encoder.blocks[0].attention
         attention.qkv.weight[: 2 * attention.d_model].mul_(8)
     graphs = write(encoder, tmp_path / "sharp", "float16")
@@ -198,7 +204,7 @@ def test_rounded_inspections_of_other_weights_are_refused(tiny: EncoderConfig, t
 
 
 class Maskless(Encoder):
-    """A model that attends to padding too."""
+    """A model that ignores its mask, so tokens also attend to padding."""
 
     def inspect(self, inputs: Tensor, attention_mask: Tensor, *, return_attention: bool = True) -> Inspection:
         return super().inspect(inputs, torch.ones_like(attention_mask), return_attention=return_attention)
@@ -254,9 +260,9 @@ def test_the_types_of_a_module_come_back_bit_by_bit() -> None:
 
 
 class Mixed(nn.Module):
-    """A model that computes a part in float32, whatever the dtype of its weights.
+    """A model that computes one part in float32, even if the weights are float64.
 
-    In float64 it fails or returns NaN.
+    With float64 weights, the model fails or returns NaN.
     """
 
     def __init__(self, encoder: Encoder, *, far_off: bool = False) -> None:
@@ -265,7 +271,7 @@ class Mixed(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         rows: Tensor = self.encoder(ids, mask)
-        if self.far_off:  # float32 cannot represent the least float64
+        if self.far_off:  # float32 cannot represent the lowest number of float64
             return torch.where(rows == rows.amax(), rows, (rows + torch.finfo(rows.dtype).min).float() * 0 + rows)
         return rows @ torch.eye(rows.shape[2])
 
@@ -282,9 +288,9 @@ def test_a_model_that_does_not_run_in_float64_is_compared_with_float32(encoder: 
 
 
 def test_a_head_is_judged_as_float32_allows(tmp_path: Path) -> None:
-    """Large numbers cancel out in this head, so a float32 result has few correct digits.
+    """Export a head whose float32 result has few correct digits. The gate must accept the result.
 
-    The gate must allow this error.
+    In this head, large numbers of opposite sign cancel out.
     """
     torch.manual_seed(0)
     head = nn.Sequential(nn.Linear(256, 8, bias=False))

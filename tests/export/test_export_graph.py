@@ -1,4 +1,4 @@
-"""The graphs of our own encoder compute what the checkpoint's original implementation computed."""
+"""The graphs of our own encoder return the hidden states that the checkpoint's original code computed."""
 
 import dataclasses
 from pathlib import Path
@@ -89,14 +89,14 @@ def test_both_graphs_share_one_file_of_weights(tiny: EncoderConfig, models: Path
     assert served == inspected
     matrices = {name: weight for name, weight in random_encoder(tiny, 0).named_parameters() if weight.dim() == 2}
     assert matrices.keys() <= served.keys()
-    # The file has every matrix once, and the sinusoids.
+    # The file contains each matrix once, and the table of sinusoidal positions.
     floats = sum(weight.numel() for weight in matrices.values()) + 24 * 16
     size = (exported.path / "model.onnx.data").stat().st_size
     assert 4 * floats <= size <= 4 * floats + len(served) * 4096
 
 
 def _external(path: Path) -> dict[str, tuple[str, str]]:
-    """Return the offset and length of each weight in model.onnx.data."""
+    """Return the offset and the length of each weight in model.onnx.data, by the name of the weight."""
     found = {}
     for tensor in onnx.load(path, load_external_data=False).graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:

@@ -1,6 +1,6 @@
-"""Directories of models with one vector per text.
+"""Exports of dense models. A dense model returns one vector for each text.
 
-The exporter reads these directories as sentence-transformers does, or refuses them.
+The exporter must read a model's directory in the same way as sentence-transformers. Otherwise the export must fail.
 """
 
 import dataclasses
@@ -59,7 +59,10 @@ def test_the_settings_of_a_directory_are_read(directory: Path) -> None:
 
 
 def test_modules_behind_pooling_count_for_the_vector_space(tmp_path: Path) -> None:
-    """The space_id depends on the tensors of these modules, so tensors keep the dtype of their file."""
+    """Read a directory with a Dense after the pooling, and expect the Dense's settings and tensors.
+
+    The space_id, the id of the model's vectors, depends on these tensors. So each tensor keeps the dtype of its file.
+    """
     dense = {"in_features": D_MODEL, "out_features": 7, "activation_function": "torch.nn.modules.activation.GELU"}
     write_model(tmp_path, [MEAN, ("Dense", dense), ("Dropout", {"dropout": 0.1}), NORMALIZE])
     file = torch.load(tmp_path / "2_Dense" / "pytorch_model.bin")
@@ -73,7 +76,10 @@ def test_modules_behind_pooling_count_for_the_vector_space(tmp_path: Path) -> No
 
 
 def test_prompts_of_an_instructor_are_left_out_of_pooling(directory: Path) -> None:
-    """sentence-transformers recognises Instructor models only by their names on the hub."""
+    """Expect that pooling skips the prompt if the model has the name of an Instructor model on the hub.
+
+    sentence-transformers recognises Instructor models only by this name.
+    """
     assert not read(directory, "someone/else").skips_prompt
     assert read(directory, "hkunlp/instructor-large").skips_prompt
 
@@ -201,7 +207,10 @@ def test_the_comparison_finds_a_setting_that_a_bundle_cannot_express(directory: 
 
 @pytest.mark.system
 def test_gpt2_with_token_types_is_refused(tmp_path: Path) -> None:
-    """GPT-2 has no table of token types. It looks up token types in the table of tokens and adds those vectors."""
+    """Export a GPT-2 whose tokenizer also gives token types, and expect an error.
+
+    GPT-2 has no table of token types. GPT-2 reads token types as token ids, and adds the vectors of these tokens.
+    """
     sizes = {"n_embd": D_MODEL, "n_layer": 1, "n_head": 2, "n_positions": 96}
     inputs = ["input_ids", "token_type_ids", "attention_mask"]
     encoder = {"model_type": "gpt2", "config": sizes, "model_input_names": inputs}
@@ -250,7 +259,7 @@ def test_the_comparison_finds_a_misread_directory(
     monkeypatch.setattr(hf, "read", misread)
     monkeypatch.setattr(hf, "prepare_comparison", ask_the_right_one)
     with pytest.raises(ParityError, match="the bundle gives"):
-        # Short sequences suffice, because the fault is in the vectors of texts.
+        # Short sequences are enough, because the fault changes the vectors of short texts too.
         export(directory, max_sequence_tokens=16)
 
 
@@ -295,7 +304,10 @@ def test_modules_lead_nowhere_else(directory: Path) -> None:
 
 
 def test_modules_run_no_code_of_the_directory(directory: Path) -> None:
-    """config.json names classes in a Python file of the directory. The exporter must not run that file."""
+    """Read a directory whose config.json names classes in a Python file of the directory.
+
+    The exporter must refuse the directory, and must not run this Python file.
+    """
     change(directory / "config.json", model_type="mine", auto_map={"AutoConfig": "c.C", "AutoModel": "c.M"})
     (directory / "c.py").write_text("raise SystemExit('it was run')")
     with pytest.raises(UnsupportedModelError, match="sentence-transformers cannot load"):
@@ -310,7 +322,10 @@ def test_weights_are_never_unpickled(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_tokenizer_takes_ids_only(directory: Path) -> None:
-    """Without these files, transformers would create a tokenizer that has no words."""
+    """Export a directory without tokenizer files, and expect a model that takes token ids only.
+
+    Without these files, transformers would create a tokenizer without words.
+    """
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (directory / name).unlink()
     exported = export(directory, ids_only=True)
@@ -321,9 +336,9 @@ def test_a_directory_without_a_tokenizer_takes_ids_only(directory: Path) -> None
 
 @pytest.mark.system
 def test_modules_without_a_pooling(tmp_path: Path) -> None:
-    """Without a Pooling module, sentence-transformers returns only hidden states.
+    """Export a directory without a Pooling module, and expect a bundle with the pooling that the user gave.
 
-    The bundle gets the pooling of the user.
+    For such a directory, sentence-transformers returns only hidden states.
     """
     exported = export(write_model(tmp_path / "directory", []), pooling="mean")
     assert exported.manifest.pooling == manifest_pb2.POOLING_MEAN
@@ -362,7 +377,10 @@ def test_flash_attention_needs_no_gpu_here(directory: Path, modules: bool, place
 @pytest.mark.system
 @pytest.mark.parametrize(("asked", "problem"), [(None, "at most 6 "), (4, "at most 4 "), (20, "")])
 def test_a_prompt_that_fills_the_longest_text_is_refused(asked: int | None, problem: str, tmp_path: Path) -> None:
-    """Pooling skips the prompt. If the prompt fills the longest text, no token is left to pool."""
+    """Export with several maximum lengths. If the prompt leaves no room for a text, expect an error.
+
+    Pooling skips the tokens of the prompt. So pooling has no tokens if the prompt has the maximum length.
+    """
     directory = write_model(
         tmp_path / "directory",
         [("Pooling", {"pooling_mode": "mean", "include_prompt": False})],

@@ -1,4 +1,7 @@
-"""Static embeddings of sentence-transformers and of model2vec: a table of vectors, a tokenizer, and a mean."""
+"""Exports of static embeddings, in the formats of sentence-transformers and model2vec.
+
+A static embedding has a tokenizer and a table of vectors. The vector of a text is the mean of its tokens' vectors.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +30,7 @@ def test_a_table_is_exported_and_compared(write: Callable[[Path], Path], tmp_pat
     assert its.parity.pipeline_texts >= 5
     assert its.parity.max_pipeline_error <= 1e-6
     tokenizer = Tokenizer.from_file(str(exported.path / "tokenizer.json"))
-    assert tokenizer.encode("C 東京 a").ids == [6, 4]  # no special tokens around the text
+    assert tokenizer.encode("C 東京 a").ids == [6, 4]  # the tokenizer adds no special tokens
 
 
 def test_a_tokenizer_that_cuts_texts_sets_the_longest(tmp_path: Path) -> None:
@@ -54,7 +57,10 @@ def test_a_directory_of_model2vec_that_does_not_say_what_is_made(tmp_path: Path)
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_an_int8_table_needs_token_weights(weighted: bool, tmp_path: Path) -> None:
-    """sentence-transformers multiplies the table by the token weights, which gives floating-point numbers."""
+    """Export an int8 table with token weights and without. Without token weights, expect an error.
+
+    sentence-transformers multiplies an int8 table by the token weights. The product has floating-point numbers.
+    """
     directory = write_model2vec(tmp_path / "m")
     tensors = load_file(directory / "model.safetensors")
     tensors["embeddings"] = (tensors["embeddings"] * 20).to(torch.int8)
@@ -73,7 +79,10 @@ def test_an_int8_table_needs_token_weights(weighted: bool, tmp_path: Path) -> No
 
 
 def test_a_table_lies_beside_its_graph(tmp_path: Path) -> None:
-    """An ONNX file of over 2 GB cannot be written, so the table goes into a second file."""
+    """Write a graph with a table of vectors. Expect the table in a second file next to the small graph file.
+
+    An ONNX file cannot have more than 2 GB.
+    """
     table = np.arange(4000, dtype=np.float32).reshape(1000, 4)
     path = tmp_path / "model.onnx"
     write_graph(table, path)

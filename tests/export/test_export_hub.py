@@ -1,4 +1,4 @@
-"""The exporter downloads a model from the hub, at one commit. It downloads only the files that it reads."""
+"""The exporter downloads a model from the hub, at one commit, and downloads only the files that the export reads."""
 
 import errno
 import os
@@ -23,7 +23,10 @@ MODULES = '[{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}, {"path": "
 
 
 def run(endpoint: str, cache: Path, *arguments: object, offline: bool = False) -> "subprocess.CompletedProcess[str]":
-    """Run `encserve-export hf` in a new process, because huggingface_hub reads environment variables only at import."""
+    """Run `encserve-export hf` in a new process.
+
+    A new process is needed because huggingface_hub reads its environment variables only at import.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1",
                     "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": str(int(offline))}  # fmt: skip
@@ -62,9 +65,9 @@ def test_a_model_that_cannot_be_downloaded(data: Path, models: Path, tmp_path: P
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Replace the download from the hub by a copy from a folder.
+    """Replace the download from the hub by a copy of a folder, and return this folder.
 
-    Return this folder, which has the files of owner/tiny.
+    The folder stands for the repository owner/tiny.
     """
     remote, snapshot = tmp_path / "remote", tmp_path / "snapshots" / COMMIT
 
@@ -86,7 +89,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def download(
     repository: Path, *names: str, contents: Mapping[str, str] | None = None, with_onnx: bool = False
 ) -> set[str]:
-    """Put files into the repository, download it, and return the names of the downloaded files."""
+    """Put files into the repository, download the repository, and return the names of the downloaded files."""
     for name, content in {**dict.fromkeys(names, "{}"), **(contents or {})}.items():
         (repository / name).parent.mkdir(parents=True, exist_ok=True)
         (repository / name).write_text(content)

@@ -1,4 +1,7 @@
-"""Attention in blocks of queries returns the same hidden states, and memory does not grow with the squared length."""
+"""For long sequences, attention runs in blocks of queries.
+
+Hidden states must stay the same, and memory must not grow with the square of the sequence length.
+"""
 
 import subprocess
 import sys
@@ -21,8 +24,8 @@ from encserve_export.onnx_graph.run import OnnxEncoder
 NAMED = {architecture.name: architecture for architecture in ARCHITECTURES}
 LONG = {"vocab_size": 50, "d_model": 32, "n_heads": 2, "d_ff": 64, "n_layers": 2, "max_sequence_tokens": 1300}
 WIDE = {"vocab_size": 50, "d_model": 64, "n_heads": 16, "d_ff": 64, "n_layers": 1, "max_sequence_tokens": 8192}
-# A program that runs the graph for one token and then for more tokens. It prints the peak memory after each run, in
-# bytes.
+# A program that runs the graph for one token and then for more tokens. After both runs, the program prints the peak
+# memory of each run, in bytes.
 MEMORY = r"""
 import re, sys
 from pathlib import Path
@@ -59,7 +62,10 @@ print(peak(1), peak(int(sys.argv[2])))
     scope="module", params=["float32", *(pytest.param(it, marks=pytest.mark.system) for it in ("float16", "int8"))]
 )
 def long_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """Export an encoder for 1,300 tokens, with attention in blocks of 64 queries. The last block is shorter."""
+    """Export an encoder for 1,300 tokens, with attention in blocks of 64 queries.
+
+    The last block has fewer queries, because 1,300 is not a multiple of 64.
+    """
     target = Target(model_repository=tmp_path_factory.mktemp("models"), name="m")
     encoder, precision = random_encoder(EncoderConfig.from_mapping(LONG), 0), request.param
     with pytest.MonkeyPatch.context() as patch:
@@ -96,9 +102,10 @@ def test_a_model_of_short_sequences_has_no_loop(tiny: EncoderConfig, models: Pat
 @pytest.mark.parametrize("name", ["BERT", "ModernBERT", "GTE"])
 @pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
 def test_models_of_transformers_run_in_blocks(name: str, precision: Precision, tmp_path: Path) -> None:
-    """Each layer of these models gets a branch for long sequences, which runs in blocks of queries.
+    """Export models of other architectures, and expect one branch for long sequences in each layer.
 
-    For such sequences, the reference uses PyTorch's fast attention, which stores no matrix of attention weights.
+    In this branch, attention runs in blocks of queries. The reference runs long sequences with PyTorch's fast
+    attention, which stores no matrix of attention weights.
     """
     settings = NAMED[name].settings | {"max_position_embeddings": 1300}
     directory = save(type(NAMED[name])(name, NAMED[name].model_type, settings), tmp_path)
@@ -111,7 +118,10 @@ def test_models_of_transformers_run_in_blocks(name: str, precision: Precision, t
 
 @pytest.mark.weekly
 def test_memory_grows_with_the_length_and_not_with_its_square(models: Path) -> None:
-    """The attention scores of 8,192 tokens and 16 heads would take 4.3 GB. The scores of one block take 67 MB."""
+    """Run 8,192 tokens, and expect a small growth of memory in ONNX Runtime and in PyTorch.
+
+    The attention scores of 8,192 tokens and 16 heads would take 4.3 GB. The scores of one block take 67 MB.
+    """
     encoder = random_encoder(EncoderConfig.from_mapping(WIDE), 0)
     exported = export_encoder(encoder, Source("init", "random"), Target(model_repository=models, name="m"))
     assert _growth(MEMORY, str(exported.path / "model.onnx")) < 0.3e9
@@ -119,7 +129,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square(models: Path) -> N
 
 
 def _growth(program: str, argument: Any) -> int:
-    """Return how many more bytes of peak memory a program needs for 8,192 tokens than for one token."""
+    """Run a program, and return the growth of its peak memory from one token to 8,192 tokens, in bytes."""
     command = [sys.executable, "-c", program, argument, "8192"]
     peaks = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout.split()
     return int(peaks[1]) - int(peaks[0])

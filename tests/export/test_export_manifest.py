@@ -1,4 +1,4 @@
-"""The manifest describes the bundle, and the same input gives the same bytes."""
+"""The manifest describes the bundle. Two exports of the same input write the same bytes."""
 
 import dataclasses
 import hashlib
@@ -96,7 +96,10 @@ def test_the_fingerprint_changes_with_every_cause_of_other_vectors(bundles: dict
 
 
 def test_a_field_at_its_default_does_not_change_the_fingerprint() -> None:
-    """If the manifest gets a new field later, the fingerprints of older bundles must stay the same."""
+    """Compute a fingerprint, and expect that fields with default values are left out.
+
+    So a new field of the manifest does not change the fingerprints of older bundles.
+    """
     manifest = manifest_pb2.Manifest(
         graph=manifest_pb2.Graph(file="g", opset=20), files=[manifest_pb2.BundleFile(path="g", sha256="ab")]
     )

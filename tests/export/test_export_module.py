@@ -28,7 +28,7 @@ CONFIGURATION = {"activation": "gelu", "norm_first": True, "n_heads": 4}
 
 
 class Rows(nn.Module):
-    """The wrapper module that docs/models.md shows."""
+    """The same wrapper module as in docs/models.md."""
 
     def __init__(self, embedding: nn.Module, encoder: nn.TransformerEncoder) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Rows(nn.Module):
 
 
 class Mixing(nn.Module):
-    """A small encoder. The hidden state of a token depends on the token and on the mean over all tokens."""
+    """A small encoder. The hidden state of a token depends on this token and on the mean of all tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def _without_the_fast_path() -> Any:
     torch.backends.mha.set_fastpath_enabled(before)
 
 
-@pytest.mark.system  # PyTorch's dynamo exporter takes seconds
+@pytest.mark.system  # PyTorch's dynamo exporter needs several seconds
 @pytest.mark.usefixtures("_without_the_fast_path")
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_pytorchs_own_encoder(target: Target, norm_first: bool) -> None:
@@ -108,7 +108,7 @@ def test_the_manifest_describes_the_module(module: Mixing, target: Target) -> No
 
 
 def assert_rows(bundle: Path, module: nn.Module) -> None:
-    """Check that ONNX Runtime returns the module's hidden states in a padded batch. Padding is not compared."""
+    """Check that the bundle and the module return the same hidden states for a padded batch. Ignore the padding."""
     ids = np.arange(24).reshape(3, 8)
     mask = (np.arange(8) < np.array([[8], [3], [1]])).astype(np.int64)
     (rows,) = InferenceSession(bundle / "model.onnx").run(None, {"input_ids": ids, "attention_mask": mask})
@@ -157,9 +157,9 @@ def test_weights_and_configuration_determine_the_space_id(module: Mixing, target
 
 
 class ByNumbers(Mixing):
-    """A module that branches on the values of a tensor.
+    """A module with a branch for large values of a tensor.
 
-    A trace with small values would miss the branch for large values.
+    A trace with small values does not record this branch.
     """
 
     def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class ByNumbers(Mixing):
 
 
 class ByMask(Mixing):
-    """A module that shortens a batch to a length that it computes from the mask."""
+    """A module that computes the longest length from the mask, and shortens the batch to this length."""
 
     def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
         longest = int(mask.sum(1).max())
@@ -195,7 +195,7 @@ def test_data_dependent_control_flow_is_refused_with_torchs_reason(
 
 
 class WithoutMask(Mixing):
-    """A module that treats padding like other tokens."""
+    """A module that ignores its mask, so padding changes the hidden states."""
 
     def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
         return super().forward(inputs, mask | ~mask)
@@ -208,7 +208,7 @@ def test_a_module_that_ignores_its_mask_is_refused(target: Target, models: Path)
 
 
 class Returning(nn.Module):
-    """A module that returns the given object, or raises it."""
+    """A module that returns the given object. If the object is an exception, the module raises this exception."""
 
     def __init__(self, made: Any) -> None:
         super().__init__()
@@ -224,15 +224,15 @@ class Returning(nn.Module):
     ("made", "message"),
     [
         (ValueError("no such\nthing"), r"Returning does not run on the CPU with .* \(2, 7\) .*: no such"),
-        ((torch.ones(2, 7, 8),), "must return one tensor of rows; was tuple"),
+        ((torch.ones(2, 7, 8),), "must return one tensor of hidden states; was tuple"),
         (
             torch.ones(2, 8),
-            r"must return rows, float32 \(2, 7, d_model\) .*; was float32 \(2, 8\)\. If it pools, return the rows "
-            r"before pooling, and give the pooling with pooling= or --pooling",
+            r"must return hidden states, float32 \(2, 7, d_model\) .*; was float32 \(2, 8\)\. If it pools, return "
+            r"the hidden states before pooling, and give pooling= or --pooling",
         ),
         (torch.ones(7, 2, 8), r"was float32 \(7, 2, 8\)"),
         (torch.ones(2, 7, 8).half(), r"was float16 \(2, 7, 8\)"),
-        (torch.full((2, 7, 8), torch.nan), "gives rows that are not finite"),
+        (torch.full((2, 7, 8), torch.nan), "returns hidden states that are not finite"),
     ],
 )
 def test_modules_that_are_not_encoders(target: Target, models: Path, made: Any, message: str) -> None:
@@ -250,7 +250,7 @@ def test_modules_that_are_not_encoders(target: Target, models: Path, made: Any, 
         ({"input": "text"}, ConfigError, "input must be one of token_ids, embeddings; was 'text'"),
         ({"vocab_size": None}, VocabularyError, "the number of token ids is not known: give vocab_size"),
         ({"vocab_size": 41}, UnsupportedModelError, "does not run .* with token ids up to 40 of .*out of range"),
-        ({"d_model": 8}, ConfigError, "d_model applies to the input embeddings only"),
+        ({"d_model": 8}, ConfigError, 'd_model is only for the input "embeddings"'),
         ({"input": "embeddings"}, ConfigError, "d_model must be given if the input is embeddings"),
         ({"pad_token_id": 40}, ConfigError, "pad_token_id must be from 0 to 39; was 40"),
         ({"pooling": "first"}, ConfigError, "pooling must be one of mean, cls, .*; was 'first'"),

@@ -1,4 +1,7 @@
-"""A bundle of a multi-vector directory, in any layout, gives the same vectors as sentence-transformers."""
+"""Exports of multi-vector models. A multi-vector model returns one vector for each token.
+
+The bundle must return the same vectors as sentence-transformers, for each layout of the model's directory.
+"""
 
 import dataclasses
 import json
@@ -23,7 +26,10 @@ from encserve_export.kinds.spec import ModelSpec, MultiVectorHead
     "name", ["plain", *(pytest.param(it, marks=pytest.mark.system) for it in ("token-pooling", "stanford"))]
 )
 def test_vectors_are_those_of_sentence_transformers(name: str, tmp_path: Path) -> None:
-    """This test exports only a few layouts. The end-to-end tests compare all layouts through a server."""
+    """Export directories in a few layouts, and expect the vectors of sentence-transformers.
+
+    The end-to-end tests compare all layouts through a server.
+    """
     DIRECTORIES[name](tmp_path / name)
     found = export_hf(tmp_path / name, Target(model_repository=tmp_path / "models", name="m")).manifest
     assert found.multi_vector.width == WIDTH
@@ -83,7 +89,7 @@ def test_the_manifest_says_how_queries_and_documents_are_treated(tmp_path: Path)
     assert not found.query.expansion.attended
     assert not found.query.skipped_token_ids
     assert found.document.skipped_token_ids
-    # A document may have 64 tokens, a text without a task 63.
+    # A document may have 64 tokens. A text without a task may have 63 tokens.
     assert (found.encoder.max_sequence_tokens, found.text.max_tokens) == (64, 63)
     assert found.multi_vector.similarity == "maxsim"
 
@@ -123,7 +129,10 @@ def test_scores_that_a_precision_would_move_too_far_are_refused(
 
 @pytest.mark.system
 def test_the_report_says_what_is_served(tmp_path: Path) -> None:
-    """Stanford's layout stores the projection with BERT's weights. The report must not call the projection unused."""
+    """Export a directory in Stanford's layout, and check the report.
+
+    This layout stores the projection in the file of BERT's weights. The report must not list the projection as unused.
+    """
     DIRECTORIES["stanford"](tmp_path / "m")
     result = CliRunner().invoke(main, ["hf", str(tmp_path / "m"), "--model-repository", str(tmp_path / "models")])
     said = {line[:13].strip(): line[13:] for line in result.output.splitlines()}
@@ -189,14 +198,17 @@ def test_a_module_that_a_bundle_cannot_express(tmp_path: Path) -> None:
     native(pooling={"pool_factor": 2})(tmp_path / "m")
     path = tmp_path / "m" / "modules.json"
     modules = json.loads(path.read_text())
-    # After this change, Normalize comes after the token pooling.
+    # After this change, the module Normalize comes after the token pooling.
     path.write_text(json.dumps([*modules[:-2], modules[-1], modules[-2]]))
     assert "has a Normalize module, which a bundle cannot express" in refused(tmp_path / "m", tmp_path)
 
 
 @pytest.mark.system
 def test_tokens_that_see_nothing_are_refused_with_the_figures(tmp_path: Path) -> None:
-    """If no token is in a token's attention window, PyTorch's implementations of attention return different vectors."""
+    """Export a model in which some tokens have an empty attention window, and expect an error with numbers.
+
+    For such tokens, PyTorch's implementations of attention return different vectors.
+    """
     native(
         model_type="modernbert",
         encoder={"pad_token_id": 0, "local_attention": 8, "global_attn_every_n_layers": 2},

@@ -1,4 +1,4 @@
-"""Exports of ONNX files: the manifest, the hidden states and the errors."""
+"""Exports of ONNX files. The tests check the manifest, the hidden states and the errors."""
 
 import dataclasses
 import hashlib
@@ -89,9 +89,9 @@ def test_what_the_manifest_says(file: Path, target: Target) -> None:
 
 
 def test_the_command(file: Path, models: Path, tiny: EncoderConfig, write_tokenizer: Callable[..., Path]) -> None:
-    """The file comes from PyTorch, and its inputs and outputs do not have our default names.
+    """Export a file from PyTorch with the command, and check the report and the bundle.
 
-    The command also gets a tokenizer and a pooling.
+    The inputs and outputs of this file do not have our default names. The options include a tokenizer and a pooling.
     """
     export_torch(file, tiny)
     longest = tiny.max_sequence_tokens
@@ -119,7 +119,7 @@ def test_the_command(file: Path, models: Path, tiny: EncoderConfig, write_tokeni
         str(models / "m" / "3"),
     ):
         assert shown in result.stdout
-    assert "the rows are its output hidden; there are 50 token ids" in result.stderr
+    assert "the hidden states are the output hidden; there are 50 token ids" in result.stderr
 
 
 def test_errors_are_shown_without_a_traceback(file: Path, models: Path) -> None:
@@ -155,14 +155,17 @@ def test_external_data_are_embedded(file: Path, target: Target) -> None:
 
 
 def test_large_external_data_go_into_one_file(file: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensor of a Constant node goes into this file too."""
+    """Export a model whose tensors are in separate files. The bundle must have one file with all tensors.
+
+    The tensor of a Constant node must be in this file too.
+    """
     model = build()
     table = random_table(300)
     del model.graph.initializer[0]
     model.graph.node.insert(0, helper.make_node("Constant", [], ["table"], value=numpy_helper.from_array(table)))
     onnx.save(model, file, save_as_external_data=True, all_tensors_to_one_file=False, size_threshold=100,
               convert_attribute=True)  # fmt: skip
-    assert len(list(file.parent.iterdir())) == 3, "a file for each tensor"
+    assert len(list(file.parent.iterdir())) == 3, "expected one file for each tensor"
     monkeypatch.setattr(external, "MAX_FILE_BYTES", 1000)
     exported = export_onnx(file, target, SHORT)
     assert sorted(path.name for path in exported.path.iterdir()) == ["manifest.json", "model.onnx", "model.onnx.data"]
@@ -202,7 +205,7 @@ def test_weights_listed_as_inputs_are_no_inputs(file: Path, target: Target) -> N
 
 
 def test_local_functions(file: Path, target: Target) -> None:
-    """In this file, a local function looks up the embedding table."""
+    """Export a file in which a local function reads the embedding table. Expect the right vocab_size."""
     model = build()
     model.graph.node[0].CopyFrom(helper.make_node("Embed", ["table", "input_ids"], ["words"], domain="mine", name="e"))
     body = [helper.make_node("Gather", ["t", "i"], ["o"])]
@@ -265,7 +268,7 @@ def test_the_table_is_found_behind_what_changes_no_id(how: str) -> None:
 
 
 def _hide_the_table(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Multiply the ids by 1 before the table lookup.
+    """Multiply the ids by 1 before the lookup in the embedding table.
 
     The ids stay the same, but the exporter does not find the table.
     """
@@ -287,9 +290,9 @@ def test_a_vocabulary_that_nothing_tells(file: Path, target: Target, write_token
 
 
 def test_a_vocabulary_that_is_too_large(file: Path, target: Target) -> None:
-    """The embedding table shows the number of token ids.
+    """Give a vocab_size larger than the embedding table, and expect an error.
 
-    If the exporter does not find the table, it runs the model with the largest id, and this run fails.
+    If the exporter does not find the table, the exporter runs the model with the largest id. This run fails.
     """
     too_many = OnnxOptions(max_sequence_tokens=16, vocab_size=VOCAB_SIZE + 1)
     with pytest.raises(VocabularyError, match="must be at most 50, the rows of the embedding table; was 51"):
@@ -343,7 +346,10 @@ def test_int8_leaves_a_product_alone_whose_bias_is_computed(file: Path, target: 
 
 
 def test_a_large_file_is_split(file: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ONNX Runtime copies weights that are in the graph's file, but maps weights that are in a separate file."""
+    """Export a file larger than MAX_FILE_BYTES. Expect the weights in a separate file, and the same hidden states.
+
+    ONNX Runtime copies weights in the graph's file into memory. Weights in a separate file are memory-mapped.
+    """
     monkeypatch.setattr(external, "MAX_FILE_BYTES", 1000)
     exported = export_onnx(save(build(), file), target, SHORT)
     assert [its.path for its in exported.manifest.files] == ["model.onnx", "model.onnx.data"]

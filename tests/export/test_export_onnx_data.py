@@ -1,4 +1,4 @@
-"""External weights are read only from the folder of the ONNX file."""
+"""The exporter reads external weights only from the folder of the ONNX file."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ TABLE_BYTES = VOCAB_SIZE * D_MODEL * 4
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Write an encoder with its tables in weights.bin, in the same folder."""
+    """Write an encoder and its weight tables in one folder. The tables are in weights.bin."""
     folder = tmp_path / "given"
     folder.mkdir()
     return save_with_data(build(), folder / "encoder.onnx")
@@ -24,7 +24,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
-    """Write a file outside the model's folder that is long enough to be read as the weights."""
+    """Write a file outside the model's folder. The file is long enough for all weights."""
     path = tmp_path / "secret"
     path.write_bytes(bytes(10000))
     return path
@@ -78,9 +78,9 @@ def test_links_and_folders_inside_are_fine(file: Path) -> None:
 
 
 def in_a_cache(file: Path) -> Path:
-    """Move the files into the layout of huggingface_hub's cache. Return the new path of the ONNX file.
+    """Move the files into the folder structure of huggingface_hub's cache. Return the new path of the ONNX file.
 
-    In this layout, the files of a model are links into a folder named blobs.
+    In this structure, the files of a model are links into a folder named blobs.
     """
     snapshot = file.parent.parent / "models--somebody--tiny" / "snapshots" / "0123" / "onnx"
     blobs = snapshot.parent.parent.parent / "blobs"
@@ -110,7 +110,10 @@ def test_links_out_of_the_hubs_cache_are_not_followed(file: Path, secret: Path, 
 
 
 def test_contents_of_the_hubs_cache_that_are_a_link_are_not_followed(file: Path, secret: Path) -> None:
-    """A folder from a stranger may imitate the cache, with a link in place of the folder blobs."""
+    """Replace the cache's folder blobs by a link to another folder, and expect an error.
+
+    An attacker may write such a folder to make the exporter read other files.
+    """
     cached = in_a_cache(file)
     blobs = cached.parents[3] / "blobs"
     blobs.rename(secret.parent / "elsewhere")
@@ -149,7 +152,7 @@ def test_no_name_at_all(file: Path, location: str) -> None:
         ({"length": "-1"}, "tensor 'table' has length -1 in weights.bin; its shape (50, 8) of float32 takes "),
         ({"length": "8"}, f"has length 8 in weights.bin; its shape (50, 8) of float32 takes {TABLE_BYTES} bytes"),
         ({"offset": "999999"}, "tensor 'table' lies at bytes 999999 to 1001599 of "),
-        ({"offset": "8192"}, "the file was cut off, or belongs to another model"),
+        ({"offset": "8192"}, "the file is incomplete, or belongs to another model"),
     ],
 )
 def test_numbers_that_make_no_sense(file: Path, entries: dict[str, str], said: str) -> None:
@@ -160,7 +163,7 @@ def test_numbers_that_make_no_sense(file: Path, entries: dict[str, str], said: s
 def test_a_file_that_is_too_short(file: Path) -> None:
     content = (file.parent / "weights.bin").read_bytes()
     (file.parent / "weights.bin").write_bytes(content[: TABLE_BYTES - 1])
-    assert f"weights.bin, which has {TABLE_BYTES - 1}; the file was cut off" in refused(file)
+    assert f"weights.bin, which has {TABLE_BYTES - 1} bytes; the file is incomplete" in refused(file)
 
 
 @pytest.mark.parametrize(("kind", "dims"), [(TensorProto.STRING, [2]), (TensorProto.FLOAT, [-1, 4]), (99, [2])])
@@ -170,12 +173,12 @@ def test_types_and_shapes_that_cannot_be(file: Path, kind: int, dims: list[int])
     table.data_type = kind
     table.dims[:] = dims
     onnx.save(model, file)
-    assert "cannot lie in weights.bin" in refused(file)
+    assert "cannot be stored in weights.bin" in refused(file)
 
 
 @pytest.mark.parametrize("where", ["attribute", "branch", "function", "sparse"])
 def test_no_tensor_is_overlooked(tmp_path: Path, where: str) -> None:
-    """The paths of all tensors are checked, also in attributes, branches, functions and sparse tensors."""
+    """Put a tensor with a forbidden path into several parts of a model, and expect an error each time."""
     model = build()
     tensor = helper.make_tensor("hidden", TensorProto.FLOAT, [1], [0.0])
     tensor.ClearField("float_data")

@@ -1,4 +1,4 @@
-"""An ONNX file that cannot be served is refused. The error names the fault and what to do."""
+"""The export refuses an ONNX file that the server cannot serve. The error names the fault and a remedy."""
 
 import re
 from collections.abc import Callable
@@ -28,7 +28,7 @@ ROWS = ("batch", "seq", D_MODEL)
 
 @pytest.fixture
 def refused(tmp_path: Path) -> Callable[..., str]:
-    """Return a function that exports a changed model and returns the text of the error.
+    """Return a function that changes a model, exports the model, and returns the text of the error.
 
     The function also checks that the export leaves no files.
     """
@@ -53,7 +53,7 @@ def refused(tmp_path: Path) -> Callable[..., str]:
 
 
 def set_input(name: str, kind: int = INT64, axes: Any = ("batch", "seq")) -> Change:
-    """Add an input, or replace the input of this name."""
+    """Return a change that adds an input, or replaces the input with the same name."""
 
     def change(model: onnx.ModelProto) -> None:
         kept = [port for port in model.graph.input if port.name != name]
@@ -64,7 +64,10 @@ def set_input(name: str, kind: int = INT64, axes: Any = ("batch", "seq")) -> Cha
 
 
 def set_outputs(*ports: Any) -> Change:
-    """Replace the outputs. An output that no node computes becomes a Cast of the output "rows"."""
+    """Return a change that replaces the outputs.
+
+    If no node computes an output, a Cast node computes the output from "rows".
+    """
 
     def change(model: onnx.ModelProto) -> None:
         del model.graph.output[:]
@@ -314,7 +317,7 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_cut_or_altered(tmp_path: Path) -> None:
-    """A damaged file leads to one of our errors or to a bundle, never to another exception."""
+    """Export damaged files. Each export must succeed or raise one of our errors, and no other exception."""
     content = build().SerializeToString()
     path, random = tmp_path / "encoder.onnx", np.random.default_rng(0)
     for at in random.integers(0, len(content), 60):
@@ -329,11 +332,11 @@ def test_a_file_that_was_cut_or_altered(tmp_path: Path) -> None:
                 continue
 
 
-# The following faults show only when the model runs.
+# The exporter finds the following faults only when the exporter runs the model.
 
 
 def shorter_table(model: onnx.ModelProto) -> None:
-    """Shorten the position table to 12 rows. The export asks for sequences of up to 16 tokens."""
+    """Shorten the position table to 12 rows. The export requests sequences of up to 16 tokens."""
     tensor_of(model, "places").CopyFrom(numpy_helper.from_array(random_table(12, 1), "places"))
 
 
@@ -352,7 +355,10 @@ def test_the_longest_that_works_is_exported(tmp_path: Path) -> None:
 
 
 def reshape_rows(model: onnx.ModelProto, shape: list[int]) -> None:
-    """Reshape the rows to a constant shape. Some exporters write the size of their example into the graph like this."""
+    """Reshape the rows to a constant shape.
+
+    Some exporters make this mistake: they write the size of their example input into the graph.
+    """
     model.graph.initializer.append(numpy_helper.from_array(np.array(shape), "baked"))
     node_of(model, "rows").output[0] = "before"
     model.graph.node.append(helper.make_node("Reshape", ["before", "baked"], ["rows"], name="shaped"))
@@ -420,14 +426,14 @@ def test_float16_arithmetic_that_rounds_with_the_batch(refused: Callable[..., st
         node_of(model, "total").input[0] = "placed"
         model.graph.initializer.append(numpy_helper.from_array(np.ones((2, 2), np.float16), "unused"))
 
-    assert "or it computes in float16, whose rounding differs" in refused(ignore_in_float16, ParityError)
+    assert "Or it computes in float16, and rounding differs" in refused(ignore_in_float16, ParityError)
 
 
 def test_padding_that_takes_no_place(refused: Callable[..., str]) -> None:
-    """As in RoBERTa, padding ids take no positions here.
+    """Export a model with a short position table, and expect the longest possible length in the error.
 
-    A sequence of padding ids alone never reaches the end of the position table. So the exporter must test lengths with
-    other ids.
+    In this model, padding ids take no positions, as in RoBERTa. If a sequence has only padding ids, the model never
+    reaches the end of the position table. So the exporter must test lengths with other ids.
     """
 
     def count_places(model: onnx.ModelProto) -> None:

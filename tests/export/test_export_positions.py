@@ -1,4 +1,4 @@
-"""Inspections return the model's position table. Tables of several sizes are tested."""
+"""An inspection returns the model's position table. The tests use tables of several sizes."""
 
 import dataclasses
 from pathlib import Path

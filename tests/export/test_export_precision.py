@@ -1,4 +1,7 @@
-"""Bundles in float16 and int8 differ from PyTorch by less than the bounds of their precision, or are refused."""
+"""Exports in float16 and int8. Each precision has bounds for the difference from PyTorch.
+
+If a bundle exceeds these bounds, the export fails.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -20,7 +23,7 @@ from encserve_export.onnx_graph import int8
 from encserve_export.onnx_graph.run import OnnxEncoder
 
 SOURCE = Source("init", "random weights, seed 0")
-# These matrices are large enough for int8. Smaller matrices stay in float32.
+# With these sizes, the matrices are large enough for int8. Smaller matrices stay in float32.
 FIELDS = {"vocab_size": 50, "d_model": 32, "n_heads": 2, "d_ff": 64, "n_layers": 2, "max_sequence_tokens": 24}
 
 
@@ -37,7 +40,10 @@ def operators(exported: Exported) -> list[str]:
 
 
 def test_products_of_8_bits_are_exact() -> None:
-    """`open_session` prevents that sums of 8-bit products saturate, as they do by default on x86 CPUs without VNNI."""
+    """Multiply 8-bit matrices in a session from `open_session`, and expect exact sums.
+
+    By default, sums of 8-bit products saturate on x86 CPUs without VNNI. `open_session` prevents this.
+    """
     model, inputs, wanted = byte_products()
     np.testing.assert_array_equal(open_session(model).run(None, {"A": inputs})[0], wanted)
 
@@ -62,15 +68,16 @@ def test_golden_checkpoints(bundles: dict[str, Exported], models: Path, name: st
 
 @pytest.mark.system
 def test_int8_of_a_trained_model_is_as_good_as_its_planner(models: Path) -> None:
-    """The measured least cosine similarity is 0.9946, for hidden states and for texts.
+    """Export a trained model in int8, and expect cosine similarities of at least 0.994.
 
-    A simpler plan gave 0.9909. That plan rounded Q, K and V separately and smoothed all layers.
+    The lowest measured cosine similarity is 0.9946, for hidden states and for texts. A simpler method gave 0.9909.
+    The simpler method rounded Q, K and V separately, and smoothed all layers.
     """
     exported = export_minilm(models, precision="int8")
     assert exported.manifest.parity.min_cosine >= 0.994
     assert exported.manifest.parity.min_pipeline_cosine >= 0.994
-    # Q, K and V share one QuantizeLinear, so a layer has 4 such nodes for 6 products. One of the 36 products stays in
-    # float32.
+    # Q, K and V share one QuantizeLinear node. So each layer has 4 such nodes for 6 products. One of the 36 products
+    # stays in float32.
     found = operators(exported)
     assert found.count("MatMulIntegerToFloat") == 35
     assert found.count("QuantizeLinear") == 23
@@ -90,13 +97,16 @@ def test_matrices_are_stored_in_the_precision(models: Path, precision: Precision
         model = onnx.load(exported.path / name, load_external_data=False)
         matrices = {tensor.data_type for tensor in model.graph.initializer if len(tensor.dims) == 2}
         assert kind in matrices
-        # The scales of the int8 token table are a float32 matrix of one column.
+        # The scales of the int8 token table are a float32 matrix with one column.
         assert matrices - {kind} == ({onnx.TensorProto.FLOAT} if precision == "int8" else set())
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 def test_a_neighbour_of_any_size_changes_nothing(models: Path, activation: str) -> None:
-    """One scale for the whole batch would round the small sequence to 0 next to a sequence 10,000 times as large."""
+    """Run a sequence alone, and in a batch with numbers 10,000 times as large. Expect equal hidden states.
+
+    With one scale for the whole batch, int8 would round the small numbers to 0.
+    """
     encoder = random_encoder(small(input="embeddings", vocab_size=0, norm="none", activation=activation), 0)
     exported = export(encoder, models, "int8")
     run = OnnxEncoder(exported.path, exported.manifest.graph)
@@ -148,9 +158,9 @@ def test_numbers_that_float16_does_not_have_are_refused(tiny: EncoderConfig, mod
 
 @pytest.mark.parametrize(("activation", "least"), [("relu", 0.0), ("gelu", -0.1701), ("gelu_tanh", -0.1701)])
 def test_all_steps_of_an_activation_lie_above_its_minimum(models: Path, activation: str, least: float) -> None:
-    """Products after the activation have the zero point 0. All other products have the zero point 128.
+    """Expect the zero point 0 in products after the activation, and the zero point 128 in all other products.
 
-    The least value of GELU is subtracted before rounding, so that no number is below 0.
+    The graph subtracts the lowest value of GELU before rounding. Then no number is below 0.
     """
     exported = export(random_encoder(small(activation=activation), 0), models, "int8")
     graph = onnx.load(exported.path / "model.onnx").graph
@@ -172,7 +182,7 @@ def test_rounded_rows_are_within_half_a_step() -> None:
 
 
 def test_a_layer_is_rounded_as_its_plan_says() -> None:
-    """`plan_layer` predicts the error of the rounded product. The measured error equals this prediction."""
+    """Round a layer. Expect that the error of the product equals the prediction of `plan_layer`."""
     random = np.random.default_rng(0)
     x = random.standard_normal((20, 16)).astype(np.float32)
     x[:, 3] *= 50

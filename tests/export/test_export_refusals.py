@@ -1,4 +1,4 @@
-"""The export of a faulty directory writes no files. It fails with an error of one line that contains advice."""
+"""The export of a faulty directory fails and writes no files. The error has one line and contains advice."""
 
 import functools
 import io
@@ -33,7 +33,10 @@ TOKENIZERS = ("tokenizer.json", "vocab.txt", "spiece.model")
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that returns a model's directory with onnx/model.onnx. Each directory is written once."""
+    """Return a function that writes a model's directory, with onnx/model.onnx, and returns the directory.
+
+    The function writes each directory only once.
+    """
     folder = tmp_path_factory.mktemp("originals")
 
     @functools.cache
@@ -50,7 +53,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def directory(original: Callable[[str], Path], name: str, tmp_path: Path) -> Path:
-    """Copy the directory of a model, so that a test may change the copy."""
+    """Copy the directory of a model. A test may change the copy."""
     return shutil.copytree(original(name), tmp_path / "directory")
 
 
@@ -65,9 +68,9 @@ def files_in(folder: Path) -> dict[Path, bytes | None]:
 
 
 def refused(directory: Path, via: str | None = None) -> str:
-    """Check that the export fails with an error of one line, and return the error.
+    """Check that the export fails with an error of one line, and return this error.
 
-    The directory and the model repository must not change.
+    Also check that the directory and the model repository do not change.
     """
     models = directory.parent / "models"
     old = models / "m" / "1" / "manifest.json"
@@ -178,8 +181,8 @@ FAULTS: dict[str, tuple[Change, str]] = {
 }
 
 
-# By default, the exporter tries each route. The ONNX route reads the directory with the same functions, so its errors
-# are tested in the system tier only.
+# A route is one way to export a directory. By default, the exporter tries each route. The ONNX route reads the
+# directory with the same functions, so only the slow tests, marked "system", use the ONNX route.
 @pytest.mark.parametrize(
     ("name", "via"),
     [pytest.param("BERT", None, id="default"), pytest.param("ELECTRA", "onnx", id="onnx", marks=pytest.mark.system)],
@@ -198,7 +201,10 @@ def test_a_route_that_does_not_take_it(directory: Path) -> None:
 
 
 def test_a_tokenizers_file_of_another_kind(tmp_path: Path) -> None:
-    """From such a vocab.txt, transformers makes a T5 tokenizer that knows only special tokens and a space."""
+    """Export a T5 with a vocab.txt of another kind of tokenizer, and expect an error.
+
+    From this vocab.txt, transformers creates a T5 tokenizer that knows only special tokens and a space.
+    """
     directory = save(NAMED["T5"], tmp_path)
     (directory / "vocab.txt").write_text("[UNK]\nword")
     assert "the vocabulary has only special tokens; put a tokenizer.json there" in refused(directory)
@@ -207,9 +213,10 @@ def test_a_tokenizers_file_of_another_kind(tmp_path: Path) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("name", ["ELECTRA"])
 def test_code_in_a_directory_is_not_run(directory: Path) -> None:
-    """An architecture that transformers has is exported without the code of the directory.
+    """Export directories with Python code, and expect that the code never runs.
 
-    Unknown weights and model types are refused.
+    If transformers has the architecture, the export succeeds without this code. The export fails for unknown weights
+    and for unknown model types.
     """
     shutil.rmtree(directory / "onnx")
     change_config(directory, auto_map={"AutoModel": "modeling.Mine"})
@@ -225,11 +232,11 @@ def test_code_in_a_directory_is_not_run(directory: Path) -> None:
     assert re.search(message, refused(directory))
 
 
-# Each entry is one refusal in the table of docs/models.md.
+# Each entry is one refused model in the table of docs/models.md.
 PADDING = r"gives different rows in a padded batch, even in PyTorch: .* choose another model$"
 REFUSED_FAMILIES = {
-    "convbert": ({}, f"ConvBertModel {PADDING}"),  # its convolution reads the padding after a sequence
-    "fnet": ({"type_vocab_size": 2}, f"FNetModel {PADDING}"),  # its Fourier transform reads the padding
+    "convbert": ({}, f"ConvBertModel {PADDING}"),  # the convolution reads the padding
+    "fnet": ({"type_vocab_size": 2}, f"FNetModel {PADDING}"),  # the Fourier transform reads the padding
     "longformer": ({"attention_window": 8, "pad_token_id": 1}, r"the model fails for inputs of shape \(1, 1\)"),
     "nystromformer": (
         {"num_landmarks": 4, "segment_means_seq_len": 16},
@@ -263,7 +270,11 @@ def test_an_onnx_file_that_ignores_its_mask(tmp_path: Path, via: str | None) -> 
 
 @pytest.mark.parametrize(("name", "via"), [("BERT", None), ("ELECTRA", "onnx"), ("ELECTRA", "transformers")])
 def test_indices_and_heads_are_accepted(directory: Path, name: str, via: str | None) -> None:
-    """The report names an unused head, even if its table equals the embedding table. Position indices are not named."""
+    """Add position indices and an unused head to the weights, and expect success.
+
+    The report must list the head as an unused part, but must not list the position indices.
+    This also holds if the head's weights equal the embedding table.
+    """
     table = load_file(directory / "model.safetensors")["embeddings.word_embeddings.weight"]
     legal = {"embeddings.position_ids": torch.arange(66)[None], "classifier.weight": table.clone()}
     weights(lambda its: its | legal)(directory)
@@ -284,7 +295,10 @@ def test_control_characters_in_names_are_escaped(directory: Path) -> None:
 
 @pytest.mark.system
 def test_a_decoder_is_an_unused_part(tmp_path: Path) -> None:
-    """transformers does not list the decoder's weights as unused, but the report must."""
+    """Export a T5 with a decoder, and expect the decoder in the report's unused parts.
+
+    transformers itself does not list the decoder's weights as unused.
+    """
     from transformers import T5Config, T5ForConditionalGeneration
 
     T5ForConditionalGeneration(T5Config(**NAMED["T5"].settings)).save_pretrained(tmp_path / "directory")
@@ -292,7 +306,10 @@ def test_a_decoder_is_an_unused_part(tmp_path: Path) -> None:
 
 
 def test_a_cross_encoder(tmp_path: Path) -> None:
-    """The directory is in the format of sentence-transformers 6, with modules.json."""
+    """Export a cross-encoder on each route, and expect an error.
+
+    The directory is in the format of sentence-transformers 6, which has a modules.json.
+    """
     from sentence_transformers import CrossEncoder
     from transformers import AutoModelForSequenceClassification
 

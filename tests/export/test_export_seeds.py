@@ -1,4 +1,7 @@
-"""Checkpoints with initial weights like those of each layout's original code, in a tiny size and in full size."""
+"""Exports of checkpoints with random initial weights, in a tiny size and in full size.
+
+The weights of each layout are drawn in the same way as in the layout's original code.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from torch import nn
 from encserve_export import Encoder, EncoderConfig, Target, export_checkpoint
 
 PLAIN = {"scale_embedding": False, "norm": "post", "activation": "relu", "position": "sinusoidal"}
-# For each layout, the settings of its original code.
+# For each layout of weights, the settings of the original code.
 SETTINGS: dict[str, dict[str, Any]] = {
     "per-head-linears": {"n_layers": 8},
     "raw-matrices": {"d_model": 16, "n_heads": 2, "d_ff": 64, "n_layers": 2, "scale_embedding": True},
@@ -23,13 +26,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 FULL = {"d_model": 512, "n_heads": 8, "d_ff": 2048, "vocab_size": 1000, "max_sequence_tokens": 64}
 TINY = {"d_model": 32, "n_heads": 4, "d_ff": 64, "n_layers": 2, "vocab_size": 50, "max_sequence_tokens": 16}
-# The standard deviation of the initial weights, in the layouts that use plain matrices. The other layouts use PyTorch
+# The standard deviation of the initial weights. These two layouts use plain matrices. The other layouts use PyTorch
 # modules with PyTorch's initial weights.
 DEVIATIONS = {"attention-only": 1.0, "raw-matrices": 0.1}
 
 
 def draw(layout: str, encoder: Encoder) -> None:
-    """Fill an encoder with initial weights as the layout's original code draws them."""
+    """Fill an encoder with random weights, from the same distribution as in the layout's original code."""
     torch.manual_seed(0)
     deviation = DEVIATIONS.get(layout)
     with torch.no_grad():

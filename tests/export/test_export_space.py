@@ -1,4 +1,8 @@
-"""The space_id is the same for every format of one model. Each change that changes vectors changes the space_id."""
+"""The space_id identifies the vectors of a model.
+
+The space_id must be the same for every file format of one model. If a change of the model changes the vectors, the
+space_id must change too.
+"""
 
 import json
 import re
@@ -46,7 +50,7 @@ def original_space(original: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def directory(original: Path, tmp_path: Path) -> Path:
-    """Copy the original directory, so that a test may change the copy."""
+    """Copy the original directory. A test may change the copy."""
     return shutil.copytree(original, tmp_path / "model")
 
 
@@ -128,7 +132,7 @@ def test_a_change_of_the_directory_counts(directory: Path, tmp_path: Path, origi
 
 
 def set_field(message: Message, name: str) -> None:
-    """Set a field to a value other than its default."""
+    """Set a field of a message to a value that differs from the field's default."""
     field = message.DESCRIPTOR.fields_by_name[name]
     value = getattr(message, name)
     if name == "prompts":
@@ -142,7 +146,10 @@ def set_field(message: Message, name: str) -> None:
 
 
 def test_a_field_of_the_manifest_counts_unless_it_is_listed(tmp_path: Path) -> None:
-    """A field that is added to the manifest later also changes the space_id, unless a list of ignored fields has it."""
+    """Set each field of the manifest that is not in the list of ignored fields. Expect another space_id each time.
+
+    So a field that is added to the manifest later also changes the space_id.
+    """
     plain = manifest_pb2.Manifest()
     spaces = {space_id(plain, "", (), tmp_path)}
     for name in set(manifest_pb2.Manifest.DESCRIPTOR.fields_by_name) - MANIFEST_IGNORED:
@@ -288,7 +295,7 @@ def test_weights_operators_attributes_and_opsets_of_an_onnx_file_count() -> None
 
 
 def branching(add: float = 1.0, names: str = "", *, swapped: bool = False) -> onnx.ModelProto:
-    """Return a graph that computes rows = ids + add if the condition is true, else ids - add."""
+    """Return a graph with a condition. If the condition is true, rows = ids + add. Otherwise rows = ids - add."""
 
     def branch(operator: str) -> onnx.GraphProto:
         made, constant = f"made{names}", f"constant{names}"
@@ -320,7 +327,7 @@ def test_branches_count_and_names_in_them_do_not() -> None:
 
 
 def splitting(outputs: int) -> onnx.ModelProto:
-    """Return a graph whose rows are the first of several equal parts of the ids."""
+    """Return a graph that splits the ids into `outputs` equal parts. The rows are the first part."""
     nodes = [helper.make_node("Split", ["input_ids"], ["rows", *(f"rest_{i}" for i in range(1, outputs))])]
     ids = helper.make_tensor_value_info(INTERFACE.input_ids, TensorProto.INT64, ["n"])
     mask = helper.make_tensor_value_info(INTERFACE.attention_mask, TensorProto.INT64, ["n"])
@@ -336,7 +343,10 @@ def test_the_number_of_outputs_of_an_operator_counts() -> None:
 
 
 def looping(added: str) -> onnx.ModelProto:
-    """Return a graph of two nested loops. The rows are the sum of the inner or of the outer counter."""
+    """Return a graph with two nested loops. Each inner step adds a loop counter to a sum, and the rows are the sum.
+
+    `added` names the counter: "inner" or "outer".
+    """
     scalar: list[int] = []
 
     def body(counter: str, total: str, nodes: list[onnx.NodeProto], made: str) -> onnx.GraphProto:
@@ -368,7 +378,7 @@ def test_the_inputs_of_nested_branches_count() -> None:
 
 
 def calling(inputs: tuple[str, str] = ("a", "b"), output: str = "c", alpha: float = 1.0, opset: int = 17) -> Any:
-    """Return a graph that computes rows = f(ids, mask). By default f(a, b) = a - b."""
+    """Return a graph that computes rows = f(ids, mask). By default, f(a, b) = a - b."""
     function = helper.make_function(
         "mine",
         "f",
@@ -393,7 +403,10 @@ def calling(inputs: tuple[str, str] = ("a", "b"), output: str = "c", alpha: floa
 
 
 def test_functions_count_with_inputs_outputs_attributes_and_opsets() -> None:
-    """Exchanged inputs, or the output d in place of c, change the sign of the result, so the space_id must change."""
+    """Change the function of a graph in several ways, and expect another space_id each time.
+
+    For example, exchanged inputs change the sign of the result.
+    """
     models = [
         calling(),
         calling(inputs=("b", "a")),
@@ -407,7 +420,10 @@ def test_functions_count_with_inputs_outputs_attributes_and_opsets() -> None:
 
 
 def test_a_given_id_is_kept(tiny: EncoderConfig, tmp_path: Path) -> None:
-    """The given ids have no version (as in the oldest bundles), the version s2, or the version s3."""
+    """Export with a given space_id, and expect this id in the manifest.
+
+    One given id has no version, as in the oldest bundles. The others have the versions s2 and s3.
+    """
     computed = export_init(tiny, 1, Target(model_repository=tmp_path, name="m"))
     assert computed.replaced_space_id == ""
     for given in ("0123456789abcdef" * 2, f"s2-{'5' * 32}", f"s3-{'5' * 32}"):

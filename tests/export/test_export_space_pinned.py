@@ -1,6 +1,7 @@
-"""The exact space_ids of fixed models. Users store these ids with an index, so an id of version s3 never changes.
+"""The tests compare the space_ids of fixed models with the expected ids in this file.
 
-If the rule that computes ids changes, the ids need a new version, with another prefix than s3.
+A space_id identifies the vectors of a model. Users store the id with an index. So the id of a model must never change.
+If we change the computation, the new ids need another prefix in place of s3.
 """
 
 import hashlib
@@ -72,7 +73,7 @@ def test_an_onnx_file() -> None:
 
 
 def test_tensors_and_a_configuration(tmp_path: Path) -> None:
-    """`export_module` computes the space_id from tensors and a configuration, as this test does."""
+    """Compute the space_id from tensors and a configuration, in the same way as `export_module`."""
     tensors = {"weight": space_models.fill("weight", 4, 4), "half": torch.tensor([0.5, -2.0], dtype=torch.bfloat16)}
     configuration = {"heads": 2, "scale": 0.1, "names": ["é", None, True], "eps": 1e-12, "theta": 10000.0}
     manifest = manifest_pb2.Manifest(pooling=manifest_pb2.POOLING_MEAN, l2_normalize=True)
@@ -82,7 +83,10 @@ def test_tensors_and_a_configuration(tmp_path: Path) -> None:
 
 
 def test_another_program_can_compute_an_id(tmp_path: Path) -> None:
-    """This test is such a program. It follows docs/models.md and reads only the files of the model "dense"."""
+    """Compute the space_id of the model "dense" without encserve, and expect the same id.
+
+    The code of this test follows docs/models.md and reads only the files of the model.
+    """
     folder = space_models.write_dense(tmp_path)
 
     def digest(facts: Any) -> str:
@@ -123,9 +127,9 @@ def test_another_program_can_compute_an_id(tmp_path: Path) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("which", ["oldest", "newest"])
 def test_the_supported_versions_of_libraries_give_the_same_ids(which: str, tmp_path: Path) -> None:
-    """The test installs other versions of sentence-transformers and transformers into a folder.
+    """Run the tests of this file with other versions of sentence-transformers and transformers.
 
-    All other packages keep their versions.
+    The other versions are installed into a folder. All other packages keep their versions.
     """
     declared = tomllib.loads((ROOT / "export" / "pyproject.toml").read_text())["project"]
     supported = {it.name: it.specifier for it in map(Requirement, declared["dependencies"])}

@@ -1,4 +1,7 @@
-"""Directories of sparse encoders are exported, or refused with a reason."""
+"""Exports of sparse encoders, which give a weight to each word of the vocabulary.
+
+The export refuses a directory with settings that a bundle cannot express.
+"""
 
 import dataclasses
 import io
@@ -53,7 +56,7 @@ def bge_m3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def directory(splade: Path, tmp_path: Path) -> Path:
-    """Copy the directory of a SPLADE model, so that a test may change the copy."""
+    """Copy the directory of a SPLADE model. A test may change the copy."""
     return shutil.copytree(splade, tmp_path / "model")
 
 
@@ -70,7 +73,7 @@ def test_splade_is_exported_and_compared(splade: Path, tmp_path: Path, precision
     assert manifest.sparse.pooling == manifest_pb2.SPARSE_POOLING_MAX
     assert (manifest.sparse.width, manifest.sparse.max_active_dims) == (1000, 32)
     assert (manifest.query.prompt_name, manifest.document.prompt_name) == ("query", "document")
-    # Lower precisions skip the empty text, both as a query and as a document.
+    # For float16 and int8, the comparison skips the empty text as a query and the empty text as a document.
     assert manifest.parity.pipeline_texts == (16 if precision == "float32" else 14)
     assert manifest.parity.min_pipeline_cosine >= (BOUNDS[precision].cosine or 0)
     assert manifest.encoder.max_sequence_tokens == LONGEST
@@ -90,7 +93,10 @@ def test_lengths_of_queries_and_documents(directory: Path, tmp_path: Path) -> No
 @pytest.mark.system
 @pytest.mark.parametrize("kind", ["ModernBert", "MPNet", "XLMRoberta", "Electra", "Albert"])
 def test_heads_of_other_language_models(kind: str, tmp_path: Path) -> None:
-    """The export itself compares these heads with sentence-transformers."""
+    """Export SPLADE models of other architectures, and expect success.
+
+    The export itself compares the weights with sentence-transformers.
+    """
     manifest = export(write_splade(tmp_path / "model", kind), tmp_path).manifest
     assert manifest.parity.pipeline_texts == 16
 
@@ -133,9 +139,9 @@ def test_weights_that_are_others_are_refused(splade: Path, tmp_path: Path, monke
 
 @pytest.mark.system
 def test_weights_that_barely_pass_are_no_difference(tmp_path: Path) -> None:
-    """Few words get a weight here.
+    """Export a model that gives a weight to few words, and expect success.
 
-    A weight just above 0 has a large relative error, so an absolute tolerance is needed too.
+    A weight just above 0 has a large relative error. So the comparison also needs an absolute tolerance.
     """
     assert export(write_trained_splade(tmp_path / "model", active=10), tmp_path).manifest.parity.pipeline_texts == 16
 
@@ -144,7 +150,7 @@ def test_weights_that_barely_pass_are_no_difference(tmp_path: Path) -> None:
 def test_weights_that_a_precision_would_move_too_far_are_refused(
     splade: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the comparison of texts has the tighter bound here. The error contains the numbers."""
+    """Tighten the bound for int8 in the comparison of texts only. Expect an error with the numbers."""
     bounds = dataclasses.replace(BOUNDS["int8"], cosine=0.99999)
     monkeypatch.setattr("encserve_export.check.pipeline.bounds_of", lambda _: bounds)
     figures = r"cosine similarity 0\.99\d\d of a row, at least 0.99999 is required; float32 is exact"
@@ -185,12 +191,12 @@ def test_bge_m3_has_three_kinds(bge_m3: Path, tmp_path: Path) -> None:
     assert manifest.sparse.pooling == manifest_pb2.SPARSE_POOLING_OWN_ID
     assert sorted(manifest.sparse.skipped_token_ids) == [0, 1, 2, 3]
     assert "FlagEmbedding cuts texts to 512 tokens" in exported.notes["remark"]
-    # Each of 8 texts is compared as a dense vector, as MaxSim vectors, and as sparse weights.
+    # The export compares three outputs of 8 texts: the dense vector, the MaxSim vectors, and the sparse weights.
     assert (manifest.parity.pipeline_texts, manifest.parity.maxsim_tolerance) == (24, 1e-4)
 
 
 def facts(exported: Any) -> dict[str, str]:
-    """Return the lines of an export's report, by name."""
+    """Return the lines of an export's report, by the name of the line."""
     console = Console(record=True, file=io.StringIO())
     show(exported, console)
     return {line[:13].strip(): line[13:].strip() for line in console.export_text().splitlines()}
@@ -212,7 +218,10 @@ def test_the_report_says_what_is_made(splade: Path, static: Path, bge_m3: Path, 
 
 @pytest.mark.system
 def test_a_language_models_head_is_said_to_be_left_behind(tmp_path: Path) -> None:
-    """The report advises how to export the directory as a sparse model."""
+    """Export a language model as a dense model. Expect that the report names the unused head.
+
+    The report must also say how to export a sparse model. The test follows this advice.
+    """
     from sentence_transformers import SparseEncoder
 
     left = facts(export(write_language_model(tmp_path / "bare"), tmp_path))["unused parts"]

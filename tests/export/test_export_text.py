@@ -1,4 +1,4 @@
-"""A bundle's tokenizer and longest text agree with the model."""
+"""A bundle's tokenizer and a bundle's maximum text length agree with the model."""
 
 import json
 from collections.abc import Callable
@@ -35,7 +35,10 @@ def test_a_vocabulary_of_one_word(tmp_path: Path) -> None:
 def test_a_tokenizer_is_what_transformers_makes_of_it(
     bert: "Checkpoint", models: Path, write_tokenizer: Callable[..., Path]
 ) -> None:
-    """For a BERT, transformers reads only the vocabulary of tokenizer.json. The file's truncation is not exported."""
+    """Export a BERT whose tokenizer.json has a truncation, and expect a tokenizer without truncation.
+
+    For a BERT, transformers reads only the vocabulary of tokenizer.json.
+    """
     write_tokenizer(bert.path / "tokenizer.json", 101, fixed_length=12)
     bert.set(pad_token_id=5)
     exported = export_hf(bert.path, Target(model_repository=models, name="bert"))
@@ -56,7 +59,10 @@ def test_a_vocabulary_larger_than_the_model_is_refused(
 
 
 def test_ids_around_a_text_count_too(tmp_path: Path, write_tokenizer: Callable[..., Path]) -> None:
-    """The ids of special tokens are in the post-processor, and may be missing in the vocabulary."""
+    """Give a special token an id that is too large for the model, and expect an error.
+
+    The ids of special tokens are in the post-processor. These ids may be missing in the vocabulary.
+    """
     path = write_tokenizer(tmp_path / "tokenizer.json", 30)
     content = json.loads(path.read_text())
     content["post_processor"]["special_tokens"]["[SEP]"]["ids"] = [101]
@@ -102,9 +108,9 @@ def write_length(folder: Path, content: object, name: str = "sentence_bert_confi
 def test_the_longest_text_is_that_of_sentence_transformers(
     usual: int | None, asked: int | None, longest: int, remark: str
 ) -> None:
-    """The user may give another length.
+    """Choose the maximum length from the model, from sentence-transformers and from the user.
 
-    If this length differs from sentence-transformers' own, the report has a remark.
+    If the user's length changes the vectors, the report must have a remark.
     """
     found, said = longest_sequence(512, usual, asked)
     assert found == longest

@@ -1,4 +1,4 @@
-"""A bundle's tokenizer gives the ids of transformers, even if the files of the directory contradict each other."""
+"""A bundle's tokenizer returns the same ids as transformers, even if files of the directory contradict each other."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ SIZES = {
 
 
 def wordpiece(**settings: Any) -> Tokenizer:
-    """Return a tokenizer like BERT's."""
+    """Return a tokenizer of the same kind as BERT's."""
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *PIECES])}
     longest = settings.pop("max_input_chars_per_word", 100)
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=longest))
@@ -52,7 +52,7 @@ def wordpiece(**settings: Any) -> Tokenizer:
 
 
 def byte_level(*, prefix: bool, **settings: Any) -> Tokenizer:
-    """Return a tokenizer like RoBERTa's."""
+    """Return a tokenizer of the same kind as RoBERTa's."""
     tokens = ["<s>", "<pad>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġt", "he", "<mask>"]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("Ġ", "t"), ("h", "e")], unk_token="<unk>", **settings))
@@ -64,7 +64,10 @@ def byte_level(*, prefix: bool, **settings: Any) -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """Return a tokenizer like DeBERTa-v3's, as transformers 4 saved it. It does not split off punctuation."""
+    """Return a tokenizer of the same kind as DeBERTa-v3's in a file from transformers 4.
+
+    This tokenizer does not split off punctuation.
+    """
     pieces = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "▁", "▁the", "▁cat", *LETTERS]
     tokenizer = Tokenizer(models.Unigram([(it, -float(i)) for i, it in enumerate(pieces)], unk_id=3))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Strip(), normalizers.NFKC()])
@@ -79,8 +82,8 @@ def unigram() -> Tokenizer:
 
 BERT = {"tokenizer_class": "BertTokenizer"}
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]", "pad_token": "[PAD]"}
-# For each directory: the type of the model, its tokenizer.json, and its tokenizer_config.json, which may contradict
-# tokenizer.json.
+# For each directory: the model type, the content of tokenizer.json, and the content of tokenizer_config.json. The two
+# files may contradict each other.
 DIRECTORIES: dict[str, tuple[str, Callable[[], Tokenizer], Mapping[str, Any]]] = {
     "do_lower_case false": ("bert", wordpiece, BERT | {"do_lower_case": False}),
     "do_lower_case missing": ("bert", lambda: wordpiece(lowercase=False), BERT),
@@ -108,7 +111,10 @@ DIRECTORIES: dict[str, tuple[str, Callable[[], Tokenizer], Mapping[str, Any]]] =
 def write_directory(
     folder: Path, name: str, *, modules: bool = False, transformer: Mapping[str, Any] | None = None, **settings: Any
 ) -> Path:
-    """Write one of the `DIRECTORIES`. `settings` are added to tokenizer_config.json; `modules` adds modules.json."""
+    """Write one of the `DIRECTORIES`.
+
+    `settings` are added to tokenizer_config.json. If `modules` is true, a modules.json is written too.
+    """
     from transformers import AutoConfig, AutoModel
 
     model_type, tokenizer, config = DIRECTORIES[name]
@@ -178,7 +184,10 @@ def test_random_ids_are_refused_by_their_cause(tmp_path: Path) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("modules", [True, False], ids=["modules", "no modules"])
 def test_an_added_token_without_a_row_refuses_only_texts_that_hold_it(modules: bool, tmp_path: Path) -> None:
-    """EmbeddingGemma's tokenizer has an added token that has no row in the embedding table."""
+    """Export a tokenizer with an added token, and a model whose embedding table has no row for this token.
+
+    The bundle must refuse texts with this token, and must encode all other texts. EmbeddingGemma has such a token.
+    """
     added: dict[str, Any] = {"extra_special_tokens": ["<image>"]}
     if modules:
         write_model(tmp_path / "directory", encoder=added)
@@ -197,11 +206,14 @@ def test_an_added_token_without_a_row_refuses_only_texts_that_hold_it(modules: b
 
 @pytest.mark.system
 def test_a_tokenizer_that_adds_no_token_has_no_vector_for_an_empty_text(tmp_path: Path) -> None:
-    """sentence-transformers fails for an empty text, so the bundle refuses such a text."""
+    """Export a tokenizer without special tokens, and expect that the bundle refuses an empty text.
+
+    sentence-transformers fails for an empty text too.
+    """
     directory = write_model(tmp_path / "directory")
     change(directory / "tokenizer.json", post_processor=None)
     exported = export(directory)
-    assert exported.manifest.parity.pipeline_texts == 7  # of 8 texts; the empty text has no vector
+    assert exported.manifest.parity.pipeline_texts == 7  # 7 of 8 texts, because the empty text has no vector
     with Embedder(exported.path, tune_batches=False) as embedder, pytest.raises(InvalidField, match="has no tokens"):
         embedder.embed(["the cat", ""])
 
@@ -293,9 +305,9 @@ def write_chat(folder: Path, template: str = CHATML, message_format: str = "flat
     ],
 )
 def test_a_chat_template_becomes_fixed_texts(template: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """The template becomes fixed texts before and after a text, with a prompt and without.
+    """Export a chat template. Expect fixed texts before and after the input text, and before and after a prompt.
 
-    Truncation keeps the tokens after the text, unless restore_suffix is false.
+    Truncation must keep the tokens after the input text, unless restore_suffix is false.
     """
     manifest = export(write_chat(tmp_path / "directory", template, **settings)).manifest
     found = manifest.text.template
@@ -344,7 +356,10 @@ def test_a_chat_template_that_changes_some_texts_is_refused(tmp_path: Path) -> N
 
 
 def test_a_misread_configuration_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the comparison with transformers finds this fault: the graph and our reference have the same wrong eps."""
+    """Set a wrong eps in the graph and in our reference, and expect an error.
+
+    The graph and our reference agree. So only the comparison with transformers can find this fault.
+    """
     load = pretrained.load_model
 
     def misread(*arguments: Any) -> Any:

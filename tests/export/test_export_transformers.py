@@ -1,4 +1,8 @@
-"""Models of transformers become bundles with the same rows, hidden states and attention, or are refused with advice."""
+"""Exports of models of transformers.
+
+The bundle must return the hidden states and the attention weights of transformers. If this is not possible, the export
+must fail with advice.
+"""
 
 import json
 import shutil
@@ -53,7 +57,7 @@ def export(directory: Path, models: Path, **options: Any) -> Exported:
 
 
 def change(directory: Path, **changed: Tensor | None) -> None:
-    """Change weights by name, with "__" for ".". None removes a weight."""
+    """Change weights by name. In a name, "__" stands for ".". The value None removes a weight."""
     path = directory / "model.safetensors"
     tensors = load_file(path) | {name.replace("__", "."): tensor for name, tensor in changed.items()}
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path, {"format": "pt"})
@@ -76,7 +80,7 @@ def test_rows_hidden_states_and_attention_are_those_of_transformers(name: str, t
         )
     rows = OnnxEncoder(exported.path, manifest.graph)(ids, np.ones_like(ids))
     assert relative_error(rows, want.last_hidden_state.numpy()) <= 5e-5
-    inspect = read_bundle(exported.path).inspect_graph  # as the server reads the manifest
+    inspect = read_bundle(exported.path).inspect_graph  # read by the server's code
     if name in NOT_INSPECTED:
         assert inspect is None
         assert exported.notes["inspection"].startswith("not possible: PyTorch cannot write")
@@ -101,7 +105,7 @@ def test_rows_hidden_states_and_attention_are_those_of_transformers(name: str, t
 @pytest.mark.parametrize("precision", ["float16", "int8"])
 @pytest.mark.parametrize("name", ["ModernBERT", "Qwen3", "T5", "MPNet"])
 def test_other_precisions_pass_their_gates(name: str, precision: Precision, tmp_path: Path) -> None:
-    """The hidden states and the inspections pass.
+    """Export in float16 and int8. Expect that the hidden states and the inspections pass their checks.
 
     The models have RMSNorm or LayerNorm, and three kinds of positions.
     """
@@ -156,7 +160,10 @@ def test_the_longest_sequence(data2vec: Path, models: Path) -> None:
 def test_positions_for_long_texts_are_refused_with_the_longest_sequence_that_works(
     tmp_path: Path, models: Path
 ) -> None:
-    """With longrope, a long text in a batch changes the positions of short texts."""
+    """Export a model with longrope for long sequences. Expect an error that names the longest possible length.
+
+    With longrope, a long text in a batch changes the positions of the short texts.
+    """
     scaling = {
         "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 30,
         "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
@@ -178,9 +185,9 @@ def test_heads_are_left_behind_and_named(data2vec: Path, models: Path) -> None:
 
 @pytest.mark.system
 def test_other_names_and_types_of_weights_give_the_same_rows(tmp_path: Path) -> None:
-    """In old checkpoints, LayerNorm weights are named gamma and beta.
+    """Export the same weights under other names and in float64, and expect the same hidden states.
 
-    Names may have a prefix, and weights may be float64.
+    In old checkpoints, the weights of a LayerNorm are named gamma and beta. Names may also have a prefix.
     """
     directory = save(NAMED["BERT"], tmp_path)
     ids = np.arange(12)[None]
@@ -206,12 +213,12 @@ def test_other_names_and_types_of_weights_give_the_same_rows(tmp_path: Path) -> 
         ({"num_hidden_layers": 3}, WeightNamesError, r"weights are missing: encoder\.layer\.2\..* and \d+ more"),
         ({"num_hidden_layers": 1}, WeightNamesError, r"no place for: encoder\.layer\.1\..* and \d+ more"),
         ({"intermediate_size": 64}, WeightShapeError, r"has shape \(128,\); config.json asks for \(64,\), and 5 more"),
-        ({"num_attention_heads": 5}, ConfigError, "transformers cannot make a Data2VecTextModel"),
-        ({"model_type": "unheard"}, UnsupportedModelError, "does not know model_type 'unheard'; a newer one may"),
+        ({"num_attention_heads": 5}, ConfigError, "transformers cannot load .* as Data2VecTextModel"),
+        ({"model_type": "unheard"}, UnsupportedModelError, "does not know model_type 'unheard'; a newer version"),
         (
             {"model_type": "new", "auto_map": {"AutoModel": "modeling.NewModel"}},
             UnsupportedModelError,
-            "brings code of its own .* never executed; export it as ONNX yourself",
+            "needs its own code .* never executed; export it as ONNX yourself",
         ),
         ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "the checkpoint is quantised"),
     ],
@@ -257,7 +264,7 @@ def test_a_missing_shard(data2vec: Path, models: Path) -> None:
 
 
 class Looking(torch.nn.Module):
-    """A model that branches on the values of its mask. A graph cannot do this."""
+    """A model that chooses its output by the values of the mask. PyTorch cannot write this choice as a graph."""
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         return ids.float() if mask.sum().item() > 3 else mask.float()
@@ -273,7 +280,7 @@ def test_pytorch_prints_nothing_if_it_fails(tmp_path: Path, capfd: pytest.Captur
 
 
 def test_a_model_whose_padding_changes_rows(data2vec: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model ignores its mask, in PyTorch and in the graph."""
+    """Export a model that ignores its mask, in PyTorch and in the graph. Expect an error."""
     from transformers import Data2VecTextModel
 
     forward = Data2VecTextModel.forward
@@ -309,7 +316,7 @@ def test_a_model_that_hides_its_inside_is_exported_without_inspection(
 def test_an_onnx_file_in_the_directory_is_used_if_asked_for(
     data2vec: Path, models: Path, tmp_path: Path, true: bool
 ) -> None:
-    """The file's hidden states must equal those of the model in transformers."""
+    """Export the ONNX file of a directory. Expect an error if the hidden states differ from transformers."""
     exported = export(data2vec, tmp_path / "before")
     (data2vec / "onnx").mkdir()
     for file in exported.path.glob("model.onnx*"):
@@ -329,7 +336,10 @@ def test_an_onnx_file_in_the_directory_is_used_if_asked_for(
 @pytest.mark.system
 @pytest.mark.parametrize("name", ["BERT", "T5"])
 def test_an_onnx_file_without_weights_is_used(name: str, tmp_path: Path, models: Path) -> None:
-    """Some directories on the hub have only config.json and onnx/model.onnx."""
+    """Export a directory without weights for transformers, and expect that the ONNX file is exported.
+
+    Some directories on the hub have only config.json and onnx/model.onnx.
+    """
     directory = save(NAMED[name], tmp_path)
     bundle = export(directory, tmp_path / "before", via="transformers").path
     (directory / "model.safetensors").unlink()

@@ -1,4 +1,4 @@
-"""Weights are read from every supported kind of file. Code in such a file is never run."""
+"""The exporter reads weights from every supported kind of file, and never runs code from these files."""
 
 import hashlib
 import json
@@ -112,7 +112,7 @@ def test_a_json_file_that_is_missing_or_broken_is_named(tmp_path: Path, content:
 
 
 class Dangerous:
-    """Runs a command when it is unpickled."""
+    """An object that runs a command when pickle loads the object."""
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.system, ("touch executed",)

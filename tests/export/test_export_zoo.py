@@ -1,6 +1,6 @@
-"""A bundle returns the same vectors as the model's own library, for each model of tests/support/zoo.py.
+"""For each model of tests/support/zoo.py, the bundle returns the same vectors as the model's own library.
 
-Each prompt and task is compared, alone and in batches.
+The tests compare the vectors for each prompt and each task. Texts are encoded alone and in batches.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from zoo import MODELS, Zoo, assert_same, embedded, least_cosine_of
 
 from encserve_server.offline import Embedder
 
-# The least allowed cosine similarity with the library's vectors. The gate of each precision uses the same limit.
+# The lowest allowed cosine similarity with the library's vectors. The export itself checks the same limits.
 LEAST_COSINE = {"float16": 0.999, "int8": 0.99}
 
 
@@ -19,8 +19,8 @@ def open_bundle(path: Path) -> Embedder:
     return Embedder(path, tune_batches=False, intra_op_threads=1, device="cpu")
 
 
-# The fast tier tests these models. Together they have each kind of vectors and each feature. The end-to-end tests
-# compare all models through a server.
+# The fast tests use these models only. Together, these models have each kind of vectors and each feature. The
+# end-to-end tests compare all models through a server.
 FAST = {
     *("every-pooling", "heads", "prompt-left-out", "lengths-of-tasks", "lower-case", "messages", "all-of-it", "static"),
     *("fixed-unattended", "pylate", "stanford", "sum-log1p", "static-queries"),

@@ -1,7 +1,7 @@
 """Attacks of an anonymous caller on a real server. Each attack has a control: ordinary calls of the same kind.
 
-The quick tests belong to the tier `system`, and the other tests to the tier `weekly`. The attacks measure latencies, so
-no other test may run at the same time.
+The quick tests belong to the test tier `system`, and the other tests to the test tier `weekly`. The tests measure
+latencies, so no other test may run at the same time.
 """
 
 import time
@@ -89,7 +89,7 @@ class Row:
         attack: Returns a function of hostile_attacks that attacks the server, and the function's arguments.
         flags: The command line flags of the server.
         seconds: The duration of the attack.
-        warm_up: As `control`, but for the calls before the control. By default, `control` is used.
+        warm_up: Like `control`, but for the calls before the control. If None, `control` makes these calls.
     """
 
     write_model: Callable[[Path], None]
@@ -135,9 +135,9 @@ def mean_outputs(count: int) -> bytes:
 
 
 def pooled_document(n_tokens: int, factors: int) -> bytes:
-    """Return a request for a document's vectors with `factors` different pool factors.
+    """Return a request for a document's vectors. The request has `factors` outputs, each with another pool factor.
 
-    With 0 factors, the vectors are not pooled.
+    If `factors` is 0, the request has one output without pooling.
     """
     outputs = [pb.OutputSpec(kind=MULTI_VECTOR, dimensions=1, pool_factor=2 + i / 1000) for i in range(factors)]
     ids = [i * i % VOCAB_SIZE for i in range(n_tokens)]
@@ -241,7 +241,7 @@ def test_attack(tmp_path: Path, row: Row) -> None:
 def test_long_request_ids_with_tracing(tmp_path: Path, path: str) -> None:
     """The attack sends 400 messages in a stream, each with a request id of almost 4 MiB.
 
-    The control has about as many bytes in another field.
+    The control sends about the same number of bytes in another field.
     """
     long = "a" * LONGEST_FIELD
     if path == ENCODE_STREAM:
@@ -307,7 +307,7 @@ def test_callers_behind_a_stalled_batch(tmp_path: Path) -> None:
 
 
 def http_status(url: str, fields: object) -> int:
-    """Send a POST request and return the status of the reply; 0 without a reply."""
+    """Send a POST request and return the status of the reply, or 0 if there is no reply."""
     request = urllib.request.Request(url, orjson.dumps(fields), {"content-type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as reply:
@@ -320,10 +320,10 @@ def http_status(url: str, fields: object) -> int:
 
 @pytest.mark.system
 def test_a_text_at_which_the_tokenizer_panics(tmp_path: Path) -> None:
-    """All methods and routes refuse the text. Before and after, they accept another text."""
+    """All methods and routes refuse the text. Before and after this text, they accept another text."""
     write_panicking(tmp_path)
     program = tmp_path.with_name(f"{tmp_path.name}-server")
-    # When Rust panics, it prints lines that are not JSON log lines. The script removes these lines.
+    # A panic in Rust prints lines that are not JSON. The script removes these lines from the log of the server.
     program.write_text(f"""#!/bin/bash\nexec {COMMAND} "$@" 2> >(grep --line-buffered '^{{' >&2)\n""")
     program.chmod(0o755)
     with (
@@ -368,7 +368,7 @@ def first_status(stream: Any) -> str:
     return names[reply.error.code]
 
 
-# A batch takes about 30 ms, however many inputs wait.
+# A batch takes about 30 ms. The number of waiting inputs does not matter.
 STEPS_PER_RUN, FEW, MANY = 120, 256, 65_536
 
 
@@ -376,7 +376,7 @@ def test_health_with_a_full_queue(tmp_path: Path) -> None:
     """With 65,536 waiting inputs, health checks are at most 10 ms slower than with 256 waiting inputs.
 
     Each load runs three times, in turns. Only the lowest latency of each load counts, because other work on the
-    machine slows the other runs.
+    machine may slow a run.
     """
     write_slow(tmp_path, STEPS_PER_RUN)
     flags = ("--parallel-batches", "1", "--intra-op-threads", "1", "--max-queue-tokens", "100000")
@@ -385,7 +385,7 @@ def test_health_with_a_full_queue(tmp_path: Path) -> None:
     with hostile_server(tmp_path, *flags) as server, watching(server, BUDGET_MIB) as watch:
         for count in [*phases] * 3:
             wait_for_metric(server, QUEUED, 0)
-            with attack(ask_grpc, server.target, ENCODE, [request], count // 256 + 1):  # one more call is in the batch
+            with attack(ask_grpc, server.target, ENCODE, [request], count // 256 + 1):  # the extra call runs
                 wait_for_metric(server, QUEUED, count, 512)
                 with watch.phase(f"{count} waiting") as phase:
                     time.sleep(3)

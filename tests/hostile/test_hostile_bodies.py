@@ -1,4 +1,7 @@
-"""Sends 10,000 bodies to each HTTP route. Each body is the route's example from /openapi.json with random changes."""
+"""This test sends 10,000 bodies to each HTTP route.
+
+Each body is the route's example from /openapi.json with random changes.
+"""
 
 import asyncio
 import copy
@@ -81,7 +84,7 @@ def _places(body: Any) -> Iterator[tuple[Any, Any]]:
 
 
 async def examples_and_fields(session: aiohttp.ClientSession) -> tuple[dict[str, Any], list[str]]:
-    """Return the example body of each POST route, and the names of all fields."""
+    """Return the example body of each POST route, and the names of the fields of all bodies."""
     async with session.get("/openapi.json") as reply:
         document = await reply.json()
     examples = {}

@@ -1,4 +1,4 @@
-"""Tests that the server ends calls that make no progress. The test takes about a minute, but hardly any CPU time."""
+"""This test checks that the server ends calls without progress. It takes about a minute, but little CPU time."""
 
 import time
 from pathlib import Path
@@ -9,15 +9,16 @@ from hostile_measure import hostile_server, wait_for_metric
 from hostile_models import write_wide
 
 CALLERS, N_TOKENS = 12, 64
-# The server allows 30 s, and 1 s more for each MiB of a reply. The replies have less than 8 MiB. The other 7 s are time
-# for the server to notice.
+# The server allows 30 s, and 1 s more for each MiB of a reply. The replies have less than 8 MiB. In the other 7 s
+# the server must notice that the time is over.
 ENDED_SECONDS = 30 + 8 + 7
 
 
 def test_callers_without_progress_are_ended(tmp_path: Path) -> None:
     """The server ends calls of callers that send slowly or do not read, on every protocol.
 
-    All connections are still open after 10 s. The comment below names the exceptions.
+    After 10 s, all connections are still open. After ENDED_SECONDS, most connections are closed, and a comment in the
+    test names the exceptions.
     """
     write_wide(tmp_path)
     with hostile_server(tmp_path) as server:

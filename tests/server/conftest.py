@@ -12,14 +12,14 @@ from tiny_heads import SERVE_TINY, Serve, loader, words
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Run a test with a fixture named `shared…` in its module's event loop, where the fixture's server runs."""
+    """Run a test with a fixture `shared…` in the event loop of its module, because the fixture's server runs there."""
     if any(name.startswith("shared") for name in getattr(item, "fixturenames", ())):
         item.add_marker(pytest.mark.asyncio(loop_scope="module"), append=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_waits() -> Iterator[None]:
-    """Shorten the pauses of the servers: between health checks of the engine, and during a stop."""
+    """Shorten two pauses of the servers: between health checks of the engine, and during a stop."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("encserve_server.app._REFUSING_SECONDS", 0.0)
         patch.setattr("encserve_server.app._FAREWELL_SECONDS", 0.1)
@@ -28,7 +28,7 @@ def _short_waits() -> Iterator[None]:
 
 
 def settings_of(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Return the `SHARED_SETTINGS` of the test's module; empty if the module has none."""
+    """Return the `SHARED_SETTINGS` of the test's module, or an empty dictionary if the module has none."""
     settings: dict[str, Any] = getattr(request.module, "SHARED_SETTINGS", {})
     return settings
 
@@ -65,7 +65,7 @@ async def server(request: pytest.FixtureRequest, start_server: StartServer) -> F
 def serve(start_server: StartServer, tmp_path: Path) -> Serve:
     """A function that starts a server with a tiny bundle.
 
-    Its arguments are the bundle's files, the server's settings, the engine, and parts of the manifest.
+    The function takes the files of the bundle, the settings of the server, the engine, and parts of the manifest.
     """
 
     async def start(

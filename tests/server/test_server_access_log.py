@@ -1,4 +1,4 @@
-"""The access log, the log lines about refused calls, the logged settings, and the secrecy of keys."""
+"""Tests of the access log, of log lines about refused calls, of logged settings, and of keys, which are secret."""
 
 import asyncio
 import io
@@ -111,7 +111,7 @@ def test_every_name_makes_a_line_of_json() -> None:
 
 
 class Unread(io.StringIO):
-    """A pipe that nobody reads: a write returns only after `release`."""
+    """A pipe without a reader: a write returns only after `release`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def test_lines_that_nobody_reads_are_lost_and_counted(caplog: pytest.LogCaptureF
     log.on_lost = lost.append
     for i in range(100):
         log.put(f"{i}")
-    assert sum(lost) >= 90  # the thread may have taken lines in between
+    assert sum(lost) >= 90  # the writer thread may have taken a few lines
     file.release.set()
     log.close()
     assert file.getvalue().count("\n") == 100 - sum(lost)
@@ -142,7 +142,10 @@ def test_lines_that_nobody_reads_are_lost_and_counted(caplog: pytest.LogCaptureF
 def test_a_file_that_cannot_be_written_is_reported_at_intervals(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log reports the first loss, then at most one loss a minute, and the rest at the end."""
+    """If the file of the access log cannot be written, the main log says how many lines are lost.
+
+    It reports the first loss at once, then at most once a minute, and the rest at the end.
+    """
     monkeypatch.setattr(lines, "_FLUSH_SECONDS", 0.001)
     file = io.StringIO()
     file.close()
@@ -221,7 +224,10 @@ async def test_the_settings_are_logged_at_the_start(
 async def test_no_key_is_in_a_log_a_metric_a_trace_or_an_error(
     start_server: StartServer, callers: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The calls present right and wrong keys in each header, over each protocol. Some calls succeed, and some fail."""
+    """No log, metric, trace or error contains a key.
+
+    The test sends right and wrong keys in each header, over each protocol. Some calls succeed, and some fail.
+    """
     caplog.set_level(logging.DEBUG)
     seen: list[str] = []
     with otlp_receiver() as receiver:
@@ -242,7 +248,7 @@ async def test_no_key_is_in_a_log_a_metric_a_trace_or_an_error(
         server.app.catalog.resolve = _fail  # type: ignore[method-assign, assignment]
         assert (await refusal(server.call("Encode", ENCODE, metadata=BEARER))).reason == "INTERNAL"
         count = len(headers) * 7 + 1
-        await server.app.stop()  # a stop sends all spans and writes all log lines
+        await server.app.stop()  # the stop sends all spans and writes all log lines
         spans = await asyncio.to_thread(receiver.wait_for, lambda spans: len(spans) >= count)
         seen += [f"{it.name} {it.attributes} {it.resource}" for it in spans]
         seen += [json.dumps(it) for it in await lines_of(server, capsys, count)]

@@ -1,4 +1,7 @@
-"""Admission of calls to the queue: the limit, reopening after a full queue, and fair chances for long calls."""
+"""Tests of the admission of calls to the queue.
+
+They check the limit, when a full queue opens again, and fair chances for long calls.
+"""
 
 import numpy as np
 import pytest
@@ -9,7 +12,8 @@ from encserve_server.scheduling.admission import Admission
 
 LIMIT = 800
 LIMITS = st.integers(1, LIMIT)
-# Each event is a number of tokens: positive for a call that arrives, negative for tokens that leave the queue.
+# Each event is a number of tokens. If the number is positive, a call arrives. If it is negative, tokens leave the
+# queue.
 EVENTS = st.lists(st.integers(1, LIMIT) | st.integers(-LIMIT, -1), max_size=60)
 
 
@@ -24,7 +28,7 @@ def test_a_call_is_refused_only_if_it_does_not_fit_or_the_queue_was_full(events:
         reopens_at = admission.reopens_at_tokens
         closed = admission.shut_to_all(queued)
         assert closed == (reopens_at is not None and queued > reopens_at)
-        assert admission.reopens_at_tokens == reopens_at, "the question changed the answer"
+        assert admission.reopens_at_tokens == reopens_at, "the check of a call changed the result of the next check"
         excess = admission.excess(tokens, queued)
         if excess:
             assert queued + tokens > limit or (reopens_at is not None and queued > limit - limit // 4)
@@ -41,7 +45,10 @@ def test_a_call_is_refused_only_if_it_does_not_fit_or_the_queue_was_full(events:
 def test_a_refused_call_fits_once_the_excess_has_left(
     limit: int, part: float, filled: float, others: list[int]
 ) -> None:
-    """The server computes the retry delay from the excess, so other refused calls must not change the excess."""
+    """A refused call fits after its excess tokens have left the queue. Other refused calls do not change the excess.
+
+    The server computes the retry delay from the excess.
+    """
     admission, queued, tokens = Admission(limit), round(limit * filled), max(round(limit * part), 1)
     excess = admission.excess(tokens, queued)
     if excess:
@@ -71,9 +78,9 @@ def test_bulk_leaves_a_quarter_free_unless_it_is_larger_than_the_rest(tokens: in
 def admitted(lengths: np.ndarray, limit: int, batch: int) -> np.ndarray:
     """Return a boolean mask of the calls that an overloaded queue admits.
 
-    Three times as many tokens arrive as leave. Tokens leave the queue one batch at a time.
+    The tokens that arrive are three times the tokens that leave. Tokens leave the queue one batch at a time.
     """
-    leaving = lengths.mean() / 3  # tokens that leave for each call that arrives
+    leaving = lengths.mean() / 3  # tokens that leave the queue for each call that arrives
     admission, queued, ready = Admission(limit), 0, 0.0
     taken = np.zeros(len(lengths), bool)
     for i, length in enumerate(lengths):
@@ -88,7 +95,7 @@ def admitted(lengths: np.ndarray, limit: int, batch: int) -> np.ndarray:
 
 def test_a_long_text_has_nearly_the_chance_of_a_short_text() -> None:
     rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(3.3, 0.9, 60_000), 4, 256).astype(int)  # about the lengths of real texts
+    lengths = np.clip(rng.lognormal(3.3, 0.9, 60_000), 4, 256).astype(int)  # similar to the lengths of real texts
     taken = admitted(lengths, limit=8192, batch=256)
     settled = np.arange(len(lengths)) > 5000
     short, long = settled & (lengths < 32), settled & (lengths >= 200)
@@ -99,10 +106,9 @@ def test_a_long_text_has_nearly_the_chance_of_a_short_text() -> None:
 
 @pytest.mark.parametrize(("tokens", "chance"), [(1000, 0.85), (11_000, 0.2)])
 def test_a_call_of_many_sequences_is_admitted_too(tokens: int, chance: float) -> None:
-    """One call in 250 is long, with 1,000 or 11,000 tokens.
+    """The chance of a long call to be admitted is more than `chance` times the chance of a short call.
 
-    11,000 tokens are about 256 usual texts. The server must admit a long call with more than `chance` times the chance
-    of a short call.
+    One call in 250 is long, with 1,000 or 11,000 tokens. 256 usual texts have about 11,000 tokens.
     """
     rng = np.random.default_rng(0)
     lengths = rng.integers(4, 90, 120_000)

@@ -1,4 +1,4 @@
-"""Work in the background goes on after an unexpected error."""
+"""Tests that background work continues after an unexpected error."""
 
 import asyncio
 import logging
@@ -9,7 +9,8 @@ from fake_clock import FakeClock
 from fake_server import StartServer
 from waiting import until
 
-from encserve_server.rpc import health, receiving, sending
+from encserve_server import ledger
+from encserve_server.rpc import health, sending
 from encserve_server.system.background import repeat
 
 
@@ -29,7 +30,7 @@ async def test_an_error_is_logged_once_and_the_work_goes_on(caplog: pytest.LogCa
         clock.advance(1.0)
     await task
     assert calls == 6
-    assert [it.levelname for it in caplog.records] == ["ERROR"] * 2  # the second and the third error are equal
+    assert [it.levelname for it in caplog.records] == ["ERROR"] * 2  # of two equal errors in a row, one is logged
 
 
 async def test_an_event_ends_the_pause() -> None:
@@ -49,13 +50,16 @@ async def test_an_event_ends_the_pause() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "look"),
-    [(receiving.Receiving, "_look"), (sending.Sending, "_look"), (health.ModelHealth, "_look")],
+    [(ledger.Places, "_look"), (sending.Sending, "_look"), (health.ModelHealth, "_look")],
     ids=["slow requests", "unread replies", "health"],
 )
 async def test_a_watch_survives_an_error(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: type, look: str
 ) -> None:
-    """Without its watch, slow requests were unbounded, and nothing was logged."""
+    """A watch, which is a background task, logs an unexpected error and continues.
+
+    Without the watch, the number of slow requests would have no limit.
+    """
     original: Callable[[object], None] = getattr(kind, look)
     calls = 0
 

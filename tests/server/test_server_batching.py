@@ -1,4 +1,4 @@
-"""Properties of the batching decision and of the queue, checked with random queues."""
+"""Tests of the queue, and of the choice of sequences for the next batch. The queues are random."""
 
 import gc
 import math
@@ -50,7 +50,7 @@ QUEUES = st.lists(
 
 
 def queued(calls: Sequence[Call]) -> tuple[PendingQueue, list[TokenSequence]]:
-    """Return a queue with these calls, and their sequences in the order of arrival."""
+    """Return a queue with these calls, and the sequences of the calls in the order of arrival."""
     queue, sequences = PendingQueue(), []
     for call in calls:
         ticket = ticket_of([call.length], deadline=call.deadline, extra_cost=call.extra_cost)
@@ -66,14 +66,14 @@ def is_live(sequence: TokenSequence) -> bool:
 
 
 def taken_from(queue: PendingQueue, policy: BatchPolicy) -> tuple[list[TokenSequence], Taken]:
-    """Take the next batch. Return its sequences, empty if there is no batch, and everything that the queue returned."""
+    """Take the next batch. Return the sequences of the batch (empty without a batch), and the whole `Taken` object."""
     taken = queue.take(policy, NOW)
     return taken.batch.sequences if taken.batch is not None else [], taken
 
 
 @given(QUEUES, POLICIES)
 def test_a_batch_holds_the_oldest_live_sequence_and_keeps_its_limits(calls: list[Call], policy: BatchPolicy) -> None:
-    """Each batch contains the oldest live sequence.
+    """A batch contains the oldest live sequence, and does not exceed the limits of the policy.
 
     So a sequence behind k live sequences runs in the (k + 1)-th batch at the latest.
     """
@@ -82,7 +82,7 @@ def test_a_batch_holds_the_oldest_live_sequence_and_keeps_its_limits(calls: list
     assert batch[:1] == [it for it in sequences if is_live(it)][:1]
     if taken.batch is not None:
         assert (taken.batch.closed_by is ClosedBy.QUEUE_EMPTY) == (not len(queue))
-    if len(batch) > 1:  # a single sequence may exceed the budget
+    if len(batch) > 1:  # one sequence alone may exceed the budget
         lengths = [len(it.input) for it in batch]
         padded = max(lengths) * len(lengths)
         assert padded <= policy.max_batch_tokens
@@ -95,9 +95,9 @@ def test_a_batch_holds_the_oldest_live_sequence_and_keeps_its_limits(calls: list
 
 @given(QUEUES, POLICIES)
 def test_every_sequence_is_in_one_place(calls: list[Call], policy: BatchPolicy) -> None:
-    """No sequence is lost or runs twice.
+    """No sequence is lost, and no sequence runs twice.
 
-    Waiting sequences keep their order of arrival. Sequences of the same length run in their order of arrival.
+    Waiting sequences stay in their order of arrival. Sequences of the same length run in their order of arrival.
     """
     queue, sequences = queued(calls)
     batch, taken = taken_from(queue, policy)
@@ -139,9 +139,9 @@ def test_a_queue_frees_the_inputs_of_sequences_that_left(calls: list[Call], poli
 
 
 def test_outputs_that_cost_much_close_a_batch() -> None:
-    """The extra costs of the sequences in a batch have the same limit as the tokens.
+    """The sum of the extra costs in a batch has the same limit as the tokens.
 
-    Here each sequence has an extra cost of 30. So a batch with a limit of 100 takes three of the five sequences.
+    In this test the limit is 100, and each sequence has an extra cost of 30. So a batch takes three of five sequences.
     """
     policy = BatchPolicy(100, 64, 1.0)
     queue, _ = queued([Call(10, extra_cost=30)] * 5)
@@ -182,9 +182,9 @@ def exceeded_bound(batch: list[int], policy: BatchPolicy) -> ClosedBy | None:
 
 
 def reference_plan(lengths: Sequence[int], policy: BatchPolicy) -> Plan:
-    """A simple version of `plan_batch`, written from the rules in the docstring of `batching`.
+    """Plan a batch, in a simple way that follows the rules in the docstring of `batching`.
 
-    The lengths are in the order of arrival.
+    `plan_batch` must return the same plan. The lengths are in the order of arrival.
     """
     batch, left = [lengths[0]], sorted(lengths[1:])
     while left:
@@ -207,7 +207,7 @@ def reference_plan(lengths: Sequence[int], policy: BatchPolicy) -> Plan:
 @given(st.lists(st.one_of(st.integers(1, 12), st.integers(1, 300)), min_size=1, max_size=60), POLICIES)
 @example([10, 200, 11, 9], BatchPolicy(1000, 64, 0.2))
 @example([900, 900], BatchPolicy(512, 64, 1.0))
-@example([38, 38, 40, 30], BatchPolicy(115, 64, 1.0))  # after 38 and 38, a 40 exceeds the budget and a 30 does not
+@example([38, 38, 40, 30], BatchPolicy(115, 64, 1.0))  # after two 38s, 40 is over the budget and 30 is not
 @example([10] * 4, BatchPolicy(512, 2, 1.0))
 @example([10] * 4, BatchPolicy(30, 64, 1.0))  # a batch may fill its budget exactly
 def test_the_plan_equals_the_reference(lengths: list[int], policy: BatchPolicy) -> None:
@@ -219,7 +219,7 @@ def test_the_plan_equals_the_reference(lengths: list[int], policy: BatchPolicy) 
 
 
 class CountedLookups(Mapping[int, int]):
-    """A mapping that counts its lookups. It raises an error if the whole queue is read."""
+    """A mapping that counts lookups, and raises an error if a caller reads its length or all its keys."""
 
     def __init__(self, items: Mapping[int, int]) -> None:
         self._items = items
@@ -237,9 +237,9 @@ class CountedLookups(Mapping[int, int]):
 
 
 def test_a_decision_costs_no_more_in_a_long_queue() -> None:
-    """The queue has 257 or 65,536 sequences of one token.
+    """A queue with 257 sequences and a queue with 65,536 sequences need the same number of lookups.
 
-    Both must need the same number of lookups for a batch of 256 sequences.
+    Each sequence has one token, and the batch has 256 sequences.
     """
     lookups = []
     for waiting in (257, 65_536):
@@ -283,7 +283,7 @@ class QueueMachine(RuleBasedStateMachine):
     def add(self, length: int, count: int, extra_cost: int, seconds: float, caller: Caller, priority: Priority) -> None:
         """Add a call whose sequences all have the same length.
 
-        After the call has ended, the queue may drop any of its sequences, so only their number matters.
+        After the end of the call, the queue may drop any of these sequences, so only the number of sequences matters.
         """
         deadline = self.now + seconds
         lengths = [length] * count

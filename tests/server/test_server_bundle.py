@@ -1,4 +1,4 @@
-"""Reading and verifying bundles. Each error names the file or field, and the reason."""
+"""Tests of reading and verifying bundles. Each error names the file or field, and the reason."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from encserve_server.types.requests import OutputKind
 
 
 def edit(directory: Path, **fields: Any) -> None:
-    """Set top-level fields of a manifest. Compute the manifest's fingerprint again unless `fields` has one."""
+    """Set top-level fields of a manifest, and compute its fingerprint again unless `fields` has a fingerprint."""
     path = directory / "manifest.json"
     changed = json.loads(path.read_text()) | fields
     fitting = fingerprint(json_format.ParseDict(changed, m.Manifest()))
@@ -50,7 +50,7 @@ def test_a_good_bundle_is_read(tmp_path: Path) -> None:
 
 
 def test_an_altered_file_is_refused(tmp_path: Path) -> None:
-    """The file has a changed bit, lacks a byte, is missing, or is a link to a file outside the bundle."""
+    """A bundle is refused if a file has a changed bit, lacks a byte, is missing, or links to a file outside."""
     directory = write_bundle(tmp_path)
     data = (directory / "model.onnx").read_bytes()
     (directory / "model.onnx").write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
@@ -65,7 +65,10 @@ def test_an_altered_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_without_a_checksum_is_refused(tmp_path: Path) -> None:
-    """If the graph named this file, ONNX Runtime would read unverified weights from the file."""
+    """A bundle is refused if it has a file that the manifest does not list.
+
+    If the graph named such a file, ONNX Runtime would read weights that are not verified.
+    """
     directory = write_bundle(tmp_path)
     (directory / "weights.bin").write_bytes(b"anything")
     assert_refused(directory, "weights.bin: the manifest does not list it")

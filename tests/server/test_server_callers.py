@@ -1,4 +1,4 @@
-"""Keys, the callers file, permissions and rate limits, over gRPC and HTTP."""
+"""Tests of keys, the callers file, permissions and rate limits, over gRPC and HTTP."""
 
 # ruff: noqa: ASYNC240 - a small local file does not block the event loop
 
@@ -116,7 +116,7 @@ async def change(server: FakeServer, file: Path, text: str, outcome: str = "load
         (("api-key", RIGHT),),
         (("x-api-key", RIGHT),),
         (("authorization", "Basic abc"), ("x-api-key", RIGHT)),
-        # OpenAI's client always sends an Authorization header.
+        # OpenAI's client always sends an Authorization header, even if the right key is in another header.
         (
             ("authorization", f"Bearer {WRONG}"),
             ("api-key", RIGHT),
@@ -145,7 +145,7 @@ async def test_a_right_key_is_accepted(shared_callers: FakeServer, metadata: Any
         (("api-key", hash_of(RIGHT)),),
         (("x-api-key", RIGHT[:-1]),),
         (("api-key", ""),),
-        # The server checks only the first three keys of a call.
+        # The server checks only the first three keys of a call, so it does not reach the right key.
         (
             *(("api-key", f"{WRONG}{i}") for i in range(3)),
             ("api-key", RIGHT),
@@ -198,7 +198,7 @@ async def test_a_large_body_without_a_key_is_not_read(shared_callers: FakeServer
 
 @pytest.mark.parametrize("is_together", [True, False])
 async def test_a_refused_caller_keeps_its_connection(shared_callers: FakeServer, is_together: bool) -> None:
-    """The server keeps the connection, because a new TLS connection costs three times as much as a refusal."""
+    """The server keeps the connection open, because a new TLS connection costs three times as much as a refusal."""
     body = b'{"input": "hello", "model": "tiny"}'
     async with raw(shared_callers) as (reader, writer):
         for key, status in ((WRONG, b"401"), (WRONG, b"401"), (RIGHT, b"200"), (WRONG, b"401"), (RIGHT, b"200")):
@@ -251,7 +251,8 @@ async def test_a_wrong_file_changes_nothing_and_is_counted_once(
 async def test_a_half_written_file_is_not_loaded(serve: Serve, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first half of a file can be a valid file with fewer callers.
 
-    Here the second half is written while the server waits before it reads the file again.
+    So after a change, the server waits and then reads the file again. In this test, the second half is written during
+    the wait, and only the whole file is loaded.
     """
     server = await serve(BOTH)
     monkeypatch.setattr(registry, "time", SimpleNamespace(sleep=lambda _: file.write_text(BOTH + "# changed")))
@@ -420,12 +421,12 @@ async def test_requests_without_a_key_are_small(serve: Serve) -> None:
 
 
 async def test_slow_calls_without_a_key_leave_room_for_others(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encserve_server.rpc.receiving._LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("encserve_server.ledger.LOOK_SECONDS", 0.02)
     server = await serve()
     rpc: Any = server.channel.stream_unary("/grpc.health.v1.Health/Check")
     slow = [rpc() for _ in range(100)]
     codes = [asyncio.ensure_future(it.code()) for it in slow]
-    room = server.app._receiving.places // 8
+    room = server.app._places.open_pool.limit
     await until(lambda: sum(it.done() for it in codes) >= len(slow) - room)
     assert await server.call("Check", health_pb2.HealthCheckRequest(), HEALTH)
     done = [it for it in codes if it.done()]
@@ -439,11 +440,11 @@ async def test_slow_calls_without_a_key_leave_room_for_others(serve: Serve, monk
 
 async def test_idle_reflection_without_a_key_makes_room(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     server = await serve(public_listing=True)
-    streams = [await open_reflection(server, ()) for _ in range(server.app._receiving.places // 8)]
+    streams = [await open_reflection(server, ()) for _ in range(server.app._places.open_pool.limit)]
     for it in streams:
         assert await it.read()
     assert (await refusal(reflect(server))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    monkeypatch.setattr("encserve_server.rpc.receiving.RECEIVE_SECONDS", 0.0)
+    monkeypatch.setattr("encserve_server.ledger.ARRIVAL_SECONDS", 0.0)
     assert await reflect(server)
     assert (await refusal(streams[0].read())).reason == "BUDGET_FULL"
     for it in streams:
@@ -520,7 +521,7 @@ async def test_inspect_is_a_permission(serve: Serve) -> None:
 
 async def test_a_caller_over_its_rate_gets_a_delay(serve: Serve) -> None:
     server = await serve(entry("search", RIGHT, tokens_per_second=10) + entry("other", OTHER))
-    # 30 tokens at 10 tokens a second: the burst covers 1 s, and 2 s remain.
+    # The call has 30 tokens, and the rate is 10 tokens a second. The burst covers 1 s, so 2 s remain.
     await server.encode(*["hello brave new world"] * 5, metadata=bearer(RIGHT))
     error = await refused(server, metadata=bearer(RIGHT))
     assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "RATE_LIMITED")
@@ -543,11 +544,11 @@ async def test_all_parts_of_a_call_count_against_the_rate(serve: Serve) -> None:
             assert (await client.post("/v1/embeddings", json=body)).status_code == 200
         answer = await client.post("/v1/embeddings", json=EMBEDDINGS)
         assert answer.status_code == 429
-        assert 6 <= int(answer.headers["retry-after"]) <= 8  # 900 tokens minus the burst of 100, at 100 a second
+        assert 6 <= int(answer.headers["retry-after"]) <= 8  # (900 tokens - burst of 100) / 100 a second
 
 
 async def test_a_call_that_fails_midway_costs_the_parts_that_ran(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The queue refuses the third of three parts after the first part ran and while the second part runs.
+    """A call has three parts. While the second part runs, the queue refuses the third part.
 
     Only the first two parts count against the caller's rate.
     """
@@ -578,7 +579,7 @@ async def test_a_call_that_fails_midway_costs_the_parts_that_ran(serve: Serve, m
     assert (answer.status_code, answer.headers["encserve-error-reason"]) == (429, "QUEUE_FULL")
     error = await refused(server, metadata=bearer(RIGHT))
     assert error.reason == "RATE_LIMITED"
-    assert 5000 < int(error.pushback_ms or 0) <= 7000  # 16 tokens minus the burst of 2; the third part would add 5 s
+    assert 5000 < int(error.pushback_ms or 0) <= 7000  # (16 tokens - burst of 2) / 2 a second; third part: 5 s more
 
 
 @pytest.mark.parametrize(
@@ -609,7 +610,7 @@ async def test_a_call_that_ends_before_it_runs_costs_nothing(serve: Serve, outco
 @pytest.mark.parametrize("method", ["Tokenize", "Inspect", "/tokenize"])
 async def test_tokenize_and_inspect_count_against_the_rate(serve: Serve, method: str) -> None:
     server = await serve(entry("search", RIGHT, tokens_per_second=10))
-    text = " ".join(["hello"] * 28)  # 30 tokens with [CLS] and [SEP] take 3 s, 2 s longer than the burst
+    text = " ".join(["hello"] * 28)  # with [CLS] and [SEP], 30 tokens: 2 s more than the burst
     if method == "Tokenize":
         await server.call(method, pb.TokenizeRequest(texts=[text]), metadata=bearer(RIGHT))
     elif method == "Inspect":
@@ -683,7 +684,10 @@ def named(key: str, name: str) -> Any:
 async def test_a_trusted_proxy_names_the_caller(
     serve: Serve, is_proxy: str, is_trusted: bool, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The server warns if the callers file declares a proxy and `trust_fairness_id` is off, or the reverse."""
+    """A proxy may name callers only if the callers file declares the proxy and `trust_fairness_id` is on.
+
+    If only one of the two conditions holds, the server logs a warning.
+    """
     callers = entry("gateway", RIGHT, proxy=is_proxy) + entry("jobs", OTHER)
     server = await serve(callers, trust_fairness_id=is_trusted)
     await server.encode("hello", metadata=named(RIGHT, "tenant-1"))
@@ -741,7 +745,10 @@ async def test_a_removed_caller_gets_no_label_from_its_last_call(serve: Serve, f
 
 
 async def test_rates_and_permissions_are_those_of_the_proxy(serve: Serve) -> None:
-    """Errors name the proxy, because the callers file has an entry for the proxy only."""
+    """The rates and permissions of a proxy apply to the callers that the proxy names.
+
+    Errors name the proxy, because the callers file has an entry for the proxy only.
+    """
     rules = {"tokens_per_second": 2, "models": '["else", "tiny"]', "inspect": "false"}
     narrow = entry("narrow", OTHER, proxy="true", models='["else"]')
     server = await serve(entry("gateway", RIGHT, proxy="true", **rules) + narrow, trust_fairness_id=True)
@@ -815,7 +822,7 @@ def test_names_of_a_certificate() -> None:
     [("ipv4:127.0.0.1:5", "127.0.0.1:5"), ("ipv6:%5B::1%5D:5", "[::1]:5"), ("unix:/tmp/socket", "/tmp/socket")],  # noqa: S108
 )
 def test_addresses_and_names_of_a_grpc_peer(peer: str, address: str) -> None:
-    """The properties are those that gRPC 1.85 reports for a client certificate."""
+    """`properties` has the entries that gRPC 1.85 reports for a client certificate."""
     properties = {
         "x509_common_name": [b"not.this"],
         "peer_dns": [b"search.example"],

@@ -1,4 +1,4 @@
-"""Valid and invalid callers files and key files, and the token bucket that limits the rate of a caller."""
+"""Tests of callers files and key files, valid and invalid, and of the token bucket that limits a caller's rate."""
 
 import contextlib
 from pathlib import Path
@@ -15,7 +15,7 @@ from encserve_server.callers.rates import BURST_SECONDS, TokenBucket
 from encserve_server.types.callers import Caller, Priority
 
 HASH = "ab" * 32
-KEY = "encserve-" + "k" * 43  # fixed, because names of tests contain this key
+KEY = "encserve-" + "k" * 43  # a fixed key, because the names of the tests contain the key
 
 WHOLE = f"""
 [[caller]]
@@ -164,7 +164,7 @@ def test_no_period_takes_more_than_its_rate_a_burst_and_one_call(calls: list[tup
             taken.append((now, tokens))
     for i, (began, _) in enumerate(taken):
         for j in range(i, len(taken)):
-            total = sum(tokens for _, tokens in taken[i:j])  # the tokens before the last call
+            total = sum(tokens for _, tokens in taken[i:j])  # the tokens of the calls before call j
             assert total <= (taken[j][0] - began + BURST_SECONDS) * rate + 1e-6 * (1 + total)
 
 

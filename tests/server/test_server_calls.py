@@ -1,4 +1,4 @@
-"""Limits, accounting and ends of gRPC calls: the byte budget, slow callers, streams, stops and faults."""
+"""Tests of gRPC calls: the byte budget, slow callers, streams, stops and faults."""
 
 import asyncio
 import contextlib
@@ -16,11 +16,12 @@ from open_inference import infer_request, text_tensor
 from waiting import PATIENCE_SECONDS, until
 
 from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_server import ledger
 from encserve_server.errors import BundleError, FieldPath, InvalidField, Part, PlainNaming
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.open_inference import requests as infer_requests
 from encserve_server.open_inference import service as infer_service
-from encserve_server.rpc import codec, inspect_codec, naming, receiving, sending
+from encserve_server.rpc import codec, inspect_codec, naming, sending
 from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as infer_pb
 from encserve_server.rpc.streams import answer_stream
 
@@ -47,14 +48,14 @@ def stream_request(request_id: str, *inputs: Any) -> bytes:
 
 
 async def read_all(call: Any) -> None:
-    """Send no more requests on a stream, and read all its replies."""
+    """Send no more requests on a stream, and read the rest of the replies."""
     await call.done_writing()
     while await call.read() is not grpc.aio.EOF:
         pass
 
 
 class Panic(BaseException):
-    """Like the exception of PyO3 for a panic in Rust code, this is not a subclass of Exception."""
+    """An exception that is not a subclass of Exception, like the exception that PyO3 raises if Rust code panics."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -164,8 +165,8 @@ async def test_bytes_are_held_while_a_call_waits(server: FakeServer) -> None:
 
 
 async def test_a_full_budget_refuses_further_calls(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server always admits a call if no other call uses bytes of the budget."""
-    monkeypatch.setattr(server.app._calls, "max_held_bytes", 3000)
+    """A call beyond the byte budget is refused. If no other call uses the budget, every call is admitted."""
+    monkeypatch.setattr(server.app._calls.budget, "limit", 3000)
     first = await server.start_held(server.encode([1] * LONGEST, [2] * LONGEST))  # this call uses over 2,000 bytes
     before = server.held_bytes()
     assert before > 1000
@@ -179,7 +180,7 @@ async def test_a_full_budget_refuses_further_calls(server: FakeServer, monkeypat
     assert len((await first).sequences) == 2
     await all_given_back(server)
     assert server.sample("encserve_refused_total", reason="BUDGET_FULL") == 1
-    monkeypatch.setattr(server.app._calls, "max_held_bytes", 1)
+    monkeypatch.setattr(server.app._calls.budget, "limit", 1)
     assert len((await server.encode([1] * LONGEST, "hello")).sequences) == 2
     await server.call("Tokenize", pb.TokenizeRequest(texts=["hello"]))
 
@@ -190,7 +191,7 @@ async def test_a_full_budget_refuses_one_request_of_a_stream(
     server.engine.hold()
     call = stream_of(server)
     await until(lambda: server.held_bytes() > 0)
-    monkeypatch.setattr(server.app._calls, "max_held_bytes", int(server.held_bytes()) + 6000)
+    monkeypatch.setattr(server.app._calls.budget, "limit", int(server.held_bytes()) * 8 // 7 + 6000)
     await call.write(stream_request("first", [1] * LONGEST))
     await asyncio.to_thread(server.engine.started.acquire)
     await call.write(stream_request("second", [2] * LONGEST))
@@ -212,9 +213,9 @@ async def test_a_full_budget_refuses_one_request_of_a_stream(
 
 @pytest.fixture
 def two_places(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Settings of a server with two places: it admits two slow requests or open streams at a time."""
-    monkeypatch.setattr(receiving, "_LEAST_PLACES", 2)
-    monkeypatch.setattr(receiving, "_LOOK_SECONDS", 0.02)
+    """Settings of a server with two places. Each slow request and each open stream takes one place."""
+    monkeypatch.setattr(ledger, "_LEAST_PLACES", 2)
+    monkeypatch.setattr(ledger, "LOOK_SECONDS", 0.02)
     return {"max_request_mib": 4, "max_response_mib": 1, "max_in_flight_mib": 8}
 
 
@@ -229,7 +230,7 @@ async def test_slow_requests_have_places_and_others_need_none(
 ) -> None:
     server = await start_server(**two_places)
     halves = [half_sent(server) for _ in range(2)]
-    await until(lambda: server.held_bytes() == 4 * MIB)  # 2 MiB for each: the two places share half of the 8 MiB budget
+    await until(lambda: server.held_bytes() == 4 * MIB)  # 2 MiB for each: the places share half of the 8 MiB budget
     await asyncio.gather(*(server.encode([i]) for i in range(10)))
     failed = await refusal(half_sent(server))
     assert (failed.code, failed.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "BUDGET_FULL")
@@ -247,7 +248,7 @@ async def test_slow_requests_have_places_and_others_need_none(
 async def test_a_half_sent_call_ends_in_time(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, two_places: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(receiving, "RECEIVE_SECONDS", 0.05)
+    monkeypatch.setattr(ledger, "ARRIVAL_SECONDS", 0.05)
     server = await start_server(**two_places)
     failed = await refusal(half_sent(server))
     assert (failed.code, failed.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXPIRED")
@@ -267,7 +268,7 @@ async def test_a_stop_does_not_wait_for_half_sent_calls(start_server: StartServe
 async def test_a_call_without_a_request_is_refused_at_once(server: FakeServer) -> None:
     call = half_sent(server)
     await call.done_writing()
-    async with asyncio.timeout(PATIENCE_SECONDS / 3):  # less than a request may take to arrive
+    async with asyncio.timeout(PATIENCE_SECONDS / 3):  # shorter than the time limit for a request to arrive
         failed = await refusal(call)
     assert (failed.code, failed.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST")
     await all_given_back(server)
@@ -310,7 +311,7 @@ async def test_a_new_stream_takes_the_place_of_the_longest_idle_one(
     So the server ends an idle stream when a new stream needs its place.
     """
     server = await start_server(**two_places)
-    monkeypatch.setattr(receiving, "RECEIVE_SECONDS", 0.05)
+    monkeypatch.setattr(ledger, "ARRIVAL_SECONDS", 0.05)
     server.engine.hold()
     busy, idle = stream_of(server), stream_of(server)
     await busy.write(stream_request("a", [1]))
@@ -335,7 +336,7 @@ async def test_a_new_stream_takes_the_place_of_the_longest_idle_one(
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A caller loses its connection if it does not read a reply within 0.2 s."""
+    """Let the server close the connection of a caller that does not read a reply within 0.2 s."""
     monkeypatch.setattr(sending, "UNREAD_SECONDS", 0.2)
     monkeypatch.setattr(sending, "_SECONDS_PER_MIB", 0.0)
     monkeypatch.setattr(sending, "_LOOK_SECONDS", 0.02)
@@ -345,8 +346,8 @@ async def test_only_callers_that_do_not_read_a_reply_are_cut_off(
     impatient: None, monkeypatch: pytest.MonkeyPatch, start_server: StartServer
 ) -> None:
     close, all_held = sending.close_connections, asyncio.Event()
-    # No connection closes before all three replies are ready. On a slow machine the first caller would otherwise lose
-    # its connection too early.
+    # No connection closes before all three replies are ready. Otherwise, on a slow machine, the first caller would
+    # lose its connection too early.
     monkeypatch.setattr(sending, "close_connections", lambda peers: close(peers) if all_held.is_set() else None)
     server = await start_server(FakeEngine(500_000))  # hidden states of 2 MB for each token
     data = pb.EncodeRequest(inputs=[make_input([1] * 5)]).SerializeToString()
@@ -354,10 +355,10 @@ async def test_only_callers_that_do_not_read_a_reply_are_cut_off(
     await other.write(stream_request("a", [1]))
     await other.read()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}", options=OWN) as channel:
-        # gRPC reads the reply of a unary call before the caller asks. So this call is declared as a stream.
+        # gRPC reads the reply of a unary call before the caller asks for the reply. So the test declares a stream.
         rpc: Any = channel.unary_stream(f"/{SERVICE}/Encode")
         calls = [rpc(data) for _ in range(3)]
-        await until(lambda: server.held_bytes() >= 3 * 2 * 10_000_000)  # each reply of 10 MB, and gRPC's copy of it
+        await until(lambda: server.held_bytes() >= 3 * 2 * 10_000_000)  # three replies of 10 MB, and gRPC's copies
         assert server.handled("OK") == 3
         all_held.set()
         await until(lambda: server.held_bytes() == 4.5 * MIB)  # the budget reserves 4.5 MiB for an open stream
@@ -406,7 +407,7 @@ async def test_connections_are_closed_whatever_their_family() -> None:
         readers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         await until(lambda: len(ends) == 3)
         peers = [it.get_extra_info("peername")[1] for it in ends]
-        # For a server that listens on ::, gRPC names an IPv4 caller in the second form.
+        # For a server that listens on ::, gRPC reports an IPv4 caller in the second form.
         sending.close_connections({f"ipv4:127.0.0.1:{peers[0]}", f"ipv6:%5B::ffff:127.0.0.1%5D:{peers[2]}"})
         ends[1].write(b"open")
         assert [await reader.read(4) for reader, _ in readers] == [b"", b"open", b""]
@@ -476,7 +477,7 @@ async def test_an_idle_stream_keeps_no_message(server: FakeServer) -> None:
 
 
 def kept_messages() -> list[str]:
-    """Return the names of local variables with bytes or tuples in the server's suspended coroutines."""
+    """Return the names of all local variables of the server's suspended coroutines that hold bytes or tuples."""
     return [
         f"{it.__qualname__}: {name}"
         for it in gc.get_objects()
@@ -531,7 +532,7 @@ async def test_unwritten_replies_of_a_cancelled_stream_are_released(cancels: int
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list of function names. Each call of a function that copies contents of a request adds the function's name."""
+    """A list that gets the name of a function each time the function copies contents of a request."""
     seen: list[str] = []
 
     def counting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The engines of ONNX Runtime and OpenVINO on a small real graph, and properties of ONNX Runtime."""
+"""Tests of the engines of ONNX Runtime and OpenVINO on a small real graph, and of ONNX Runtime itself."""
 
 import contextlib
 import os
@@ -102,9 +102,9 @@ def test_a_bad_file_or_width_is_refused(bundle: Bundle, tmp_path: Path, engine: 
 
 
 def test_a_very_long_sequence_warms_up_alone(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warm-up batches of several sequences stay within the token budget, as batches of real calls do.
+    """A warm-up batch of several sequences stays within the token budget, like a batch of real calls.
 
-    A single sequence may exceed the budget.
+    A sequence alone may exceed the budget.
     """
     engine = opened(bundle.graph)
     run, padded = engine.run, []
@@ -124,7 +124,10 @@ def test_a_very_long_sequence_warms_up_alone(bundle: Bundle, monkeypatch: pytest
 
 
 def test_products_of_8_bits_are_exact() -> None:
-    """On x86 CPUs without VNNI, ONNX Runtime by default saturates sums of two 8-bit products at 16 bits."""
+    """Matrix products of 8-bit numbers are exact with our session options.
+
+    By default, on x86 CPUs without VNNI, ONNX Runtime cuts the sum of two 8-bit products to the range of 16 bits.
+    """
     model, inputs, wanted = byte_products()
     session = ort.InferenceSession(model, _session_options(), providers=["CPUExecutionProvider"])
     np.testing.assert_array_equal(session.run(None, {"A": inputs})[0], wanted)
@@ -151,7 +154,10 @@ def test_parallel_batches_use_every_thread_once(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, threads: int, asked: int, parallel: int, *, widens: bool,
     sessions: list[int],
 ) -> None:  # fmt: skip
-    """All runs of a session share the session's threads. Each run also computes in the thread that called it."""
+    """Parallel batches together use the chosen number of threads.
+
+    All runs of a session share the threads of the session. Each run also computes in the thread that calls it.
+    """
     session, opened_with = ort.InferenceSession, []
 
     def note(path: Path, options: ort.SessionOptions, **rest: object) -> ort.InferenceSession:
@@ -175,7 +181,10 @@ def test_a_missing_cuda_provider_stops_the_start(bundle: Bundle, monkeypatch: py
 def test_a_cuda_provider_that_does_not_load_is_noticed(
     bundle: Bundle, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """ONNX Runtime lists the provider, cannot load it, and opens a CPU session without an error."""
+    """If CUDA does not load, `--device cuda` fails, and `--device auto` logs a warning and uses the CPU.
+
+    ONNX Runtime lists the CUDA provider although it cannot load it, and opens a CPU session without an error.
+    """
     session = ort.InferenceSession
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
     monkeypatch.setattr(ort, "preload_dlls", lambda: None)
@@ -193,7 +202,7 @@ def test_a_cuda_provider_that_does_not_load_is_noticed(
 
 
 def test_a_failed_run_writes_nothing_to_the_terminal(bundle: Bundle, capfd: pytest.CaptureFixture[str]) -> None:
-    """Every log line must be JSON, so ONNX Runtime must not print messages of its own."""
+    """If a run fails, ONNX Runtime prints no message, because every line of the log must be JSON."""
     with pytest.raises(Exception, match="idx=99"):
         opened(bundle.graph).run([np.array([99])])
     assert capfd.readouterr() == ("", "")
@@ -217,11 +226,11 @@ print(resident_bytes() - before)
 
 @pytest.mark.system  # starts a process
 def test_the_runtime_frees_memory_and_reports_nothing(bundle: Bundle, tmp_path: Path) -> None:
-    """The long sequence needs two tensors of 128 MB each, and only the hidden states may stay in memory.
+    """After the run of a long sequence, only the hidden states stay in memory. The run needs two tensors of 128 MB.
 
-    By default, ONNX Runtime would write an identifier to the home directory and send usage reports.
+    The home directory stays empty. By default, ONNX Runtime would write an identifier there and send usage reports.
     """
-    names = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")  # without the variables that pytest sets
+    names = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")  # leaves out the variables that pytest sets
     environment = {name: os.environ[name] for name in names if name in os.environ} | {"HOME": str(tmp_path)}
     command = [sys.executable, "-c", PROGRAM, str(bundle.graph.path.parent)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

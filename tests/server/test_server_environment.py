@@ -1,4 +1,7 @@
-"""Environment variables: names close to a setting, unknown names, and the API key, which has no flag."""
+"""Tests of environment variables.
+
+They check names close to a setting, unknown names, and the API key, which has no command line flag.
+"""
 
 import asyncio
 from pathlib import Path
@@ -17,7 +20,7 @@ from encserve_server.settings import Settings
 from encserve_server.telemetry import logs
 
 SETTINGS = {f"ENCSERVE_{name.upper()}" for name in Settings.__dataclass_fields__}
-# Kubernetes sets these variables in a pod if the namespace has services named encserve and encserve-http.
+# If a namespace has the services encserve and encserve-http, Kubernetes sets these variables in each of its pods.
 KUBERNETES = {
     "ENCSERVE_SERVICE_HOST": "10.0.0.1",
     "ENCSERVE_SERVICE_PORT": "50051",
@@ -38,7 +41,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Starts":
 
 
 class Starts:
-    """A callable that runs the server's command without serving, and records the settings of each start."""
+    """A callable that runs the command of the server, but starts no server. It records the settings of each start."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.settings: list[Settings] = []
@@ -79,7 +82,10 @@ def test_a_name_close_to_a_setting_stops_the_start(start: Starts, name: str, set
 
 
 def test_unknown_variables_are_logged_once(start: Starts, caplog: pytest.LogCaptureFixture) -> None:
-    """ENCSERVE_PORT differs from ENCSERVE_HOST in only two letters, but it is not a misspelling."""
+    """One log line names all unknown variables, and the server still starts.
+
+    ENCSERVE_PORT is unknown. It differs from ENCSERVE_HOST in only two letters, but it is not a misspelling.
+    """
     assert start(ENCSERVE_NONSENSE="1", ENCSERVE_PORT="8080").exit_code == 0
     (line,) = [it for it in caplog.records if "are no settings" in it.getMessage()]
     assert set(vars(line)["variables"]) == {"ENCSERVE_NONSENSE", "ENCSERVE_PORT"}
@@ -91,7 +97,10 @@ def test_variables_of_kubernetes_are_ignored() -> None:
 
 @pytest.mark.parametrize("port", ["grpc", "http", "metrics"])
 def test_a_service_with_the_name_of_a_port(start: Starts, port: str, caplog: pytest.LogCaptureFixture) -> None:
-    """For a Service named encserve-http, Kubernetes sets ENCSERVE_HTTP_PORT in every pod of the namespace."""
+    """The server ignores a port variable that Kubernetes has set for a service, and logs a line about it.
+
+    For a service named encserve-http, Kubernetes sets ENCSERVE_HTTP_PORT in every pod of the namespace.
+    """
     variable = f"ENCSERVE_{port.upper()}_PORT"
     assert start(**{variable: "tcp://10.0.0.1:80"}).exit_code == 0
     (settings,) = start.settings

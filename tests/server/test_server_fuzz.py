@@ -1,4 +1,4 @@
-"""Random messages over gRPC: each gets a reply or a known status, and the server keeps serving."""
+"""Tests that each random message over gRPC gets a reply or a known status, and that the server still works after."""
 
 import random
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Features of gRPC: many calls at once, connections, compression, health, reflection and stops."""
+"""Tests of gRPC: many calls at once, connections, compression, health, reflection and stops."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,10 @@ REFLECTION = "reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
 async def test_a_flood_gets_replies_or_refusals(start_server: StartServer) -> None:
-    """Without the server's own limit, gRPC would cancel calls if more than a thousand calls wait."""
+    """Each of 2,200 calls gets a reply, or is refused because the queue is full.
+
+    Without the server's own limit, gRPC would cancel calls if more than a thousand calls wait.
+    """
     server = await start_server(max_queue_tokens=100)
     target = f"127.0.0.1:{server.app.grpc_port}"
     data = pb.EncodeRequest(inputs=[make_input([1] * 10)]).SerializeToString()
@@ -55,7 +58,7 @@ async def test_connections_are_bounded(start_server: StartServer) -> None:
     connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(10)]
     try:
         pending = {asyncio.create_task(reader.read()) for reader, _ in connections}
-        # The server sends a settings frame at once, but `read` returns only at the end of the connection.
+        # The server sends a settings frame first, but `read` returns only when the connection ends.
         while len(pending) > 2:
             done, pending = await asyncio.wait(pending, timeout=PATIENCE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             assert done, f"{len(pending)} are open"
@@ -72,7 +75,10 @@ async def test_connections_are_bounded(start_server: StartServer) -> None:
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
 async def test_compressed_requests_are_refused(server: FakeServer, compression: grpc.Compression) -> None:
-    """gRPC could unpack 4 KiB to 4 MiB of empty inputs before the server checks any limit."""
+    """The server refuses compressed requests.
+
+    Otherwise gRPC could unpack 4 KiB to 4 MiB of empty inputs before the server checks any limit.
+    """
     data = pb.EncodeRequest(inputs=[pb.Input()] * 1000).SerializeToString()
     target = f"127.0.0.1:{server.app.grpc_port}"
     async with grpc.aio.insecure_channel(target, compression=compression) as channel:
@@ -89,7 +95,7 @@ async def test_a_caller_that_leaves_during_its_reply_is_not_logged(
 ) -> None:
     server = await start_server(FakeEngine(500_000))  # replies of 20 MB, larger than any socket buffer
     data = pb.EncodeRequest(inputs=[make_input([1] * 10)]).SerializeToString()
-    # gRPC reads the reply of a unary call before the caller asks. So this call is declared as a stream.
+    # gRPC reads the reply of a unary call before the caller asks for the reply. So the test declares a stream.
     rpc: Any = server.channel.unary_stream(f"/{SERVICE}/Encode")
     for answered in range(1, 4):
         call = rpc(data)
@@ -106,7 +112,7 @@ async def test_a_caller_that_leaves_during_its_reply_is_not_logged(
 async def test_other_services_refuse_bytes_that_are_not_a_message(
     shared: FakeServer, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Such bytes are the caller's mistake, so the server does not log an error."""
+    """Bytes that are not a message are the caller's mistake, so the call is refused and no error is logged."""
     channel: Any = shared.channel
     failed = await refusal(channel.unary_stream(f"/grpc.{method}")(b"\xff\xff").read())
     assert (failed.code, failed.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST")
@@ -114,9 +120,9 @@ async def test_other_services_refuse_bytes_that_are_not_a_message(
 
 
 async def test_a_stop_ends_watchers_and_reflection(start_server: StartServer) -> None:
-    """Clients such as load balancers keep these streams open.
+    """A stop ends streams of health and reflection at once, without waiting for the end of the grace period.
 
-    A stop ends the streams and does not wait for the end of the grace period.
+    Clients such as load balancers keep these streams open.
     """
     server = await start_server(grace_seconds=3600)
     channel: Any = server.channel
@@ -137,7 +143,7 @@ async def test_a_stop_ends_watchers_and_reflection(start_server: StartServer) ->
 async def test_a_watcher_that_does_not_read_does_not_stop_other_watchers(start_server: StartServer) -> None:
     server = await start_server(grace_seconds=3600, stall_seconds=0.1)
     target = f"127.0.0.1:{server.app.grpc_port}"
-    # A response has seven bytes and does not fit into this window of five bytes, so the server cannot send it.
+    # A response has seven bytes. The window of this caller has five bytes, so the server cannot send the response.
     narrow = [("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(target, options=narrow) as channel:
         deaf: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")
@@ -156,7 +162,7 @@ async def test_a_watcher_that_does_not_read_does_not_stop_other_watchers(start_s
 
 
 async def statuses(watch: Any, until_status: int | None = None) -> list[int]:
-    """Return the statuses that a watcher receives, until the stream ends or has sent `until_status`."""
+    """Return the statuses that a watcher receives before the stream ends, or up to the status `until_status`."""
     seen: list[int] = []
     with contextlib.suppress(grpc.aio.AioRpcError):
         while (data := await watch.read()) is not grpc.aio.EOF:
@@ -169,7 +175,7 @@ async def statuses(watch: Any, until_status: int | None = None) -> list[int]:
 async def test_the_last_caller_of_a_stop_is_refused_and_not_cancelled(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The caller calls again as soon as it has the last reply, and must then get the status UNAVAILABLE."""
+    """When a stop answers the last call, its caller calls again at once, and must get the status UNAVAILABLE."""
     monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.1)
     server = await start_server()
     server.engine.hold()

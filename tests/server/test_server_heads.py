@@ -1,4 +1,4 @@
-"""Multi-vector and sparse outputs for each task, from a real server and engine, compared with NumPy."""
+"""Tests of multi-vector and sparse outputs: a real server and engine must return the same numbers as NumPy."""
 
 import re
 import subprocess
@@ -63,14 +63,14 @@ def sparse_pooling(name: str) -> Any:
 def rows_of(ids: Any, attended: int | None = None) -> Any:
     """Return the expected hidden states (tokens, d_model) of the tiny graph for these ids.
 
-    All tokens attend to the first `attended` tokens only. With None, they attend to all tokens.
+    Every token attends only to the first `attended` tokens, or to all tokens if `attended` is None.
     """
     vectors = table()[ids]
     return vectors + vectors[:attended].mean(axis=0, keepdims=True)
 
 
 def assert_weights(found: tuple[Any, Any], want: Any, rtol: float = 1e-4) -> None:
-    """Compare (n, 1) weights and their indices with the expected weights of the whole vocabulary, (vocabulary,)."""
+    """Check (n, 1) weights and their indices against the (vocabulary,) expected weights of the whole vocabulary."""
     weights, indices = found
     assert indices.tolist() == np.flatnonzero(want).tolist()
     np.testing.assert_allclose(weights[:, 0], want[indices], rtol=rtol, atol=1e-5)
@@ -146,7 +146,11 @@ async def test_a_query_has_a_prompt_and_unattended_tokens(serve: Serve) -> None:
 
 
 async def test_some_tokens_of_a_document_have_no_vector(serve: Serve) -> None:
-    """A call without a task gets document vectors, but with the default prompt and without the task's limit."""
+    """Some tokens of a document get no vector.
+
+    The same tokens get no vector in a call without a task. But such a call has the default prompt, and its texts may
+    be longer than documents.
+    """
     server = await serve(LATE, **TASKS, default_prompt_name="other")
     inputs: list[Any] = [text(5, DOT), text(DOT), [5, DOT, 6]]
     reply = await server.encode(*inputs, options=options(MULTI, task=DOCUMENT, prompt_name=""))
@@ -230,7 +234,10 @@ async def test_a_query_longer_than_an_inspection_may_be_is_refused(serve: Serve,
 
 
 async def test_openvino_gives_the_same_vectors(serve: Serve) -> None:
-    """One batch has a short query, filled up with unattended tokens, and a longer query without such tokens."""
+    """OpenVINO returns the expected vectors for a batch of two queries.
+
+    The server adds tokens to the short query, and no token attends to the added tokens. The long query gets none.
+    """
     expansion = manifest_pb2.Expansion(min_tokens=8, token_id=MASK, attended=False)
     query = manifest_pb2.TaskSettings(expansion=expansion)
     server = await serve(LATE, engine="openvino", multi_vector=multi_vector(), query=query)
@@ -297,7 +304,10 @@ async def test_open_inference_pads_weights(serve: Serve) -> None:
 async def test_sparse_weights_are_those_above_zero(
     serve: Serve, engine: str, pooling: str, width: int, max_vocabulary_mib: int
 ) -> None:
-    """With a `max_vocabulary_mib` of 1, the server computes the weights of the batch, and of long texts, in parts."""
+    """A reply has exactly the weights above zero.
+
+    If `max_vocabulary_mib` is 1, the server computes a batch in parts, and also a long text in parts.
+    """
     server = await serve(
         {"sparse.onnx": tiny_heads.sparse_file(pooling, width)},
         {"max_vocabulary_mib": max_vocabulary_mib, "parallel_batches": 1},
@@ -324,7 +334,7 @@ async def test_the_largest_weights_are_kept(serve: Serve) -> None:
 
 
 async def test_every_token_has_a_weight_under_its_own_id(serve: Serve) -> None:
-    """A token that occurs twice has the larger of its weights, and special tokens have no weight, as in BGE-M3."""
+    """As in BGE-M3, a token that occurs twice has its larger weight, and special tokens have no weight."""
     server = await serve(**tiny_heads.every_kind())
     reply = await server.encode(text(5, 6, 5, 20), text(8), text(6), options=options(SPARSE, MULTI))
     for info, found in zip(reply.sequences, sets(reply.outputs[0]), strict=True):
@@ -357,7 +367,7 @@ async def test_queries_with_static_weights_need_no_run(serve: Serve) -> None:
     ):
         with pytest.raises(Failed, match=problem):
             await server.encode(it, options=options(*specs, task=QUERY))
-    with pytest.raises(Failed, match=": outputs: .* in another call"):  # by default a request asks for all outputs
+    with pytest.raises(Failed, match=": outputs: .* in another call"):  # a request without outputs asks for all outputs
         await infer(server, text=text_tensor("w5"), parameters={"task": "query"})
     rows = await server.encode(text(5), options=options(task=QUERY))
     assert list(rows.sequences[0].token_ids) == [BEGIN, 5, END]
@@ -400,7 +410,10 @@ async def test_the_estimated_size_of_a_reply_is_never_too_low(serve: Serve) -> N
 @pytest.mark.weekly
 @pytest.mark.parametrize("pooling", ["max", "sum"])
 async def test_the_memory_of_a_large_vocabulary_is_bounded(serve: Serve, pooling: str) -> None:
-    """Eight texts of 512 tokens with the vocabulary size of XLM-R. All their weights at once would take about 4 GiB."""
+    """A call with eight texts of 512 tokens takes at most 512 MiB, with a vocabulary as large as that of XLM-R.
+
+    All weights at the same time would take about 4 GiB.
+    """
     width = 250_002
     weights = tiny_heads.weights(width, 2) - np.float32(4)  # most weights become 0
     server = await serve(
@@ -418,7 +431,7 @@ async def test_the_memory_of_a_large_vocabulary_is_bounded(serve: Serve, pooling
 
 
 def reset_peak_kib() -> int:
-    """Set the process's peak memory to its current memory, and return the current memory in KiB."""
+    """Reset the peak memory of the process to its current memory, and return the current memory in KiB."""
     Path("/proc/self/clear_refs").write_text("5")
     return memory_kib("VmRSS")
 
@@ -433,7 +446,10 @@ def memory_kib(name: str) -> int:
 @pytest.mark.system
 @pytest.mark.parametrize("kind", ["every kind", "model"])
 def test_scipy_is_imported_before_the_first_call(tmp_path: Path, kind: str) -> None:
-    """The import takes seconds. A model that joins no vectors does not need it."""
+    """A model whose vectors can be joined imports SciPy when it is loaded, because the import takes seconds.
+
+    Other models do not import SciPy.
+    """
     bundle = write_bundle(tmp_path, **(tiny_heads.every_kind() if kind == "every kind" else {}))
     code = "import sys; from encserve_server.offline import Embedder; Embedder(sys.argv[1], tune_batches=False)"
     code += "; print('scipy.cluster.hierarchy' in sys.modules)"

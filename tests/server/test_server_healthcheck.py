@@ -1,4 +1,4 @@
-"""The command that checks the health of a server in a container."""
+"""Tests of the command that checks the health of a server in a container."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ from encserve_server import healthcheck
 
 
 def run(*arguments: str, **environment: str) -> tuple[int, str]:
-    """Runs the command as a container does; returns its exit status and its output."""
+    """Run the command in the same way as a container. Return the exit status and the output of the command."""
     command = [sys.executable, "-m", "encserve_server.healthcheck", *arguments]
     done = subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True, timeout=60, check=False
@@ -29,7 +29,10 @@ def run(*arguments: str, **environment: str) -> tuple[int, str]:
 
 @pytest.mark.system
 def test_the_check_of_a_real_server(tmp_path: Path) -> None:
-    """The check finds the server's address in the server's environment variables or in an argument."""
+    """The check of a running server reports SERVING. After the end of the server, it reports UNAVAILABLE.
+
+    The address of the server comes from its environment variables or from an argument.
+    """
     write_bundle(tmp_path)
     with real_server(tmp_path) as server:
         own = {"ENCSERVE_HOST": "0.0.0.0", "ENCSERVE_GRPC_PORT": str(server.grpc_port)}  # noqa: S104 - not bound
@@ -43,9 +46,9 @@ def test_the_check_of_a_real_server(tmp_path: Path) -> None:
 async def test_the_check_of_a_server_with_tls(
     start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_clients: bool
 ) -> None:
-    """The check reads the metrics page, which needs no client certificate.
+    """The check of a server with TLS uses the metrics port, where /healthz needs no client certificate.
 
-    It ignores the name in the server's certificate.
+    The check ignores the name in the certificate of the server.
     """
     made = make_certificates(tmp_path)
     files = {"tls_cert_file": made.other_name.cert, "tls_key_file": made.other_name.key}
@@ -98,7 +101,7 @@ def test_the_target_is_the_servers(monkeypatch: pytest.MonkeyPatch, host: str, p
 
 @pytest.mark.system
 def test_the_check_imports_no_large_package() -> None:
-    """A container runs the check every few seconds, so the check must start fast."""
+    """The check imports no large package. It must start fast, because a container runs it every few seconds."""
     code = "import sys, encserve_server.healthcheck; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert not set(done.stdout.split()) & {"click", "numpy", "onnxruntime", "prometheus_client", "tokenizers", "uvloop"}

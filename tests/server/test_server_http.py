@@ -1,4 +1,7 @@
-"""The embedding routes of OpenAI and text-embeddings-inference: replies, refusals, model names and CORS origins."""
+"""Tests of the embedding routes of OpenAI and text-embeddings-inference.
+
+They check replies, refusals, model names and CORS origins.
+"""
 
 import base64
 import json
@@ -22,7 +25,7 @@ OPENAI, TEI = "/v1/embeddings", "/embed"
 
 
 def openai_vectors(response: httpx.Response) -> Any:
-    """The vectors of a reply, sent as numbers or as base64: (inputs, width) float32."""
+    """Return the vectors of a reply, which has numbers or base64, as (inputs, width) float32."""
     assert response.status_code == 200, response.text
     data = response.json()["data"]
     assert [it["index"] for it in data] == list(range(len(data)))
@@ -33,7 +36,7 @@ def openai_vectors(response: httpx.Response) -> Any:
 
 
 def error_of(response: httpx.Response) -> tuple[int, str | None]:
-    """The status of an error reply, and the field that the OpenAI error names."""
+    """Return the status of an error reply, and the field that the OpenAI error names."""
     return response.status_code, response.json()["error"]["param"]
 
 
@@ -96,7 +99,10 @@ async def test_long_texts_are_cut_unless_the_request_forbids_it(shared: FakeServ
 
 
 async def test_cut_ids_keep_their_last_special_token(shared: FakeServer) -> None:
-    """Texts that are cut keep their last special token too. Ids with `add_special_tokens` false lose the token."""
+    """Truncated ids keep their last special token, as truncated texts do.
+
+    If `add_special_tokens` is false, truncated ids lose this token.
+    """
     text, ids, raw = "hello " * 40, [1, *[4] * 40, 2], {"pooling": "mean", "normalize": False}
     for more in ({}, {"truncate_prompt_tokens": 5}, {"truncate_prompt_tokens": 1}):
         want = openai_vectors(await post(shared, OPENAI, {"input": text, **raw, **more}))
@@ -120,7 +126,7 @@ async def test_a_server_that_does_not_cut_by_default(start_server: StartServer) 
 async def test_texts_are_cut_to_the_tokens_of_the_request(shared: FakeServer) -> None:
     for tokens in (1, 5, 32, -1):
         response = await post(shared, OPENAI, {"input": [LONG, "hello"], "truncate_prompt_tokens": tokens})
-        many = tokens % 33  # -1 means 32, the longest sequence of the model
+        many = tokens % 33  # -1 stands for 32, the longest sequence of the model
         want = {1: [2]}.get(many, [1, *[4] * (many - 2), 2])
         np.testing.assert_array_equal(openai_vectors(response)[:1], await over_grpc(shared, want))
         assert response.headers["encserve-truncated-inputs"] == ("2" if many < 3 else "1")
@@ -243,7 +249,10 @@ async def test_bad_input_is_named(shared: FakeServer, body: Any, field: str, pro
 
 
 async def test_other_fields_are_checked_before_the_inputs(shared: FakeServer) -> None:
-    """The check of many inputs is slow, so the server checks the other fields first."""
+    """If both an input and another field are wrong, the error names the other field.
+
+    The server checks the inputs last, because the check of many inputs is slow.
+    """
     assert error_of(await post(shared, OPENAI, {"input": [[1, "a"]], "user": 5})) == (400, "user")
 
 
@@ -274,7 +283,7 @@ async def test_a_strict_server_refuses_unknown_fields(start_server: StartServer)
             assert "add_special_tokens" in refused.json()["error"]["message"]
     assert (await post(server, TEI, {"inputs": "hello", "raw_scores": True})).status_code == 422
     names = ("model", "user", "dimensions", "task", "truncate", "truncate_prompt_tokens", "add_special_tokens", "foo")
-    # The server treats a field with null as absent.
+    # The server ignores a field whose value is null.
     assert (await post(server, OPENAI, {"input": "hello", **dict.fromkeys(names)})).status_code == 200
     assert (await post(server, OPENAI, b'{"foo" : null , "input":"hello"}')).status_code == 200
 
@@ -290,9 +299,9 @@ async def test_input_type_changes_nothing_for_a_model_without_tasks(shared: Fake
 
 
 async def test_ids_of_another_tokenizer_are_refused(shared: FakeServer) -> None:
-    """LangChain by default sends ids of OpenAI's tokenizer.
+    """OpenAI's route refuses ids without the special tokens of the model, unless `add_special_tokens` is false.
 
-    Ids inside the model's vocabulary would give wrong vectors without an error.
+    By default, LangChain sends ids of OpenAI's tokenizer. Without the refusal, such ids could give wrong vectors.
     """
     for ids in ([[4, 5]], [4, 5], ["hello", [1, 4]], [[4, 2]], [[2]]):
         refused = await post(shared, OPENAI, {"input": ids})
@@ -330,7 +339,7 @@ async def test_other_names_of_a_model(start_server: StartServer, caplog: pytest.
         assert (await post(server, TEI, {"inputs": "hello", "model": name})).status_code == 404
         assert (await get(server, f"/v1/models/{name}")).status_code == 404
     assert "tiny, text-embedding-3-small, org/old" in (await get(server, "/v1/models/other")).text
-    # All model names, also unknown ones, share one route label.
+    # All model names, including unknown names, have the same route label.
     assert server.sample("encserve_http_requests_total", route="GET /v1/models/{id:path}", status="404") == 5
 
 

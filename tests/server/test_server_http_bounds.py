@@ -1,4 +1,7 @@
-"""Limits of the HTTP port: pipelined requests, chunks, connections, values of a body, and bytes of all callers."""
+"""Tests of the limits of the HTTP port.
+
+They check pipelined requests, chunks, connections, the values in a body, and the bytes of all callers.
+"""
 
 import asyncio
 import json
@@ -45,7 +48,7 @@ class FakeTransport(asyncio.Transport):
 
 
 def connected() -> tuple[Connection, FakeTransport]:
-    """Return a connection and its transport, without a server."""
+    """Return a connection and the connection's transport, without a server."""
     transport = FakeTransport()
     connection = Connection(cast("Any", asyncio.Protocol()), set())
     connection.connection_made(transport)
@@ -129,7 +132,10 @@ async def test_a_body_in_tiny_chunks_is_refused(shared: FakeServer) -> None:
 
 
 async def test_a_body_in_chunks_is_read(start_server: StartServer) -> None:
-    """Chunk headers make a request longer than its body. The connection must still stay open after the reply."""
+    """The server reads a body in chunks, and the connection stays open after the reply.
+
+    The headers of the chunks make the request longer than its body.
+    """
     server = await start_server(http_port=0, max_text_bytes=4)
     body = json.dumps({"inputs": "x" * 1_000_000}).encode()
 
@@ -156,7 +162,10 @@ async def test_a_chunked_body_does_not_count_as_waiting(server: FakeServer) -> N
 async def test_a_malformed_chunk_ends_as_a_body_that_does_not_arrive(
     shared: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """aiohttp does not report the malformed chunk to the reader of the body, so the server waits until the timeout."""
+    """After a malformed chunk, the server waits until the timeout and returns the status 408.
+
+    The server cannot notice the chunk, because aiohttp does not report it to the reader of the body.
+    """
     monkeypatch.setattr("encserve_server.http.bodies.BODY_SECONDS", 0.1)
     async with raw(shared) as (reader, writer):
         writer.write(CHUNKED + b"5\r\n{ \r\n")
@@ -165,7 +174,7 @@ async def test_a_malformed_chunk_ends_as_a_body_that_does_not_arrive(
 
 
 async def test_a_caller_that_waits_for_100_continue(shared: FakeServer) -> None:
-    """curl waits like this before it sends a large body."""
+    """A caller can wait for the status 100 before it sends the body, as curl does for a large body."""
     async with raw(shared) as (reader, writer):
         head, _, body = ONE.partition(b"\r\n\r\n")
         writer.write(head + b"\r\nexpect: 100-continue\r\n\r\n")
@@ -175,7 +184,7 @@ async def test_a_caller_that_waits_for_100_continue(shared: FakeServer) -> None:
 
 
 async def test_connections_are_bounded(start_server: StartServer) -> None:
-    """A server at its connection limit still answers health checks."""
+    """At the limit of connections, the server refuses other requests, but it still answers health checks."""
     server = await start_server(http_port=0, max_connections=2)
     assert server.app._http is not None
     connections = server.app._http.connections
@@ -275,7 +284,10 @@ def count(value: Any) -> tuple[int, int, int, int]:
 
 @given(values, st.integers(1, 9), st.booleans())
 def test_the_count_is_that_of_the_values(value: Any, piece_bytes: int, ensure_ascii: bool) -> None:
-    """The counter reads a body in pieces. The counts must not depend on the size of the pieces."""
+    """The counts of strings, lists, objects and commas are right for pieces of any size.
+
+    The counter reads a body in pieces.
+    """
     strings, lists, objects, commas = count(value)
     body = json.dumps(value, ensure_ascii=ensure_ascii).encode()
 
@@ -301,9 +313,12 @@ def test_the_count_is_that_of_the_values(value: Any, piece_bytes: int, ensure_as
 
 
 async def test_bytes_are_bounded_over_all_callers(start_server: StartServer) -> None:
-    """The bytes of a request's body and texts count until the caller has the reply."""
+    """If the requests of all callers have too many bytes, a further request is refused.
+
+    The bytes of a body and of its texts count until the caller has the reply.
+    """
     server = await start_server(http_port=0, max_in_flight_mib=100, max_text_bytes=2**22)
-    server.app._calls.max_held_bytes = 3_000_000
+    server.app._calls.budget.limit = 3_000_000
     server.engine.hold()
     text = "hello " * 100_000
     first = asyncio.create_task(post(server, "/embed", {"inputs": [text] * 2}))

@@ -1,4 +1,4 @@
-"""Cohere's routes: requests as Cohere's SDK sends them, replies, refusals and limits."""
+"""Tests of Cohere's routes: requests like those of Cohere's SDK, replies, refusals and limits."""
 
 import asyncio
 import base64
@@ -96,9 +96,9 @@ async def test_input_types_are_tasks(serve: Serve) -> None:
 
 
 async def test_truncation(shared: FakeServer) -> None:
-    """By default a text is cut at the end, to the model's longest sequence or to `max_tokens`.
+    """By default, the server cuts a text at its end, to the longest sequence of the model or to `max_tokens`.
 
-    With NONE the server refuses a longer text.
+    With NONE, the server refuses a longer text.
     """
     long: dict[str, Any] = {"texts": ["hello " * 40, "new"]}
     for fields, tokens in (({}, 32), ({"truncate": "END"}, 32), ({"max_tokens": 5}, 5), ({"max_tokens": 99}, 32)):
@@ -199,7 +199,7 @@ async def test_a_large_body_with_too_many_texts_is_refused_before_it_is_decoded(
 
 @given(st.sets(st.sampled_from(EVERY_TYPE), min_size=1), st.integers(1, 40), st.integers(1, 8))
 def test_the_reply_is_not_larger_than_its_estimate(names: set[str], width: int, count: int) -> None:
-    """The vectors have the values that take the most characters in JSON."""
+    """A reply has at most its estimated size, even with the numbers that take the most characters in JSON."""
     floats = np.full((1, width), -1.1754944e-38, np.float32)
     made: dict[str, Any] = {"float": floats, "int8": np.full((1, width), -128, np.int8)}
     made["binary"] = np.full((1, DataType.BINARY.row_bytes(width)), 0, np.uint8)
@@ -215,7 +215,10 @@ MADE_OF = {"float": {"float", "base64"}, "int8": {"int8", "uint8"}, "binary": {"
 
 
 async def test_a_reply_with_long_texts_is_written_outside_the_event_loop(start_server: StartServer) -> None:
-    """The reply repeats the texts, which do not count against `max_response_mib`."""
+    """While a large reply is written, the event loop answers other calls.
+
+    The reply is large because it repeats the texts, which do not count against `max_response_mib`.
+    """
     server = await start_server(http_port=0, max_response_mib=1)
     release = threading.Event()
     for _ in range(8):

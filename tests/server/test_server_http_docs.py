@@ -1,4 +1,4 @@
-"""The descriptions of the HTTP routes: /openapi.json and the page /docs."""
+"""Tests of the descriptions of the HTTP routes: /openapi.json and the page /docs."""
 
 import re
 from collections.abc import AsyncIterator
@@ -61,7 +61,7 @@ async def test_every_route_is_described(shared_docs: FakeServer) -> None:
 
 
 async def test_every_field_has_a_meaning(shared_docs: FakeServer) -> None:
-    """The description of a field comes from the section Attributes in the docstring of the body's struct."""
+    """Every field of a body has a description, from the section Attributes in the docstring of the struct."""
     for route in routes_of(shared_docs):
         if route.body is not None:
             assert set(route.body.__struct_fields__) == set(descriptions_of(route.body)), route.body

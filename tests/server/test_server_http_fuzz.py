@@ -1,4 +1,4 @@
-"""Random HTTP bodies: each gets a 200, or a 4xx in the error format of the route's API."""
+"""Tests that each random HTTP body gets the status 200, or a 4xx error in the format of the route's API."""
 
 import asyncio
 import json
@@ -78,7 +78,7 @@ def requests(draw: st.DrawFn, paths: Sequence[str]) -> tuple[str, bytes]:
     sent = sentences if is_pair else st.lists(words, max_size=4) if path in COHERE else inputs
     body: Any = draw(wild) if draw(st.integers(0, 9)) == 0 else {ROUTES[path]: draw(sent)}
     if isinstance(body, dict):
-        if draw(st.integers(0, 19)) == 0:  # a long body: its values are counted before it is decoded
+        if draw(st.integers(0, 19)) == 0:  # a long body: the server counts the values before it decodes
             body["pad"] = " " * 70_000
             body[ROUTES[path]] = draw(st.lists(words | ids | wild, max_size=3)) * 300
         for name in draw(st.lists(st.sampled_from(sorted(fields)), max_size=2)):
@@ -102,7 +102,7 @@ async def ask(client: httpx.AsyncClient, path: str, body: bytes) -> tuple[int, A
 
 
 async def check_paths(client: httpx.AsyncClient) -> None:
-    """Ask for models with unknown and malformed names."""
+    """Request models with unknown and malformed names."""
     for name in ("tiny", "tiny@1", "%00", "%ff", "a/b", "%2F", "..%2f..%2fetc", "{id:path}", "x" * 7000, "@", "tiny@"):
         response = await client.get(f"/v1/models/{name}")
         assert response.status_code in (200, 404), name
@@ -126,7 +126,7 @@ def check_refusal(path: str, status: int, reply: Any) -> None:
 
 
 def test_any_body_gets_a_reply_or_a_client_error(tmp_path: Path) -> None:
-    """This test is short. tests/hostile sends 10,000 random bodies to each route."""
+    """Each random body gets a reply or a 4xx error. tests/hostile sends 10,000 random bodies to each route."""
     seen: Counter[int] = Counter()
     with asyncio.Runner() as runner:
         bundle = write_bundle(tmp_path / "bundles", tokenizer=tokenizer_of_words(), prompts=PROMPTS, **every_kind())

@@ -1,4 +1,7 @@
-"""Sparse weights and token vectors over HTTP: equal to those over gRPC, with refusals that name the right route."""
+"""Tests of sparse weights and token vectors over HTTP.
+
+The numbers equal those over gRPC. A refusal names the right route.
+"""
 
 import base64
 from typing import Any
@@ -22,7 +25,7 @@ NO_POOLING = {"pooling": manifest_pb2.POOLING_UNSPECIFIED}
 
 
 async def by_grpc(server: FakeServer, *inputs: Any, kind: Any, task: Any = 0, **spec: Any) -> list[tuple[Any, Any]]:
-    """Encode over gRPC. Return for each input its vectors or weights (n, width), and their (n,) indices or None."""
+    """Encode over gRPC. For each input, return (n, width) vectors or weights, and (n,) indices or None."""
     options = pb.EncodeOptions(outputs=[pb.OutputSpec(kind=kind, **spec)], task=task, truncation=pb.TRUNCATION_END)
     reply = await server.encode(*inputs, options=options)
     (tensor,) = reply.outputs
@@ -36,7 +39,7 @@ async def by_grpc(server: FakeServer, *inputs: Any, kind: Any, task: Any = 0, **
 
 
 def pooled(response: httpx.Response) -> list[Any]:
-    """The arrays of a /pooling reply, sent as numbers or as base64, as float32."""
+    """Return the float32 arrays of a /pooling reply, which has numbers or base64."""
     assert response.status_code == 200, response.text
     body = response.json()
     assert (body["object"], body["id"][:5]) == ("list", "pool-")
@@ -59,7 +62,7 @@ def check_sparse(response: httpx.Response, want: list[tuple[Any, Any]]) -> None:
 
 
 async def test_a_model_of_every_kind_has_a_route_for_each(serve: Serve) -> None:
-    """The model has dense, sparse and multi-vector outputs, like BGE-M3."""
+    """A model with dense, sparse and multi-vector outputs, like BGE-M3, has a route for each kind of output."""
     server = await serve(settings=HTTP, **tiny_heads.every_kind())
     (model,) = (await get(server, "/v1/models")).json()["data"]
     assert model["outputs"] == {
@@ -84,7 +87,7 @@ async def test_a_model_of_every_kind_has_a_route_for_each(serve: Serve) -> None:
             body = {"input": inputs, "task": task, "encoding_format": encoding}
             for got, (rows, _) in zip(pooled(await post(server, "/pooling", body)), vectors, strict=True):
                 np.testing.assert_array_equal(got, rows[0])
-    repeated = TEXTS * 100  # so many inputs that the server splits the request
+    repeated = TEXTS * 100  # enough inputs for the server to split the request
     weights = await by_grpc(server, *TEXTS, kind=pb.OUTPUT_KIND_SPARSE)
     check_sparse(await post(server, "/embed_sparse", {"inputs": repeated}), weights * 100)
     vectors = await by_grpc(server, *TEXTS, kind=pb.OUTPUT_KIND_MULTI_VECTOR)
@@ -115,12 +118,15 @@ async def test_refusals_of_a_sparse_model_name_its_route(serve: Serve) -> None:
     for most in (None, 3):
         want = await by_grpc(server, *TEXTS, kind=pb.OUTPUT_KIND_SPARSE, max_active_dims=most)
         check_sparse(await post(server, "/embed_sparse", {"inputs": TEXTS, "max_active_dims": most}), want)
-    mean = await post(server, "/embed", {"inputs": "w5", "pooling": "mean"})  # the request itself names a pooling
+    mean = await post(server, "/embed", {"inputs": "w5", "pooling": "mean"})  # this request names a pooling
     assert mean.status_code == 200
 
 
 async def test_refusals_of_a_late_interaction_model_name_its_route(serve: Serve) -> None:
-    """The model is like ColBERT: queries get a prompt and are filled up with extra tokens."""
+    """A late-interaction model like ColBERT has token vectors only. Other routes refuse, and name the route /pooling.
+
+    In this model, queries get a prompt, and extra tokens fill up short queries.
+    """
     expansion = manifest_pb2.Expansion(min_tokens=8, token_id=3, attended=False)
     query = manifest_pb2.TaskSettings(prompt_name="q", max_tokens=8, expansion=expansion)
     document = manifest_pb2.TaskSettings(max_tokens=20, skipped_token_ids=[8, BEGIN, END])
@@ -195,7 +201,10 @@ async def test_inputs_that_need_no_truncation(shared: FakeServer) -> None:
 
 
 async def test_replies_are_bounded(serve: Serve) -> None:
-    """The number of sparse weights, and so the size of the reply, is known only after the model ran."""
+    """A reply that is too large is refused.
+
+    For sparse weights, the size of the reply is known only after the model has run.
+    """
     width = 200_000
     files = {"sparse.onnx": tiny_heads.sparse_file("max", width)}
     server = await serve(files, HTTP | {"max_response_mib": 1}, sparse=sparse(width=width))

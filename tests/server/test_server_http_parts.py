@@ -1,4 +1,4 @@
-"""HTTP requests that the server splits into parts: order, errors, limits and stops."""
+"""Tests of HTTP requests that the server splits into parts: order, errors, limits and stops."""
 
 import asyncio
 from collections.abc import Collection
@@ -24,12 +24,12 @@ from encserve_server.types.sequences import TokenSequence
 
 MANY = 2048
 OPENAI, TEI = "/v1/embeddings", "/embed"
-# A request has two parts in the queue at a time, each of at most 1,024 tokens: an eighth of the queue.
+# A request has at most two parts in the queue at a time. A part has at most 1,024 tokens, an eighth of the queue.
 SMALL_QUEUE = {"http_port": 0, "max_queue_tokens": 8192}
 
 
 def ids_of(i: int) -> list[int]:
-    """Return an id repeated 1 to 32 times. The id and the count depend on the index of the input."""
+    """Return a list that repeats one id 1 to 32 times. The id and the count depend on the index of the input."""
     return [3 + i % 900] * (1 + i % 32)
 
 
@@ -86,7 +86,7 @@ async def test_one_bad_input_is_named_by_its_place(start_server: StartServer, at
 
 @pytest.mark.parametrize("texts", [1, 256])
 async def test_texts_and_ids_in_one_request_of_several_parts(serve: Serve, texts: int) -> None:
-    """A model that skips its prompt in pooling takes texts or ids, never both in one call."""
+    """If pooling skips the prompt, a request with texts and ids is refused, even if they are in different parts."""
     prompt = {"prompts": {"q": "w7 "}, "default_prompt_name": "q", "pooling_skips_prompt": True}
     server = await serve({}, {"http_port": 0}, **prompt)
     ids = [[5, 6]]
@@ -113,7 +113,7 @@ async def test_a_reply_that_is_too_large_is_refused(start_server: StartServer) -
     refused = await post(server, TEI, {"inputs": [[7]] * 14_000})
     assert (refused.status_code, refused.headers["encserve-error-reason"]) == (413, "RESPONSE_TOO_LARGE")
     assert "first 13094 of 14000" in refused.text
-    assert server.engine.batches == []  # refused before any batch ran, because the size of vectors is known in advance
+    assert server.engine.batches == []  # no batch ran, because the size of vectors is known in advance
     call = await server.start_held(post(server, TEI, {"inputs": [[7]] * 13_000}))
     held = server.held_bytes()
     server.engine.let_go()
@@ -161,9 +161,9 @@ async def test_a_request_that_ends_in_the_middle_gives_everything_back(start_ser
 
 
 class Crowded:
-    """A fake model whose queue is full for the calls of `run` and `prepare` with the given numbers.
+    """A fake model whose queue is full for some calls of `run` and `prepare`.
 
-    The numbers start at 0.
+    `full_runs` and `full_texts` are the numbers of these calls, counted from 0.
     """
 
     def __init__(self, *, full_runs: Collection[int] = (), full_texts: Collection[int] = ()) -> None:
@@ -174,7 +174,7 @@ class Crowded:
         self.costs: list[int] = []
 
     async def prepare(self, call: EncodeCall, span: None, sender: Sender) -> EncodeReply:
-        """Return a reply with a sequence of one token for each text, unless the queue is full for this call."""
+        """Return a reply with one sequence of one token for each text. Raise QueueFull if the queue is full."""
         self.texts += 1
         if self.texts - 1 in self.full_texts:
             raise QueueFull("bytes of text", 1, 1, 1, 5.0)
@@ -184,7 +184,7 @@ class Crowded:
         return EncodeReply(sequences, SimpleNamespace(row_bytes=None), Detail.COUNTS, False, None, 0.0, 1)  # type: ignore[arg-type]
 
     async def run(self, reply: EncodeReply, deadline: float, span: None, sender: Sender) -> None:
-        """Count the call, and note its number of sequences unless the queue is full for this call."""
+        """Count the call, and store its number of sequences. Raise QueueFull if the queue is full."""
         self.runs += 1
         if self.runs - 1 in self.full_runs:
             raise QueueFull("tokens", 10, 40, 40, 5.0)
@@ -192,7 +192,7 @@ class Crowded:
 
 
 async def run_crowded(model: Crowded, clock: FakeClock, inputs: int) -> EncodeReply:
-    """Run a call with this number of inputs while the fake clock advances."""
+    """Run a call with `inputs` inputs while the fake clock advances."""
     call = EncodeCall(["a"] * inputs, ())
     running = asyncio.create_task(PartedCall(model, call, lambda _: None, clock=clock).run())  # type: ignore[arg-type]
     while not running.done():
@@ -213,14 +213,14 @@ async def test_a_later_part_waits_for_room() -> None:
 
 @pytest.mark.parametrize("model", [Crowded(full_runs={0}), Crowded(full_texts={0}), Crowded(full_runs=range(1, 99))])
 async def test_a_refused_first_part_ends_the_call(model: Crowded) -> None:
-    """If the queue is full for the first part, the call ends.
+    """If the queue is full for the first part, the call fails.
 
-    If a later part finds no room for 30 seconds, the call ends too.
+    If the queue stays full for a later part for 30 seconds, the call fails too.
     """
     clock = FakeClock()
     with pytest.raises(QueueFull):
         await run_crowded(model, clock, 300)
-    assert model.runs <= 1 + 2 * (1 + 30 / 5)  # two parts, each tried again every 5 s for 30 s
+    assert model.runs <= 1 + 2 * (1 + 30 / 5)  # the server tries two parts again every 5 s for 30 s
     assert clock.now() < 120
 
 
@@ -240,7 +240,7 @@ async def test_a_replaced_model_finishes_the_requests_it_began(start_server: Sta
 
 @pytest.mark.parametrize("grace_seconds", [60.0, 0.2])
 async def test_a_request_in_parts_when_the_server_stops(start_server: StartServer, grace_seconds: float) -> None:
-    """The server finishes the request within the grace period, or refuses the request when the period ends."""
+    """If the server stops, it finishes the request within the grace period, or refuses it at the end of the period."""
     server = await start_server(**SMALL_QUEUE, grace_seconds=grace_seconds)
     large = await server.start_held(post(server, TEI, LARGE))
     stopping = asyncio.create_task(server.app.stop())

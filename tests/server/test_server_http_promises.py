@@ -1,4 +1,4 @@
-"""HTTP under overload, with callers that leave, faults, server stops, and bytes that are not HTTP."""
+"""Tests of HTTP: overload, callers that leave, faults, stops of the server, and bytes that are not HTTP."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ SHARED_SETTINGS = {"http_port": 0}
 def body(path: str, inputs: Any) -> dict[str, Any]:
     """Return the JSON body of a request with these inputs.
 
-    For OpenAI's route, the body allows ids without special tokens.
+    For OpenAI's route, `add_special_tokens` is false, so that ids without special tokens are accepted.
     """
     complete = {"add_special_tokens": False} if path == "/v1/embeddings" and not isinstance(inputs, str) else {}
     return {ROUTES[path]: inputs, **complete}
@@ -89,7 +89,7 @@ async def test_a_body_that_does_not_arrive(server: FakeServer, monkeypatch: pyte
     monkeypatch.setattr("encserve_server.http.bodies.BODY_SECONDS", 0.05)
     async with raw(server) as (reader, writer):
         writer.write(b'POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"input"')
-        answer = await reader.read()  # read until the connection ends
+        answer = await reader.read()  # `read` returns when the connection ends
     assert answer.startswith(b"HTTP/1.1 408")
     assert b"8 bytes came" in answer
     assert server.held_bytes() == 0
@@ -103,7 +103,7 @@ async def test_a_caller_that_does_not_read_loses_its_connection(
     monkeypatch.setattr("encserve_server.http.app._BYTES_PER_SECOND", 2**40)
     assert server.app._http is not None
     connections = server.app._http.connections
-    text = json.dumps({"inputs": [[1] * 32] * 4000}).encode()  # a reply of 6 MB, more than the socket buffers
+    text = json.dumps({"inputs": [[1] * 32] * 4000}).encode()  # a reply of 6 MB, larger than the socket buffers
     with socket.socket() as caller:
         caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         caller.setblocking(False)
@@ -156,7 +156,10 @@ OFFERING = (
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
 async def test_an_offer_of_http_2_is_answered_with_http_1(shared: FakeServer, parts: int) -> None:
-    """Java's HTTP client offers HTTP/2 in its first request."""
+    """The server answers a request that offers HTTP/2 with HTTP/1.1.
+
+    Java's HTTP client offers HTTP/2 in its first request.
+    """
     end = len(OFFERING)
     cuts = {1: [end], 2: [end - len(TEXT), end], 3: [40, end - 5, end]}[parts]
     async with raw(shared) as (reader, writer):
@@ -170,7 +173,10 @@ async def test_an_offer_of_http_2_is_answered_with_http_1(shared: FakeServer, pa
 
 
 async def test_a_request_behind_an_offer_of_http_2(shared: FakeServer) -> None:
-    """The server closes the connection after the first reply, so that the caller sends the second request again."""
+    """If a second request follows the offer of HTTP/2 directly, the server answers only the first request.
+
+    Then it closes the connection, so that the caller sends the second request again.
+    """
     async with raw(shared) as (reader, writer):
         writer.write(OFFERING * 2)
         replies = await reader.read()
@@ -209,7 +215,10 @@ async def test_an_engine_that_fails(start_server: StartServer) -> None:
 @pytest.mark.parametrize("encoding", ["gzip", "br", "deflate", "GZIP, identity"])
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/embed", "/v2/models/tiny/infer"])
 async def test_a_compressed_body_is_refused(shared: FakeServer, path: str, encoding: str) -> None:
-    """Without this check, the error said that the body is not valid JSON."""
+    """A compressed body is refused with the status 415.
+
+    Without this check, the error would say that the body is not valid JSON.
+    """
     refused = await post(shared, path, gzip.compress(b'{"input": "hello"}'), headers={"content-encoding": encoding})
     assert (refused.status_code, refused.headers["encserve-error-reason"]) == (415, "UNSUPPORTED_ENCODING")
     assert f"Content-Encoding must be absent or identity; was '{encoding}'" in refused.text
@@ -261,7 +270,7 @@ async def test_requests_before_the_models_are_loaded(tmp_path: Path) -> None:
 
 
 async def test_a_stop_answers_the_requests_in_flight(server: FakeServer) -> None:
-    """The server answers running requests, refuses new requests, and then closes the port."""
+    """During a stop, the server answers running requests and refuses new requests. Then it closes the port."""
     server.engine.hold()
     calls = [asyncio.create_task(post(server, path, body(path, [[i + 1]]))) for path in ROUTES for i in range(10)]
     await until(lambda: server.in_flight() == 30)

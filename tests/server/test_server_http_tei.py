@@ -1,4 +1,4 @@
-"""Other routes of text-embeddings-inference: /similarity, /ping, /info, and truncation on the left."""
+"""Tests of other routes of text-embeddings-inference: /similarity, /ping, /info, and truncation on the left."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ def compared(source: Any, sentences: Any, **parameters: Any) -> dict[str, Any]:
 async def test_similarity_at_both_paths(serve: Serve) -> None:
     server = await serve({}, {"http_port": 0}, prompts={"before": "w7 w8 "})
     texts = ["w5 w6", "w9 w10 w11", "w5", "w6 w5"]
-    rows = np.array((await post(server, "/embed", {"inputs": texts})).json(), np.float64)  # the rows are unit vectors
+    rows = np.array((await post(server, "/embed", {"inputs": texts})).json(), np.float64)  # each row has length 1
     for path in ("/similarity", "/"):
         response = await post(server, path, compared(texts[0], texts[1:]))
         np.testing.assert_allclose(response.json(), rows[1:] @ rows[0], rtol=1e-6)
@@ -46,7 +46,7 @@ async def test_similarity_at_both_paths(serve: Serve) -> None:
 
 
 async def test_the_similarity_of_an_empty_text_is_0(start_server: StartServer, tmp_path: Path) -> None:
-    """The server returns a zero vector for an empty text."""
+    """An empty text has the similarity 0 with every text, because the vector of an empty text has only zeros."""
     bundle = write_bundle(tmp_path / "bundles", tokenizer=words(special=False), text__takes_empty=True)
     server = await start_server(load=loader(bundle), http_port=0, **SERVE_TINY)
     assert (await post(server, "/similarity", compared("w5", ["", "w5"]))).json() == [0.0, 1.0]
@@ -107,7 +107,7 @@ async def test_unknown_fields_of_an_inner_object(start_server: StartServer, capl
 
 
 async def test_huggingface_hub_at_the_address_alone(shared: FakeServer) -> None:
-    """If a URL has no path, huggingface_hub sends the requests of every task to `/`."""
+    """The route `/` answers huggingface_hub, which sends the requests of every task to `/` if the URL has no path."""
     from huggingface_hub import InferenceClient
 
     client = InferenceClient(f"http://127.0.0.1:{shared.app.http_port}")
@@ -171,7 +171,7 @@ async def test_ping_is_health(shared: FakeServer) -> None:
 
 
 async def test_a_large_comparison_is_counted_first(start_server: StartServer) -> None:
-    """The server counts the sentences and objects of a large body before it decodes the body."""
+    """A body with too many sentences or objects is refused. The server counts them before it decodes a large body."""
     server = await start_server(http_port=0)
     refused = await post(server, "/similarity", compared("hello", ["hello"] * 20_000))
     assert refused.status_code == 413

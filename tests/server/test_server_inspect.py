@@ -1,4 +1,4 @@
-"""Inspect on a gRPC server with a fake inspector: replies, refusals, and independence from Encode."""
+"""Tests of Inspect on a gRPC server with a fake inspector: replies, refusals, and the queue of inspections."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +32,7 @@ def request(it: Any, *specs: pb.InspectSpec, **fields: Any) -> pb.InspectRequest
 
 
 def tensors_of(parts: list[pb.InspectResponse]) -> list[Any]:
-    """Return the arrays of a reply. Its chunks are joined as its header describes."""
+    """Join the chunks of a reply as its header describes, and return the arrays."""
     header, chunks = parts[0].header, [part.chunk for part in parts[1:]]
     assert all(part.WhichOneof("part") == "chunk" for part in parts[1:])
     assert [chunk.tensor for chunk in chunks] == sorted(chunk.tensor for chunk in chunks)
@@ -120,8 +120,8 @@ async def test_vectors_have_no_ids_and_no_tokens(start_server: StartServer) -> N
 async def test_large_tensors_come_in_chunks(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("encserve_server.rpc.inspect_codec._CHUNK_BYTES", 100)
     parts = await server.inspect(request([1] * 20))
-    # A chunk has 100 bytes. Attention weights of a layer have 20 x 20 x 2 heads x 4 bytes, in 32 chunks. Hidden states
-    # of a layer have 20 x 4 x 4 bytes, in 4 chunks.
+    # A chunk has 100 bytes. The attention weights of a layer have 20 x 20 x 2 heads x 4 bytes, so they need 32 chunks.
+    # The hidden states of a layer have 20 x 4 x 4 bytes, so they need 4 chunks.
     assert len(parts) == 1 + N_LAYERS * 32 + (N_LAYERS + 1) * 4
     want = layers(InspectKind.ATTENTION_WEIGHTS, range(N_LAYERS), N_HEADS, 20, 20)
     np.testing.assert_array_equal(tensors_of(parts)[0], want)
@@ -188,7 +188,10 @@ async def test_a_bad_request_is_refused_by_field_and_never_runs(start_server: St
 
 @pytest.mark.parametrize("settings", [{"can_inspect": False}, {"inspect": False}])
 async def test_a_model_without_inspection_refuses_first(start_server: StartServer, settings: dict[str, Any]) -> None:
-    """The server refuses before all other checks, because it may not know the layers of such a model."""
+    """If a model has no inspection, the server refuses a call before it checks the rest of the request.
+
+    The server may not know the layers of such a model.
+    """
     server = await start_server(**settings)
     with pytest.raises(Failed) as caught:
         await server.inspect(request([1], spec(ATTENTION, 99)))
@@ -216,7 +219,7 @@ async def test_encoding_does_not_wait_for_an_inspection(server: FakeServer) -> N
 
 
 async def test_chunks_do_not_wait_behind_large_replies(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The threads that build large replies of Encode may be busy, so Inspect must not use them."""
+    """Inspect must not use the threads that build large replies of Encode, because these threads may be busy."""
     submit, pools = ThreadPoolExecutor.submit, set()
 
     def note_pool(pool: ThreadPoolExecutor, *args: Any, **kwargs: Any) -> Any:
@@ -250,7 +253,7 @@ async def test_cancelled_inspections_leave_their_places_unless_they_run(start_se
     running.cancel()
     for _ in range(5):
         (await queue_behind(server, 2)).cancel()
-        await until(lambda: inspections(server) == 1)  # the running inspection cannot be interrupted
+        await until(lambda: inspections(server) == 1)  # the server cannot interrupt the running inspection
     server.inspector.let_go()
     await server.inspect(request([1, 2, 3]))
     assert server.inspector.lengths == [1, 3]
@@ -262,7 +265,7 @@ async def test_a_deadline_ends_the_wait(server: FakeServer) -> None:
     with pytest.raises(Failed) as caught:
         await server.inspect(request([1, 2]), timeout=0.2)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    await until(lambda: inspections(server) == 1)  # the caller's timeout may end a little before the server's
+    await until(lambda: inspections(server) == 1)  # the caller's timeout may end before the server's timeout
     server.inspector.let_go()
     await running
     assert server.inspector.lengths == [1]
@@ -298,7 +301,7 @@ async def test_a_failed_run_hides_its_error_and_the_next_one_works(server: FakeS
 
 
 async def test_a_graph_that_cannot_be_loaded_is_tried_again(start_server: StartServer) -> None:
-    """The next call loads the graph again. Callers do not see the path of the file."""
+    """If the graph cannot be loaded, the next call tries again. The error does not show the path of the file."""
     found: list[FakeInspector] = []
 
     def load() -> FakeInspector:
@@ -336,7 +339,10 @@ async def end_of(call: Any) -> grpc.aio.AioRpcError:
 async def test_a_caller_that_reads_nothing_loses_its_connection(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a few such callers could block all inspections, and their replies would stay in memory forever."""
+    """The server closes the connection of a caller that reads nothing.
+
+    Otherwise a few such callers could block all inspections, and their replies would stay in memory forever.
+    """
     monkeypatch.setattr(sending, "UNREAD_SECONDS", 0.2)
     server.inspector.n_heads = 4000
     call = open_call(server.channel, spec(ATTENTION))
@@ -357,7 +363,7 @@ async def test_a_caller_that_reads_nothing_loses_its_connection(
 
 
 async def test_a_caller_that_reads_too_slowly_is_ended(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A caller that slowly reads one chunk after the other must not block the queue of inspections."""
+    """The server ends the call of a caller that reads too slowly, because it would block the queue of inspections."""
     monkeypatch.setattr(service, "_ANSWER_SECONDS", 0.3)
     server.inspector.n_heads = 4000
     call = open_call(server.channel, spec(ATTENTION))
@@ -376,7 +382,7 @@ async def test_a_caller_that_goes_during_a_write_is_not_an_error_of_the_server(
     for _ in range(3):
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}")
         assert await open_call(channel, spec(ATTENTION)).read() is not grpc.aio.EOF
-        await asyncio.sleep(0.05)  # after this time the server's write waits for the caller
+        await asyncio.sleep(0.05)  # by then, the server waits for the caller to read
         await channel.close()
     await until(lambda: not inspections(server))
     await until(lambda: server.sample("grpc_server_handled_total", **METHOD, grpc_code="Canceled") == 3)

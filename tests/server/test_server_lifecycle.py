@@ -1,4 +1,4 @@
-"""Health, readiness, draining and metrics of a whole server with a fake engine."""
+"""Tests of a whole server with a fake engine: health, readiness, stops, ports and metrics."""
 
 import asyncio
 import os
@@ -53,7 +53,7 @@ async def becomes(server: FakeServer, wanted: int, service: str = "") -> None:
 
 
 def page_status(server: FakeServer, path: str) -> int:
-    """Return the status of a path of the metrics port. GET and HEAD must have the same status."""
+    """Return the HTTP status of a path on the metrics port, which must be the same for GET and HEAD."""
     url = f"http://127.0.0.1:{server.app.metrics_port}{path}"
     with httpx.Client(trust_env=False, verify=False) as client:  # noqa: S501
         got, head = client.get(url), client.head(url)
@@ -105,9 +105,9 @@ async def test_health_follows_a_stuck_batch(start_server: StartServer, monkeypat
 async def test_probes_see_an_event_loop_that_does_not_run(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The metrics page has its own threads.
+    """While the event loop is blocked, /healthz returns 503. When the loop runs again, /healthz returns 200.
 
-    It must report that the event loop is blocked, not the loop's last state.
+    The metrics page has its own threads, so it can reply while the event loop is blocked.
     """
     monkeypatch.setattr(lag, "STANDSTILL_SECONDS", 0.2)
     server = await start_server()
@@ -125,7 +125,7 @@ async def test_probes_see_an_event_loop_that_does_not_run(
 
     asking = threading.Thread(target=ask)
     asking.start()
-    asking.join()  # blocks the event loop
+    asking.join()  # this line blocks the event loop
     assert statuses[-1] == 503
 
     async def answers() -> bool:
@@ -139,7 +139,10 @@ async def test_probes_see_an_event_loop_that_does_not_run(
 
 @pytest.mark.system  # takes more than a second
 async def test_calls_succeed_while_balancers_learn_of_the_stop(start_server: StartServer) -> None:
-    """Health over gRPC and on the metrics port changes before the server refuses calls."""
+    """During a stop, the server first reports that it is not serving, and still accepts calls.
+
+    So load balancers can stop sending calls before the server refuses them.
+    """
     server = await start_server(drain_delay_seconds=1.5)
     await becomes(server, SERVING)
     for path, status in (("/healthz", 200), ("/healthz?verbose", 200), ("/metrics", 200), ("/", 404), ("/health", 404)):
@@ -175,9 +178,9 @@ async def test_a_stop_finishes_running_calls_and_refuses_new_ones(server: FakeSe
 async def test_new_calls_during_a_stop_are_refused_and_never_cancelled(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gRPC must not close connections before callers have learned of the stop.
+    """During a stop, new calls get the status UNAVAILABLE, even if no call is running.
 
-    This holds even if no call is running.
+    So gRPC must not close connections as soon as the stop begins.
     """
     monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 1.5)
     server = await start_server()
@@ -188,7 +191,7 @@ async def test_new_calls_during_a_stop_are_refused_and_never_cancelled(
         codes = {(it.code, it.reason) for it in results if isinstance(it, Failed)}
         assert codes == {(grpc.StatusCode.UNAVAILABLE, "DRAINING")}
     assert await stopping
-    # The fixture calls `stop` again, without this delay.
+    # The fixture calls `stop` again. This second stop must not take 1.5 s.
     monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.0)
 
 
@@ -207,10 +210,7 @@ async def test_a_stuck_engine_does_not_prevent_a_stop(
 
 
 async def test_a_stop_right_after_a_change_of_health_ends(start_server: StartServer) -> None:
-    """A change of health wakes the health task, and the stop cancels the task at the same moment.
-
-    The cancellation must not be lost.
-    """
+    """A stop ends, even if it cancels the health task at the moment when a change of health wakes this task."""
     for _ in range(5):
         server = await start_server()
         server.app._health.changed()
@@ -222,7 +222,10 @@ async def test_a_stop_right_after_a_change_of_health_ends(start_server: StartSer
 
 
 async def test_a_port_in_use_stops_the_start(start_server: StartServer) -> None:
-    """By default gRPC would share a used port, or listen only on those addresses of a host where the port is free."""
+    """If a port of the server is in use, the start fails with an error that names the option.
+
+    By default, gRPC would share the port, or listen only on the addresses of the host where the port is free.
+    """
     server = await start_server()
     repository = server.app.settings.model_repository
     for host, ports, option in (
@@ -260,9 +263,9 @@ async def test_every_port_listens_on_ipv4_and_ipv6_with_host_any(start_server: S
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8")
 def test_the_metrics_page_listens_on_every_local_address_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Listening must not call `socket.getfqdn`, which asks a name server and may take a minute.
+    """The page listens on both local addresses of the name, and ignores 192.0.2.1, which belongs to another machine.
 
-    The page ignores the address 192.0.2.1, because it belongs to another machine.
+    To listen, the page must not call `socket.getfqdn`, which asks a name server and may take a minute.
     """
     look_up = socket.getaddrinfo
     addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", it) for it in ("127.0.0.1", "192.0.2.1", "127.0.0.2")]
@@ -291,7 +294,10 @@ def test_the_metrics_page_listens_on_every_local_address_of_a_name(monkeypatch: 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
 async def test_computing_threads_have_a_lower_priority_than_the_event_loop(start_server: StartServer) -> None:
-    """Threads that an engine starts while it loads have the lower priority too. On Linux, 19 is the lowest priority."""
+    """The threads of an engine have a lower priority than the event loop, also those that start while a model loads.
+
+    On Linux, 19 is the lowest priority.
+    """
     seen: dict[str, int] = {}
 
     def look(thread: str) -> None:
@@ -349,7 +355,10 @@ async def test_metrics_count_calls_tokens_and_stages(server: FakeServer) -> None
 
 
 async def test_the_metrics_page_is_complete_before_the_first_request(server: FakeServer) -> None:
-    """Every label set exists with the value 0 from the start, so that a rate includes the first error."""
+    """From the start, the page has a series with the value 0 for every set of labels.
+
+    So the rate of errors in Prometheus includes the first error.
+    """
     url = f"http://127.0.0.1:{server.app.metrics_port}/metrics"
     page = (await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read())).decode()
     families = {family.name: family for family in text_string_to_metric_families(page)}
@@ -368,9 +377,9 @@ async def test_the_metrics_page_is_complete_before_the_first_request(server: Fak
 
 
 async def test_a_huge_request_is_refused_by_its_counts(start_server: StartServer) -> None:
-    """The server refuses too many tokens or inputs before it copies them.
+    """The server refuses a request with too many tokens or inputs before it copies the request.
 
-    gRPC refuses a request over the byte limit.
+    gRPC itself refuses a request with too many bytes.
     """
     server = await start_server(max_request_mib=16)
     for huge, reason in (
@@ -387,7 +396,7 @@ async def test_a_huge_request_is_refused_by_its_counts(start_server: StartServer
 
 @pytest.fixture
 def tokenized(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[int], threading.Event]]:
-    """A list of text lengths in the order of tokenization, and an event. Tokenization waits until the event is set."""
+    """Return a list and an event. The tokenizer adds the length of each text to the list, and waits for the event."""
     lengths: list[int] = []
     go_on = threading.Event()
     tokenize_here = TextTokenizer.tokenize_here
@@ -427,7 +436,10 @@ async def test_waiting_text_is_bounded(start_server: StartServer, tokenized: tup
 async def test_a_paragraph_does_not_wait_for_a_long_request(
     server: FakeServer, tokenized: tuple[list[int], threading.Event]
 ) -> None:
-    """The tokenizer takes one text of each request in turn. A request ends at its first text that is too long."""
+    """The tokenizer takes one text of each request in turn, so a short request runs second.
+
+    If a text is too long, the server does not tokenize the other texts of the request.
+    """
     lengths, go_on = tokenized
     slow = asyncio.create_task(server.encode(*[LONG] * 3, options=CUT))
     await until(lambda: server.queued("text_bytes") == 3 * len(LONG))

@@ -1,4 +1,4 @@
-"""Loading bundles whose checksums are right but whose parts contradict each other."""
+"""Tests of loading bundles whose checksums are right, but whose parts contradict each other."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ FAR = 2**32 - 1  # the largest id that a tokenizer can have
 
 
 def load(directory: Path, **settings: Any) -> LoadedModel:
-    """Load a bundle as a server does."""
+    """Load a bundle in the same way as a server."""
     return load_model(directory, Settings(model_repository=directory, tune_batches=False, **settings), TurnPool(1))
 
 
@@ -46,7 +46,10 @@ def with_a_token(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def test_a_served_bundle_is_verified_and_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files of a served bundle may have been touched or copied again without a change of content."""
+    """A bundle that is already served is verified, but not loaded again.
+
+    For example, its files may have been copied again without a change of content.
+    """
     directory = write_bundle(tmp_path)
     served = load(directory)
     monkeypatch.setattr(loading, "open_engine", lambda *_, **__: pytest.fail("a model was loaded"))
@@ -68,7 +71,7 @@ def test_a_served_bundle_is_verified_and_not_loaded(tmp_path: Path, monkeypatch:
     ],
 )
 def test_a_tokenizer_that_fits_is_loaded(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """The tokenizer may have fewer words than the model. Its special tokens may have any id of the model."""
+    """A bundle is loaded if its tokenizer has no more words than the model. Special tokens may have any valid id."""
     load(write_bundle(tmp_path, tokenizer=tokenizer))
 
 
@@ -84,7 +87,10 @@ def test_a_tokenizer_that_fits_is_loaded(tmp_path: Path, tokenizer: Tokenizer) -
     ],
 )
 def test_a_tokenizer_with_ids_beyond_the_model_is_refused(tmp_path: Path, tokenizer: Tokenizer, largest: int) -> None:
-    """The ids belong to words, or to special tokens that are added around a text and are not in the vocabulary."""
+    """A bundle is refused if its tokenizer has an id that the model does not have.
+
+    The id belongs to a word, or to a special token around a text that is not in the vocabulary.
+    """
     directory = write_bundle(tmp_path, tokenizer=tokenizer)
     with pytest.raises(BundleError, match=rf"tokenizer.json: .* {largest}, .* 49"):
         load(directory)
@@ -103,7 +109,10 @@ def test_an_added_token_without_a_row_refuses_only_texts_that_hold_it(tmp_path: 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE + 1, FAR])
 def test_a_vocabulary_larger_than_the_graphs_table_is_refused(tmp_path: Path, vocab_size: int) -> None:
-    """The manifest may be wrong, so the server runs the last id of the vocabulary when it loads the bundle."""
+    """A bundle is refused if its manifest gives a larger vocabulary than the graph has.
+
+    To detect this, the server runs the last id of the vocabulary when it loads the bundle.
+    """
     directory = write_bundle(tmp_path, encoder__vocab_size=vocab_size, tokenizer=words(VOCAB_SIZE + 1))
     with pytest.raises(BundleError, match=rf"\[1\] tokens: .*idx={vocab_size - 1}"):
         load(directory)

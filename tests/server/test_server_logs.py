@@ -1,4 +1,4 @@
-"""Every line of a JSON log is JSON, whatever error occurs."""
+"""Tests that every line of a JSON log is JSON, after any error."""
 
 import contextlib
 import json
@@ -63,7 +63,10 @@ NONSENSE = [
 
 
 def test_clients_that_send_nonsense_or_close(tmp_path: Path) -> None:
-    """`RealServer` parses every log line, so a line that is not JSON fails the test."""
+    """After clients send nonsense or close their connections, the server still works and its log is JSON.
+
+    `RealServer` parses every log line, so a line that is not JSON fails the test.
+    """
     write_bundle(tmp_path)
     with real_server(tmp_path) as server:
         for port in (server.metrics_port, server.grpc_port):

@@ -1,4 +1,4 @@
-"""Versions that are added, changed or removed while a server runs.
+"""Tests of versions that are added, changed or removed while a server runs.
 
 The engines are fake, and a manifest is one line of text.
 """
@@ -35,7 +35,7 @@ INPUT = pb.Input(token_ids=pb.TokenIds(ids=ONE))
 
 
 class Repository:
-    """A model repository whose manifests are one line of text: the content of the version, or how loading fails.
+    """A model repository. Each manifest is one line of text: the content of the version, or a word for a failure.
 
     The server scans the repository again and again, but each scan waits until the test calls `look`.
     """
@@ -46,11 +46,12 @@ class Repository:
         self.budgets: list[int | None] = []
         self.loads: list[str] = []
         self._looks = 0  # scans that the server has begun
-        self._permits = threading.Semaphore(1)  # the scan at the start may run
+        self._permits = threading.Semaphore(1)  # allows the scan at the start
         self._free = False
         self._find_slots = find_slots
         monkeypatch.setattr(manager, "find_slots", self._wait_and_find)
-        self.collections = 0  # calls of `give_back`, which would take long in a process with many tests
+        # The number of calls of `give_back`. The real function would take long in a process with many tests.
+        self.collections = 0
         monkeypatch.setattr("encserve_server.system.memory.give_back", self._count_collection)
 
     def _wait_and_find(self, *args: Any) -> Any:
@@ -67,7 +68,7 @@ class Repository:
 
         The server loads a new version when a second scan finds it unchanged.
         """
-        await until(lambda: self._looks >= 2)  # the scan at the start, and the poll that waits
+        await until(lambda: self._looks >= 2)  # the scan at the start has begun, and the next scan waits
         before = self._looks
         self._permits.release(times)
         await until(lambda: self._looks >= before + times)
@@ -76,7 +77,7 @@ class Repository:
         """Ask for a scan at once, as SIGHUP does, and let the server scan."""
         await until(lambda: self._looks >= 2)
         server.app.manager.look_now()
-        await self.look(2)  # the poll that waits already, and the scan that was asked for
+        await self.look(2)  # the scan that already waits, and the requested scan
 
     def stop_waiting(self) -> None:
         self._free = True
@@ -96,7 +97,8 @@ class Repository:
     def load(self, directory: Path, settings: Settings, tokenize_pool: TurnPool, served: str) -> LoadedModel:
         """Load a fake model, or fail as the manifest says.
 
-        This is the server's loader. It checks the permissions of the manifest itself, because root may read any file.
+        The server calls this method instead of its own loader. The method checks the permission bits of the manifest,
+        because root may read any file.
         """
         manifest = directory / "manifest.json"
         content = manifest.read_text() if manifest.stat().st_mode & 0o004 else UNREADABLE
@@ -175,7 +177,7 @@ def loads(server: FakeServer, outcome: str) -> float:
 
 @contextlib.asynccontextmanager
 async def in_use(server: FakeServer, engine: FakeEngine, **request: Any) -> AsyncIterator["asyncio.Task[str]"]:
-    """Within this block, a call runs on the engine and cannot finish."""
+    """Send a call, and hold the call on the engine until the end of the block."""
     engine.hold()
     call = asyncio.create_task(version_of(server, **request))
     await asyncio.to_thread(engine.started.acquire)
@@ -214,7 +216,10 @@ async def test_a_new_version_replaces_the_old_one_in_replies_and_metrics(reposit
 
 
 async def test_a_version_is_replaced_in_place(repository: Repository, serve: Serve) -> None:
-    """The metrics of the version continue. If the new content is bad, the old content stays in service."""
+    """New content replaces the content of version 1, and the metrics of the version continue.
+
+    If the next content is bad, the server keeps the content that it serves.
+    """
     manifest = repository.put("1", "a")
     server = await serve()
     assert await version_of(server) == "tiny@1 a"
@@ -236,9 +241,9 @@ async def test_a_version_is_replaced_in_place(repository: Repository, serve: Ser
 
 
 async def test_unchanged_content_is_never_loaded_twice(repository: Repository, serve: Serve) -> None:
-    """A volume may change the permissions of all files each time a pod mounts it.
+    """A version is not loaded again if only the dates or permissions of its files change.
 
-    Files may also be touched without a change of content.
+    For example, a volume may change the permissions of all files each time a pod mounts the volume.
     """
     manifest = repository.put("1", "a")
     repository.put("0", BAD)
@@ -270,7 +275,10 @@ async def test_a_folder_that_still_changes_is_not_loaded(repository: Repository,
 async def test_a_look_that_is_asked_for_loads_at_once_and_retries_refused_versions(
     repository: Repository, serve: Serve
 ) -> None:
-    """A refused bundle may be good: for example, the device had no free memory at the first load."""
+    """A requested scan loads refused versions again, because their bundles may be good.
+
+    For example, the device may have had no free memory at the first load.
+    """
     repository.put("1", "a")
     server = await serve(model_poll_seconds=0.0)  # no polls, so the repository is never overdue
     repository.stop_waiting()
@@ -358,7 +366,10 @@ async def test_a_new_model_never_becomes_the_default(repository: Repository, ser
 async def test_an_older_version_is_reported_in_the_log(
     repository: Repository, serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Version names that are not numbers sort before numbers, so v4 is older than 3."""
+    """If a new version is older than the served versions, the log says so.
+
+    Version names that are not numbers sort before numbers, so v4 is older than 3.
+    """
     caplog.set_level("INFO")
     repository.put("2", "a")
     repository.put("3", "b")
@@ -370,7 +381,10 @@ async def test_an_older_version_is_reported_in_the_log(
 
 
 async def test_no_budget_is_measured_while_a_model_serves(repository: Repository, serve: Serve) -> None:
-    """Measuring the batch budget takes all CPUs for seconds. A new version gets the budget of the version before it."""
+    """While a model serves, the server measures no batch budget, because this would take all CPUs for seconds.
+
+    A new version gets the batch budget of the version before it.
+    """
     repository.put("1", "a", name="old")
     server = await serve()
     repository.put("2", "b", name="old")
@@ -403,7 +417,7 @@ async def test_a_bad_version_changes_nothing_until_it_is_repaired(
 
 
 async def test_the_start_takes_the_newest_good_version(repository: Repository, serve: Serve) -> None:
-    """The metrics report the bad version until its folder is removed."""
+    """The start skips the bad version. The metrics report the bad version until its folder is removed."""
     repository.put("1", "a")
     repository.put("2", BAD)
     server = await serve()
@@ -445,7 +459,7 @@ async def test_a_refused_version_is_retried_after_any_change(repository: Reposit
 async def test_errors_that_stop_the_start(
     repository: Repository, contents: dict[str, str], error: type[Exception]
 ) -> None:
-    """A start fails if a model has no good version, or with an error that no bundle caused."""
+    """A start fails if a model has no good version, and after any error that a bundle did not cause."""
     for version, content in contents.items():
         repository.put(version, content)
     app = App(Settings(model_repository=repository.path, grpc_port=0, metrics_port=0), repository.load)
@@ -455,7 +469,10 @@ async def test_errors_that_stop_the_start(
 
 
 async def test_a_refused_version_leaves_nothing_in_memory(repository: Repository, serve: Serve) -> None:
-    """An exception keeps the stack frames that it passed, and such a frame keeps the engine that failed to warm up."""
+    """The engine of a refused version is freed.
+
+    An exception refers to the stack frames that it passed, and one of these frames refers to the engine.
+    """
     engines: list[weakref.ref[FakeEngine]] = []
 
     def load(directory: Path, settings: Settings, tokenize_pool: TurnPool, served: str) -> LoadedModel:
@@ -506,7 +523,10 @@ async def test_a_loaded_model_that_cannot_be_served_is_refused_and_closed(
 async def test_a_folder_that_cannot_be_read_changes_nothing(
     repository: Repository, serve: Serve, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
-    """The folder may be lost+found, have wrong permissions, or be on a network volume that fails for a moment."""
+    """If a folder cannot be read, the served versions stay the same.
+
+    The folder may be lost+found or have wrong permissions. It may also be on a network volume that fails for a moment.
+    """
     repository.put("1", "a")
     server = await serve()
     if folder in ("other", "tiny/3"):
@@ -536,7 +556,10 @@ async def test_a_folder_that_cannot_be_read_changes_nothing(
 async def test_a_missing_model_makes_the_repository_overdue(
     repository: Repository, serve: Serve, model: tuple[str, ...]
 ) -> None:
-    """Calls still succeed, so a metric has to show that the model is missing."""
+    """If a served model is removed from the repository, a metric shows that the repository is overdue.
+
+    Calls still succeed, so callers do not notice that the model is missing.
+    """
     repository.put("1", "a")
     server = await serve(model=model)
     repository.stop_waiting()
@@ -564,7 +587,10 @@ async def test_a_missing_model_makes_the_repository_overdue(
 async def test_an_expected_fingerprint_or_space(
     repository: Repository, serve: Serve, field: str, reason: str, kept: str, changed: str
 ) -> None:
-    """The id of the vector space stays the same if the same model is exported again."""
+    """A call that names an id fails if the served version has another id.
+
+    The id of the vector space stays the same if the same model is exported again.
+    """
     repository.put("1", "a")
     server = await serve()
 
@@ -597,7 +623,7 @@ async def test_a_bundle_without_a_space_meets_no_expectation(repository: Reposit
 async def test_an_inspection_after_the_folder_was_removed_is_refused(repository: Repository, serve: Serve) -> None:
     """The server loads the inspection graph at the first inspection.
 
-    If the file is gone, that is not an internal error.
+    If the file of the graph is gone, the call fails with INSPECT_UNAVAILABLE and not as an internal error.
     """
 
     def load(directory: Path, settings: Settings, tokenize_pool: TurnPool, served: str) -> LoadedModel:
@@ -617,9 +643,9 @@ async def test_an_inspection_after_the_folder_was_removed_is_refused(repository:
 
 
 async def test_running_calls_finish_on_the_old_version(repository: Repository, serve: Serve) -> None:
-    """Meanwhile the new version answers new calls, and only the new version is the default and ready.
+    """While a call still runs on version 1, version 2 answers new calls. Only version 2 is the default and ready.
 
-    Other models load without waiting.
+    Another model loads without waiting for the running call.
     """
     repository.put("1", "a")
     server = await serve()
@@ -671,9 +697,10 @@ async def test_a_stop_in_the_middle_of_a_replacement_answers_running_calls(
 
 
 async def test_the_next_version_waits_for_the_retirement_of_its_own_model(repository: Repository, serve: Serve) -> None:
-    """The next version waits, so that a model has at most one version too many in memory.
+    """A new version waits until the old version of the same model has left the memory.
 
-    The waiting version is loaded with the content that its folder has at the end of the retirement.
+    So a model has at most one extra version in memory. After the wait, the server loads the current content of the
+    folder. Other models do not wait.
     """
     for name in "ab":
         repository.put("1", name, name=name)
@@ -696,7 +723,10 @@ async def test_the_next_version_waits_for_the_retirement_of_its_own_model(reposi
 async def test_a_version_replaced_in_place_serves_until_its_successor_is_loaded(
     repository: Repository, serve: Serve
 ) -> None:
-    """While version 1 is still loading, the old content of version 2 answers calls, and its metrics count them."""
+    """Both versions get new content. While version 1 is still loading, the old content of version 2 answers calls.
+
+    The metrics of version 2 count these calls.
+    """
     gate = threading.Event()
 
     def load(directory: Path, settings: Settings, tokenize_pool: TurnPool, served: str) -> LoadedModel:
@@ -726,9 +756,9 @@ async def test_a_version_replaced_in_place_serves_until_its_successor_is_loaded(
 async def test_stuck_engines_are_given_up_together(
     repository: Repository, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The time of a stop must not depend on the number of models."""
+    """The server waits for all stuck engines at the same time, so a stop with eight of them takes less than 3.5 s."""
     monkeypatch.setattr(manager, "_CLOSE_SECONDS", 0.5)
-    names = "abcdefgh"  # 8 x 0.5 s one after the other would take four seconds
+    names = "abcdefgh"  # to wait for one engine after the other would take 8 x 0.5 s
     for name in names:
         repository.put("1", name, name=name)
     server = await serve(grace_seconds=0.0)
@@ -741,7 +771,7 @@ async def test_stuck_engines_are_given_up_together(
 
 
 async def test_one_task_follows_health_however_often_models_change(repository: Repository, serve: Serve) -> None:
-    """A second health task would report SERVING again during the stop."""
+    """After a change of models, only one health task runs. A second health task would report SERVING during a stop."""
     repository.put("1", "a")
     await serve()
     repository.put("2", "b")

@@ -32,7 +32,7 @@ def unfrozen() -> Iterator[None]:
 def test_the_collector_skips_the_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`main` freezes the objects of the imported libraries before any model is loaded.
 
-    So the objects of a model are not frozen, and can be freed with the model.
+    So the garbage collector skips the libraries. It can still free the objects of a model.
     """
     frozen: list[int] = []
 
@@ -60,7 +60,10 @@ def test_later_objects_are_freed() -> None:
 def test_a_containers_limit_is_the_usable_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None
 ) -> None:
-    """The limit is in a file of cgroup v2 or v1. Without a limit, the file has "max" in v2 and a huge number in v1."""
+    """The usable memory is the limit of the container, or the memory of the machine if there is no limit.
+
+    A file of cgroup v2 or v1 has the limit. Without a limit, the file has "max" in v2, and a huge number in v1.
+    """
     if limit is not None:
         (tmp_path / "limit").write_text(limit)
     monkeypatch.setattr(memory, "_CGROUP_LIMITS", (tmp_path / "nowhere", tmp_path / "limit"))

@@ -69,7 +69,7 @@ async def test_every_limit_has_a_metric(start_server: StartServer) -> None:
 
 
 def test_busy_seconds_add_up() -> None:
-    """Busy times are added. The tests of the scheduler check that the time of parallel runs counts once."""
+    """The metric is the sum of the busy times. The tests of the scheduler check that parallel runs count once."""
     registry = CollectorRegistry()
     model = Metrics(registry).for_model("tiny", "2")
     for seconds in (2.0, 3.0):
@@ -131,7 +131,7 @@ def test_an_unloaded_version_leaves_the_page() -> None:
     metrics.forget_model("tiny", "1")
     assert names("1") == set()
     assert names("2") == before
-    models["1"].batch_failed()  # a batch of version 1 that fails after the unload
+    models["1"].batch_failed()  # a batch of version 1 fails after the version was unloaded
     metrics.forget_model("tiny", "1")
     assert names("1") == set()
     assert registry.get_sample_value("encserve_model_loads_total", {"model": "tiny", "outcome": "refused"}) == 0
@@ -170,7 +170,7 @@ async def test_a_failed_page_is_one_error_in_the_log(server: FakeServer, caplog:
 
 
 async def test_callers_cannot_add_labels(shared: FakeServer) -> None:
-    """Unknown models, versions and methods do not appear on the page."""
+    """Calls with unknown models, versions and methods add no series to the page."""
     await shared.encode([1])
 
     def series() -> set[str]:
@@ -188,7 +188,10 @@ async def test_callers_cannot_add_labels(shared: FakeServer) -> None:
 
 
 def test_a_page_of_three_models_stays_small() -> None:
-    """Rendering takes about 8 µs a line and holds the GIL, so the page must be short."""
+    """The page for three versions has fewer than 1,200 lines.
+
+    The page must be short, because it takes about 8 µs a line to write, and no other Python code runs meanwhile.
+    """
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     metrics.zero([(kind, SERVICE_NAME, name) for name, kind in METHODS.items()], map(str, range(17)), REASONS)

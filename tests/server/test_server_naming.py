@@ -1,6 +1,6 @@
 """Tests of the names of fields and values in errors.
 
-Each protocol has its own names, so the packages that all protocols share use none of them.
+Each protocol has its own names. The packages that all protocols share must not contain such a name.
 """
 
 import ast
@@ -31,11 +31,11 @@ OF_OUTPUTS = {part for part in Part if part.name.startswith("OUTPUT")}
 OF_VECTORS = {Part.VECTORS, Part.VECTORS_WIDTH, Part.VECTORS_DATA}
 OF_SPANS = {Part.SPANS, Part.SPAN_UNIT, Part.SPAN_ENDS}
 OF_REPLIES = {Part.TOKEN_STRINGS, Part.EXCLUDE_SPECIAL_TOKENS}
-PLACED = {Part.IDS, Part.SPAN_ENDS}  # an error about these parts also names one id or one span
+PLACED = {Part.IDS, Part.SPAN_ENDS}  # an error about these parts also has the index of an id or a span
 
 
 def texts_of(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the line number and the value of each string of a module, except docstrings."""
+    """Yield the line number and the value of each string in a module, except docstrings."""
     tree = ast.parse(source)
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     firsts = [node.body[0] for node in ast.walk(tree) if isinstance(node, owners) and node.body]
@@ -57,7 +57,7 @@ def test_the_core_names_no_fields_or_values_of_a_protocol(package: str) -> None:
 
 
 def paths(*without: Part) -> st.SearchStrategy[FieldPath]:
-    """Return a strategy for the paths of all parts of a request except `without`."""
+    """Return a strategy for paths to all parts of a request, except the parts in `without`."""
     numbers = st.none() | st.integers(0, 300)
 
     def of(part: Part) -> st.SearchStrategy[FieldPath]:
@@ -68,7 +68,7 @@ def paths(*without: Part) -> st.SearchStrategy[FieldPath]:
 
 
 def check_path(message: Any, path: str) -> None:
-    """Check that a message has every field of a path, and that only repeated fields have an index."""
+    """Check that every field of a path exists in the message, and that only repeated fields have an index."""
     descriptor = message.DESCRIPTOR
     for step in path.split("."):
         found = re.fullmatch(r"([a-z0-9_]+)(\[\d+\])?", step)
@@ -114,7 +114,10 @@ def test_the_values_of_encserve(name: naming.RpcNaming) -> None:
 
 @given(paths(*OF_SPANS, *OF_REPLIES, Part.FINGERPRINT, Part.SPACE_ID))
 def test_the_fields_of_open_inference(path: FieldPath) -> None:
-    """An error names a field of ModelInferRequest, a parameter, or a tensor (its shape, a row, or an element)."""
+    """An error of the Open Inference Protocol names a field of ModelInferRequest, a parameter, or a tensor.
+
+    For a tensor, the error names the shape, a row, or an element.
+    """
     rendered = InferNaming().field(path)
     found = re.fullmatch(r"(?P<name>[a-z_]+)(\.(?P<attribute>[a-z_]+)|\[\d+(, \d+)?\])?", rendered)
     assert found, rendered
@@ -128,7 +131,7 @@ def test_the_fields_of_open_inference(path: FieldPath) -> None:
 
 
 def test_the_values_of_open_inference() -> None:
-    """An output kind has the name of its tensor.
+    """In an error, an output kind has the name of the tensor in the reply.
 
     Data types and tasks have the names that callers send as parameters.
     """

@@ -1,6 +1,7 @@
 """Tests of `Embedder`, which computes vectors in this process.
 
-The vectors equal those of a server and are in the order of the inputs. Each refused input has a reason.
+The vectors are in the order of the inputs, and equal the vectors that a server returns. Each refused input has a
+reason.
 """
 
 import gc
@@ -49,7 +50,7 @@ STATIC = {
         static_sparse=manifest_pb2.StaticSparse(tokenizer_file="query.json", weights_file="query.npy", max_tokens=6)
     ),
 }
-# By name: the changes of a bundle, and the inputs and options of several calls.
+# For each name: the changes of a bundle, and several calls with their inputs and options.
 CASES: dict[str, tuple[dict[str, Any], list[tuple[list[Any], dict[str, Any]]]]] = {
     "plain": (
         {},
@@ -152,11 +153,11 @@ async def test_rows_have_the_bits_of_a_servers(start_server: StartServer, tmp_pa
 
 @pytest.mark.system  # measures for two seconds
 def test_of_equally_good_budgets_the_greatest_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job takes the largest budget, because each batch has a fixed cost and no caller waits.
+    """If several batch budgets are nearly equally fast, a job takes the largest. A server would take the smallest.
 
-    A server takes the smallest.
+    For a job, large batches are better, because each batch has a fixed cost and no caller waits.
     """
-    monkeypatch.setattr(tuning, "_MAX_SPREAD", math.inf)  # results that vary, as on a busy machine, are stored too
+    monkeypatch.setattr(tuning, "_MAX_SPREAD", math.inf)  # measurements that vary are stored too
     bundle = write_bundle(tmp_path / "bundles")
     remembered = bundle.parent / f".{bundle.name}.tuned.json"
     Embedder(bundle, tune_batches=True).close()
@@ -210,7 +211,7 @@ print(sorted({it.partition(".")[0] for it in sys.modules} & {"grpc", "aiohttp", 
 
 @pytest.fixture
 def make_fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Yield a function that makes an embedder with a fake engine. Its keyword arguments are those of `fake_model`."""
+    """Yield a function that makes an embedder with a fake engine. It takes the keyword arguments of `fake_model`."""
     opened: list[tuple[Embedder, FakeEngine]] = []
     folder = tmp_path / "tiny" / "1"
     folder.mkdir(parents=True)
@@ -235,7 +236,7 @@ def make_fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def random_ids(count: int, seed: int = 0) -> list[list[int]]:
-    """Return `count` inputs. Each input is one id repeated 1 to 32 times, and each input has another id."""
+    """Return `count` inputs. Each input repeats one id 1 to 32 times, and each input has a different id."""
     lengths = np.random.default_rng(seed).integers(1, LONGEST, count, endpoint=True)
     return [[10 + i] * int(length) for i, length in enumerate(lengths)]
 
@@ -312,16 +313,16 @@ def test_a_refused_input_does_not_stop_the_others(make_fake: Any) -> None:
 
 
 def test_refused_inputs_leave_nothing_in_memory(make_fake: Any) -> None:
-    """No error of a refused input stays in memory.
+    """Errors of refused inputs are freed without the cycle collector.
 
-    An error in a reference cycle would keep its inputs until the cycle collector runs.
+    If an error were part of a reference cycle, its input would stay in memory until the cycle collector runs.
     """
     embedder, _ = make_fake()
     gc.collect()
     gc.disable()
     try:
         assert len(embedder.run([ids for ids, _ in BAD]).refused) == len(BAD)
-        # isinstance would read __class__, and some objects of torch then emit warnings.
+        # `isinstance` would read `__class__`, and some objects of torch emit a warning if this attribute is read.
         assert not [it for it in gc.get_objects() if issubclass(type(it), RequestError)]
     finally:
         gc.enable()
@@ -353,7 +354,10 @@ def test_an_engine_that_always_fails_refuses_no_input(make_fake: Any) -> None:
 
 
 def test_threads_share_the_engine(make_fake: Any) -> None:
-    """No batch gets the whole device, because the timing of the threads would decide which batch does."""
+    """Six threads share one embedder, and every thread gets the right vectors.
+
+    No batch gets the whole device. Otherwise the timing of the threads would decide which batches run alone.
+    """
     embedder, engine = make_fake(FakeEngine(D_MODEL, max_parallel_runs=2))
     calls = [random_ids(50, seed) for seed in range(6)]
     with ThreadPoolExecutor(6) as pool:

@@ -29,10 +29,13 @@ INFER = {"grpc_type": "unary", "grpc_service": SERVICE_NAME, "grpc_method": "Mod
 @pytest.mark.parametrize("raw", [True, False])
 @pytest.mark.parametrize("dtype", ["<i8", "<i4"])
 async def test_ids_give_padded_rows(shared: FakeServer, raw: bool, dtype: str) -> None:
-    """A request may contain the mask and zero token types, because most tokenizer libraries return them."""
+    """The reply has padded hidden states. The request also has a mask and token types of zeros.
+
+    Callers may send these two, because most tokenizer libraries return them.
+    """
     arrays = {"input_ids": IDS, "attention_mask": MASK, "token_type_ids": IDS * 0}
     got = await infer(shared, raw=raw, **{name: array.astype(dtype) for name, array in arrays.items()})
-    assert list(got) == ["last_hidden_state", "lengths", "embedding"]  # the default is all outputs
+    assert list(got) == ["last_hidden_state", "lengths", "embedding"]  # by default, the reply has all outputs
     np.testing.assert_array_equal(got["last_hidden_state"], PADDED)
     assert got["lengths"].tolist() == [3, 1]
 
@@ -48,7 +51,7 @@ async def test_text_gives_the_same_as_encode(shared: FakeServer, raw: bool) -> N
     parts = [row[:length].tobytes() for row, length in zip(got["last_hidden_state"], rows.lengths, strict=True)]
     assert b"".join(parts) == rows.data
     assert got["embedding"].tobytes() == vectors.data
-    column = await infer(shared, raw=raw, text=text_tensor(*texts).reshape(3, 1))  # the shape of texts from KServe
+    column = await infer(shared, raw=raw, text=text_tensor(*texts).reshape(3, 1))  # the shape of KServe's texts
     np.testing.assert_array_equal(column["embedding"], got["embedding"])
 
 
@@ -94,7 +97,10 @@ async def test_a_model_of_vectors(start_server: StartServer) -> None:
 
 
 async def test_transport_parameters_of_clients_are_ignored(shared: FakeServer) -> None:
-    """KServe's client sends `binary_data_size`, Triton's client `binary_data`, and MLServer's codecs `content_type`."""
+    """The server ignores parameters that clients add for their transport, so the reply stays the same.
+
+    KServe's client sends `binary_data_size`, Triton's client `binary_data`, and MLServer's codecs `content_type`.
+    """
     plain = await infer(shared, input_ids=IDS, outputs=["embedding"])
     request = ids(outputs=["embedding"], parameters={"binary_data_output": True, "priority": 3, "content_type": "np"})
     request.inputs[0].parameters["binary_data_size"].int64_param = IDS.nbytes
@@ -239,7 +245,7 @@ async def test_limits_of_settings_and_models(start_server: StartServer, tmp_path
 
 async def test_a_reply_that_padding_makes_too_large_is_refused_before_it_is_computed(start_server: StartServer) -> None:
     server = await start_server(max_response_mib=1, max_request_sequences=5000)
-    array = np.ones((4000, 30), np.int64)  # the reply has 4,029 tokens, padded to 120,000 vectors of 16 bytes
+    array = np.ones((4000, 30), np.int64)  # 4,029 tokens, but 120,000 vectors of 16 bytes after padding
     mask = np.zeros_like(array)
     mask[:, 0] = mask[0] = 1
     failed = await refusal(infer(server, input_ids=array, attention_mask=mask))
@@ -440,6 +446,6 @@ async def test_any_message_gets_a_reply_or_a_known_status(shared: FakeServer, se
         else:
             seen["OK"] += 1
     assert not unexpected
-    assert seen["OK"] > 20, f"the fuzzer sent too little that is right: {seen}"
-    assert len(seen) >= 4, f"the fuzzer reached too little: {seen}"
+    assert seen["OK"] > 20, f"the fuzzer sent too few valid requests: {seen}"
+    assert len(seen) >= 4, f"the replies have fewer than 4 different outcomes: {seen}"
     assert len((await shared.encode([1, 2])).sequences) == 1

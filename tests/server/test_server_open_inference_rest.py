@@ -30,7 +30,7 @@ async def server(start_server: StartServer) -> FakeServer:
 
 
 def tensor(name: str, array: Any, *, nested: bool = False) -> dict[str, Any]:
-    """Return a tensor with its data in JSON. An array of objects becomes BYTES."""
+    """Return a tensor with its data in JSON. The data type of an array of objects is BYTES."""
     is_text = array.dtype == object
     data: Any = (array if nested else array.reshape(-1)).tolist()
     if is_text:
@@ -47,7 +47,7 @@ def request(*, nested: bool = False, outputs: Any = None, parameters: Any = None
 
 
 def binary(body: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
-    """Return a request with its tensors as binary data after the JSON, and the header with the length of the JSON."""
+    """Return a request whose tensors follow the JSON as binary data, and a header with the length of the JSON."""
     inputs, parts = [], []
     for it in body["inputs"]:
         if it["datatype"] == "BYTES":
@@ -75,7 +75,7 @@ async def ask_bytes(server: FakeServer, body: dict[str, Any]) -> dict[str, npt.N
 @pytest.mark.parametrize("nested", [True, False])
 async def test_ids_give_padded_rows(shared: FakeServer, nested: bool) -> None:
     got = await ask(shared, request(nested=nested, input_ids=IDS, attention_mask=MASK))
-    assert list(got) == ["last_hidden_state", "lengths", "embedding"]  # the default is all outputs
+    assert list(got) == ["last_hidden_state", "lengths", "embedding"]  # by default, the reply has all outputs
     np.testing.assert_array_equal(got["last_hidden_state"], PADDED)
     assert got["lengths"].tolist() == [3, 1]
 
@@ -115,7 +115,7 @@ async def test_a_model_of_vectors(start_server: StartServer) -> None:
 
 @pytest.mark.parametrize("datatype", ["FP32", "FP16", "INT8"])
 async def test_numbers_of_every_type(shared: FakeServer, datatype: str) -> None:
-    """A JSON tensor cannot be FP16, so FP16 is tested with binary tensors only."""
+    """For every data type, the reply has the same bits as over gRPC. FP16 has only binary tensors, no JSON."""
     want = await infer(shared, input_ids=IDS, outputs=["embedding"], parameters={"datatype": datatype})
     as_binary = {"datatype": datatype, "binary_data_output": True}
     for parameters in [as_binary] if datatype == "FP16" else [as_binary, {"datatype": datatype}]:
@@ -234,7 +234,7 @@ def changed(body: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 SAYS = {"name": "lengths", "parameters": {}}
-REFUSED: list[tuple[Any, str, str]] = [  # errors in JSON; the gRPC tests check fields and shapes for both protocols
+REFUSED: list[tuple[Any, str, str]] = [  # errors of JSON; the gRPC tests check fields and shapes
     (b"", "", "the body is not valid JSON"),
     (b"[1]", "", "must be a JSON object"),
     (b'{"raw": 1, "inputs": ', "", "the body is not valid JSON"),
@@ -377,7 +377,7 @@ async def test_a_reply_that_padding_makes_too_large_is_refused_before_it_is_comp
     assert server.sample("encserve_batch_sequences_count", model="tiny", version="2") == 0
 
 
-MILLION = np.ones((250, 4000), np.int64)  # a million ids; truncation keeps 8,000
+MILLION = np.ones((250, 4000), np.int64)  # a million ids, of which truncation keeps 8,000
 LARGE = json.dumps(request(input_ids=MILLION, outputs=["lengths"], parameters={"truncate": True})).encode()
 
 
@@ -394,7 +394,7 @@ async def test_others_are_answered_while_a_million_numbers_are_decoded(start_ser
 
 
 def exceeds(server: FakeServer, size: int) -> bool:
-    return server.app._calls.held_bytes > size
+    return server.app._calls.budget.held > size
 
 
 async def test_the_decoded_size_of_a_large_body_counts_against_the_byte_budget(start_server: StartServer) -> None:
@@ -406,11 +406,11 @@ async def test_the_decoded_size_of_a_large_body_counts_against_the_byte_budget(s
         async with connect(server) as client:
             running = asyncio.create_task(client.post(PATH, content=body, headers=headers))
             await until(partial(exceeds, server, size))
-            server.app._calls.max_held_bytes = server.app._calls.held_bytes
+            server.app._calls.budget.limit = server.app._calls.budget.held
             full = await client.post(PATH, content=LARGE)
             assert (full.status_code, full.headers["encserve-error-reason"]) == (429, "BUDGET_FULL")
             running.cancel()
-            await until(lambda: server.app._calls.held_bytes == 0)
+            await until(lambda: server.app._calls.budget.held == 0)
     server.engine.let_go()
 
 
@@ -451,14 +451,14 @@ async def test_calls_are_counted(server: FakeServer) -> None:
 
 
 def odd(rng: random.Random, good: Any, *others: Any) -> Any:
-    """Return `good`, or in 2 % of the calls another value."""
+    """Return `good` in 98 % of the calls, and a bad value in the other calls."""
     if rng.random() > 0.02:
         return good
     return rng.choice([None, [], {}, True, -1, 2**70, 0.5, "", "x", [[1], "a"], *others])
 
 
 def wild_inputs(rng: random.Random) -> dict[str, Any]:
-    """Return random arrays by name. Some combinations are invalid, such as `text` with `input_ids`."""
+    """Return random arrays with their names. Some combinations are invalid, such as `text` with `input_ids`."""
     rows, columns = rng.choice([0, 1, 1, 2, 5]), rng.choice([0, 1, 3, 3, 9, 40])
     words = ["hello", "", "brave \x00 new", "🌍" * 9, "world " * 50, '"data": [1]', "\\"]
     inputs: dict[str, Any] = {}
@@ -521,7 +521,7 @@ def wild_body(rng: random.Random) -> tuple[bytes, dict[str, str]]:
 
 
 async def test_any_body_gets_a_reply_or_a_client_error(server: FakeServer) -> None:
-    """This is a short run. tests/hostile sends many more random bodies."""
+    """The server answers 300 random bodies with 200, 400, 408 or 413. tests/hostile sends many more random bodies."""
     rng, count = random.Random(0), 300
     seen: Counter[tuple[bool, int]] = Counter()
     async with connect(server) as client:
@@ -535,7 +535,7 @@ async def test_any_body_gets_a_reply_or_a_client_error(server: FakeServer) -> No
                 assert response.status_code in (400, 408, 413), (response.text, data)
                 assert set(response.json()) == {"error"}
     for is_binary in (True, False):
-        assert seen[is_binary, 200] > count / 20, f"the fuzzer sent too little that is right: {seen}"
-        assert seen[is_binary, 400] > count / 20, f"the fuzzer reached too little: {seen}"
+        assert seen[is_binary, 200] > count / 20, f"the fuzzer sent too few valid requests: {seen}"
+        assert seen[is_binary, 400] > count / 20, f"the fuzzer got too few replies with status 400: {seen}"
     assert server.sample("encserve_in_flight_requests") == 0
     assert len((await server.encode([1, 2])).sequences) == 1

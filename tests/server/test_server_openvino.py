@@ -54,14 +54,20 @@ def assert_as_in_onnx_runtime(graph: Graph, batch: list[np.ndarray]) -> None:
 
 
 def test_rows_outlive_the_next_run(engine: OpenVinoEngine) -> None:
-    """OpenVINO reuses one output buffer. Without a copy, the next run would overwrite the hidden states."""
+    """The hidden states of a run stay right after the next run.
+
+    OpenVINO reuses its output buffer. Without a copy, the next run would overwrite the hidden states.
+    """
     first = engine.run([np.array([1, 2, 3])])
     engine.run([np.array([4, 5, 6])])
     np.testing.assert_allclose(first.rows[0], expected_rows(np.array([1, 2, 3])), rtol=1e-5)
 
 
 def test_the_precision_is_float32_by_default(engine: OpenVinoEngine) -> None:
-    """Without a setting, OpenVINO would choose bfloat16 on a CPU that supports bfloat16."""
+    """By default, the engine computes in float32.
+
+    OpenVINO itself would choose bfloat16 on a CPU that supports bfloat16.
+    """
     assert (engine.info.provider, engine.info.device, engine.info.precision) == ("OpenVINO", "cpu", "float32")
     assert engine.info.runtime == f"openvino {ov.__version__.partition('-')[0]}"
     assert engine._compiled.get_property("INFERENCE_PRECISION_HINT") == ov.Type.f32
@@ -78,8 +84,8 @@ def test_weights_in_another_file_and_token_types(tmp_path: Path) -> None:
 
 def test_vectors(tmp_path: Path) -> None:
     model = build()
-    del model.graph.node[0]  # removes the embedding lookup; a graph input replaces its output
-    model.graph.node[0].input[0] = "attention_mask"  # the Shape node can read any input of shape (batch, seq)
+    del model.graph.node[0]  # remove the embedding lookup; an input of the graph takes its place
+    model.graph.node[0].input[0] = "attention_mask"  # the Shape node needs only an input of shape (batch, seq)
     del model.graph.input[0]
     model.graph.input.append(value("words", TensorProto.FLOAT, ["batch", "seq", 8]))
     graph = replace(FOREIGN, path=save(model, tmp_path / "model.onnx"), input_name="words", takes_vectors=True)
@@ -111,7 +117,10 @@ def test_an_unknown_operator_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_cpu_without_bfloat16_refuses_it(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the refusal, OpenVINO would emulate bfloat16, or compute in float32 without a warning."""
+    """On a CPU without bfloat16, `--precision bfloat16` is refused.
+
+    Otherwise OpenVINO would emulate bfloat16, or compute in float32 without a warning.
+    """
     real = ov.Core.get_property
 
     def of_an_older_cpu(core: ov.Core, device: str, name: str) -> object:
@@ -130,7 +139,7 @@ def test_a_wrong_precision_of_openvino_is_an_error(bundle: Bundle, monkeypatch: 
 
 
 def test_the_precision_of_float16_and_int8_files(bundle: Bundle) -> None:
-    """On the CPU, OpenVINO computes a float16 file in float32. An int8 file stays int8."""
+    """With `--precision model`, OpenVINO computes a float16 file in float32 on the CPU, and an int8 file in int8."""
     half, quantized = (replace(bundle.graph, precision=precision) for precision in ("float16", "int8"))
     assert OpenVinoEngine(half, precision="model", intra_op_threads=1).info.precision == "float32"
     assert OpenVinoEngine(quantized, precision="model", intra_op_threads=1).info.precision == "int8"
@@ -150,7 +159,7 @@ def test_onnx_runtime_computes_in_the_precision_of_the_file(bundle: Bundle) -> N
 
 
 def in_a_process(code: str, home: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run Python code in a new process, with this home directory and without ENCSERVE_ variables."""
+    """Run Python code in a new process with the given home directory and without ENCSERVE_ variables."""
     environment = {key: text for key, text in os.environ.items() if not key.startswith("ENCSERVE_")}
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],

@@ -1,6 +1,7 @@
 """Tests of the outputs of a batch.
 
-They check every kind of output, alone and in a batch, the number of computations, and values that are not finite.
+They check every kind of output, for one sequence and for a batch. They also check how often each computation runs, and
+numbers that are not finite.
 """
 
 from collections import Counter
@@ -65,7 +66,7 @@ def unit(rows: Numbers) -> Numbers:
 
 
 def product(rows: Numbers, weights: Numbers) -> Numbers:
-    """Return rows @ weights with the same bits for any batch. BLAS would add in another order for other shapes."""
+    """Return rows @ weights, with the same bits for a row in any batch. With BLAS, the bits depend on the shape."""
     return np.asarray(np.add.reduce(rows[..., None] * weights, axis=-2), np.float32)
 
 
@@ -84,7 +85,7 @@ def usual_heads() -> dict[OutputKind, CountingHead]:
 
 
 def model(*, heads: dict[OutputKind, CountingHead] | None = None, **changes: Any) -> ModelOutputs:
-    """Return the outputs of a model with every kind of output. `heads` replaces some of the usual heads."""
+    """Return the `ModelOutputs` of a model with every kind of output. `heads` replaces some of the usual heads."""
     d_model = changes.pop("d_model", D_MODEL)
     bundle = rich_bundle(d_model, VOCABULARY, WIDTH, **changes)
     return ModelOutputs(bundle, {**usual_heads(), **(heads or {})})
@@ -98,7 +99,7 @@ def compute(
 ) -> list[OutputArrays | None]:
     """Compute the outputs of a batch from (seq, d_model) hidden states.
 
-    The ids are 0, 1, 2 and so on. The padding is NaN.
+    The token ids are 0, 1, 2 and so on. The padding is NaN.
     """
     lengths = [len(it) for it in rows]
     padded = np.full((len(rows), max(lengths), rows[0].shape[1]), np.nan, np.float32)
@@ -163,7 +164,7 @@ EVERY_SPEC = [
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[list[Rows], list[tuple[OutputSpec, ...]], list[int]]:
-    """Draw hidden states, output specs, and the number of prompt tokens that pooling skips, for several sequences."""
+    """Draw several sequences: their hidden states, output specs, and numbers of prompt tokens that pooling skips."""
     lengths = draw(LENGTHS)
     wanted = st.lists(st.sampled_from(EVERY_SPEC), max_size=5, unique=True).map(tuple)
     different = draw(st.lists(wanted, min_size=1, max_size=2))
@@ -179,7 +180,10 @@ def batches(draw: st.DrawFn) -> tuple[list[Rows], list[tuple[OutputSpec, ...]], 
 def test_a_sequence_gets_the_same_bits_alone_and_with_others(
     made: tuple[list[Rows], list[tuple[OutputSpec, ...]], list[int]],
 ) -> None:
-    """The sequences of a batch may want different outputs, and the last sequence has an infinite number."""
+    """Each sequence gets the same bits alone and in a batch of sequences that may want different outputs.
+
+    The last sequence has an infinite number, so it gets no outputs.
+    """
     rows, specs, skipped = made
     outputs = model()
     wanted = [outputs.check(some, skipped_tokens=n) if some else () for some, n in zip(specs, skipped, strict=True)]
@@ -213,7 +217,7 @@ def test_outputs_follow_their_formulas(lengths: list[int], seed: int) -> None:
 @example(5, 2, K.WEIGHTED_MEAN, 0)
 @example(5, 2, K.MEAN, 0)
 def test_pooling_skips_a_prompt(length: int, skipped: int, kind: OutputKind, seed: int) -> None:
-    """If a sequence has only prompt tokens, its vector is zero, except with CLS. A zero vector is not a failure."""
+    """If a sequence has only prompt tokens, its vector has only zeros, except with CLS. The sequence does not fail."""
     outputs = model(pooling=ModelPooling((kind,), l2_normalize=False, width=D_MODEL, skips_prompt=True))
     (rows,) = random_rows([length], seed)
     (found,) = compute_one(outputs, rows, outputs.check([OutputSpec(K.MODEL)], skipped_tokens=skipped))
@@ -257,7 +261,7 @@ INT8_KINDS = (*SPAN_POOLINGS, K.MODEL, K.SPANS, K.MULTI_VECTOR)
 def test_int8_is_its_formula_of_the_normalised_vector(
     length: int, width: int, kind: OutputKind, is_cut: bool, seed: int
 ) -> None:
-    """The int8 numbers equal the formula exactly, with and without l2_normalize."""
+    """The int8 numbers are exactly those of the formula. `l2_normalize` does not change them."""
     width = D_MODEL if kind is K.MULTI_VECTOR else width
     rows = np.random.default_rng(seed).standard_normal((length, width)).astype(np.float32)
     outputs = model(d_model=width)
@@ -275,14 +279,17 @@ def test_int8_is_its_formula_of_the_normalised_vector(
 
 
 def angles(left: OutputRows, right: OutputRows) -> Any:
-    """Return the angles between the rows of two (n, width) arrays: (n,), in radians."""
+    """Return the (n,) angles, in radians, between the rows of two (n, width) arrays."""
     products = np.linalg.norm(left.astype(np.float64), axis=1) * np.linalg.norm(right.astype(np.float64), axis=1)
     return np.arccos(np.clip(np.einsum("nw,nw->n", left, right, dtype=np.float64) / products, -1, 1))
 
 
 @given(st.integers(2, 2048), SEEDS, st.floats(0, 3))
 def test_int8_changes_an_angle_by_less_than_2_degrees(width: int, seed: int, nearness: float) -> None:
-    """The bound applies if no number is clipped: int8 then turns each vector by at most asin(2 / 127)."""
+    """If no number is clipped, int8 turns each vector by at most asin(2 / 127), which is about 0.9 degrees.
+
+    So the angle between two vectors changes by at most twice this value.
+    """
     made = np.random.default_rng(seed).uniform(-1, 1, (2, 20, width)).astype(np.float32)
     made[1] += np.float32(nearness) * made[0]
     left, right = (normalized(it)[0] for it in made)
@@ -300,7 +307,7 @@ def test_the_models_pooling_may_equal_a_named_one() -> None:
 
 @pytest.mark.parametrize("kind", OutputKind)
 def test_only_rows_of_tokens_share_memory_with_the_batch(kind: OutputKind) -> None:
-    """Vectors of tokens are not copied. A pooled vector must be a copy, so that the batch can be freed."""
+    """Token vectors share memory with the batch. Every other output must be a copy, so that the batch can be freed."""
     outputs, batch = model(), BatchResult(np.ones((2, 5, D_MODEL), np.float32), [5, 2], 0.0, 0.0)
     wanted, spans = outputs.check([OutputSpec(kind)]), np.array([[0, 2]])
     for arrays in outputs.compute(batch, [Sequenced(np.zeros(n, np.int64), wanted, spans) for n in (5, 2)]):
@@ -314,7 +321,7 @@ def test_rows_of_zeros_are_normalised_to_zeros() -> None:
         assert not rows.any()
 
 
-# Each computation runs once
+# Each computation runs once for a batch
 
 
 def test_a_pooling_runs_once_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,9 +367,9 @@ def test_a_head_runs_once_for_a_batch() -> None:
 
 
 def test_a_head_runs_once_for_each_task() -> None:
-    """Only documents skip tokens, so each task needs its own run.
+    """The batch has two queries, a document, and a call without a task. The head runs once for each of the three tasks.
 
-    A call without a task skips the tokens that a document skips.
+    The document and the call without a task skip one token. The queries skip no token.
     """
     heads = usual_heads()
     document = TaskSettings("", 8192, skipped_token_ids=(1,))
@@ -419,7 +426,7 @@ def test_static_weights_are_those_of_the_tokens() -> None:
 
 # Numbers that are not finite
 
-LARGE = np.float32(1e30)  # its square overflows float32
+LARGE = np.float32(1e30)  # the square of this number overflows float32
 NOT_FINITE = [np.float32(it) for it in (np.nan, np.inf, -np.inf)]
 
 
@@ -437,7 +444,7 @@ def test_rows_that_are_not_finite_fail_only_their_sequence(kind: OutputKind, ali
 
 
 def head_failing_at_9(kind: OutputKind, bad: np.float32) -> dict[OutputKind, CountingHead]:
-    """Return a head whose output is `bad` for any input with a 9 in its first dimension."""
+    """Return a head that returns `bad` for each input with a 9 in the first dimension."""
     usual = usual_heads()[kind].function
 
     def run(rows: Numbers, *mask: Numbers) -> Numbers:
@@ -474,7 +481,10 @@ def test_a_weight_under_its_own_id_that_is_not_finite_is_found() -> None:
 @pytest.mark.parametrize("kind", [K.TOKENS, K.SPANS, *SPAN_POOLINGS])
 @pytest.mark.parametrize("data_type", [DataType.FLOAT32, DataType.FLOAT16])
 def test_an_overflow_of_a_norm_is_found(kind: OutputKind, data_type: DataType) -> None:
-    """The hidden states are finite, but their norm overflows, and the division would return zeros."""
+    """A sequence fails if a norm overflows, although its hidden states are finite.
+
+    Otherwise the division by the infinite norm would return zeros.
+    """
     rows = random_rows([2, 2, 1])
     rows[1][:] = LARGE
     spans: list[TokenSpans | None] = [np.array([[0, len(it)]]) for it in rows]
@@ -494,7 +504,7 @@ def test_an_overflow_of_a_norm_in_or_before_a_head_is_found(kind: OutputKind) ->
 @pytest.mark.parametrize("kind", [K.MODEL, K.MULTI_VECTOR])
 @pytest.mark.parametrize("l2_normalize", [False, True])
 def test_zeros_that_a_head_makes_of_ordinary_rows_are_delivered(kind: OutputKind, l2_normalize: bool) -> None:
-    """A ReLU in a head can return zeros. They are valid, even if the norm of another sequence overflows."""
+    """Zeros from a ReLU in a head are valid, even if the norm of another sequence overflows."""
     pooling = ModelPooling((K.CLS,), l2_normalize=l2_normalize, width=D_MODEL, head=head_graph(D_MODEL, D_MODEL))
     head = CountingHead(lambda rows: np.maximum(unit(rows), 0))
     outputs, rows = model(heads={kind: head}, pooling=pooling), random_rows([2, 2, 1])
@@ -510,7 +520,10 @@ def test_zeros_that_a_head_makes_of_ordinary_rows_are_delivered(kind: OutputKind
 @pytest.mark.parametrize("kind", [K.MEAN, K.WEIGHTED_MEAN, K.MEAN_SQRT_LENGTH])
 @pytest.mark.parametrize("others", [(), (OutputSpec(K.CLS),)])
 def test_an_overflow_of_a_sum_fails_the_outputs_that_need_it(kind: OutputKind, others: tuple[OutputSpec, ...]) -> None:
-    """A binary output fails too, although its bits are always finite. Outputs without a sum do not fail."""
+    """If a sum overflows, its sequence fails, unless no output of the sequence needs the sum.
+
+    A sequence with a binary output fails too, although bits are always finite.
+    """
     outputs, rows = model(), random_rows([2, 3])
     rows[1][:] = 3e38
     assert failed(outputs, rows, *others, OutputSpec(kind, data_type=DataType.BINARY)) == [False, True]
@@ -605,7 +618,10 @@ def test_joining_keeps_protected_tokens_and_the_number_of_clusters(
 def test_clusters_are_those_of_sentence_transformers(
     seed: int, count: int, factor: float, protected: int, l2_normalize: bool
 ) -> None:
-    """Both libraries get the same vectors. If there are several vectors, two are equal."""
+    """encserve and sentence-transformers get the same vectors, and return the same joined vectors.
+
+    If there are several vectors, the first and the last vector are equal.
+    """
     torch = pytest.importorskip("torch")
     theirs = pytest.importorskip("sentence_transformers.multi_vector_encoder.modules.token_pooling")
     vectors = np.random.default_rng(seed).standard_normal((count, 8)).astype(np.float32)
@@ -619,9 +635,9 @@ def test_clusters_are_those_of_sentence_transformers(
 
 @pytest.mark.parametrize("own_factor", [0.0, 1.0, 2.0])
 def test_vectors_are_joined_by_the_model_and_then_by_the_call(own_factor: float) -> None:
-    """Joined vectors have no index.
+    """First the model joins the vectors of a document. Then the call joins the result. Joined vectors have no index.
 
-    This model joins the vectors of documents only. A call without a task counts as a document.
+    This model does not join the vectors of queries. A call without a task counts as a document.
     """
     pytest.importorskip("scipy")
     own = TokenPooling(own_factor, l2_normalize=False) if own_factor else None
@@ -641,7 +657,7 @@ def test_vectors_are_joined_by_the_model_and_then_by_the_call(own_factor: float)
 
 
 def test_vectors_that_are_not_finite_are_not_joined() -> None:
-    """With NaN, the search for nearest neighbours would never end."""
+    """A sequence with NaN fails before its vectors are joined. With NaN, the search for neighbours would never end."""
     pytest.importorskip("scipy")
     outputs = model(heads=head_failing_at_9(K.MULTI_VECTOR, np.float32(np.nan)))
     rows = random_rows([12, 12])

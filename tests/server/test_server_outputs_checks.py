@@ -1,4 +1,4 @@
-"""Tests of the outputs that callers may request, of their cost in tokens, and of their bytes in a reply."""
+"""Tests of the outputs that a call may request: refused outputs, costs in tokens, and bytes in the reply."""
 
 import math
 from dataclasses import replace
@@ -68,7 +68,7 @@ def test_the_default_is_a_row_for_each_token() -> None:
         (ModelPooling((K.CLS,), False, 8), OutputSpec(K.MODEL), Output(K.CLS, False)),
         (ModelPooling((K.CLS,), True, 8), OutputSpec(K.MODEL), Output(K.CLS, True)),
         (ModelPooling((K.CLS,), False, 8), OutputSpec(K.MODEL, True, dimensions=4), Output(K.CLS, True, dimensions=4)),
-        # The vector is cut after it is normalised, so the result is not a unit vector.
+        # The server normalises the vector before it cuts the vector, so the result is not a unit vector.
         (ModelPooling((K.CLS,), True, 8), OutputSpec(K.MODEL, dimensions=4), Output(K.MODEL, False, dimensions=4)),
         (ModelPooling((K.CLS,), True, 8, dimensions=2), OutputSpec(K.MODEL), Output(K.MODEL, False, dimensions=2)),
         (ModelPooling((K.CLS, K.MAX), False, 16), OutputSpec(K.MODEL), Output(K.MODEL, False)),
@@ -142,7 +142,7 @@ REFUSED: list[tuple[tuple[OutputSpec, ...], FieldPath, str]] = [
 
 
 class ProtocolNaming:
-    """A naming that puts each name of a field or value in angle brackets."""
+    """A naming for a test protocol: the name of a field or value is in angle brackets."""
 
     def field(self, path: FieldPath) -> str:
         return f"<{path.part.name}>"
@@ -155,9 +155,9 @@ class ProtocolNaming:
 def test_a_refused_output_is_named_by_field_and_number(
     specs: tuple[OutputSpec, ...], field: FieldPath, text: str
 ) -> None:
-    """The message gets all names of fields and values from the naming.
+    """An error names the refused output. The message contains only names from the protocol's naming.
 
-    No name of a protocol is fixed in the message.
+    So the message has no fixed names of another protocol.
     """
     with pytest.raises(InvalidField, match=text) as caught:
         check(*specs)
@@ -282,9 +282,9 @@ def test_the_bytes_of_weights() -> None:
 
 
 def test_the_bytes_of_weights_include_their_padding() -> None:
-    """Padding is counted before the reply is built.
+    """The size of a padded reply includes the padding, and is known before the reply is built.
 
-    One long vector makes a padded reply of many short vectors large.
+    One long vector can make such a reply large, because the short vectors are padded to the same length.
     """
     plan = OUTPUTS.plan((OutputSpec(K.SPARSE),), Task.NEITHER, 0)
     sequences = [TokenSequence(np.ones(1, np.int64), 1, outputs=(sparse_rows(n),)) for n in (100, 1, 1)]
@@ -329,9 +329,9 @@ def test_one_ordinary_output_costs_the_tokens(spec: OutputSpec, tokens: int) -> 
 
 @given(SOME_SPECS, st.sampled_from(SPECS), st.integers(1, 2048), st.integers(0, 2000))
 def test_a_split_call_is_not_cheaper(specs: list[OutputSpec], another: OutputSpec, tokens: int, spans: int) -> None:
-    """A call with one more output costs at most as much as two calls.
+    """A call with one more output does not cost more than two calls.
 
-    The second of the two calls has the new output and the most expensive output.
+    The first of the two calls has the old outputs. The second call has the new output and the most expensive output.
     """
     together = OUTPUTS.cost(check(*dict.fromkeys([*specs, another])), tokens, spans)
     second = check(OutputSpec(K.SPARSE, max_active_dims=2**31 - 1), another)
@@ -339,9 +339,10 @@ def test_a_split_call_is_not_cheaper(specs: list[OutputSpec], another: OutputSpe
 
 
 def test_expensive_outputs_are_charged() -> None:
-    """The costs are in tokens, for a model that needs 132 µs a token.
+    """The cost of an expensive output is near its measured cost.
 
-    Measured: 1 to 3 tokens for sparse weights, 1,100 for joining vectors, and 110 for spans.
+    For a model that needs 132 µs a token, the measured costs are 1 to 3 tokens for sparse weights, 1,100 tokens for
+    joined vectors, and 110 tokens for spans.
     """
     sparse = check(*[OutputSpec(K.SPARSE, max_active_dims=100 + i) for i in range(16)])
     assert 1 < OUTPUTS.cost(sparse, 1, 0) < 10
@@ -356,7 +357,7 @@ def test_expensive_outputs_are_charged() -> None:
 
 
 class FakeHead:
-    """A model head that returns zeros of a given width. With width 0, it fails."""
+    """A model head that returns zeros of a given width. If the width is 0, the head fails."""
 
     def __init__(self, width: int) -> None:
         self.width = width

@@ -1,4 +1,4 @@
-"""Tests of small parts of the server: errors, settings, flags, tokenizing, messages, CPUs and logs."""
+"""Tests of small parts of the server: errors, settings, flags, the tokenizer, messages, CPUs and logs."""
 
 import asyncio
 import json
@@ -48,9 +48,9 @@ def subclasses(base: type[EncserveError]) -> set[type[EncserveError]]:
 
 
 def test_every_error_of_a_caller_is_in_the_table() -> None:
-    """Each error has its own reason, except two that share INVALID_FIELD.
+    """Each error has its own reason, except EmptyInputs and UnknownField, which share INVALID_FIELD.
 
-    EmptyInputs and UnknownField are separate classes, because text-embeddings-inference has an error type for each.
+    These two are separate classes, because text-embeddings-inference has a separate error type for each.
     """
     never_sent = {EncserveError, errors.RequestError, *subclasses(errors.StartupError)}
     assert set(ERROR_TABLE) == subclasses(EncserveError) - never_sent
@@ -248,7 +248,7 @@ def test_a_truncated_text_fits_and_keeps_its_special_tokens(
 
 @given(st.lists(st.sampled_from(["hello", "brave", "new", "[SEP]"]), max_size=8), st.sampled_from(["", "new world "]))
 def test_a_template_adds_words_around_a_text(template_checker: InputChecker, words: list[str], prompt: str) -> None:
-    """The tokens of a template are special and have no offsets. Truncation keeps the words after the text."""
+    """The tokens of a template are special tokens without offsets. Truncation keeps the words after the text."""
     limit, text = LengthLimit(7, "", truncate=True), " ".join(words)
     rules = template_checker.rules(limit, details=True, prompt=prompt)
     (sequence,) = asyncio.run(template_checker.check([text], rules))
@@ -286,7 +286,7 @@ def test_special_tokens_in_a_text_are_split_if_the_bundle_says_so(tmp_path: Path
 @pytest.mark.parametrize("around", ["[CLS] $A [SEP]", "$A [SEP]", "[CLS] $A", "$A", None])
 @pytest.mark.parametrize("unknown", ["[UNK]", "none"])
 def test_the_special_tokens_around_a_text_are_known(tmp_path: Path, around: str | None, unknown: str) -> None:
-    """The tokenizer may have no token for unknown words."""
+    """The special tokens around a text are found, even if the tokenizer has no token for unknown words."""
     path = write_tokenizer(tmp_path / "tokenizer.json", unknown)
     changed = Tokenizer.from_file(str(path))
     special = [("[CLS]", 1), ("[SEP]", 2)]
@@ -301,7 +301,7 @@ def test_the_special_tokens_around_a_text_are_known(tmp_path: Path, around: str 
 
 
 async def test_other_threads_run_while_a_long_text_is_tokenized(tokenizer: TextTokenizer, pool: TurnPool) -> None:
-    """A long text must not stop the event loop.
+    """The event loop runs while a thread tokenizes a long text.
 
     The test compares CPU times, because wall times depend on the load of the machine.
     """
@@ -320,7 +320,7 @@ async def test_other_threads_run_while_a_long_text_is_tokenized(tokenizer: TextT
 
 async def test_a_few_words_do_not_wait_behind_a_long_text(tokenizer: TextTokenizer, pool: TurnPool) -> None:
     release = threading.Event()
-    busy = asyncio.create_task(pool.run(ANY_SENDER, 0, release.wait))  # occupies the thread, as a long text does
+    busy = asyncio.create_task(pool.run(ANY_SENDER, 0, release.wait))  # keeps the thread busy, as a long text does
     try:
         found = await tokenizer.tokenize(["hello world", "brave"], LONGEST, truncate=True, details=False)
         assert [it.input.tolist() for it in found if not isinstance(it, str)] == [[1, 4, 7, 2], [1, 5, 2]]
@@ -331,7 +331,10 @@ async def test_a_few_words_do_not_wait_behind_a_long_text(tokenizer: TextTokeniz
 
 @pytest.fixture
 def panicking_file(tmp_path: Path) -> Path:
-    """Write the file of a tokenizer whose regular expression takes exponential time for some texts, and then panics."""
+    """Write the file of a tokenizer whose regular expression takes exponential time for some texts.
+
+    For such a text, the regular expression gives up, and the Rust code panics.
+    """
     path = write_tokenizer(tmp_path / "panicking.json")
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$| "), "removed")
@@ -344,7 +347,10 @@ PANICS = "a" * 30 + "b"
 
 @pytest.mark.parametrize("known", ["hello", "hello world " * 50], ids=["at once", "in a thread"])
 async def test_a_text_that_makes_the_tokenizer_panic_fails_alone(panicking_file: Path, known: str) -> None:
-    """A panic of the Rust code raises a BaseException that is not an Exception, as KeyboardInterrupt is."""
+    """If the tokenizer panics at a text, only this text fails.
+
+    For a panic in Rust code, PyO3 raises a BaseException that is not an Exception, like KeyboardInterrupt.
+    """
     tokenizer = TextTokenizer(panicking_file, TurnPool(1), 2**20)
     tokenized = await tokenizer.tokenize([known, PANICS, "world"], LONGEST, truncate=True, details=False)
     before, panicked, after = tokenized
@@ -362,7 +368,7 @@ async def test_an_interrupt_is_not_an_error_of_a_text(tmp_path: Path, monkeypatc
         raise KeyboardInterrupt
 
     class Interrupted:
-        """A tokenizer that is interrupted by Control-C."""
+        """A tokenizer that raises KeyboardInterrupt, as after Control-C."""
 
         encode_batch_fast = interrupt
 
@@ -388,7 +394,7 @@ async def test_an_interrupt_is_not_an_error_of_a_text(tmp_path: Path, monkeypatc
         ("", {}, ""),
         ("normalizer", {"type": "Precompiled", "precompiled_charsmap": ""}, "precompiled_charsmap"),
         (
-            "post_processor",  # loads, but panics when it is first used
+            "post_processor",  # the file loads, but the first use panics
             {
                 "type": "TemplateProcessing",
                 "single": [{"SpecialToken": {"id": "[X]", "type_id": 0}}],
@@ -419,7 +425,10 @@ def test_a_varint_is_that_of_protobuf(number: int) -> None:
 
 @given(st.lists(st.binary(max_size=300), max_size=5), st.text(max_size=20))
 def test_a_message_joined_from_parts_is_the_message(data: list[bytes], request_id: str) -> None:
-    """The bytes field `data` is nested in three messages: EncodeStreamResponse, EncodeResponse and RaggedTensor."""
+    """A message that is joined from parts equals the message that protobuf would write.
+
+    The bytes field `data` is in a RaggedTensor, which is in an EncodeResponse, which is in an EncodeStreamResponse.
+    """
     numbers = pb.EncodeStreamResponse.RESPONSE_FIELD_NUMBER, pb.EncodeResponse.OUTPUTS_FIELD_NUMBER
     views = [memoryview(part) for part in data]
     tensor = [pb.RaggedTensor(width=3).SerializeToString(), *wire.field(pb.RaggedTensor.DATA_FIELD_NUMBER, views)]

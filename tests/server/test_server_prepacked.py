@@ -1,6 +1,6 @@
-"""Tests of prepacked weights, which sessions and processes share in a cache folder.
+"""Tests of the cache folder of prepacked weights, which sessions and processes share.
 
-The hidden states stay equal, each entry is written once, and a folder of another user is not used.
+With shared weights, the hidden states stay the same. Each entry is written once. A folder of another user is not used.
 """
 
 import contextlib
@@ -38,9 +38,9 @@ IDS = [np.arange(9)]
 
 
 def feed_forward() -> bytes:
-    """Return a graph with matrix products, whose weights ONNX Runtime prepacks.
+    """Return a graph with matrix products. ONNX Runtime prepacks the weights of these products.
 
-    Its inputs are ids and mask, and its output `rows` is (batch, seq, d_model).
+    The inputs of the graph are `ids` and `mask`. The output `rows` is (batch, seq, d_model).
     """
     rng = np.random.default_rng(0)
     sizes = {"table": (VOCAB_SIZE, 64), "up": (64, WIDTH), "down": (WIDTH, 64), "out": (64, D_MODEL)}
@@ -100,7 +100,10 @@ def open_engine(graph: Graph, weights: PrepackedWeights | None) -> "contextlib.c
 
 
 def test_shared_weights_give_rows_with_the_same_bits(bundle: Bundle, folder: Path) -> None:
-    """Inspections have their own graph and their own cache entry. Their results must have the same bits too."""
+    """Hidden states and inspections have the same bits with shared weights and without them.
+
+    Inspections have their own graph and their own cache entry.
+    """
     rng = np.random.default_rng(0)
     shared_weights = weights_of(bundle, folder)
     with open_engine(bundle.graph, None) as plain, open_engine(bundle.graph, shared_weights) as shared:
@@ -143,7 +146,7 @@ def test_two_processes_that_start_at_once_map_one_file(bundle: Bundle, folder: P
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     for process in processes:
         assert process.stdout is not None
-        process.stdout.readline()  # the process is ready
+        process.stdout.readline()  # the process writes a line when it is ready
     for process in processes:
         assert process.stdin is not None
         process.stdin.write("\n")
@@ -156,7 +159,7 @@ def test_two_processes_that_start_at_once_map_one_file(bundle: Bundle, folder: P
 
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Return a list that gets the path of the graph whenever prepacked weights are written."""
+    """Return a list. When prepacked weights are written, the path of the graph is added to the list."""
     write, written = onnx_engine._write_prepacked, []
 
     def watch(graph: Path, path: Path) -> None:
@@ -172,7 +175,7 @@ def truncate(entry: Path) -> None:
 
 
 def overwrite(entry: Path) -> None:
-    """Change some bytes, but keep the size and the modification time of the file."""
+    """Overwrite some bytes of a file, but keep the size and the modification time of the file."""
     path = entry / "model.onnx.data"
     before = path.stat()
     with path.open("r+b") as file:
@@ -214,7 +217,7 @@ def test_an_entry_is_written_once_and_again_if_it_is_damaged(
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-# Folders that cannot be used. Each function makes the folder unusable, and returns the reason that the log must have.
+# Folders that cannot be used. Each function makes the folder unusable, and returns the reason that the log must give.
 
 
 def allow_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -251,7 +254,7 @@ def forbid_writing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("pathlib.Path.mkdir", refuse)  # a read-only mode would not stop root
+    monkeypatch.setattr("pathlib.Path.mkdir", refuse)  # a read-only folder would not stop root
     return "Read-only file system"
 
 
@@ -274,7 +277,10 @@ def test_an_engine_works_without_an_unusable_folder(
     monkeypatch: pytest.MonkeyPatch,
     spoil: Callable[[Path, pytest.MonkeyPatch], str],
 ) -> None:
-    """The log has one line with the reason. Only the lock file may stay in the folder."""
+    """If the cache folder cannot be used, the engine still works, and the log has one line with the reason.
+
+    Only the lock file may remain in the folder.
+    """
     reason = spoil(folder, monkeypatch)
     with caplog.at_level(logging.WARNING), open_engine(bundle.graph, weights_of(bundle, folder)) as engine:
         assert len(engine.run(IDS).rows[0]) == 9
@@ -309,7 +315,10 @@ def test_another_bundle_graph_runtime_or_cpu_has_its_own_entry(
 
 
 def test_a_bundle_replaced_during_the_write_leaves_no_entry(bundle: Bundle, folder: Path) -> None:
-    """Without this error, the cache would keep weights of the new bundle under the fingerprint of the old bundle."""
+    """If the bundle is replaced while its weights are written, loading fails and no entry is written.
+
+    Otherwise the cache would keep weights of the new bundle under the fingerprint of the old bundle.
+    """
     weights = PrepackedWeights(folder, bundle.fingerprint, bundle.graph.path.parent, lambda: False)
     with pytest.raises(BundleError, match="the bundle was replaced"):
         OnnxEngine(bundle.graph, device="cpu", intra_op_threads=1, weights=weights)
@@ -363,7 +372,7 @@ Cache(Path(sys.argv[1])).entry({"a": "b"}, make)
 """
     assert subprocess.run([sys.executable, "-c", program, str(folder)], check=False).returncode == -9
     assert not entries(folder)
-    assert len(list(folder.iterdir())) == 2  # the lock file and the draft
+    assert len(list(folder.iterdir())) == 2  # the lock file and the unfinished entry
     entry = Cache(folder).entry({"a": "b"}, make("whole"))
     assert (entry / "file").read_text() == "whole"
     assert {path.name for path in folder.iterdir()} == {".lock", entry.name}
@@ -401,7 +410,7 @@ def test_the_folder_is_that_of_the_setting_or_the_environment(
     bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def used(cache_dir: Path | None) -> list[Path]:
-        """Return the folders that get a new entry, relative to tmp_path."""
+        """Return the folders that have got a new entry, relative to tmp_path."""
         weights = open_weights(cache_dir, bundle.fingerprint, bundle.graph.path.parent, lambda: True)
         before = set(tmp_path.rglob("entry.json"))
         with open_engine(bundle.graph, weights):

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from encserve_server.engine import onnx as onnx_engine
 from encserve_server.engine.aligned import ALIGNMENT_BYTES
 
-# TinyBERT and rubert-tiny2 have vectors of 312 numbers. A vector has 1,248 bytes, which is not a multiple of 64.
+# The vectors of TinyBERT and rubert-tiny2 have 312 numbers: 1,248 bytes, which is not a multiple of 64.
 WIDTHS = {"tiny": 24, "TinyBERT": 312, "MiniLM": 384}
 
 

@@ -90,9 +90,10 @@ async def test_an_unknown_priority_is_refused(start_server: StartServer) -> None
 
 
 async def test_a_bulk_caller_waits_for_others_and_keeps_its_share(start_server: StartServer, tmp_path: Path) -> None:
-    """A call of a bulk caller stays bulk, even if the call requests interactive priority.
+    """If the callers file gives a caller the priority bulk, all calls of this caller are bulk.
 
-    Only this caller is refused beyond its share.
+    A request for interactive priority does not change this. If a bulk caller exceeds its share, only this caller is
+    refused.
     """
     file = tmp_path / "callers.toml"
     file.write_text(CALLERS)

@@ -1,4 +1,4 @@
-"""Tests of gRPC reflection as other tools use it, and of a call that is built only from the descriptors."""
+"""Tests of gRPC reflection with the requests of other tools, and of a call that is built only from descriptors."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ async def ask(server: FakeServer, version: str, *requests: ServerReflectionReque
 
 
 async def files_for(server: FakeServer, version: str, symbol: str) -> dict[str, FileDescriptorProto]:
-    """Return the file of a symbol and the files that it imports, by name."""
+    """Return the file that defines a symbol, and the imported files, as a dictionary from name to file."""
     request = ServerReflectionRequest(host="here", file_containing_symbol=symbol)
     (answer,) = await ask(server, version, request)
     assert answer.original_request == request
@@ -37,7 +37,7 @@ async def test_names_the_services(shared: FakeServer, version: str) -> None:
     names = [service.name for service in answer.list_services_response.service]
     assert {SERVICE, "grpc.health.v1.Health"} <= set(names)
     assert {f"grpc.reflection.{it}.ServerReflection" for it in VERSIONS} <= set(names)
-    for name in names:  # grpcurl's `describe` requests each service
+    for name in names:  # the command `describe` of grpcurl requests each service
         assert await files_for(shared, version, name)
 
 
@@ -64,7 +64,7 @@ async def test_finds_symbols_of_every_kind(shared: FakeServer, version: str) -> 
     requests.append(ServerReflectionRequest(file_by_filename="nothing.proto"))
     *refused, found = await ask(shared, version, *requests, ServerReflectionRequest(file_containing_symbol=ENCODER))
     assert [it.error_response.error_code for it in refused] == [grpc.StatusCode.NOT_FOUND.value[0]] * len(requests)
-    assert found.file_descriptor_response.file_descriptor_proto  # the stream continues after the errors
+    assert found.file_descriptor_response.file_descriptor_proto  # the stream still works after the errors
 
 
 async def test_can_be_turned_off(start_server: StartServer) -> None:
@@ -79,9 +79,9 @@ async def test_can_be_turned_off(start_server: StartServer) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_a_caller_without_stubs(shared: FakeServer, version: str) -> None:
-    """As grpcurl does, the test loads the files of a service, builds the request message, and calls the method."""
+    """A caller without stubs can load the files of a service, build the request, and call the method, like grpcurl."""
     pool = descriptor_pool.DescriptorPool()
-    for file in reversed((await files_for(shared, version, ENCODER)).values()):  # the reply has imported files last
+    for file in reversed((await files_for(shared, version, ENCODER)).values()):  # imported files come last
         pool.Add(file)
     method = pool.FindServiceByName(SERVICE).FindMethodByName("Encode")
     request_type = message_factory.GetMessageClass(method.input_type)

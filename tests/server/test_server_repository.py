@@ -1,4 +1,4 @@
-"""Tests of the models and versions that are found in a repository, and of their order."""
+"""Tests of the search for models and versions in a repository, and of the order of versions."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from encserve_server.repository.scan import Candidate, find_slots, require, vers
 
 
 def newest(repository: Path, *wanted: str) -> list[Path]:
-    """Return the directory of the newest version of each model to serve."""
+    """Return the directory of the newest version of each model."""
     return [slot.candidates[0].directory for slot in find_slots(repository, wanted)]
 
 
@@ -29,7 +29,7 @@ def test_versions_are_ordered() -> None:
 
 
 def test_only_bundles_are_found(tmp_path: Path) -> None:
-    """Drafts (names with a leading dot), empty folders and files are skipped."""
+    """Drafts, empty folders and files are skipped. The name of a draft begins with a dot."""
     write_bundle(tmp_path, "b")
     write_bundle(tmp_path, "a")
     (tmp_path / "a" / ".2.partial").mkdir()
@@ -88,9 +88,10 @@ def test_all_versions_are_candidates_from_the_newest(tmp_path: Path) -> None:
 
 
 def test_a_candidate_differs_after_any_change_of_a_file(tmp_path: Path) -> None:
-    """A new date, a new file and a replaced file change `files`.
+    """Any change of a file changes the candidate, which is a version that the server may load.
 
-    New permissions, or new content with the old date, change only `changed_ns`.
+    A new date, a new file or a replaced file changes `files`. New permissions, or new content with the old date,
+    change only `changed_ns`.
     """
     directory = write_bundle(tmp_path)
     file = directory / "model.onnx"
@@ -101,7 +102,7 @@ def test_a_candidate_differs_after_any_change_of_a_file(tmp_path: Path) -> None:
     (directory / "new").write_bytes(file.read_bytes())
     seen.append(candidate(tmp_path))
     os.utime(directory / "new", ns=(0, 0))
-    (directory / "new").rename(file)  # the same bytes and the same date, but another inode
+    (directory / "new").rename(file)  # same bytes and same date, but another inode
     seen.append(candidate(tmp_path))
     assert len({it.files for it in seen}) == 4
     file.chmod(0o600)

@@ -1,6 +1,6 @@
 """Tests of the scheduler with a fake engine and a fake clock.
 
-They check delivery, admission, cancellation, deadlines, failures and health. A lane is a thread that runs batches of
+They check delivery, admission, cancellation, deadlines, failures and health. A lane is a thread that runs batches on
 the engine.
 """
 
@@ -40,12 +40,12 @@ from encserve_server.types.callers import ANY_SENDER, Caller, Priority, Sender
 from encserve_server.types.sequences import Batch, TokenSequence
 
 POISON, NAN, CRASH, STUCK = 666, 777, 888, 999
-LIMIT = 100  # the limit of the queue, in tokens
+LIMIT = 100  # the queue holds at most this number of tokens
 BULK = Sender(priority=Priority.BULK)
 
 
 class Recorder:
-    """An observer that counts events."""
+    """An observer that counts the events of the scheduler."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -91,12 +91,12 @@ class Recorder:
 
     @property
     def dropped(self) -> tuple[int, int, int]:
-        """Return the numbers of sequences that expired, were cancelled in the queue, and were cancelled in a batch."""
+        """Return three counts of sequences: expired, cancelled in the queue, and cancelled in a batch."""
         return self.counts["expired"], self.counts["cancelled queued"], self.counts["cancelled running"]
 
 
 def finite_rows(result: BatchResult, sequences: Sequence[TokenSequence]) -> list[OutputArrays | None]:
-    """Return the hidden states of each sequence, or None if they are not finite."""
+    """Return the hidden states of each sequence, or None for a sequence with numbers that are not finite."""
     assert len(result.lengths) == len(sequences)
     return [(rows,) if np.isfinite(rows).all() else None for rows in result.rows]
 
@@ -150,7 +150,7 @@ class Bench:
         return asyncio.create_task(self.encode(*inputs, **how))
 
     async def queue(self, *calls: Sequence[ModelInput], **how: Any) -> "list[asyncio.Task[list[TokenSequence]]]":
-        """Send calls. Wait until all of them are queued or one is done."""
+        """Send calls, and wait until all calls are queued or one call is done."""
         before = self.seen.queue[0]
         tasks = [self.send(*call, **how) for call in calls]
         await until(lambda: self.seen.queue[0] == before + sum(map(len, calls)) or any(it.done() for it in tasks))
@@ -167,9 +167,9 @@ class Bench:
         assert await asyncio.to_thread(self.engine.started.acquire, timeout=60)
 
     def second_passes_and(self, condition: Callable[[], bool]) -> Callable[[], bool]:
-        """Return a check that advances the clock if the condition is false.
+        """Return a function that checks the condition, and advances the clock by one second if it is false.
 
-        A probe that finds its lane busy is repeated one second later.
+        If a probe finds its lane busy, the scheduler repeats the probe one second later.
         """
 
         def check() -> bool:
@@ -180,7 +180,7 @@ class Bench:
         return check
 
     def before_run(self, monkeypatch: pytest.MonkeyPatch, function: Callable[[Sequence[ModelInput]], object]) -> None:
-        """Call a function with the inputs of each batch, in the engine's thread before the run."""
+        """Before each run, call `function` with the inputs of the batch, in the engine's thread."""
         run = self.engine.run
 
         def call_and_run(sequences: Sequence[ModelInput], *, attended: Sequence[int], alone: bool) -> BatchResult:
@@ -312,9 +312,10 @@ async def test_idle_lanes_keep_no_results(bench: Bench) -> None:
 
 @pytest.mark.parametrize("how", ["poison", "expired", "broken", "closed"])
 async def test_a_failed_call_needs_no_cycle_collector(bench: Bench, how: str) -> None:
-    """An error refers to the frames of its traceback, and these frames refer to the inputs.
+    """The inputs of a failed call are freed without the cycle collector.
 
-    So a reference cycle with an error would keep the inputs in memory.
+    An error refers to the frames of its traceback, and these frames refer to the inputs. If the error were part of a
+    reference cycle, the inputs would stay in memory.
     """
     first = await bench.busy()
     inputs = [ids(2), ids(POISON if how == "poison" else 3)]
@@ -345,7 +346,10 @@ async def test_a_failed_call_needs_no_cycle_collector(bench: Bench, how: str) ->
 
 @pytest.mark.parametrize("extra_cost", [0, 40], ids=["tokens", "tokens and outputs"])
 async def test_a_full_queue_refuses_the_whole_call_until_a_quarter_is_free(bench: Bench, extra_cost: int) -> None:
-    """If a full queue opened again at once, short calls would fill every gap and keep long calls out."""
+    """After a refusal, the queue refuses all calls until a quarter of it is free.
+
+    Otherwise short calls would fill every gap, and long calls would always be refused.
+    """
     bench.scheduler.check_open(None)
     first = await bench.busy()
     waiting = await bench.queue(*[[tokens(45 - extra_cost)]] * 2, extra_cost=extra_cost)
@@ -368,7 +372,7 @@ async def test_a_full_queue_refuses_the_whole_call_until_a_quarter_is_free(bench
     bench.engine.let_go()
     await asyncio.gather(first, *waiting)
     await until(lambda: bench.seen.counts["batches"] >= 2)
-    assert bench.seen.counts["tokens"] == 1 + 45 - extra_cost + 11, "outputs are no tokens"
+    assert bench.seen.counts["tokens"] == 1 + 45 - extra_cost + 11, "the cost of outputs was counted as tokens"
 
 
 @pytest.mark.parametrize(
@@ -408,7 +412,10 @@ async def test_the_queue_never_exceeds_its_limit(bench: Bench) -> None:
 
 
 async def test_bulk_is_limited_and_closes_the_queue_to_no_other_call(bench: Bench) -> None:
-    """Bulk calls may take at most half of the queue, and must leave a quarter of it free."""
+    """Bulk calls may take at most half of the queue.
+
+    A bulk call is also refused if less than a quarter of the queue would remain free.
+    """
     first = await bench.busy()
     waiting = await bench.queue([tokens(25)], [tokens(20)], sender=BULK)
     with pytest.raises(ShareExceeded, match="bulk has 45 tokens waiting, of the 50"):
@@ -422,9 +429,9 @@ async def test_bulk_is_limited_and_closes_the_queue_to_no_other_call(bench: Benc
 
 
 async def test_only_the_caller_over_its_share_is_refused(bench: Bench) -> None:
-    """The first caller may take half of the queue, which leaves room for another caller.
+    """The first caller may take half of the queue, so that another caller finds room.
 
-    A second caller with twice the weight may take 40 %.
+    Then a second caller with twice the weight may take 40 % of the queue.
     """
     first = await bench.busy()
     flood, other = Sender(Caller("flood")), Sender(Caller("other", 2.0))
@@ -484,7 +491,10 @@ async def test_a_call_cancelled_in_the_queue_frees_its_room_and_never_runs(bench
 
 @pytest.mark.parametrize("expires", [False, True])
 async def test_a_sequence_that_a_lane_drops_first_is_counted_once(bench: Bench, expires: bool) -> None:
-    """A lane may take a batch after a call is cancelled, but before the event loop runs the call's task."""
+    """A lane may drop the sequences of a cancelled call before the event loop runs the call's task.
+
+    Each dropped sequence must be counted once.
+    """
     first = await bench.busy()
     (dropped,) = await bench.queue([ids(2), ids(2)], deadline=5.0)
     (other,) = await bench.queue([ids(3)])
@@ -493,7 +503,7 @@ async def test_a_sequence_that_a_lane_drops_first_is_counted_once(bench: Bench, 
     else:
         dropped.cancel()
     bench.engine.let_one_go()
-    assert bench.engine.started.acquire(timeout=60)  # blocks the event loop
+    assert bench.engine.started.acquire(timeout=60)  # this line blocks the event loop
     dropped.cancel()
     bench.engine.let_go()
     await asyncio.wait([dropped])
@@ -522,7 +532,7 @@ async def test_an_expired_call_never_runs(bench: Bench) -> None:
 
 
 async def test_all_sequences_of_an_expired_call_are_counted(one_lane: Bench) -> None:
-    """When the call ends, the lane has checked only the first of its four sequences."""
+    """The call has four sequences. All four are counted, although the lane has checked only the first sequence."""
     first = await one_lane.busy()
     (long,) = await one_lane.queue([tokens(5)])
     (short,) = await one_lane.queue([tokens(length) for length in (5, 9, 9, 9)], deadline=5.0)
@@ -572,7 +582,7 @@ async def test_a_broken_engine_is_unhealthy_until_a_probe_succeeds(bench: Bench)
     await until(lambda: bench.scheduler.not_ready_reason() != "")
     with pytest.raises(EngineUnhealthy, match="3 times") as caught:
         await bench.encode(ids(1))
-    assert "the device is lost" not in str(caught.value), "the engine's own text reached the caller"
+    assert "the device is lost" not in str(caught.value), "the error text of the engine reached the caller"
     assert (bench.health_changes, bench.seen.busy_seconds) == (1, 0)
     bench.engine.broken = False
     bench.engine.hold()
@@ -599,7 +609,7 @@ async def test_an_engine_without_finite_numbers_is_unhealthy(bench: Bench) -> No
 async def test_a_broken_engine_fails_all_waiting_calls_at_once(lanes: int) -> None:
     """The first two failed runs fail only their own calls.
 
-    After the third, a probe fails, and all other calls fail at once.
+    After the third failed run, the scheduler probes the engine. The probe fails, so all other calls fail at once.
     """
     async with bench_of(lanes) as bench:
         first = await bench.busy()
@@ -626,9 +636,9 @@ async def test_a_crash_of_a_lane_ends_all_calls_for_good(bench: Bench, monkeypat
 async def test_a_crash_while_parts_of_a_batch_run_leaves_no_call_waiting(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failed batch runs again in halves.
+    """When a batch fails, its lane runs the batch again in two halves.
 
-    The halves that have not run yet are in no queue, so the lane must end their calls.
+    A half that waits for its run is in no queue. So a lane that crashes must end the calls of this half.
     """
     first = await bench.busy()
     calls = await bench.queue(*[[ids(i)] for i in range(1, 5)])
@@ -666,9 +676,9 @@ async def test_a_scheduler_that_crashed_never_becomes_healthy(monkeypatch: pytes
 
 
 async def test_calls_behind_a_stalled_run_get_an_error(bench: Bench) -> None:
-    """Without this error, calls without a deadline would wait until the stall ends.
+    """Calls that wait behind a run of more than 60 s get an error. The call in the stalled run may still succeed.
 
-    The stalled run itself may still succeed.
+    Without the error, calls without a deadline would wait until the run ends.
     """
     for round_ in range(2):
         first = await bench.busy()
@@ -692,7 +702,7 @@ async def test_calls_behind_a_stalled_run_get_an_error(bench: Bench) -> None:
         assert right(await first)
         assert bench.scheduler.not_ready_reason() == ""
     assert right(await bench.encode(ids(5)))
-    assert bench.engine.batches == [[1]] * 3, "a call that had its error was run"
+    assert bench.engine.batches == [[1]] * 3, "a call ran after the caller had got an error"
     assert bench.seen.dropped == (0, 0, 0)
 
 
@@ -711,7 +721,7 @@ async def test_a_call_with_one_part_in_a_stalled_run_gets_an_error(one_lane: Ben
 
 
 async def test_a_run_may_end_while_readiness_is_read(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's thread may end a run between any two steps of the event loop."""
+    """The scheduler is ready, even if the engine's thread ends a run while the event loop reads the readiness."""
     first = await bench.busy()
     now, loop_thread = bench.clock.now, threading.get_ident()
 
@@ -728,11 +738,11 @@ async def test_a_run_may_end_while_readiness_is_read(bench: Bench, monkeypatch: 
     await first
 
 
-# Lanes. A batch has at most 10 tokens.
+# Lanes. In these tests, a batch has at most 10 tokens.
 
 
 async def test_a_batch_without_others_has_the_whole_device(two_lanes: Bench) -> None:
-    """The first batch has the whole device, so calls that arrive during its run wait, although a lane is free."""
+    """The first batch has the whole device. So a call that arrives during its run waits, although a lane is free."""
     first = await two_lanes.busy()
     (second,) = await two_lanes.queue([ids(2)])
     assert not await asyncio.to_thread(two_lanes.engine.started.acquire, timeout=0.05)
@@ -761,7 +771,7 @@ async def test_several_batches_run_side_by_side(two_lanes: Bench) -> None:
 
 
 async def test_a_probe_runs_in_an_idle_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine becomes healthy again, although a run in the other lane does not end."""
+    """A probe in an idle lane makes the engine healthy again, although a run in the other lane does not end."""
     bench = Bench(2, stall_seconds=math.inf)
     bench.engine.widens = False
     bench.scheduler.start()
@@ -789,9 +799,9 @@ async def test_a_probe_runs_in_an_idle_lane(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_the_lane_that_ran_last_runs_next(two_lanes: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU of the lane that ran last still has the data in its caches.
+    """Most calls run in the lane of the previous call, because its CPU still has the data in its caches.
 
-    A lane may become idle too late, so only most runs must use the same lane.
+    Some calls may use another lane, because the lane of the previous call may become idle too late.
     """
     threads: list[str] = []
     two_lanes.before_run(monkeypatch, lambda _: threads.append(threading.current_thread().name))
@@ -865,4 +875,4 @@ async def test_closing_while_parts_of_a_batch_run_leaves_no_call_waiting(bench: 
     assert all(isinstance(result, EngineUnhealthy) for result in results)
     bench.engine.let_go()
     await closing
-    assert len(bench.engine.batches) == 3, "a part without callers was run"
+    assert len(bench.engine.batches) == 3, "a part of the batch ran after its calls had ended"

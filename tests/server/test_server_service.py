@@ -26,7 +26,7 @@ POOLED = pb.OutputSpec(kind=pb.OUTPUT_KIND_MODEL_POOLING)
 
 
 def rows_of(response: Any, output: int = 0) -> list[Any]:
-    """Return one array for each sequence of an output."""
+    """Return the hidden states or vectors of an output: one array for each sequence."""
     tensor = response.outputs[output]
     dtype = "<f4" if tensor.data_type == pb.DATA_TYPE_FLOAT32 else "<f2"
     flat = np.frombuffer(tensor.data, dtype).reshape(-1, tensor.width)
@@ -51,9 +51,9 @@ async def test_ids_come_back_as_rows(shared: FakeServer) -> None:
 
 
 async def test_text_comes_back_with_what_the_model_saw(shared: FakeServer) -> None:
-    """The reply has ids, offsets in code points, and special tokens.
+    """The reply for a text has the token ids, their offsets in code points, and a mark for special tokens.
 
-    The truncation setting of the tokenizer file is ignored.
+    The server ignores the truncation setting of the tokenizer file.
     """
     text = "hello 🌍 brave new world world"
     response = await shared.encode(text, options=pb.EncodeOptions(include_token_strings=True))
@@ -84,7 +84,7 @@ async def test_several_outputs_at_once(shared: FakeServer) -> None:
 
 
 async def test_float16(shared: FakeServer) -> None:
-    """A number beyond the range of float16 becomes infinite."""
+    """Hidden states can be returned as float16. A number beyond the range of float16 becomes infinite."""
     response = await shared.encode([5, 6], [900], options=pb.EncodeOptions(data_type=pb.DATA_TYPE_FLOAT16))
     assert len(response.outputs[0].data) == 3 * D_MODEL * 2
     rows, infinite = rows_of(response)
@@ -104,7 +104,7 @@ async def test_special_tokens_can_be_left_out(shared: FakeServer) -> None:
 
 
 async def test_truncation_is_asked_for_and_told(shared: FakeServer) -> None:
-    """A truncated text keeps its last special token. A list of ids is cut at the limit."""
+    """A truncated text keeps its last special token. A truncated list of ids keeps only its first ids."""
     options = pb.EncodeOptions(truncation=pb.TRUNCATION_END, include_token_strings=True)
     response = await shared.encode("hello " * 50, list(range(40)), "", options=options)
     text, ids, empty = response.sequences
@@ -222,9 +222,9 @@ async def test_a_model_without_a_tokenizer_takes_ids_only(start_server: StartSer
 
 @pytest.mark.parametrize("known", ["hello", "hello world " * 50], ids=["at once", "in a thread"])
 async def test_a_text_that_the_tokenizer_fails_for_is_named(start_server: StartServer, known: str) -> None:
-    """The tokenizer has no token for unknown words, so it fails for some texts.
+    """The error names the text for which the tokenizer fails, although the error of the tokenizer library does not.
 
-    The error of the tokenizer library does not name the text.
+    The tokenizer of this test has no token for unknown words, so it fails for some texts.
     """
     server = await start_server(unknown="[NONE]")
     how = pb.EncodeOptions(truncation=pb.TRUNCATION_END)
@@ -247,7 +247,10 @@ async def test_a_bad_request_does_not_disturb_others(shared: FakeServer) -> None
 
 @pytest.mark.parametrize("method", ["Encode", "Tokenize", "ListModels", "GetModel", "Inspect", "EncodeStream"])
 async def test_grpc_retries_refused_calls_by_itself(server: FakeServer, method: str) -> None:
-    """gRPC and Envoy retry only if the server sent nothing before the status."""
+    """A client with a retry policy tries a refused call three times.
+
+    gRPC and Envoy retry only if the server sent nothing before the status.
+    """
     policy = {
         "maxAttempts": 3,
         "initialBackoff": "0.01s",
@@ -271,7 +274,7 @@ async def test_grpc_retries_refused_calls_by_itself(server: FakeServer, method: 
 
 
 async def test_a_refused_call_is_freed_at_once(shared: FakeServer) -> None:
-    """Under overload, most calls are refused. A refused call must be freed without the cycle collector."""
+    """A refused call must be freed without the cycle collector, because most calls are refused during an overload."""
     gc.collect()
     gc.freeze()  # hides all older objects from `get_objects`
     gc.disable()
@@ -318,13 +321,13 @@ async def test_a_closed_queue_refuses_calls_before_it_reads_them(start_server: S
     """
     server = await start_server(max_queue_tokens=40, max_request_sequences=999)
     async with server.queue_of(31):
-        await refusal(server.encode([3] * 10))  # this refusal closes the queue
+        await refusal(server.encode([3] * 10))  # after this refusal the queue is closed
         for unread in ("hello", [VOCAB_SIZE], []):
             failed = await refusal(server.encode(unread))
             assert failed.reason == "QUEUE_FULL"
             assert "31 of at most 40 tokens" in failed.text
             assert failed.pushback_ms
-        # Counts are still checked, because it is useless to send a call with a wrong count again.
+        # Counts are still checked, so that the caller does not send a call with a wrong count again.
         for inputs, reason in (
             ([], "INVALID_FIELD"),
             ([[1]] * 1000, "TOO_MANY_INPUTS"),
@@ -348,7 +351,7 @@ async def test_a_deadline_that_passes_in_the_queue_costs_no_compute(server: Fake
     running = await server.start_held(server.encode([1]))
     failed = await refusal(server.encode([2, 2, 2], timeout=0.2))
     assert failed.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    await until(lambda: server.queued("sequences") == 0)  # the server's clock may be behind the caller's
+    await until(lambda: server.queued("sequences") == 0)  # the caller may reach the deadline before the server
     server.engine.let_go()
     await running
     await server.encode([4])
@@ -382,7 +385,7 @@ async def test_an_unknown_error_becomes_a_fixed_text_and_an_id(
 
 
 async def test_large_replies_are_whole(start_server: StartServer) -> None:
-    """Replies of this size are built in a thread, outside the event loop."""
+    """Large replies are complete, although the server builds them in a thread outside the event loop."""
     server = await start_server(max_queue_tokens=10**6)
     server.engine.d_model = D_MODEL
     sequences = [[i + 1] * LONGEST for i in range(256)]
@@ -394,7 +397,10 @@ async def test_large_replies_are_whole(start_server: StartServer) -> None:
 
 @pytest.mark.parametrize("include_token_strings", [True, False])
 async def test_the_estimate_of_a_reply_is_never_too_low(shared: FakeServer, include_token_strings: bool) -> None:
-    """The requests use the longest tokens of the vocabulary, and ask for eight outputs at once."""
+    """A reply has at most its estimated number of bytes.
+
+    The requests use the longest tokens of the vocabulary, and ask for eight outputs at once.
+    """
     specs = [pb.OutputSpec(kind=kind, l2_normalize=norm) for kind in KINDS for norm in (False, True)]
     options = pb.EncodeOptions(outputs=specs, include_token_strings=include_token_strings, truncation=pb.TRUNCATION_END)
     model = shared.app.catalog.resolve("", "")
@@ -409,7 +415,7 @@ async def test_the_estimate_of_a_reply_is_never_too_low(shared: FakeServer, incl
 async def test_a_reply_larger_than_its_estimate_is_refused(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server also checks the size of the finished reply, in case the estimate is too low."""
+    """Even if the estimate is too low, a reply that is too large is refused. The server checks the finished reply."""
     server = await start_server(
         FakeEngine(D_MODEL), max_response_mib=1, max_request_sequences=4000, max_queue_tokens=10**6
     )
@@ -419,7 +425,7 @@ async def test_a_reply_larger_than_its_estimate_is_refused(
 
 
 async def test_special_tokens_of_texts_are_known_without_the_manifest(start_server: StartServer) -> None:
-    """The tokenizer marks the special tokens of a text. For token ids, the manifest must list the special tokens."""
+    """For texts, the tokenizer marks the special tokens. For token ids, the manifest must list the special tokens."""
     server = await start_server()
     model = server.app.catalog.resolve("", "")
     model._treatments._bundle = replace(model.bundle, special_token_ids=())

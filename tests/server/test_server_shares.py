@@ -31,7 +31,7 @@ def take(queue: PendingQueue, policy: BatchPolicy = POLICY) -> list[TokenSequenc
 
 
 class Flood:
-    """Callers that always have several batches waiting in a queue."""
+    """Callers that always have enough waiting sequences in a queue for several batches."""
 
     def __init__(self, lengths_of: Mapping[Caller, Sequence[int]]) -> None:
         self.queue = PendingQueue()
@@ -40,12 +40,12 @@ class Flood:
         self.change(lengths_of)
 
     def change(self, lengths_of: Mapping[Caller, Sequence[int]]) -> None:
-        """Replace the callers, and the lengths of the sequences that each caller sends in turn."""
+        """Replace the callers, and the lengths of their next sequences."""
         self._lengths_of = lengths_of
         self._refill()
 
     def run(self, batches: int) -> Counter[str]:
-        """Run batches, and return the tokens that ran for each caller."""
+        """Run batches, and return the number of tokens that ran for each caller."""
         served: Counter[str] = Counter()
         for _ in range(batches):
             for it in take(self.queue):
@@ -89,14 +89,15 @@ def test_a_small_call_runs_in_one_of_the_next_two_batches_beside_a_flood(few: li
 @given(st.integers(0, 2**32))
 @settings(max_examples=2)
 def test_short_calls_rarely_wait_for_a_flood_of_many_lengths(seed: int) -> None:
-    """A batch is filled with sequences of similar lengths, so most of a flood runs out of order.
+    """If one caller fills the queue, a short call of another caller rarely waits.
 
-    A caller far below its share must still go first.
+    A batch has sequences of similar lengths, so most sequences do not run in their order of arrival. But a caller far
+    below its share must run first.
     """
     random, policy = Random(seed), BatchPolicy(2048, 256, 0.25)
     queue, flood, search = PendingQueue(), Caller("flood"), Caller("search")
     sent: dict[TokenSequence, int] = {}
-    waits: list[int] = []  # the wait of each call of `search`, in batches
+    waits: list[int] = []  # for each call of `search`, the number of batches that it waited for
 
     def length() -> int:
         return min(int(random.lognormvariate(3.3, 0.8)) + 1, 256)
@@ -150,7 +151,7 @@ def test_time_alone_is_no_debt_and_time_away_is_no_credit() -> None:
 def test_the_longest_wait_is_bounded(
     others: list[tuple[float, list[int]]], own: list[int], odd: int, before: int
 ) -> None:
-    """The docstring of Scheduler has this bound: how much other callers are served before a sequence starts."""
+    """Before a sequence starts, other callers get no more tokens than the bound in the docstring of Scheduler."""
     caller = Caller("own")
     floods = {Caller(f"{i}", weight): lengths for i, (weight, lengths) in enumerate(others)}
     flood = Flood({**floods, caller: own})
@@ -188,9 +189,9 @@ def test_interactive_runs_first_and_bulk_gets_one_batch_in_a_turn(sent: list[tup
 
 
 def test_a_caller_served_as_a_neighbour_still_runs_its_odd_length() -> None:
-    """The caller's short calls run in every batch of another caller, and count against its share.
+    """A caller's long call runs, although the short calls of this caller run in every batch of another caller.
 
-    Its long call must still run.
+    These short calls count against the share of the caller.
     """
     neighbour, other = Caller("neighbour"), Caller("other")
     flood = Flood({neighbour: [4]})

@@ -1,4 +1,4 @@
-"""Tests of spans of a text: their tokens, their pooled vectors, and refused spans."""
+"""Tests of spans, which are ranges of a text: the tokens in a span, pooled vectors, and refused spans."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def rows_of(tensor: pb.RaggedTensor) -> list[npt.NDArray[np.float32]]:
 def texts_and_ranges(draw: st.DrawFn) -> tuple[str, Ranges, int]:
     """Draw a text, ranges of the text, and a maximum number of tokens.
 
-    A code point of the text has one, two or four bytes.
+    Each code point of the text has one, two or four bytes.
     """
     text = draw(st.text("ab é🙂", max_size=20))
     size = len(text)
@@ -111,7 +111,11 @@ def test_a_byte_within_a_character_selects_the_whole_character() -> None:
 
 
 def test_tokens_may_be_in_another_order_than_the_text() -> None:
-    """A range selects all tokens from the first that ends after its start to the last that begins before its end."""
+    """The order of tokens may differ from the order of the text.
+
+    A range of the text begins with the first token that ends after the range's start. It ends with the last token that
+    begins before the range's end.
+    """
     sequence = TokenSequence(np.arange(3), 3, np.zeros(3, np.bool_), [2, 0, 4], [3, 2, 5])
     ranges = [(0, 1), (2, 3), (3, 4), (4, 5)]
     placed = place_spans(0, sent(ranges, OffsetUnit.CODE_POINTS), "abcde", sequence)
@@ -132,7 +136,10 @@ def test_a_range_of_tokens_selects_the_same_tokens_after_truncation(
 
 
 async def test_each_range_is_a_row(shared: FakeServer) -> None:
-    """One call has ranges of characters and ranges of tokens. An input without ranges gets no vectors."""
+    """Each range of a call gets one vector. An input without ranges gets no vectors.
+
+    The call has both ranges of characters and ranges of tokens.
+    """
     response = await encode(
         shared,
         with_spans("hello brave world", [(0, 5), (6, 17), (5, 6), (3, 7), (4, 4)]),
@@ -157,9 +164,9 @@ async def test_each_range_is_a_row(shared: FakeServer) -> None:
 
 
 async def test_a_truncated_range_has_zeros(shared: FakeServer) -> None:
-    """Positions count tokens before truncation, so the last special token keeps its position.
+    """If truncation removes all tokens of a range, the range gets a vector of zeros.
 
-    A range whose tokens were all cut off gets zeros.
+    Positions count the tokens before truncation. So the last special token keeps its position.
     """
     text = "hello " * 50
     ranges = [(0, 1), (30, 33), (40, 51), (51, 52)]
@@ -180,7 +187,7 @@ async def test_a_truncated_range_has_zeros(shared: FakeServer) -> None:
 
 @pytest.mark.parametrize("pooling", SPAN_POOLINGS)
 async def test_every_pooling_of_ranges(shared: FakeServer, pooling: OutputKind) -> None:
-    """The pooled vectors are also cut to fewer dimensions, normalised, and returned as bits."""
+    """Each pooling of a range is right. The vectors can also be cut, normalised, or returned as bits."""
     names: Any = pooling.value
     plain, unit = (
         pb.OutputSpec(kind=pb.OUTPUT_KIND_SPANS, span_pooling=names, l2_normalize=normalize, dimensions=dimensions)
@@ -255,9 +262,10 @@ async def test_an_inspection_refuses_ranges(shared: FakeServer) -> None:
 
 
 async def test_the_memory_of_ranges_is_bounded(start_server: StartServer) -> None:
-    """The bound counts float32 vectors, even if the reply has only bits.
+    """A call is refused if the vectors of its ranges would take too much memory.
 
-    Otherwise a small request could use any amount of memory.
+    The server counts float32 vectors, even if the reply has only bits. Otherwise a small request could use any amount
+    of memory.
     """
     server = await start_server(max_response_mib=1)
     inputs = [with_spans([5], [(0, 1)] * 16384) for _ in range(4)]

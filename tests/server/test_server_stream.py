@@ -1,4 +1,4 @@
-"""Tests of EncodeStream: many requests over one stream, each answered as soon as its result is ready."""
+"""Tests of EncodeStream: many requests over one stream. The server sends each reply as soon as it is ready."""
 
 import asyncio
 from typing import Any
@@ -90,7 +90,7 @@ async def test_an_error_ends_one_request_only(start_server: StartServer) -> None
 
 
 async def test_bytes_that_are_not_a_message_end_it(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
-    """Such bytes end the stream with an error, even while replies to earlier requests are pending."""
+    """Bytes that are not a message end the stream with an error, even if replies to earlier requests are pending."""
     for good in [0, 1] * 20:
         stream = Stream(server)
         for i in range(good):
@@ -119,7 +119,7 @@ async def test_a_caller_that_goes_away_leaves_nothing_behind(server: FakeServer)
     server.engine.hold()
     stream = Stream(server)
     await stream.send("first", 1)
-    await asyncio.to_thread(server.engine.started.acquire)  # so the next requests do not join this batch
+    await asyncio.to_thread(server.engine.started.acquire)  # now the next requests cannot join this batch
     for i in range(9):
         await stream.send(str(i), 1)
     await until(lambda: server.queued("sequences") == 9)
@@ -152,7 +152,7 @@ async def test_a_complete_stream_ends_with_ok_in_a_drain(server: FakeServer) -> 
     await stream.send("all", 1)
     await stream.call.done_writing()
     await asyncio.to_thread(server.engine.started.acquire)
-    await server.call("GetModel", b"")  # after this reply on the same connection, the server has read the stream's end
+    await server.call("GetModel", b"")  # before this reply, the server has read the end of the stream
     stopping = asyncio.create_task(server.app.stop())
     await until(server.app._calls.draining.is_set)
     server.engine.let_go()

@@ -64,7 +64,7 @@ def flags(pair: Pair, client_ca: Path | None = None) -> dict[str, Any]:
 
 
 def context_of(ca: Path, shown: Pair | None = None) -> ssl.SSLContext:
-    """Return the TLS context of a caller that checks the server. `shown` is the caller's own certificate."""
+    """Return the TLS context of a caller that checks the server. `shown` is the caller's certificate."""
     context = ssl.create_default_context(cafile=ca)
     if shown is not None:
         context.load_cert_chain(shown.cert, shown.key)
@@ -151,7 +151,7 @@ async def test_old_tls_and_plaintext_are_refused(shared_tls: FakeServer, made: C
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 async def test_mutual_tls(shared_mutual: FakeServer, made: Certificates, version: ssl.TLSVersion) -> None:
-    """gRPC, HTTP and /metrics require a client certificate of the authority. /healthz does not."""
+    """gRPC, HTTP and /metrics require a client certificate from the authority. /healthz requires no certificate."""
     server = shared_mutual
     right = context_of(made.ca, made.client)
     right.minimum_version = right.maximum_version = version
@@ -189,9 +189,9 @@ def test_a_part_of_a_file_is_refused(made: Certificates, tmp_path: Path, file: s
 
 
 def test_wrong_files_are_refused_by_name(made: Certificates, tmp_path: Path) -> None:
-    """A certificate for another name, or of another authority, is accepted.
+    """Each wrong file is refused with an error that names the file.
 
-    Only a caller can detect these two mistakes.
+    A certificate for another name or from another authority is accepted, because only a caller can detect this.
     """
     now = time.time()
     for pair in (made.other_name, made.stranger):
@@ -233,9 +233,9 @@ async def test_every_port_shows_the_certificate(start_server: StartServer, tmp_p
     ],
 )
 def test_keys_that_grpc_cannot_use(tmp_path: Path, key: str) -> None:
-    """OpenSSL supports these keys and gRPC does not.
+    """The server refuses keys that OpenSSL supports and gRPC does not support.
 
-    Without the refusal, the HTTP port would present a certificate and the gRPC port none.
+    Otherwise the HTTP port would present a certificate, and the gRPC port would present none.
     """
     pair = certificates.self_signed(tmp_path, "it", key)
     with pytest.raises(CertificateError, match=r"^tls_cert_file .* the key must be RSA, Ed25519, or"):
@@ -296,9 +296,9 @@ async def test_an_open_or_unencrypted_server_warns(
 async def test_changed_files(
     start_server: StartServer, made: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every port presents the new certificate, and open connections stay open.
+    """After a change of the files, every port presents the new certificate, and open connections stay open.
 
-    A wrong file is refused and logged once.
+    If a new file is wrong, the server refuses the file and logs this once.
     """
     caplog.set_level(logging.INFO)
     mount = Mount(tmp_path / "mount")
@@ -342,7 +342,7 @@ async def test_changed_files(
         assert server.sample("encserve_tls_reloads_total", outcome="refused") == refused + 1
         assert server.sample("encserve_tls_files_refused") == 1
         assert await shown() == after
-        mount.put(second, made.ca)  # these files are in use again, so the metric returns to 0
+        mount.put(second, made.ca)  # the files in use are back, so the metric returns to 0
         await asyncio.to_thread(watch.look)
         assert server.sample("encserve_tls_files_refused") == 0
     lines = [it.getMessage() for it in caplog.records if "TLS files are refused" in it.getMessage()]
@@ -358,7 +358,7 @@ async def test_changed_files(
 
 
 async def test_another_authority_of_callers(start_server: StartServer, made: Certificates, tmp_path: Path) -> None:
-    """A caller whose authority was removed is refused, even with an old TLS session."""
+    """After a change of the authority, callers of the old authority are refused, even with an old TLS session."""
     mount = Mount(tmp_path / "mount")
     mount.put(made.server, made.ca)
     server = await start_server(**flags(mount.pair, mount.ca))
@@ -402,7 +402,10 @@ async def test_an_authority_out_of_its_time_beside_another(
 async def test_old_sessions_are_not_resumed(
     start_server: StartServer, made: Certificates, monkeypatch: pytest.MonkeyPatch, version: ssl.TLSVersion
 ) -> None:
-    """A resumed session skips the check of the caller's certificate, although the certificate may have expired."""
+    """After a while, the server does not resume old sessions.
+
+    A resumed session skips the check of the caller's certificate, and the certificate may have expired.
+    """
     monkeypatch.setattr("encserve_server.system.certificates._POLL_SECONDS", 0.01)
     monkeypatch.setattr("encserve_server.system.certificates._SESSION_SECONDS", 0.0)
     server = await start_server(**flags(made.server, made.ca))
@@ -447,7 +450,7 @@ async def test_files_are_looked_at_by_themselves(
 async def test_handshakes_that_do_not_end(
     start_server: StartServer, made: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Connections that send nothing count towards the limit, and are closed after a while. Other callers are served."""
+    """Silent connections count towards the limit, and the server closes them after 0.5 s. Other callers are served."""
     monkeypatch.setattr(http_server, "_HANDSHAKE_SECONDS", 0.5)
     monkeypatch.setattr(page, "_HANDSHAKE_SECONDS", 0.5)
     monkeypatch.setattr(http_server, "_SPARE_HANDSHAKES", 1)
@@ -477,7 +480,10 @@ async def test_handshakes_that_do_not_end(
 async def test_the_threads_of_the_metrics_page_are_bounded(
     start_server: StartServer, made: Certificates, monkeypatch: pytest.MonkeyPatch, encrypted: bool
 ) -> None:
-    """A new connection closes the oldest silent connection, so that health checks and Prometheus are served."""
+    """The page serves at most eight connections at a time. A further connection closes the oldest silent connection.
+
+    So health checks and Prometheus still get replies.
+    """
     monkeypatch.setattr(page, "_MAX_CONNECTIONS", 8)
     server = await start_server(**flags(made.server) if encrypted else {})
     scheme, verify = ("https", context_of(made.ca)) if encrypted else ("http", ssl.create_default_context())
@@ -525,7 +531,7 @@ async def _connected(port: int, data: bytes) -> AsyncIterator[asyncio.StreamRead
 
 
 async def test_large_messages_over_tls(shared_tls: FakeServer, made: Certificates) -> None:
-    """Small and large requests share one connection. Another request is split over two TLS records."""
+    """Small and large requests on one connection get whole replies. So does a request split over two TLS records."""
     server = shared_tls
     async with httpx.AsyncClient(verify=context_of(made.ca), trust_env=False, timeout=30) as client:
         url = f"https://localhost:{server.app.http_port}/v1/embeddings"

@@ -1,4 +1,4 @@
-"""Tests of Tokenize, of the details in replies of Encode, of units of offsets, and of small data types."""
+"""Tests of Tokenize, and of three options of Encode: details, units of offsets, and small data types."""
 
 from typing import Any
 

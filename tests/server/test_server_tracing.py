@@ -46,7 +46,7 @@ Traced = tuple[FakeServer, OtlpReceiver]
 
 @pytest.fixture
 def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
-    """Start an OTLP receiver, and let the SDK send spans to it every 10 ms."""
+    """Start an OTLP receiver, and let OpenTelemetry's SDK send spans to this receiver every 10 ms."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     with otlp_receiver() as it:
         yield it
@@ -66,7 +66,7 @@ def named(received: list[ReceivedSpan], name: str) -> list[ReceivedSpan]:
 
 
 def has(*names: str) -> Callable[[list[ReceivedSpan]], bool]:
-    """Return a condition that is true if each name has at least as many spans as entries in `names`."""
+    """Return a condition that is true if every name has a span. A name that occurs twice needs two spans."""
     return lambda got: all(len(named(got, name)) >= names.count(name) for name in names)
 
 
@@ -98,7 +98,7 @@ async def test_a_call_continues_the_trace_of_its_caller(traced: Traced) -> None:
     assert {(stage.trace_id, stage.parent_id) for stage in stages} == {(TRACE_ID, span.span_id)}
     times = [span.start_ns, *(t for stage in stages for t in (stage.start_ns, stage.end_ns)), span.end_ns]
     assert times == sorted(times)
-    # Span times come from a monotonic clock, which may differ from the wall clock by a few seconds.
+    # The times of spans come from a monotonic clock, which may differ from the wall clock by a few seconds.
     assert began - 5e9 < span.start_ns
     assert span.end_ns < ended + 5e9
     assert len(got) == 6
@@ -189,7 +189,7 @@ async def test_a_batch_links_to_no_more_requests_than_the_sdk_allows(
 async def test_a_request_of_several_batches_has_a_compute_span_for_each(
     receiver: OtlpReceiver, start_server: StartServer
 ) -> None:
-    """The number of compute spans is bounded. The last compute span links to all further batches."""
+    """A call with many batches has a limited number of compute spans. The last one links to all further batches."""
     server = await start_server(trace_endpoint=receiver.endpoint, max_batch_sequences=1)
     most = tracing.MAX_COMPUTE_SPANS
     await server.encode(*[[1]] * (most + 4), metadata=SAMPLED)
@@ -237,7 +237,10 @@ async def test_the_ratio_is_for_calls_without_a_trace(
 async def test_a_failed_call_has_its_reason(
     receiver: OtlpReceiver, start_server: StartServer, request_: Any, code: str, reason: str, is_error: bool
 ) -> None:
-    """By OpenTelemetry's semantic conventions, a caller's mistake is not an error of the server's span."""
+    """The span of a failed call has the code and the reason of the error.
+
+    After a mistake of the caller, the span has no error status, as OpenTelemetry's semantic conventions demand.
+    """
     server = await start_server(FakeEngine(D_MODEL, poison=7), trace_endpoint=receiver.endpoint)
     await refusal(server.call("Encode", request_, metadata=SAMPLED))
     got = await received(receiver, has(ENCODE))
@@ -249,7 +252,7 @@ async def test_a_failed_call_has_its_reason(
 async def test_the_span_of_an_unread_call_names_the_model(receiver: OtlpReceiver, start_server: StartServer) -> None:
     server = await start_server(FakeEngine(D_MODEL), trace_endpoint=receiver.endpoint, max_queue_tokens=40)
     async with server.queue_of(31):
-        for tokens, parent in ((10, UNSAMPLED), (1, SAMPLED)):  # the first call is refused and closes the queue
+        for tokens, parent in ((10, UNSAMPLED), (1, SAMPLED)):  # the queue refuses the first call, and is then closed
             await refusal(server.encode([3] * tokens, metadata=parent))
     got = await received(receiver, lambda got: any(it.trace_id == TRACE_ID for it in named(got, ENCODE)))
     (span,) = [it for it in named(got, ENCODE) if it.trace_id == TRACE_ID]
@@ -263,7 +266,7 @@ async def test_a_call_that_expires_in_the_queue_has_a_queue_span_only(traced: Tr
     server, receiver = traced
     first = await server.start_held(server.encode([1], metadata=UNSAMPLED))
     await refusal(server.encode([1, 2], metadata=SAMPLED, timeout=0.2))
-    await until(lambda: server.queued("sequences") == 0)  # the server's clock may be behind the caller's
+    await until(lambda: server.queued("sequences") == 0)  # the caller may reach the deadline before the server
     server.engine.let_go()
     await first
     got = await received(receiver, has(ENCODE))
@@ -338,7 +341,7 @@ async def test_an_inspection_has_spans_of_its_stages(traced: Traced) -> None:
 
 @pytest.mark.parametrize("log_format", ["json", "text"])
 async def test_log_lines_carry_the_trace(traced: Traced, log_format: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Log lines about a request have its trace id, whether or not the trace is sampled.
+    """Log lines about a request have the trace id of the request, even if the trace is not sampled.
 
     Other lines have no trace id.
     """
@@ -393,7 +396,10 @@ def silent() -> Iterator[str]:
 async def test_a_silent_receiver_does_not_stop_the_server(
     start_server: StartServer, silent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Calls are answered, unsent spans are dropped and counted, and the server can stop."""
+    """If the receiver never replies, calls still succeed and the server can stop.
+
+    The server drops and counts the spans that it cannot send.
+    """
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
@@ -487,7 +493,10 @@ async def test_no_header_of_a_caller_breaks_a_request(metadata: list[tuple[str, 
 async def test_spans_do_not_follow_jumps_of_the_wall_clock(
     receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The wall clock goes back one hour at each reading. The monotonic clock starts at about one year."""
+    """The times of spans are right, although the wall clock goes back one hour each time it is read.
+
+    The monotonic clock of this test starts at about one year.
+    """
     wall = itertools.count(1_795_000_000_000_000_000, -3600 * 10**9)
     monkeypatch.setattr(tracing, "time", SimpleNamespace(time_ns=lambda: next(wall)))
     clock = FakeClock(3.1e7)

@@ -1,6 +1,6 @@
 """Tests of the batch budget, which is the number of tokens of a batch.
 
-They check its measurement, its choice, and the stored measurements.
+They check how the server measures and chooses the budget, and how it stores the measurements.
 """
 
 import json
@@ -29,10 +29,10 @@ MACHINE = {"cpu": "a CPU", "intra_op_threads": 2, "runtime": "fake 1"}
 
 
 class Device:
-    """A fake engine with a formula for the seconds of a run. Its clock advances only during runs.
+    """A fake engine. A function returns the seconds of each run, and the clock advances only during runs.
 
     Attributes:
-        batches: The lengths of every batch.
+        batches: The lengths of the sequences of every batch.
     """
 
     info = EngineInfo(provider="FakeExecutionProvider", device="cpu", precision="float32", runtime="fake 1")
@@ -40,7 +40,7 @@ class Device:
     widens = False
 
     def __init__(self, seconds: Callable[[int, int], float]) -> None:
-        """Take a function that returns the seconds of a run from its padded tokens and its number, from 1."""
+        """Take the function for the seconds of a run. It gets the padded tokens and the number of the run, from 1."""
         self._seconds = seconds
         self.batches: list[list[int]] = []
         self.clock = 0.0
@@ -67,7 +67,7 @@ def bundle(tmp_path: Path) -> Bundle:
 
 
 def tune_cpu(device: Device, bundle: Bundle, folder: Path, machine: dict[str, Any] = MACHINE) -> Tuned:
-    """Measure on a device. The stored measurements are in `t.json` of a folder."""
+    """Measure on a device. The measurements are stored in the file `t.json` of the folder."""
 
     def policy(budget: int) -> BatchPolicy:
         return BatchPolicy(budget, 256, 0.25)
@@ -76,9 +76,9 @@ def tune_cpu(device: Device, bundle: Bundle, folder: Path, machine: dict[str, An
 
 
 def cached(limit: int) -> Callable[[int, int], float]:
-    """Return the formula of a device.
+    """Return the function for the seconds of a run.
 
-    Each run has a fixed cost, and tokens cost more in runs of more than `limit` tokens.
+    Each run takes a fixed time. Each token takes longer in runs of more than `limit` tokens, as if a cache were full.
     """
     return lambda padded, _: 3e-3 + padded * (1e-5 if padded <= limit else 4e-5)
 
@@ -89,7 +89,7 @@ def cached(limit: int) -> Callable[[int, int], float]:
 def test_the_budget_is_where_the_device_is_fastest(
     bundle: Bundle, tmp_path: Path, limit: int, server: int, job: int
 ) -> None:
-    """Among nearly equal budgets, a server takes the smallest and a job the largest."""
+    """If several budgets are nearly equally fast, a server takes the smallest, and a job takes the largest."""
     device = Device(cached(limit))
     tuned = tune_cpu(device, bundle, tmp_path)
     assert (tuned.max_batch_tokens, tuned.job_batch_tokens) == (server, job)
@@ -116,7 +116,7 @@ def tune_gpu(
 
 @pytest.mark.parametrize(("limit", "budget"), [(4096, 4096), (9000, 8192)])
 def test_a_gpu_is_measured_on_full_batches(bundle: Bundle, tmp_path: Path, limit: int, budget: int) -> None:
-    """The 64 usual texts would not fill even the smallest budget of a GPU, so more texts are measured."""
+    """A GPU is measured with more texts than a CPU, because 64 texts would not fill even its smallest budget."""
     tuned, _ = tune_gpu(
         bundle, tmp_path / "t.json", lambda padded, _: 2e-3 + padded * (1e-7 if padded <= limit else 4e-7)
     )
@@ -124,7 +124,7 @@ def test_a_gpu_is_measured_on_full_batches(bundle: Bundle, tmp_path: Path, limit
 
 
 def small(padded: int, most: int) -> float:
-    """Return the seconds of a run. More than `most` padded tokens raise an out-of-memory error."""
+    """Return the seconds of a run. With more than `most` padded tokens, raise an out-of-memory error."""
     if padded > most:
         raise RuntimeError(f"out of memory for {padded} tokens")
     return 1e-3 + padded * 1e-7
@@ -133,9 +133,9 @@ def small(padded: int, most: int) -> float:
 def test_a_budget_beyond_the_memory_is_skipped(
     bundle: Bundle, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The model still loads if the trial of a budget runs out of memory.
+    """If the measurement of a budget runs out of memory, the model still loads with a smaller budget.
 
-    No measurements are stored, because more memory may be free next time.
+    The measurements are not stored, because more memory may be free next time.
     """
     tuned, _ = tune_gpu(bundle, tmp_path / "t.json", lambda padded, _: small(padded, 5000))
     assert tuned.max_batch_tokens == 4096

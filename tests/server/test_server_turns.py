@@ -1,4 +1,4 @@
-"""Tests of threads that callers share by weight and priority."""
+"""Tests of a pool of threads that callers share by weight and priority."""
 
 import asyncio
 import threading
@@ -15,7 +15,7 @@ BULK = Sender(priority=Priority.BULK)
 
 
 class Bench:
-    """A pool of one thread, which `hold` blocks until `release`, and the names of finished work."""
+    """A pool of one thread, and the names of finished work. `hold` blocks the thread until `release`."""
 
     def __init__(self) -> None:
         self.pool = TurnPool(1)
@@ -23,7 +23,7 @@ class Bench:
         self._released = threading.Event()
 
     async def hold(self) -> list["asyncio.Task[bool]"]:
-        """Occupy the thread and the one place behind it, so that later work waits. Return both tasks."""
+        """Send two tasks: one that blocks the thread, and one for the place behind it. Later work waits."""
         tasks = [asyncio.create_task(self.pool.run(ANY_SENDER, 0, self._released.wait)) for _ in range(2)]
         await asyncio.sleep(0)
         return tasks
@@ -55,7 +55,10 @@ class Bench:
     ],
 )
 async def test_bulk_gets_one_turn_in_nine(interactive: list[Caller], bulk: list[Caller]) -> None:
-    """The bulk work arrives first, but interactive work starts first."""
+    """While both kinds of work wait, one of nine tasks is bulk.
+
+    Interactive work starts first, although bulk work arrives first.
+    """
     bench = Bench()
     held = await bench.hold()
     tasks = []
@@ -101,7 +104,7 @@ async def test_a_caller_that_was_away_has_no_credit() -> None:
 
 
 async def test_cancelled_work_takes_no_place_and_no_turn() -> None:
-    """The caller's next work starts as early as if the caller had not sent the cancelled work."""
+    """Work that is cancelled before its start does not delay the next work of the caller."""
     bench = Bench()
     held = await bench.hold()
     others = [bench.send("other", Sender(Caller("other")), 10) for _ in range(20)]
@@ -118,7 +121,7 @@ async def test_cancelled_work_takes_no_place_and_no_turn() -> None:
 
 
 async def test_running_work_keeps_its_place_after_its_caller_has_gone() -> None:
-    """A running thread cannot be stopped, so its place must stay taken.
+    """If the caller of running work leaves, the work keeps its place, because its thread cannot be stopped.
 
     Otherwise bulk work would start before urgent work.
     """

@@ -1,4 +1,4 @@
-"""Tests of the longest wait of a sequence, with simulated time and random traffic."""
+"""Tests of the longest time that a sequence waits in the queue, with simulated time and random traffic."""
 
 import math
 from dataclasses import dataclass, field
@@ -22,9 +22,9 @@ class Entry:
         deadline: The time at which the sequence expires.
         leaves_at: The time at which the caller cancels.
         ahead: The number of live entries that wait when this entry arrives.
-        running_until: The time at which the first lane becomes free, as known when this entry arrives.
-        batches_before: The batches that begin between the arrival and this entry's own batch.
-        started_at: The start of this entry's batch; NaN if the entry did not run.
+        running_until: The time at which the first lane will become free, as known when this entry arrives.
+        batches_before: The number of batches that begin after the arrival and before the batch of this entry.
+        started_at: The start of the batch with this entry, or NaN if the entry did not run.
     """
 
     arrives_at: float
@@ -39,13 +39,13 @@ class Entry:
 
 @dataclass
 class Engine:
-    """A simulated device. Each run has a fixed cost and a cost for each padded token.
+    """A simulated device. A run takes a fixed time, and more time for each padded token.
 
     Attributes:
-        run_seconds: The fixed cost.
-        token_seconds: The cost of a token.
+        run_seconds: The fixed time of a run.
+        token_seconds: The time for a padded token.
         lanes: The number of batches that can run at once.
-        widens: Whether a batch that runs alone uses all lanes, and so runs `lanes` times as fast.
+        widens: Whether a batch that runs alone uses all lanes, so that it runs `lanes` times faster.
         longest_run: The longest run so far, in seconds.
     """
 
@@ -63,7 +63,7 @@ class Engine:
 
 
 def simulate(entries: list[Entry], policy: BatchPolicy, engine: Engine) -> None:
-    """Simulate all entries. A free lane takes a batch as soon as an entry waits, without a timer."""
+    """Simulate all entries. If an entry waits and a lane is free, the lane takes a batch at once."""
     queue = PendingQueue()
     pending: dict[TokenSequence, Entry] = {}
     running: list[float] = []  # the end time of each running batch
@@ -95,7 +95,7 @@ def simulate(entries: list[Entry], policy: BatchPolicy, engine: Engine) -> None:
 
 
 def _next_event(now: float, coming: list[Entry], running: list[float]) -> float:
-    """Return the time of the next arrival or of the next end of a batch."""
+    """Return the time of the next event: an arrival, or the end of a batch."""
     events = [entry.arrives_at for entry in coming[:1]] + running
     return max(now, min(events))
 
@@ -132,7 +132,10 @@ engines = st.builds(Engine, st.floats(0, 0.1), st.floats(1e-6, 1e-3), st.integer
 def test_with_k_before_it_a_sequence_starts_in_the_next_k_plus_1_batches(
     entries: list[Entry], policy: BatchPolicy, engine: Engine
 ) -> None:
-    """Here k is `ahead`. Entries that arrive later do not extend the wait."""
+    """If k entries wait before an entry, it starts in one of the next k + 1 batches.
+
+    Entries that arrive later do not extend the wait. In the code, k is `ahead`.
+    """
     simulate(entries, policy, engine)
     for entry in entries:
         if not math.isnan(entry.started_at):
@@ -158,7 +161,10 @@ def test_all_patient_callers_are_served_and_no_late_ones(
 def test_an_odd_length_under_a_flood_of_others_waits_for_one_batch_only(
     length: int, flood: list[int], policy: BatchPolicy
 ) -> None:
-    """The worst case of batching by length: one sequence whose length differs from that of many later sequences."""
+    """A sequence waits for one batch only, even if its length differs from the lengths of many later sequences.
+
+    This is the worst case for batches of similar lengths.
+    """
     engine = Engine(0.01, 1e-5)
     odd = Entry(0.001, length, math.inf, math.inf)
     others = [Entry(0.0 if i == 0 else 0.002 + i * 1e-4, it, math.inf, math.inf) for i, it in enumerate(flood)]

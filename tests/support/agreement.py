@@ -1,4 +1,4 @@
-"""Compares computed hidden states with expected hidden states, token by token."""
+"""Functions that compare computed hidden states with expected hidden states, token by token."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,10 @@ import numpy as np
 
 
 def worst_relative_error(got: Any, want: Any) -> float:
-    """Return the largest |got - want| / |want| of any token, with Euclidean norms; both arrays are (seq, d_model)."""
+    """Return the largest relative error |got - want| / |want| of a token, with Euclidean norms.
+
+    Both arrays have the shape (seq, d_model).
+    """
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape, f"the shape is {got.shape}; expected {want.shape}"
     errors = np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)
@@ -15,7 +18,7 @@ def worst_relative_error(got: Any, want: Any) -> float:
 
 
 def least_cosine(got: Sequence[Any], want: Sequence[Any]) -> float:
-    """Return the lowest cosine similarity of any token; both arguments are lists of (seq, d_model) arrays."""
+    """Return the lowest cosine similarity of a token. Both arguments are lists of arrays of shape (seq, d_model)."""
     rows, others = np.concatenate(got).astype(np.float64), np.concatenate(want).astype(np.float64)
     cosines = (rows * others).sum(axis=1) / np.linalg.norm(rows, axis=1) / np.linalg.norm(others, axis=1)
     return float(cosines.min())

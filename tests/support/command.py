@@ -1,4 +1,4 @@
-"""Runs the command `encserve` in the process of the test."""
+"""Runs the command `encserve` in the test's process."""
 
 import asyncio
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from fake_encoder import FakeEncoder
 
 from encserve_cli.commands import cli
 
-# With these variables, `encserve` formats its output for a terminal, otherwise for a pipe.
+# With these variables, `encserve` formats the output for a terminal. Without them, the output is for a pipe.
 TERMINAL = {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "NO_COLOR": "1", "TERM": "xterm", "COLUMNS": "110"}
 
 

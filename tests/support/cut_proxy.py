@@ -11,14 +11,14 @@ Direction = Literal["up", "down"]
 
 
 class CutProxy:
-    """Passes bytes between clients and a server, until more bytes arrive than `cut_after` allows.
+    """Passes bytes between clients and a server, until the bytes exceed a limit in `cut_after`.
 
-    Then the proxy ends all connections, and passes nothing on until `mend` is called.
+    Then the proxy ends all connections. The proxy passes no more bytes until `mend` is called.
 
     Attributes:
         port: The port of the proxy.
-        passed: The number of bytes since the last `mend`: "up" to the server, "down" to the client.
-        cut_after: The most bytes that may pass in each direction. A direction without an entry has no limit.
+        passed: The number of bytes since the last `mend`, by direction: "up" to the server, "down" to the client.
+        cut_after: The limit of bytes, by direction. A direction without an entry has no limit.
     """
 
     def __init__(self, server_port: int) -> None:
@@ -45,7 +45,7 @@ class CutProxy:
         return self._is_cut
 
     def mend(self) -> None:
-        """Pass bytes on again, reset the counts, and remove the limits."""
+        """Start to pass bytes again, reset the counts, and remove the limits."""
         self.passed, self.cut_after = {"up": 0, "down": 0}, {}
         self._is_cut = False
 

@@ -1,4 +1,4 @@
-"""A DNS server on a free loopback port; a test may change the IPv4 addresses of its answers."""
+"""A DNS server on a free loopback port. A test may change the IPv4 addresses in the server's answers."""
 
 import ipaddress
 import socket
@@ -7,16 +7,16 @@ import threading
 from types import TracebackType
 from typing import Self
 
-_RESPONSE, _NO_ERROR = 0x8580, 0  # header flags: an authoritative response, and recursion is available
+_RESPONSE, _NO_ERROR = 0x8580, 0  # header flags: a response, authoritative, recursion available
 _TYPE_A, _CLASS_IN = 1, 1
 
 
 class DnsServer:
-    """Answers questions for A records with `addresses`. Other questions get an answer without records.
+    """Answers each question for A records with one record for each address. Other answers have no records.
 
     Attributes:
-        addresses: The addresses of the next answers.
-        n_answered: The number of answered questions for A records.
+        addresses: The addresses for the next answers.
+        n_answered: The number of answers to questions for A records.
         port: The UDP port on 127.0.0.1.
     """
 
@@ -48,13 +48,13 @@ class DnsServer:
 
     def _answer(self, query: bytes) -> bytes:
         """Return the answer in the format of RFC 1035, section 4: a header, the question, and the records."""
-        end = query.index(b"\0", 12) + 1  # the position after the name in the question
+        end = query.index(b"\0", 12) + 1  # the position after the question's name
         (kind,) = struct.unpack_from(">H", query, end)
         found = self.addresses if kind == _TYPE_A else ()
         self.n_answered += kind == _TYPE_A
         header = query[:2] + struct.pack(">HHHHH", _RESPONSE | _NO_ERROR, 1, len(found), 0, 0)
         records = [
-            # Each record has a pointer to the question's name, a time to live of 0, and an address of four bytes.
+            # Each record has a pointer to the question's name, the time to live 0, and an address of four bytes.
             struct.pack(">HHHIH", 0xC00C, _TYPE_A, _CLASS_IN, 0, 4) + ipaddress.IPv4Address(address).packed
             for address in found
         ]

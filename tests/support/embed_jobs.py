@@ -1,4 +1,4 @@
-"""Runs jobs of `encserve embed` in separate processes, creates their inputs, and checks their outputs."""
+"""Runs jobs of `encserve embed` in separate processes, writes inputs for the jobs, and checks the outputs."""
 
 import contextlib
 import hashlib
@@ -23,8 +23,8 @@ from encserve_cli.load.lengths import real_text_lengths, sample_lengths
 from encserve_export import EncoderConfig, Target, export_init, read_tokenizer
 
 COMMAND = Path(sys.executable).parent / "encserve"
-LONGEST = 64  # the most tokens of a text
-MOST_SECONDS = 250.0  # the timeout of a job; pytest ends a test after 300 s
+LONGEST = 64  # the maximum number of tokens in a text
+MOST_SECONDS = 250.0  # the timeout of a job, because pytest ends a test after 300 s
 
 
 def export_small_encoder(folder: Path) -> Path:
@@ -39,9 +39,9 @@ def export_small_encoder(folder: Path) -> Path:
 
 
 def short_texts(count: int, seed: int = 0) -> list[str]:
-    """Return texts of words that the tokenizer knows.
+    """Return random texts. The tokenizer knows all words of these texts.
 
-    The texts have about a quarter of the tokens of real texts. About 1 text in 85 is too long for the encoder.
+    Real texts have about four times as many tokens. About 1 text in 85 is too long for the encoder.
     """
     lengths = np.maximum(sample_lengths(real_text_lengths(), count, seed) // 4, 1)
     ids = np.random.default_rng(seed).integers(3, VOCAB_SIZE, int(lengths.sum()))
@@ -53,13 +53,16 @@ def short_texts(count: int, seed: int = 0) -> list[str]:
 def is_too_long(text: str) -> bool:
     """Whether a text has too many tokens for the encoder.
 
-    Each word is one token, and each text has two special tokens.
+    Each word is one token. The tokenizer adds two special tokens to each text.
     """
     return text.count(" ") + 3 > LONGEST
 
 
 def write_corpus(folder: Path, count: int, files: int = 1) -> list[Path]:
-    """Write `short_texts` into `files` Parquet files, and return the paths. The column `id` counts the texts from 0."""
+    """Write `short_texts` into Parquet files, and return the paths. `files` is the number of files.
+
+    The column `id` numbers the texts from 0.
+    """
     folder.mkdir(parents=True)
     table = pa.table({"id": np.arange(count), "text": short_texts(count)})
     paths = []
@@ -90,7 +93,7 @@ def running(
 
 
 def kill(process: "subprocess.Popen[str]") -> None:
-    """Kill a process and its children with SIGKILL, unless the process has ended."""
+    """If a process still runs, kill the process and all child processes with SIGKILL."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -106,7 +109,7 @@ def run(
 
 
 def said(errors: str) -> list[str]:
-    """Return the lines of standard error without the progress lines, which a job prints every 30 s."""
+    """Return the lines of standard error, except the progress lines. A job prints a progress line every 30 s."""
     return [line for line in errors.splitlines() if re.match(r"[\d,]+ of [\d,]+ rows, ", line) is None]
 
 
@@ -121,16 +124,19 @@ def output_of(folder: Path) -> Any:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each output file.
+    """Return the SHA-256 of each output file, by name.
 
-    The job's plan is left out, because it contains the modification times of the input files.
+    The file of the job's plan is left out, because the plan contains the modification times of the input files.
     """
     files = (it for it in folder.rglob("*") if it.is_file() and it.name != "_plan.json")
     return {str(it.relative_to(folder)): hashlib.sha256(it.read_bytes()).hexdigest() for it in files}
 
 
 def vectors_of(table: Any) -> tuple[Any, Any]:
-    """Return the vectors of an output table, (texts with a vector, width), and a mask of missing vectors, (texts,)."""
+    """Return the vectors of an output table, and a mask that is true for each text without a vector.
+
+    The vectors have the shape (texts with a vector, width). The mask has the shape (texts,).
+    """
     column = table["vector"].combine_chunks()
     missing = column.is_null().to_numpy(zero_copy_only=False)
     present = column.filter(pa.array(~missing))
@@ -140,7 +146,7 @@ def vectors_of(table: Any) -> tuple[Any, Any]:
 def check_rows(table: Any, texts: Sequence[str]) -> None:
     """Check that an output has every text once and in order.
 
-    Exactly the texts that are too long have no vector.
+    Also check that a text has no vector if the text is too long, and has a vector otherwise.
     """
     assert table["id"].to_pylist() == list(range(len(texts)))
     assert table["text"].to_pylist() == list(texts)

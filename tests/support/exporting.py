@@ -1,6 +1,6 @@
-"""Caches exports on disk, so that several tests and test runs can share one export.
+"""Caches exports on disk. Several tests and several test runs can share one export.
 
-A cached export is used as long as the exporter's sources and the installed packages stay the same.
+If the exporter's sources or the installed packages change, the cached exports are no longer used.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ KEPT_SECONDS = 24 * 3600
 
 
 def export_once(export: Callable[..., Exported], *source: Any, target: Target, **options: Any) -> Exported:
-    """Return the result of `export(*source, target, **options)`, copied from the cache if possible.
+    """Call `export(*source, target, **options)`, or copy the result of an earlier call from the cache.
 
-    The cache key contains the content of all files and folders among the arguments. Several processes may call this
-    function at once.
+    The cache key contains all arguments. For a file or a folder, the key contains the content. Several processes may
+    call this function at the same time.
     """
     kept = _kept_by_this_exporter() / _digest(export.__name__, source, target.name, target.version, options)
     if not kept.exists():
@@ -47,9 +47,9 @@ def export_once(export: Callable[..., Exported], *source: Any, target: Target, *
 
 @functools.cache
 def _kept_by_this_exporter() -> Path:
-    """Return the cache folder for the current sources, packages and Python.
+    """Return the cache folder for the current sources, packages and Python version.
 
-    Cache folders of other sources, packages or Pythons are deleted after a day.
+    If another cache folder is older than a day, delete that folder.
     """
     sources = [path for part in ("export", "proto") for path in (ROOT / part / "src").rglob("*.py")]
     packages = sorted(f"{it.name} {it.version}" for it in distributions())
@@ -69,7 +69,7 @@ def _digest(*parts: Any) -> str:
 
 
 def _flat(parts: Iterable[Any]) -> Iterable[bytes]:
-    """Yield all arguments of an export as bytes. A file is represented by its name and content."""
+    """Yield all arguments of an export as bytes. For a file, yield the name and the content."""
     for part in parts:
         if isinstance(part, dict):
             yield from _flat(sorted(part.items()))

@@ -1,4 +1,4 @@
-"""A fake clock for tests; its time changes only when a test calls `advance`."""
+"""A fake clock for tests. The time changes only when a test calls `advance`."""
 
 import asyncio
 import heapq
@@ -6,7 +6,7 @@ import itertools
 
 
 class FakeClock:
-    """A clock whose time changes only in `advance`."""
+    """A clock. The time changes only in `advance`."""
 
     def __init__(self, start: float = 0.0) -> None:
         """Start the clock at `start` seconds."""
@@ -30,7 +30,7 @@ class FakeClock:
         await woken
 
     def advance(self, seconds: float) -> None:
-        """Advance the clock by `seconds`, and wake the coroutines whose sleep has ended."""
+        """Advance the clock by `seconds`, and wake each coroutine whose sleep is over."""
         self._now += seconds
         while self._sleepers and self._sleepers[0][0] <= self._now:
             _, _, woken = heapq.heappop(self._sleepers)

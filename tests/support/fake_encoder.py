@@ -1,6 +1,7 @@
-"""A fake encoder service on a real grpc.aio server, and a helper that calls the service with either client.
+"""A fake encoder service on a real grpc.aio server, and a helper that calls the service.
 
-The service and the tests share one event loop. The sync client would block the loop, so it runs in a worker thread.
+The helper uses the sync or the async client. The service and the tests share one event loop. The sync client would
+block the loop, so the sync client runs in a worker thread.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ Rows = npt.NDArray[np.float32]
 
 
 class Refused(Exception):
-    """Raised by a function of a test, such as `FakeEncoder.before`, to refuse a request."""
+    """A function of a test, such as `FakeEncoder.before`, raises this error to refuse a request."""
 
     def __init__(
         self, code: grpc.StatusCode, text: str = "refused", reason: str = "", pushback: str | None = None
@@ -42,16 +43,16 @@ class Refused(Exception):
 
 
 def ids_of(item: pb.Input) -> list[int]:
-    """Return the token ids of an input. In a text, the id of a word is the word's length."""
+    """Return the token ids of an input. In a text, each word is a token, and the id is the word's length."""
     if item.HasField("text"):
         return [FIRST, *(len(word) for word in item.text.split()), LAST]
     return list(item.token_ids.ids)
 
 
 def rows_of(ids: Iterable[int]) -> Rows:
-    """Return fake hidden states for token ids: (seq, d_model).
+    """Return fake hidden states for token ids, in the shape (seq, d_model).
 
-    Each number depends on the id, the position and the column.
+    Each number depends on the token id, the position and the column.
     """
     column = np.asarray(list(ids), np.float32)[:, None]
     places = np.arange(len(column), dtype=np.float32)[:, None] / 4
@@ -59,7 +60,10 @@ def rows_of(ids: Iterable[int]) -> Rows:
 
 
 def rows_of_input(item: pb.Input) -> Rows:
-    """Return the fake hidden states of an input: (seq, d_model). Input vectors are returned unchanged, as float32."""
+    """Return the fake hidden states of an input, in the shape (seq, d_model).
+
+    If the input has vectors, return the same vectors in float32.
+    """
     if not item.HasField("embeddings"):
         return rows_of(ids_of(item))
     vectors = item.embeddings
@@ -124,7 +128,7 @@ def _tensor(spec: pb.OutputSpec, request: pb.EncodeRequest) -> pb.RaggedTensor:
 def _sparse_tensor(request: pb.EncodeRequest) -> pb.RaggedTensor:
     """Return a sparse vector for each input.
 
-    The indices are the ids of the words. The weight of an index is half the index.
+    The indices of the vector are the ids of the words. The weight at an index is half the index.
     """
     words = [sorted(set(ids_of(item)) - {FIRST, LAST}) for item in request.inputs]
     flat = np.array([word for its in words for word in its], np.uint32)
@@ -142,9 +146,9 @@ def _sparse_tensor(request: pb.EncodeRequest) -> pb.RaggedTensor:
 class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     """A fake encoder service, which records the requests.
 
-    `before` is called with each Encode request. It may wait, raise `Refused`, or return another answer.
-    `before_stream` is called with each request on a stream, and may wait or raise `Refused`. `inspect` replaces
-    `inspections.inspection`, and may also wait or raise `Refused`.
+    The service calls `before` with each Encode request. `before` may wait, raise `Refused`, or return another answer.
+    The service calls `before_stream` with each request on a stream. `before_stream` may wait or raise `Refused`.
+    `inspect` replaces the function `inspections.inspection`. `inspect` may also wait or raise `Refused`.
     """
 
     max_request_sequences: int = 256
@@ -202,7 +206,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
         return info
 
     def answer(self, request: pb.EncodeRequest) -> pb.EncodeResponse:
-        """Return the answer to a request; raise `Refused` if the request or the answer exceeds a limit."""
+        """Return the answer to a request. If the request or the answer exceeds a limit, raise `Refused`."""
         tokens = [len(rows_of_input(item)) for item in request.inputs]
         if len(tokens) > self.max_request_sequences:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "too many", "TOO_MANY_INPUTS")
@@ -331,7 +335,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
 
 
 async def stalled_inspection(request: pb.InspectRequest) -> AsyncIterator[pb.InspectResponse]:
-    """Send only the header of an inspection, then wait 30 s; for `FakeEncoder.inspect`."""
+    """Send only the header of an inspection, then wait 30 s. Tests set this function as `FakeEncoder.inspect`."""
     yield inspection(request, 1)[0]
     await asyncio.sleep(30)
 
@@ -340,7 +344,7 @@ class Caller:
     """Calls the sync or the async client from a coroutine. The sync client runs in a worker thread."""
 
     def __init__(self, kind: str, service: FakeEncoder | None = None) -> None:
-        """Prepare calls of a client; `kind` is "sync" or "async". Without a service, `connect` must get a target."""
+        """Set the kind of client, "sync" or "async". Without a service, `connect` needs a target."""
         self.kind = kind
         self.service = service
         self.clients: list[EncoderClient | AsyncEncoderClient] = []

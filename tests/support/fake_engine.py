@@ -1,4 +1,4 @@
-"""A fake engine and a fake inspector, which compute simple formulas. Tests can make runs fail or wait."""
+"""A fake engine and a fake inspector. Both compute simple formulas, and tests can make runs fail or wait."""
 
 import math
 import threading
@@ -12,10 +12,10 @@ from encserve_server.types.inspections import InspectKind, InspectTensor
 
 
 def fake_rows(ids: ModelInput, d_model: int) -> Rows:
-    """Return the hidden states that `FakeEngine` computes for one sequence: (seq, d_model).
+    """Return the hidden states of one sequence from `FakeEngine`, in the shape (seq, d_model).
 
-    Each number depends on the token's id, its position and the sequence length. For input vectors, the first component
-    counts as the id.
+    Each number depends on the token id, the position and the sequence length. If the input has vectors, the first
+    number of a vector is used as the token id.
     """
     marks = np.asarray(ids if ids.ndim == 1 else ids[:, 0], np.float64)  # (seq,)
     place = np.arange(len(ids))
@@ -28,9 +28,9 @@ class FakeEngine:
     """An engine that returns `fake_rows` immediately, unless `hold` was called.
 
     Attributes:
-        batches: The sequence lengths of each batch that was started, in order.
-        poison: A batch with this id fails.
-        nan_id: A sequence with this id gets a NaN in its hidden states.
+        batches: The sequence lengths of each started batch, in order.
+        poison: If a batch contains this token id, the batch fails.
+        nan_id: If a sequence contains this token id, the hidden states contain a NaN.
         broken: If true, every batch fails.
         alone: For each started batch, whether the batch had the whole device.
     """
@@ -44,9 +44,9 @@ class FakeEngine:
         max_parallel_runs: int = 1,
         widens: bool = True,
     ) -> None:
-        """Create an engine whose hidden states have `d_model` numbers.
+        """Create an engine. The hidden state of a token has `d_model` numbers.
 
-        `max_parallel_runs` and `widens` are only reported to the server.
+        The engine only reports `max_parallel_runs` and `widens` to the server, and does not use them.
         """
         self.max_parallel_runs = max_parallel_runs
         self.widens = widens
@@ -60,15 +60,15 @@ class FakeEngine:
         self.started = threading.Semaphore(0)  # released once for each batch that starts
         self._gate = threading.Condition()
         self._held = False
-        self._passes = 0  # the number of waiting batches that may finish
+        self._passes = 0  # how many waiting batches may finish
 
     @property
     def info(self) -> EngineInfo:
-        """A description with a provider and a runtime that do not exist."""
+        """A description of the engine. The provider and the runtime do not exist."""
         return EngineInfo(provider="FakeExecutionProvider", device="cpu", precision="float32", runtime="fake")
 
     def hold(self) -> None:
-        """Make batches wait in `run` until `let_go` is called."""
+        """Make batches wait in `run` until the test calls `let_go`."""
         with self._gate:
             self._held = True
 
@@ -91,7 +91,7 @@ class FakeEngine:
         self.started.release()
         with self._gate:
             if not self._gate.wait_for(lambda: not self._held or self._passes, timeout=60):
-                raise TimeoutError("the test never let the engine go")
+                raise TimeoutError("the test did not call let_go within 60 s")
             self._passes = max(self._passes - 1, 0)
         if self.broken:
             raise RuntimeError("the device is lost")
@@ -111,9 +111,9 @@ class FakeEngine:
 
 
 def fake_numbers(kind: InspectKind, layer: int, shape: tuple[int, ...]) -> Numbers:
-    """Return the array that `FakeInspector` computes for a layer.
+    """Return the array of a layer from `FakeInspector`.
 
-    The numbers rise evenly from 100 × kind + layer to 100 × kind + layer + 1.
+    The numbers rise in equal steps from 100 × kind + layer to 100 × kind + layer + 1.
     """
     first = 100 * kind.value + layer
     return np.linspace(first, first + 1, math.prod(shape), dtype=np.float32).reshape(shape)
@@ -124,7 +124,7 @@ class FakeInspector:
 
     Attributes:
         n_heads: The number of heads in the attention weights.
-        lengths: The length of each sequence whose run was started, in order.
+        lengths: The sequence length of each started run, in order.
         broken: If true, every run fails.
     """
 
@@ -141,7 +141,7 @@ class FakeInspector:
         self._go.set()
 
     def hold(self) -> None:
-        """Make runs wait until `let_go` is called."""
+        """Make runs wait until the test calls `let_go`."""
         self._go.clear()
 
     def let_go(self) -> None:
@@ -155,7 +155,7 @@ class FakeInspector:
         self.lengths.append(len(sequence))
         self.started.release()
         if not self._go.wait(timeout=60):
-            raise TimeoutError("the test never let the inspector go")
+            raise TimeoutError("the test did not call let_go within 60 s")
         if self.broken:
             raise RuntimeError("the device is lost")
         seq = len(sequence)

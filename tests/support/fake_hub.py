@@ -69,12 +69,12 @@ class _Hub(http.server.BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
-        """Write no log of requests."""
+        """Do nothing, so that the server does not log its requests."""
 
 
 @contextlib.contextmanager
 def fake_hub(repository: str, directory: Path, revisions: tuple[str, ...] = ("main",)) -> Iterator[str]:
-    """Serve the files of a directory as a Hub repository; yield the URL for the variable HF_ENDPOINT."""
+    """Serve the files of a directory as a repository on the Hub. Yield the URL for the variable HF_ENDPOINT."""
     paths = [path for path in directory.rglob("*") if path.is_file()]
     files = {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
     handler = functools.partial(_Hub, repository, files, revisions)

@@ -31,13 +31,13 @@ N_LAYERS, N_HEADS = 3, 2
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "hello", "brave", "new", "world"]
 SERVICE = "encserve.v1.EncoderService"
 INFER_SERVICE = "inference.GRPCInferenceService"
-page._STOP_SECONDS = 0.01  # stopping a server can take this long, and the tests stop hundreds of servers
+page._STOP_SECONDS = 0.01  # a stop can take this long, and the tests stop hundreds of servers
 
 
 def write_tokenizer(path: Path, unknown: str = "[UNK]") -> Path:
-    """Write a tokenizer of eight words.
+    """Write a tokenizer with eight words.
 
-    The file also asks for truncation and padding, because real tokenizer files often do.
+    The file also turns on truncation and padding, as many real tokenizer files do.
     """
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -51,7 +51,10 @@ def write_tokenizer(path: Path, unknown: str = "[UNK]") -> Path:
 
 
 class Failed(Exception):
-    """The error of a failed call: status code, text, encserve's reason, and google.rpc details by message type."""
+    """The error of a failed call: the status code, the text, encserve's reason, and the google.rpc details.
+
+    The details are stored by message type.
+    """
 
     def __init__(self, error: grpc.aio.AioRpcError) -> None:
         self.code = error.code()
@@ -94,12 +97,12 @@ class FakeServer:
         return reply
 
     async def encode(self, *inputs: str | list[int], options: pb.EncodeOptions | None = None, **call: Any) -> Any:
-        """Encode texts and lists of token ids."""
+        """Encode texts and lists of token ids, and return the reply."""
         request = pb.EncodeRequest(inputs=map(make_input, inputs), options=options)
         return pb.EncodeResponse.FromString(await self.call("Encode", request, **call))
 
     async def start_held(self, call: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        """Make the engine wait, and start a call. Return when the engine has received the call's first batch."""
+        """Make the engine wait, and start a call. Return after the call's first batch has reached the engine."""
         while self.engine.started.acquire(blocking=False):
             pass  # remove the counts of earlier batches
         self.engine.hold()
@@ -111,7 +114,7 @@ class FakeServer:
     async def queue_of(self, tokens: int) -> AsyncIterator[None]:
         """Keep a call of `tokens` tokens in the queue until the end of the block.
 
-        Meanwhile the engine is busy with another call.
+        During this time, the engine is busy with another call.
         """
         running = await self.start_held(self.encode([1]))
         waiting = asyncio.create_task(self.encode([2] * tokens))
@@ -141,13 +144,14 @@ class FakeServer:
         return value
 
     def queued(self, unit: str = "tokens") -> float:
-        """Return how much work waits for tiny@2, in tokens, sequences, requests or text_bytes."""
+        """Return the size of tiny@2's queue. `unit` is tokens, sequences, requests or text_bytes."""
         return self.sample(f"encserve_queue_{unit}", model="tiny", version="2")
 
     def rpc_sample(self, name: str, method: str = "Encode", **labels: str) -> float:
         """Return the value of the metric grpc_server_NAME for a method.
 
-        Methods that begin with "Model" belong to the Open Inference Protocol, and the others to encserve's own service.
+        The Open Inference Protocol has the methods whose names begin with "Model". Our own service has all other
+        methods.
         """
         kind = "bidi_stream" if "Stream" in method else "unary"
         service = INFER_SERVICE if method.startswith("Model") else SERVICE
@@ -158,11 +162,11 @@ class FakeServer:
         return self.rpc_sample("handled_total", method, grpc_code=code)
 
     def in_flight(self) -> float:
-        """Return the number of open calls over all protocols."""
+        """Return the number of open calls of all protocols."""
         return self.sample("encserve_in_flight_requests")
 
     def held_bytes(self) -> float:
-        """Return the bytes of requests and replies of all open calls, over all protocols."""
+        """Return the number of bytes in the requests and replies of all open calls, of all protocols."""
         return self.sample("encserve_in_flight_bytes")
 
     async def stop(self) -> None:
@@ -174,7 +178,7 @@ class FakeServer:
 
 
 async def refusal(call: Awaitable[Any]) -> Failed:
-    """Await a call that must fail, and return its error."""
+    """Wait for a call that must fail, and return the error."""
     try:
         await call
     except Failed as failed:
@@ -259,9 +263,9 @@ async def start_fake_server(
     load: Loader | None = None,
     **settings: Any,
 ) -> FakeServer:
-    """Start a server with the models tiny@2 (the default) and tiny@1.
+    """Start a server with the models tiny@2 and tiny@1. The default model is tiny@2.
 
-    The first of `prompts` is the default prompt. Other keyword arguments are settings of the server.
+    The default prompt is the first of `prompts`. Other keyword arguments are settings of the server.
     """
     engine = engine or FakeEngine(D_MODEL)
     inspector = FakeInspector(D_MODEL, N_HEADS, LONGEST)

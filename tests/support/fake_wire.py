@@ -1,6 +1,6 @@
-"""A fake of the client's `Wire`, without a network, for tests of the client's logic.
+"""A fake of the client's `Wire` without a network, for tests of the client's logic.
 
-The coroutines of the fake never suspend and never sleep; the clock is fake, too.
+The fake's coroutines never suspend and never sleep. The fake also has its own clock.
 """
 
 import heapq
@@ -28,17 +28,17 @@ from encserve_client._logic.wire import (
 from encserve_proto.v1 import encoder_pb2 as pb
 
 Outcome = tuple[float, Any]
-"""The delay in seconds, and the outcome: a response, a list of responses to Inspect, or a `Failure`."""
+"""The delay in seconds, and the outcome. An outcome is a response, a list of responses to Inspect, or a `Failure`."""
 
 
 @dataclass
 class FakeWire:
-    """A wire that gets its answers from two functions of the test. Time passes only in `wait`.
+    """A wire that gets the answers from two functions of the test. Time passes only in `wait`.
 
     Attributes:
-        answer: Returns the delay and outcome for an RPC and its request.
-        answer_stream: Returns the delay and outcome for a stream's number and a request on the stream. A `Failure`
-            ends the stream. If the function returns None, the request gets no answer.
+        answer: A function of an RPC and the request. Returns the delay and the outcome.
+        answer_stream: A function of a stream's number and a request on the stream. Returns the delay and the outcome.
+            A `Failure` ends the stream. If the function returns None, the request gets no answer.
         inputs: The inputs that `read_input` reads.
         time: The current time, in seconds.
         sent: The time at which each message or stream request was sent.
@@ -98,7 +98,7 @@ class FakeWire:
             self._post(delay, StreamEnded(stream, result) if is_end else StreamAnswered(stream, result))
 
     def finish(self, stream: int) -> None:
-        """See `Wire`. The end of the stream comes after its last answer."""
+        """See `Wire`. The stream ends after the last answer."""
         last = max((time for time, _, event in self._events if getattr(event, "stream", 0) == stream), default=0.0)
         self._post(max(last - self.time, 0.0), StreamEnded(stream, None))
 
@@ -110,7 +110,7 @@ class FakeWire:
             self._post(0.0, InputsEnded())
 
     async def wait(self, seconds: float | None) -> Event | None:
-        """See `Wire`. Fail if no event is due and there is no time limit, because the wait would never end."""
+        """See `Wire`. If there is no event and no time limit, fail the test, because the wait would never end."""
         while self._events and (seconds is None or self._events[0][0] <= self.time + seconds):
             time, _, event = heapq.heappop(self._events)
             if seconds is not None:
@@ -130,7 +130,7 @@ class FakeWire:
     def _is_stale(self, event: Event) -> bool:
         """Whether an event comes from a stream that has already ended.
 
-        Also count answered messages and ended streams.
+        This method also counts answered messages and records ended streams.
         """
         if isinstance(event, Answered | Failed):
             self._out -= 1
@@ -145,7 +145,7 @@ class FakeWire:
 
 
 def gather(request: pb.InspectRequest, parts: Iterable[pb.InspectResponse]) -> Gathering:
-    """Gather the messages of a reply to Inspect; stop at the first error."""
+    """Gather the messages of a reply to Inspect. Stop at the first error."""
     gathering = Gathering(request)
     for part in parts:
         if not gathering.add(part):
@@ -154,7 +154,7 @@ def gather(request: pb.InspectRequest, parts: Iterable[pb.InspectResponse]) -> G
 
 
 def echo(request: pb.EncodeRequest, fingerprint: str = "f") -> pb.EncodeResponse:
-    """Return an answer with one number for each token: the token id."""
+    """Return an answer in which the output of each token is the token id."""
     ids = [list(item.token_ids.ids) for item in request.inputs]
     tensor = pb.RaggedTensor(
         kind=pb.OUTPUT_KIND_TOKENS,
@@ -168,7 +168,7 @@ def echo(request: pb.EncodeRequest, fingerprint: str = "f") -> pb.EncodeResponse
 
 
 def counting(n: int, read: list[int]) -> Iterator[list[int]]:
-    """Yield the inputs [1], [2], … [n]. When an input is read, append its number to `read`."""
+    """Yield the inputs [1], [2], … [n]. Append the number of each requested input to `read`."""
     for i in range(1, n + 1):
         read.append(i)
         yield [i]

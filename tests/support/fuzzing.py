@@ -4,7 +4,10 @@ import random
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """Return a copy of `data` with one to four random changes: a replaced byte, a removed end, or added bytes."""
+    """Return a copy of `data` with one to four random changes.
+
+    A change replaces a byte, removes the end, or adds bytes.
+    """
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         match rng.randrange(3):

@@ -1,7 +1,7 @@
 """Attacks on a server.
 
-Each attack is a function that runs in another process until the test closes the process's stdin. The process has a
-lower CPU priority than the server, so that the attacker's own work does not slow the server down.
+Each attack is a function that runs in another process. The attack ends when the test closes the process's stdin. The
+process has a lower CPU priority than the server, so the attacker's own work does not slow down the server.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _NICENESS = 10
 _END_SECONDS = 30
 _READ_BYTES = 1 << 20
 _PACKET_BYTES = 1 << 16
-# A slow sender sends the last 64 KiB of a request one byte at a time, one byte each second.
+# A slow sender sends one byte of the last 64 KiB of a request each second.
 _HELD_BACK_BYTES, _DRIP_SECONDS = 64 * 1024, 1.0
 _ANY_SIZE = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 Report = dict[str, Any]
@@ -45,7 +45,7 @@ class Attack:
     """An attack that runs in another process.
 
     Attributes:
-        report: The result of the attack's function; empty until `stop`.
+        report: The result of the attack's function. Empty until `stop`.
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
@@ -53,7 +53,7 @@ class Attack:
         self.report: Report = {}
 
     def stop(self) -> Report:
-        """End the attack and return its report. If the attack has failed, the test fails."""
+        """End the attack and return the report. If the attack has failed, fail the test."""
         if not self.report:
             output, _ = self._process.communicate(timeout=_END_SECONDS)
             self.report = json.loads(output)
@@ -77,9 +77,9 @@ def attack(kind: "Callable[..., Report]", *args: Any) -> Iterator[Attack]:
 
 
 def flood(over: threading.Event, port: int, head: bytes, block: bytes, connections: int) -> Report:
-    """Send `head` once on each connection, then `block` again and again, as fast as possible.
+    """Send `head` once on each connection. Then repeat `block` as fast as possible.
 
-    Ignore the replies. Open a new connection for each connection that ends.
+    Ignore the replies. If a connection ends, open a new connection.
     """
     counts = Counter[str]()
     with selectors.DefaultSelector() as selector:
@@ -121,7 +121,7 @@ def flood(over: threading.Event, port: int, head: bytes, block: bytes, connectio
 
 
 def ask_http(over: threading.Event, port: int, request: bytes, connections: int) -> Report:
-    """Send a request again and again on each connection, and count the replies by status."""
+    """Repeat a request on each connection, and count the replies by status."""
     counts = Counter[str]()
 
     def ask() -> None:
@@ -160,7 +160,7 @@ def _read_answer(opened: socket.socket) -> str:
 
 
 def ask_grpc(over: threading.Event, target: str, path: str, requests: Sequence[bytes], callers: int) -> Report:
-    """Send the requests in order from each caller, again and again, and count the replies by status."""
+    """Send the requests in order from each caller. Repeat this until the end, and count the replies by status."""
     counts = Counter[str]()
 
     async def ask(call: Any) -> None:
@@ -228,8 +228,8 @@ class Holder:
         port: The server's port.
         path: The gRPC method or the HTTP route.
         messages: The messages of a gRPC call, or one HTTP body.
-        is_grpc: Whether the callers use gRPC. Other callers use HTTP/1.1.
-        is_slow: Whether the callers send the last 64 KiB slowly. Other callers send everything and read nothing.
+        is_grpc: Whether the callers use gRPC. If not, the callers use HTTP/1.1.
+        is_slow: Whether the callers send the last 64 KiB slowly. If not, the callers send everything and read nothing.
     """
 
     name: str
@@ -248,7 +248,7 @@ class Holder:
 
 
 def hold(over: threading.Event, *holders: Holder) -> Report:
-    """Open all calls and keep them open; count the outcomes in each group of callers."""
+    """Open all calls and keep them open. Count the outcomes in each group of callers."""
     outcomes: dict[str, Counter[str]] = {holder.name: Counter() for holder in holders}
 
     async def call(holder: Holder, body: bytes) -> None:
@@ -269,7 +269,7 @@ def hold(over: threading.Event, *holders: Holder) -> Report:
 
 async def _connect(port: int) -> socket.socket:
     opened = socket.socket()
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _PACKET_BYTES)  # the buffer takes only a little of a reply
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _PACKET_BYTES)  # room for a small part of a reply
     opened.setblocking(False)
     await asyncio.get_running_loop().sock_connect(opened, ("127.0.0.1", port))
     return opened
@@ -297,9 +297,9 @@ async def _hold_http(over: threading.Event, holder: Holder, body: bytes) -> str:
 
 
 async def _hold_grpc(over: threading.Event, holder: Holder, body: bytes) -> str:
-    """Send as much as the server's flow-control windows allow, and return the outcome.
+    """Send the request as far as the server's flow-control windows allow, and return the outcome.
 
-    The flow-control window of the reply is never enlarged, so the server cannot send all of a large reply.
+    This function never enlarges the flow-control window of the reply. So the server cannot finish a large reply.
     """
     loop = asyncio.get_running_loop()
     with contextlib.closing(await _connect(holder.port)) as opened:
@@ -347,7 +347,7 @@ def _send_data(connection: Any, body: bytes, place: int, end: int) -> int:
 
 
 def _outcome(event: Any) -> str:
-    """Return how the call ended; an empty string if it has not ended."""
+    """Return how the call ended. If the call has not ended, return an empty string."""
     if isinstance(event, h2.events.TrailersReceived | h2.events.ResponseReceived):
         fields: dict[Any, Any] = dict(event.headers)
         if (status := fields.get("grpc-status")) is not None:
@@ -366,7 +366,7 @@ def _in_threads(function: Callable[[], None], count: int) -> None:
 
 
 def _main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the test ends this process, so ignore Ctrl-C
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore Ctrl-C, because the test ends this process
     os.nice(_NICENESS)
     kind, args = globals()[sys.argv[1]], pickle.load(sys.stdin.buffer)  # noqa: S301 - the test's own
     over = threading.Event()

@@ -1,4 +1,4 @@
-"""Requests that cost the server more than they cost the caller, and ordinary requests for comparison."""
+"""Requests that are cheap for the caller but expensive for the server, and ordinary requests for comparison."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,7 +15,7 @@ from encserve_proto.v1 import encoder_pb2 as pb
 HTTP = "/v1/embeddings"
 # One method or route for each protocol.
 PATHS = {"unary": ENCODE, "stream": ENCODE_STREAM, "open-inference": MODEL_INFER, "http": HTTP}
-# The largest gRPC message has 4 MiB; 64 bytes of the message are left for everything around its one long field.
+# The largest gRPC message has 4 MiB. The longest field leaves 64 bytes for the rest of the message.
 LONGEST_FIELD = 4 * 2**20 - 64
 MEAN, TOKENS, MULTI_VECTOR, SPARSE = (
     pb.OUTPUT_KIND_MEAN,
@@ -72,23 +72,24 @@ def serialized(message: Message) -> bytes:
 
 
 def wide_fields(n_tokens: int) -> dict[str, object]:
-    """Return the fields of an HTTP request.
+    """Return the fields of an HTTP request to the wide model, which has very long vectors.
 
-    The reply is a little larger than the wide model's hidden states of `n_tokens` tokens.
+    The reply is a little larger than the hidden states of `n_tokens` tokens in float32.
     """
-    # A number has about 20 bytes in JSON but 4 bytes as float32. So a quarter of the numbers has 1.25 times the bytes.
+    # A number has about 20 bytes in JSON, but 4 bytes in float32. So one quarter of the numbers takes 1.25 times the
+    # bytes.
     return {"input": [[1]] * (n_tokens // 4), "pooling": "mean"}
 
 
 def slow_senders(server: RealServer, protocol: str, count: int) -> Holder:
-    """Return callers that send almost 4 MiB, the last 64 KiB of them very slowly."""
+    """Return callers that send almost 4 MiB. They send the last 64 KiB very slowly."""
     return _holder(server, protocol, f"slow senders, {protocol}", count, (b" " * LONGEST_FIELD,), is_slow=True)
 
 
 def non_readers(
     server: RealServer, protocol: str, count: int, calls: int = 1, *, n_tokens: int = WIDE_TOKENS
 ) -> Holder:
-    """Return callers of the wide model that do not read the reply. A gRPC reply has 64 KiB for each token."""
+    """Return callers that do not read the replies of the wide model. A gRPC reply has 64 KiB for each token."""
     wide = encode([[1] * n_tokens])
     message = {
         "unary": wide,

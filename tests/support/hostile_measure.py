@@ -1,6 +1,7 @@
 """Runs a control and an attack against a server, and checks memory, latency and replies.
 
-A control consists of ordinary calls, whose effect on the server is compared with the effect of the attack.
+The control consists of ordinary calls. The tests compare the server's memory and latency during the control and during
+the attack.
 """
 
 import time
@@ -14,14 +15,14 @@ from hostile_attacks import Report, attack
 from hostile_watch import MIB, SLACK_BYTES, Phase, Watch, logger, parse_seconds, watching
 from real_server import RealServer, real_server
 
-# The budget is the server's default on a machine with enough memory. The tests set the budget explicitly, because the
-# default depends on the machine.
+# The memory budget for requests and replies. On a machine with enough memory, this is also the server's default. The
+# tests set the budget explicitly, because the default depends on the machine.
 BUDGET_MIB = 1024
 WARM_UP_SECONDS, CONTROL_SECONDS, SETTLE_SECONDS, ATTACK_SECONDS = 2.0, 3.0, 1.0, 5.0
-# If a batch runs longer than 3 s, health reports NOT_SERVING and the test fails. The server's default is 60 s.
+# If a batch runs longer than 3 s, health checks return NOT_SERVING and the test fails. The server's default is 60 s.
 SHORT_STALL = ("--stall-seconds", "3")
-# Settings for replies of 64 MiB. The queue has room for all calls. Only one batch runs at a time, so that
-# parallel batches add no memory.
+# Settings for replies of 64 MiB. The queue has room for all calls. Only one batch runs at a time, because parallel
+# batches would need more memory.
 LARGE_REPLIES = ("--max-queue-tokens", "1000000", "--parallel-batches", "1")
 Driver = tuple[Any, ...]
 
@@ -44,7 +45,7 @@ class Outcome:
     Attributes:
         control: Memory and latencies during the control.
         attacked: Memory and latencies during the attack.
-        after_bytes: The server's memory some time after the attack.
+        after_bytes: The server's memory after the attack, when memory had time to fall.
         report: The report that the attack returned.
     """
 
@@ -55,16 +56,16 @@ class Outcome:
 
     @property
     def allowed_ms(self) -> float:
-        """The largest allowed 99th percentile of the latency of health checks.
+        """The limit for the 99th percentile of health-check latency during the attack.
 
-        The bound is the value during the control, plus the time to parse three messages of the largest size.
+        The limit is the 99th percentile during the control, plus the time to parse three messages of the largest size.
         """
         return self.control.health.p99_ms + 3 * parse_seconds() * 1000
 
     def check(self, *, is_latency_bound: bool = True) -> None:
         """Fail if the attack affected health checks, memory or ordinary calls.
 
-        Without `is_latency_bound`, the latency of health checks may rise.
+        If `is_latency_bound` is false, the latency of health checks may rise.
         """
         allowed_ms = self.allowed_ms
         level_bytes, health = self.attacked.level_bytes, self.attacked.health
@@ -91,11 +92,11 @@ def measure(
     attack_seconds: float = ATTACK_SECONDS,
     is_latency_bound: bool = True,
 ) -> Outcome:
-    """Run the warm-up, the control and the attack, and return the effects of the control and the attack.
+    """Run the warm-up, the control and the attack. Return the effects of the control and of the attack.
 
-    If health checks were too slow during the attack, repeat the control and the attack once, because the machine may
-    have been busy. The server keeps some memory after the warm-up. So the memory before the attack is measured after
-    the warm-up. By default, the control is also the warm-up.
+    By default, the control is also the warm-up. The server keeps some memory after the warm-up, so memory is measured
+    only after the warm-up. If health checks are too slow during the attack, the machine may be busy. Then repeat the
+    control and the attack once.
     """
     with attack(*(warm_up or control)):
         time.sleep(WARM_UP_SECONDS)
@@ -123,7 +124,7 @@ def _drive(watch: Watch, name: str, driver: Driver, seconds: float) -> tuple[Pha
 
 
 def wait_for_metric(server: RealServer, name: str, value: float, tolerance: float = 0, seconds: float = 20) -> None:
-    """Wait until a metric is within `tolerance` of a value; fail after `seconds`."""
+    """Wait until the difference between a metric and a value is at most `tolerance`. After `seconds`, fail the test."""
     ends = time.monotonic() + seconds
     while abs((now := server.metric(name)) - value) > tolerance:
         assert time.monotonic() < ends, f"{name} is {now}, not {value}"

@@ -1,4 +1,4 @@
-"""Models for the hostile tests: with wide outputs, long sequences, slow batches, or a tokenizer that panics."""
+"""Models for the tests with attacks: with wide outputs, long sequences, slow batches, or a tokenizer that panics."""
 
 from pathlib import Path
 from typing import Any
@@ -12,33 +12,34 @@ from tiny_heads import multi_vector, sparse
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 VOCAB_SIZE = 64
-# A hidden state of the wide model has 64 KiB, so 1,000 tokens make a reply of 62.5 MiB. The limit is 64 MiB.
+# In the wide model, the hidden state of a token has 64 KiB. So the reply for 1,000 tokens has 62.5 MiB. The limit is
+# 64 MiB.
 WIDE, WIDE_TOKENS = 16_384, 1_000
 NARROW = 8
 LONGEST = 8_192
 MULTI_VECTOR_WIDTH = 16
 SPARSE_WIDTH, SPARSE_D_MODEL = 30_522, 384
-# The slow model multiplies SLOW_STEPS matrices for each SLOW_ID in a batch.
+# For each token with the id SLOW_ID in a batch, the slow model does SLOW_STEPS matrix multiplications.
 SLOW_ID, SLOW_STEPS = 7, 100
-# On this text, the tokenizer's regular expression gives up after 10 million attempts. Then the tokenizers library
-# panics, which raises a BaseException in Python.
+# With this text, the tokenizer's regular expression stops after 10 million attempts. Then the tokenizers library
+# panics. In Python, the panic is a BaseException.
 PANIC_TEXT = "a" * 40 + "b"
 _INT64, _FLOAT = TensorProto.INT64, TensorProto.FLOAT
 Array = npt.NDArray[Any]
 
 
 def write_narrow(repository: Path) -> None:
-    """Write a model whose hidden states have 8 numbers for each token."""
+    """Write a model with short hidden states: 8 numbers for each token."""
     _write(repository, "narrow", NARROW)
 
 
 def write_wide(repository: Path) -> None:
-    """Write a model whose hidden states have 64 KiB for each token."""
+    """Write a model with very long hidden states: 64 KiB for each token."""
     _write(repository, "wide", WIDE, encoder__max_sequence_tokens=WIDE_TOKENS)
 
 
 def write_sparse(repository: Path) -> None:
-    """Write a sparse model with a vocabulary of 30,522 tokens, a common size."""
+    """Write a sparse model with a vocabulary of the common size 30,522."""
     head = _head(
         [
             helper.make_node("Unsqueeze", ["mask", "last"], ["column"]),
@@ -81,7 +82,10 @@ def write_multi_vector(repository: Path) -> None:
 
 
 def write_slow(repository: Path, steps_per_run: int = 0) -> None:
-    """Write a model that multiplies `steps_per_run` matrices in each batch, and SLOW_STEPS more for each SLOW_ID."""
+    """Write the slow model. Each batch needs `steps_per_run` matrix multiplications.
+
+    Each token with the id SLOW_ID adds SLOW_STEPS multiplications.
+    """
     files = {"model.onnx": _slow_graph(steps_per_run)}
     write_bundle(
         repository,
@@ -108,7 +112,7 @@ def write_words(repository: Path) -> None:
 
 
 def _write(repository: Path, name: str, d_model: int, *, files: dict[str, bytes] | None = None, **changes: Any) -> None:
-    """Write a bundle. By default, the graph looks up the hidden state of each token in a table."""
+    """Write a bundle. By default, the graph reads the hidden state of each token from a table."""
     shape = {
         "encoder__d_model": d_model,
         "encoder__vocab_size": VOCAB_SIZE,
@@ -126,9 +130,9 @@ def _inputs() -> list[Any]:
 
 
 def _lookup_graph(d_model: int, vocab_size: int = VOCAB_SIZE) -> bytes:
-    """Return a graph that looks up ids (batch, seq) in a table, and returns (batch, seq, d_model).
+    """Return a graph that reads the hidden state of each token from a table, and ignores the mask.
 
-    The mask is ignored.
+    The ids have the shape (batch, seq). The hidden states have the shape (batch, seq, d_model).
     """
     rows = helper.make_tensor_value_info("rows", _FLOAT, ["batch", "seq", d_model])
     nodes = [helper.make_node("Gather", ["table", "ids"], ["rows"])]
@@ -137,9 +141,9 @@ def _lookup_graph(d_model: int, vocab_size: int = VOCAB_SIZE) -> bytes:
 
 
 def _slow_graph(steps_per_run: int) -> bytes:
-    """Return the lookup graph with a loop of matrix multiplications.
+    """Return a graph that reads the hidden states from a table, after a loop of matrix multiplications.
 
-    The number of steps depends on the ids. The loop always computes 0, so it does not change the output.
+    The number of multiplications depends on the ids. The loop always returns 0, so the loop does not change the output.
     """
     scalar = helper.make_tensor_value_info
     body = helper.make_graph(

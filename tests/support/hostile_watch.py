@@ -1,7 +1,7 @@
 """Watches a server under attack: the latency of health checks, the replies to an ordinary caller, and the memory.
 
-This file is also the program that sends the health checks and the ordinary caller's requests. The program runs in a
-second process, so that the work of the attack does not delay the checks.
+This file is also a program that sends the health checks and the ordinary caller's requests. The program runs in a
+separate process, so that the attack does not delay the checks.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ MIB = 2**20
 CHECK_SECONDS, ORDINARY_SECONDS, MEMORY_SECONDS = 0.01, 0.1, 0.2
 ANSWER_SECONDS = 10.0
 SLACK_BYTES = 100 * MIB
-# A server that uses this much more memory than the test allows is killed, because the machine has other users.
+# If the server exceeds the test's memory limit by this much, the watch kills the server. The machine has other users.
 _KILLED_BEYOND_BYTES = 1024 * MIB
 # The key of the ordinary caller. Servers without keys ignore it.
 KEY = "encserve-ordinary"
@@ -40,8 +40,8 @@ _SERVING = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.
 
 
 def parse_seconds() -> float:
-    """Measure the seconds that protobuf takes to parse a costly message of 4 MiB: the median of five runs."""
-    data = b"\x1a\x00" * (2 * MIB)  # 2 million empty inputs of two bytes each
+    """Return the time to parse a costly protobuf message of 4 MiB, in seconds, as the median of five runs."""
+    data = b"\x1a\x00" * (2 * MIB)  # about 2 million empty inputs, each of two bytes
     return statistics.median(_parse_once(data) for _ in range(5))
 
 
@@ -52,7 +52,7 @@ def _parse_once(data: bytes) -> float:
 
 
 class Sample(NamedTuple):
-    """One call: its start on the monotonic clock in seconds, its duration, and its reply."""
+    """One call: the start in seconds of the monotonic clock, the duration in seconds, and the reply."""
 
     began: float
     seconds: float
@@ -64,11 +64,11 @@ class Health(NamedTuple):
 
     Attributes:
         p50_ms: The median latency of health checks.
-        p99_ms: The 99th percentile.
-        max_ms: The maximum.
-        answers: The number of health replies other than SERVING, by reply.
-        ordinary: The number of replies to the ordinary caller, by reply.
-        ordinary_max_ms: The longest call of the ordinary caller.
+        p99_ms: The 99th percentile of the latency of health checks.
+        max_ms: The maximum latency of health checks.
+        answers: The number of health replies other than SERVING, by the text of the reply.
+        ordinary: The number of replies to the ordinary caller, by the text of the reply.
+        ordinary_max_ms: The duration of the ordinary caller's longest call.
     """
 
     p50_ms: float
@@ -94,9 +94,9 @@ class Health(NamedTuple):
 
 
 def _as_sent_in_time(checks: Sequence[Sample]) -> Iterator[float]:
-    """Return the latencies in seconds, as if every check was sent on time.
+    """Return the latencies that the checks would have if each check was sent on time, in seconds.
 
-    A late reply delays the next checks. Each delayed check counts with the latency that it would have had.
+    A late reply delays the next checks. For each delayed check, add the time from the planned start to the late reply.
     """
     for check in checks:
         left = check.seconds
@@ -111,7 +111,7 @@ class Phase:
     Attributes:
         level_bytes: The server's memory at the start.
         peak_bytes: The largest memory so far.
-        health: Latencies and replies; set when the watch ends.
+        health: Latencies and replies. Set at the end of the watch.
     """
 
     def __init__(self, name: str, level_bytes: int) -> None:
@@ -144,7 +144,7 @@ class Watch:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
-        """Begin a phase; the phase ends with the context."""
+        """Begin a phase. The phase ends at the end of the block."""
         phase = Phase(name, self.resident_bytes())
         self._phases.append(phase)
         try:
@@ -153,7 +153,7 @@ class Watch:
             phase.ended = time.monotonic()
 
     def end(self) -> None:
-        """Stop the calls and the samples, and compute `health` of all phases."""
+        """Stop the calls and the memory measurements, and compute `health` for all phases."""
         self._over.set()
         self._sampler.join()
         try:
@@ -166,7 +166,7 @@ class Watch:
             logger.info("%s", phase)
 
     def resident_bytes(self) -> int:
-        """Return the server's memory; 0 after the server's end."""
+        """Return the server's resident memory in bytes. If the server has ended, return 0."""
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{self._pid}/status").read_text().splitlines():
                 if line.startswith("VmRSS:"):
@@ -174,7 +174,7 @@ class Watch:
         return 0
 
     def wait_for_level(self, level_bytes: int, seconds: float = ANSWER_SECONDS) -> int:
-        """Wait up to `seconds` until the memory is at most `level_bytes`. Return the memory at the end of the wait."""
+        """Wait until the memory is at most `level_bytes`, but no longer than `seconds`. Return the memory in bytes."""
         ends = time.monotonic() + seconds
         while (now := self.resident_bytes()) > level_bytes and time.monotonic() < ends:
             time.sleep(MEMORY_SECONDS)
@@ -195,7 +195,7 @@ def _within(phase: Phase, samples: Sequence[Sample]) -> list[Sample]:
 
 @contextlib.contextmanager
 def watching(server: RealServer, budget_mib: int) -> Iterator[Watch]:
-    """Watch a server. After the context, each phase has its `health`."""
+    """Watch a server until the end of the block. After the block, `health` is set in each phase."""
     watch = Watch(server, budget_mib * MIB)
     try:
         yield watch
@@ -232,8 +232,11 @@ class _Prober:
         json.dump([self._checks, self._ordinary], sys.stdout)
 
     def _call(self, path: str, request: bytes, pause_seconds: float, samples: list[Sample]) -> None:
-        """Send calls one after another. Each call starts a multiple of `pause_seconds` after the call before."""
-        options = [("grpc.use_local_subchannel_pool", 1)]  # this channel gets its own connection
+        """Send calls one after another.
+
+        The time between the starts of two calls is a multiple of `pause_seconds`.
+        """
+        options = [("grpc.use_local_subchannel_pool", 1)]  # the channel does not share a connection
         with grpc.insecure_channel(self._target, options=options) as channel:
             call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)
             while not self._over.is_set():
@@ -255,6 +258,6 @@ def _answer(call: "grpc.UnaryUnaryMultiCallable[bytes, bytes]", request: bytes) 
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test ends this process, not Ctrl-C
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore Ctrl-C, because the test ends this process
     _Prober(*sys.argv[1:]).run()
     os._exit(0)

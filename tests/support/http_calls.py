@@ -1,4 +1,4 @@
-"""Calls of the HTTP routes of a fake server."""
+"""Functions that call the HTTP routes of a fake server."""
 
 import asyncio
 import contextlib
@@ -13,16 +13,16 @@ from encserve_proto.v1 import encoder_pb2 as pb
 
 
 def connect(server: FakeServer) -> httpx.AsyncClient:
-    """Return a client of a server's HTTP port.
+    """Return a client for a server's HTTP port.
 
-    The client reads no proxy settings and no certificates, because reading them is slow.
+    Proxy settings and certificates are slow to read, so the client does not read them.
     """
     url = f"http://127.0.0.1:{server.app.http_port}"
     return httpx.AsyncClient(base_url=url, trust_env=False, verify=False, timeout=30)  # noqa: S501
 
 
 async def post(server: FakeServer, path: str, body: Any, **options: Any) -> httpx.Response:
-    """Post an object as JSON, or raw bytes. `options` are httpx's."""
+    """Send a POST request with an object as JSON, or with raw bytes. `options` are options of httpx."""
     async with connect(server) as client:
         if isinstance(body, bytes):
             return await client.post(path, content=body, **options)
@@ -30,7 +30,7 @@ async def post(server: FakeServer, path: str, body: Any, **options: Any) -> http
 
 
 async def get(server: FakeServer, path: str) -> httpx.Response:
-    """Request a path."""
+    """Send a GET request for a path."""
     async with connect(server) as client:
         return await client.get(path)
 
@@ -55,9 +55,9 @@ async def vectors_over_grpc(
     dimensions: int = 0,
     data_type: pb.DataType = pb.DATA_TYPE_FLOAT32,
 ) -> Any:
-    """Call Encode with these inputs and return the vectors of the output, (vectors, width).
+    """Call Encode with these inputs. Return the vectors of the output, in the shape (vectors, width).
 
-    Long inputs are truncated.
+    The server truncates long inputs.
     """
     outputs = [pb.OutputSpec(kind=kind, l2_normalize=l2_normalize, dimensions=dimensions)]
     options = pb.EncodeOptions(outputs=outputs, truncation=pb.TRUNCATION_END, data_type=data_type)

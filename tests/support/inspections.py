@@ -1,4 +1,4 @@
-"""Builds replies of the RPC Inspect, as encoder.proto defines them. The model has 2 layers, 2 heads and d_model 8."""
+"""Builds replies of the RPC Inspect, which encoder.proto defines. The model has 2 layers, 2 heads and d_model 8."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,10 @@ N_LAYERS, N_HEADS, D_MODEL, LONGEST = 2, 2, 8, 64
 
 
 def tensor_of(kind: int, n_tokens: int) -> npt.NDArray[np.float32]:
-    """Return all layers of one kind, or the positions. Each number depends on its index and on the kind."""
+    """Return the array of one kind: all layers, or the positions.
+
+    Each number depends on the number's index and on the kind.
+    """
     shapes: dict[int, tuple[int, ...]] = {
         pb.INSPECT_KIND_ATTENTION_WEIGHTS: (N_LAYERS, N_HEADS, n_tokens, n_tokens),
         pb.INSPECT_KIND_HIDDEN_STATES: (N_LAYERS + 1, n_tokens, D_MODEL),
@@ -26,9 +29,9 @@ def tensor_of(kind: int, n_tokens: int) -> npt.NDArray[np.float32]:
 def inspection(
     request: pb.InspectRequest, n_tokens: int, *, max_chunk_bytes: int | Sequence[int] = 1000
 ) -> list[pb.InspectResponse]:
-    """Return the whole reply. Each chunk has data of one tensor, and at most `max_chunk_bytes`.
+    """Return all messages of the reply. Each chunk has data of one tensor, and at most `max_chunk_bytes` bytes.
 
-    If `max_chunk_bytes` is a sequence, the chunks take their sizes from it in a cycle.
+    `max_chunk_bytes` may be a sequence of several limits. Then the chunks use these limits in turn.
     """
     dtype = "<f2" if request.data_type == pb.DATA_TYPE_FLOAT16 else "<f4"
     header = pb.InspectHeader(

@@ -1,6 +1,6 @@
-"""Clients of other projects, each in its own environment under .venv-judges.
+"""Installs and runs clients of other projects, the judges. Each client has an environment under .venv-judges.
 
-An environment has two versions. `pinned` has the package versions of tests/judges/NAME.txt. `newest` has the newest
+An environment has two variants. `pinned` has the package versions in tests/judges/NAME.txt. `newest` has the newest
 versions that tests/judges/NAME.in allows.
 """
 
@@ -25,18 +25,18 @@ ROOT = Path(__file__).parent.parent.parent
 ENVIRONMENTS = ROOT / ".venv-judges"
 JUDGES = ROOT / "tests/judges"
 TEXTS = ["I understand this", "and that", "🌍 ein längerer Satz, der in mehr Tokens zerfällt als andere", "a" * 300]
-DEBIAN_GO = (  # keep these package names equal to those in .ci/run
+DEBIAN_GO = (  # the same package names are in .ci/run
     "golang-go golang-google-grpc-dev golang-github-golang-protobuf-1-5-dev protobuf-compiler protoc-gen-go "
     "protoc-gen-go-grpc"
 )
 _TIMEOUT_SECONDS = 480
-# The clients may use loopback only. Requests to other hosts fail, because they go to a proxy that does not exist.
+# The clients may use loopback only. Requests to other hosts go to a proxy that does not exist, so these requests fail.
 _OFFLINE = {"NO_PROXY": "localhost,127.0.0.1"} | dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
 _OFFLINE |= {name.lower(): value for name, value in _OFFLINE.items()}
 
 
 def missing(reason: str) -> NoReturn:
-    """Skip the test, or fail it if CI is set."""
+    """Skip the test. If the variable CI is set, fail the test instead."""
     if os.environ.get("CI"):
         pytest.fail(f"no judge: {reason}")
     pytest.skip(f"no judge: {reason}")
@@ -44,9 +44,9 @@ def missing(reason: str) -> NoReturn:
 
 @contextlib.contextmanager
 def _installing(folder: Path, wanted: str) -> Iterator[bool]:
-    """Lock `folder` against other processes, and yield True if the caller must fill it.
+    """Lock `folder` against other processes. Yield True if the caller must fill the folder.
 
-    `wanted` identifies the content. A folder with other content is deleted first.
+    `wanted` identifies the expected content. If the folder has other content, delete the folder first.
     """
     stamp = folder / ".installed"
     ENVIRONMENTS.mkdir(exist_ok=True)
@@ -65,10 +65,10 @@ def _digest(file: Path) -> str:
 
 
 def python_environment(name: str, versions: str = "pinned", *, with_encserve: bool = False) -> Path:
-    """Create an environment if needed, and return its bin folder.
+    """Create an environment if needed. Return the environment's bin folder.
 
-    `with_encserve` makes the packages of the running Python importable in the new environment. The newest versions
-    are looked up again each week.
+    If `with_encserve` is true, the environment can also import the packages of the running Python. The variant
+    `newest` is updated each week.
     """
     uv = [sys.executable, "-m", "uv"]
     if versions == "pinned":
@@ -90,7 +90,7 @@ def python_environment(name: str, versions: str = "pinned", *, with_encserve: bo
 
 
 def program(name: str, package: str) -> str:
-    """Return the path of a system program. Call `missing` if the program is not installed.
+    """Return the path of a system program. If the program is not installed, call `missing`.
 
     `package` is the Debian package that contains the program.
     """
@@ -107,10 +107,10 @@ def run(
     environment: Mapping[str, str] | None = None,
     installs: bool = False,
 ) -> str:
-    """Run a program and return its stdout.
+    """Run a program and return the program's stdout.
 
-    With `installs`, the program may use the network, and a failure calls `missing`. Without `installs`, a failure
-    raises an AssertionError with the output.
+    If `installs` is true, the program may use the network. If such a program fails, call `missing`. If another program
+    fails, raise an AssertionError with the output.
     """
     done = subprocess.run(
         list(map(str, command)),
@@ -128,7 +128,10 @@ def run(
 
 
 def source_folder(package: str) -> Path:
-    """Unpack the sources of a package, in the version of tests/judges/PACKAGE-tests.txt. Return the folder."""
+    """Download and unpack the sources of a package. Return the folder.
+
+    tests/judges/PACKAGE-tests.txt contains the version.
+    """
     folder, requirements = ENVIRONMENTS / f"{package}-tests", JUDGES / f"{package}-tests.txt"
     with _installing(folder, _digest(requirements)) as needed:
         if needed:
@@ -142,7 +145,7 @@ def source_folder(package: str) -> Path:
 
 
 def npm_folder(source: Path) -> Path:
-    """Copy a folder and install the packages of its package-lock.json. Return the copy."""
+    """Copy a folder, and install the packages of the folder's package-lock.json. Return the copy."""
     folder = ENVIRONMENTS / source.name
     with _installing(folder, _digest(source / "package-lock.json")) as needed:
         if needed:
@@ -155,7 +158,7 @@ def npm_folder(source: Path) -> Path:
 
 
 def go_example(folder: Path) -> Path:
-    """Build the program of clients/examples/go in `folder`, as the README of the example describes."""
+    """Build the program of clients/examples/go in `folder`. The README of the example has the same steps."""
     go = program("go", DEBIAN_GO)
     for plugin in ("protoc", "protoc-gen-go", "protoc-gen-go-grpc"):
         program(plugin, DEBIAN_GO)

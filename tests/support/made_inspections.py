@@ -1,4 +1,4 @@
-"""Random results of Inspect that look like those of a trained model."""
+"""Makes random results of Inspect. They look like the results of a trained model."""
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,9 @@ Floats = npt.NDArray[np.float32]
 
 
 def make_attention(n_layers: int, n_heads: int, seq: int, seed: int = 0) -> Floats:
-    """Make attention weights, (n_layers, n_heads, seq, seq).
+    """Make attention weights, in the shape (n_layers, n_heads, seq, seq).
 
-    Each head attends to the token before, to the first token, to near tokens, or to all tokens.
+    A head attends to the previous token, to the first token, to near tokens, or to all tokens.
     """
     random = np.random.default_rng(seed)
     places = np.arange(seq)
@@ -34,9 +34,9 @@ def make_attention(n_layers: int, n_heads: int, seq: int, seed: int = 0) -> Floa
 
 
 def make_states(n_layers: int, seq: int, d_model: int, seed: int = 0) -> Floats:
-    """Make hidden states, (n_layers + 1, seq, d_model).
+    """Make hidden states, in the shape (n_layers + 1, seq, d_model).
 
-    From layer to layer the vectors grow and become more similar.
+    From layer to layer, the vectors become longer and more similar.
     """
     random = np.random.default_rng(seed + 1)
     rows = random.normal(0, 0.3, (seq, d_model))
@@ -49,7 +49,7 @@ def make_states(n_layers: int, seq: int, d_model: int, seed: int = 0) -> Floats:
 
 
 def make_positions(n_places: int, d_model: int) -> Floats:
-    """Compute the table of sinusoidal positions, (n_places, d_model), of Vaswani et al. 2017, section 3.5."""
+    """Compute the sinusoidal position table of Vaswani et al. 2017, section 3.5, in the shape (n_places, d_model)."""
     rates = 10000.0 ** (-np.arange(0, d_model, 2) / d_model)
     angles = np.arange(n_places)[:, None] * rates[None, :]
     table = np.empty((n_places, d_model))
@@ -68,9 +68,9 @@ def make_inspection(
     max_sequence_tokens: int = 512,
     seed: int = 0,
 ) -> tuple[InspectResult, ModelInfo]:
-    """Make an Inspect result and the ModelInfo of its model.
+    """Make a result of Inspect, and the ModelInfo of the model.
 
-    If `tokens` is a number, the result has this number of tokens: `TOKENS`, repeated.
+    If `tokens` is a number, the result has this number of tokens. The tokens of `TOKENS` are repeated.
     """
     if isinstance(tokens, int):
         tokens = tuple(TOKENS[i % len(TOKENS)] for i in range(tokens))
@@ -109,7 +109,7 @@ def make_model(
     *,
     has_tokenizer: bool = True,
 ) -> ModelInfo:
-    """Return the ModelInfo of a served model with these sizes."""
+    """Return the ModelInfo of a loaded model with these sizes."""
     per_layer = d_model * d_model
     return ModelInfo(
         name="all-MiniLM-L6-v2",

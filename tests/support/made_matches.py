@@ -1,4 +1,4 @@
-"""Queries and documents with random vectors, and the HTML page that shows their matches."""
+"""Makes queries and documents with random vectors, and the HTML page with the matches between them."""
 
 import numpy as np
 

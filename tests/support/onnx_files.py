@@ -1,4 +1,4 @@
-"""Small ONNX encoders, written node by node, in the style of other authors."""
+"""Makes small ONNX encoders node by node. They look like ONNX files of other authors."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,15 +26,15 @@ def value(name: str, kind: int = INT64, axes: Sequence[int | str | None] | None 
 
 
 def random_table(rows: int, seed: int = 0, width: int = D_MODEL) -> Any:
-    """Return a random table, (rows, width) float32."""
+    """Return a random float32 table of shape (rows, width)."""
     return np.random.default_rng(seed).standard_normal((rows, width)).astype(np.float32)
 
 
 def build(*, with_types: bool = False, positions: int = POSITIONS, opset: int = 17) -> onnx.ModelProto:
     """Build a small encoder.
 
-    Each token gets the sum of its token vector and its position vector. The mean of these sums over the sequence is
-    then added to each sum. `node_of` finds nodes by name, for example words, placed, mean and rows.
+    For each token, the graph adds the token vector and the position vector. Then the graph adds the mean of these sums
+    to each sum. Tests find nodes by name with `node_of`. Some names are words, placed, mean and rows.
     """
     node = helper.make_node
     nodes = [
@@ -74,12 +74,12 @@ def build(*, with_types: bool = False, positions: int = POSITIONS, opset: int = 
 
 
 def node_of(model: onnx.ModelProto, name: str) -> Any:
-    """Return the node of that name."""
+    """Return the node with this name."""
     return next(node for node in model.graph.node if node.name == name)
 
 
 def tensor_of(model: onnx.ModelProto, name: str) -> Any:
-    """Return the initializer of that name."""
+    """Return the initializer with this name."""
     return next(tensor for tensor in model.graph.initializer if tensor.name == name)
 
 
@@ -90,13 +90,16 @@ def save(model: onnx.ModelProto, path: Path) -> Path:
 
 
 def save_with_data(model: onnx.ModelProto, path: Path, location: str = "weights.bin") -> Path:
-    """Write a model with its tables in a second file."""
+    """Write a model to a file, and write the weight tables to a second file."""
     onnx.save(model, path, save_as_external_data=True, location=location, size_threshold=100)
     return path
 
 
 def point_elsewhere(path: Path, name: str = "table", **entries: str) -> None:
-    """Change entries of a tensor's external data in a file from `save_with_data`."""
+    """Change the place of a tensor's external data, in a file that `save_with_data` has written.
+
+    `entries` are the new location, offset or length of the data.
+    """
     model = onnx.load(path, load_external_data=False)
     for entry in tensor_of(model, name).external_data:
         entry.value = entries.pop(entry.key, entry.value)
@@ -106,7 +109,7 @@ def point_elsewhere(path: Path, name: str = "table", **entries: str) -> None:
 
 
 class Renamed(nn.Module):
-    """An encoder with another author's interface: it also takes token types, and also returns a pooled vector."""
+    """An encoder with another author's interface: token types as an extra input, a pooled vector as an extra output."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
@@ -114,20 +117,23 @@ class Renamed(nn.Module):
         self.kinds = nn.Embedding(2, encoder.config.d_model)
 
     def forward(self, tokens: torch.Tensor, real: torch.Tensor, segments: torch.Tensor) -> Any:
-        """Return hidden states, (batch, seq, d_model), and those of each first token, (batch, d_model)."""
+        """Return all hidden states, and the hidden states of the first tokens.
+
+        The shapes are (batch, seq, d_model) and (batch, d_model).
+        """
         rows = self.encoder(tokens, real) + self.kinds(segments)  # (batch, seq, d_model)
         return rows, rows[:, 0]
 
 
 def export_torch(path: Path, config: EncoderConfig) -> Path:
-    """Export a `Renamed`. Its inputs are tokens, real and segments; its outputs are hidden and pooled."""
+    """Export a `Renamed`. The inputs are tokens, real and segments. The outputs are hidden and pooled."""
     torch.manual_seed(0)
     module = Renamed(random_encoder(config, 0)).eval()
     ids = torch.tensor([[0, 0, 0], [0, 0, 0]])  # (batch, seq)
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])  # (batch, seq)
     names = ["tokens", "real", "segments"]
     with warnings.catch_warnings():
-        # The tracing exporter (dynamo=False) raises a DeprecationWarning.
+        # PyTorch's tracing exporter (dynamo=False) raises a DeprecationWarning.
         warnings.simplefilter("ignore", DeprecationWarning)
         torch.onnx.export(
             module,

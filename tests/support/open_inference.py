@@ -16,7 +16,8 @@ LENGTH = "Inference-Header-Content-Length"
 DTYPES = {"INT64": "<i8", "INT32": "<i4", "UINT32": "<u4", "FP32": "<f4", "FP16": "<f2", "INT8": "i1"}
 _FIELDS = {"BYTES": "bytes_contents", "INT32": "int_contents", "INT64": "int64_contents", "FP32": "fp32_contents"}
 DATATYPES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
-# Two sequences, of 3 tokens and of 1 token, and the hidden states that the fake engine returns for them.
+# A batch of two sequences: one sequence has 3 tokens, and the other has 1 token. PADDED has the hidden states that the
+# fake engine returns for these sequences.
 IDS = np.array([[5, 6, 7], [8, 0, 0]])
 MASK = np.array([[1, 1, 1], [1, 0, 0]])
 PADDED = np.stack(
@@ -25,7 +26,7 @@ PADDED = np.stack(
 
 
 def text_tensor(*texts: str) -> npt.NDArray[np.object_]:
-    """Return texts as an array of bytes objects, (n,)."""
+    """Return texts as an array of bytes objects, in the shape (n,)."""
     return np.array([text.encode() for text in texts], object)
 
 
@@ -88,10 +89,10 @@ def arrays_of_rest(response: httpx.Response) -> dict[str, npt.NDArray[Any]]:
 
 
 async def ask(server: FakeServer, method: str, request: Any, response_type: Any) -> Any:
-    """Call a method of the Open Inference service. Raises Failed if the call fails."""
+    """Call a method of the Open Inference service. If the call fails, raise Failed."""
     return response_type.FromString(await server.call(method, request, INFER_SERVICE))
 
 
 async def infer(server: FakeServer, **request: Any) -> dict[str, npt.NDArray[Any]]:
-    """Call ModelInfer and return the output arrays by name. Raises Failed if the call fails."""
+    """Call ModelInfer and return the output arrays by name. If the call fails, raise Failed."""
     return arrays_of(await ask(server, "ModelInfer", infer_request(**request), pb.ModelInferResponse))

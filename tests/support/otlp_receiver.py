@@ -1,4 +1,4 @@
-"""An OTLP receiver in this process. It stores every span with the attributes of the sender."""
+"""A receiver for OTLP, the protocol of OpenTelemetry. Stores every span together with the attributes of the sender."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -19,15 +19,15 @@ class ReceivedSpan:
 
     Attributes:
         name: The name.
-        kind: The kind, as its number in the protobuf enum.
+        kind: The kind, as a number of the protobuf enum.
         trace_id: 32 hexadecimal digits.
         span_id: 16 hexadecimal digits.
-        parent_id: 16 hexadecimal digits; empty without a parent.
+        parent_id: 16 hexadecimal digits. Empty if the span has no parent.
         start_ns: The start, in nanoseconds since 1970.
         end_ns: The end, in nanoseconds since 1970.
         attributes: The attributes, by name.
         links: (trace id, span id) of each link.
-        status: The status code, as its number in the protobuf enum.
+        status: The status code, as a number of the protobuf enum.
         resource: The attributes of the sender, by name.
         schema_url: The URL of the schema that defines the attribute names.
     """
@@ -71,12 +71,12 @@ class OtlpReceiver:
 
     @property
     def spans(self) -> list[ReceivedSpan]:
-        """The spans so far."""
+        """All spans received so far."""
         with self._changed:
             return list(self._spans)
 
     def wait_for(self, enough: Callable[[list[ReceivedSpan]], bool]) -> list[ReceivedSpan]:
-        """Wait until `enough` returns True for the spans, and return the spans. Fail after a minute."""
+        """Wait until `enough` returns True for the received spans, and return the spans. After a minute, fail."""
         with self._changed:
             assert self._changed.wait_for(lambda: enough(self._spans), timeout=60), self._spans
             return list(self._spans)

@@ -1,4 +1,4 @@
-"""Descriptions of models with every kind of output, and the formulas of the poolings."""
+"""Descriptions of models with every kind of output, and the formula of each pooling."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,12 +31,12 @@ POOL: dict[OutputKind, Callable[[Any], Any]] = {
 
 
 def head_graph(d_model: int, width: int, inputs: int = 1) -> HeadGraph:
-    """Describe a head whose inputs are hidden states, or hidden states and a mask (`inputs=2`)."""
+    """Describe a head. The inputs are hidden states, and with `inputs=2` also a mask."""
     return HeadGraph(Path("head.onnx"), ("rows", "mask")[:inputs], "out", d_model, width)
 
 
 def plain_bundle(d_model: int, vocabulary: int, **changes: Any) -> Bundle:
-    """Describe a model without heads, pooling and tasks."""
+    """Describe a model that has no heads, no pooling and no tasks."""
     parts: dict[str, Any] = {
         "name": "tiny",
         "version": "1",
@@ -58,7 +58,7 @@ def plain_bundle(d_model: int, vocabulary: int, **changes: Any) -> Bundle:
 
 
 def rich_bundle(d_model: int, vocabulary: int, width: int, **changes: Any) -> Bundle:
-    """Describe a model with every kind of output. `width` is the width of its MaxSim vectors."""
+    """Describe a model with every kind of output. `width` is the width of the MaxSim vectors."""
     parts: dict[str, Any] = {
         "pooling": ModelPooling(
             SPAN_POOLINGS, l2_normalize=False, width=d_model * len(SPAN_POOLINGS), head=head_graph(d_model, 1)

@@ -1,4 +1,4 @@
-"""Ports for servers that stop and start again on the same port."""
+"""Finds ports for servers that stop and then start again on the same port."""
 
 import random
 import socket
@@ -7,8 +7,8 @@ import socket
 def free_port() -> int:
     """Return a TCP port that is free on every loopback address.
 
-    The port is below the range that the system uses for outgoing connections. In that range, another connection
-    could take the port while the server is stopped, or a client could connect to itself.
+    The port is below the system's range for outgoing connections. In that range, another connection could take the port
+    while the server is stopped. A client could even connect to itself.
     """
     while True:
         port = random.randrange(10_000, 32_000)

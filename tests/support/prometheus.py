@@ -1,4 +1,4 @@
-"""Debian's Prometheus and its promtool."""
+"""Runs Prometheus and promtool from Debian."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ import yaml
 def need(program: str) -> str:
     """Return the path of a program.
 
-    If the program is missing, the test is skipped. With ENCSERVE_REQUIRE_PROMETHEUS=1 the test fails instead.
+    If the program is missing, skip the test. But with ENCSERVE_REQUIRE_PROMETHEUS=1, fail the test.
     """
     path = shutil.which(program)
     if path is None:
@@ -39,7 +39,7 @@ def promtool(*arguments: str, stdin: str = "") -> "subprocess.CompletedProcess[s
 
 
 class Prometheus:
-    """The HTTP API of a running Prometheus."""
+    """A client for the HTTP API of a running Prometheus."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -47,7 +47,7 @@ class Prometheus:
     def get(self, path: str, **parameters: str) -> Any:
         """Request a path of the API and return the data of the reply.
 
-        Raises AssertionError with the server's text if the reply is an error.
+        If the reply is an error, raise an AssertionError with the server's text.
         """
         url = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
@@ -58,7 +58,7 @@ class Prometheus:
         return data
 
     def values(self, expr: str) -> list[float]:
-        """Return the current value of each series of an expression."""
+        """Evaluate an expression, and return the current value of each series in the result."""
         return [float(series["value"][1]) for series in self.get("query", query=expr)["result"]]
 
     def ready(self) -> bool:
@@ -72,9 +72,9 @@ class Prometheus:
 
 @contextlib.contextmanager
 def running_prometheus(committed: Path, folder: Path, target: str, *, interval: str) -> Iterator[Prometheus]:
-    """Run Prometheus on loopback with a committed configuration; stop it at the end.
+    """Run Prometheus on loopback with a configuration file from deploy/. Stop Prometheus at the end of the block.
 
-    Only the scrape target, the intervals and the paths of the rule files differ from the committed file.
+    Only the scrape target, the intervals and the paths of the rule files are changed.
     """
     program = need("prometheus")
     config = yaml.safe_load(committed.read_text())

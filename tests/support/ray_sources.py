@@ -1,4 +1,7 @@
-"""Sources without a model that Ray actors can import, and a Ray cluster of several nodes on this machine."""
+"""Fake sources for jobs on Ray, and a Ray cluster of several nodes on this machine.
+
+A source opens an encoder. Ray actors import these fake sources, which need no model.
+"""
 
 import os
 import threading
@@ -19,14 +22,14 @@ from encserve_cli.job.types import BatchProgress, Encoded, Stopped, Value
 from encserve_client import Block, EncodedOutput, EncodeResult, Timings
 
 WIDTH = 4
-DEADLY = "deadly"  # a text that ends the process in which it is encoded
+DEADLY = "deadly"  # if an encoder gets this text, the encoder's process ends
 FACTS = ModelFacts("fake", "1", "sha256:fake", "", "mean", WIDTH, 512)
 
 
 class FakeEncoder:
-    """Encodes each value into 4 numbers: its length and its first 3 bytes.
+    """Encodes each value into 4 numbers: the length of the value, and the value's first 3 bytes.
 
-    Calls run one at a time, and each call takes a fixed time.
+    Calls run one after another, and each call takes a fixed time.
     """
 
     def __init__(self, seconds: float, together: tuple[Path, int] | None) -> None:
@@ -64,10 +67,10 @@ class FakeSource:
     """Opens a `FakeEncoder`.
 
     Attributes:
-        seconds: The time that each call of encode takes.
-        together: A folder and a number of processes. The first call of encode waits until this number of processes
-            has opened the source. Each process creates a file in the folder.
-        fingerprint_of: A folder with a file "fingerprint", which has the model's fingerprint.
+        seconds: The duration of each call of encode.
+        together: A folder and a number of processes. Each process that opens the source creates a file in the folder.
+            The first call of encode waits until the folder has a file from each process.
+        fingerprint_of: A folder with a file "fingerprint". The file contains the model's fingerprint.
     """
 
     seconds: float = 0.0
@@ -93,7 +96,7 @@ class FakeSource:
 
 @dataclass(frozen=True)
 class OnRay:
-    """A source that runs on a Ray cluster."""
+    """A source that runs another source on a Ray cluster."""
 
     source: Source
     options: RayOptions
@@ -108,11 +111,11 @@ class SmallCluster:
 
     Attributes:
         address: The address of the cluster.
-        nodes: The nodes; the first is the head.
+        nodes: The nodes. The first node is the head.
     """
 
     def __init__(self, nodes: int, cpus: int = 1) -> None:
-        """Start nodes with `cpus` CPUs each."""
+        """Start the nodes. Each node has `cpus` CPUs."""
         from ray.cluster_utils import Cluster
 
         self._cpus = cpus
@@ -127,7 +130,7 @@ class SmallCluster:
             "num_cpus": self._cpus,
             "object_store_memory": 80 * 1024 * 1024,
             "include_dashboard": False,
-            "node_ip_address": f"127.0.0.{number + 2}",  # not 127.0.0.1: Ray replaces it by another address
+            "node_ip_address": f"127.0.0.{number + 2}",  # Ray would replace 127.0.0.1 by another address
         }
 
     def add(self) -> None:

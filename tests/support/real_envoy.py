@@ -1,4 +1,4 @@
-"""A real Envoy process with deploy/envoy/envoy.yaml, on ports of this machine."""
+"""Runs a real Envoy process with deploy/envoy/envoy.yaml, on ports of this machine."""
 
 import contextlib
 import json
@@ -19,10 +19,11 @@ ADMIN_PORT, METRICS_PORT, GRPC_PORT, HTTP_PORT = 9901, 9902, 50051, 8080
 
 
 def moved(config: Any, moves: dict[tuple[str, int], tuple[str, int]]) -> Any:
-    """Return the configuration with its addresses replaced as `moves` says.
+    """Return a copy of the configuration with other addresses. `moves` has the new address for each old address.
 
-    Raises KeyError for an address that is not in `moves`, and AssertionError if an address of `moves` is not in
-    `config`.
+    Raises:
+        KeyError: An address of `config` is not in `moves`.
+        AssertionError: An old address of `moves` is not in `config`.
     """
     made = set()
 
@@ -50,7 +51,7 @@ class RealEnvoy:
     """
 
     def __init__(self, process: "subprocess.Popen[str]", grpc_port: int, http_port: int, metrics_port: int) -> None:
-        """Wait until Envoy answers callers."""
+        """Wait until Envoy is ready for callers."""
         self.process = process
         self.target = f"127.0.0.1:{grpc_port}"
         self.url = f"http://127.0.0.1:{http_port}"
@@ -68,28 +69,30 @@ class RealEnvoy:
             return False
 
     def get(self, path: str) -> str:
-        """Return a page of the metrics port. For an unknown page, urllib raises an HTTPError, which is an OSError."""
+        """Return a page from the metrics port.
+
+        For an unknown page, urllib raises an HTTPError, a subclass of OSError.
+        """
         with urllib.request.urlopen(self._metrics + path, timeout=10) as page:
             text: str = page.read().decode()
         return text
 
     def metric(self, name: str, **labels: str) -> float:
-        """Return the sum of a metric's samples with these labels, from the page that Prometheus scrapes."""
+        """Read the metrics page for Prometheus. Return the sum of a metric's samples with these labels."""
         return sum(
             sample.value
             for family in text_string_to_metric_families(self.get("/stats/prometheus"))
             for sample in family.samples
-            # The parser adds the suffix _total to every counter, but the names of Envoy's counters do not have this
-            # suffix.
+            # The names of Envoy's counters have no suffix _total, but the parser adds this suffix to every counter.
             if sample.name in (name, f"{name}_total") and labels.items() <= sample.labels.items()
         )
 
 
 @contextlib.contextmanager
 def real_envoy(folder: Path, replicas: Sequence[str], http_ports: Sequence[int] = (1, 1)) -> Iterator[RealEnvoy]:
-    """Run the committed configuration for two servers. Stop Envoy after the block.
+    """Run Envoy with the configuration from deploy/ and two servers. Stop Envoy at the end of the block.
 
-    `replicas` are the gRPC addresses of the servers, as host:port. `http_ports` are their HTTP ports.
+    `replicas` are the gRPC addresses of the servers, as host:port. `http_ports` are the HTTP ports of the servers.
     """
     grpc_port, http_port, metrics_port, admin_port = free_port(), free_port(), free_port(), free_port()
     moves = {
@@ -110,4 +113,4 @@ def real_envoy(folder: Path, replicas: Sequence[str], http_ports: Sequence[int] 
         try:
             yield RealEnvoy(process, grpc_port, http_port, metrics_port)
         finally:
-            process.kill()  # no call is open, and a graceful stop would take time
+            process.kill()  # no call is open, and a graceful stop would be slow

@@ -1,4 +1,4 @@
-"""A real `encserve-server` process on free loopback ports."""
+"""Runs a real `encserve-server` process on free loopback ports."""
 
 import contextlib
 import json
@@ -23,13 +23,13 @@ class RealServer:
 
     Attributes:
         target: The gRPC address.
-        url: The URL of the HTTP port; not valid if the server has no HTTP port.
-        tls: The TLS context for the metrics page; None for a page without TLS.
-        log: The parsed log lines so far; a line that is not JSON fails the test.
+        url: The URL of the HTTP port. Not valid if the server has no HTTP port.
+        tls: The TLS context for the metrics page. None if the page has no TLS.
+        log: The parsed log lines so far. If a line is not JSON, the test fails.
     """
 
     def __init__(self, process: "subprocess.Popen[str]", start_seconds: float = 120) -> None:
-        """Wait until the server serves."""
+        """Wait until the server logs that it is ready for requests."""
         self.process = process
         self.tls: ssl.SSLContext | None = None
         self.log: list[dict[str, Any]] = []
@@ -54,11 +54,11 @@ class RealServer:
         self._serving.set()
 
     def terminate(self) -> None:
-        """Send SIGTERM."""
+        """Send SIGTERM to the process."""
         self.process.send_signal(signal.SIGTERM)
 
     def wait(self) -> int:
-        """Wait for the end of the process; return the exit status."""
+        """Wait for the end of the process, and return the exit status."""
         status = self.process.wait(timeout=60)
         self._reader.join(timeout=10)
         return status
@@ -81,7 +81,7 @@ class RealServer:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Return whether /proc/cpuinfo lists bfloat16 instructions."""
+    """Return whether the CPU has bfloat16 instructions, from /proc/cpuinfo."""
     return bool({"avx512_bf16", "amx_bf16"} & set(Path("/proc/cpuinfo").read_text().split()))
 
 
@@ -93,11 +93,12 @@ def real_server(
     start_seconds: float = 120,
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[RealServer]:
-    """Run a server. At the end, stop the process if it still runs.
+    """Run a server. At the end of the block, stop the process if the server still runs.
 
-    The server measures no batch budget unless a flag says so, because the measurement takes seconds for each model.
+    By default, the server does not measure the batch budget, because this takes seconds for each model. A flag can turn
+    the measurement on.
     """
-    cache = "ENCSERVE_CACHE_DIR"  # the server keeps this variable, so all tests share one cache
+    cache = "ENCSERVE_CACHE_DIR"  # this variable is passed on, so all tests share one cache
     environment = {key: value for key, value in os.environ.items() if not key.startswith("ENCSERVE_") or key == cache}
     environment |= variables or {}
     command: list[str | Path] = [program, "--model-repository", model_repository, "--no-tune-batches"]

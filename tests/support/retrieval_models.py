@@ -1,4 +1,4 @@
-"""Directories of multi-vector models: some from sentence-transformers, some in older layouts and written by hand."""
+"""Writes directories of multi-vector models. Some are in older formats, which these functions write by hand."""
 
 import json
 import string
@@ -24,13 +24,13 @@ def native(
 ) -> Callable[[Path], None]:
     """Return a function that writes a directory with sentence-transformers.
 
-    `settings` has arguments for the parts of the model, under these keys:
+    `settings` contains the arguments for each part of the model. The keys are:
 
-        transformer: for Transformer.
-        projections: for each Dense, as a list.
-        mask: for MultiVectorMask.
-        pooling: for HierarchicalTokenPooling.
-        model: for MultiVectorEncoder.
+        transformer: Arguments for Transformer.
+        projections: A list with the arguments for each Dense.
+        mask: Arguments for MultiVectorMask.
+        pooling: Arguments for HierarchicalTokenPooling.
+        model: Arguments for MultiVectorEncoder.
     """
 
     def write(folder: Path) -> None:
@@ -56,10 +56,10 @@ def native(
 
 
 def pylate(**settings: Any) -> Callable[[Path], None]:
-    """Return a function that writes a directory in the layout of PyLate up to 1.6.
+    """Return a function that writes a directory in the format of PyLate up to version 1.6.
 
-    This layout has only two modules. Most settings are fields of config_sentence_transformers.json. The prefixes of
-    queries and documents are single tokens.
+    This format has only two modules. Most settings are fields of config_sentence_transformers.json. The prefix of
+    queries is one token, and the prefix of documents is one token.
     """
 
     def write(folder: Path) -> None:
@@ -81,9 +81,9 @@ def pylate(**settings: Any) -> Callable[[Path], None]:
 
 
 def stanford(folder: Path) -> None:
-    """Write a directory in the layout of Stanford's ColBERT.
+    """Write a directory in the format of Stanford's ColBERT.
 
-    The weights of the projection are in BERT's file. The other settings are in artifact.metadata.
+    The file with BERT's weights also contains the weights of the projection. artifact.metadata contains the settings.
     """
     write_encoder(folder, more_words=["[unused0]", "[unused1]"])
     weights = {f"bert.{name}": it for name, it in load_file(folder / "model.safetensors").items()}
@@ -96,9 +96,9 @@ def stanford(folder: Path) -> None:
 
 
 def _add_tokens(folder: Path, tokens: list[str]) -> None:
-    """List words of the vocabulary as added tokens in tokenizer.json.
+    """Add words of the vocabulary to the list of added tokens in tokenizer.json.
 
-    The tokenizer finds added tokens before it splits a text into words.
+    The tokenizer first finds added tokens in a text. Then the tokenizer splits the rest of the text into words.
     """
     path = folder / "tokenizer.json"
     settings = json.loads(path.read_text())
@@ -149,7 +149,7 @@ DIRECTORIES: dict[str, Callable[[Path], None]] = {
 
 
 def trained(folder: Path) -> None:
-    """Write the real MiniLM as a multi-vector model with an untrained projection."""
+    """Write a multi-vector model: the real trained MiniLM, and a projection with random weights."""
     from sentence_transformers import MultiVectorEncoder
     from sentence_transformers.base.modules import Dense, Normalize, Transformer
     from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask

@@ -1,4 +1,4 @@
-"""Directories in sentence-transformers' format, with a small model and random weights."""
+"""Writes directories in the format of sentence-transformers, with a small model and random weights."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ MODULES = {
 
 
 def text_of(n_words: int, seed: int = 0) -> str:
-    """Return a text of `n_words` words. Each word is one token."""
+    """Return a random text of `n_words` words. Each word is one token."""
     picked = torch.randint(0, len(WORDS), (n_words,), generator=torch.Generator().manual_seed(seed))
     return " ".join(WORDS[i] for i in picked.tolist())
 
@@ -79,16 +79,16 @@ def write_model(
     transformer_folder: str = "",
     encoder: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a directory in sentence-transformers' format, and return it.
+    """Write a directory in the format of sentence-transformers, and return the directory.
 
     Args:
         folder: The new folder.
-        modules: The class and the config.json of each module after the Transformer. Weights are random.
+        modules: The class and the config.json of each module after the Transformer. The weights are random.
         settings: The content of config_sentence_transformers.json.
         transformer: The content of sentence_bert_config.json.
-        version: The major version of sentence-transformers, 5 or 6. It decides the names of the module classes.
-        transformer_folder: The encoder's folder in the directory.
-        encoder: Arguments of `write_encoder`.
+        version: The major version of sentence-transformers, 5 or 6. The names of the module classes depend on this.
+        transformer_folder: The encoder's folder inside the directory.
+        encoder: Arguments for `write_encoder`.
     """
     within = folder / transformer_folder
     within.mkdir(parents=True, exist_ok=True)

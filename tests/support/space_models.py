@@ -1,6 +1,6 @@
-"""Models with fixed bytes, so that their space_ids stay the same.
+"""Writes models with fixed bytes. So the models' space_ids, the ids of their vectors, stay the same.
 
-The models are written by hand, because a library could change the bytes.
+No library writes the files, because a new version of a library could write other bytes.
 """
 
 import json
@@ -32,14 +32,14 @@ _TRANSFORMER = f"{_PIPELINE}base.modules.transformer.Transformer"
 
 
 def fill(name: str, *shape: int) -> Tensor:
-    """Return numbers from -0.5 to 0.5 that float32 represents exactly. The numbers depend on `name`."""
+    """Return numbers from -0.5 to 0.5. float32 represents these numbers exactly. The numbers depend on `name`."""
     seed = sum(ord(letter) * (i + 1) for i, letter in enumerate(name))
     places = torch.arange(math.prod(shape), dtype=torch.int64)
     return (((places + seed) * 2654435761 % 65536 - 32768).float() / 65536).reshape(shape)
 
 
 def layers(prefix: str, vocab_size: int, positions: int = LONGEST) -> dict[str, Tensor]:
-    """Return the weights of a BERT or a RoBERTa with one layer, under transformers' names."""
+    """Return the weights of a BERT or a RoBERTa with one layer. transformers uses the same names for the weights."""
     block, d = f"{prefix}encoder.layer.0.", D_MODEL
     shapes: dict[str, tuple[int, ...]] = {
         f"{prefix}embeddings.word_embeddings.weight": (vocab_size, d),
@@ -58,19 +58,19 @@ def layers(prefix: str, vocab_size: int, positions: int = LONGEST) -> dict[str, 
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a file, and create its folder."""
+    """Write a JSON file. Create the folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content))
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a file of safetensors, and create its folder."""
+    """Write a safetensors file. Create the folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path, {"format": "pt"})
 
 
 def word_level() -> dict[str, Any]:
-    """Return the "model" section of a tokenizer.json that has one token for each word."""
+    """Return the "model" section of a tokenizer.json. The tokenizer has one token for each word."""
     return {"type": "WordLevel", "vocab": VOCABULARY, "unk_token": "[UNK]"}
 
 
@@ -108,7 +108,7 @@ def write_tokenizer(folder: Path, model: Mapping[str, Any], tokens: Mapping[str,
 
 
 def write_encoder(folder: Path) -> Path:
-    """Write a BERT and a tokenizer that has one token for each word."""
+    """Write a BERT, and a tokenizer with one token for each word."""
     write_json(folder / "config.json", {"model_type": "bert", "vocab_size": len(VOCABULARY), **_CONFIG})
     write_tensors(folder / "model.safetensors", layers("", len(VOCABULARY)))
     write_tokenizer(folder, word_level(), VOCABULARY)
@@ -125,7 +125,7 @@ def _write_modules(folder: Path, modules: Mapping[str, str], **settings: Any) ->
 
 
 def write_dense(folder: Path) -> Path:
-    """Write a BERT with mean pooling, a Dense with ReLU, a LayerNorm, Normalize, and prompts."""
+    """Write a dense model: a BERT with mean pooling, a Dense with ReLU, a LayerNorm, Normalize, and prompts."""
     write_encoder(folder)
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": 32})
     write_json(folder / "1_Pooling/config.json", {"embedding_dimension": D_MODEL, "pooling_mode": "mean"})
@@ -199,7 +199,7 @@ _STATIC = f"{_PIPELINE}sparse_encoder.modules.sparse_static_embedding.SparseStat
 
 
 def write_sparse(folder: Path) -> Path:
-    """Write a SPLADE model that sums over the tokens, instead of taking the maximum."""
+    """Write a SPLADE model. The weight of a word is the sum over the tokens, not the maximum."""
     _write_language_model(folder)
     pooling = {"pooling_strategy": "sum", "activation_function": "relu", "embedding_dimension": None}
     write_json(folder / "1_SpladePooling/config.json", pooling)
@@ -209,7 +209,7 @@ def write_sparse(folder: Path) -> Path:
 
 
 def write_static_queries(folder: Path) -> Path:
-    """Write a SPLADE model that looks up the weights of queries in a table."""
+    """Write a SPLADE model that reads the weights of a query's words from a table."""
     _write_language_model(folder / "document_0_Transformer")
     pooling = {"pooling_strategy": "max", "activation_function": "log1p_relu", "embedding_dimension": None}
     write_json(folder / "document_1_SpladePooling/config.json", pooling)
@@ -226,7 +226,7 @@ def write_static_queries(folder: Path) -> Path:
 
 
 def write_pairs(folder: Path) -> Path:
-    """Write a RoBERTa with a byte-pair tokenizer, without modules.json."""
+    """Write a RoBERTa with a byte-pair tokenizer. Do not write a modules.json."""
     letters = [*SPECIAL, *"abcehmnqrstuwy :T", "at", "th", "the", "The", "cat", "mat"]
     vocabulary = {token: i for i, token in enumerate(letters)}
     merges = [["a", "t"], ["t", "h"], ["th", "e"], ["c", "at"], ["m", "at"]]
@@ -239,7 +239,7 @@ def write_pairs(folder: Path) -> Path:
 
 
 def write_bge_m3(folder: Path) -> Path:
-    """Write an XLM-R in the layout of BGE-M3, with a unigram tokenizer."""
+    """Write an XLM-R in the format of BGE-M3, with a unigram tokenizer."""
     pieces = [*((token, 0.0) for token in SPECIAL), *((word, -1.5 - i / 3) for i, word in enumerate(WORDS))]
     scored = {"type": "Unigram", "unk_id": 1, "vocab": [list(it) for it in pieces], "byte_fallback": False}
     write_tokenizer(folder, scored, VOCABULARY)

@@ -1,4 +1,4 @@
-"""Directories of sparse encoders in sentence-transformers' format, and of BGE-M3 in its own layout.
+"""Writes directories of sparse encoders, in the formats of sentence-transformers and of BGE-M3.
 
 Most models are small and have random weights.
 """
@@ -19,7 +19,7 @@ PROMPTS = {"query": "w1 w2 ", "document": "w3 "}
 
 
 def sparse_text(n_words: int) -> str:
-    """Return a text of `n_words` words. Some words are unknown."""
+    """Return a random text of `n_words` words. Some words are not in the vocabulary."""
     picked = torch.randint(0, len(WORDS) + 20, (n_words,), generator=torch.Generator().manual_seed(n_words))
     return " ".join(f"w{i}" for i in picked.tolist())
 
@@ -37,10 +37,10 @@ def _tokenizer(longest: int = LONGEST) -> Any:
 
 
 def write_language_model(folder: Path, kind: str = "bert") -> Path:
-    """Write a masked language model of transformers.
+    """Write a masked language model with transformers.
 
-    `kind` is "bert", "roberta", "distilbert", or the beginning of a class name in transformers. The bias of the
-    output layer gives about `ACTIVE` words of a text a weight above 0.
+    `kind` is "bert", "roberta", "distilbert", or the beginning of a class name in transformers. The bias of the output
+    layer is set so that about `ACTIVE` words get a weight above 0 for each text.
     """
     import transformers
 
@@ -77,7 +77,7 @@ def write_language_model(folder: Path, kind: str = "bert") -> Path:
 def write_splade(
     folder: Path, kind: str = "bert", pooling: str = "max", activation: str = "relu", **options: Any
 ) -> Path:
-    """Write a SparseEncoder that uses one model for queries and documents. Only their prompts differ."""
+    """Write a SparseEncoder with one model for queries and documents. Queries and documents have different prompts."""
     from sentence_transformers import SparseEncoder
 
     modules = _splade(folder, kind, pooling, activation)
@@ -86,7 +86,10 @@ def write_splade(
 
 
 def write_static_queries(folder: Path, *, documents: bool = False) -> Path:
-    """Write a SparseEncoder that looks up the weights of queries (or, with `documents`, of documents) in a table."""
+    """Write a SparseEncoder that reads the weights of a query's words from a table.
+
+    If `documents` is true, the table is for documents, not for queries.
+    """
     from sentence_transformers import SparseEncoder
     from sentence_transformers.base.modules import Router
     from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding
@@ -108,10 +111,10 @@ def _splade(folder: Path, kind: str, pooling: str, activation: str) -> list[Any]
 
 
 def write_bge_m3(folder: Path, longest: int = 640) -> Path:
-    """Write an XLM-R in the layout of BGE-M3.
+    """Write an XLM-R in the format of BGE-M3.
 
-    modules.json describes the dense vectors. Two more files have the heads for MaxSim vectors and for sparse
-    weights.
+    modules.json describes the dense vectors. One more file has the head for MaxSim vectors, and another file has the
+    head for sparse weights.
     """
     import transformers
     from sentence_transformers import SentenceTransformer
@@ -148,9 +151,9 @@ def change(path: Path, **changed: Any) -> None:
 
 
 def write_trained_splade(folder: Path, active: int = 2000) -> Path:
-    """Write the real MiniLM as a SPLADE model with an untrained head.
+    """Write a SPLADE model: the real trained MiniLM, and a head with random weights.
 
-    The bias of the head gives about `active` words of a text a weight above 0.
+    The bias of the head is set so that about `active` words get a weight above 0 for each text.
     """
     import transformers
     from sentence_transformers import SparseEncoder

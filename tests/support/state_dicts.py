@@ -1,6 +1,6 @@
-"""An encoder's weights in each layout that the exporter reads.
+"""Returns an encoder's weights in each layout of weights that the exporter reads.
 
-The tensor names are written out here, not taken from the exporter's tables.
+This file has its own list of tensor names, and does not use the exporter's tables.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from encserve_export import Encoder, EncoderConfig
 from encserve_export.models.own.init import random_encoder
 
 LAYOUTS = ("per-head-linears", "raw-matrices", "fused-qkv", "attention-only", "split-qkv", "torch-native")
-# For each layout, the fields of EncoderConfig that differ from their defaults.
+# For each layout, the fields of EncoderConfig that do not have the default value.
 VARIANTS: dict[str, dict[str, Any]] = {
     "raw-matrices": {"attention_bias": False},
     "fused-qkv": {"merge_heads": "reshape"},
@@ -23,7 +23,7 @@ State = dict[str, Tensor]
 
 
 def state_dict(layout: str, encoder: Encoder) -> State:
-    """Return the encoder's state dict in this layout, without the embedding table. Tensors share no memory."""
+    """Return the encoder's state dict in this layout, without the embedding table. The tensors are copies."""
     ours = encoder.state_dict()
     state: State = {}
     for index in range(encoder.config.n_layers):
@@ -41,14 +41,17 @@ def state_dict(layout: str, encoder: Encoder) -> State:
 
 
 def saved(layout: str = "split-qkv") -> State:
-    """Return the state dict of a small encoder with 2 heads, d_model 8 and d_ff 12, with its embedding table."""
+    """Return the state dict of a small encoder, with the embedding table.
+
+    The encoder has 2 heads, d_model 8 and d_ff 12.
+    """
     sizes = {"vocab_size": 11, "d_model": 8, "n_heads": 2, "d_ff": 12, "n_layers": 2, "max_sequence_tokens": 24}
     encoder = random_encoder(EncoderConfig.from_mapping(sizes | VARIANTS.get(layout, {})), 0)
     return state_dict(layout, encoder) | {"embedding.weight": encoder.embeddings.tokens.weight.clone()}
 
 
 def _rename(block: State, names: dict[str, str]) -> State:
-    """Replace the beginnings of names. Tensors with other beginnings are left out."""
+    """Replace the first part of each tensor's name. If the first part is not in `names`, leave the tensor out."""
     return {
         new + name.removeprefix(old): tensor
         for old, new in names.items()

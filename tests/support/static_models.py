@@ -1,4 +1,7 @@
-"""Directories of static embeddings, in the formats of sentence-transformers and model2vec, with small random tables."""
+"""Writes directories of static embeddings, in the formats of sentence-transformers and model2vec.
+
+The tables are small and random.
+"""
 
 import json
 from pathlib import Path
@@ -13,9 +16,9 @@ WIDTH = 12
 
 
 def _tokenizer() -> Tokenizer:
-    """Return a tokenizer of single letters and digits.
+    """Return a tokenizer whose tokens are single letters and digits.
 
-    It adds special tokens around a text. Static embeddings must leave these tokens out.
+    The tokenizer adds special tokens around a text. Static embeddings must leave out these special tokens.
     """
     vocabulary = {token: i for i, token in enumerate(["[PAD]", "[CLS]", "[SEP]", "[MASK]", *LETTERS])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
@@ -28,7 +31,7 @@ def _tokenizer() -> Tokenizer:
 
 
 def write_static(folder: Path, *, dense: bool = False) -> Path:
-    """Write a StaticEmbedding, with a Dense after it if `dense` is set."""
+    """Write a StaticEmbedding. If `dense` is true, a Dense follows the StaticEmbedding."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import Dense, Normalize
     from sentence_transformers.sentence_transformer.modules import StaticEmbedding
@@ -42,7 +45,10 @@ def write_static(folder: Path, *, dense: bool = False) -> Path:
 
 
 def write_model2vec(folder: Path) -> Path:
-    """Write a directory of model2vec: a small float16 table, and for each id its row in the table and its weight."""
+    """Write a directory in the format of model2vec.
+
+    The directory has a small float16 table. For each token id, there is the row in the table and the weight.
+    """
     torch.manual_seed(1)
     folder.mkdir()
     size = 4 + len(LETTERS)

@@ -1,4 +1,4 @@
-"""Tickets, which are calls that wait in the queue, for tests without an event loop."""
+"""Makes tickets for tests without an event loop. A ticket is a call that waits in the queue."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from encserve_server.types.sequences import TokenSequence
 
 
 def sequence_of(*ids: int, extra_cost: int = 0) -> TokenSequence:
-    """Return a sequence of these token ids. Its outputs add `extra_cost` tokens to its cost."""
+    """Return a sequence with these token ids. The cost is the number of tokens plus `extra_cost`."""
     return TokenSequence(np.array(ids, np.int64), len(ids), cost=len(ids) + extra_cost)
 
 

@@ -1,6 +1,6 @@
-"""A bundle with a graph of a few nodes, made without PyTorch.
+"""Writes a bundle with a graph of a few nodes, without PyTorch.
 
-The hidden state of a token is its vector plus the mean of all token vectors in the sequence.
+The hidden state of a token is the token's vector plus the mean of all token vectors in the sequence.
 """
 
 import hashlib
@@ -23,23 +23,23 @@ D_MODEL, VOCAB_SIZE, LONGEST = 8, 50, 64
 
 
 def table() -> Any:
-    """Return the table of token vectors, (vocab, d_model) float32."""
+    """Return the table of token vectors, float32 of shape (vocab, d_model)."""
     return np.random.default_rng(0).standard_normal((VOCAB_SIZE, D_MODEL)).astype(np.float32)
 
 
 def expected_rows(ids: Any) -> Any:
-    """Compute the hidden states that the graph returns for (seq,) ids: (seq, d_model)."""
+    """Compute the expected hidden states for one sequence of ids, in the shape (seq, d_model)."""
     vectors = table()[ids]
     return vectors + vectors.mean(axis=0, keepdims=True)
 
 
 def write_graph(path: Path) -> None:
-    """Write the graph: ids and mask, (batch, seq), to hidden states, (batch, seq, d_model)."""
+    """Write the graph that computes hidden states (batch, seq, d_model) from ids and mask (batch, seq)."""
     inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, ["batch", "seq"]) for name in ("ids", "mask")]
     output = helper.make_tensor_value_info("rows", TensorProto.FLOAT, ["batch", "seq", D_MODEL])
     nodes = [
         helper.make_node("Gather", ["table", "ids"], ["vectors"]),
-        # A mask of 2 marks a token that gets a hidden state but is left out of the mean.
+        # If the mask is 2, the token gets a hidden state but is left out of the mean.
         helper.make_node("Equal", ["mask", "one"], ["seen"]),
         helper.make_node("Cast", ["seen"], ["real"], to=TensorProto.FLOAT),
         helper.make_node("Unsqueeze", ["real", "last"], ["column"]),
@@ -60,9 +60,10 @@ def write_graph(path: Path) -> None:
 
 
 def byte_products() -> tuple[bytes, Any, Any]:
-    """Return a graph that multiplies uint8 `A` by int8 weights, an input (8, 64), and its int32 output (8, 16).
+    """Return a graph, an input and the expected output. The graph multiplies uint8 `A` by int8 weights.
 
-    The sum of two products does not fit into 16 bits, so an engine that saturates such sums returns another output.
+    The input has the shape (8, 64). The int32 output has the shape (8, 16). The sum of two products does not fit into
+    16 bits. So the output is wrong if an engine saturates such sums.
     """
     random = np.random.default_rng(0)
     inputs, weights = random.integers(200, 256, (8, 64), np.uint8), random.integers(100, 128, (64, 16), np.int8)
@@ -78,9 +79,9 @@ def byte_products() -> tuple[bytes, Any, Any]:
 
 
 def inspect_parts(directory: Path) -> dict[str, Any]:
-    """Return arguments that let `write_bundle` add a graph for inspections.
+    """Return arguments for `write_bundle` that add a graph for inspections.
 
-    The attention weights are arbitrary numbers.
+    In this graph, the attention weights are arbitrary numbers.
     """
     write_graph(directory / "inspect.onnx")
     model = onnx.load(directory / "inspect.onnx")
@@ -104,9 +105,10 @@ def write_bundle(
     files: Mapping[str, bytes] = MappingProxyType({}),
     **changes: Any,
 ) -> Path:
-    """Write REPOSITORY/<name>/<version>/ and return it.
+    """Write the bundle REPOSITORY/<name>/<version>/, and return this directory.
 
-    `files` are additional files. `changes` sets fields of the manifest; a__b is the field b of the message a.
+    `files` are additional files. `changes` sets fields of the manifest. The name a__b means the field b of the
+    message a.
     """
     directory = repository / name / version
     directory.mkdir(parents=True)

@@ -1,4 +1,7 @@
-"""Heads of a tiny bundle: their ONNX files, their sections of the manifest, and the expected outputs in NumPy."""
+"""Heads of a tiny bundle. A head computes vectors or weights from hidden states.
+
+For each head, there is an ONNX file and a section of the manifest. The expected outputs are computed with NumPy.
+"""
 
 import io
 from collections.abc import Awaitable, Callable
@@ -26,21 +29,21 @@ Array = npt.NDArray[Any]
 WIDTH = 3  # the width of a MaxSim vector
 FLOAT = TensorProto.FLOAT
 BEGIN, END = 1, 2  # the ids of the special tokens around a text
-SERVE_TINY: dict[str, Any] = {"model": ("tiny@1",), "tune_batches": False}  # settings for a server of a tiny bundle
+SERVE_TINY: dict[str, Any] = {"model": ("tiny@1",), "tune_batches": False}  # settings for a server with a tiny bundle
 Serve = Callable[..., Awaitable[FakeServer]]  # the type of the fixture `serve`
 
 
 def npy(array: Array) -> bytes:
-    """Return the bytes of a .npy file."""
+    """Return an array as the bytes of a .npy file."""
     file = io.BytesIO()
     np.save(file, array)
     return file.getvalue()
 
 
 def words(*, special: bool = True) -> Tokenizer:
-    """Return a tokenizer whose words are named after their ids: "w7" has the id 7.
+    """Return a tokenizer in which each word contains the id. For example, the id of "w7" is 7.
 
-    With `special`, the tokenizer puts BEGIN and END around a text.
+    If `special` is true, the tokenizer puts BEGIN and END around a text.
     """
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -51,12 +54,15 @@ def words(*, special: bool = True) -> Tokenizer:
 
 
 def text(*ids: int) -> str:
-    """Return a text whose words have these ids."""
+    """Return a text with one word for each of these ids."""
     return " ".join(f"w{it}" for it in ids)
 
 
 def sets(tensor: pb.RaggedTensor) -> list[tuple[Any, Any]]:
-    """Return for each sequence its vectors, (n, width), and its indices, (n,) or None."""
+    """Return the vectors and the indices of each sequence.
+
+    Vectors have the shape (n, width). Indices have the shape (n,), or are None if the tensor has no indices.
+    """
     dtype = {pb.DATA_TYPE_FLOAT32: "<f4", pb.DATA_TYPE_FLOAT16: "<f2"}[tensor.data_type]
     rows = np.frombuffer(tensor.data, dtype).reshape(-1, tensor.width)
     assert len(rows) == sum(tensor.lengths)
@@ -69,7 +75,7 @@ def sets(tensor: pb.RaggedTensor) -> list[tuple[Any, Any]]:
 
 
 def weights(width: int, seed: int = 1) -> Array:
-    """Return random weights, (d_model, width) float32."""
+    """Return random float32 weights of shape (d_model, width)."""
     return np.random.default_rng(seed).standard_normal((D_MODEL, width)).astype(np.float32)
 
 
@@ -88,7 +94,10 @@ def _model(nodes: list[Any], inputs: dict[str, list[Any]], outputs: list[Any], *
 
 
 def multi_vector_file(width: int = WIDTH) -> bytes:
-    """Return the ONNX file of a head: hidden states, (tokens, d_model), to vectors of length 1, (tokens, width)."""
+    """Return the ONNX file of a head that computes MaxSim vectors of length 1 from hidden states.
+
+    The input has the shape (tokens, d_model). The output has the shape (tokens, width).
+    """
     nodes = [
         helper.make_node("MatMul", ["rows", "w"], ["projected"]),
         helper.make_node("ReduceL2", ["projected"], ["norm"], axes=[-1], keepdims=1),
@@ -104,9 +113,10 @@ def expected_vectors(rows: Array, width: int = WIDTH) -> Array:
 
 
 def sparse_file(pooling: str, width: int = VOCAB_SIZE, table: Array | None = None) -> bytes:
-    """Return the ONNX file of a sparse head: hidden states and mask to (batch, width).
+    """Return the ONNX file of a sparse head. The inputs are hidden states and a mask.
 
-    The output is log(1 + relu(logits)), as the maximum or the sum over the tokens.
+    For each token, the head computes log(1 + relu(logits)). The output is the maximum or the sum over the tokens, and
+    has the shape (batch, width).
     """
     active = [
         helper.make_node("Relu", ["x"], ["positive"]),
@@ -137,19 +147,25 @@ def sparse_file(pooling: str, width: int = VOCAB_SIZE, table: Array | None = Non
 
 
 def expected_weights(rows: Array, pooling: str, width: int = VOCAB_SIZE) -> Array:
-    """Compute the expected output of `sparse_file`, (width,), from hidden states, (seq, d_model)."""
+    """Compute the expected output of `sparse_file` from hidden states.
+
+    The hidden states have the shape (seq, d_model). The output has the shape (width,).
+    """
     y = np.log1p(np.maximum(rows @ weights(width, 2), 0))
     return np.asarray(y.max(axis=0) if pooling == "max" else y.sum(axis=0))
 
 
 def own_id_file() -> bytes:
-    """Return the ONNX file of a head: hidden states, (tokens, d_model), to one weight for each token, (tokens, 1)."""
+    """Return the ONNX file of a head that computes one weight for each token from the hidden states.
+
+    The input has the shape (tokens, d_model). The output has the shape (tokens, 1).
+    """
     nodes = [helper.make_node("MatMul", ["rows", "w"], ["x"]), helper.make_node("Relu", ["x"], ["out"])]
     return _model(nodes, {"rows": ["tokens", D_MODEL]}, ["tokens", 1], w=weights(1, 3))
 
 
 def multi_vector(**changes: Any) -> manifest_pb2.MultiVector:
-    """Return the manifest's section for `multi_vector_file`."""
+    """Return the section of the manifest that describes `multi_vector_file`."""
     fields: dict[str, Any] = {
         "file": "multi_vector.onnx",
         "input_name": "rows",
@@ -161,7 +177,7 @@ def multi_vector(**changes: Any) -> manifest_pb2.MultiVector:
 
 
 def sparse(**changes: Any) -> manifest_pb2.Sparse:
-    """Return the manifest's section for `sparse_file("max")`."""
+    """Return the section of the manifest that describes `sparse_file("max")`."""
     fields: dict[str, Any] = {
         "file": "sparse.onnx",
         "rows_name": "rows",
@@ -174,7 +190,7 @@ def sparse(**changes: Any) -> manifest_pb2.Sparse:
 
 
 def every_kind() -> dict[str, Any]:
-    """Return arguments of `write_bundle` for a bundle with every kind of output, like BGE-M3."""
+    """Return arguments for `write_bundle`. The bundle has every kind of output, as BGE-M3 does."""
     return {
         "files": {"sparse.onnx": own_id_file(), "multi_vector.onnx": multi_vector_file()},
         "sparse": sparse(
@@ -187,7 +203,7 @@ def every_kind() -> dict[str, Any]:
 
 
 def loader(bundle: Path, engine: Any = "onnxruntime") -> Loader:
-    """Return a loader that loads `bundle`, whatever directory it gets."""
+    """Return a loader that always loads `bundle`, and ignores the directory argument."""
 
     def load(_: Path, settings: Settings, pool: TurnPool, served: str) -> LoadedModel:
         return load_model(bundle, replace(settings, engine=engine), pool)

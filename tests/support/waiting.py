@@ -1,16 +1,16 @@
-"""Waits for conditions."""
+"""Waits until a condition is true."""
 
 import asyncio
 import inspect
 import time
 from collections.abc import Callable
 
-# This is longer than any condition takes on a busy machine, and shorter than the timeout of a test.
+# This time is long enough for every condition on a busy machine, but shorter than the timeout of a test.
 PATIENCE_SECONDS = 60.0
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Wait until a function, or a coroutine function, returns a true value; fail after PATIENCE_SECONDS."""
+    """Wait until a function or a coroutine function returns a true value. After PATIENCE_SECONDS, fail the test."""
     ends = time.monotonic() + PATIENCE_SECONDS
     while not (await result if inspect.isawaitable(result := condition()) else result):
         assert time.monotonic() < ends, f"the condition did not hold within {PATIENCE_SECONDS:g} s"

@@ -1,8 +1,8 @@
-"""A table of tiny models. Tests compare our vectors with those of each model's own library.
+"""A table of tiny models. Tests compare our vectors of each model with the vectors of the model's own library.
 
 An entry is a directory in the format of sentence-transformers, PyLate, ColBERT, model2vec or BGE-M3. `Zoo` writes the
-directory, exports it once for all tests, and computes the library's vectors. The tests compare these vectors with those
-of an Embedder or a server. Plain transformers models are in `architectures`.
+directory, exports the directory once for all tests, and computes the library's vectors. An Embedder or a server
+computes our vectors. Models of plain transformers are in `architectures`.
 """
 
 import dataclasses
@@ -34,9 +34,10 @@ SPARSE_TEXTS = tuple(sparse_text(n) for n in (0, 1, 2, 17, 38, 39, 40, 61, 62, 6
 STATIC_TEXTS = ("", "東京 🌍", "a", "A cat in Köln", *(static_text(n) for n in (3, 40, 700)))
 REAL_TEXTS = ("", "the cat", "Grüße aus Köln, 東京 и Москва 🌍", "a " * 300)
 
-# The largest allowed distance from the library's vector, relative to the length of that vector.
+# The largest allowed distance between our vector and the library's vector, relative to the length of the library's
+# vector.
 TOLERANCE = 1e-4
-# The allowed absolute difference of a sparse weight. TOLERANCE, relative to the weight, is added.
+# A sparse weight may differ by this number, plus TOLERANCE times the weight.
 WEIGHT_TOLERANCE = 1e-5
 
 
@@ -45,8 +46,8 @@ class Way:
     """The task and the prompt of an encode call.
 
     Attributes:
-        task: "query" or "document"; None for a call without a task.
-        prompt_name: The name of the prompt; "" for no prompt, None for the default prompt.
+        task: "query" or "document". None means a call without a task.
+        prompt_name: The name of the prompt. "" means no prompt, and None means the default prompt.
     """
 
     task: Literal["query", "document"] | None = None
@@ -61,9 +62,9 @@ class ZooModel:
     """One entry of the table.
 
     Attributes:
-        write: Writes the directory.
+        write: A function that writes the directory.
         kind: The kind of vectors that the library returns.
-        texts: The texts to compare.
+        texts: The texts of the comparison.
         prompts: The names of the prompts in the directory.
         tasks: Whether the library has `encode_query` and `encode_document` for the directory.
     """
@@ -76,7 +77,7 @@ class ZooModel:
 
     @property
     def ways(self) -> list[Way]:
-        """Return the prompts and tasks to test."""
+        """Return the combinations of prompt and task to test."""
         tasks = [Way("query"), Way("document")] if self.tasks else []
         if self.kind != "dense":
             return tasks
@@ -109,7 +110,7 @@ _T5 = {"d_model": D_MODEL, "d_kv": 12, "d_ff": 32, "num_layers": 2, "num_heads":
 
 
 def _sentence(*, prompts: bool = False, default: str = "", **written: Any) -> ZooModel:
-    """Return the entry of a directory that `write_model` writes in sentence-transformers' format."""
+    """Return an entry of the table. `write_model` writes the directory in the format of sentence-transformers."""
     settings = dict(written.pop("settings", {}))
     if prompts:
         settings |= {"prompts": PROMPTS}
@@ -172,7 +173,7 @@ DENSE: dict[str, ZooModel] = {
         transformer={"max_seq_length": 40, "do_lower_case": True},
         encoder={
             "config": {"intermediate_size": 64}
-        },  # large enough for int8, which rounds only weights of 1,024 numbers or more
+        },  # large enough for int8, because weights with fewer than 1,024 numbers stay in float32
     ),
     "qwen3": _sentence(
         modules=[_pooling("lasttoken"), _NORMALIZE],
@@ -212,8 +213,8 @@ _SPARSE: dict[str, Callable[[Path], object]] = {
 }
 SPARSE = {name: ZooModel(write, "sparse", SPARSE_TEXTS) for name, write in _SPARSE.items()}
 MODELS: dict[str, ZooModel] = {**DENSE, **LATE, **SPARSE}
-# The general comparison with a library leaves out these models. A separate test compares BGE-M3 with its own code. The
-# trained models are for tests of precisions.
+# The general comparison with a library leaves out these models. A separate test compares BGE-M3 with the original code.
+# The trained models are for tests of lower precisions.
 OTHERS: dict[str, ZooModel] = {
     "bge-m3": ZooModel(write_bge_m3, texts=SPARSE_TEXTS),
     "trained-late": ZooModel(trained, "multi_vector", REAL_TEXTS),
@@ -222,14 +223,14 @@ OTHERS: dict[str, ZooModel] = {
 
 
 class Zoo:
-    """The directories and bundles of all models. Each is written when a test first requests it."""
+    """The directories and bundles of all models. A model is written when a test first requests this model."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._libraries: dict[str, Any] = {}
 
     def directory(self, name: str) -> Path:
-        """Return the directory of a model. Write the directory at the first call."""
+        """Return the directory of a model. The first call writes the directory."""
         path = self._folder / "directories" / name
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
@@ -237,7 +238,7 @@ class Zoo:
         return path
 
     def export(self, name: str, models: Path | None = None, served_as: str | None = None, **options: Any) -> Exported:
-        """Export a model into a model repository, by default the zoo's own, and return the bundle."""
+        """Export a model and return the bundle. By default, the bundle is in the zoo's own model repository."""
         target = Target(model_repository=models or self._folder / "models", name=served_as or name)
         return export_once(export_hf, self.directory(name), target=target, **options)
 
@@ -252,7 +253,10 @@ class Zoo:
         return self._libraries[name]
 
     def vectors(self, name: str, way: Way, texts: Sequence[str] | None = None) -> list[Array]:
-        """Return the library's vectors of each text: (1, width) or, for multi-vector models, (vectors, width)."""
+        """Return the library's vectors of each text, in the shape (1, width).
+
+        For multi-vector models, the shape is (vectors, width).
+        """
         row, library = {**MODELS, **OTHERS}[name], self.library(name)
         encode = getattr(library, f"encode_{way.task}") if way.task else library.encode
         arguments: dict[str, Any] = {}
@@ -261,13 +265,14 @@ class Zoo:
         if row.kind == "sparse":
             made = encode(list(texts or row.texts), convert_to_sparse_tensor=False, **arguments).numpy()
         else:
-            # One text at a time: in a batch, the library's own vectors change by as much as the tolerance.
+            # The library encodes one text at a time. In a batch, the library's vectors can differ by as much as the
+            # tolerance.
             made = encode(list(texts or row.texts), batch_size=1, convert_to_numpy=True, **arguments)
         return [np.atleast_2d(vectors) for vectors in made]
 
 
 def served(client: Any, name: str, way: Way, texts: Sequence[str], **options: Any) -> list[Array]:
-    """Return the vectors that a server computes, in the shapes of `Zoo.vectors`."""
+    """Return the vectors that a server computes. The shapes are the same as in `Zoo.vectors`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the client warns about truncated texts
         if way.task:
@@ -278,7 +283,7 @@ def served(client: Any, name: str, way: Way, texts: Sequence[str], **options: An
 
 
 def embedded(embedder: Any, way: Way, texts: Sequence[str], **options: Any) -> list[Array]:
-    """Return the vectors that an Embedder computes, in the shapes of `Zoo.vectors`."""
+    """Return the vectors that an Embedder computes. The shapes are the same as in `Zoo.vectors`."""
     made = embedder.embed(list(texts), task=way.task, prompt_name=way.prompt_name, truncate=True, **options)
     if embedder.trained_kind != "sparse":
         return [np.atleast_2d(it) for it in made]
@@ -289,7 +294,7 @@ def embedded(embedder: Any, way: Way, texts: Sequence[str], **options: Any) -> l
 
 
 def assert_same(kind: Kind, got: Sequence[Array], want: Sequence[Array], where: object = "") -> None:
-    """Check that each text has as many vectors as expected, each within the tolerance."""
+    """Check that each text has the expected number of vectors, and that each vector is within the tolerance."""
     assert [it.shape for it in got] == [it.shape for it in want], where
     for i, (ours, theirs) in enumerate(zip(got, want, strict=True)):
         if kind == "sparse":
@@ -300,7 +305,10 @@ def assert_same(kind: Kind, got: Sequence[Array], want: Sequence[Array], where: 
 
 
 def least_cosine_of(got: Sequence[Array], want: Sequence[Array]) -> float:
-    """Return the least cosine similarity between corresponding vectors. Vectors of length 0 in `want` are left out."""
+    """Return the lowest cosine similarity between our vectors and the expected vectors.
+
+    Expected vectors of length 0 are left out.
+    """
     ours, theirs = (torch.from_numpy(np.concatenate(its)).double() for its in (got, want))
     kept = theirs.norm(dim=-1) > 0
     return float(torch.nn.functional.cosine_similarity(ours[kept], theirs[kept]).min())

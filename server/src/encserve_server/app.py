@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from encserve_server.callers.registry import Callers, open_source
 from encserve_server.calls import Calls
 from encserve_server.errors import StartupError
+from encserve_server.ledger import Places
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import ServedModel
 from encserve_server.models.turns import TurnPool
@@ -35,7 +36,6 @@ from encserve_server.repository.manager import Loader, ModelManager
 from encserve_server.rpc import health, reflection, service
 from encserve_server.rpc.guard import RpcGuard
 from encserve_server.rpc.open_inference import service as open_inference
-from encserve_server.rpc.receiving import Receiving
 from encserve_server.rpc.sending import Sending
 from encserve_server.rpc.server import add_service, listen, make_server
 from encserve_server.settings import MIB, Settings
@@ -94,10 +94,10 @@ class App:
         self._calls.answer_times = self.metrics.answer_times
         self._most_held_bytes = 0  # since memory was last given back
         self._sending = Sending(self._clock)
-        self._receiving = Receiving(self._calls, settings.max_request_mib * MIB)
-        self._guard = RpcGuard(self._calls, self.metrics, self._receiving, self._sending)
+        self._places = Places(self._calls.budget, self._clock, self._calls.draining, settings.max_request_mib * MIB)
+        self._guard = RpcGuard(self._calls, self.metrics, self._places, self._sending)
         self.metrics.in_flight.set_function(lambda: self._calls.in_flight)  # read when the page is, which costs no call
-        self.metrics.in_flight_bytes.set_function(lambda: self._calls.held_bytes)
+        self.metrics.in_flight_bytes.set_function(lambda: self._calls.budget.held)
         self.metrics.in_flight_limit_bytes.set(max_held_bytes)
         self._health_service = health.HealthService()
         self._health = health.ModelHealth(
@@ -265,7 +265,7 @@ class App:
         await server.start()
         self._server = server
         watches = [
-            self._receiving.watch(),
+            self._places.watch(),
             self._sending.watch(),
             repeat(self._give_memory_back, _HELD_LOOK_SECONDS, clock=self._clock),
         ]
@@ -295,7 +295,7 @@ class App:
 
     async def _give_memory_back(self) -> None:
         """Return memory to the system if calls have released much of it. The C library would keep most of it."""
-        held = self._calls.held_bytes
+        held = self._calls.budget.held
         self._most_held_bytes = max(self._most_held_bytes, held)
         if self._most_held_bytes - held >= _MUCH_HELD_BYTES:
             self._most_held_bytes = held

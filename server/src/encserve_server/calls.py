@@ -24,7 +24,6 @@ from typing import Protocol
 from encserve_server.callers.registry import Callers, KnownCaller, Metadata
 from encserve_server.error_table import CANCELLED, EXPIRED, OK, UNKNOWN, Failure, Status, to_failure
 from encserve_server.errors import (
-    BudgetFull,
     Draining,
     EncserveError,
     FieldPath,
@@ -35,6 +34,7 @@ from encserve_server.errors import (
     ResponseTooLarge,
     Unauthenticated,
 )
+from encserve_server.ledger import ByteBudget
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.parts import PartedCall
 from encserve_server.models.served import (
@@ -58,12 +58,8 @@ from encserve_server.types.sequences import TokenSequence
 
 # A reply larger than this is built in a thread: on the event loop it would delay all other calls.
 _INLINE_REPLY_BYTES = 256 * 1024
-# When to try again where the byte budget is full: replies leave within a second, unless their callers do not read.
-_BUDGET_RETRY_S = 1.0
 # Health checks, and questions for what is served, are shorter; their callers may have no key.
 OPEN_REQUEST_BYTES = 4096
-# A call that holds no more is a small one.
-_SMALL_BYTES = 256 * 1024
 # These end the task that they are raised in; every other exception is an answer.
 _NOT_ANSWERS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
@@ -169,8 +165,7 @@ class Calls:
         in_flight: How many calls are being worked on, or have their answer on its way; any thread may read it.
         idle: Set while no call is in flight.
         draining: Set from when new calls are refused.
-        held_bytes: The bytes of requests and replies that calls hold; any thread may read it.
-        max_held_bytes: The most that they may.
+        budget: The bytes of requests and replies that calls hold.
         callers: Who may call; None where everybody may, and nobody is named.
         caller_observer: Counts the calls of each caller; None where callers are not told apart.
         answer_times: Keep how long calls that encode take, by priority.
@@ -196,8 +191,7 @@ class Calls:
         self.idle = asyncio.Event()
         self.idle.set()
         self.draining = asyncio.Event()
-        self.held_bytes = 0
-        self.max_held_bytes = max_held_bytes
+        self.budget = ByteBudget(max_held_bytes)
         self.callers: Callers | None = None
         self.caller_observer: CallerObserver | None = None
         self.answer_times: Mapping[Priority, AnswerTimes] = {}
@@ -212,17 +206,6 @@ class Calls:
     def drain(self) -> None:
         """From now on new calls get Draining."""
         self.draining.set()
-
-    def take(self, size: int) -> bool:
-        """Counts bytes against the budget, until they are given back; False where there is no room."""
-        if self.held_bytes + size > self.max_held_bytes:
-            return False
-        self.held_bytes += size
-        return True
-
-    def give_back(self, size: int) -> None:
-        """The bytes are not held any more."""
-        self.held_bytes -= size
 
     def begin(
         self,
@@ -269,9 +252,9 @@ class Call:
     """
 
     __slots__ = (
-        "_began", "_calls", "_charged", "_generation", "_held_bytes", "_identity", "_inputs", "_is_open", "_known",
-        "_metadata", "_method", "_model", "_model_name", "_priority", "_seconds", "_tokens", "caller", "deadline",
-        "failure", "is_of_stream", "peer", "span",
+        "_account", "_began", "_calls", "_charged", "_generation", "_held_bytes", "_identity", "_inputs", "_is_open",
+        "_known", "_metadata", "_method", "_model", "_model_name", "_priority", "_seconds", "_tokens", "caller",
+        "deadline", "failure", "is_of_stream", "peer", "span",
     )  # fmt: skip
 
     def __init__(
@@ -287,6 +270,7 @@ class Call:
         self._calls = calls
         self._method = method
         self._began = calls.clock.now()
+        self._account = ""
         self._held_bytes = 0
         self._model: ServedModel | None = None
         self._is_open = True
@@ -372,7 +356,8 @@ class Call:
             return
         self._is_open = False
         calls = self._calls
-        calls.held_bytes -= self._held_bytes
+        if self._held_bytes:
+            calls.budget.add(self.account, -self._held_bytes)
         if self._method.observer is not None and not self.is_of_stream:
             calls.in_flight -= 1
             if not calls.in_flight:
@@ -414,9 +399,17 @@ class Call:
         self._known = callers.known(self._identity)
         self.caller = callers.caller(self._known, self._metadata)
 
+    @property
+    def account(self) -> str:
+        """The caller's account in the ledger: its name, or the address of a peer without a name."""
+        if not self._account:
+            host = "" if self.peer is None else self.peer.address().rpartition(":")[0]
+            self._account = self.caller.name or f"address {host}"
+        return self._account
+
     def inherit(self, stream: "Call") -> None:
         """The call is a request of this stream: its caller is the stream's."""
-        self.caller, self._known = stream.caller, stream._known
+        self.caller, self._known, self._account = stream.caller, stream._known, stream.account
 
     def recheck(self) -> None:
         """To be called with each message of a stream: the caller may have been revoked since the last one.
@@ -472,24 +465,12 @@ class Call:
             self._seconds = seconds()
 
     def hold(self, size: int) -> None:
-        """Counts bytes against the budget of all calls, until the call is released.
-
-        An eighth of the budget is for calls that hold little, so that large ones do not shut all others out.
+        """Count bytes of the budget for the caller, until the call is released.
 
         Raises:
-            BudgetFull: There is no room; a call that is alone always has room.
+            BudgetFull: There is no room. A call that is alone always has room.
         """
-        calls = self._calls
-        is_small = self._held_bytes + size <= _SMALL_BYTES
-        room = calls.max_held_bytes if is_small else calls.max_held_bytes // 8 * 7
-        others = calls.held_bytes - self._held_bytes
-        if others and calls.held_bytes + size > room:
-            raise BudgetFull(
-                f"requests and replies in flight hold {calls.held_bytes} of at most {calls.max_held_bytes} bytes "
-                f"(max_in_flight_mib) and this one needs {size} more",
-                _BUDGET_RETRY_S,
-            )
-        calls.held_bytes += size
+        self._calls.budget.take(self.account, size, self._held_bytes)
         self._held_bytes += size
 
     def resolve(
@@ -635,7 +616,7 @@ class Call:
             raise ResponseTooLarge(FieldPath(Part.INPUTS), problem)
         model.answered(ended - began, len(data))
         sent = len(data) * self._method.reply_copies
-        self._calls.held_bytes += sent - self._held_bytes
+        self._calls.budget.add(self.account, sent - self._held_bytes)
         self._held_bytes = sent
         return data
 

@@ -1,7 +1,7 @@
 """Writes the heads of a model as ONNX. A head computes the final vectors from the encoder's output.
 
-A bundle may have the modules after pooling, the modules for MaxSim vectors, and the modules for sparse weights over the
-vocabulary.
+A bundle may have three heads: the modules after pooling, the modules that compute MaxSim vectors, and the modules that
+compute sparse weights over the vocabulary. MaxSim compares two texts by several vectors per text.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from encserve_proto.bundle.v1 import manifest_pb2
 FILE = "head.onnx"
 MULTI_VECTOR_FILE, SPARSE_FILE = "multi_vector.onnx", "sparse.onnx"
 _POOLED, _ROWS, _MASK, _OUTPUT = "pooled", "rows", "mask", "vectors"
-# The number of example vectors in a comparison. For a vocabulary of 250,000, their sparse weights take 32 MB.
+# A head is compared on this many example vectors. For a vocabulary of 250,000, their sparse weights take 32 MB.
 _ROWS_COMPARED = 32
 
 
 def write_head(head: nn.Module, pooled_width: int, folder: Path) -> manifest_pb2.Head:
-    """Write the modules after pooling: float32 (batch, pooled_width) -> (batch, width).
+    """Write the modules after pooling. They map float32 (batch, pooled_width) to (batch, width).
 
     Raises:
         CheckpointFileError: The modules do not accept vectors of `pooled_width` dimensions.
@@ -41,7 +41,7 @@ def write_head(head: nn.Module, pooled_width: int, folder: Path) -> manifest_pb2
 
 
 def write_multi_vector(head: MultiVectorHead, d_model: int, folder: Path) -> manifest_pb2.MultiVector:
-    """Write the modules that compute MaxSim vectors: float32 (tokens, d_model) -> (tokens, width).
+    """Write the modules that compute MaxSim vectors. They map float32 (tokens, d_model) to (tokens, width).
 
     Raises:
         CheckpointFileError: The modules do not accept hidden states of `d_model` dimensions.
@@ -60,7 +60,7 @@ def write_multi_vector(head: MultiVectorHead, d_model: int, folder: Path) -> man
 
 
 def write_sparse(head: SparseHead, shape: manifest_pb2.EncoderShape, folder: Path) -> manifest_pb2.Sparse:
-    """Write the modules that compute sparse weights over the vocabulary, with their parameters in a second file.
+    """Write the modules that compute sparse weights over the vocabulary. Their parameters go to a second file.
 
     Raises:
         CheckpointFileError: The modules do not accept hidden states of `d_model` dimensions.
@@ -94,7 +94,7 @@ def _write(module: nn.Module, example: Mapping[str, Tensor], path: Path, what: s
 
     Args:
         module: The module.
-        example: The module's inputs in order: (n, width), or (n, seq, width) and (n, seq).
+        example: Example inputs, in the order of the module's arguments: (n, width), or (n, seq, width) and (n, seq).
         path: The file to write.
         what: The name of the module in errors.
         sparse: Whether the output is weights over the vocabulary. If so, the module's parameters go to a second file.
@@ -104,7 +104,7 @@ def _write(module: nn.Module, example: Mapping[str, Tensor], path: Path, what: s
     try:
         float32 = module(*example.values())  # (n, width)
     except RuntimeError as error:
-        raise CheckpointFileError(f"{what} do not take {rows.shape[-1]} dimensions: {error}") from None
+        raise CheckpointFileError(f"{what} do not accept vectors of {rows.shape[-1]} dimensions: {error}") from None
     with in_float64(module):
         float64 = module(*(tensor.double() for tensor in example.values()))  # (n, width)
     model = traced.trace(

@@ -30,17 +30,18 @@ class Source:
 
     Attributes:
         kind: The export command, "hf", "checkpoint", "onnx" or "init"; "module" for `export_module`.
-        description: The model's class or type, for people, e.g. "BertModel".
+        description: The model's class or type, shown to people, such as "BertModel".
         weights_sha256: SHA-256 of the weights file, in hex; empty for random weights.
         vector: How the model turns texts into vectors.
         tokenizer: The tokenizer, or None if the model takes token ids only.
-        route: The route of `hf`, "transformers", "onnx" or "static"; empty for the other commands.
+        route: How `hf` exported the model: "transformers", "onnx" or "static". Empty for the other commands.
         repository: OWNER/NAME on the Hugging Face hub; empty for local files.
         revision: The commit on the hub, in hex; empty for local files.
         pipeline: The function that compares a bundle with sentence-transformers or transformers, see `check.pipeline`;
             None for no comparison.
-        model_digest: The SHA-256 of weights and configuration, see `space`.
-        expected: Hidden states that the user's own module computed and that the bundle must reproduce, or None.
+        model_digest: The SHA-256 of weights and configuration, see `bundle.space`.
+        expected: The hidden states that the user's own module computed. The bundle must reproduce them. None if the
+            user gave no hidden states.
     """
 
     kind: str
@@ -64,7 +65,8 @@ class Model:
         shape: The encoder's sizes and settings.
         graph: The inputs and the output of the ONNX file.
         parameters: The number of parameters of each part of the model.
-        inspect_graph: The ONNX file that also returns attention weights and hidden states, or None.
+        inspect_graph: The description of the ONNX file that also returns attention weights and all hidden states, or
+            None.
     """
 
     shape: manifest_pb2.EncoderShape
@@ -84,6 +86,8 @@ def build_manifest(
 ) -> manifest_pb2.Manifest:
     """Build the manifest, with its space_id and fingerprint.
 
+    The space_id identifies the vector space of the model. The fingerprint identifies the bundle.
+
     Args:
         name: The model's name.
         version: The model's version.
@@ -91,10 +95,10 @@ def build_manifest(
         source: The origin of the model.
         parity: The result of the comparisons in ONNX Runtime, see `check.agreement`.
         files: All files of the bundle, directly in its folder.
-        heads: The graphs that follow the encoder, by manifest field: "head", "multi_vector" or "sparse".
+        heads: The graphs that run after the encoder, by manifest field: "head", "multi_vector" or "sparse".
 
     Raises:
-        ConfigError: The longest sequence is shorter than the length to which queries are expanded.
+        ConfigError: The model expands each query or document to a length that exceeds max_sequence_tokens.
     """
     vector, paths, shape = source.vector, sorted(files), model.shape
     width = heads["head"].width if "head" in heads else pooled_width(shape, vector)
@@ -154,7 +158,7 @@ def _task(vector: ModelSpec, name: str, longest: int) -> manifest_pb2.TaskSettin
 
 
 def pooled_width(shape: manifest_pb2.EncoderShape, vector: ModelSpec) -> int:
-    """Return the dimensions of a pooled vector."""
+    """Return the number of dimensions of a pooled vector."""
     return shape.d_model * (1 + len(vector.more_poolings))
 
 
@@ -230,10 +234,10 @@ def add_expected(parity: manifest_pb2.Parity, agreement: Agreement) -> None:
 
 
 def _rounded(error: float) -> float:
-    """Round to two significant digits. Threads add in varying order, so more digits would differ between exports."""
+    """Round to two significant digits. Further digits differ between exports, because threads add in varying order."""
     return float(f"{error:.1e}")
 
 
 def _rounded_cosine(cosine: float) -> float:
-    """Round the distance of a cosine similarity from 1 to two significant digits."""
+    """Round a cosine similarity so that its difference from 1 has two significant digits."""
     return round(1 - _rounded(1 - cosine), 12)

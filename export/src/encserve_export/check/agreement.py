@@ -1,11 +1,13 @@
-"""Compares hidden states from ONNX Runtime with PyTorch's, and padded batches with single sequences.
+"""Compares the hidden states from ONNX Runtime with the hidden states from PyTorch.
 
-A row is the hidden state of one token, a vector of d_model numbers. The error of an array of rows is the largest error
-of a row.
+Padded batches are also compared with the same sequences run one at a time.
 
-A float32 bundle is compared with the same module in float64. PyTorch's own float32 error is also measured. This error
-shows how much rounding changes the rows of this model on this CPU. Bundles in other precisions are compared with
-PyTorch in float32.
+A row is the hidden state of one token, a vector of d_model numbers. The error of a row is ‖got - want‖/‖want‖. The
+error of an array is the largest error of its rows.
+
+A float32 bundle is compared with the same PyTorch module in float64. The module also runs in float32, and its error
+against float64 is measured. This float32 error shows how much rounding changes the rows of this model on this CPU.
+Bundles in other precisions are compared with PyTorch in float32.
 
 A sequence is token ids, int64 (seq,), or vectors, float32 (seq, width).
 """
@@ -27,12 +29,12 @@ from encserve_export.models.reference import Reference
 from encserve_export.onnx_graph.run import OnnxEncoder
 from encserve_proto.bundle.v1 import manifest_pb2
 
-# One batch has this many sequences of this many tokens, so that PyTorch's float32 error is measured on many rows. On a
-# few rows, rounding errors may cancel out, and the tolerance, 4 times the measured error, would be too small. Graphs
-# for inspections are compared up to this many tokens, because the memory of attention weights grows with the square of
-# the length.
+# One batch has 8 sequences of 64 tokens, so that PyTorch's float32 error is measured on many rows. The tolerance is 4
+# times this error. On a few rows, rounding errors may cancel out, and the tolerance would be too small.
+# A graph for inspections returns attention weights and hidden states. It is compared with sequences of up to 64 tokens,
+# because the memory of attention weights grows with the square of the length.
 _MEASURED, _MEASURED_TOKENS = 8, 64
-# Identifies a sequence in a batch by its length and by the number of earlier sequences of the same length in the batch.
+# Identifies a sequence in a batch: its length, and the number of earlier sequences in the batch with this length.
 _Key = tuple[int, int]
 Sequences = Mapping[_Key, Input]
 # The longest sequence in `check_padding`. 32 tokens are enough to see whether padding changes rows.
@@ -44,9 +46,10 @@ class Comparison:
     """The differences between two arrays of rows, `got` and `want`.
 
     Attributes:
-        error: The largest ‖got - want‖/‖want‖ of a row; infinite if a number of `got` is not finite.
-        cosine: The least cosine similarity of a row; -1 if a number of `got` is not finite.
-        excess: The exceeded limit and the measured number, for error messages; empty if no limit is exceeded.
+        error: The largest ‖got - want‖/‖want‖ of a row; infinite if `got` contains NaN or infinity.
+        cosine: The least cosine similarity of a row; -1 if `got` contains NaN or infinity.
+        excess: A text for error messages: the measured number and the limit that it exceeds. Empty if no limit is
+            exceeded.
     """
 
     error: float
@@ -60,11 +63,11 @@ class Case:
 
     Attributes:
         lengths: The lengths of its sequences, in tokens.
-        max_relative_error: The largest ‖got - want‖/‖want‖ of a row, with PyTorch's row as `want`. Each sequence is
-            compared alone and in this batch. 0 without a reference.
-        max_padding_error: The largest ‖got - want‖/‖want‖ of a row in this batch, with the row of the sequence alone as
-            `want`, both in ONNX Runtime.
-        min_cosine: The least cosine similarity to PyTorch's row; 1 without a reference.
+        max_relative_error: The largest ‖got - want‖/‖want‖ of a row. `want` is PyTorch's row. `got` is ONNX Runtime's
+            row: each sequence runs alone and in this batch. 0 if there is no PyTorch model to compare with.
+        max_padding_error: The largest ‖got - want‖/‖want‖ of a row in ONNX Runtime. `got` is the row in this batch, and
+            `want` is the row of the same sequence alone.
+        min_cosine: The least cosine similarity to PyTorch's row; 1 if there is no PyTorch model.
         min_padding_cosine: The least cosine similarity between a row in this batch and the row of the sequence alone.
     """
 
@@ -77,12 +80,13 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """All compared batches. Every batch is within the bounds.
+    """The results of all comparisons. Every compared batch is within the bounds.
 
     Attributes:
-        cases: The batches.
-        bounds: The allowed differences. Without a reference, they limit only the differences by padding.
-        float32_error: The largest ‖float32 - float64‖/‖float64‖ of PyTorch's own rows; None if float64 was not used.
+        cases: The compared batches.
+        bounds: The allowed differences. Without a PyTorch model, they limit only the differences that padding causes.
+        float32_error: The largest ‖float32 - float64‖/‖float64‖ of PyTorch's own rows; None if PyTorch did not compute
+            the rows in float64.
     """
 
     cases: tuple[Case, ...]
@@ -91,12 +95,12 @@ class Parity:
 
     @property
     def max_relative_error(self) -> float:
-        """The largest error against PyTorch."""
+        """The largest error of a row compared with PyTorch's row."""
         return max(case.max_relative_error for case in self.cases)
 
     @property
     def max_padding_error(self) -> float:
-        """The largest error between a sequence in a batch and the same sequence alone."""
+        """The largest error of a row in a batch compared with the row of the same sequence alone."""
         return max(case.max_padding_error for case in self.cases)
 
     @property
@@ -106,18 +110,19 @@ class Parity:
 
     @property
     def min_padding_cosine(self) -> float:
-        """The least cosine similarity between a sequence in a batch and the same sequence alone."""
+        """The least cosine similarity between a row in a batch and the row of the same sequence alone."""
         return min(case.min_padding_cosine for case in self.cases)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceRows:
-    """The expected rows. PyTorch computes them first, so that ONNX Runtime does not need memory at the same time.
+    """The expected rows. PyTorch computes them before ONNX Runtime starts, so that less memory is needed at once.
 
     Attributes:
         sequences: The sequences of all batches.
         rows: The rows of each sequence alone, float32 (seq, d_model).
-        float32_error: The largest ‖float32 - float64‖/‖float64‖ of PyTorch's own rows; None if float64 was not used.
+        float32_error: The largest ‖float32 - float64‖/‖float64‖ of PyTorch's own rows; None if PyTorch did not compute
+            the rows in float64.
     """
 
     sequences: Sequences
@@ -131,8 +136,8 @@ def compare(got: Rows, want: Rows, tolerance: Bounds, float32_error: float | Non
     Args:
         got: The rows to check.
         want: The expected rows.
-        tolerance: The bounds whose `error` and `cosine` are the limits; None means no limit.
-        float32_error: PyTorch's own float32 error, which is added to the text of `Comparison.excess`; None if unknown.
+        tolerance: The limits. Only the fields `error` and `cosine` are used; None means no limit.
+        float32_error: PyTorch's own error in float32, to be mentioned in `Comparison.excess`; None if unknown.
     """
     error, cosine = relative_error(got, want), least_cosine(got, want)
     excess = ""
@@ -145,16 +150,16 @@ def compare(got: Rows, want: Rows, tolerance: Bounds, float32_error: float | Non
 
 
 def relative_error(got: Rows, want: Rows) -> float:
-    """Return the largest ‖got - want‖/‖want‖ of rows, (…, d_model); infinite if `got` is not finite."""
+    """Return the largest ‖got - want‖/‖want‖ of rows, (…, d_model); infinite if `got` contains NaN or infinity."""
     difference = np.linalg.norm(got.astype(np.float64) - want, axis=-1)  # (…)
     norm = np.linalg.norm(want.astype(np.float64), axis=-1)  # (…)
-    # For an expected row of zeros, the error is 0 if the other row is equal, and infinite otherwise.
+    # If the expected row has only zeros, the error is 0 for a row of zeros, and infinite for any other row.
     error = np.divide(difference, norm, out=np.where(difference == 0, 0.0, np.inf), where=norm > 0)  # (…)
     return float(np.where(np.isnan(error), np.inf, error).max())
 
 
 def least_cosine(got: Rows, want: Rows) -> float:
-    """Return the least cosine similarity of rows, (…, d_model); -1 if `got` is not finite."""
+    """Return the least cosine similarity of rows, (…, d_model); -1 if `got` contains NaN or infinity."""
     if not np.isfinite(got).all():
         return -1.0
     got, want = got.astype(np.float64), want.astype(np.float64)  # (…, d_model)
@@ -166,7 +171,10 @@ def least_cosine(got: Rows, want: Rows) -> float:
 
 
 def case_lengths(longest: int) -> list[tuple[int, ...]]:
-    """Return the lengths in each batch to compare: one token, the longest sequence, and mixtures with padding."""
+    """Return the sequence lengths of each batch to compare.
+
+    The batches have sequences of one token, of the greatest length, and of mixed lengths that need padding.
+    """
     half, quarter = max(1, longest // 2), max(1, longest // 4)
     cases = [(1,), (2,), (7,), (half,), (longest,), (1, 1, 1), (3, 9, 5, 8), (_MEASURED_TOKENS,) * _MEASURED]
     cases += [(1, quarter, half), (longest, half, 1)]
@@ -193,8 +201,8 @@ def reference_rows(run: Run, sequences: Sequences, module: nn.Module | None = No
     Args:
         run: Maps inputs, (batch, seq) or (batch, seq, width), and a mask to rows, (batch, seq, d_model).
         sequences: See `random_sequences`.
-        module: The module that `run` calls, to run it in float64. If it is None or fails in float64, the rows are the
-            unchanged results of `run`.
+        module: The module that `run` calls. The rows are computed with this module in float64. If `module` is None or
+            fails in float64, the rows are the results of `run`.
     """
 
     def compute(sequence: Input) -> list[Rows]:
@@ -218,7 +226,7 @@ def check_rows(
     precision: str = "float32",
     advice: str = "",
 ) -> Parity:
-    """Run every batch, and every sequence alone. Raise an error for the first batch that is out of bounds.
+    """Run every batch, and every sequence alone. Raise an error for the first batch that exceeds the bounds.
 
     Args:
         run: Maps inputs and a mask to rows, float32 (batch, seq, d_model).
@@ -226,7 +234,7 @@ def check_rows(
         pad_token_id: The id that pads the shorter sequences of a batch.
         want: The expected rows of the same sequences; None to check only the effect of padding.
         precision: The precision of the bundle, which sets the bounds.
-        advice: The end of the error message for a model whose rows change when padded.
+        advice: The end of the error message if padding changes the rows.
 
     Raises:
         ParityError: The rows differ from the expected rows, or padding changes the rows.
@@ -265,7 +273,9 @@ def check_rows(
 
 
 def check_padding(reference: Reference, longest: int, advice: str) -> None:
-    """Check in PyTorch that padding does not change the rows. If it does, every graph would fail in `check_rows`.
+    """Check in PyTorch that padding does not change the rows.
+
+    If padding changes them in PyTorch, every ONNX graph of the model would fail in `check_rows`.
 
     Args:
         reference: The model.
@@ -294,17 +304,17 @@ def check_inspection(
     *,
     longest: int,
 ) -> None:
-    """Compare the graph that returns attention weights and hidden states with the model in PyTorch.
+    """Compare the graph for inspections with PyTorch. This graph returns attention weights and hidden states.
 
     Args:
         folder: The folder of the bundle.
-        graph: The interface of the served graph; both graphs have the same inputs.
+        graph: The description of the graph that the server runs for vectors. Both graphs have the same inputs.
         inspect_graph: The file and the outputs of the graph for inspections.
         reference: The model; its `inspection` must be set.
         longest: The longest sequence, in tokens.
 
     Raises:
-        ParityError: Attention weights, hidden states or positions differ from PyTorch's, or are not finite.
+        ParityError: Attention weights, hidden states or positions differ from PyTorch's, or contain NaN or infinity.
     """
     assert reference.inspection is not None  # noqa: S101
     bounds, random = bounds_of(graph.precision), np.random.default_rng(0)
@@ -350,18 +360,18 @@ def _run_in_float64(
 ) -> list[list[Rows]] | None:
     """Return each sequence's outputs in float64, rounded to float32; None if the module does not run in float64."""
     exact: list[list[Rows]] = []
-    # Some modules mix in float32 constants and raise an error in float64. Others mask tokens with a number that becomes
-    # -∞, so their outputs are not finite.
+    # Some modules use float32 constants, and raise an error in float64. Other modules mask tokens with a number that
+    # becomes -∞, and then their outputs contain NaN or infinity.
     with contextlib.suppress(UnsupportedModelError, RuntimeError), in_float64(module):
         exact = [[output.astype(np.float32) for output in compute(sequence)] for sequence in sequences]
     return exact if exact and all(np.isfinite(output).all() for output in chain(*exact)) else None
 
 
 def _attention_excess(got: Rows, want: Rows, bounds: Bounds, tolerance: float) -> str:
-    """Return a text if the error of attention weights, (1, heads, seq, seq), is too large; otherwise empty."""
+    """Return a text with the error of attention weights, (1, heads, seq, seq), if it is too large; otherwise empty."""
     if bounds.cosine is None:
         error = _largest_difference(got, want)
-    else:  # half the sum of a row's absolute differences is the share of attention that moved to other tokens
+    else:  # the share of attention that moved to other tokens is half the sum of a token's absolute differences
         error = float(np.abs(got - want).sum(axis=-1).mean() / 2)
     return "" if error <= tolerance else f"error {error:.1e}, tolerance {tolerance:.1e}"
 

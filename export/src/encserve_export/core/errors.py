@@ -1,13 +1,14 @@
 """The errors of an export, one class per cause.
 
-The command line prints such an error as `Error: …` and exits with 1. Any other exception is a bug and keeps its
-traceback.
+The command line prints such an error as `Error: …` and exits with 1. Any other exception is a bug. Its traceback is
+printed.
 """
 
 import re
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # PyTorch writes colour codes into its errors
-# A terminal interprets these characters: control characters except line feed, and changes of the writing direction.
+# A terminal interprets these characters: control characters except line feed, and characters that change the writing
+# direction.
 _CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -41,7 +42,7 @@ class UnsupportedModelError(ExportError):
 
 
 class UnknownLayoutError(ExportError):
-    """No layout fits the names of the weights."""
+    """The names of the weights fit no known layout of a checkpoint."""
 
 
 class EmbeddingTableError(ExportError):
@@ -73,7 +74,7 @@ class ExternalDataError(OnnxModelError):
 
 
 class OnnxInterfaceError(OnnxModelError):
-    """The inputs or outputs of the model are not those of an encoder. The error text lists the inputs or outputs."""
+    """The inputs or outputs of the model do not fit an encoder. The error text lists the inputs or outputs."""
 
 
 class OnnxRunError(OnnxModelError):
@@ -84,7 +85,7 @@ class OnnxRunError(OnnxModelError):
 
 
 class VocabularyError(OnnxModelError):
-    """The number of token ids is unknown, or the user gave a number that is too small or too large."""
+    """The number of token ids is unknown, or the number that the user gave is too small or too large."""
 
 
 class TokenizerError(ExportError):
@@ -92,7 +93,7 @@ class TokenizerError(ExportError):
 
 
 class HubError(ExportError):
-    """A checkpoint cannot be downloaded from the hub."""
+    """A checkpoint cannot be downloaded from the Hugging Face hub."""
 
 
 class ExpectedFileError(ExportError):
@@ -100,9 +101,9 @@ class ExpectedFileError(ExportError):
 
 
 class ExpectedRowsError(ExportError):
-    """The bundle's hidden states differ from those of the user's module.
+    """The bundle's hidden states differ from the hidden states that the user's module computed.
 
-    The exporter then does not try another route, such as "onnx".
+    After this error, the exporter does not try another way to export, such as the route "onnx" of `hf`.
     """
 
 

@@ -1,4 +1,4 @@
-"""A PyTorch module in float64: the numbers that float32 approximates."""
+"""Runs a PyTorch module in float64, to measure the rounding errors of float32."""
 
 import contextlib
 import ctypes
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 @contextlib.contextmanager
 def in_float64(module: nn.Module) -> Iterator[None]:
-    """Convert a module's floating-point parameters and buffers to float64, and afterwards back to their types.
+    """Convert a module's floating-point parameters and buffers to float64 for a `with` block.
 
-    In float64 the module takes twice its float32 memory. Casts to float32 in the module's code stay. Afterwards all
-    numbers have their earlier bits.
+    In float64 the module takes twice the memory of float32. If the module's own code casts to float32, this cast still
+    happens. After the block, all parameters and buffers have their original types and bits again.
     """
     tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.is_floating_point()]
     dtypes = [tensor.dtype for tensor in tensors]
@@ -32,8 +32,8 @@ def _convert(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
 
 
 def _return_freed_memory() -> None:
-    """Return freed memory to the system. Without this, the process kept the old tensors' memory as well."""
-    # A function of glibc; other C libraries have none of this name.
+    """Return freed memory to the operating system. Otherwise the process keeps the memory of the old tensors too."""
+    # glibc has the function malloc_trim. Other C libraries do not have it.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,6 +1,7 @@
 """The names of a bundle's ONNX files, and of their inputs and outputs."""
 
-# 20 is the first opset with the operator Gelu, and the newest opset that PyTorch's tracing exporter writes.
+# The version of ONNX's operators. 20 is the first version with the operator Gelu, and the newest version that PyTorch's
+# tracing exporter writes.
 OPSET = 20
 FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"

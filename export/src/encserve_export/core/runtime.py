@@ -1,4 +1,4 @@
-"""Imports ONNX Runtime without telemetry, which would also store an identifier in the home directory."""
+"""Imports ONNX Runtime with telemetry disabled. Telemetry would also store an identifier in the home directory."""
 
 import os
 from pathlib import Path
@@ -21,9 +21,9 @@ def open_session(graph: Path | bytes, weights: Path | None = None) -> onnxruntim
         Exception: ONNX Runtime cannot load the graph. Its exceptions have no public base class.
     """
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # no logs: ONNX Runtime also raises its errors, and the exporter reports them
-    # Without this option, int8 results are wrong on x86 CPUs without VNNI: sums of two 8-bit products saturate at 16
-    # bits.
+    options.log_severity_level = 4  # no logs: ONNX Runtime raises each error too, and the exporter reports it
+    # Without this option, int8 results are wrong on x86 CPUs without VNNI instructions. On these CPUs, sums of two
+    # 8-bit products saturate at 16 bits.
     options.add_session_config_entry("session.x64quantprecision", "1")
     if weights is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(weights))

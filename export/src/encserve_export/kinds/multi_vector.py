@@ -1,6 +1,7 @@
-"""Reads a multi-vector (late interaction) directory of sentence-transformers, PyLate, or Stanford's ColBERT.
+"""Reads the directory of a multi-vector (late interaction) model.
 
-sentence-transformers loads all three formats, and adds the settings that older formats lack.
+The directory has the format of sentence-transformers, PyLate, or Stanford's ColBERT. sentence-transformers loads all
+three formats, and adds the settings that older formats lack.
 """
 
 from pathlib import Path
@@ -29,7 +30,7 @@ def read_multi_vector(directory: Path) -> ModelSpec:
     first, *rest = loaded.children()
     if type(first).__name__ != "Transformer":
         raise UnsupportedModelError(
-            f"{directory}: its first module must be a Transformer of text; was {type(first).__name__}"
+            f"{directory}: its first module must be a Transformer for text; was {type(first).__name__}"
         )
     text = read_text(encoder, loaded, first)
     projections, mask, pooling = _split(rest)
@@ -48,7 +49,7 @@ def read_multi_vector(directory: Path) -> ModelSpec:
 
 
 def _split(modules: list[Any]) -> tuple[list[nn.Module], Any, Any]:
-    """Split modules into projections, a mask of tokens or None, and a token pooling or None."""
+    """Split modules into projections, a token mask, and a token pooling. The mask and the pooling may be None."""
     projections: list[nn.Module] = []
     mask = pooling = None
     for module in modules:
@@ -70,7 +71,7 @@ def _split(modules: list[Any]) -> tuple[list[nn.Module], Any, Any]:
 
 
 def _fill(settings: manifest_pb2.TaskSettings, task: str, first: Any, mask: Any, pooling: Any) -> None:
-    """Add the settings that only multi-vector models have to the settings of a task."""
+    """Extend the settings of a task with the settings for multi-vector models."""
     if task == "query" and first.query_expansion is not None:
         _expand(settings, first)
     if mask is not None:
@@ -91,7 +92,9 @@ def _fill(settings: manifest_pb2.TaskSettings, task: str, first: Any, mask: Any,
 def _expand(settings: manifest_pb2.TaskSettings, first: Any) -> None:
     expansion, tokenizer = first.query_expansion, first.tokenizer
     if tokenizer.padding_side != "right":
-        raise UnsupportedModelError("queries are expanded on their left (padding_side), which a bundle cannot express")
+        raise UnsupportedModelError(
+            "padding_side is left. A bundle cannot express queries that are expanded on the left"
+        )
     token_id = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else tokenizer.eos_token_id
     if expansion["token"] is not None:
         token_id = tokenizer.convert_tokens_to_ids(expansion["token"])

@@ -1,4 +1,4 @@
-"""The spec of a model: how texts become vectors. It comes from a directory or from options."""
+"""The spec of a model: how texts become vectors. It is read from the model's directory or from the user's options."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ TASKS = ("query", "document")
 # A limit of this many tokens or more means no limit. For a tokenizer without a limit, transformers writes a number of
 # 31 digits.
 NO_BOUND = 1_000_000
-# The poolings by the names that clients use.
+# The poolings, by the names that clients use for them.
 POOLINGS = {
     "mean": manifest_pb2.POOLING_MEAN,
     "cls": manifest_pb2.POOLING_CLS,
@@ -49,7 +49,9 @@ def read_pooling(name: str) -> manifest_pb2.Pooling:
 
 @dataclasses.dataclass(frozen=True)
 class ModuleFacts:
-    """The settings and tensors of a module, which are part of the space_id, see docs/models.md.
+    """The settings and tensors of a module that are part of the space_id.
+
+    The space_id identifies the model's vector space, see docs/models.md.
 
     Attributes:
         kind: The kind of the module, such as "Dense", "Normalize", "LayerNorm" or "SpladePooling".
@@ -73,7 +75,7 @@ class Steps(nn.Module):
         self.eval().requires_grad_(False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Map (n, width) to (n, width of the last module)."""
+        """Map (n, width) to (n, output width of the last module)."""
         features = {self.feature: inputs}
         for step in self.steps:
             features = step(features)
@@ -87,7 +89,7 @@ class MultiVectorHead:
     Attributes:
         module: (tokens, d_model) -> (tokens, width).
         similarity: "maxsim" or "meanmaxsim".
-        skips_first_token: Whether the first token has no vector.
+        skips_first_token: Whether the first token gets no vector.
     """
 
     module: nn.Module
@@ -101,7 +103,7 @@ class SparseHead:
 
     Attributes:
         module: Maps (batch, seq, d_model) and a 0/1 mask (batch, seq) to pooled weights (batch, width). With
-            SPARSE_POOLING_OWN_ID, it maps (tokens, d_model) to (tokens, 1).
+            SPARSE_POOLING_OWN_ID, the module maps (tokens, d_model) to (tokens, 1), one weight for each token's own id.
         pooling: How the weights of the tokens are pooled.
         skipped_token_ids: Tokens without a weight; only with SPARSE_POOLING_OWN_ID.
         max_active_dims: How many of the largest weights are kept; 0 for all.
@@ -119,7 +121,7 @@ class StaticWeights(nn.Module):
     Attributes:
         weight: float32 (width,).
         tokenizer: A parsed tokenizer.json without special tokens around a text.
-        files: The names of the tokenizer's file and the weights' file in a bundle, and the longest text.
+        files: The names of the tokenizer's file and the weights' file in a bundle, and the token limit of a text.
     """
 
     weight: Tensor
@@ -143,30 +145,30 @@ class ModelSpec:
     """How a text becomes hidden states, and how hidden states become the vectors that the model was trained for.
 
     Attributes:
-        pooling: How hidden states become one vector; unspecified if the checkpoint does not state the pooling.
+        pooling: How hidden states become one vector; unspecified if the checkpoint does not state a pooling.
         l2_normalize: Whether the vector is scaled to length 1, after the head.
         kind: The kind of the model.
         encoder: The folder of the encoder and its tokenizer, for a model in a directory.
         loaded: The model as sentence-transformers loads it; None if sentence-transformers does not load the directory.
-        tokenizer: The loaded tokenizer: a PreTrainedTokenizer, or a tokenizers.Tokenizer of a static embedding. None
-            without a tokenizer.
-        max_seq_length: The longest text in tokens, special tokens included; None if no file states one.
-        max_tokens: The longest text without a task, in tokens, prompt and special tokens included; 0 means the longest
-            sequence of the model.
-        template: The fixed texts around every text; None without a chat template.
+        tokenizer: The loaded tokenizer: a PreTrainedTokenizer, or a tokenizers.Tokenizer for a static embedding. None
+            if the model has no tokenizer.
+        max_seq_length: The longest text in tokens, special tokens included; None if no file states a limit.
+        max_tokens: The longest text in tokens, if the caller gives no task. The limit includes the prompt and special
+            tokens. 0 means the longest sequence of the model.
+        template: The fixed texts before and after every text; None if the model has no chat template.
         prompts: The prompts that the model was trained with, by name.
-        default_prompt_name: The prompt that is used unless another one is named; empty for none.
+        default_prompt_name: The name of the prompt for callers that name no prompt; empty for no prompt.
         tasks: The settings for queries and documents, by "query" and "document"; empty if the directory has no
             modules.json.
         more_poolings: Further poolings. Their vectors are appended to the vector of `pooling`.
         skips_prompt: Whether pooling leaves out the tokens of a prompt.
         head: The modules after pooling, (batch, poolings x d_model) -> (batch, width); None if there are no such
             modules.
-        dimensions: The number of dimensions to keep, from the first on; 0 for all.
-        similarity: How vectors are compared; empty if the checkpoint does not state the similarity.
+        dimensions: How many of the first dimensions of a vector are kept; 0 for all.
+        similarity: How vectors are compared; empty if the checkpoint does not state a similarity.
         multi_vector: The head for MaxSim, or None.
         sparse: The head for weights over the vocabulary, or None.
-        static_weights: The fixed weights that replace the encoder for a task; `tasks` names their files.
+        static_weights: The fixed weights that replace the encoder for some tasks; `tasks` has the names of their files.
         table: The table of a static embedding, float32 (vocab_size, d_model), or None.
         modules: The modules after the encoder that are part of the space_id. Pooling modules, and Normalize modules
             that `l2_normalize` replaces, are not listed.

@@ -1,6 +1,7 @@
 """Loads a checkpoint as a PyTorch model of the transformers library.
 
-Code in a checkpoint is never executed. `source.weights` reads the weights, and custom model classes are refused.
+Code in a checkpoint is never executed: `source.weights` reads the weights, and this module refuses custom model
+classes.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ OWN_ONNX = (
     "export it as ONNX yourself, with ids and mask as inputs and the last hidden states as output, and give the "
     "file to `encserve-export onnx`"
 )
-_OTHER_CONFIG = "is config.json of this checkpoint?"
+_OTHER_CONFIG = "does config.json belong to this checkpoint?"
 # The manifest's names for the values of transformers' `hidden_act`.
 _ACTIVATIONS = {
     "relu": "relu",
@@ -42,7 +43,7 @@ _POSITION_TABLES = ("position_embeddings", "position_embedding")
 
 
 class _Rows(nn.Module):
-    """Implements `Reference.module`: ids and mask, int64 (batch, seq) -> float32 (batch, seq, d_model)."""
+    """Maps ids and mask, int64 (batch, seq), to hidden states, float32 (batch, seq, d_model). See `Reference`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class _Rows(nn.Module):
 
 
 class _Inspected(_Rows):
-    """Implements `Inspection.module`: ids and mask -> hidden states and attention weights."""
+    """Maps ids and mask to all hidden states and attention weights. See `Inspection`."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
         """Return all hidden states, then all attention weights. The model's final norm is applied to the last state."""
@@ -69,23 +70,27 @@ class _Inspected(_Rows):
 
 
 def _binary(attention_mask: Tensor) -> Tensor:
-    """Convert our mask for transformers, int64 (batch, seq). A 2 becomes 0: no token may attend to that token."""
+    """Convert a mask of `Reference.module`, int64 (batch, seq), to a 0/1 mask for transformers.
+
+    A 2 marks a token that no other token may attend to. The result has a 0 for such a token.
+    """
     return (attention_mask == 1).long()
 
 
 def load_model(directory: Path, weights: Weights) -> Reference:
-    """Build transformers' model of a checkpoint from weights that are already read.
+    """Build the transformers model of a checkpoint from its loaded weights.
 
     Args:
         directory: The folder of config.json.
         weights: The weights of the checkpoint.
 
     Raises:
-        UnsupportedModelError: transformers does not know the architecture, or has no text encoder for it.
+        UnsupportedModelError: transformers does not know the architecture, or has no text encoder for this
+            architecture.
         ConfigError: transformers refuses config.json.
-        WeightNamesError: Weights that the hidden states depend on are missing, or the model has no place for some
+        WeightNamesError: The hidden states depend on weights that are missing, or the model has no place for some
             weights.
-        WeightShapeError: The shapes of weights contradict config.json.
+        WeightShapeError: The shape of a weight contradicts config.json.
         WeightValueError: A weight contains NaN, infinity or integers. Integers are quantized weights, and transformers
             would load them without their scale.
     """
@@ -125,7 +130,8 @@ def load_reference(directory: Path) -> Any:
         A PreTrainedModel, or only its encoder if the model has a decoder. Call it with the output of its tokenizer.
 
     Raises:
-        UnsupportedModelError: transformers does not know the architecture, or has no text encoder for it.
+        UnsupportedModelError: transformers does not know the architecture, or has no text encoder for this
+            architecture.
         ConfigError: transformers refuses config.json or the weights.
     """
     config, model = _from_pretrained(directory, directory, local_files_only=True)
@@ -133,17 +139,17 @@ def load_reference(directory: Path) -> Any:
 
 
 def read_positions(directory: Path) -> int | None:
-    """Return the result of `positions` for a directory, without loading its weights."""
+    """Return the longest sequence of the model in a directory, without loading weights; None without a limit."""
     try:
         config, kind = _read_config(directory)
         with torch.device("meta"):
             return positions(_encoder_of(kind(config), config), config)
-    except Exception:  # if transformers cannot build the model, config.json has a limit
+    except Exception:  # transformers cannot build the model, so config.json gives the limit
         return _positive(read_object(directory / "config.json").get("max_position_embeddings"))
 
 
 def positions(encoder: nn.Module, config: Any) -> int | None:
-    """Return the longest sequence that a transformers model has positions for, in tokens; None without a limit."""
+    """Return the longest sequence, in tokens, that a transformers model has positions for; None without a limit."""
     if table := _position_table(encoder):
         return table[1].num_embeddings - _first_position(table[1])
     return _positive(getattr(config, "max_position_embeddings", None))
@@ -163,7 +169,7 @@ def _position_table(model: nn.Module) -> tuple[str, nn.Embedding] | None:
 
 
 def _first_position(table: nn.Embedding) -> int:
-    """Return the table row of the first token. Models like RoBERTa start after the row of the padding token."""
+    """Return the row of the position table for the first token. RoBERTa starts after the padding token's row."""
     return 0 if table.padding_idx is None else table.padding_idx + 1
 
 
@@ -176,7 +182,7 @@ def _from_pretrained(directory: Path, weights: Path | None, **arguments: Any) ->
         )
     except Exception as error:  # the model's code may raise any exception
         raise ConfigError(
-            f"transformers cannot make a {kind.__name__} of {directory}: {first_line(error)}; {_OTHER_CONFIG}"
+            f"transformers cannot load {directory} as {kind.__name__}: {first_line(error)}; {_OTHER_CONFIG}"
         ) from error
 
 
@@ -188,12 +194,12 @@ def _read_config(directory: Path) -> tuple[Any, Any]:
     if model_type not in transformers.CONFIG_MAPPING:
         if "auto_map" in settings:
             raise UnsupportedModelError(
-                f"model_type {model_type!r} brings code of its own (auto_map in config.json), which is never executed; "
+                f"model_type {model_type!r} needs its own code (auto_map in config.json), which is never executed; "
                 f"{OWN_ONNX}"
             )
         raise UnsupportedModelError(
-            f"transformers {transformers.__version__} does not know model_type {model_type!r}; a newer one may "
-            f"(pip install -U transformers). Otherwise {OWN_ONNX}"
+            f"transformers {transformers.__version__} does not know model_type {model_type!r}; a newer version "
+            f"may know it (pip install -U transformers). Otherwise {OWN_ONNX}"
         )
     if "quantization_config" in settings:
         raise UnsupportedModelError(
@@ -211,7 +217,7 @@ def _read_config(directory: Path) -> tuple[Any, Any]:
         if type(config) in mapping:
             kind = mapping[type(config)]
             return config, kind[0] if isinstance(kind, tuple) else kind
-    raise UnsupportedModelError(f"transformers has no plain model for model_type {config.model_type!r}; {OWN_ONNX}")
+    raise UnsupportedModelError(f"transformers has no base model for model_type {config.model_type!r}; {OWN_ONNX}")
 
 
 def _encoder_of(model: Any, config: Any) -> Any:
@@ -219,7 +225,7 @@ def _encoder_of(model: Any, config: Any) -> Any:
 
 
 def _with_inspection(reference: Reference, encoder: Any, config: Any) -> Reference:
-    """Add an inspection if the model returns hidden states and attention weights of the usual shapes."""
+    """Set `inspection` and `shape` if the model returns hidden states and attention weights of the usual shapes."""
     module = _Inspected(encoder).eval()
     inputs, mask = reference.example()
     try:
@@ -261,9 +267,9 @@ def _with_inspection(reference: Reference, encoder: Any, config: Any) -> Referen
 
 @contextlib.contextmanager
 def _sdpa(encoder: Any) -> Iterator[None]:
-    """Use SDPA attention within a `with` block, if the model supports it.
+    """Use PyTorch's scaled_dot_product_attention (SDPA) within a `with` block, if the model supports SDPA.
 
-    SDPA needs no (batch, heads, seq, seq) tensor of attention scores.
+    SDPA does not store a (batch, heads, seq, seq) tensor of attention scores.
     """
     try:
         encoder.set_attn_implementation("sdpa")
@@ -281,7 +287,7 @@ def _refuse_mismatched(mismatched: Any) -> None:
         name, found, expected = sorted(mismatched)[0]
         raise WeightShapeError(
             f"{name} has shape {tuple(found)}; config.json asks for {tuple(expected)}"
-            + (f", and {len(mismatched) - 1} more weights have another shape" if len(mismatched) > 1 else "")
+            + (f", and {len(mismatched) - 1} more weights have a wrong shape" if len(mismatched) > 1 else "")
         )
 
 
@@ -297,15 +303,21 @@ def _vocab_size(encoder: Any) -> int:
 def _surplus_parts(model: Any, names: Iterable[str], unexpected: Iterable[str]) -> set[str]:
     """Return the parts of the checkpoint that the model does not have, such as heads.
 
+    A part is the first component of the weights' names, such as "pooler".
+
     Raises:
-        WeightNamesError: The checkpoint has more weights for a part of the model than the part has.
+        WeightNamesError: The checkpoint has a weight under the name of a part of the model, but the part has no such
+            weight.
     """
     parts = {name for name, _ in model.named_children()}
     surplus = {name: _part(model, name) for name in unexpected if not name.endswith(INDICES)}
     misplaced = sorted(name for name, part in surplus.items() if part in parts)
     if misplaced:
-        raise WeightNamesError(f"there are weights that config.json has no place for: {listed(misplaced)}")
-    # If transformers loads only an encoder, it does not report the decoder's weights as unexpected. So find them here.
+        raise WeightNamesError(
+            f"the checkpoint has weights that the model of config.json has no place for: {listed(misplaced)}"
+        )
+    # If transformers loads only an encoder, it does not report the decoder's weights as unexpected. So the decoder is
+    # added here.
     decoder = {"decoder"} & {_part(model, name) for name in names} - parts
     return decoder | set(surplus.values())
 
@@ -315,7 +327,7 @@ def _part(model: Any, name: str) -> str:
 
 
 def _unused_parts(module: _Rows, model: Any, missing: Iterable[str]) -> set[str]:
-    """Return the parts of a model that its hidden states do not depend on, such as poolers.
+    """Return the parts of a model that do not affect its hidden states, such as poolers.
 
     Raises:
         WeightNamesError: The hidden states depend on weights that the checkpoint lacks. transformers fills missing
@@ -325,8 +337,8 @@ def _unused_parts(module: _Rows, model: Any, missing: Iterable[str]) -> set[str]
     parameters = dict(model.named_parameters())
     random = {name for name in missing if name in parameters}
     # Gradients of all parameters would take as much memory as the model. So only the missing parameters and the two
-    # smallest parameters of each part get a gradient. The token table is left out: it always contributes, and is often
-    # the largest parameter.
+    # smallest parameters of each part get a gradient. The token table is left out, because it always affects the hidden
+    # states and is often the largest parameter.
     encoder: Any = module.model
     table = encoder.get_input_embeddings().weight
     parts: dict[str, list[str]] = {}
@@ -343,7 +355,7 @@ def _unused_parts(module: _Rows, model: Any, missing: Iterable[str]) -> set[str]
 
 
 def _used_parameters(module: _Rows, parameters: Mapping[str, nn.Parameter]) -> set[str]:
-    """Return the names of the parameters for which the hidden states have a gradient."""
+    """Return the names of the parameters that affect the hidden states. Only these parameters get a gradient."""
     for parameter in parameters.values():
         parameter.requires_grad_(True)
     ids = torch.zeros((2, 3), dtype=torch.int64)  # (batch, seq)

@@ -11,13 +11,13 @@ _MAX_LISTED = 12
 
 
 def listed(names: Sequence[str]) -> str:
-    """Join at most 12 names for an error, and count the others."""
+    """Join the first 12 names for an error message, and add the number of further names."""
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(names[:_MAX_LISTED]) + more
 
 
 def check_values(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor unless all of its numbers are floating-point and finite in float32.
+    """Refuse a tensor if it is not dense and in memory, not of a floating-point type, or not finite in float32.
 
     Raises:
         WeightValueError: The tensor is refused. The message has the tensor's name and the reason.
@@ -29,7 +29,7 @@ def check_values(name: str, tensor: Tensor) -> None:
             f"{name} must hold floating-point numbers; was {str(tensor.dtype).removeprefix('torch.')}"
         )
     # PyTorch cannot test 8-bit numbers for infinity, and a float64 may be too large for float32. So such tensors are
-    # converted to float32 first. The three types below are not converted, because a copy takes memory.
+    # converted to float32 first. The three types below need no conversion, which would take memory for a copy.
     numbers = tensor if tensor.dtype in (torch.float32, torch.float16, torch.bfloat16) else tensor.float()
     not_finite = tensor.numel() - int(torch.isfinite(numbers).sum())
     if not_finite:

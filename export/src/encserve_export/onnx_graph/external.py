@@ -1,7 +1,7 @@
 """Reads and writes the weights that an ONNX model stores in other files.
 
 An ONNX file may name any path for its weights. A downloaded model could use this to copy private files into a bundle.
-So the exporter reads only files in the model's folder. The models that it writes name only files of the bundle.
+So the exporter reads only files in the model's folder. An exported model names only files of the bundle.
 """
 
 import math
@@ -25,15 +25,15 @@ LEAST_DATA_BYTES = 1024
 _ALIGNMENT_BYTES = 4096
 
 _TYPES = {it: helper.tensor_dtype_to_np_dtype(it) for it in helper.get_all_tensor_dtypes()}
-# Bits per number, for types that pack several numbers into one byte. NumPy's dtypes for them take a byte per number.
+# Bits per number, for types that pack several numbers into one byte. NumPy takes a whole byte for each such number.
 _PACKED_BITS: dict[int, int] = {TensorProto.INT4: 4, TensorProto.UINT4: 4}
 
 
 def take_in(model: onnx.ModelProto, folder: Path) -> list[Path]:
-    """Reads all external tensors into the model.
+    """Reads all external tensors into the model. An external tensor is stored in another file.
 
     Args:
-        model: The result of `interface.read_model`; changed in place.
+        model: The result of `interface.read_model`. The model is changed in place.
         folder: The folder of the model's file. External files must lie in this folder.
 
     Returns:
@@ -61,12 +61,12 @@ def take_in(model: onnx.ModelProto, folder: Path) -> list[Path]:
 
 
 def write_model(model: onnx.ModelProto, path: Path, external: list[Path], folder: Path) -> list[Path]:
-    """Writes a model into a bundle's folder, with its weights in a second file if the model is large.
+    """Writes a model into a bundle's folder. The weights of a large model go to a second file.
 
     Args:
         model: The model after `take_in`. Weights that go to the second file are removed from this object.
-        path: The model's original file. A small file without external files is copied byte for byte.
-        external: The result of `take_in`.
+        path: The model's original file. A small model without external files is copied byte for byte.
+        external: The model's external files, as `take_in` returns them.
         folder: The bundle's folder.
 
     Returns:
@@ -83,12 +83,12 @@ def write_model(model: onnx.ModelProto, path: Path, external: list[Path], folder
 
 
 def save_model(model: onnx.ModelProto, folder: Path, *, apart: bool) -> list[Path]:
-    """Writes a model into a bundle's folder, over a model that is already there.
+    """Writes a model into a bundle's folder, and overwrites a model that is already there.
 
     Args:
         model: The model with its weights. Weights that go to the second file are removed from this object.
         folder: The bundle's folder.
-        apart: Whether weights of 1,024 bytes and more go to a second file.
+        apart: Whether weights of 1,024 bytes or more go to a second file.
 
     Returns:
         The new files, the graph first.
@@ -102,7 +102,7 @@ def save_model(model: onnx.ModelProto, folder: Path, *, apart: bool) -> list[Pat
 
 
 def move_weights(model: onnx.ModelProto, data: BinaryIO) -> None:
-    """Moves all tensors of 1,024 bytes and more from a model to the end of an open file.
+    """Moves all tensors of 1,024 bytes or more from a model to the end of an open file.
 
     The file must be in the folder of the model's file.
     """
@@ -126,10 +126,10 @@ def _name(tensor: TensorProto) -> str:
 
 
 def _path(tensor: TensorProto, location: str, folder: Path) -> Path:
-    """The checked path of the file that holds an external tensor.
+    """Returns the path of the file that stores an external tensor, after checking the path.
 
-    onnx's own loader refuses every symbolic link. But huggingface_hub stores a model as links in its cache, so links to
-    files of that cache are allowed.
+    onnx's own loader refuses every symbolic link. But huggingface_hub stores a model as links in its cache, so this
+    function allows links to files of that cache.
     """
     source = f"{_name(tensor)} has its data in {location!r}"
     windows = PureWindowsPath(location)  # splits at slashes and backslashes
@@ -155,7 +155,7 @@ def _path(tensor: TensorProto, location: str, folder: Path) -> Path:
 
 
 def _blobs(folder: Path) -> Path | None:
-    """The folder that the links of a snapshot in huggingface_hub's cache point to; None outside of a cache."""
+    """The folder of the files that the links in a huggingface_hub snapshot point to; None for any other folder."""
     for parent in folder.resolve().parents:
         if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
             return parent.parent / "blobs"
@@ -169,7 +169,7 @@ def _place(tensor: TensorProto, folder: Path) -> tuple[Path, int, int]:
     kind, shape = type_name(tensor.data_type), tuple(tensor.dims)
     dtype = _TYPES.get(tensor.data_type)
     if dtype is None or dtype.hasobject or any(size < 0 for size in shape):
-        raise ExternalDataError(f"{_name(tensor)} of {kind} and shape {shape} cannot lie in {path.name}")
+        raise ExternalDataError(f"{_name(tensor)} of {kind} and shape {shape} cannot be stored in {path.name}")
     expected = math.ceil(math.prod(shape) * _PACKED_BITS.get(tensor.data_type, 8 * dtype.itemsize) / 8)
     try:
         offset, length = (int(entries.get(key, default)) for key, default in (("offset", 0), ("length", expected)))
@@ -184,7 +184,7 @@ def _place(tensor: TensorProto, folder: Path) -> tuple[Path, int, int]:
     size = path.stat().st_size
     if not 0 <= offset <= size - expected:
         raise ExternalDataError(
-            f"{_name(tensor)} lies at bytes {offset} to {offset + expected} of {path}, which has {size}; the file "
-            "was cut off, or belongs to another model"
+            f"{_name(tensor)} lies at bytes {offset} to {offset + expected} of {path}, which has {size} bytes; the "
+            "file is incomplete, or belongs to another model"
         )
     return path, offset, expected

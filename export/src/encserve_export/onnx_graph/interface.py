@@ -1,4 +1,4 @@
-"""Reads a user's ONNX file, checks that the model is an encoder, and finds the inputs and the output."""
+"""Reads a user's ONNX file, checks that the model is an encoder, and finds its inputs and its output."""
 
 import contextlib
 import dataclasses
@@ -38,23 +38,24 @@ _WEIGHTS = (
     TensorProto.INT4,
     TensorProto.UINT4,
 )
-# Operators that do not change token ids, and operators that keep the order of the rows of an embedding table.
+# Operators that do not change token ids.
 _SAME_IDS = ("Identity", "Cast", "Reshape", "Flatten", "Squeeze", "Unsqueeze")
+# Operators that keep the order of the rows of an embedding table.
 _SAME_ROWS = ("Identity", "Cast", "DequantizeLinear")
 _MAX_DESCRIPTION = 200
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Names:
-    """The names of inputs and outputs that the user gives, or the default names.
+    """The names of the inputs and of the output, as the user gave them, or the default names.
 
     Attributes:
         input_ids: The input of token ids.
         attention_mask: The input that marks the real tokens.
-        token_type_ids: The input that the server fills with zeros. None means "token_type_ids" if the model has this
-            input.
-        output: The output of hidden states. None means the only floating-point output with 3 axes, or
-            "last_hidden_state" if there are several.
+        token_type_ids: The input that the server fills with zeros. None means the input "token_type_ids", if the model
+            has an input of this name.
+        output: The output of hidden states. None means the only floating-point output with 3 axes. If several outputs
+            have 3 axes, None means "last_hidden_state".
     """
 
     input_ids: str = names.INPUT_IDS
@@ -68,8 +69,8 @@ class Interface:
     """The names of the inputs and of the output that the server uses.
 
     Attributes:
-        input_ids: The input of token ids, int64 (batch, seq), or of vectors, float32 (batch, seq, width); see
-            `vector_width`.
+        input_ids: The input of token ids, int64 (batch, seq). For a model that takes vectors, this is the input of
+            vectors, float32 (batch, seq, width); see `vector_width`.
         attention_mask: int64 (batch, seq).
         token_type_ids: int64 (batch, seq), filled with zeros; empty if the model has no such input.
         output: float32 (batch, seq, d_model).
@@ -83,7 +84,7 @@ class Interface:
 
 @dataclasses.dataclass(frozen=True)
 class Port:
-    """An input or an output as the file declares it.
+    """The declaration of an input or an output in an ONNX file.
 
     Attributes:
         name: The name of the input or output.
@@ -126,12 +127,14 @@ def opset(model: onnx.ModelProto) -> int:
     """The version of the default operator set.
 
     Raises:
-        OnnxFileError: The file does not name exactly one version.
+        OnnxFileError: The file does not declare exactly one version.
     """
     versions = [it.version for it in model.opset_import if it.domain in DEFAULT_DOMAINS]
     if len(versions) != 1:
         imports = ", ".join(f"{it.domain or 'ai.onnx'} {it.version}" for it in model.opset_import)
-        raise OnnxFileError(f"the file must name one version of the operators of ai.onnx; was {imports or 'none'}")
+        raise OnnxFileError(
+            f"the file must declare exactly one version of the operator set ai.onnx; was {imports or 'none'}"
+        )
     return int(versions[0])
 
 
@@ -139,7 +142,7 @@ def find_interface(model: onnx.ModelProto, names: Names) -> Interface:
     """Finds the inputs and the output of an encoder, and checks the types and shapes that the file declares.
 
     Raises:
-        OnnxInterfaceError: The inputs or outputs are not those of an encoder. The message lists them.
+        OnnxInterfaceError: The inputs or outputs do not fit an encoder. The message lists these inputs or outputs.
     """
     # Older files list their weights as inputs too.
     weights = {tensor.name for tensor in model.graph.initializer}
@@ -168,7 +171,7 @@ def precision_of(model: onnx.ModelProto) -> str:
 
 
 def count_parameters(model: onnx.ModelProto) -> int:
-    """The number of weights. Scalars do not count, because they are constants of a formula."""
+    """The number of parameters in all weights. Scalars are not counted, because they are constants of a formula."""
     return sum(math.prod(it.dims) for it in all_tensors(model) if it.dims and it.data_type in _WEIGHTS)
 
 
@@ -179,15 +182,15 @@ def description(model: onnx.ModelProto) -> str:
 
 
 def embedding_rows(model: onnx.ModelProto, input_ids: str) -> int | None:
-    """The number of rows of the token table; None if no table is found. Among several tables, the smallest counts."""
-    if model.functions:  # a function may contain the lookup
-        with contextlib.suppress(Exception):  # inlining may raise any exception; the table may then not be found
+    """The number of rows of the smallest table in which nodes look up token ids; None if no such table is found."""
+    if model.functions:  # an ONNX function may contain the lookup
+        with contextlib.suppress(Exception):  # inlining may raise any exception; the search then may find no table
             model = inliner.inline_local_functions(model)
     return min((int(dims[0]) for dims in token_tables(model, input_ids).values() if len(dims) == 2), default=None)
 
 
 def token_tables(model: onnx.ModelProto, input_ids: str) -> dict[str, Sequence[int]]:
-    """The shapes of the tables in which nodes look up token ids. The keys are the tables' names in these nodes."""
+    """The shapes of the tables in which nodes look up token ids. The keys are the tables' input names in the nodes."""
     graph = model.graph
     ids = {input_ids}
     tables: dict[str, Sequence[int]] = {tensor.name: tensor.dims for tensor in graph.initializer}
@@ -205,7 +208,7 @@ def token_tables(model: onnx.ModelProto, input_ids: str) -> dict[str, Sequence[i
 
 
 def _is_text(message: Message) -> bool:
-    """Whether all strings are valid UTF-8. For an invalid string, protobuf returns bytes."""
+    """Whether all strings of a message are valid UTF-8. protobuf returns an invalid string as bytes."""
     for field, value in message.ListFields():
         values = [value] if isinstance(value, str | bytes | Message) else value
         if field.type == FieldDescriptor.TYPE_STRING and any(isinstance(it, bytes) for it in values):
@@ -224,7 +227,7 @@ def _port(value: ValueInfoProto) -> Port:
 
 
 def _width(port: Port) -> int:
-    """The last axis of an input of vectors, float32 (batch, seq, width); 0 for any other input."""
+    """The size of the last axis if an input takes vectors, float32 (batch, seq, width); 0 for any other input."""
     axes = port.axes
     is_vectors = port.data_type == TensorProto.FLOAT and len(axes) == 3 and not any(type(it) is int for it in axes[:2])
     return axes[2] if is_vectors and isinstance(axes[2], int) else 0
@@ -249,8 +252,8 @@ def _check_names(used: dict[str, str], inputs: dict[str, Port]) -> None:
     if surplus:
         raise OnnxInterfaceError(
             f"the model has inputs that a server does not fill: {_listed(surplus)}. A server gives input_ids, "
-            "attention_mask and zeros for token_type_ids. Wrap the model in a module that takes these and computes the "
-            "other inputs, and export that module"
+            "attention_mask and zeros for token_type_ids. Wrap the model in a module that takes these inputs and "
+            "computes the other inputs, and export that module"
         )
 
 
@@ -322,7 +325,7 @@ def _pooled(outputs: str) -> str:
 
 
 def _looked_up(node: NodeProto, ids: set[str]) -> str:
-    """The name of the table that a node indexes with the token ids; empty if the node is not such a lookup."""
+    """The name of the table in which a node looks up token ids; empty if the node does not look up token ids."""
     if node.op_type == "Gather" and node.domain in DEFAULT_DOMAINS and len(node.input) == 2:
         axis = next((it.i for it in node.attribute if it.name == "axis"), 0)
         return node.input[0] if node.input[1] in ids and axis in (0, -2) else ""

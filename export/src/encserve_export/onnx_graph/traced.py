@@ -1,7 +1,7 @@
 """Exports a module with PyTorch's tracing exporter, without extra copies of the weights in memory.
 
-Without this module, the exporter would keep up to five copies of the weights, such as folded constants, a protobuf
-message and its bytes. So `trace` writes a graph that takes the weights as inputs. `take_weights` then adds the weights.
+By default, PyTorch's exporter would keep up to five copies of the weights, such as folded constants, a protobuf message
+and its bytes. So `trace` writes a graph that takes the weights as inputs. `take_weights` then adds the weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,20 +29,20 @@ def trace(
     outputs: Sequence[str],
     dynamic_axes: Mapping[str, Mapping[int, str]],
 ) -> onnx.ModelProto:
-    """Traces a module into a graph whose last inputs are the weights, under their names in the module.
+    """Traces a module into a graph. The last inputs of the graph are the weights, under their names in the module.
 
     Args:
         module: The module, in evaluation mode.
         arguments: Example arguments for a call of the module.
-        path: A temporary file, removed afterwards.
+        path: The path for a temporary file. This function removes the file.
         inputs: The names of the arguments in the graph.
         outputs: The names of the results in the graph.
         dynamic_axes: The axes without a fixed size, by the names of inputs and outputs.
     """
     with quiet():
-        # `quiet` hides warnings that this exporter is deprecated, and tracing's warnings about transformers' code.
-        # These warnings can be ignored: torch is pinned, and every graph is compared with PyTorch afterwards. The newer
-        # exporter takes six times as long, and its graphs are no faster.
+        # `quiet` hides two kinds of warnings: this exporter is deprecated, and tracing may misread transformers' code.
+        # Both can be ignored: the version of torch is pinned, and every graph is compared with PyTorch afterwards. The
+        # newer exporter takes six times as long, and its graphs are not faster.
         torch.onnx.export(
             module,
             arguments,
@@ -61,7 +61,7 @@ def trace(
 
 
 def cut(model: onnx.ModelProto, output: str) -> onnx.ModelProto:
-    """Returns a copy of a model that has only one output, and only the nodes and weights that this output needs."""
+    """Returns a copy of a model with a single output. The copy has only the nodes and weights that the output needs."""
     part = onnx.ModelProto()
     part.CopyFrom(model)
     made_by = {name: node for node in model.graph.node for name in node.output}
@@ -71,7 +71,7 @@ def cut(model: onnx.ModelProto, output: str) -> onnx.ModelProto:
         name = open_names.pop()
         if name not in needed:
             needed.add(name)
-            inner = walk([made_by[name]]) if name in made_by else ()  # a branch may use values of the outer graph
+            inner = walk([made_by[name]]) if name in made_by else ()  # a subgraph may use outer values
             open_names += (used for node in inner for used in node.input)
     for field, kept in (
         ("node", [node for node in model.graph.node if needed.intersection(node.output)]),
@@ -98,12 +98,12 @@ def lift_constants(model: onnx.ModelProto) -> None:
 
 
 def take_weights(model: onnx.ModelProto, weights: Mapping[str, Tensor], data: BinaryIO | None = None) -> None:
-    """Turns the inputs that are weights into initializers.
+    """Turns each graph input that is a weight into an initializer.
 
     Args:
         model: The result of `trace`; changed in place.
-        weights: The weights by the names of the inputs.
-        data: The file for weights of 1,024 bytes and more. Without a file, all weights go into the model.
+        weights: The weights, by their input names.
+        data: The file for weights of 1,024 bytes or more. If it is None, all weights go into the model.
     """
     graph = model.graph
     for name in [value.name for value in graph.input if value.name in weights]:
@@ -122,14 +122,14 @@ def take_weights(model: onnx.ModelProto, weights: Mapping[str, Tensor], data: Bi
 def fold_weights(model: onnx.ModelProto, module: nn.Module) -> dict[str, Tensor]:
     """Computes values that depend only on weights: transposed matrices, and table rows at a constant index.
 
-    Layers that share a matrix, as in ALBERT, share its transpose too.
+    In some models, such as ALBERT, layers share a matrix. Then these layers share the transposed matrix too.
 
     Args:
         model: The result of `trace`; changed in place.
         module: The traced module.
 
     Returns:
-        The weights by the names of the graph's inputs after the change.
+        The weights, by their input names in the changed graph.
     """
     graph = model.graph
     weights: dict[str, Tensor] = dict(module.state_dict(keep_vars=True))
@@ -147,7 +147,7 @@ def fold_weights(model: onnx.ModelProto, module: nn.Module) -> dict[str, Tensor]
             continue
         if node.op_type == "Constant":
             indices[node.output[0]] = node.attribute[0].t
-        elif source is not None and node.op_type == "Identity":  # the exporter stores equal weights once
+        elif source is not None and node.op_type == "Identity":  # PyTorch's exporter writes Identity for equal weights
             weights[node.output[0]] = source
         nodes.append(node)
     del graph.node[:]
@@ -165,7 +165,7 @@ def fold_weights(model: onnx.ModelProto, module: nn.Module) -> dict[str, Tensor]
 
 
 def _fold(node: onnx.NodeProto, weight: Tensor, indices: Mapping[str, onnx.TensorProto]) -> tuple[str, Tensor] | None:
-    """The name of a node's operation and its value for this weight; None if the server must compute the value."""
+    """The name of a node's operation and its result for this weight; None if the node must stay in the graph."""
     if node.op_type == "Transpose" and list(node.attribute[0].ints) == [1, 0]:
         return "transpose", weight.T
     if node.op_type == "Gather" and node.input[1] in indices and not any(it.i for it in node.attribute):

@@ -1,4 +1,4 @@
-"""Exports a user's PyTorch module, and compares the graph's outputs with the module's."""
+"""Exports a user's PyTorch module, and compares the graph's outputs with the module's outputs."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ from encserve_export.source.tokenizer import TokenizerFile
 
 
 class _Rows(nn.Module):
-    """Calls the user's module with a bool mask, True for a token."""
+    """Calls the user's module with a bool mask: True for a token, False for padding."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -54,31 +54,33 @@ def export_module(
 ) -> Exported:
     """Export any PyTorch module that returns the hidden states of a padded batch.
 
-    PyTorch writes the module as ONNX, and the graph's outputs are compared with the module's. The bundle does not
-    support inspection, because only the last hidden states are known.
+    PyTorch writes the module as ONNX. Then the graph's outputs are compared with the module's outputs. The bundle does
+    not support inspection of attention weights and inner hidden states, because the module returns only the last hidden
+    states.
 
     Args:
         module: The module, on the CPU. It takes token ids, int64 (batch, seq), or vectors, float32 (batch, seq,
             d_model), and a mask, bool (batch, seq), True for a token. It returns the last hidden states, float32
-            (batch, seq, d_model). It runs in eval mode. Its previous mode is restored afterwards.
+            (batch, seq, d_model). The module runs in eval mode, and its previous mode is restored afterwards.
         target: The destination of the bundle.
         configuration: JSON with the settings that `state_dict()` does not show, such as {"activation": "gelu",
-            "norm_first": true}. They are part of the space_id, which identifies the model's vector space.
+            "norm_first": true}. The settings are part of the space_id, which identifies the model's vector space.
         input: The module's input, "token_ids" or "embeddings".
-        vocab_size: The number of token ids; default: the tokenizer's. Not for embeddings.
-        d_model: The width of the input vectors and of the hidden states. For embeddings only.
+        vocab_size: The number of token ids. The default is the tokenizer's number of ids. Leave it out for embeddings.
+        d_model: The width of the input vectors and of the hidden states. Only for embeddings.
         max_sequence_tokens: The longest sequence to serve, in tokens.
         pad_token_id: The token id that pads a batch.
-        tokenizer: The tokenizer; without it the model takes token ids only.
-        pooling: The pooling that the model was trained with, one of `POOLINGS`; None if callers choose.
+        tokenizer: The tokenizer. If it is None, the model takes token ids only.
+        pooling: The pooling that the model was trained with, one of `POOLINGS`. If it is None, each caller of the
+            server chooses a pooling.
         l2_normalize: Whether pooled vectors are scaled to length 1.
         precision: The precision of the bundle.
         progress: Called with a line of text before each step.
 
     Raises:
-        UnsupportedModelError: The module does not run, its output has another type or shape, or PyTorch cannot export
-            it. The message has PyTorch's reason, such as control flow that depends on the numbers in a tensor.
-        ParityError: The graph's outputs differ too much from the module's, or padding changes the module's outputs.
+        UnsupportedModelError: The module does not run, its output has a wrong type or shape, or PyTorch cannot export
+            the module. The message gives the reason, such as control flow that depends on the numbers in a tensor.
+        ParityError: The graph's outputs differ too much from the module's outputs, or padding changes the outputs.
         ExportError: The export failed for another reason. The subclass shows the cause. No files are left.
     """
     _check_configuration(configuration)
@@ -130,8 +132,8 @@ def _check_configuration(configuration: Mapping[str, Any]) -> None:
 
 
 def _digest(module: nn.Module, configuration: Mapping[str, Any]) -> str:
-    # `tensors` must not outlive this function. The export converts the module's weights to float64 for a while, and
-    # `tensors` would keep the float32 weights in memory too.
+    # `tensors` must not be kept after this function. Later, the export converts the module's weights to float64 for a
+    # while. If `tensors` were kept, the float32 weights would stay in memory too.
     tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     return digest_model(tensors, configuration)
 
@@ -139,7 +141,7 @@ def _digest(module: nn.Module, configuration: Mapping[str, Any]) -> str:
 def _vocab_size(
     model_input: Input, vocab_size: int | None, d_model: int | None, tokenizer: TokenizerFile | None
 ) -> int:
-    """The number of token ids: the option, or the tokenizer's; 0 if the module takes vectors."""
+    """Return the number of token ids, from `vocab_size` or else from the tokenizer; 0 if the module takes vectors."""
     if model_input not in get_args(Input):
         raise ConfigError(f"input must be one of {', '.join(get_args(Input))}; was {model_input!r}")
     if model_input == "embeddings":
@@ -147,7 +149,7 @@ def _vocab_size(
             raise ConfigError(f"d_model must be given if the input is embeddings, and be at least 1; was {d_model}")
         return vocab_size or 0
     if d_model is not None:
-        raise ConfigError("d_model applies to the input embeddings only; leave it out for token_ids")
+        raise ConfigError('d_model is only for the input "embeddings"; leave it out for "token_ids"')
     if vocab_size is None:
         if tokenizer is None:
             raise VocabularyError("the number of token ids is not known: give vocab_size or a tokenizer")
@@ -171,26 +173,26 @@ def _check_module(reference: Reference) -> None:
             f"{shape}: {first_line(error)}"
         ) from error
     if not isinstance(rows, Tensor):
-        raise UnsupportedModelError(f"{description} must return one tensor of rows; was {type(rows).__name__}")
+        raise UnsupportedModelError(f"{description} must return one tensor of hidden states; was {type(rows).__name__}")
     if rows.dtype != torch.float32 or rows.dim() != 3 or tuple(rows.shape[:2]) != shape:
         advice = ""
         if rows.dim() == 2 and len(rows) == shape[0]:
-            advice = ". If it pools, return the rows before pooling, and give the pooling with pooling= or --pooling"
+            advice = ". If it pools, return the hidden states before pooling, and give pooling= or --pooling"
         raise UnsupportedModelError(
-            f"{description} must return rows, float32 ({shape[0]}, {shape[1]}, d_model) for a mask of shape {shape}; "
-            f"was {str(rows.dtype).removeprefix('torch.')} {tuple(rows.shape)}{advice}"
+            f"{description} must return hidden states, float32 ({shape[0]}, {shape[1]}, d_model) for a mask of shape "
+            f"{shape}; was {str(rows.dtype).removeprefix('torch.')} {tuple(rows.shape)}{advice}"
         )
     if reference.width not in (0, rows.shape[2]):
         raise UnsupportedModelError(
             f"{description} returns hidden states of {rows.shape[2]} numbers; d_model is {reference.width}"
         )
     if not bool(torch.isfinite(rows[mask == 1]).all()):
-        raise UnsupportedModelError(f"{description} gives rows that are not finite")
+        raise UnsupportedModelError(f"{description} returns hidden states that are not finite")
 
 
 @contextlib.contextmanager
 def _in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Put a module into eval mode. Afterwards, restore the mode of each submodule."""
+    """Put a module into eval mode for a `with` block. Afterwards, restore the mode of each submodule."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

@@ -45,9 +45,9 @@ class OnnxOptions:
         names: The names of the file's inputs and outputs.
         max_sequence_tokens: The longest sequence to serve, in tokens.
         pad_token_id: The token id that pads a batch.
-        vocab_size: The number of token ids. None takes the number from the embedding table, or else from the tokenizer.
+        vocab_size: The number of token ids. If it is None, the embedding table gives the number, or else the tokenizer.
         vector: How the vectors of a text are computed from its hidden states.
-        tokenizer: The tokenizer; without one the model takes token ids only.
+        tokenizer: The tokenizer. If it is None, the model takes token ids only.
         precision: The precision of the bundle; None for the precision of the file.
     """
 
@@ -72,22 +72,22 @@ def export_onnx(
 ) -> Exported:
     """Export an encoder from an ONNX file.
 
-    The encoder maps ids and mask, int64 (batch, seq), to hidden states, float32 (batch, seq, d_model). It may take
-    vectors, float32 (batch, seq, width), instead of ids.
+    The encoder maps ids and mask, int64 (batch, seq), to hidden states, float32 (batch, seq, d_model). An encoder may
+    take vectors, float32 (batch, seq, width), instead of ids.
 
     Args:
         path: The file. Weights in other files must lie in its folder.
         target: The destination of the bundle.
         options: The facts that the file does not contain.
-        source: The origin of the model, for the manifest; None for this file. A missing hash or digest of the weights
-            is computed from the file.
+        source: The origin of the model, for the manifest. None if the file itself is the origin. If the source has no
+            hash of the weights or no digest of the model, this function computes it from the file.
         reference: The PyTorch model that the file is compared with, or None.
-        expect: A .npz or .safetensors file with outputs that the bundle must reproduce; see `check.expected`. It is
-            ignored if `source` is given, because a source has its own expected outputs.
+        expect: A .npz or .safetensors file with outputs that the bundle must reproduce; see `check.expected`. `expect`
+            is ignored if `source` is given, because a source has its own expected outputs.
         progress: Called with a line of text before each step.
 
     Raises:
-        ExportError: The export failed, and left no files. The subclass shows the cause.
+        ExportError: The export failed. No files are left. The subclass shows the cause.
     """
     options = options or OnnxOptions()
     expected = None if expect is None else read_expected(expect)
@@ -115,7 +115,7 @@ def export_onnx(
         model = onnx.load(files[0], load_external_data=False)  # the same model without its weights
         check_file(files[0])
         graph = _describe(model, interface, width)
-        if reference is None:  # with a reference, two models would be in memory at once
+        if reference is None:  # otherwise the PyTorch model runs first, to save memory
             encoder = OnnxEncoder(files[0], graph)
         # The options are checked after the file, because no option can repair a faulty file.
         vocab_size = (options.vocab_size or 0) if width else _vocab_size(options, rows)
@@ -148,8 +148,8 @@ def export_onnx(
             if graph.precision != precision:
                 raise UnsupportedModelError(f"nothing in this graph could be rounded to {precision}; export in float32")
             encoder = OnnxEncoder(files[0], graph)
-        takes = f"it takes vectors of {width} numbers" if width else f"there are {vocab_size} token ids"
-        progress(f"the rows are its output {interface.output}; {takes}")
+        takes = f"the model takes vectors of {width} numbers" if width else f"there are {vocab_size} token ids"
+        progress(f"the hidden states are the output {interface.output}; {takes}")
         progress(f"running the model with sequences of 1 to {longest} tokens")
         check_range(
             encoder,
@@ -209,11 +209,11 @@ def _vocab_size(options: OnnxOptions, rows: int | None) -> int:
 
 def _padding_advice(precision: str) -> str:
     advice = (
-        "it ignores its attention mask or a part of the mask, or was exported for training (without model.eval()), so "
-        "a batch would change its rows"
+        "it ignores its attention mask or a part of the mask, or was exported for training (without model.eval()). "
+        "Then the hidden states of a sequence depend on the other sequences in the batch"
     )
     if precision != "float32":
-        advice = f"{advice}; or it computes in {precision}, whose rounding differs with the batch: export it in float32"
+        advice = f"{advice}. Or it computes in {precision}, and rounding differs between batches: export it in float32"
     return advice
 
 

@@ -1,4 +1,4 @@
-"""Downloads a checkpoint from the Hugging Face hub, at one commit."""
+"""Downloads a checkpoint from the Hugging Face hub. All files are from the same commit."""
 
 import dataclasses
 import glob
@@ -41,7 +41,7 @@ class Snapshot:
     Attributes:
         directory: The folder of the checkpoint in huggingface_hub's cache.
         repository: OWNER/NAME on the hub.
-        revision: The hash of the commit, in hex.
+        revision: The hash of the downloaded commit, in hex.
     """
 
     directory: Path
@@ -98,7 +98,7 @@ def _download(repository: str, revision: str | None, *, with_onnx: bool) -> Snap
     fetched = [""]
     while new := [folder for folder in _module_folders(path) if folder not in fetched]:
         for folder in new:
-            _fetch(repository, commit, folder, _FILES)  # may contain a router_config.json
+            _fetch(repository, commit, folder, _FILES)  # the folder may have a router_config.json
         fetched += new
     for folder in fetched:
         if not any((path / folder).glob("*.safetensors")):
@@ -111,7 +111,7 @@ def _download(repository: str, revision: str | None, *, with_onnx: bool) -> Snap
 def _fetch(repository: str, revision: str | None, folder: str, patterns: Iterable[str]) -> Path:
     """Download the files of a folder, without its subfolders.
 
-    A "*" in a pattern also matches "/". So the subfolders are excluded by another pattern.
+    A "*" in a pattern also matches "/". So `ignore_patterns` excludes the subfolders.
     """
     prefix = f"{glob.escape(folder)}/" if folder else ""
     return Path(

@@ -12,8 +12,8 @@ import grpc
 
 from encserve_server.calls import OPEN_REQUEST_BYTES, Access, Call, Calls, Method
 from encserve_server.error_table import REASONS, STATUSES, Failure, Status
-from encserve_server.errors import DeadlineExpired, Naming, PlainNaming, RequestTooLarge
-from encserve_server.rpc.receiving import Receiving, current_task
+from encserve_server.errors import DeadlineExpired, MalformedRequest, Naming, PlainNaming, RequestTooLarge
+from encserve_server.ledger import Arrival, Places, Watches, current_task
 from encserve_server.rpc.sending import Sending, close_connections, seconds_to_read
 from encserve_server.rpc.status import code_label, code_of, trailers_of
 from encserve_server.telemetry.metrics import Metrics
@@ -31,17 +31,20 @@ _STATUS_ATTRIBUTE = "rpc.response.status_code"
 _CERTIFICATE_NAMES = ("peer_uri", "peer_dns")
 # gRPC copies a reply before it sends it.
 _REPLY_COPIES = 2
+# A caller that has gone ends its requests first; so much later gRPC has cancelled its call.
+_GONE_SECONDS = 0.05
 _CHECK = Method("", PlainNaming(), None, answers_while_draining=True, access=Access.OPEN)
 
 
 class RpcGuard:
     """Receives the requests of RPCs, answers them or turns their errors into statuses, and counts them."""
 
-    def __init__(self, calls: Calls, metrics: Metrics, receiving: Receiving, sending: Sending) -> None:
-        """Takes the calls of all protocols, and what bounds requests and replies on their way."""
+    def __init__(self, calls: Calls, metrics: Metrics, places: Places, sending: Sending) -> None:
+        """Keep the calls of all protocols, the places of slow requests, and the bound of replies on their way."""
         self._calls = calls
         self._metrics = metrics
-        self._receiving = receiving
+        self._places = places
+        self._watches = Watches()
         self._sending = sending
 
     def method(
@@ -119,8 +122,8 @@ class RpcGuard:
         """The handler of an RPC with many requests, which writes its answers."""
 
         async def write(_: Requests, call: Call, context: Context) -> None:
-            with self._receiving.stream():
-                await answer(Stream(context, self._receiving, call), call)
+            with self._places.stream(call.account) as place:
+                await answer(Stream(context, self._places, place, call), call)
 
         return self._writing(method, write)
 
@@ -129,7 +132,7 @@ class RpcGuard:
         method = Method(name, PlainNaming(), None, answers_while_draining=True, access=Access.LISTING)
 
         async def write(requests: Requests, call: Call, context: Context) -> None:
-            with self._receiving.stream(is_open=True):
+            with self._places.stream(call.account, is_open=True):
                 await answer(_small(requests, call), context)
 
         return self._writing(method, write)
@@ -138,15 +141,24 @@ class RpcGuard:
         """The handler of an RPC with one request that is counted and traced nowhere, as health checks are."""
 
         async def handle(_: Requests, context: Context) -> Any:
-            call = self._calls.begin(_CHECK)
+            call = self._calls.begin(_CHECK, peer=_Peer(context))
             data = b""
             with call, _caller_gone():
-                data = await answer(await self._read(_CHECK, context), context)
+                data = await answer(await self._read(_CHECK, call, context), context)
             if call.failure is not None:
                 await _abort(context, call.failure)
             return data
 
         return handle
+
+    def watch(self, answer: Callable[[bytes, Context], Awaitable[None]]) -> Handler:
+        """As `check`, for an RPC that stays open to tell of changes. The ledger bounds the number of watches."""
+
+        async def watch(data: bytes, context: Context) -> None:
+            with self._watches.hold(f"address {_Peer(context).address().rpartition(':')[0]}"):
+                await answer(data, context)
+
+        return self.check(watch)
 
     def _writing(self, method: Method, answer: WritingMethod) -> Handler:
         async def handle(requests: Requests, context: Context) -> None:
@@ -177,13 +189,24 @@ class RpcGuard:
 
     async def _receive(self, method: Method, call: Call, context: Context) -> bytes:
         """The one request of a call, whose bytes the call holds."""
-        data = await self._read(method, context)
+        data = await self._read(method, call, context)
         call.hold(len(data))
         return data
 
-    async def _read(self, method: Method, context: Context) -> bytes:
+    async def _read(self, method: Method, call: Call, context: Context) -> bytes:
+        """Read the one request of a call.
+
+        Raises:
+            BudgetFull: The request is slow, and there is no place for it.
+            DeadlineExpired: The request does not arrive.
+            MalformedRequest: The call has no request.
+        """
         is_open = method.access.is_open
-        data = await self._receiving.read(context, is_open=is_open)
+        with self._places.arriving(call.account, is_open=is_open):
+            data = await context.read()
+        if not isinstance(data, bytes):
+            await asyncio.sleep(_GONE_SECONDS)
+            raise MalformedRequest("", "the call ended without a request")
         if is_open:
             _check_small(data)
         return data
@@ -244,12 +267,12 @@ class _RequestObserver(_RpcObserver):
 class Stream:
     """The requests and answers of one stream."""
 
-    def __init__(self, context: Context, receiving: Receiving, call: Call) -> None:
-        """Takes gRPC's context, and the stream's call; to be called in the task of the stream."""
+    def __init__(self, context: Context, places: Places, place: Arrival, call: Call) -> None:
+        """Keep gRPC's context, the stream's place and the stream's call."""
         self._context = context
         self._call = call
-        self._receiving = receiving
-        self._task = current_task()
+        self._places = places
+        self._place = place
         self._unanswered = 0
 
     async def read(self) -> object:
@@ -262,14 +285,14 @@ class Stream:
         if isinstance(data, bytes):
             self._call.recheck()
         self._unanswered += 1
-        self._receiving.progress(self._task, is_idle=False)
+        self._places.progress(self._place, is_idle=False)
         return data
 
     async def write(self, data: bytes) -> None:
         """Writes an answer; see `write_in_time`."""
         await write_in_time(self._context, data)
         self._unanswered -= 1
-        self._receiving.progress(self._task, is_idle=not self._unanswered)
+        self._places.progress(self._place, is_idle=not self._unanswered)
 
 
 async def write_in_time(context: Context, data: bytes) -> None:

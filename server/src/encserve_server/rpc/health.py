@@ -46,7 +46,7 @@ class HealthService:
 
     def handlers(self, guard: RpcGuard) -> dict[str, Handler]:
         """The methods by their names."""
-        return {"Check": guard.check(self.check), "Watch": guard.check(self.watch)}
+        return {"Check": guard.check(self.check), "Watch": guard.watch(self.watch)}
 
     def set_status(self, serving: Mapping[str, bool]) -> None:
         """Sets names to SERVING or NOT_SERVING; watchers are woken only by a change."""

@@ -27,7 +27,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
-    """The sizes and settings of an `Encoder`, checked when built.
+    """The sizes and settings of an `Encoder`. A new configuration is checked at once.
 
     If a new checkpoint layout needs a setting, add a field. The field's default must not change the outputs of earlier
     layouts.
@@ -35,13 +35,14 @@ class EncoderConfig:
     Attributes:
         vocab_size: Number of token ids; 0 if the input is embeddings.
         d_model: Width of a token's hidden state.
-        n_heads: Attention heads per block; divides `d_model`.
-        d_ff: Inner width of the feed-forward layers; 0 for blocks of attention alone.
+        n_heads: Number of attention heads per block. It must divide `d_model`.
+        d_ff: Inner width of the feed-forward layers; 0 for blocks without feed-forward layers.
         n_layers: Number of blocks.
         max_sequence_tokens: Length of the longest sequence, in tokens.
-        input: "token_ids", or "embeddings": one vector per token, used unchanged in place of the token embedding.
+        input: "token_ids" or "embeddings". "embeddings" means one vector per token. The encoder uses this vector
+            unchanged in place of the token embedding.
         activation: The function between the two feed-forward layers. "gelu" is the exact x·Φ(x) of Hendrycks & Gimpel
-            2016, "gelu_tanh" its approximation x/2·(1 + tanh(√(2/π)·(x + 0.044715·x³))), "silu" x·σ(x).
+            2016. "gelu_tanh" is the approximation x/2·(1 + tanh(√(2/π)·(x + 0.044715·x³))). "silu" is x·σ(x).
         attention_bias: Whether the four projections of attention add a bias.
         merge_heads: How the heads' results, (heads, seq, d_k), become one matrix, (seq, d_model). "transpose"
             concatenates the heads of each token, as in Vaswani et al. 2017. "reshape" reshapes without a transpose, so
@@ -50,11 +51,11 @@ class EncoderConfig:
         norm: "post" is LayerNorm(x + f(x)), as in Vaswani et al. 2017; "pre" is x + f(LayerNorm(x)); "none" has no
             LayerNorm.
         final_norm: Whether a LayerNorm follows the last block; usual with "pre".
-        position: The position table: "sinusoidal", "learned" for a table among the weights, or "none".
+        position: The position table: "sinusoidal", "learned" for a table that is part of the weights, or "none".
         scale_embedding: Whether token embeddings are multiplied by √d_model, as in Vaswani et al. 2017.
         layer_norm_eps: The number added to the variance in every LayerNorm.
         pad_token_id: The id that pads a batch. It does not affect the hidden states of real tokens.
-        position_offset: The row of the position table for the first token; `pad_token_id + 1` in RoBERTa.
+        position_offset: The row of the position table that the first token uses; `pad_token_id + 1` in RoBERTa.
     """
 
     vocab_size: int
@@ -77,7 +78,7 @@ class EncoderConfig:
     position_offset: int = 0
 
     def __post_init__(self) -> None:
-        """Check each field, then the fields against each other."""
+        """Check each field, and then check that the fields fit together."""
         self._check_fields()
         self._check_together()
 
@@ -96,7 +97,7 @@ class EncoderConfig:
         """Build a configuration from JSON-like data.
 
         Args:
-            fields: Values by field name. A missing field has its default.
+            fields: Values by field name. A missing field gets its default.
 
         Raises:
             ConfigError: A name is unknown, `vocab_size` is missing, or a value is out of range.
@@ -135,7 +136,7 @@ class EncoderConfig:
                 if getattr(self, name):
                     raise ConfigError(f"{name} must be 0 if the input is embeddings; was {getattr(self, name)}")
             if self.scale_embedding:
-                raise ConfigError("scale_embedding must be false if the input is embeddings, which are used unchanged")
+                raise ConfigError("scale_embedding must be false if the input is embeddings: they are used unchanged")
         elif self.vocab_size < 1:
             raise ConfigError(f"vocab_size must be at least 1; was {self.vocab_size}")
         elif self.pad_token_id >= self.vocab_size:

@@ -1,15 +1,15 @@
-"""Layout with one `nn.Linear` for Q, K and V, ordered by head: `layers.0.attention.qkv_layer.weight`.
+"""Layout with one `nn.Linear` for Q, K and V, such as `layers.0.attention.qkv_layer.weight`.
 
-The code of these checkpoints merges the heads by a reshape from (batch, heads, seq, d_k) to (batch, seq, d_model). It
-lacks the usual transpose, so `merge_heads` is "reshape" by default. A model that was trained with the transpose needs
-`"merge_heads": "transpose"` in --config.
+The rows of this weight are ordered by head. The model code of these checkpoints merges the heads by a reshape from
+(batch, heads, seq, d_k) to (batch, seq, d_model), without the usual transpose. So `merge_heads` is "reshape" by
+default. A model that was trained with the transpose needs `"merge_heads": "transpose"` in --config.
 """
 
 from encserve_export.models.own.layouts.stack import Part, StackLayout, linear
 
 LAYOUT = StackLayout(
     name="fused-qkv",
-    summary="one qkv_layer whose rows run head by head",
+    summary="one qkv_layer with rows ordered by head",
     block="layers.{layer}.",
     parts={
         "attention.qkv": linear("attention.qkv_layer"),

@@ -1,4 +1,4 @@
-"""Layout with one `nn.Linear` each for Q, K, V and the output: `layers.0.attention.W_Q.weight`."""
+"""Layout with a separate `nn.Linear` for each of Q, K, V and the output, such as `layers.0.attention.W_Q.weight`."""
 
 from encserve_export.models.own.layouts.stack import StackLayout, linear
 

@@ -1,0 +1,159 @@
+"""Laws of the ledger: pools keep their limit, and a caller that holds nothing finds room."""
+
+import asyncio
+
+import pytest
+from fake_clock import FakeClock
+from hypothesis import given
+from hypothesis import strategies as st
+
+from encserve_server import ledger
+from encserve_server.errors import BudgetFull, DeadlineExpired, EncserveError
+from encserve_server.ledger import ByteBudget, Places, Pool, Watches
+
+CALLERS = st.sampled_from(["a", "b", "c"])
+
+
+@given(st.integers(8, 10_000), st.lists(st.tuples(CALLERS, st.integers(1, 5_000)), max_size=60))
+def test_a_pool_keeps_its_limit_and_room_for_others(limit: int, claims: list[tuple[str, int]]) -> None:
+    """After any claims of three callers, another caller still finds room for a small claim."""
+    pool = Pool(limit * 1000)
+    for account, size in claims:
+        if pool.has_room(account, size * 1000):
+            pool.add(account, size * 1000)
+    assert pool.held <= pool.limit
+    assert pool.held == sum(pool.held_by(it) for it in "abc")
+    assert pool.has_room("newcomer", pool.limit // 1000)
+
+
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=20))
+def test_bytes_given_back_are_free_again(sizes: list[int]) -> None:
+    budget, taken = ByteBudget(1000), []
+    for size in sizes:
+        try:
+            budget.take("a", size)
+        except BudgetFull:
+            continue
+        taken.append(size)
+    for size in taken:
+        budget.add("a", -size)
+    assert (budget.held, budget.held_by("a")) == (0, 0)
+
+
+def test_large_calls_of_one_caller_leave_a_quarter_for_small_calls() -> None:
+    budget = ByteBudget(100 * 2**20)
+    for _ in range(75):
+        budget.take("a", 2**20)
+    with pytest.raises(BudgetFull):
+        budget.take("a", 2**20)
+    budget.take("a", 1000)
+    budget.take("b", 10 * 2**20)
+
+
+def test_a_call_that_is_alone_always_has_room() -> None:
+    budget = ByteBudget(1000)
+    budget.take("a", 5000)
+    budget.take("a", 5000, own=5000)
+    with pytest.raises(BudgetFull, match="10000 of at most 1000 bytes"):
+        budget.take("b", 1)
+
+
+class Held:
+    """Tasks that hold places until they are cancelled."""
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+        self.ended: dict[str, EncserveError | None] = {}
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, name: str, account: str, *, is_open: bool = False, is_stream: bool = True) -> None:
+        async def hold() -> None:
+            enter = self.places.stream if is_stream else self.places.arriving
+            try:
+                with enter(account, is_open=is_open):
+                    await asyncio.Event().wait()
+            except EncserveError as error:
+                self.ended[name] = error
+
+        self.tasks.append(asyncio.create_task(hold()))
+        await asyncio.sleep(0)
+
+    async def stop(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+def places_of(clock: FakeClock, monkeypatch: pytest.MonkeyPatch, count: int) -> Places:
+    monkeypatch.setattr(ledger, "_LEAST_PLACES", count)
+    return Places(ByteBudget(2**30), clock, asyncio.Event(), 2**29)
+
+
+async def test_streams_of_one_caller_leave_places_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = places_of(FakeClock(), monkeypatch, 16)
+    held = Held(places)
+    for i in range(20):
+        await held.start(f"a{i}", "a")
+    assert list(held.ended) == [f"a{i}" for i in range(14, 20)]  # 14 of 16 places
+    await held.start("b", "b")
+    assert "b" not in held.ended
+    await held.stop()
+    assert (places.pool.held, places._budget.held) == (0, 0)
+
+
+async def test_the_longest_idle_stream_of_a_larger_holder_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    places = places_of(clock, monkeypatch, 8)
+    held = Held(places)
+    for name in ("b0", "a0", "a1", "a2", "c0", "c1", "c2", "c3"):
+        await held.start(name, name[0])
+    clock.advance(29.0)
+    await held.start("b1", "b")
+    await asyncio.sleep(0)
+    assert list(held.ended) == ["b1"]  # every stream has made progress in the last 30 s
+    clock.advance(2.0)
+    await held.start("b2", "b")
+    await asyncio.sleep(0)
+    assert list(held.ended) == ["b1", "b0"], "the longest idle stream is the caller's own"
+    await held.start("d0", "d")
+    await asyncio.sleep(0)
+    assert list(held.ended)[2:] == ["a0"]
+    await held.stop()
+
+
+async def test_a_slow_request_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    places = places_of(clock, monkeypatch, 8)
+    held = Held(places)
+    await held.start("slow", "a", is_stream=False)
+    for _ in range(4):
+        places._look()
+    assert places.pool.held_by("a") == 1
+    clock.advance(31.0)
+    places._look()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert isinstance(held.ended["slow"], DeadlineExpired)
+    assert places.pool.held == 0
+
+
+async def test_a_newer_watch_takes_the_room_of_the_callers_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "MAX_WATCHES", 8)
+    watches, ended = Watches(), []
+
+    async def watch(name: str) -> None:
+        try:
+            with watches.hold(name[0]):
+                await asyncio.Event().wait()
+        except BudgetFull:
+            ended.append(name)
+
+    tasks = []
+    for name in ("a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7", "b0", "a8"):
+        tasks.append(asyncio.create_task(watch(name)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert ended == ["a0", "a1"]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
