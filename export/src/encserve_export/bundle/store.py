@@ -33,7 +33,7 @@ def check_name(field: str, name: str) -> None:
 
 
 def name_from(directory: Path) -> str:
-    """Make a model name from a directory's name. Adjacent characters that a model name cannot have become one "-".
+    """Make a model name from a directory's name. One "-" replaces each run of characters that are not allowed.
 
     Raises:
         BundleNameError: The directory's name has no letter and no digit.

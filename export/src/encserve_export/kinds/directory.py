@@ -69,7 +69,7 @@ def kind_of(directory: Path, *, ignore_head: bool = False) -> Kind:
     if named not in (None, "CrossEncoder", *_KINDS):
         raise UnsupportedModelError(
             f"{directory / SETTINGS}: model_type must be one of {', '.join(_KINDS)}; was {named!r}. A newer version of "
-            "sentence-transformers may have written it"
+            "sentence-transformers may have written this value"
         )
     adapter = transformer_folder(directory) / "adapter_config.json"
     if adapter.is_file():
@@ -228,7 +228,7 @@ def _check_activation(path: Path, default: str | None) -> None:
 def _model_arguments(directory: Path) -> dict[str, Any]:
     """Return the arguments for loading the encoder.
 
-    A configured implementation of attention may need a GPU. It is replaced by "eager", which runs everywhere.
+    A configured implementation of attention may need a GPU. It is replaced by "eager", which needs no GPU.
     """
     encoder = transformer_folder(directory)
     config = _read_if_there(encoder / "config.json")

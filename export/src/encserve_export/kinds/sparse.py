@@ -2,8 +2,8 @@
 
 sentence-transformers loads the model, and adds settings that are missing in older formats.
 
-A Router is a module that sends queries and documents to different modules. For one of the two, the module may be a
-table of static weights, with one weight per token and without an encoder.
+A Router is a module that sends queries and documents to different modules. For queries or for documents, it may use a
+table of static weights instead of an encoder. The table has one weight per token.
 """
 
 import copy
@@ -105,7 +105,9 @@ def read_sparse(directory: Path) -> ModelSpec:
 
 
 def _facts(directory: Path, pooling: Any, static: Sequence[StaticWeights]) -> tuple[ModuleFacts, ...]:
-    """Return the settings of the pooling and the tensors of static weights. The space_id depends on both.
+    """Return the settings of the pooling and the tensors of static weights.
+
+    The space_id, the id of the model's vector space, depends on both.
 
     The tensors of the head are not in the result, because they are in the encoder's file. The space_id depends on all
     tensors of that file.

@@ -3,8 +3,9 @@
 The module is for inference, so it has no dropout. The module computes in the dtype of its weights, which is float32 in
 a bundle.
 
-A batch is padded on the right. Only attention computes on the padded batch. All other layers compute on a matrix that
-has one row per real token, so padding costs no time in these layers. ModernBERT (Warner et al. 2024) does the same.
+A batch is padded on the right. Only the embeddings and attention are computed for the padded batch. All other layers
+compute on a matrix with one row per real token, so padding costs no time in these layers. ModernBERT (Warner et al.
+2024) does the same.
 
 The names of dimensions in shapes:
 
