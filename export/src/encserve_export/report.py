@@ -11,8 +11,8 @@ from encserve_export.kinds.spec import TASKS
 from encserve_proto.bundle.v1 import manifest_pb2
 
 _POOLING_UNKNOWN = (
-    "not given by the checkpoint, so each call must name a pooling. sentence-transformers would use mean, or last_token "
-    "for a ...ForCausalLM. --pooling sets the pooling"
+    "not given by the checkpoint, so each call must name a pooling. sentence-transformers would use mean, or "
+    "last_token for a ...ForCausalLM. --pooling sets the pooling"
 )
 _NOT_COMPARED_ROWS = (
     "no rows given: the configuration (norm, activation, positions, ...) was not compared with your module. --expect "
