@@ -200,7 +200,7 @@ def facts(exported: Any) -> dict[str, str]:
 def test_the_report_says_what_is_made(splade: Path, static: Path, bge_m3: Path, tmp_path: Path) -> None:
     said = facts(export(bge_m3, tmp_path / "m3"))
     assert said["pooling"] == f"cls, scaled to length 1, {D_MODEL} dimensions"
-    assert said["vectors"] == f"one of {D_MODEL} dimensions per token, compared by meanmaxsim"
+    assert said["vectors"] == f"one vector of {D_MODEL} dimensions per token, compared by meanmaxsim"
     assert said["weights"] == "over 1000 words, each token gives a weight to its own id"
     assert said["document"] == "at most 640 tokens"
     said = facts(export(splade, tmp_path / "splade"))

@@ -44,7 +44,7 @@ _DOMAIN = "com.microsoft"
 # The exponent α of SmoothQuant. A larger α shrinks large columns of x more, and enlarges their weights more. The paper
 # uses 0.5 in section 4.1.
 _SMOOTHING = 0.5
-# The formula of the smoothing uses this size for columns of x or W with a smaller size, so that no factor is 0.
+# The smoothing formula replaces smaller sizes of columns of x or W by this size, so that no factor is 0.
 _EMPTY_COLUMN = 1e-5
 # The least scale of a row. A row of zeros would otherwise be divided by 0.
 _LEAST_STEP = 1e-30
