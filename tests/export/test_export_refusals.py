@@ -24,7 +24,7 @@ from encserve_export.core.errors import ExportError
 
 NAMED = {architecture.name: architecture for architecture in ARCHITECTURES}
 AGAIN = r"download or save it again \(in a git clone: git lfs pull\)"
-TOGETHER = r"config\.json and the weights must be of one model: download or save them again, together"
+TOGETHER = r"config\.json and the weights must belong to one model: download or save them again, together"
 NOT_THIS = rf"(is config\.json of this checkpoint\?|{TOGETHER})"
 
 Change = Callable[[Path], None]

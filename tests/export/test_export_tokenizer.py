@@ -378,7 +378,7 @@ def test_a_misread_configuration_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 def test_ids_only_beside_a_tokenizer_is_refused(tmp_path: Path) -> None:
     directory = write_directory(tmp_path / "directory", "no settings")
-    with pytest.raises(ConfigError, match="--ids-only is for a directory without a tokenizer, and .* has one"):
+    with pytest.raises(ConfigError, match="--ids-only is for a directory without a tokenizer, but .* has a tokenizer"):
         export(directory, ids_only=True)
 
 
