@@ -25,7 +25,7 @@ from encserve_export.core.errors import ExportError
 NAMED = {architecture.name: architecture for architecture in ARCHITECTURES}
 AGAIN = r"download or save it again \(in a git clone: git lfs pull\)"
 TOGETHER = r"config\.json and the weights must belong to one model: download or save them again, together"
-NOT_THIS = rf"(is config\.json of this checkpoint\?|{TOGETHER})"
+NOT_THIS = rf"(does config\.json belong to this checkpoint\?|{TOGETHER})"
 
 Change = Callable[[Path], None]
 TOKENIZERS = ("tokenizer.json", "vocab.txt", "spiece.model")
