@@ -267,7 +267,9 @@ def test_the_rows_of_a_decoder_are_refused(tmp_path: Path) -> None:
     config = {"d_model": D_MODEL, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
               "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}  # fmt: skip
     write_model(tmp_path, [MEAN], encoder={"model_type": "bart", "config": config})
-    with pytest.raises(UnsupportedModelError, match="for model_type 'bart' sentence-transformers pools the hidden states"):
+    with pytest.raises(
+        UnsupportedModelError, match="for model_type 'bart' sentence-transformers pools the hidden states"
+    ):
         read(tmp_path)
 
 
