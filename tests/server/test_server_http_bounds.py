@@ -4,6 +4,7 @@ They check pipelined requests, chunks, connections, the values in a body, and th
 """
 
 import asyncio
+import contextlib
 import json
 import socket
 from typing import Any, cast
@@ -13,7 +14,7 @@ from fake_server import Failed, FakeServer, StartServer
 from http_calls import connect, get, post, raw
 from hypothesis import given
 from hypothesis import strategies as st
-from waiting import until
+from waiting import PATIENCE_SECONDS, until
 
 from encserve_server.errors import MalformedRequest, RequestError, RequestTooLarge, TooManyInputs
 from encserve_server.http import connection as http_connection
@@ -184,13 +185,15 @@ async def test_a_caller_that_waits_for_100_continue(shared: FakeServer) -> None:
 
 
 async def test_connections_are_bounded(start_server: StartServer) -> None:
-    """At the limit of connections, the server refuses other requests, but it still answers health checks."""
+    """If every connection has a call, the server refuses further requests, but it still answers health checks."""
     server = await start_server(http_port=0, max_connections=2)
     assert server.app._http is not None
     connections = server.app._http.connections
     async with raw(server) as (reader, writer):
-        async with raw(server):
-            await until(lambda: len(connections) == 2)
+        async with raw(server) as (_, other):
+            for it in (writer, other):
+                it.write(ONE[:-1])
+            await until(lambda: server.in_flight() == 2)
             refused = await post(server, "/embed", TEXT)
             assert (refused.status_code, refused.headers["connection"]) == (503, "close")
             assert refused.headers["retry-after"] == "1"
@@ -206,8 +209,25 @@ async def test_connections_are_bounded(start_server: StartServer) -> None:
             await until(lambda: server.app._health_service.serving[""])
         await until(lambda: len(connections) == 1)
         assert (await post(server, "/embed", TEXT)).status_code == 200
-        writer.write(ONE)
+        writer.write(ONE[-1:])
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+
+
+async def test_silent_connections_give_way(start_server: StartServer) -> None:
+    """At the limit of connections, a new connection closes the oldest one without an accepted call."""
+    server = await start_server(http_port=0, max_connections=4)
+    async with contextlib.AsyncExitStack() as stack:
+        known_reader, known_writer = await stack.enter_async_context(raw(server))
+        known_writer.write(ONE)
+        assert (await known_reader.readline()).startswith(b"HTTP/1.1 200")
+        silent = [await stack.enter_async_context(raw(server)) for _ in range(20)]
+        silent[-1][1].write(b"POST /embed HTTP/1.1\r\nhost:")  # half of a head
+        for _ in range(3):
+            assert (await post(server, "/embed", TEXT)).status_code == 200
+        for reader, _ in silent[:17]:
+            assert await asyncio.wait_for(reader.read(), PATIENCE_SECONDS) == b""
+        known_writer.write(ONE)
+        await known_reader.readuntil(b"HTTP/1.1 200")
 
 
 def has_ipv6() -> bool:

@@ -117,7 +117,8 @@ def main(context: click.Context, /, **values: Any) -> None:
             "enableServiceLinks: false for the pod",
             extra={"variables": links},
         )
-    exit_process(uvloop.run(serve(settings, log)))
+    allowed = descriptors.allowed_connections(settings.max_connections)
+    exit_process(uvloop.run(serve(dataclasses.replace(settings, max_connections=allowed), log)))
 
 
 def _set_by(context: click.Context, problem: str) -> str:

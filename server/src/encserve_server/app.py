@@ -34,6 +34,7 @@ from encserve_server.repository.loaded import LoadedModel
 from encserve_server.repository.loading import load_model
 from encserve_server.repository.manager import Loader, ModelManager
 from encserve_server.rpc import health, reflection, service
+from encserve_server.rpc.connections import Connections
 from encserve_server.rpc.guard import RpcGuard
 from encserve_server.rpc.open_inference import service as open_inference
 from encserve_server.rpc.sending import Sending
@@ -267,6 +268,7 @@ class App:
         watches = [
             self._places.watch(),
             self._sending.watch(),
+            Connections(settings.max_connections, lambda: self.grpc_port, self._guard.busy_peers, self._clock).watch(),
             repeat(self._give_memory_back, _HELD_LOOK_SECONDS, clock=self._clock),
         ]
         if self._certificates is not None:

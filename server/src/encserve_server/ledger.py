@@ -1,6 +1,6 @@
 """The ledger: how much each caller holds of everything that is bounded.
 
-A `Pool` is one bounded resource: bytes, places or watches. An account is a caller's name, or the address of a peer
+A `Pool` is one bounded resource: bytes or places. An account is a caller's name, or the address of a peer
 without a name. One rule gives shares: an account may hold at most a fixed multiple of the amount that is still free.
 So one account alone cannot fill a pool, and an account that holds nothing finds room. Shared-memory switches bound
 their queues with this rule (Choudhury and Hahne, "Dynamic queue length thresholds", 1998).
@@ -11,8 +11,9 @@ A front end takes from a pool and gives back; it decides nothing. Everything her
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections import Counter
+from collections.abc import Collection, Iterator
+from typing import Any, Protocol, TypeVar
 
 from encserve_server.errors import BudgetFull, DeadlineExpired, Draining, EncserveError
 from encserve_server.system.background import repeat
@@ -309,6 +310,34 @@ class Places:
             f"(max_in_flight_mib){why}",
             RETRY_SECONDS,
         )
+
+
+class OpenConnection(Protocol):
+    """A connection that a server has accepted.
+
+    Attributes:
+        host: The address of the other end, without the port.
+        has_called: Whether a call on it was accepted.
+        idle_since: The time since when it has no call; infinity while it has one.
+    """
+
+    host: str
+    has_called: bool
+    idle_since: float
+
+
+AnyConnection = TypeVar("AnyConnection", bound=OpenConnection)
+
+
+def connections_to_close(connections: Collection[AnyConnection], count: int) -> list[AnyConnection]:
+    """Choose connections that must give way to new ones. A connection with a call stays.
+
+    Connections without an accepted call go first, then connections of the address that has most of them, and of these
+    the longest idle.
+    """
+    idle = [it for it in connections if it.idle_since < math.inf]
+    hosts = Counter(it.host for it in idle)
+    return sorted(idle, key=lambda it: (it.has_called, -hosts[it.host], it.idle_since))[:count]
 
 
 class Watches:

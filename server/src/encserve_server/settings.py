@@ -178,7 +178,7 @@ class Settings:
     )
     max_connections: int = _setting(
         1000,
-        "Most open connections of the gRPC port, and as many of the HTTP port. A further one is closed at once.",
+        "Most open connections of the gRPC port, and of the HTTP port. A further one closes an idle one.",
         minimum=1,
     )
     max_stream_in_flight: int = _setting(

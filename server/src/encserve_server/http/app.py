@@ -185,6 +185,7 @@ class HttpApp:
         connection = transport.get_protocol()
         assert isinstance(connection, Connection)  # noqa: S101 - see HttpServer
         self._tasks.add(task)
+        connection.begin()
         try:
             return await self._answer(request, connection)
         finally:
@@ -241,6 +242,7 @@ class HttpApp:
         """
         try:
             call.accept()
+            connection.has_called = True
             limit = OPEN_REQUEST_BYTES if _access(route).is_open else self._max_body_bytes
             body = await read_body(request, connection, head_bytes, limit, call.hold)
             return await route.handle(Request(body, request.headers, values), call)

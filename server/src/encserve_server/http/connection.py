@@ -1,6 +1,7 @@
 """What stands between a connection and aiohttp, and bounds what aiohttp does not."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import cast
 
@@ -22,10 +23,21 @@ class Connection(asyncio.Protocol):
 
     What waits is estimated: the bytes that have come, less those of requests that are complete. Blanks in heads that
     need not be there make the estimate too high; it is corrected after a second without a request.
+
+    Attributes:
+        host: The address of the other end; empty until a TLS handshake has ended.
+        has_called: Whether a call on it was accepted.
+        idle_since: The event loop's time since when it has no request; infinity while it has one.
+        handshake: The task of its TLS handshake.
     """
 
     def __init__(self, inner: web.RequestHandler, open_connections: set["Connection"]) -> None:
-        """Takes aiohttp's protocol of this connection, and where connections are while they are open."""
+        """Keep aiohttp's protocol of this connection, and join the open connections until this one ends."""
+        self.host = ""
+        self.has_called = False
+        self.idle_since = asyncio.get_running_loop().time()
+        self.handshake: asyncio.Task[None] | None = None
+        open_connections.add(self)
         self._inner = inner
         self._open_connections = open_connections
         self._transport: asyncio.Transport | None = None
@@ -41,8 +53,21 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Passed on."""
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are of no class of asyncio's
-        self._open_connections.add(self)
+        peer = transport.get_extra_info("peername")
+        self.host = peer[0] if isinstance(peer, tuple) else ""
         self._inner.connection_made(self._transport)
+
+    def close(self) -> None:
+        """End the connection at once, also during its handshake."""
+        self._open_connections.discard(self)
+        if self._transport is not None:
+            self._transport.abort()
+        elif self.handshake is not None:
+            self.handshake.cancel()
+
+    def begin(self) -> None:
+        """Note that a request is handled."""
+        self.idle_since = math.inf
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Passed on."""
@@ -82,6 +107,7 @@ class Connection(asyncio.Protocol):
 
     def answered(self) -> None:
         """The answer has left."""
+        self.idle_since = asyncio.get_running_loop().time()
         if self._is_in_body:  # the body was refused before its end
             self._waiting_bytes = 0
         self._is_answering = self._is_in_body = False

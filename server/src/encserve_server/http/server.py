@@ -6,6 +6,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
+from functools import partial
 
 from aiohttp import web
 
@@ -21,6 +22,7 @@ from encserve_server.http.openapi import DocsRoutes
 from encserve_server.http.pooling import PoolingRoutes
 from encserve_server.http.requests import BodyRules
 from encserve_server.http.tei import TeiRoutes
+from encserve_server.ledger import connections_to_close
 from encserve_server.open_inference.service import OpenInference
 from encserve_server.settings import MIB, Settings
 from encserve_server.system.certificates import Certificates
@@ -173,8 +175,11 @@ class HttpServer:
         await self._runner.cleanup()
 
     def _make_connection(self) -> asyncio.Protocol:
-        if len(self.connections) + len(self.handshakes) >= self._max_connections:
-            return Refusal(self._is_serving)
+        if len(self.connections) >= self._max_connections:
+            idle = connections_to_close(self.connections, 1)
+            if not idle:
+                return Refusal(self._is_serving)
+            idle[0].close()
         return Connection(self._server(), self.connections)
 
     async def _accept(self, listener: socket.socket, certificates: Certificates) -> None:
@@ -190,12 +195,21 @@ class HttpServer:
             except OSError:
                 await asyncio.sleep(_ACCEPT_PAUSE_SECONDS)
                 continue
-            if len(self.handshakes) >= self._max_connections + _SPARE_HANDSHAKES:
+            connection = self._make_connection()
+            if isinstance(connection, Refusal) and len(self.handshakes) >= self._max_connections + _SPARE_HANDSHAKES:
                 accepted.close()
                 continue
-            handshake = loop.create_task(self._encrypt(accepted, self._make_connection(), certificates.current.context))
+            handshake = loop.create_task(self._encrypt(accepted, connection, certificates.current.context))
             self.handshakes.add(handshake)
             handshake.add_done_callback(self.handshakes.discard)
+            if isinstance(connection, Connection):
+                connection.handshake = handshake
+                handshake.add_done_callback(partial(self._end_handshake, connection))
+
+    def _end_handshake(self, connection: Connection, _: object) -> None:
+        """Forget a connection whose handshake failed."""
+        if not connection.host:
+            self.connections.discard(connection)
 
     async def _encrypt(self, accepted: socket.socket, connection: asyncio.Protocol, context: ssl.SSLContext) -> None:
         with contextlib.suppress(OSError):  # of TLS, of the connection, or the time is up

@@ -14,7 +14,8 @@ from encserve_server.calls import OPEN_REQUEST_BYTES, Access, Call, Calls, Metho
 from encserve_server.error_table import REASONS, STATUSES, Failure, Status
 from encserve_server.errors import DeadlineExpired, MalformedRequest, Naming, PlainNaming, RequestTooLarge
 from encserve_server.ledger import Arrival, Places, Watches, current_task
-from encserve_server.rpc.sending import Sending, close_connections, seconds_to_read
+from encserve_server.rpc.connections import close_connections
+from encserve_server.rpc.sending import Sending, seconds_to_read
 from encserve_server.rpc.status import code_label, code_of, trailers_of
 from encserve_server.telemetry.metrics import Metrics
 
@@ -45,6 +46,7 @@ class RpcGuard:
         self._metrics = metrics
         self._places = places
         self._watches = Watches()
+        self._contexts: dict[Call, Context] = {}  # of open calls
         self._sending = sending
 
     def method(
@@ -141,7 +143,7 @@ class RpcGuard:
         """The handler of an RPC with one request that is counted and traced nowhere, as health checks are."""
 
         async def handle(_: Requests, context: Context) -> Any:
-            call = self._calls.begin(_CHECK, peer=_Peer(context))
+            call = self._begin(_CHECK, context)
             data = b""
             with call, _caller_gone():
                 data = await answer(await self._read(_CHECK, call, context), context)
@@ -180,10 +182,16 @@ class RpcGuard:
         deadline = math.inf if remaining_s is None else calls.clock.now() + remaining_s
         metadata = (context.invocation_metadata() or ()) if calls.reads_metadata else ()
         call = calls.begin(method, metadata, deadline, _Peer(context))
+        self._contexts[call] = context
         current_task().add_done_callback(partial(self._end, call))
         return call
 
+    def busy_peers(self) -> set[str]:
+        """Return the peers with an open call, as gRPC names them."""
+        return {context.peer() for context in self._contexts.values()}
+
     def _end(self, call: Call, _: object) -> None:
+        del self._contexts[call]
         self._sending.end(call)
         call.release()
 

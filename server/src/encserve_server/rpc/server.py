@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 
+from encserve_server.rpc.connections import HEADROOM
 from encserve_server.rpc.guard import Handler
 from encserve_server.settings import MIB, Settings
 from encserve_server.system.certificates import Certificates, Identity
@@ -35,7 +36,7 @@ def make_server(settings: Settings) -> grpc.aio.Server:
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", settings.max_request_mib * MIB),
         ("grpc.max_send_message_length", settings.max_response_mib * MIB + _MESSAGE_HEADROOM_BYTES),
-        ("grpc.max_allowed_incoming_connections", settings.max_connections),
+        ("grpc.max_allowed_incoming_connections", settings.max_connections * HEADROOM),
         ("grpc.max_concurrent_streams", _MAX_CONNECTION_CALLS),
         ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING_CALLS),
