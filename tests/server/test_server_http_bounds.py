@@ -230,6 +230,26 @@ async def test_silent_connections_give_way(start_server: StartServer) -> None:
         await known_reader.readuntil(b"HTTP/1.1 200")
 
 
+async def test_an_idle_connection_is_kept_and_a_slow_head_is_not(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection may be idle for the time of the setting. The head of a request has a shorter time of its own."""
+    monkeypatch.setattr(http_connection, "HEAD_SECONDS", 0.1)
+    server = await start_server(http_port=0)
+    async with raw(server) as (kept, writer), raw(server) as (slow, slow_writer):
+        writer.write(ONE)
+        await kept.readuntil(b"HTTP/1.1 200")
+        slow_writer.write(ONE[:20])
+        assert await asyncio.wait_for(slow.read(), PATIENCE_SECONDS) == b""
+        writer.write(ONE)
+        await kept.readuntil(b"HTTP/1.1 200")
+    server = await start_server(http_port=0, http_idle_seconds=1)
+    async with raw(server) as (idle, writer):
+        writer.write(ONE)
+        await idle.readuntil(b"HTTP/1.1 200")
+        await asyncio.wait_for(idle.read(), PATIENCE_SECONDS)
+
+
 def has_ipv6() -> bool:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()

@@ -229,6 +229,12 @@ class Settings:
         "Default: for ever.",
         minimum=1,
     )
+    http_idle_seconds: float = _setting(
+        620.0,
+        "Seconds after which an idle HTTP connection is closed. Set it higher than the same time of every proxy in "
+        "front of the server, because a request that a proxy sends while the server closes is lost.",
+        minimum=1,
+    )
     stall_seconds: float = _setting(60.0, "How long one batch may run before health says NOT_SERVING.", minimum=0.1)
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Least severe log lines to write.")
     log_format: Literal["json", "text"] = _setting("json", "One JSON object a line, or text for people.")

@@ -10,6 +10,8 @@ from aiohttp import web
 # What may wait behind the request that is being answered. aiohttp bounds the number of such requests, not their bytes.
 MAX_WAITING_BYTES = 64 * 1024
 _CORRECTION_SECONDS = 1.0
+# The time for the head of a request to arrive, from its first byte.
+HEAD_SECONDS = 30.0
 # How long a connection over the limit may take to say what it wants.
 _REFUSAL_SECONDS = 1.0
 # Checks of health have their answers all the same, or a full server would be restarted.
@@ -37,6 +39,7 @@ class Connection(asyncio.Protocol):
         self.has_called = False
         self.idle_since = asyncio.get_running_loop().time()
         self.handshake: asyncio.Task[None] | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
         open_connections.add(self)
         self._inner = inner
         self._open_connections = open_connections
@@ -68,15 +71,19 @@ class Connection(asyncio.Protocol):
     def begin(self) -> None:
         """Note that a request is handled."""
         self.idle_since = math.inf
+        self._end_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Passed on."""
+        self._end_head_timer()
         self._open_connections.discard(self)
         self._transport = None
         self._inner.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Passed on, and counted."""
+        if self._head_timer is None and self.idle_since < math.inf:
+            self._head_timer = asyncio.get_running_loop().call_later(HEAD_SECONDS, self.close)
         self._waiting_bytes += len(data)
         self._inner.data_received(data)
         if not self._is_in_body:
@@ -113,6 +120,11 @@ class Connection(asyncio.Protocol):
         self._is_answering = self._is_in_body = False
         if self._is_paused:
             self._bound()
+
+    def _end_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def _bound(self) -> None:
         if self._correction is not None:

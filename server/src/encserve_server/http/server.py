@@ -37,9 +37,6 @@ _MAX_LINE_BYTES = 8190
 _MAX_HEADERS = 64
 # What is read ahead of a body; so many chunks too, divided by 16, are read at a time.
 _READ_AHEAD_BYTES = 16 * 1024
-# Longer than clients and proxies keep an idle connection: a request that they send while it is closed would be lost.
-# It bounds the time of a head too.
-_IDLE_SECONDS = 75.0
 # The system ends a connection whose other end acknowledges nothing of what it is sent.
 _UNACKNOWLEDGED_SECONDS = 60.0
 _CLOSE_SECONDS = 1.0
@@ -94,7 +91,7 @@ async def open_http(
         metrics_port=metrics_port,
         cors_origins=settings.cors_allow_origin,
     )
-    server = HttpServer(app, is_serving, settings.max_connections, certificates)
+    server = HttpServer(app, is_serving, settings.max_connections, settings.http_idle_seconds, certificates)
     await server.start(settings.host, settings.http_port or 0)
     return server
 
@@ -114,9 +111,18 @@ class HttpServer:
         app: HttpApp,
         is_serving: Callable[[], bool],
         max_connections: int,
+        idle_seconds: float,
         certificates: Certificates | None = None,
     ) -> None:
-        """Takes what answers, whether every model is ready, the most connections, and what encrypts them."""
+        """Keep the parts of the server; it listens nowhere yet.
+
+        Args:
+            app: Answers requests.
+            is_serving: Returns whether every model is ready.
+            max_connections: The largest number of open connections.
+            idle_seconds: The seconds after which an idle connection is closed.
+            certificates: The TLS files; None for plaintext.
+        """
         self.app = app
         self.port = 0
         self.connections: set[Connection] = set()
@@ -130,7 +136,7 @@ class HttpServer:
         self._server = web.Server(
             app.answer,
             handler_cancellation=True,
-            keepalive_timeout=_IDLE_SECONDS,
+            keepalive_timeout=idle_seconds,
             max_line_size=_MAX_LINE_BYTES,
             max_field_size=_MAX_LINE_BYTES,
             max_headers=_MAX_HEADERS,
