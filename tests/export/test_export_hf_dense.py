@@ -391,7 +391,7 @@ def test_a_prompt_that_fills_the_longest_text_is_refused(asked: int | None, prob
     )
     if problem:
         with pytest.raises(
-            UnsupportedModelError, match=f"the prompt 'Represent .*' has 6 tokens, and a text {problem}"
+            UnsupportedModelError, match=f"the prompt 'Represent .*' has 6 tokens, and a text has {problem}"
         ):
             export(directory, max_sequence_tokens=asked)
     else:
