@@ -1,7 +1,7 @@
-"""Results never mix vectors of different models.
+"""Tests that results never mix vectors of different models.
 
-A result has vectors of one fingerprint, the hash of a model version. A client may also expect a fingerprint, or a space
-id, which models with compatible vectors share. It then refuses other vectors.
+A fingerprint identifies the files of an exported model. All exports of the same model share a space id. All vectors of
+a result have the same fingerprint. If a client expects a fingerprint or a space id, it refuses other vectors.
 """
 
 import itertools

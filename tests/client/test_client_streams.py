@@ -158,7 +158,7 @@ async def test_leaving_early_leaks_nothing(caller: Caller, service: FakeEncoder,
     del stream
     gc.collect()
     await until(lambda: service.n_open_streams == 0)
-    # The threads of `asyncio.to_thread`, which have asyncio in their names, belong to this test. gRPC's threads end
+    # Threads with asyncio in their names belong to this test, because it uses `asyncio.to_thread`. Threads of gRPC end
     # when their channel is idle.
     await until(lambda: not [it for it in set(threading.enumerate()) - threads if "asyncio" not in it.name])
     await until(lambda: not [it for it in asyncio.all_tasks() - tasks if "first_of" in repr(it) or "_wire" in repr(it)])
