@@ -23,7 +23,8 @@ TIERS = {
 }
 FOLDERS = {"bulk": "system", "e2e": "system", "hostile": "weekly", "judges": "system", "operate": "system"}
 
-# PyTorch must use one thread, because two test runs may share two CPUs. It reads this variable during the import.
+# PyTorch must use one thread, because two test runs may share two CPUs. PyTorch reads this variable when it is
+# imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # All servers of a test run share one cache of weights. The cache is a temporary folder outside the home directory.

@@ -105,7 +105,7 @@ def test_open_loop(server: RealServer) -> None:
 def test_what_is_refused_is_counted(server: RealServer, stream: bool) -> None:
     """The load exceeds the server's queue. The result counts the refused calls by their reason.
 
-    `calls` and `latency_seconds` do not include refused calls.
+    `calls` and `latency_seconds` of the result do not include refused calls.
     """
     work = calls(server.target, [LONGEST] * 2, Request(sequences_per_call=2))
     result = closed_loop(server.target, work, concurrency=16, stream=stream, metrics_url=metrics(server), **SHORT)
@@ -152,7 +152,7 @@ async def test_a_wrong_answer_is_noticed(service: FakeEncoder, tmp_path: Path) -
     service.before = shorter
     lengths = tmp_path / "lengths.json"
     lengths.write_text("[3]")
-    # With --rate, a reply after the end of the load still counts, so the result has calls even on a slow machine.
+    # With --rate, a reply after the end of the load still counts. Even on a slow machine, the result then has calls.
     arguments = ["--rate", "20", "--lengths", str(lengths), "--seconds", str(SECONDS), "--warmup-seconds", "0"]
     printed = await asyncio.to_thread(CliRunner().invoke, cli, ["--target", service.target, "bench", *arguments])
     assert printed.exit_code == 1
@@ -299,7 +299,7 @@ async def test_vectors(service: FakeEncoder, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.system
 async def test_encryption_and_a_token(service: FakeEncoder, tmp_path: Path) -> None:
-    """The load generators are separate processes. They too use the CA file and the token from the command line."""
+    """The load generators are separate processes. They also use the CA file and the token from the command line."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     server = grpc.aio.server()
@@ -357,7 +357,7 @@ def test_a_result_may_be_made_by_hand() -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("says_something", [True, False])
 def test_a_parent_that_goes_when_all_is_done_is_no_news(says_something: bool) -> None:
-    """A load generator process listens to its parent. Here its event loop is already closed.
+    """A load generator process listens to its parent process. In this test, its event loop is already closed.
 
     `_listen` returns without an error if the parent then sends a message or disconnects.
     """

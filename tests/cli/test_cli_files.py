@@ -341,7 +341,10 @@ async def test_another_suffix_and_too_many_to_print(service: FakeEncoder, tmp_pa
 
 
 async def test_a_server_without_room_is_asked_again(service: FakeEncoder, tmp_path: Path) -> None:
-    """If the server's queue is full, the command retries more often than the client: here 12 times."""
+    """If the server's queue is full, the command retries more often than the client does.
+
+    In this test, the command retries 12 times.
+    """
     full = 12
 
     async def refuse(request: pb.EncodeRequest) -> None:
@@ -376,7 +379,7 @@ async def test_a_failed_input_ends_the_waits_for_room(service: FakeEncoder, tmp_
 
 
 def test_no_more_is_read_than_a_few_calls_ahead_of_what_is_written() -> None:
-    """The command reads at most the inputs of a few calls more than it has written.
+    """At any time, the command has read only a few calls of inputs that are not yet written.
 
     Its memory use therefore does not grow with the size of the input file.
     """

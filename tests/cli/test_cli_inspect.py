@@ -129,7 +129,7 @@ def test_layers(stub: StubClient) -> None:
 
 
 def test_ids(stub: StubClient) -> None:
-    """If the model has no tokenizer, the command accepts --ids. It refuses a text, and the error names --ids."""
+    """If the model has no tokenizer, the command accepts --ids and refuses a text. The error names --ids."""
     stub.info = dataclasses.replace(stub.info, has_tokenizer=False)
     stub.result = dataclasses.replace(stub.result, sequence=dataclasses.replace(stub.result.sequence, tokens=None))
     result = inspect("--ids", "101,2023,102")

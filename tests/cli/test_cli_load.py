@@ -88,7 +88,7 @@ def test_sampled_lengths_have_the_distribution(histogram: dict[int, int], count:
 
 
 def test_calls_hold_the_lengths_in_order() -> None:
-    """Each call has the next two lengths. An incomplete last call is dropped.
+    """Each call takes the next two lengths of the list. An incomplete last call is dropped.
 
     The token ids are random ids from the vocabulary, without special tokens. Equal seeds give equal calls.
     """
@@ -202,7 +202,7 @@ def test_an_answer_of_pooled_rows_is_checked() -> None:
 def test_calls_for_what_retrieval_models_make() -> None:
     """A reply with multi-vector or sparse output may have any number of vectors or weights for a text.
 
-    A reply with a wrong number of texts, width or size is refused.
+    If the number of texts, the width or the size is wrong, the reply is refused.
     """
     info = dataclasses.replace(INFO, multi_vector_width=2, sparse_width=10)
     [call] = make_calls([3, 5], info, Request(sequences_per_call=2, kind="multi_vector"))
@@ -345,7 +345,10 @@ def test_a_closed_loop_counts_what_ended_in_time() -> None:
 
 
 def test_an_open_loop_counts_from_when_calls_were_due() -> None:
-    """The latency of a call begins at the planned start. A delay before the call is sent is part of the latency."""
+    """The latency of a call starts at the planned time of the call.
+
+    If the generator sends a call late, the delay is part of the latency.
+    """
     late, held = (10, 10.25, 10.5, 0, 0, 0), (11, 14, 14.5, 1, 0, 1)
     answered_late, warm = (19, 19, 26, 0, 0, 0), (9, 9, 10.5, 0, 0, 0)
     unsent = (19.5, 20, 20, 0, 1, 1)

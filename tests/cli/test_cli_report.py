@@ -59,7 +59,7 @@ def test_norms_and_cosines() -> None:
 def test_entropy() -> None:
     """The entropy of attention weights is 0 bits for a single weight of 1, and 2 bits for four equal weights.
 
-    It is 1.5 bits for the weights 0.5, 0.25 and 0.25, and 1 bit for two equal weights.
+    The entropy is 1.5 bits for the weights 0.5, 0.25 and 0.25, and 1 bit for two equal weights.
     """
     attention = np.array([[[[0, 1, 0, 0], [0.25] * 4, [0.5, 0.25, 0.25, 0], [0.5, 0.5, 0, 0]]]], np.float32)
     np.testing.assert_allclose(numbers.attention_entropy(attention), [[[0, 2, 1.5, 1]]])
@@ -90,7 +90,7 @@ def test_spread(count: int, at_most: int, indices: list[int]) -> None:
 
 
 def test_quantise() -> None:
-    """`quantise` rounds numbers to 65536 equal steps between a lowest and a highest value.
+    """`quantise` rounds numbers to 65536 evenly spaced values from a lowest to a highest value.
 
     Both ends are exact, and the error of other numbers is at most half a step. NaN becomes the lowest value.
     """
@@ -143,7 +143,7 @@ def test_sections_without_numbers_are_left_out() -> None:
 
 
 def test_some_layers_only() -> None:
-    """Only some layers were inspected. The page names each of them by the layer's number in the model."""
+    """Inspect only some layers. The page names each inspected layer by its number in the model."""
     result, model = make_inspection(n_layers=6, n_heads=2, d_model=8, tokens=3)
     assert result.attention is not None
     assert result.hidden_states is not None
@@ -247,7 +247,7 @@ def test_what_the_vectors_add_is_the_score(n: int, m: int, by: Similarity) -> No
 def test_a_query_against_documents(by: Similarity) -> None:
     """The page shows the dot products of all pairs of vectors, and a frame around the largest product of each row.
 
-    Bars show the addend of each query vector. The sum of all addends is the score.
+    A bar shows how much a query vector adds to the score. The sum of all bars is the score.
     """
     query, document = side_of(3, "[MASK]", "a", "a"), side_of(5)
     page = match_page(query, document, side_of(0), by=by)

@@ -114,9 +114,9 @@ def test_hovering_says_tokens_and_number(opened: OpenPage) -> None:
 
 
 def test_choosing_a_layer_and_a_head(browser: Browser, usual: Path) -> None:
-    """Clicks select a layer, then a head with its small map, then both with a cell of the overview.
+    """Click on a layer, then on the small map of a head. The maps show this layer and this head.
 
-    After each click, the maps show the selected layer and head.
+    A click on a cell of the overview selects both a layer and a head.
     """
     it = OpenPage(browser, usual, 1400)
     result, _ = make_inspection(6, 12, 64)

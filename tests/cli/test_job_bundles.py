@@ -110,7 +110,7 @@ def test_a_checkpoint_is_exported_once(
 ) -> None:
     """The exporter writes the bundle of a checkpoint to the user's cache. A second call uses this bundle.
 
-    After a file of the checkpoint has changed, the exporter runs again. Its output goes to stderr.
+    After a file of the checkpoint has changed, the exporter runs again. The output of the exporter goes to stderr.
     """
     checkpoint = make_checkpoint(tmp_path / "my encoder")
     bundle = find_bundle("my encoder")

@@ -228,7 +228,7 @@ async def test_another_job_is_overwritten(
 async def test_a_dry_run_shows_the_plan_and_writes_nothing(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
 ) -> None:
-    """The plan has the numbers of rows and parts and an estimate of the time.
+    """A dry run prints the numbers of rows and parts, and an estimate of the time.
 
     It also names the CSV file, because only one worker can read such a file.
     """
@@ -596,10 +596,10 @@ def test_a_dry_run_of_a_job_that_is_done(run_words: Callable[..., Result]) -> No
 
 
 def test_work_is_shared_out_as_far_as_it_can_be_divided() -> None:
-    """`shared_out` returns the number of bytes for each actor, a Ray process that encodes parts.
+    """`shared_out` divides parts among workers, and returns the number of bytes of each worker.
 
-    A file with `in_order` can only be read from its start, so one actor gets all its parts. Other parts may go to any
-    actor.
+    A file with `in_order` can only be read from its start, so one worker gets all parts of the file. Other parts may
+    go to any worker.
     """
 
     def shares(workers: int, *, in_order: bool = False) -> list[int]:
@@ -719,8 +719,8 @@ def test_python_callers_name_a_bundle_or_a_client(source: Path, folder: Path) ->
 async def test_a_job_goes_on_with_its_version_while_that_is_served(service: FakeEncoder) -> None:
     """A resumed job uses the model version that the user names.
 
-    Without such a version, the job uses its old version if the server still serves it. If not, the job uses the
-    server's default version.
+    If the user names no version, the job uses its old version again. If the server no longer has the old version, the
+    job uses the server's default version.
     """
     with EncoderClient(service.target) as client:
         old = await asyncio.to_thread(client.model)
@@ -764,7 +764,7 @@ def test_jobs_import_neither_a_server_nor_ray() -> None:
 async def test_only_files_of_jobs_are_removed_and_inputs_are_no_outputs(
     service: FakeEncoder, source: Path, folder: Path, output: tuple[str, str]
 ) -> None:
-    """--overwrite keeps Parquet files of other programs, such as Spark, whose file names also begin with part-.
+    """--overwrite keeps Parquet files of other programs. The names of Spark's files also begin with part-.
 
     A file in the output folder is refused as an input.
     """

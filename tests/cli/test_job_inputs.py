@@ -1,4 +1,6 @@
-"""Input files of a job: planning divides their rows into parts, and the parts can be read in any order.
+"""Tests of the input files of a job.
+
+Planning divides the rows of the files into parts. The parts can be read in any order.
 
 A row is one input, such as a line of a text file. A problem is the reason why a row cannot be encoded.
 """
@@ -131,7 +133,7 @@ def test_a_part_of_more_than_one_row_keeps_every_limit(
 ) -> None:
     """A part of several rows is within all limits, and one more row would exceed a limit.
 
-    The second claim is not tested for .jsonl, because planning knows only upper bounds of the text sizes there.
+    For .jsonl the test does not add a row, because planning knows only upper bounds of the sizes of these texts.
     """
     path = write(tmp_path_factory.getbasetemp() / f"limits{suffix}", texts)
     found = scan([str(path)], ReadOptions(), limits)
@@ -403,9 +405,9 @@ def test_columns_of_every_type_of_text(tmp_path: Path, texts: Any) -> None:
 
 
 def test_columns_come_along(tmp_path: Path) -> None:
-    """--keep copies columns to the output. Parquet columns have the same type in the output.
+    """--keep copies columns to the output. The columns of Parquet files keep their types.
 
-    The values are copied even if the input of their row has a problem.
+    If a row has a problem, its values in these columns are still copied.
     """
     columns = {
         "text": ["a", None, "c"],

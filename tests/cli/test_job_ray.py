@@ -48,7 +48,8 @@ def options(cluster: SmallCluster) -> RayOptions:
 def corpus(tmp_path: Path) -> list[str]:
     """Write two input files, and return their paths.
 
-    The first file has 40 parts of 5 rows. The second file has 6 parts. It is compressed, so only one actor can read it.
+    The first file has 40 parts of 5 rows. The second file has 6 parts. Only one actor can
+    read the second file, because it is compressed.
     """
     lines = [f"{WORDS[i % 5]} {i}" for i in range(230)]
     (tmp_path / "a.txt").write_text("".join(f"{it}\n" for it in lines[:200]))

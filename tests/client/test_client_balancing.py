@@ -155,8 +155,8 @@ async def test_a_name_is_resolved_to_all_its_addresses(start: Start) -> None:
 async def test_an_added_server_gets_calls_after_a_renewal(start: Start) -> None:
     """A server is added to a DNS name, and the old server keeps running.
 
-    The client resolves the name again when the old server closes its connection at the maximum age. The added server
-    then gets calls.
+    The old server closes the connection when it reaches its maximum age. The client then resolves the name again, and
+    the added server gets calls.
     """
     port = free_port()
     one = await start(host="127.0.0.1", grpc_port=port, max_connection_age_seconds=1.0)

@@ -150,7 +150,7 @@ def test_all_attempts_of_a_message_share_its_timeout() -> None:
 
 
 def test_no_wait_exceeds_the_deadline() -> None:
-    """The server asks for a retry delay that would exceed the deadline. The caller gets the error immediately."""
+    """The server asks for a retry delay that ends after the deadline. The caller gets the error immediately."""
     server = Server(failing([FULL]))
     with pytest.raises(OverloadedError) as caught:
         encode(core_of(timeout_seconds=2.5), server, [[5]])

@@ -1,4 +1,7 @@
-"""The client decodes replies into arrays. For an inconsistent reply, it raises an error that names the wrong value."""
+"""Tests of the decoding of replies into arrays.
+
+If a reply is inconsistent, the client raises an error that names the wrong value.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -156,7 +159,7 @@ def test_parts_of_different_widths_are_not_mixed() -> None:
 
 
 def test_one_message_is_not_copied_several_are() -> None:
-    """If a call has one message, `matrix` is a view on the received bytes. If it has several, `matrix` is a copy."""
+    """If a call has one message, `matrix` is a view on the received bytes. With several messages, it is a copy."""
     part = decode_response(good(), Options(), 2, describe=False)
     one, two = merge_parts([part], 0.0, 1), merge_parts([part, part], 0.0, 2)
     assert one.outputs[0].matrix() is part.blocks[0].rows

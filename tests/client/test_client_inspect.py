@@ -1,6 +1,6 @@
 """Tests of the method `inspect` of both clients.
 
-The parts of the file test requests, results, malformed replies and failures.
+They test requests, results, malformed replies and failures.
 """
 
 import asyncio

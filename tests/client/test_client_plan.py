@@ -1,4 +1,4 @@
-"""The client plans a call as messages.
+"""Tests of the planning of a call, which splits the call into messages.
 
 The messages contain every input once and in order, and each message is within the limits.
 """
@@ -107,7 +107,7 @@ def test_halves_are_the_whole(inputs: list[Input]) -> None:
 
 
 def test_messages_are_made_one_by_one() -> None:
-    """`plan_messages` yields the messages before an invalid input. Only then does it raise the error of this input."""
+    """The third input is invalid. `plan_messages` yields the messages of the other inputs before it raises an error."""
     limits = Limits(1, 2**31, 2**31, 2**31, 512, 8)
     messages = plan_messages([[1], [2], [2**63]], TEMPLATE, Options(), limits)
     assert next(messages).first_index == 0

@@ -91,7 +91,7 @@ def test_a_call_that_a_proxy_aborts_is_sent_again(code: grpc.StatusCode) -> None
 
 
 def test_backoff_doubles_up_to_its_bound_then_ends() -> None:
-    """In this test the jitter is the largest possible, so each wait equals its upper bound.
+    """In this test, the jitter always has its largest value, so each wait equals its upper bound.
 
     After `max_attempts` there is no further retry.
     """

@@ -86,7 +86,8 @@ def test_every_input_is_answered_once(
 ) -> None:
     """Replies may be late, messages may be refused, and streams may break. Each input still gets exactly one result.
 
-    With `ordered`, the results come in input order. At most `max_in_flight` inputs have been read without a result.
+    With `ordered`, the results come in input order. At most `max_in_flight` inputs that the client has read have no
+    result yet.
     """
     read: list[int] = []
     break_once, refuse_once = set(breaks), set(refused)
@@ -391,7 +392,7 @@ def test_an_input_that_comes_alone_is_sent_at_once() -> None:
 
 
 def test_long_inputs_do_not_share_messages() -> None:
-    """Two of these inputs together have more tokens than a message may have, so each input is sent alone."""
+    """The inputs are so long that two inputs exceed the maximum tokens of a message. Each input is sent alone."""
     sent: list[int] = []
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome:
@@ -404,7 +405,7 @@ def test_long_inputs_do_not_share_messages() -> None:
 
 
 def test_one_bad_input_does_not_fail_its_neighbours() -> None:
-    """A message has several inputs, and one of them is bad. The client sends the message again without it.
+    """If an input of a message is bad, the client sends the message again without the bad input.
 
     This retry does not count as an attempt of the other inputs.
     """

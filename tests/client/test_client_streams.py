@@ -223,7 +223,9 @@ async def test_progress(caller: Caller) -> None:
 
 
 async def test_an_input_that_is_never_answered_is_given_up(caller: Caller, service: FakeEncoder) -> None:
-    """The server never replies to the first input. It gets an error after its timeout, and the second gets a result.
+    """The server never replies to the first input. This input gets an error after its timeout.
+
+    The second input gets a result.
 
     An earlier call has opened the connection, so a timeout of 1 s is enough for the second input.
     """

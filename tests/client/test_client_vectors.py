@@ -100,7 +100,7 @@ def test_what_float32_cannot_hold_is_named_with_its_place(value: float) -> None:
 def test_tokens_and_bytes_are_counted_exactly(dtype: Any, n_bytes: int) -> None:
     """The plan counts each vector as one token.
 
-    The planned request size exceeds the size of the numbers by at most 32 bytes. For the reply it is at most 64 bytes.
+    The planned sizes exceed the sizes of the numbers by at most 32 bytes in the request, and 64 bytes in the reply.
     """
     message = pack_input(vectors(100, 96, dtype), "inputs[0]")
     cost = cost_of(message, Options(), NO_LIMITS)

@@ -25,7 +25,8 @@ from tiny_bundle import write_bundle
 from encserve_proto.v1 import encoder_pb2 as pb
 
 SERVICE = "/encserve.v1.EncoderService/"
-# Prometheus needs time for a few scrapes. It also evaluates all rules twice, because some rules read other rules.
+# Prometheus needs time for a few scrapes. It also needs time to evaluate all rules twice,
+# because some rules read other rules.
 WAIT_SECONDS = 40
 # Values for Grafana's variables. A rate needs a window of several scrapes, so the interval is 5 s.
 VARIABLES = {"$__rate_interval": "5s", "$model": ".+", "$instance": ".+"}

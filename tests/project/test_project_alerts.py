@@ -89,7 +89,8 @@ def test_rules_and_dashboards_have_the_same_objectives() -> None:
 def test_each_refusal_counts_for_the_server_or_the_caller() -> None:
     """Each reason of a refusal counts either as a failure of the server or as a fault of the caller.
 
-    The recording rule of failed calls has the first reasons, and the alert EncserveCallersRefused has all others.
+    The recording rule of failed calls lists the failures of the server. The alert EncserveCallersRefused lists all
+    faults of callers.
     """
     (failed,) = [rule["expr"] for rule in RULES if rule.get("record") == "instance:encserve_calls_failed:total"]
     (refused,) = [alert["expr"] for alert in ALERTS if alert["alert"] == "EncserveCallersRefused"]

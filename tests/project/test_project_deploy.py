@@ -179,9 +179,9 @@ def test_ports_and_probes() -> None:
 
 
 def test_probes_wait_for_a_stalled_engine() -> None:
-    """Kubernetes restarts a pod whose engine is stalled, but not before twice the server's `stall_seconds`.
+    """Kubernetes restarts a pod if its liveness probe fails for at least twice the server's `stall_seconds`.
 
-    After at most 15 s of failed readiness probes, the pod gets no more calls.
+    After the readiness probe has failed for at most 15 s, the pod gets no more calls.
     """
     seconds = {
         probe: container_of(DEPLOYMENT)[probe]["periodSeconds"] * container_of(DEPLOYMENT)[probe]["failureThreshold"]

@@ -24,7 +24,7 @@ EVERY_PAGE = pytest.mark.parametrize("page", PAGES)
 # The docs may also mention flags of docker compose, of the Makefile and of the programs in bench/.
 OTHERS = " ".join(path.read_text() for path in (*ROOT.glob("bench/**/*.py"), ROOT / "Makefile"))
 OTHER_FLAGS = {"--profile", "--volumes", "--build-arg", "--target", *re.findall(r'"(--[a-z-]+)"', OTHERS)}
-# If a line has one of these phrases, the line may name a removed program. Its figures were measured with this program.
+# A line with one of these phrases may name a removed program. The figures in such a line come from this program.
 REMOVED = ("in 4c14468", "at commit de57fdd")
 
 
