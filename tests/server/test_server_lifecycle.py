@@ -390,16 +390,16 @@ def tokenized(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[int], thre
     """A list of text lengths in the order of tokenization, and an event. Tokenization waits until the event is set."""
     lengths: list[int] = []
     go_on = threading.Event()
-    tokenize_here = TextTokenizer.tokenize_here
+    real = TextTokenizer.tokenize
 
     def tokenize(
         self: TextTokenizer, texts: Sequence[str], max_tokens: int, *, details: bool
     ) -> list[TokenSequence | str]:
         lengths.extend(map(len, texts))
         assert go_on.wait(60)
-        return tokenize_here(self, texts, max_tokens, details=details)
+        return real(self, texts, max_tokens, details=details)
 
-    monkeypatch.setattr(TextTokenizer, "tokenize_here", tokenize)
+    monkeypatch.setattr(TextTokenizer, "tokenize", tokenize)
     yield lengths, go_on
     go_on.set()
 
