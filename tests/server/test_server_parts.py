@@ -1,6 +1,7 @@
 """Tests of small parts of the server: errors, settings, flags, tokenizing, messages, CPUs and logs."""
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -13,20 +14,31 @@ from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from fake_server import LONGEST, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, pre_tokenizers, processors
+from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server import errors
 from encserve_server.__main__ import main
 from encserve_server.error_table import ERROR_TABLE, Failure, to_failure
-from encserve_server.errors import BundleError, EncserveError, FieldPath, InvalidField, Part, PlainNaming, QueueFull
+from encserve_server.errors import (
+    BundleError,
+    EncserveError,
+    FieldPath,
+    InvalidField,
+    Part,
+    PlainNaming,
+    QueueFull,
+    SequenceTooLong,
+)
 from encserve_server.models import tokenizing
-from encserve_server.models.inputs import InputChecker, LengthLimit
+from encserve_server.models.inputs import InputChecker, LengthLimit, SentIds
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.models.turns import TurnPool
 from encserve_server.repository import loading
@@ -334,6 +346,35 @@ async def test_a_few_words_do_not_wait_behind_a_long_text(tokenizer: TextTokeniz
     finally:
         release.set()
         await busy
+
+
+async def test_the_first_of_several_bad_inputs_is_refused(tokenizer: TextTokenizer) -> None:
+    """The texts are longer than one turn of a thread, so each of them is tokenized alone."""
+    checker = checker_of(tokenizer)
+    rules = checker.rules(LengthLimit(2000, "max_sequence_tokens of m"))
+    fits, too_long = "hello world " * 900, "hello world " * 1100
+    bad_ids = SentIds(np.array([100]), 1)
+    with pytest.raises(SequenceTooLong, match=r"^text 2: must be at most 2000 tokens .*; was 2202"):
+        await checker.check([fits, fits, too_long, too_long, bad_ids], rules)
+    with pytest.raises(InvalidField, match=r"^ids 1, place 0: must be from 0 to 99 .*; was 100"):
+        await checker.check([fits, bad_ids, too_long], rules)
+    found = await checker.check([fits, SentIds(np.array([5]), 1), fits], rules)
+    assert [len(it.input) for it in found] == [1802, 1, 1802]
+
+
+@pytest.mark.parametrize("text", ["hello " * 20, "hello " * 50], ids=["at once", "in a thread"])
+async def test_a_refused_text_leaves_nothing_in_memory(tokenizer: TextTokenizer, text: str) -> None:
+    """An error in a reference cycle would keep the inputs in memory until the cycle collector runs."""
+    checker = checker_of(tokenizer)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(SequenceTooLong) as caught:
+            await checker.check([text, text], checker.rules(LengthLimit(3, "")))
+        del caught
+        await until(lambda: not any(issubclass(type(it), SequenceTooLong) for it in gc.get_objects()))
+    finally:
+        gc.enable()
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ class LengthLimit:
     """The longest sequence that a call may hold.
 
     Attributes:
-        tokens: The most tokens, at most what the model can take.
+        tokens: The most tokens; not above the model's own limit.
         name: The source of the limit, for errors; `{task}` in it stands for the task.
         task: The task that has the limit.
         truncate: Whether a longer input is cut; otherwise it is refused.
@@ -159,7 +159,7 @@ class InputChecker:
                         break
                     sequences |= checked
         if refused:
-            # `pop`: an error that a frame of its own traceback holds would wait for the cycle collector.
+            # `pop`: its traceback has this frame, and a cycle would keep the inputs in memory.
             raise refused.pop(min(refused))
         return list(sequences.values())
 
@@ -241,7 +241,7 @@ class InputChecker:
             rules: The rules of the call.
 
         Raises:
-            InvalidField: The tokenizer failed, there are no tokens, or the model has no row for a token.
+            InvalidField: The tokenizer failed, the text has no tokens, or the model has no row for a token.
             SequenceTooLong: There are too many tokens, and the text may not be cut.
         """
         if isinstance(tokens, str):
@@ -356,7 +356,7 @@ def _size(sent: SentInput, around: int) -> int:
 
 
 def check_length(field: FieldPath, count: int, limit: LengthLimit) -> None:
-    """Raise SequenceTooLong for an input of more tokens than the limit, unless the limit lets it be cut."""
+    """Raise SequenceTooLong for an input of more tokens than the limit, unless longer inputs are cut."""
     if count > limit.tokens and not limit.truncate:
         raise SequenceTooLong(
             field,

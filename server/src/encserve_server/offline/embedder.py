@@ -28,7 +28,7 @@ from encserve_server.repository.loaded import batch_policy
 from encserve_server.repository.loading import load_model
 from encserve_server.repository.scan import newest_version
 from encserve_server.scheduling.batching import BatchPolicy
-from encserve_server.scheduling.runner import in_halves, probe, run_batch
+from encserve_server.scheduling.runner import in_halves, probe, run_batch, start_thread
 from encserve_server.settings import Settings
 from encserve_server.system.cpus import usable_cpus
 from encserve_server.types.arrays import OutputArrays, TokenIds
@@ -87,7 +87,7 @@ class Embedder:
             self.bundle, loaded.tokenizer, loaded.outputs, settings.max_text_bytes, loaded.static_tokenizers
         )
         self._tokenizing = ThreadPoolExecutor(settings.tokenizer_threads, "encserve-tokenize")
-        self._computing = ThreadPoolExecutor(self.parallel_batches, "encserve-engine")
+        self._computing = ThreadPoolExecutor(self.parallel_batches, "encserve-engine", start_thread)
         self._stopped = False  # not an Event: a signal handler may call `stop`
         self._closing = threading.Lock()
         self._closed = False

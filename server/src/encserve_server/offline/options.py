@@ -69,12 +69,7 @@ class EmbedOptions(TypedDict, total=False):
 
 
 def to_call(inputs: Sequence[SentInput], output: OutputName, options: EmbedOptions) -> EncodeCall:
-    """Convert the options of a call.
-
-    Args:
-        inputs: The inputs.
-        output: The kind of output.
-        options: The other options.
+    """Convert inputs and options to a call of the server.
 
     Raises:
         InvalidField: An option has an invalid value.
@@ -103,12 +98,7 @@ def to_call(inputs: Sequence[SentInput], output: OutputName, options: EmbedOptio
 
 
 def to_sent(at: int, value: Input, bundle: Bundle) -> SentInput:
-    """Convert an input.
-
-    Args:
-        at: The index of the input, for errors.
-        value: The input.
-        bundle: The model.
+    """Convert the input with index `at`.
 
     Raises:
         InvalidField: The input is neither a text, nor token ids, nor vectors.

@@ -20,7 +20,7 @@ from encserve_server.engine.base import Engine
 from encserve_server.errors import EngineUnhealthy
 from encserve_server.scheduling.batching import BatchPolicy
 from encserve_server.scheduling.queue import PendingQueue
-from encserve_server.scheduling.runner import ComputeOutputs, in_halves, probe, run_batch
+from encserve_server.scheduling.runner import ComputeOutputs, in_halves, probe, run_batch, start_thread
 from encserve_server.system.clock import Clock
 from encserve_server.system.cpus import lower_thread_priority
 from encserve_server.types.arrays import ModelInput
@@ -67,7 +67,7 @@ class Lanes:
     A lane works only while sequences wait. `wake` starts a lane, and a lane that leaves sequences in the queue starts
     the next lane. The idle lane that ran last starts first, because its CPU's caches still hold its data.
 
-    `lock` guards the queue and the choice of a batch. No lane holds it while the engine runs.
+    `lock` guards the queue and the choice of a batch. No lane holds the lock while the engine runs.
     """
 
     def __init__(
@@ -180,6 +180,7 @@ class Lanes:
     def _live(self, lane: _Lane, ended: "asyncio.Future[None]") -> None:
         """Do the jobs of a lane until the job None."""
         lower_thread_priority()
+        start_thread()
         while (job := lane.jobs.get()) is not None:
             try:
                 job(lane)
@@ -232,7 +233,7 @@ class Lanes:
         return now
 
     def _run_in_halves(self, lane: _Lane, batch: Batch) -> None:
-        """Run a batch, and its halves if it fails. Deliver what has run."""
+        """Run a batch, and its halves if it fails. Deliver the outputs."""
         try:
             in_halves(batch, partial(self._run_part, lane, batch), partial(self._on_failure, lane))
         except EngineUnhealthy as error:
@@ -274,7 +275,7 @@ class Lanes:
     def _count_failure(self, lane: _Lane, batch: Batch, error: BaseException | None) -> None:
         """Count a failed run, and probe the engine after several.
 
-        A lane that fails during a probe waits for the result: its sequences are no culprits if the engine is broken.
+        A lane that fails during a probe waits for the result: a broken engine makes no sequence a culprit.
 
         Raises:
             EngineUnhealthy: The engine is broken.

@@ -23,6 +23,11 @@ class BatchFailed(Exception):
     """The engine or an output failed for a batch. The cause is the error."""
 
 
+def start_thread() -> None:
+    """Prepare a thread that runs batches: NumPy does not warn about numbers that are not finite."""
+    np.seterr(all="ignore")
+
+
 def run_batch(engine: Engine, compute_outputs: ComputeOutputs, batch: Batch) -> None:
     """Run a batch, and set its outputs, tokens and durations.
 
@@ -38,8 +43,7 @@ def run_batch(engine: Engine, compute_outputs: ComputeOutputs, batch: Batch) -> 
         if result.lengths != lengths or result.output.shape[:2] != padded:
             raise RuntimeError(f"the engine returned rows of shape {result.output.shape[:2]}, expected {padded}")
         began = time.perf_counter()
-        with np.errstate(all="ignore"):  # the outputs report numbers that are not finite
-            outputs = compute_outputs(result, batch.sequences)
+        outputs = compute_outputs(result, batch.sequences)
         if len(outputs) != len(lengths):
             raise RuntimeError(f"the model returned outputs of {len(outputs)} sequences, expected {len(lengths)}")
     except Exception as error:
@@ -51,11 +55,11 @@ def run_batch(engine: Engine, compute_outputs: ComputeOutputs, batch: Batch) -> 
 
 
 def in_halves(batch: Batch, run: RunBatch, on_failure: Callable[[Batch, BaseException | None], None]) -> None:
-    """Run a batch. If it fails, run its halves, and their halves: only a sequence that fails alone has failed.
+    """Run a batch. After a failure run its halves, and their halves, so that only a sequence that fails alone fails.
 
     Args:
         batch: The batch.
-        run: Runs a part of the batch. It may remove sequences from the part before it runs.
+        run: Runs a part of the batch. It may first remove sequences from the part.
         on_failure: Receives each part that failed, with the error. A part of one sequence is not run again.
 
     Raises:
@@ -78,7 +82,7 @@ def probe(run: RunBatch, sequence: ModelInput) -> None:
     """Run a sequence that every working engine can compute.
 
     Raises:
-        EngineUnhealthy: The engine fails for it, or its numbers are not finite.
+        EngineUnhealthy: The engine fails, or its numbers are not finite.
     """
     batch = Batch([TokenSequence(sequence, len(sequence))])
     try:
