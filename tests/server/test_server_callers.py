@@ -645,14 +645,14 @@ async def test_tokenize_takes_turns_between_callers(serve: Serve, monkeypatch: p
     server = await serve(BOTH, tokenizer_threads=1)
     lengths: list[int] = []
     go_on = threading.Event()
-    real = TextTokenizer.tokenize_here
+    real = TextTokenizer.tokenize
 
     def tokenize(self: TextTokenizer, texts: Sequence[str], *args: Any, details: bool) -> Any:
         lengths.extend(map(len, texts))
         assert go_on.wait(10)
         return real(self, texts, *args, details=details)
 
-    monkeypatch.setattr(TextTokenizer, "tokenize_here", tokenize)
+    monkeypatch.setattr(TextTokenizer, "tokenize", tokenize)
     tasks = []
     for key, text in [(RIGHT, "hello " * 100)] * 5 + [(OTHER, "world " * 99)]:
         request = pb.TokenizeRequest(texts=[text])

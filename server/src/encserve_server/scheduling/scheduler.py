@@ -23,8 +23,9 @@ from encserve_server.errors import (
 )
 from encserve_server.scheduling.admission import Admission, Throughput
 from encserve_server.scheduling.batching import BatchPolicy
-from encserve_server.scheduling.lanes import ComputeOutputs, Lanes, Outcome
+from encserve_server.scheduling.lanes import Lanes, Outcome
 from encserve_server.scheduling.queue import QueueObserver, Ticket
+from encserve_server.scheduling.runner import ComputeOutputs
 from encserve_server.system.background import repeat
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry.spans import BatchTracer, RequestSpan
