@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from encserve_server import ledger
 from encserve_server.errors import BudgetFull, DeadlineExpired, EncserveError
-from encserve_server.ledger import ByteBudget, Places, Pool, Watches
+from encserve_server.ledger import Arrival, ByteBudget, Places, Pool, Watches
 
 CALLERS = st.sampled_from(["a", "b", "c"])
 
@@ -68,9 +68,8 @@ class Held:
 
     async def start(self, name: str, account: str, *, is_open: bool = False, is_stream: bool = True) -> None:
         async def hold() -> None:
-            enter = self.places.stream if is_stream else self.places.arriving
             try:
-                with enter(account, is_open=is_open):
+                with Arrival(self.places, account, is_open=is_open, is_stream=is_stream):
                     await asyncio.Event().wait()
             except EncserveError as error:
                 self.ended[name] = error

@@ -357,7 +357,7 @@ class Call:
         self._is_open = False
         calls = self._calls
         if self._held_bytes:
-            calls.budget.add(self.account, -self._held_bytes)
+            calls.budget.add(self._account, -self._held_bytes)
         if self._method.observer is not None and not self.is_of_stream:
             calls.in_flight -= 1
             if not calls.in_flight:
@@ -470,7 +470,7 @@ class Call:
         Raises:
             BudgetFull: There is no room. A call that is alone always has room.
         """
-        self._calls.budget.take(self.account, size, self._held_bytes)
+        self._calls.budget.take(self._account or self.account, size, self._held_bytes)
         self._held_bytes += size
 
     def resolve(
@@ -616,7 +616,7 @@ class Call:
             raise ResponseTooLarge(FieldPath(Part.INPUTS), problem)
         model.answered(ended - began, len(data))
         sent = len(data) * self._method.reply_copies
-        self._calls.budget.add(self.account, sent - self._held_bytes)
+        self._calls.budget.add(self._account or self.account, sent - self._held_bytes)
         self._held_bytes = sent
         return data
 

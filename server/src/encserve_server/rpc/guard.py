@@ -124,8 +124,8 @@ class RpcGuard:
         """The handler of an RPC with many requests, which writes its answers."""
 
         async def write(_: Requests, call: Call, context: Context) -> None:
-            with self._places.stream(call.account) as place:
-                await answer(Stream(context, self._places, place, call), call)
+            with Arrival(self._places, call.account, is_stream=True) as place:
+                await answer(Stream(context, place, call), call)
 
         return self._writing(method, write)
 
@@ -134,7 +134,7 @@ class RpcGuard:
         method = Method(name, PlainNaming(), None, answers_while_draining=True, access=Access.LISTING)
 
         async def write(requests: Requests, call: Call, context: Context) -> None:
-            with self._places.stream(call.account, is_open=True):
+            with Arrival(self._places, call.account, is_open=True, is_stream=True):
                 await answer(_small(requests, call), context)
 
         return self._writing(method, write)
@@ -210,7 +210,7 @@ class RpcGuard:
             MalformedRequest: The call has no request.
         """
         is_open = method.access.is_open
-        with self._places.arriving(call.account, is_open=is_open):
+        with Arrival(self._places, call.account, is_open=is_open):
             data = await context.read()
         if not isinstance(data, bytes):
             await asyncio.sleep(_GONE_SECONDS)
@@ -275,11 +275,10 @@ class _RequestObserver(_RpcObserver):
 class Stream:
     """The requests and answers of one stream."""
 
-    def __init__(self, context: Context, places: Places, place: Arrival, call: Call) -> None:
+    def __init__(self, context: Context, place: Arrival, call: Call) -> None:
         """Keep gRPC's context, the stream's place and the stream's call."""
         self._context = context
         self._call = call
-        self._places = places
         self._place = place
         self._unanswered = 0
 
@@ -293,14 +292,14 @@ class Stream:
         if isinstance(data, bytes):
             self._call.recheck()
         self._unanswered += 1
-        self._places.progress(self._place, is_idle=False)
+        self._place.progress(is_idle=False)
         return data
 
     async def write(self, data: bytes) -> None:
         """Writes an answer; see `write_in_time`."""
         await write_in_time(self._context, data)
         self._unanswered -= 1
-        self._places.progress(self._place, is_idle=not self._unanswered)
+        self._place.progress(is_idle=not self._unanswered)
 
 
 async def write_in_time(context: Context, data: bytes) -> None:
