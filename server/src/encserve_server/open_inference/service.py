@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -152,7 +152,7 @@ class OpenInference:
         sent: SentRequest,
         build: Build,
         *,
-        load: Callable[[InferCall], Awaitable[None]] | None = None,
+        check: Callable[[InferCall], None] = lambda _: None,
         growth: Callable[[InferCall], float] = lambda _: 1.0,
     ) -> bytes:
         """Answers a request.
@@ -162,12 +162,12 @@ class OpenInference:
             model: The model, as the call resolved it.
             sent: The request.
             build: Makes the answer's bytes; called in a thread where there are many.
-            load: Called before the data are looked at, with a request whose inputs are not too many.
+            check: Refuses a request before its data are decoded.
             growth: How many bytes the answer has, at most, for each of raw numbers.
 
         Raises:
             DeadlineExpired: The request's timeout has passed.
-            EncserveError: Whatever `load`, and `Call.encode`, raise.
+            EncserveError: See `check` and `Call.encode`.
         """
         clock = self._calls.clock
         began = clock.now()
@@ -191,8 +191,7 @@ class OpenInference:
             model.check_counts(infer.count, count_tokens(infer, longest), sent.output_count)
             check_length(infer, model)
             async with _in_time(call, infer.parameters.timeout_us, began):
-                if load is not None:
-                    await load(infer)
+                check(infer)
                 decoded = decode_call(infer, longest, model.limits.max_text_bytes)
                 response = await call.encode(model, decoded, timed, growth(infer))
         except BaseException:
