@@ -1,7 +1,4 @@
-"""Tests of the limits of the HTTP port.
-
-They check pipelined requests, chunks, connections, the values in a body, and the bytes of all callers.
-"""
+"""Limits of the HTTP port: pipelined requests, chunks, connections, inputs of a body, and bytes of all callers."""
 
 import asyncio
 import contextlib
@@ -12,22 +9,19 @@ from typing import Any, cast
 import pytest
 from fake_server import Failed, FakeServer, StartServer
 from http_calls import connect, get, post, raw
-from hypothesis import given
-from hypothesis import strategies as st
 from waiting import PATIENCE_SECONDS, until
 
-from encserve_server.errors import MalformedRequest, RequestError, RequestTooLarge, TooManyInputs
 from encserve_server.http import connection as http_connection
-from encserve_server.http import counting
 from encserve_server.http.connection import MAX_WAITING_BYTES, Connection
-from encserve_server.http.counting import CountLimits, check_counts
+from encserve_server.http.decoding import TEXTS_OR_IDS, BodyDecoder, BodyRules
+from encserve_server.http.tei import EmbedBody
 
 TEXT = b'{"inputs": "hello"}'
 ONE = b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(TEXT), TEXT)
 CHUNKED = b"POST /embed HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 LISTS = b'{"INPUTS": [' + b"[1]," * 1_000_000 + b"[1]]}"
 SHARED_SETTINGS = {"http_port": 0}
-IDS = b'{"INPUTS": [[' + b"1," * 2_000_000 + b"1]]}"
+IDS = b'{"INPUTS": [[' + b"1," * 2_000_000 + b"true]]}"
 OBJECTS = b'{"INPUTS": [' + b"{}," * 1_000_000 + b"{}]}"
 
 
@@ -123,13 +117,25 @@ async def send(writer: asyncio.StreamWriter, data: bytes) -> None:
     await writer.drain()
 
 
-async def test_a_body_in_tiny_chunks_is_refused(shared: FakeServer) -> None:
+async def test_chunk_extensions_do_not_extend_the_time_of_a_body(
+    shared: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body gets more time for each byte that arrives. Bytes around chunks do not count."""
+    monkeypatch.setattr("encserve_server.http.bodies.BODY_SECONDS", 0.1)
     async with raw(shared) as (reader, writer):
-        writer.write(CHUNKED + b"1\r\n \r\n" * 3000)
-        answer = await reader.read()
-    assert answer.startswith(b"HTTP/1.1 400")
-    assert b"more than 1026 chunks" in answer
+        writer.write(CHUNKED)
+        sending = asyncio.create_task(send_until_closed(writer, b"1;x=" + b"b" * 5000 + b"\r\n \r\n"))
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+        await sending
     assert shared.held_bytes() == 0
+
+
+async def send_until_closed(writer: asyncio.StreamWriter, data: bytes) -> None:
+    with contextlib.suppress(ConnectionError):
+        while not writer.is_closing():
+            writer.write(data)
+            await writer.drain()
+            await asyncio.sleep(0)
 
 
 async def test_a_body_in_chunks_is_read(start_server: StartServer) -> None:
@@ -273,18 +279,18 @@ async def test_the_server_listens_on_every_address_of_its_host(start_server: Sta
     [
         (LISTS, "TOO_MANY_INPUTS", "INPUTS: must hold at most 2048 sequences"),
         (LISTS.replace(b"[1]", b'"a"'), "TOO_MANY_INPUTS", "INPUTS: must hold at most 2048 sequences"),
-        (IDS, "REQUEST_TOO_LARGE", "INPUTS: must be at most 1048576 token ids"),
-        (OBJECTS, "MALFORMED_REQUEST", "at most 200 JSON objects"),
-        (b"[" * 4_000_000, "TOO_MANY_INPUTS", "INPUTS: must hold at most 2048 sequences"),
+        (IDS, "INVALID_FIELD", "INPUTS[0][2000000]: must be a token id; was a boolean"),
+        (OBJECTS, "TOO_MANY_INPUTS", "INPUTS: must hold at most 2048 sequences (max_http_inputs); was 1000001"),
+        (b"[" * 4_000_000, "MALFORMED_REQUEST", "the body must be a JSON object; was a list"),
         (b'{"INPUTS": ["a", "%s"]}' % (b"a" * 2_000_000), "INVALID_FIELD", "INPUTS[1]: must be at most 262144 bytes"),
         (b'{"INPUTS": "%s"}' % (b"a" * 2_000_000), "INVALID_FIELD", "2000002 bytes"),
         (b'"' + b"\\\\" * 2_000_000, "MALFORMED_REQUEST", "not valid JSON"),
-        (b'{"INPUTS": ' + b"1" * 4_000_000 + b"}", "MALFORMED_REQUEST", "not valid JSON"),
+        (b'{"INPUTS": ' + b"1" * 4_000_000 + b"}", "INVALID_FIELD", "INPUTS: must be a string, a list of token ids"),
     ],
     ids=[f"body {i}" for i in range(9)],
 )
 @pytest.mark.parametrize(("path", "inputs"), [("/v1/embeddings", "input"), ("/embed", "inputs")])
-async def test_a_large_body_is_counted_before_it_is_decoded(
+async def test_a_large_body_beyond_the_limits_is_refused(
     shared: FakeServer, path: str, inputs: str, body: bytes, reason: str, problem: str
 ) -> None:
     refused = await post(shared, path, body.replace(b"INPUTS", inputs.encode()))
@@ -301,55 +307,22 @@ async def test_a_large_body_within_the_limits_is_answered(shared: FakeServer) ->
         assert len(response.json()) == 256
 
 
-values = st.recursive(
-    st.none() | st.integers() | st.text(alphabet='a",\\[{é🌍\n', max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(alphabet='k"\\]', max_size=2), inner, max_size=3)
-    ),
-    max_leaves=20,
-)
-
-
-def count(value: Any) -> tuple[int, int, int, int]:
-    """Count the strings, lists, objects and commas of a JSON value."""
-    if isinstance(value, str):
-        return 1, 0, 0, 0
-    if not isinstance(value, list | dict):
-        return 0, 0, 0, 0
-    members = value if isinstance(value, list) else [*value, *value.values()]
-    strings, lists, objects, commas = map(sum, zip(*map(count, members), (0, 0, 0, 0), strict=True))
-    commas += max(len(value) - 1, 0)
-    return strings, lists + isinstance(value, list), objects + isinstance(value, dict), commas
-
-
-@given(values, st.integers(1, 9), st.booleans())
-def test_the_count_is_that_of_the_values(value: Any, piece_bytes: int, ensure_ascii: bool) -> None:
-    """The counts of strings, lists, objects and commas are right for pieces of any size.
-
-    The counter reads a body in pieces.
-    """
-    strings, lists, objects, commas = count(value)
-    body = json.dumps(value, ensure_ascii=ensure_ascii).encode()
-
-    def check(sequences: int, ids: int, most_objects: int) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(counting, "_PIECE_BYTES", piece_bytes)
-            patch.setattr(counting, "_OTHER_VALUES", 0)
-            patch.setattr(counting, "_MAX_OBJECTS", most_objects)
-            asyncio.run(check_counts(body, "input", CountLimits(sequences, ids)))
-
-    most = max(strings, lists)
-    check(most, commas, objects)
-    over: list[tuple[type[RequestError], tuple[int, int, int]]] = []
-    if most:
-        over.append((TooManyInputs, (most - 1, commas + 1, objects)))
-    if commas > most:
-        over.append((RequestTooLarge, (most, commas - most - 1, objects)))
-    if objects:
-        over.append((MalformedRequest, (most, commas, objects - 1)))
-    for error, limits in over:
-        with pytest.raises(error):
-            check(*limits)
+@pytest.mark.parametrize("inputs", [["hello " * 1000] * 100, [list(range(1000, 2000))] * 100])
+async def test_a_large_body_is_decoded_in_turns(inputs: list[Any]) -> None:
+    """Other requests run after each 64 KiB of inputs. The byte budget counts the decoded inputs."""
+    body = json.dumps({"inputs": inputs}).encode()
+    held: list[int] = []
+    decoding = asyncio.create_task(
+        BodyDecoder(EmbedBody, BodyRules(2048, 2**18), inputs=TEXTS_OR_IDS).decode(body, held.append)
+    )
+    turns = 0
+    while not decoding.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert (await decoding).inputs == inputs
+    assert turns > len(body) / 80_000
+    assert sum(held) > len(body)
+    assert max(held) < 64 * 1024 * 20  # the most that one input may take, and then only its real size
 
 
 async def test_bytes_are_bounded_over_all_callers(start_server: StartServer) -> None:

@@ -1,7 +1,6 @@
 """Tests of other routes of text-embeddings-inference: /similarity, /ping, /info, and truncation on the left."""
 
 import asyncio
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -170,15 +169,11 @@ async def test_ping_is_health(shared: FakeServer) -> None:
         assert (await client.post("/ping")).status_code == 405
 
 
-async def test_a_large_comparison_is_counted_first(start_server: StartServer) -> None:
-    """A body with too many sentences or objects is refused. The server counts them before it decodes a large body."""
+async def test_a_large_comparison(start_server: StartServer) -> None:
     server = await start_server(http_port=0)
     refused = await post(server, "/similarity", compared("hello", ["hello"] * 20_000))
     assert refused.status_code == 413
-    assert "2048 sequences (max_http_inputs)" in refused.json()["error"]
-    nested = json.dumps(compared("hello", ["hello"])).encode()[:-1] + b',"x":[' + b"{}," * 30_000 + b"{}]}"
-    refused = await post(server, "/similarity", nested)
-    assert (refused.status_code, "at most 200 JSON objects" in refused.text) == (400, True)
+    assert refused.json()["error"].startswith("inputs.sentences: must hold at most 2048 sequences (max_http_inputs)")
     many = await post(server, "/similarity", compared("hello", ["hello brave new world " * 3] * 2047))
     assert many.status_code == 200
     assert len(many.json()) == 2047

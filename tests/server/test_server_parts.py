@@ -118,7 +118,7 @@ def test_an_error_of_a_part_names_the_inputs_of_the_whole_call() -> None:
         ({"precision": "bfloat16"}, "precision bfloat16 needs engine openvino"),
         ({"engine": "openvino", "device": "cuda"}, "device cuda needs engine onnxruntime"),
         ({"max_in_flight_mib": 67}, r"max_in_flight_mib must be >= 68, .* was 67"),
-        ({"max_in_flight_mib": 95, "http_port": 0}, "max_in_flight_mib must be >= 96, .* was 95"),
+        ({"max_in_flight_mib": 71, "http_port": 0}, "max_in_flight_mib must be >= 72, .* was 71"),
         ({"served_model_name": ("a",)}, "served_model_name must be ALIAS=NAME, .*; was 'a'"),
         ({"served_model_name": ("a@1=b",)}, "was 'a@1=b'"),
         ({"served_model_name": ("a=b", "a=c")}, "was 'a=c'"),

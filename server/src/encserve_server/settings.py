@@ -161,7 +161,7 @@ class Settings:
         minimum=1,
         maximum=1024,
     )
-    max_http_request_mib: int = _setting(32, "Largest body of a request over HTTP, in MiB.", minimum=1, maximum=1024)
+    max_http_request_mib: int = _setting(8, "Largest body of a request over HTTP, in MiB.", minimum=1, maximum=1024)
     max_response_mib: int = _setting(
         64,
         "Largest reply, in MiB. A larger one is refused, before any compute if its size is known by then. Callers need "

@@ -15,13 +15,12 @@ from encserve_server.calls import Call
 from encserve_server.error_table import Failure
 from encserve_server.errors import FieldPath, InvalidField, Part, RequestError
 from encserve_server.http.app import Dialect, Reply, Request, Route
+from encserve_server.http.decoding import ANYTHING, STRINGS, BodyDecoder, BodyRules
 from encserve_server.http.naming import HttpNaming
 from encserve_server.http.openai import DIALECT as OPENAI
 from encserve_server.http.replies import joined, row_as_json, rows_as_json
 from encserve_server.http.requests import (
     Body,
-    BodyDecoder,
-    BodyRules,
     PooledBody,
     SentInputs,
     choice,
@@ -46,9 +45,6 @@ _TYPES: Mapping[str, tuple[DataType, Callable[[Any], OutputRows]]] = {
 }
 # Of a float32 there are at most 17 characters, and 6 of base64; of a byte -128, and 255, each with a comma.
 _GROWTH = 10.0
-# What an item of `inputs` may hold in a large body: an object, and of each of its contents one more and five strings.
-_OBJECTS_EACH, _STRINGS_EACH = 4, 16
-
 
 _EXAMPLE = {"texts": ["a cat", "a dog"], "input_type": "search_document", "embedding_types": ["float", "int8"]}
 
@@ -128,9 +124,15 @@ class CohereRoutes:
 
     def __init__(self, rules: BodyRules) -> None:
         """Takes how bodies are read."""
-        limits = replace(rules.limits, objects_each=_OBJECTS_EACH, strings_each=_STRINGS_EACH)
-        self._rules = replace(rules, limits=limits)
-        self._body = BodyDecoder(CohereBody, "texts", self._rules)
+        self._rules = rules
+        self._body = BodyDecoder(
+            CohereBody,
+            rules,
+            embedding_types=STRINGS,
+            texts=STRINGS,
+            inputs=replace(ANYTHING, convert=_text_of),
+            images=ANYTHING,
+        )
 
     def routes(self) -> list[Route]:
         """What is answered, and by whom."""
@@ -202,7 +204,7 @@ def _texts_of(fields: CohereBody) -> Sequence[str]:
     """The texts of a request, from whichever field has them.
 
     Raises:
-        InvalidField: Not exactly one field has inputs, or an input is no text.
+        InvalidField: Not exactly one field has inputs.
     """
     if fields.images:
         raise InvalidField("images", f"must be left out: {_IMAGE}")
@@ -212,7 +214,7 @@ def _texts_of(fields: CohereBody) -> Sequence[str]:
         return fields.texts
     if fields.texts:
         raise InvalidField("texts", f"must be left out where inputs is set; was {len(fields.texts)} texts")
-    return [_text_of(f"inputs[{i}]", it) for i, it in enumerate(fields.inputs)]
+    return fields.inputs
 
 
 def _text_of(field: str, item: Any) -> str:

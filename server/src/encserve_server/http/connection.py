@@ -106,10 +106,13 @@ class Connection(asyncio.Protocol):
         self._is_in_body = True
         self._resume()
 
-    def received(self, request_bytes: int) -> None:
-        """A whole request of so many bytes is here, and is answered now; what comes behind it is another one."""
+    def received(self, request_bytes: int | None) -> None:
+        """A whole request of so many bytes is here, and is answered now; what comes behind it is another one.
+
+        A body in chunks takes an unknown number of bytes, None. Then no byte that is here counts as waiting.
+        """
         self._is_answering, self._is_in_body = True, False
-        self._waiting_bytes = max(self._waiting_bytes - request_bytes, 0)
+        self._waiting_bytes = 0 if request_bytes is None else max(self._waiting_bytes - request_bytes, 0)
         self._bound()
 
     def answered(self) -> None:

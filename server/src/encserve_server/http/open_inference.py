@@ -12,11 +12,10 @@ from encserve_server.calls import Call
 from encserve_server.error_table import Failure
 from encserve_server.errors import FieldPath, InvalidField, ModelNotFound, NotReady, Part
 from encserve_server.http.app import Dialect, Reply, Request, Route
-from encserve_server.http.counting import CountLimits
+from encserve_server.http.decoding import BodyDecoder, BodyRules
 from encserve_server.http.openai import DIALECT as OPENAI
 from encserve_server.http.replies import JSON_GROWTH, joined
-from encserve_server.http.requests import BodyDecoder, BodyRules
-from encserve_server.http.tensors import LENGTH_HEADER, InferBodies, InferBody, LoadedData
+from encserve_server.http.tensors import LENGTH_HEADER, InferBodies, InferBody
 from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.open_inference.replies import OutputTensor, output_tensors
 from encserve_server.open_inference.requests import InferCall, InferNaming
@@ -34,8 +33,6 @@ from encserve_server.settings import MIB, Settings
 from encserve_server.types.requests import DataType
 
 _MODEL, _VERSION = "/v2/models/{name:path}", "/v2/models/{name:path}/versions/{version}"
-# Vectors that are nested have a list for each token.
-_LISTS_EACH = 512
 _MAX_INDEX_BYTES = 1024
 _WHOLE = (TensorPart.LENGTHS, TensorPart.INDICES)
 _PIECE_NUMBERS = 16_384
@@ -145,7 +142,7 @@ class InferReply(TypedDict):
     outputs: list[OutputData]
 
 
-class IndexBody(msgspec.Struct, forbid_unknown_fields=True):
+class IndexBody(msgspec.Struct):
     """The fields of a question for the models; the body may be empty.
 
     Attributes:
@@ -161,12 +158,8 @@ class OpenInferenceRoutes:
     def __init__(self, protocol: OpenInference, rules: BodyRules, settings: Settings) -> None:
         """Takes what this protocol's front ends have in common, and how bodies are read."""
         self._protocol = protocol
-        self._rules = rules
-        self._index = BodyDecoder(IndexBody, "", rules)
-        limits = CountLimits(
-            settings.max_request_sequences, rules.limits.ids, "max_request_sequences", lists_each=_LISTS_EACH
-        )
-        self._bodies = InferBodies(limits, settings.max_request_mib * MIB, strict=rules.strict)
+        self._index = BodyDecoder(IndexBody, rules)
+        self._bodies = InferBodies(settings.max_request_mib * MIB, strict=rules.strict)
 
     def routes(self) -> list[Route]:
         """What is answered, and by whom; a path that goes on comes before one that ends with the model."""
@@ -311,21 +304,14 @@ class OpenInferenceRoutes:
 
     async def infer(self, request: Request, call: Call) -> Reply:
         """Computes the outputs of a model for the tensors of an Open Inference request."""
-        sent = await self._bodies.read(request.body, request.headers, call.hold)
+        sent = self._bodies.read(request.body, request.headers, call.hold)
         model = call.resolve(0, *_named(request))
         headers: dict[str, str] = {}
-
-        async def load(infer: InferCall) -> None:
-            _check_half(infer)
-            async with self._rules.turn_of(request.body):
-                for tensor in infer.tensors.values():
-                    if isinstance(tensor.data, LoadedData):
-                        await tensor.data.load(tensor, call.hold, model.limits.max_text_bytes)
 
         def build(model: ServedModel, infer: InferCall, reply: EncodeReply) -> bytes:
             return joined(_pieces(model, infer, output_tensors(model, infer, reply), headers))
 
-        body = await self._protocol.infer(call, model, sent, build, load=load, growth=_growth)
+        body = await self._protocol.infer(call, model, sent, build, check=_check_half, growth=_growth)
         return Reply(body, headers)
 
 

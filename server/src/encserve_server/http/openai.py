@@ -14,24 +14,15 @@ from encserve_server.calls import Call
 from encserve_server.error_table import Failure, Status
 from encserve_server.errors import FieldPath, InvalidField, Part
 from encserve_server.http.app import Dialect, Reply, Request, Route
+from encserve_server.http.decoding import TEXTS_OR_IDS, BodyDecoder, BodyRules
 from encserve_server.http.formats import FormatBody, as_base64, normalized
 from encserve_server.http.kinds import routes_of
 from encserve_server.http.naming import HttpNaming
 from encserve_server.http.replies import joined, pooled_rows, row_as_json, usage_of
-from encserve_server.http.requests import (
-    BodyDecoder,
-    BodyRules,
-    Inputs,
-    SentInputs,
-    encode,
-    pooled_output,
-)
+from encserve_server.http.requests import Inputs, SentInputs, encode, pooled_output
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.models.tokenizing import TextTokenizer
-
-# So many ids at each end of an input are looked at for special tokens.
-_ENDS = 8
 
 
 class EmbeddingsBody(FormatBody):
@@ -148,7 +139,7 @@ class OpenAiRoutes:
         self._catalog = catalog
         self._rules = rules
         self._began = int(time.time())
-        self._embeddings = BodyDecoder(EmbeddingsBody, "input", rules)
+        self._embeddings = BodyDecoder(EmbeddingsBody, rules, input=TEXTS_OR_IDS)
 
     def routes(self) -> list[Route]:
         """What is answered, and by whom."""
@@ -246,10 +237,8 @@ def _shown(tokenizer: TextTokenizer, ids: Sequence[int]) -> str:
     return " ".join(f"{tokenizer.token_string(it)} ({it})" for it in ids) or "nothing"
 
 
-def _has_around(ids: Any, before: Sequence[int], behind: Sequence[int]) -> bool:
-    """Whether ids begin and end with these; what is no list of ids, or empty, is refused elsewhere."""
-    if not isinstance(ids, list) or not all(type(it) is int for it in (*ids[:_ENDS], *ids[-_ENDS:])):
-        return True
+def _has_around(ids: list[int], before: Sequence[int], behind: Sequence[int]) -> bool:
+    """Return whether ids begin and end with the special tokens. An empty list is refused elsewhere."""
     return not ids or (ids[: len(before)] == list(before) and ids[len(ids) - len(behind) :] == list(behind))
 
 

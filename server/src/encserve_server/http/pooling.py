@@ -15,12 +15,11 @@ from encserve_server.calls import Call
 from encserve_server.errors import InvalidField, Part
 from encserve_server.http import openai
 from encserve_server.http.app import Dialect, Reply, Request, Route
+from encserve_server.http.decoding import TEXTS_OR_IDS, BodyDecoder, BodyRules
 from encserve_server.http.formats import FormatBody, as_base64, normalized
 from encserve_server.http.naming import HttpNaming
 from encserve_server.http.replies import joined, row_as_json, rows_as_json, usage_of
 from encserve_server.http.requests import (
-    BodyDecoder,
-    BodyRules,
     Inputs,
     SentInputs,
     choice,
@@ -94,7 +93,7 @@ class PoolingRoutes:
     def __init__(self, rules: BodyRules) -> None:
         """Takes how bodies are read."""
         self._rules = rules
-        self._pooling = BodyDecoder(PoolingBody, "input", rules)
+        self._pooling = BodyDecoder(PoolingBody, rules, input=TEXTS_OR_IDS)
 
     def routes(self) -> list[Route]:
         """What is answered, and by whom."""

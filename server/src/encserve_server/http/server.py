@@ -15,12 +15,11 @@ from encserve_server.http import openai
 from encserve_server.http.app import HttpApp
 from encserve_server.http.cohere import CohereRoutes
 from encserve_server.http.connection import Connection, Refusal
-from encserve_server.http.counting import CountLimits
+from encserve_server.http.decoding import BodyRules
 from encserve_server.http.open_inference import OpenInferenceRoutes
 from encserve_server.http.openai import OpenAiRoutes
 from encserve_server.http.openapi import DocsRoutes
 from encserve_server.http.pooling import PoolingRoutes
-from encserve_server.http.requests import BodyRules
 from encserve_server.http.tei import TeiRoutes
 from encserve_server.ledger import connections_to_close
 from encserve_server.open_inference.service import OpenInference
@@ -30,8 +29,6 @@ from encserve_server.system.listeners import open_listeners
 from encserve_server.telemetry.metrics import Metrics
 
 _BACKLOG = 2048
-# The most token ids of a body: they take 40 ms to decode.
-_MAX_IDS = 1024 * 1024
 # Of a request's head: its line, one header, and how many headers; all together see `app`.
 _MAX_LINE_BYTES = 8190
 _MAX_HEADERS = 64
@@ -68,8 +65,7 @@ async def open_http(
     Raises:
         OSError: The port cannot be had.
     """
-    limits = CountLimits(settings.max_http_inputs, _MAX_IDS)
-    rules = BodyRules(limits, settings.max_text_bytes, settings.http_truncate, settings.strict_http)
+    rules = BodyRules(settings.max_http_inputs, settings.max_text_bytes, settings.http_truncate, settings.strict_http)
     routes = [
         *OpenAiRoutes(calls.catalog, rules).routes(),
         *TeiRoutes(

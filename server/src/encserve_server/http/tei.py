@@ -17,6 +17,7 @@ from encserve_server.error_table import Failure, Status
 from encserve_server.errors import OF_OUTPUTS, EmptyInputs, FieldPath, InvalidField, NotReady, RequestError
 from encserve_server.http import kinds
 from encserve_server.http.app import Dialect, Reply, Request, Route
+from encserve_server.http.decoding import STRINGS, TEXTS, TEXTS_OR_IDS, BodyDecoder, BodyRules
 from encserve_server.http.naming import HttpNaming
 from encserve_server.http.replies import (
     JSON_GROWTH,
@@ -28,8 +29,6 @@ from encserve_server.http.replies import (
 )
 from encserve_server.http.requests import (
     Body,
-    BodyDecoder,
-    BodyRules,
     EncodeBody,
     Inputs,
     PooledBody,
@@ -91,7 +90,7 @@ class EmbedSparseBody(EncodeBody):
     max_active_dims: int | None = None
 
 
-class SimilarityInputs(msgspec.Struct, forbid_unknown_fields=True):
+class SimilarityInputs(msgspec.Struct):
     """The inputs of /similarity."""
 
     source_sentence: str | None = None
@@ -101,7 +100,7 @@ class SimilarityInputs(msgspec.Struct, forbid_unknown_fields=True):
 AnyPooled = TypeVar("AnyPooled", bound=PooledBody)
 
 
-class SimilarityParameters(msgspec.Struct, forbid_unknown_fields=True):
+class SimilarityParameters(msgspec.Struct):
     """How inputs are read, where this is not said beside them.
 
     Attributes:
@@ -147,7 +146,7 @@ class TokenizeBody(Body):
         add_special_tokens: With false, special tokens are left out.
     """
 
-    inputs: Inputs | None = None
+    inputs: str | list[str] | None = None
     add_special_tokens: bool | None = None
 
 
@@ -204,12 +203,12 @@ class TeiRoutes:
         self._rules = rules
         self._max_connections = max_connections
         self._tokenizer_threads = tokenizer_threads
-        self._root = BodyDecoder(RootBody, _INPUTS, rules)
-        self._embed = BodyDecoder(EmbedBody, _INPUTS, rules)
-        self._embed_all = BodyDecoder(EmbedAllBody, _INPUTS, rules)
-        self._embed_sparse = BodyDecoder(EmbedSparseBody, _INPUTS, rules)
-        self._similarity = BodyDecoder(SimilarityBody, _INPUTS, rules)
-        self._tokenize = BodyDecoder(TokenizeBody, _INPUTS, rules)
+        self._root = BodyDecoder(RootBody, rules, inputs=TEXTS_OR_IDS, sentences=STRINGS)
+        self._embed = BodyDecoder(EmbedBody, rules, inputs=TEXTS_OR_IDS)
+        self._embed_all = BodyDecoder(EmbedAllBody, rules, inputs=TEXTS_OR_IDS)
+        self._embed_sparse = BodyDecoder(EmbedSparseBody, rules, inputs=TEXTS_OR_IDS)
+        self._similarity = BodyDecoder(SimilarityBody, rules, sentences=STRINGS)
+        self._tokenize = BodyDecoder(TokenizeBody, rules, inputs=TEXTS)
 
     def routes(self) -> list[Route]:
         """What is answered, and by whom."""
@@ -363,14 +362,14 @@ class TeiRoutes:
     async def tokenize(self, request: Request, call: Call) -> Reply:
         """Returns the tokens of each text; computes no vectors."""
         fields = await self._tokenize.decode(request.body, call.hold)
-        texts = SentInputs(_INPUTS, fields.inputs).texts()
+        texts = SentInputs(_INPUTS, fields.inputs).items
         model = call.resolve(len(texts), *model_of(fields))
         asked = TokenizeCall(
             texts,
             include_token_strings=True,
             prompt_name=fields.prompt_name,
             task=task_of(fields, model.bundle),
-            most_inputs=self._rules.limits.sequences,
+            most_inputs=self._rules.max_inputs,
         )
         keeps_special = fields.add_special_tokens is not False
 
@@ -398,7 +397,7 @@ class TeiRoutes:
                     "max_input_length": bundle.max_sequence_tokens,
                     "max_batch_tokens": model.max_batch_tokens,
                     "max_batch_requests": None,
-                    "max_client_batch_size": self._rules.limits.sequences,
+                    "max_client_batch_size": self._rules.max_inputs,
                     "auto_truncate": self._rules.truncate,
                     "tokenization_workers": self._tokenizer_threads,
                     "version": __version__,

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -148,7 +148,7 @@ class OpenInference:
         sent: SentRequest,
         build: Build,
         *,
-        load: Callable[[InferCall], Awaitable[None]] | None = None,
+        check: Callable[[InferCall], None] = lambda _: None,
         growth: Callable[[InferCall], float] = lambda _: 1.0,
     ) -> bytes:
         """Answer a request.
@@ -158,7 +158,7 @@ class OpenInference:
             model: The model that the call has resolved.
             sent: The request.
             build: Builds the bytes of the reply; called in a thread if there are many.
-            load: Called before the data are decoded, after a check of the number of inputs.
+            check: Refuses a request before its data are decoded.
             growth: The largest number of bytes in the reply for each byte of raw numbers.
 
         Raises:
@@ -186,8 +186,7 @@ class OpenInference:
             model.check_counts(infer.count, count_tokens(infer, longest), sent.output_count)
             check_length(infer, model)
             async with _in_time(call, infer.parameters.timeout_us, began):
-                if load is not None:
-                    await load(infer)
+                check(infer)
                 decoded = decode_call(infer, longest, model.limits.max_text_bytes)
                 response = await call.encode(model, decoded, timed, growth(infer))
         except BaseException:
