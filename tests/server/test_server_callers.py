@@ -426,7 +426,7 @@ async def test_slow_calls_without_a_key_leave_room_for_others(serve: Serve, monk
     rpc: Any = server.channel.stream_unary("/grpc.health.v1.Health/Check")
     slow = [rpc() for _ in range(100)]
     codes = [asyncio.ensure_future(it.code()) for it in slow]
-    room = server.app._places.open_pool.limit
+    room = server.app._calls.places.open_pool.limit
     await until(lambda: sum(it.done() for it in codes) >= len(slow) - room)
     assert await server.call("Check", health_pb2.HealthCheckRequest(), HEALTH)
     done = [it for it in codes if it.done()]
@@ -440,7 +440,7 @@ async def test_slow_calls_without_a_key_leave_room_for_others(serve: Serve, monk
 
 async def test_idle_reflection_without_a_key_makes_room(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     server = await serve(public_listing=True)
-    streams = [await open_reflection(server, ()) for _ in range(server.app._places.open_pool.limit)]
+    streams = [await open_reflection(server, ()) for _ in range(server.app._calls.places.open_pool.limit)]
     for it in streams:
         assert await it.read()
     assert (await refusal(reflect(server))).code is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -24,7 +24,6 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from encserve_server.callers.registry import Callers, open_source
 from encserve_server.calls import Calls
 from encserve_server.errors import StartupError
-from encserve_server.ledger import Places
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import ServedModel
 from encserve_server.models.turns import TurnPool
@@ -91,12 +90,17 @@ class App:
         # Inspections wait for their callers to read, so they have a thread of their own.
         self._inspect_pool = ThreadPoolExecutor(1, thread_name_prefix="encserve-chunks")
         max_held_bytes = settings.in_flight_bytes_for(memory.usable_bytes())
-        self._calls = Calls(self.catalog, self._clock, self._encode_pool, max_held_bytes=max_held_bytes)
+        self._calls = Calls(
+            self.catalog,
+            self._clock,
+            self._encode_pool,
+            max_held_bytes=max_held_bytes,
+            max_request_bytes=settings.max_request_mib * MIB,
+        )
         self._calls.answer_times = self.metrics.answer_times
         self._most_held_bytes = 0  # since memory was last given back
         self._sending = Sending(self._clock)
-        self._places = Places(self._calls.budget, self._clock, self._calls.draining, settings.max_request_mib * MIB)
-        self._guard = RpcGuard(self._calls, self.metrics, self._places, self._sending)
+        self._guard = RpcGuard(self._calls, self.metrics, self._sending)
         self.metrics.in_flight.set_function(lambda: self._calls.in_flight)  # read when the page is, which costs no call
         self.metrics.in_flight_bytes.set_function(lambda: self._calls.budget.held)
         self.metrics.in_flight_limit_bytes.set(max_held_bytes)
@@ -266,7 +270,7 @@ class App:
         await server.start()
         self._server = server
         watches = [
-            self._places.watch(),
+            self._calls.places.watch(),
             self._sending.watch(),
             Connections(settings.max_connections, lambda: self.grpc_port, self._guard.busy_peers, self._clock).watch(),
             repeat(self._give_memory_back, _HELD_LOOK_SECONDS, clock=self._clock),

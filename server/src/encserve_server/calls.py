@@ -34,7 +34,7 @@ from encserve_server.errors import (
     ResponseTooLarge,
     Unauthenticated,
 )
-from encserve_server.ledger import ByteBudget
+from encserve_server.ledger import ByteBudget, Places
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.parts import PartedCall
 from encserve_server.models.served import (
@@ -166,6 +166,7 @@ class Calls:
         idle: Set while no call is in flight.
         draining: Set from when new calls are refused.
         budget: The bytes of requests and replies that calls hold.
+        places: The places of slow requests and open streams.
         callers: Who may call; None where everybody may, and nobody is named.
         caller_observer: Counts the calls of each caller; None where callers are not told apart.
         answer_times: Keep how long calls that encode take, by priority.
@@ -180,6 +181,7 @@ class Calls:
         encode_pool: Executor,
         *,
         max_held_bytes: int = 1024 * MIB,
+        max_request_bytes: int = 4 * MIB,
         tracer: Tracer | None = None,
     ) -> None:
         """Takes the models, and the threads in which large replies are built."""
@@ -192,6 +194,7 @@ class Calls:
         self.idle.set()
         self.draining = asyncio.Event()
         self.budget = ByteBudget(max_held_bytes)
+        self.places = Places(self.budget, clock, self.draining, max_request_bytes)
         self.callers: Callers | None = None
         self.caller_observer: CallerObserver | None = None
         self.answer_times: Mapping[Priority, AnswerTimes] = {}

@@ -115,11 +115,13 @@ class Arrival:
         look: The number of the last look before the request began to arrive; None for a stream.
         since: The clock's time when the request began, or of a stream's last progress. Infinity for a busy stream.
         seconds: The time for the request to arrive.
+        size: The bytes that have arrived; 0 over gRPC, which does not tell.
         has_place: Whether it holds a place.
     """
 
     __slots__ = (
         "_places", "_refusal", "_task", "account", "has_place", "is_open", "look", "reserved_bytes", "seconds", "since",
+        "size",
     )  # fmt: skip
 
     def __init__(
@@ -149,6 +151,7 @@ class Arrival:
         self.look = None if is_stream else places.looks
         self.since = places.clock.now()
         self.seconds = ARRIVAL_SECONDS
+        self.size = 0
         self.has_place = False
 
     def __enter__(self) -> "Arrival":
@@ -187,6 +190,7 @@ class Arrival:
         """
         if self.look is None:
             self.since = self._places.clock.now() if is_idle else math.inf
+        self.size += size
         self.seconds += size / BYTES_PER_SECOND
 
     def end(self, error: EncserveError) -> None:
@@ -255,7 +259,8 @@ class Places:
             elif it.has_place and self._draining.is_set():  # a stop does not wait for what may never come
                 it.end(Draining("the server is stopping; send the request to another"))
             elif it.since + it.seconds <= now:
-                it.end(DeadlineExpired(f"the request did not arrive within {it.seconds:.0f} s"))
+                came = f"; {it.size} bytes came" if it.size else ""
+                it.end(DeadlineExpired(f"the request did not arrive within {it.seconds:.0f} s{came}"))
 
     def take_place(self, arrival: Arrival) -> None:
         """Give an arrival a place. If all are taken, another holder may have to give its place up.

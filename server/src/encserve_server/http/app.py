@@ -244,7 +244,7 @@ class HttpApp:
             call.accept()
             connection.has_called = True
             limit = OPEN_REQUEST_BYTES if _access(route).is_open else self._max_body_bytes
-            body = await read_body(request, connection, head_bytes, limit, call.hold)
+            body = await read_body(request, connection, head_bytes, limit, call, self._calls.places)
             return await route.handle(Request(body, request.headers, values), call)
         except ConnectionError as error:
             raise asyncio.CancelledError from error

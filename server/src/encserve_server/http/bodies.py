@@ -2,25 +2,21 @@
 
 import asyncio
 import io
-from collections.abc import Callable
 
 from aiohttp import StreamReader, web
 
-from encserve_server.calls import OPEN_REQUEST_BYTES
-from encserve_server.errors import DeadlineExpired, RequestTooLarge, UnsupportedEncoding
+from encserve_server.calls import OPEN_REQUEST_BYTES, Call
+from encserve_server.errors import RequestTooLarge, UnsupportedEncoding
 from encserve_server.http.connection import Connection
+from encserve_server.ledger import Arrival, Places
 
-# A body may take 30 s, and 1 s more for each 64 KiB that have arrived. The bytes around chunks do not count as arrived,
-# so this bounds endless chunk extensions too.
-BODY_SECONDS = 30.0
-_BYTES_PER_SECOND = 64 * 1024
 # The server reads so much more of a refused body, because the caller must read the reply before the connection closes.
 _DISCARDED_BYTES = 1024 * 1024
 _DISCARD_SECONDS = 1.0
 
 
 async def read_body(
-    request: web.BaseRequest, connection: Connection, head_bytes: int, limit: int, hold: Callable[[int], None]
+    request: web.BaseRequest, connection: Connection, head_bytes: int, limit: int, call: Call, places: Places
 ) -> bytes:
     """Read the body of a request.
 
@@ -28,11 +24,13 @@ async def read_body(
         request: The request.
         connection: The connection, which counts bytes.
         head_bytes: The bytes of the head of the request.
-        limit: The most bytes of a body.
-        hold: Gets the bytes of each part of the body that arrives.
+        limit: The largest number of bytes of a body.
+        call: The call, which holds the bytes that arrive.
+        places: The places of slow bodies.
 
     Raises:
-        BudgetFull: There is no room for the body.
+        BudgetFull: There is no room for the body, or the body is slow and there is no place for it.
+        MalformedRequest: The body consists of bytes around chunks.
         RequestTooLarge: The body is over the limit. A body with such a declared length is not read.
         UnsupportedEncoding: The body is compressed, and is not read.
         DeadlineExpired: The body does not arrive.
@@ -51,36 +49,29 @@ async def read_body(
         if content.is_eof():  # most bodies arrive together with their head
             connection.received(head_bytes + declared)
             body = content.read_nowait()
-            hold(declared)
+            call.hold(declared)
             return body
     if not request.body_exists:
         connection.received(head_bytes)
         return b""
     if request.headers.get("expect", "").lower() == "100-continue" and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    connection.wants_body()
-    body = await _read_parts(content, limit, hold)
+    connection.wants_body(content)
+    body = await _read_parts(content, limit, call, places)
     connection.received(None if declared is None else head_bytes + declared)
     return body
 
 
-async def _read_parts(content: StreamReader, limit: int, hold: Callable[[int], None]) -> bytes:
+async def _read_parts(content: StreamReader, limit: int, call: Call, places: Places) -> bytes:
     """Read a body that arrives in parts."""
     body = io.BytesIO()  # grows in place, so the body is in memory once
-    size = 0
-    try:
-        async with asyncio.timeout(BODY_SECONDS) as bound:
-            while part := await content.readany():
-                size += len(part)
-                if size > limit:
-                    raise _too_large("longer", limit)
-                hold(len(part))
-                body.write(part)
-                bound.reschedule((bound.when() or 0.0) + len(part) / _BYTES_PER_SECOND)
-    except TimeoutError:
-        raise DeadlineExpired(
-            f"the body did not come within {BODY_SECONDS:.0f} s, and 1 s more for each 64 KiB; {size} bytes came"
-        ) from None
+    with Arrival(places, call.account, reserves=False) as arrival:
+        while part := await content.readany():
+            arrival.progress(size=len(part))
+            if arrival.size > limit:
+                raise _too_large("longer", limit)
+            call.hold(len(part))
+            body.write(part)
     return body.getvalue()
 
 

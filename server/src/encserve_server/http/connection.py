@@ -5,13 +5,18 @@ import math
 from collections.abc import Callable
 from typing import cast
 
-from aiohttp import web
+from aiohttp import StreamReader, web
+
+from encserve_server.errors import MalformedRequest
 
 # What may wait behind the request that is being answered. aiohttp bounds the number of such requests, not their bytes.
 MAX_WAITING_BYTES = 64 * 1024
 _CORRECTION_SECONDS = 1.0
 # The time for the head of a request to arrive, from its first byte.
 HEAD_SECONDS = 30.0
+# A body in chunks may take this many bytes on the connection for each of its bytes, and some more.
+_MOST_OVERHEAD = 8
+_FREE_OVERHEAD_BYTES = 256 * 1024
 # How long a connection over the limit may take to say what it wants.
 _REFUSAL_SECONDS = 1.0
 # Checks of health have their answers all the same, or a full server would be restarted.
@@ -40,6 +45,8 @@ class Connection(asyncio.Protocol):
         self.idle_since = asyncio.get_running_loop().time()
         self.handshake: asyncio.Task[None] | None = None
         self._head_timer: asyncio.TimerHandle | None = None
+        self._content: StreamReader | None = None  # of a body that is not complete
+        self._body_bytes = 0
         open_connections.add(self)
         self._inner = inner
         self._open_connections = open_connections
@@ -88,6 +95,10 @@ class Connection(asyncio.Protocol):
         self._inner.data_received(data)
         if not self._is_in_body:
             self._bound()
+        elif self._content is not None:
+            self._body_bytes += len(data)
+            if self._body_bytes > _FREE_OVERHEAD_BYTES + _MOST_OVERHEAD * self._content.total_bytes:
+                self._refuse_overhead(self._content)
 
     def eof_received(self) -> None:
         """Passed on."""
@@ -101,9 +112,10 @@ class Connection(asyncio.Protocol):
         """Passed on."""
         self._inner.resume_writing()
 
-    def wants_body(self) -> None:
-        """The body of the request that is to be answered is not all here."""
+    def wants_body(self, content: StreamReader | None = None) -> None:
+        """Read on, because the body of the current request is not complete. `content` is its reader."""
         self._is_in_body = True
+        self._content, self._body_bytes = content, 0
         self._resume()
 
     def received(self, request_bytes: int | None) -> None:
@@ -111,7 +123,7 @@ class Connection(asyncio.Protocol):
 
         A body in chunks takes an unknown number of bytes, None. Then no byte that is here counts as waiting.
         """
-        self._is_answering, self._is_in_body = True, False
+        self._is_answering, self._is_in_body, self._content = True, False, None
         self._waiting_bytes = 0 if request_bytes is None else max(self._waiting_bytes - request_bytes, 0)
         self._bound()
 
@@ -121,8 +133,18 @@ class Connection(asyncio.Protocol):
         if self._is_in_body:  # the body was refused before its end
             self._waiting_bytes = 0
         self._is_answering = self._is_in_body = False
+        self._content = None
         if self._is_paused:
             self._bound()
+
+    def _refuse_overhead(self, content: StreamReader) -> None:
+        """End a body that consists of bytes around chunks, such as endless chunk extensions."""
+        problem = f"{self._body_bytes} bytes were sent for {content.total_bytes} bytes of the body: send larger chunks"
+        content.set_exception(MalformedRequest("", problem))
+        self._content = None
+        if self._transport is not None:
+            self._transport.pause_reading()
+            self._is_paused = True
 
     def _end_head_timer(self) -> None:
         if self._head_timer is not None:

@@ -13,7 +13,7 @@ import grpc
 from encserve_server.calls import OPEN_REQUEST_BYTES, Access, Call, Calls, Method
 from encserve_server.error_table import REASONS, STATUSES, Failure, Status
 from encserve_server.errors import DeadlineExpired, MalformedRequest, Naming, PlainNaming, RequestTooLarge
-from encserve_server.ledger import Arrival, Places, Watches, current_task
+from encserve_server.ledger import Arrival, Watches, current_task
 from encserve_server.rpc.connections import close_connections
 from encserve_server.rpc.sending import Sending, seconds_to_read
 from encserve_server.rpc.status import code_label, code_of, trailers_of
@@ -40,11 +40,10 @@ _CHECK = Method("", PlainNaming(), None, answers_while_draining=True, access=Acc
 class RpcGuard:
     """Receives the requests of RPCs, answers them or turns their errors into statuses, and counts them."""
 
-    def __init__(self, calls: Calls, metrics: Metrics, places: Places, sending: Sending) -> None:
-        """Keep the calls of all protocols, the places of slow requests, and the bound of replies on their way."""
+    def __init__(self, calls: Calls, metrics: Metrics, sending: Sending) -> None:
+        """Keep the calls of all protocols, the metrics, and the bound of replies that are being sent."""
         self._calls = calls
         self._metrics = metrics
-        self._places = places
         self._watches = Watches()
         self._contexts: dict[Call, Context] = {}  # of open calls
         self._sending = sending
@@ -124,7 +123,7 @@ class RpcGuard:
         """The handler of an RPC with many requests, which writes its answers."""
 
         async def write(_: Requests, call: Call, context: Context) -> None:
-            with Arrival(self._places, call.account, is_stream=True) as place:
+            with Arrival(self._calls.places, call.account, is_stream=True) as place:
                 await answer(Stream(context, place, call), call)
 
         return self._writing(method, write)
@@ -134,7 +133,7 @@ class RpcGuard:
         method = Method(name, PlainNaming(), None, answers_while_draining=True, access=Access.LISTING)
 
         async def write(requests: Requests, call: Call, context: Context) -> None:
-            with Arrival(self._places, call.account, is_open=True, is_stream=True):
+            with Arrival(self._calls.places, call.account, is_open=True, is_stream=True):
                 await answer(_small(requests, call), context)
 
         return self._writing(method, write)
@@ -210,7 +209,7 @@ class RpcGuard:
             MalformedRequest: The call has no request.
         """
         is_open = method.access.is_open
-        with Arrival(self._places, call.account, is_open=is_open):
+        with Arrival(self._calls.places, call.account, is_open=is_open):
             data = await context.read()
         if not isinstance(data, bytes):
             await asyncio.sleep(_GONE_SECONDS)
