@@ -45,7 +45,7 @@ async def test_every_route_is_described(shared_docs: FakeServer) -> None:
     ids = set()
     for route in routes_of(shared_docs):
         operation = document["paths"][route.path.replace(":path", "")][route.method.lower()]
-        assert re.match(r"(Returns|Lists|Describes|Computes|Answers|Shows) .*\.$", operation["summary"]), route.path
+        assert re.match(r"(Return|List|Describe|Compute|Answer|Show) .*\.$", operation["summary"]), route.path
         ids.add(operation["operationId"])
         names = [it["name"] for it in operation["parameters"]]
         assert names == re.findall(r"{(\w+)", route.path)
