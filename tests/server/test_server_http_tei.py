@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_server import FakeServer, StartServer
+from fake_engine import FakeEngine
+from fake_server import D_MODEL, FakeServer, StartServer
 from http_calls import connect, get, post
 from tiny_bundle import write_bundle
 from tiny_heads import SERVE_TINY, Serve, loader, words
@@ -177,3 +178,21 @@ async def test_a_large_comparison(start_server: StartServer) -> None:
     many = await post(server, "/similarity", compared("hello", ["hello brave new world " * 3] * 2047))
     assert many.status_code == 200
     assert len(many.json()) == 2047
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/similarity", {"inputs": {"source_sentence": "brave", "sentences": ["hello", "hello"]}}, "source_sentence"),
+        ("/similarity", {"inputs": {"source_sentence": "hello", "sentences": ["hello", "brave"]}}, "sentences[1]"),
+        ("/v2/embed", {"inputs": [{"content": [{"type": "text", "text": it}]} for it in ("hello", "brave")]}, "[1]"),
+    ],
+)
+async def test_a_failed_computation_names_the_input(
+    start_server: StartServer, path: str, body: dict[str, Any], field: str
+) -> None:
+    """If the engine fails for one text, the error names the field of this text as the request has it."""
+    server = await start_server(FakeEngine(D_MODEL, nan_id=5), http_port=0)  # "brave" has the id 5
+    failed = await post(server, path, body)
+    assert failed.status_code in (424, 500)
+    assert f"inputs.{field}" in failed.text if field[0] == "s" else f"inputs{field}" in failed.text

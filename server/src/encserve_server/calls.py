@@ -248,6 +248,7 @@ class Call:
     Attributes:
         deadline: When the caller is gone, on the clock; infinity for never.
         span: Traces it; None where nothing does.
+        naming: The names of fields and values in its errors. A handler may replace it.
         failure: Why it failed, once its block has ended; None where it did not.
         is_of_stream: Whether it is one request of a stream.
         caller: Who calls, once the call is accepted.
@@ -257,7 +258,7 @@ class Call:
     __slots__ = (
         "_account", "_began", "_calls", "_charged", "_generation", "_held_bytes", "_identity", "_inputs", "_is_open",
         "_known", "_metadata", "_method", "_model", "_model_name", "_priority", "_seconds", "_tokens", "caller",
-        "deadline", "failure", "is_of_stream", "peer", "span",
+        "deadline", "failure", "is_of_stream", "naming", "peer", "span",
     )  # fmt: skip
 
     def __init__(
@@ -280,6 +281,7 @@ class Call:
         self.caller = ANYONE
         self.deadline = deadline
         self.span = span
+        self.naming = method.naming
         self.failure: Failure | None = None
         self.is_of_stream = False
         self.peer = peer
@@ -308,7 +310,7 @@ class Call:
         status, reason, is_answer = OK, "", not isinstance(error, _NOT_ANSWERS)
         now = self._calls.clock.now()
         if error is not None and is_answer:
-            self.failure = failure_of(error, self._method.naming)
+            self.failure = failure_of(error, self.naming)
             status, reason = self.failure.status, self.failure.reason
         elif error is not None:
             status = EXPIRED if self.deadline <= now else CANCELLED

@@ -13,7 +13,7 @@ import orjson
 
 from encserve_server.calls import Call
 from encserve_server.error_table import Failure
-from encserve_server.errors import FieldPath, InvalidField, Part, RequestError
+from encserve_server.errors import InvalidField, Part
 from encserve_server.http.app import Dialect, Reply, Request, Route
 from encserve_server.http.decoding import ANYTHING, STRINGS, BodyDecoder, BodyRules
 from encserve_server.http.naming import HttpNaming
@@ -183,23 +183,20 @@ class CohereRoutes:
             response_type = "embeddings_by_type" if by_type else "embeddings_floats"
             yield b"]," + orjson.dumps({"meta": meta, "response_type": response_type})[1:]
 
-        try:
-            return await encode(
-                call,
-                pooled,
-                SentInputs("texts" if fields.inputs is None else "inputs", list(texts)),
-                lambda bundle: pooled_output(pooled, bundle),
-                lambda _, reply: joined(answer(reply)),
-                self._rules,
-                growth=_GROWTH,
-                more_bytes=len(request.body),  # the reply repeats the texts
-                data_types=data_types,
-                cut=(_truncates(fields.truncate, self._rules), positive("max_tokens", fields.max_tokens)),
-            )
-        except RequestError as error:
-            if fields.inputs is not None and isinstance(error.field, FieldPath):
-                error.field = _OF_INPUTS.field(error.field)
-            raise
+        if fields.inputs is not None:
+            call.naming = _OF_INPUTS
+        return await encode(
+            call,
+            pooled,
+            SentInputs("texts" if fields.inputs is None else "inputs", list(texts)),
+            lambda bundle: pooled_output(pooled, bundle),
+            lambda _, reply: joined(answer(reply)),
+            self._rules,
+            growth=_GROWTH,
+            more_bytes=len(request.body),  # the reply repeats the texts
+            data_types=data_types,
+            cut=(_truncates(fields.truncate, self._rules), positive("max_tokens", fields.max_tokens)),
+        )
 
 
 def _texts_of(fields: CohereBody) -> Sequence[str]:

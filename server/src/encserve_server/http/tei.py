@@ -14,7 +14,7 @@ import orjson
 from encserve_server import __version__
 from encserve_server.calls import Call
 from encserve_server.error_table import Failure, Status
-from encserve_server.errors import OF_OUTPUTS, EmptyInputs, FieldPath, InvalidField, NotReady, RequestError
+from encserve_server.errors import OF_OUTPUTS, EmptyInputs, FieldPath, InvalidField, NotReady
 from encserve_server.http import kinds
 from encserve_server.http.app import Dialect, Reply, Request, Route
 from encserve_server.http.decoding import STRINGS, TEXTS, TEXTS_OR_IDS, BodyDecoder, BodyRules
@@ -325,23 +325,17 @@ class TeiRoutes:
             raise EmptyInputs("inputs.sentences", "must hold at least 1 text; was empty")
         fields, its_direction = _with_parameters(fields, parameters)
         from_left = is_left("parameters.truncation_direction", its_direction or direction)
-        sent = SentInputs(_INPUTS, [inputs.source_sentence, *inputs.sentences])
-        try:
-            return await encode(
-                call,
-                fields,
-                sent,
-                lambda bundle: pooled_output(fields, bundle, normalize_default=False),
-                lambda _, reply: _cosines(reply),
-                self._rules,
-                growth=1.0,
-                from_left=from_left,
-            )
-        except RequestError as error:
-            if isinstance(error.field, FieldPath) and error.field.at is not None and error.field.part not in OF_OUTPUTS:
-                at = error.field.at
-                error.field = f"inputs.sentences[{at - 1}]" if at else "inputs.source_sentence"
-            raise
+        call.naming = _OF_SENTENCES
+        return await encode(
+            call,
+            fields,
+            SentInputs(_INPUTS, [inputs.source_sentence, *inputs.sentences]),
+            lambda bundle: pooled_output(fields, bundle, normalize_default=False),
+            lambda _, reply: _cosines(reply),
+            self._rules,
+            growth=1.0,
+            from_left=from_left,
+        )
 
     async def _encode(
         self,
@@ -443,6 +437,17 @@ def _status_of(status: Status) -> int:
     return status.tei
 
 
+class _SentenceNaming(HttpNaming):
+    """The names of /similarity: its first input is the source sentence."""
+
+    def field(self, path: FieldPath) -> str:
+        """Return a name such as `inputs.sentences[3]`."""
+        if path.at is None or path.part in OF_OUTPUTS:
+            return super().field(path)
+        return f"inputs.sentences[{path.at - 1}]" if path.at else "inputs.source_sentence"
+
+
+_OF_SENTENCES = _SentenceNaming(_INPUTS)
 DIALECT = Dialect(HttpNaming(_INPUTS), _status_of, _refuse, TeiError)
 
 
