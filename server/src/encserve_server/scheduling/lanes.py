@@ -22,7 +22,7 @@ import numpy as np
 from encserve_server.engine.base import BatchResult, Engine
 from encserve_server.scheduling.batching import BatchPolicy
 from encserve_server.scheduling.queue import PendingQueue
-from encserve_server.system.clock import Clock
+from encserve_server.system.clock import AwakeTime, Clock
 from encserve_server.system.cpus import lower_thread_priority
 from encserve_server.types.arrays import ModelInput, OutputArrays
 from encserve_server.types.sequences import Batch, ClosedBy, TokenSequence
@@ -57,7 +57,7 @@ class _Lane:
         jobs: What it is to do, one after another; None ends it.
         batch: The batch that runs, whole, even while it is run again in parts; None while nothing runs, so that no
             result is kept.
-        started_at: When the run began; None while nothing runs.
+        started_at: When the run began, in awake time; None while nothing runs.
     """
 
     number: int
@@ -83,6 +83,7 @@ class Lanes:
         policy: BatchPolicy,
         *,
         clock: Clock,
+        awake: AwakeTime,
         deliver: Deliver,
         probe: ModelInput,
         failures_before_probe: int,
@@ -94,6 +95,7 @@ class Lanes:
         self._compute_outputs = compute_outputs
         self._policy = policy
         self._clock = clock
+        self._awake = awake
         self._deliver = deliver
         self._probe_input = probe
         self._failures_before_probe = failures_before_probe
@@ -137,7 +139,7 @@ class Lanes:
         return [sequence for batch in batches if batch is not None for sequence in batch.sequences]
 
     def oldest_start(self) -> float | None:
-        """When the run began that has been going on for longest; None while nothing runs."""
+        """When the oldest run began, in awake time; None while nothing runs."""
         oldest = None
         for lane in self._lanes:
             started_at = lane.started_at  # as above
@@ -270,7 +272,8 @@ class Lanes:
         inputs = [it.input for it in batch.sequences]
         attended = [it.attended for it in batch.sequences]
         with self.lock:
-            lane.started_at = batch.began_at = self._count_busy(1)
+            batch.began_at = self._count_busy(1)
+        lane.started_at = self._awake.now()
         try:
             result = self._engine.run(inputs, attended=attended if any(attended) else (), alone=batch.alone)
             lengths = [len(it) for it in inputs]
