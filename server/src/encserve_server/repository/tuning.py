@@ -12,7 +12,6 @@ several times, and unless the times of most of them agree nothing is concluded.
 import json
 import logging
 import math
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 
 from encserve_server.engine.base import Engine
 from encserve_server.scheduling.batching import BatchPolicy, plan_batch
+from encserve_server.system.files import store_whole
 from encserve_server.types.bundles import Bundle
 
 logger = logging.getLogger(__name__)
@@ -218,16 +218,13 @@ def _read(path: Path, key: Mapping[str, Any]) -> dict[int, float] | None:
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes the file whole or not at all; a repository may well be read-only."""
-    temporary = ""
+    """Store the figures. A read-only repository is not an error."""
+
+    def write(file: Path) -> None:
+        file.write_text(json.dumps(content), encoding="utf-8")
+        file.chmod(0o644)  # the server of another user may read the file
+
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False, encoding="utf-8") as file:
-            temporary = file.name
-            json.dump(content, file)
-        # Temporary files are readable by their owner alone; the next server may be another.
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
+        store_whole(path, write)
     except OSError as error:
         logger.info("the batch budget cannot be remembered", extra={"reason": error.strerror})
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Standard input, output and error of a process that was started without them."""
+"""Standard input, output and error, for a process that was started without them."""
 
 import os
 import sys
@@ -14,5 +14,5 @@ def open_standard_descriptors() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: PTH123, SIM115 - open until the process ends
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: PTH123, SIM115 - stays open until the process ends
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: PTH123, SIM115
