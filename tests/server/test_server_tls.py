@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import ssl
 import sys
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import certificates
@@ -32,6 +34,7 @@ from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.errors import StartupError
 from encserve_server.http import server as http_server
 from encserve_server.settings import Settings
+from encserve_server.system import certificates as certificate_files
 from encserve_server.system.certificates import TlsFiles, load_identity
 from encserve_server.system.clock import MonotonicClock
 from encserve_server.system.files import FileError
@@ -447,6 +450,50 @@ async def test_files_are_looked_at_by_themselves(
     await until(lambda: server.sample("encserve_tls_reloads_total", outcome="refused") == 1)
     mount.put(made.authority.issue("third"), made.ca)
     await until(lambda: server.sample("encserve_tls_reloads_total", outcome="loaded") == 2)
+
+
+async def test_a_fifo_in_place_of_a_file_is_refused(
+    start_server: StartServer, made: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody writes to the FIFO. The server keeps the certificate, and uses the next regular file."""
+    files = _files(made, tmp_path / "files")
+    server = await start_server(tls_cert_file=files.cert, tls_key_file=files.key, http_port=0)
+    watch = server.app._certificates
+    assert watch is not None
+    files.cert.unlink()
+    os.mkfifo(files.cert)
+    for _ in range(2):
+        await watch.look(MonotonicClock())
+    problem = f"tls_cert_file {files.cert} cannot be read: must be a regular file; is a FIFO"
+    assert len([it for it in caplog.records if problem in it.getMessage()]) == 1
+    assert await http_call(server, context_of(made.ca)) == 200
+    with pytest.raises(StartupError, match=r"must be a regular file; is a FIFO$"):
+        await start_server(tls_cert_file=files.cert, tls_key_file=files.key)
+    files.cert.unlink()
+    files.cert.write_bytes(made.server.cert.read_bytes())
+    await watch.look(MonotonicClock())
+    assert server.sample("encserve_tls_files_refused") == 0
+
+
+async def test_a_certificate_is_used_as_soon_as_it_is_valid(made: Certificates, tmp_path: Path) -> None:
+    """A new certificate is not valid yet. The files stay the same, and the time passes."""
+    files = _files(made, tmp_path / "files")
+    seen: list[str] = []
+    observer: Any = SimpleNamespace(
+        certificates_loaded=lambda *_: seen.append("loaded"), certificates_refused=lambda: seen.append("refused")
+    )
+    now = time.time()
+    watch = certificate_files.Certificates(files, observer, lambda: now)
+    later = made.authority.issue("soon", begins_in_days=1)
+    files.cert.write_bytes(later.cert.read_bytes())
+    files.key.write_bytes(later.key.read_bytes())
+    for _ in range(2):
+        await watch.look(MonotonicClock())
+    assert (seen, watch.current.cert) == (["loaded", "refused"], made.server.cert.read_bytes())
+    now += 2 * 86400
+    for _ in range(2):
+        await watch.look(MonotonicClock())
+    assert (seen, watch.current.cert) == (["loaded", "refused", "loaded"], later.cert.read_bytes())
 
 
 async def test_handshakes_that_do_not_end(

@@ -5,7 +5,7 @@ BURST_SECONDS = 1.0
 
 
 class TokenBucket:
-    """A token bucket whose level may fall below zero.
+    """A token bucket. The level may fall below zero.
 
     A call is accepted if any token is left, and is then counted in full. So a call may have more tokens than the rate
     of one second. A level below zero is a debt: calls are refused until the rate has paid the debt. So any `t` seconds

@@ -108,7 +108,7 @@ class Callers:
         """Return the identity of a caller; None if the server answers all calls.
 
         A known key has precedence over the certificate. The duration reveals nothing about keys: the server looks up
-        digests, and no caller can make a key whose digest is nearly right.
+        digests, and no caller can make a key with a nearly right digest.
 
         Args:
             metadata: The headers. Their names are in lower case.

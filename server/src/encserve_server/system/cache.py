@@ -48,7 +48,7 @@ class Cache:
 
         Args:
             key: All inputs of the files.
-            make: Writes the files into an empty folder. Called if there is no valid entry.
+            make: Writes the files into an empty folder. Called unless a valid entry exists.
 
         Raises:
             OSError: The folder cannot be used; `strerror` has the cause. Exceptions of `make` pass through.

@@ -39,7 +39,7 @@ class CertificateObserver(Protocol):
     """Counts changes of TLS files."""
 
     def certificates_loaded(self, expires: float, client_ca_expires: float | None) -> None:
-        """The server uses the files. The times of expiry are those of `Identity`."""
+        """The server uses the files. The times of expiry are as in `Identity`."""
 
     def certificates_refused(self) -> None:
         """The changed files cannot be used. The server keeps the identity that it has."""

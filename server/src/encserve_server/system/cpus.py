@@ -49,7 +49,7 @@ def cpu_features() -> str:
 
 
 def _cpuinfo(field: str) -> str:
-    """Return a field of the first CPU in /proc/cpuinfo; empty if there is no such field or file."""
+    """Return a field of the first CPU in /proc/cpuinfo; empty without such a field or file."""
     try:
         lines = _CPUINFO.read_text().splitlines()
     except OSError:

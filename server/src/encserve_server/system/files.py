@@ -56,10 +56,10 @@ def _read_small(path: Path) -> bytes:
 
 
 def store_whole(target: Path, write: Callable[[Path], None]) -> None:
-    """Create a file or a folder, so that other processes see the whole of it or nothing, even after a power cut.
+    """Create a file or a folder. Other processes see the complete content or nothing, even after a power cut.
 
-    An existing file is replaced; an existing folder must be empty. A process that is killed meanwhile leaves a folder
-    whose name begins with TEMPORARY_PREFIX.
+    An existing file is replaced; an existing folder must be empty. A killed process may leave a folder with a
+    name that begins with TEMPORARY_PREFIX.
 
     Args:
         target: The path of the file or folder. Its parent folder exists.

@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class WatchedFiles:
-    """One or several files whose changes count as one change. Belongs to the event loop."""
+    """One or several files that change together. Belongs to the event loop."""
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
         """Keep the path of each file, by the setting that names the file."""
