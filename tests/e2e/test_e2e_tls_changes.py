@@ -25,7 +25,7 @@ PROGRAM = f"""#!{sys.executable}
 from encserve_server.__main__ import main
 from encserve_server.system import certificates
 
-certificates._POLL_SECONDS = 0.02
+certificates.POLL_SECONDS = 0.02
 main()
 """
 

@@ -4,6 +4,7 @@ The quick tests belong to the test tier `system`, and the other tests to the tes
 latencies, so no other test may run at the same time.
 """
 
+import signal
 import time
 import urllib.error
 import urllib.request
@@ -304,6 +305,29 @@ def test_callers_behind_a_stalled_batch(tmp_path: Path) -> None:
 
         assert statuses_behind(3) == ("OK", 200)
         assert statuses_behind(600) == ("UNAVAILABLE", 503)
+
+
+@pytest.mark.system
+def test_a_standstill_of_the_process_is_no_stalled_batch(tmp_path: Path) -> None:
+    """SIGSTOP stops the process for longer than --stall-seconds, during a batch. All calls are answered afterwards."""
+    write_slow(tmp_path)
+    with (
+        hostile_server(tmp_path, "--parallel-batches", "1", "--stall-seconds", "4") as server,
+        ThreadPoolExecutor(1) as threads,
+        grpc.insecure_channel(server.target) as channel,
+    ):
+        method: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(ENCODE)
+        batch = method.future(encode([[SLOW_ID] * 20]))
+        while not server.metric(IN_FLIGHT) or server.metric(QUEUED):  # wait until the slow batch runs
+            time.sleep(0.02)
+        behind = threads.submit(http_status, f"{server.url}/embed", {"inputs": [[1]], "pooling": "mean"})
+        while not server.metric(QUEUED):
+            time.sleep(0.02)
+        server.process.send_signal(signal.SIGSTOP)
+        time.sleep(6)
+        new = method.future(encode([[1]]), timeout=ANSWER_SECONDS)
+        server.process.send_signal(signal.SIGCONT)
+        assert (batch.code().name, behind.result(), new.code().name) == ("OK", 200, "OK")
 
 
 def http_status(url: str, fields: object) -> int:

@@ -105,7 +105,7 @@ def test_our_command(servers: Servers) -> None:
         assert embed(servers.keyed, *ca, **{variable: KEY}).returncode == 0
     refused = embed(servers.keyed, *ca, ENCSERVE_API_KEY=WRONG_KEY)
     assert refused.returncode == 1
-    assert "the key is not known here" in " ".join(refused.stderr.split())
+    assert "unknown or revoked key" in " ".join(refused.stderr.split())
     assert WRONG_KEY not in refused.stderr
 
 
@@ -233,4 +233,4 @@ def test_examples(servers: Servers, tmp_path: Path, language: str) -> None:
     assert (done.returncode, unavailable in done.stderr) == (1, True)
     done = encode(servers.keyed, ENCSERVE_API_KEY=WRONG_KEY)
     assert (done.returncode, unauthenticated in done.stderr) == (1, True)
-    assert "the key is not known here" in done.stderr
+    assert "unknown or revoked key" in done.stderr

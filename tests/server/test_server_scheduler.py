@@ -166,6 +166,12 @@ class Bench:
     async def engine_started(self) -> None:
         assert await asyncio.to_thread(self.engine.started.acquire, timeout=60)
 
+    async def pass_seconds(self, seconds: int) -> None:
+        """Advance the clock second by second, and let the event loop run after each."""
+        for _ in range(seconds):
+            self.clock.advance(1)
+            await settle()
+
     def second_passes_and(self, condition: Callable[[], bool]) -> Callable[[], bool]:
         """Return a function that checks the condition, and advances the clock by one second if it is false.
 
@@ -683,11 +689,10 @@ async def test_calls_behind_a_stalled_run_get_an_error(bench: Bench) -> None:
     for round_ in range(2):
         first = await bench.busy()
         waiting = await bench.queue(*[[ids(2), ids(3)]] * 2)
-        bench.clock.advance(60)
-        await settle()
+        await bench.pass_seconds(60)
         assert (bench.health_changes, [call.done() for call in waiting]) == (round_, [False, False])
         assert bench.scheduler.not_ready_reason() == ""
-        bench.clock.advance(1)
+        await bench.pass_seconds(1)
         for call in waiting:
             with pytest.raises(EngineUnhealthy, match="61 s"):
                 await call
@@ -710,7 +715,7 @@ async def test_a_call_with_one_part_in_a_stalled_run_gets_an_error(one_lane: Ben
     one_lane.engine.hold()
     call = one_lane.send(*[tokens(10, i) for i in (2, 3)])
     await one_lane.engine_started()
-    one_lane.clock.advance(61)
+    await one_lane.pass_seconds(61)
     with pytest.raises(EngineUnhealthy):
         await call
     assert one_lane.seen.queue == (0, 0)
@@ -718,6 +723,25 @@ async def test_a_call_with_one_part_in_a_stalled_run_gets_an_error(one_lane: Ben
     await until(lambda: not one_lane.scheduler.not_ready_reason())
     assert right(await one_lane.encode(ids(5)))
     assert one_lane.engine.batches == [[10], [1]]
+
+
+async def test_a_standstill_of_the_process_is_no_stall(one_lane: Bench) -> None:
+    """SIGSTOP, or a suspended machine, stops the event loop and the run. The run may still take `stall_seconds`."""
+    first = await one_lane.busy()
+    (waiting,) = await one_lane.queue([ids(2)])
+    await one_lane.pass_seconds(30)
+    one_lane.clock.advance(3600)
+    assert one_lane.scheduler.not_ready_reason() == ""  # before the event loop has run anything else
+    await settle()
+    assert one_lane.scheduler.not_ready_reason() == ""
+    assert not waiting.done()
+    await one_lane.pass_seconds(20)
+    assert one_lane.scheduler.not_ready_reason() == ""
+    await one_lane.pass_seconds(20)
+    with pytest.raises(EngineUnhealthy, match="a batch has been running for"):
+        await waiting
+    one_lane.engine.let_go()
+    assert right(await first)
 
 
 async def test_a_run_may_end_while_readiness_is_read(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,9 +41,10 @@ from encserve_server.rpc.server import add_service, listen, make_server
 from encserve_server.settings import MIB, Settings
 from encserve_server.system import memory
 from encserve_server.system.background import repeat
-from encserve_server.system.certificates import CertificateError, Certificates, TlsFiles
+from encserve_server.system.certificates import Certificates, TlsFiles
 from encserve_server.system.clock import Clock, MonotonicClock
 from encserve_server.system.cpus import lower_thread_priority
+from encserve_server.system.files import FileError
 from encserve_server.system.listeners import is_loopback
 from encserve_server.telemetry.call_log import RefusalLog, open_access_log
 from encserve_server.telemetry.gpus import watch_gpus
@@ -401,7 +402,7 @@ def _open_certificates(settings: Settings, metrics: Metrics) -> Certificates | N
         return Certificates(
             TlsFiles(settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file), metrics
         )
-    except CertificateError as error:
+    except FileError as error:
         raise StartupError(str(error)) from error
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "cryptography":

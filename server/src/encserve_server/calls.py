@@ -21,7 +21,7 @@ from functools import partial
 from types import TracebackType
 from typing import Protocol
 
-from encserve_server.callers.registry import Callers, KnownCaller, Metadata
+from encserve_server.callers.registry import Callers, Identity, KnownCaller, Metadata
 from encserve_server.error_table import CANCELLED, EXPIRED, OK, UNKNOWN, Failure, Status, to_failure
 from encserve_server.errors import (
     Draining,
@@ -53,7 +53,7 @@ from encserve_server.telemetry.call_log import CallRecord, RefusalLog
 from encserve_server.telemetry.lines import LineWriter
 from encserve_server.telemetry.logs import log_unexpected
 from encserve_server.telemetry.spans import SERVER_ERROR_CODES, RequestSpan, Tracer
-from encserve_server.types.callers import ANY_SENDER, ANYONE, Priority, Sender
+from encserve_server.types.callers import ANY_SENDER, ANYONE, CertificateName, Priority, Sender
 from encserve_server.types.sequences import TokenSequence
 
 # A reply larger than this is built in a thread: on the event loop it would delay all other calls.
@@ -84,7 +84,7 @@ class Peer(Protocol):
     def address(self) -> str:
         """Its address and port; empty where it has gone."""
 
-    def certificate_names(self) -> Collection[str]:
+    def certificate_names(self) -> Collection[CertificateName]:
         """The DNS and URI names of its verified certificate."""
 
 
@@ -286,7 +286,7 @@ class Call:
         self.is_of_stream = False
         self.peer = peer
         self._metadata = metadata
-        self._identity: bytes | str | None = None
+        self._identity: Identity | None = None
         self._known: KnownCaller | None = None
         self._generation = 0
         self._charged: list[TokenSequence] = []  # those that have been counted against the caller's rate

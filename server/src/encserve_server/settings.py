@@ -235,7 +235,12 @@ class Settings:
         "front of the server, because a request that a proxy sends while the server closes is lost.",
         minimum=1,
     )
-    stall_seconds: float = _setting(60.0, "How long one batch may run before health says NOT_SERVING.", minimum=0.1)
+    stall_seconds: float = _setting(
+        60.0,
+        "How long one batch may run before health says NOT_SERVING. Time in which the whole process stands still, such "
+        "as after SIGSTOP, does not count.",
+        minimum=0.1,
+    )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Least severe log lines to write.")
     log_format: Literal["json", "text"] = _setting("json", "One JSON object a line, or text for people.")
     trace_endpoint: str | None = _setting(

@@ -20,6 +20,7 @@ from encserve_server.errors import Draining, InvalidField, Naming, Part
 from encserve_server.http.bodies import discard_body, read_body
 from encserve_server.http.connection import Connection
 from encserve_server.telemetry.metrics import Metrics
+from encserve_server.types.callers import CertificateName
 
 REASON_HEADER = "encserve-error-reason"
 _HEADERS = {"content-type": "application/json", "server": "encserve"}
@@ -319,8 +320,8 @@ class _Peer:
         host, port = peer[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    def certificate_names(self) -> list[str]:
-        """Return the names that ssl has verified."""
+    def certificate_names(self) -> list[CertificateName]:
+        """Return the DNS and URI names of the certificate that ssl has verified."""
         return certificate_names(self._request.get_extra_info("peercert") or {})
 
 

@@ -12,7 +12,6 @@ If the times do not agree, no result is stored.
 import json
 import logging
 import math
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 
 from encserve_server.engine.base import Engine
 from encserve_server.scheduling.batching import BatchPolicy, plan_batch
+from encserve_server.system.files import store_whole
 from encserve_server.types.bundles import Bundle
 
 logger = logging.getLogger(__name__)
@@ -222,15 +222,12 @@ def _read(path: Path, key: Mapping[str, Any]) -> dict[int, float] | None:
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
     """Write the file completely or not at all. The repository may be read-only."""
-    temporary = ""
+
+    def write(file: Path) -> None:
+        file.write_text(json.dumps(content), encoding="utf-8")
+        file.chmod(0o644)  # the next server may run as another user
+
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False, encoding="utf-8") as file:
-            temporary = file.name
-            json.dump(content, file)
-        # A temporary file is readable by its owner only, but the next server may run as another user.
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
+        store_whole(path, write)
     except OSError as error:
         logger.info("the batch budget cannot be stored", extra={"reason": error.strerror})
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)

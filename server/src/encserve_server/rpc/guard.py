@@ -18,6 +18,7 @@ from encserve_server.rpc.connections import close_connections
 from encserve_server.rpc.sending import Sending, seconds_to_read
 from encserve_server.rpc.status import code_label, code_of, trailers_of
 from encserve_server.telemetry.metrics import Metrics
+from encserve_server.types.callers import CertificateName, dns_name, uri_name
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Requests = AsyncIterator[bytes]
@@ -29,7 +30,7 @@ WritingMethod = Callable[[Requests, Call, Context], Awaitable[None]]
 
 _STATUS_ATTRIBUTE = "rpc.response.status_code"
 # The properties of gRPC's auth_context that hold the names of a client certificate.
-_CERTIFICATE_NAMES = ("peer_uri", "peer_dns")
+_CERTIFICATE_NAMES = {"peer_dns": dns_name, "peer_uri": uri_name}
 # gRPC copies a reply before it sends it.
 _REPLY_COPIES = 2
 # A caller that has gone ends its requests first; so much later gRPC has cancelled its call.
@@ -231,10 +232,10 @@ class _Peer:
         """As gRPC has it, ipv4:127.0.0.1:50051, without the kind."""
         return urllib.parse.unquote(self._context.peer().partition(":")[2])
 
-    def certificate_names(self) -> list[str]:
-        """Those that gRPC has verified."""
+    def certificate_names(self) -> list[CertificateName]:
+        """The DNS and URI names of the certificate that gRPC has verified."""
         properties = self._context.auth_context()
-        return [name.decode() for kind in _CERTIFICATE_NAMES for name in properties.get(kind, ())]
+        return [make(name.decode()) for key, make in _CERTIFICATE_NAMES.items() for name in properties.get(key, ())]
 
 
 class _RpcObserver:

@@ -21,7 +21,7 @@ from encserve_server.errors import EngineUnhealthy
 from encserve_server.scheduling.batching import BatchPolicy
 from encserve_server.scheduling.queue import PendingQueue
 from encserve_server.scheduling.runner import ComputeOutputs, in_halves, probe, run_batch, start_thread
-from encserve_server.system.clock import Clock
+from encserve_server.system.clock import AwakeTime, Clock
 from encserve_server.system.cpus import lower_thread_priority
 from encserve_server.types.arrays import ModelInput
 from encserve_server.types.sequences import Batch, TokenSequence
@@ -52,7 +52,7 @@ class _Lane:
         jobs: The work of the thread, in order; None ends the thread.
         batch: The whole batch that runs, also while its halves run; None if no batch runs, so that no result stays in
             memory.
-        started_at: The start of the run; None if nothing runs.
+        started_at: The start of the run in awake time; None if nothing runs.
     """
 
     number: int
@@ -77,6 +77,7 @@ class Lanes:
         policy: BatchPolicy,
         *,
         clock: Clock,
+        awake: AwakeTime,
         deliver: Deliver,
         probe: ModelInput,
         failures_before_probe: int,
@@ -88,6 +89,7 @@ class Lanes:
         self._compute_outputs = compute_outputs
         self._policy = policy
         self._clock = clock
+        self._awake = awake
         self._deliver = deliver
         self._probe_input = probe
         self._failures_before_probe = failures_before_probe
@@ -131,7 +133,7 @@ class Lanes:
         return [sequence for batch in batches if batch is not None for sequence in batch.sequences]
 
     def oldest_start(self) -> float | None:
-        """Return the start of the longest run; None if nothing runs."""
+        """Return the start of the longest run in awake time; None if nothing runs."""
         oldest = None
         for lane in self._lanes:
             started_at = lane.started_at  # read once, as above
@@ -264,7 +266,8 @@ class Lanes:
             BatchFailed: As of `run_batch`.
         """
         with self.lock:
-            lane.started_at = batch.began_at = self._count_busy(1)
+            batch.began_at = self._count_busy(1)
+        lane.started_at = self._awake.now()
         try:
             run_batch(self._engine, self._compute_outputs, batch)
         finally:
