@@ -122,7 +122,7 @@ import threading
 from encserve_server.__main__ import main
 from encserve_server.system import files, watched_files
 
-read, reads = files._read_small, []
+read, reads = files.read_small, []
 
 def read_once(path):
     if path in reads:
@@ -130,7 +130,7 @@ def read_once(path):
     reads.append(path)
     return read(path)
 
-files._read_small, watched_files.READ_SECONDS = read_once, 0.1
+files.read_small, watched_files.READ_SECONDS = read_once, 0.1
 main()
 """
 

@@ -116,14 +116,14 @@ async def test_a_half_written_file_is_no_change(path: Path) -> None:
 @pytest.fixture
 def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Reads hang, as on a mount without its server, until the event is set. The time limit is short."""
-    ends, read = threading.Event(), files._read_small
+    ends, read = threading.Event(), files.read_small
 
     def hanging_read(path: Path) -> bytes:
         assert ends.wait(60)
         return read(path)
 
     ends.set()
-    monkeypatch.setattr(files, "_read_small", hanging_read)
+    monkeypatch.setattr(files, "read_small", hanging_read)
     monkeypatch.setattr(watched_files, "READ_SECONDS", 0.02)
     yield ends
     ends.set()

@@ -192,15 +192,16 @@ class Certificates:
                 self._sessions_began_at = time.monotonic()
         except FileError as error:
             if changed is not None or self._problem != str(error):
-                logger.error("changed TLS files are refused, and the server keeps those in use: %s", error)
+                logger.error("changed TLS files are refused; the former files stay in use: %s", error)
                 self._observer.certificates_refused()
             self._problem = str(error)
 
     def _with_new_contexts(self) -> Identity:
         """Return the identity with new contexts. OpenSSL and gRPC resume no session of the previous contexts.
 
-        A caller that resumes a session does not show its certificate, which may have expired. Python's ssl has no
-        option against sessions that TLS 1.2 keeps on the server, and gRPC has no option at all.
+        A caller that resumes a session does not show its certificate. With the same contexts, a caller with an expired
+        certificate could connect for two hours: over gRPC, and over HTTP with TLS 1.2. Python's ssl has no option
+        against sessions that TLS 1.2 keeps on the server, and gRPC has no option at all.
         """
         current, client_ca = self.current, self.current.client_ca
         renewed = replace(

@@ -37,13 +37,18 @@ def read_files(paths: Mapping[str, Path]) -> tuple[bytes, ...]:
     contents = []
     for setting, path in paths.items():
         try:
-            contents.append(_read_small(path))
+            contents.append(read_small(path))
         except OSError as error:
             raise FileError(f"{setting} {path} cannot be read: {error.strerror}") from error
     return tuple(contents)
 
 
-def _read_small(path: Path) -> bytes:
+def read_small(path: Path) -> bytes:
+    """Return the bytes of a file.
+
+    Raises:
+        OSError: The file cannot be read, is larger than 4 MiB, or is not a regular file; `strerror` has the cause.
+    """
     kind = stat.S_IFMT(path.stat().st_mode)
     if kind != stat.S_IFREG:
         raise OSError(errno.EINVAL, f"must be a regular file; is {_KINDS.get(kind, 'of another kind')}", str(path))
