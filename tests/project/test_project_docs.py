@@ -14,6 +14,7 @@ import pytest
 from encserve_cli.commands import cli as client
 from encserve_export.cli import main as exporter
 from encserve_export.models.own.layouts import known_layouts
+from encserve_server import ledger
 from encserve_server.__main__ import main as server
 from encserve_server.error_table import ERROR_TABLE, UNKNOWN, Status
 from encserve_server.errors import EmptyInputs, EncserveError, UnknownField
@@ -114,6 +115,22 @@ def test_generated_pages_are_current(page: str, tmp_path: Path) -> None:
 def test_the_layouts_table() -> None:
     rows = table_under("docs/models.md", "A state dict")
     assert rows == {name: [layout.summary, layout.marker] for name, layout in known_layouts().items()}
+
+
+def test_the_table_of_shares() -> None:
+    """The numbers of the ledger stand in docs/architecture.md."""
+    table = ROOT.joinpath("docs/architecture.md").read_text()
+    table = table[table.index("## What bounds a caller") : table.index("| a caller can make large |")]
+    rows = {row.split("|")[1].strip(): row for row in table.splitlines() if row.startswith("| ")}
+    share, large = ledger._SHARE, ledger._LARGE_SHARE
+    places, watches = rows["requests that arrive slowly, and open streams"], rows["health watches"]
+    assert f"at least {ledger._LEAST_PLACES};" in places
+    assert f"{share} times the free places" in places
+    assert f"for at least {ledger.ARRIVAL_SECONDS:.0f} s" in places
+    assert f"| {ledger.MAX_WATCHES:,} | {share} times" in watches
+    small_kib = ledger.SMALL_BYTES // 1024
+    assert f"{share} times the free bytes, or {large} times with a call of more than {small_kib} KiB" in table
+    assert f"fills {share}/{share + 1} of a" in table.replace("\n", " ")
 
 
 def test_the_errors_table() -> None:
