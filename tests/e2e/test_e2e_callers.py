@@ -1,4 +1,7 @@
-"""The file with the callers' keys changes under load: a revoked key is refused within 2 s, valid keys keep working."""
+"""The file with the callers' keys changes under load. The server refuses a revoked key within 2 s.
+
+Calls with valid keys do not fail.
+"""
 
 import itertools
 import threading
@@ -16,7 +19,7 @@ EFFECT_SECONDS = 2.0
 
 
 class Load(threading.Thread):
-    """A thread that calls over gRPC again and again, and records the times of replies and refusals."""
+    """A thread that makes one gRPC call after another, and records the times of replies and refusals."""
 
     def __init__(self, server: RealServer, key: str) -> None:
         super().__init__(daemon=True)
@@ -36,7 +39,7 @@ class Load(threading.Thread):
                 time.sleep(0.01)
 
     def _call(self) -> None:
-        """Call until a refusal raises UnauthenticatedError, or until `finish` is called."""
+        """Make calls until `finish` is called. A refused call raises UnauthenticatedError."""
         with EncoderClient(self._server.target, token=self._key) as client:
             while not self._finished.is_set():
                 client.encode([[1, 2, 3]])
@@ -49,7 +52,7 @@ class Load(threading.Thread):
 
 
 class HttpLoad(Load):
-    """Calls over HTTP instead of gRPC, on one connection until a refusal."""
+    """A thread that calls over HTTP instead of gRPC. After each refusal, the thread opens a new connection."""
 
     def _call(self) -> None:
         url, body = f"{self._server.url}/v1/embeddings", {"input": [1, 2, 3], "model": "tiny"}
@@ -63,7 +66,7 @@ class HttpLoad(Load):
 
 
 class StreamLoad(Load):
-    """Sends requests in one gRPC stream until a refusal ends the stream."""
+    """A thread that sends requests in a gRPC stream. A refusal ends the stream; then the thread opens a new stream."""
 
     def _call(self) -> None:
         endless = itertools.takewhile(lambda _: not self._finished.is_set(), itertools.repeat([1, 2, 3]))
@@ -82,7 +85,7 @@ def test_a_key_is_revoked_under_load(tmp_path: Path) -> None:
     valid, revoked = (make_key().replace("_", "a").replace("-", "b") for _ in range(2))
     file, link = tmp_path / "callers-1.toml", tmp_path / "callers.toml"
     file.write_text(file_of(valid, revoked))
-    link.symlink_to(file)  # Kubernetes mounts files as such links
+    link.symlink_to(file)  # Kubernetes also mounts files as symbolic links
     with real_server(tmp_path / "models", "--http-port", "0", "--callers", str(link)) as server:
         kinds = (Load, HttpLoad, StreamLoad)
         kept, cut_off, wrong = ([kind(server, key) for kind in kinds] for key in (valid, revoked, "encserve-wrong"))
