@@ -3,16 +3,17 @@
     python bench/bulk.py MODEL_REPOSITORY --checkpoint DIRECTORY [--model NAME] [--rounds 7] [--texts 3000]
                          [--part-rows 750] [--max-batch-tokens TOKENS] [--json FILE]
 
-The program compares three sides: a job, a ceiling and sentence-transformers. All sides get the same texts, with the
-lengths of real texts. Each round runs every side once, in random order.
+A side is one way to compute the vectors of texts. The program compares three sides: a job, a ceiling and
+sentence-transformers. All sides get the same texts, with the lengths of real texts. Each round runs every side once, in
+random order.
 
-- The job is `encserve embed texts.parquet --output FOLDER/ --bundle MODEL`. The model is loaded once. Each round plans
-  a job into a new folder and runs the job. The measured time includes reading Parquet, tokenizing, computing and
-  writing Parquet. The time does not include loading the model and planning the job.
+- The job is `encserve embed texts.parquet --output FOLDER/ --bundle MODEL`. The model is loaded once. Each round
+  plans a job with a new output folder, and runs the job. The measured time includes reading Parquet, tokenizing,
+  computing and writing Parquet. The time does not include loading the model and planning the job.
 - The ceiling is the inference engine alone. The engine runs batches one after another. The batches are sorted by
-  length. Before the rounds, a sweep finds the fastest batch size. Only inference is timed.
-- sentence-transformers' `encode` gets all texts in one call. Another sweep finds its fastest batch size. The measured
-  time includes tokenizing, but not reading and writing files.
+  length. Before the rounds, a sweep measures several batch sizes and chooses the fastest. Only inference is timed.
+- sentence-transformers' `encode` gets all texts in one call. Another sweep chooses the batch size. The measured time
+  includes tokenizing, but not reading and writing files.
 
 If the CPU has bfloat16, all sides run a second time in bfloat16. The job and the ceiling then use OpenVINO. Before the
 rounds, some vectors of every side are compared with the vectors of the ceiling in float32.
@@ -57,13 +58,13 @@ from encserve_server.system.cpus import usable_cpus
 
 JOB, SENTENCES = "job", "sentence-transformers"
 BFLOAT16 = "-bfloat16"  # suffix of the names of the sides in bfloat16
-# The targets of each precision: the job's tokens/s divided by the tokens/s of another side is at least this number.
+# For each precision: the job's tokens/s must be at least this number times the tokens/s of the other side.
 BOUNDS = {"": {CEILING: 0.95, SENTENCES: 1.5}, BFLOAT16: {CEILING: 0.90, SENTENCES: 2.5}}
 ENGINES = {
     "": EngineOptions("onnxruntime", "float32", "cpu"),
     BFLOAT16: EngineOptions("openvino", "bfloat16", "cpu"),
 }
-LEAST_COSINE = 0.99  # between the vectors of a text in bfloat16 and in float32
+LEAST_COSINE = 0.99  # the limit for a text's vectors in bfloat16 and in float32
 BATCH_SIZES = (8, 16, 32, 64, 128)
 SWEEP_TEXTS = 600
 
@@ -138,8 +139,8 @@ class Sides:
         Raises:
             DeviceError: This CPU does not support the precision.
             EngineMissing: The engine is not installed.
-            SystemExit: This program does not support the model's pooling, the job's output has other texts than its
-                input, or the vectors of a side differ from the vectors of the float32 ceiling.
+            SystemExit: This program does not support the model's pooling. Or the texts of the job's output differ from
+                the input. Or the vectors of a side differ from the vectors of the float32 ceiling.
         """
         engine = dataclasses.replace(ENGINES[suffix], max_batch_tokens=self._options.max_batch_tokens)
         self._add_ceiling(suffix, engine)
@@ -167,7 +168,7 @@ class Sides:
         best = int(self._best(CEILING + suffix, "budget", {str(budget): rate for budget, rate in rates.items()}))
         run_batches(
             engine, sorted_batches(self._workload.sequences, best)
-        )  # warm-up, because the sweep does not have all shapes
+        )  # warm-up for batch shapes that the sweep does not have
         vectors = [self._vector(engine, index) for index in self._indices]
         self._reference = self._reference or vectors
         label = f"{options.engine} alone, {options.precision}, all sorted, {best} padded tokens"

@@ -88,7 +88,7 @@ def read_workload(bundle: Bundle, lengths: Sequence[int], seed: int) -> Workload
 
 
 def open_engine(graph: Graph, stack: ExitStack) -> OnnxEngine:
-    """Open a graph on ONNX Runtime with the server's session options. `stack` closes the engine."""
+    """Open a graph on ONNX Runtime with the server's session options. `stack` closes the engine when it ends."""
     engine = OnnxEngine(graph, device="cpu", intra_op_threads=usable_cpus(), parallel_runs=None)
     stack.callback(engine.close)
     return engine
@@ -129,7 +129,7 @@ class Sides:
         """Add the sides that call this checkout's server. With --against, add the same sides for the other server."""
         options, bundle = self._comparison.options, self._comparison.bundle
         flags = ["--model", f"{bundle.name}@{bundle.version}", "--device", "cpu"]
-        # Both servers get the same batch size, the budget. So only their code differs.
+        # Both servers get the same batch size, so that the servers differ only in their code.
         flags += ["--max-batch-tokens", str(best_budget)] if options.against else ["--tune-batches"]
         flags += shlex.split(options.server_flags)
         settings = (options.model_repository, flags, self._workload, options.seconds)

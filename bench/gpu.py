@@ -64,7 +64,7 @@ class Setting:
 
 
 def scheduler_batches(sequences: Sequence[TokenIds], budget: int, waiting: int) -> list[list[TokenIds]]:
-    """Return the batches that the scheduler makes if `waiting` sequences are in its queue."""
+    """Return the batches that the server's scheduler makes if its queue has `waiting` sequences."""
     batches = []
     policy = BatchPolicy(budget, 256, max_padding_fraction=0.5)
     for window in windows(sequences, waiting):
@@ -85,7 +85,7 @@ class Device:
     """The models on a device, and the sequences for the models."""
 
     def __init__(self, bundles: Sequence[Bundle], device: str, sequences: int, seed: int) -> None:
-        """Draw the sequences at random. Each engine opens at its first use."""
+        """Make random sequences. Each engine opens when it is used for the first time."""
         self._device, self._seed = device, seed
         self._engines: dict[tuple[str, int], OnnxEngine] = {}
         self.bundles = {f"{bundle.name}@{bundle.version}": bundle for bundle in bundles}

@@ -40,11 +40,10 @@ from harness.workload import choose_lengths, read_newest, text_workload
 from encserve_server.engine.onnx import OnnxEngine
 from encserve_server.system.cpus import usable_cpus
 
-# The targets of each precision: encserve's tokens/s with 64 callers, divided by a peer's tokens/s, is at least this
-# number.
+# For each precision: encserve's tokens/s with 64 callers must be at least this number times the peer's tokens/s.
 BOUNDS = {"float32": {TRITON: 1.6, INFINITY: 4.5}, "bfloat16": {TRITON: 3.0, INFINITY: 8.0}}
-# The least cosine between hidden states of ONNX Runtime and of a server from --server. The flags of --server may choose
-# a lower precision.
+# The least cosine between hidden states from ONNX Runtime and from a server that --server adds. The flags of this
+# server may choose a lower precision.
 LEAST_COSINE = 0.999
 IDLE_SECONDS = 3.0
 IDLE_SHARE = 0.05  # warn if all idle servers together use a larger share of one CPU
@@ -71,7 +70,7 @@ def read_server(text: str) -> tuple[str, str]:
 
 
 class Servers:
-    """The encserve servers and their callers. A side is a server with one way to call the server.
+    """The encserve servers and their callers. A side is one way to call one server.
 
     Attributes:
         first: The server without the flags of --server.

@@ -50,13 +50,13 @@ from encserve_server.system.cpus import usable_cpus
 SEQUENCE_TOKENS = (8, 16, 32, 64, 128, 256)  # 256 is the limit of the demo's model
 BATCH_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096)
 CALLER_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-LOADS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # calls per second, divided by those of 64 callers
+LOADS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # 1 is the rate of 64 callers in the same round
 OVERLOAD = 3.0
 SEQUENCES_PER_CALL, CALL_TOKENS = (1, 4, 16, 64), 20
 MEMORY_REQUESTS = (20_000, 200_000)
 PAUSE_SECONDS = 0.3
 TAIL_SECONDS = 10.0  # the least duration of a measurement of the p99, which needs some hundred calls
-# For the duration of the warm-up: a caller's first call may wait for the first calls of all other callers.
+# Used to choose the duration of the warm-up: a caller's first call may wait for the first calls of all other callers.
 MEAN_TOKENS, LEAST_TOKENS_PER_SECOND = 43, 2000
 
 
@@ -80,7 +80,7 @@ class Bench:
     _random: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
-        """Seed the random order."""
+        """Set the seed of the random order."""
         self._random = random.Random(self.seed)
 
     @contextmanager
@@ -205,7 +205,7 @@ def by_load(bench: Bench) -> list[dict[str, Any]]:
 
 
 def overload(bench: Bench) -> list[dict[str, Any]]:
-    """Send three times as many calls per second as 64 callers send. Count answers, and time the failures."""
+    """Send three times the calls per second of 64 callers. Count the answers, and measure the time until failures."""
     with bench.server("--tune-batches", "--max-queue-tokens", "8192") as server:
         calls = bench.calls(server)
 
@@ -320,7 +320,9 @@ def main() -> None:
 @click.option("--model", help="NAME or NAME@VERSION; default: the first model.")
 @click.option("--only", multiple=True, type=click.Choice(list(PARTS)), help="A part to measure; may be repeated.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1))
-@click.option("--seconds", default=5.0, show_default=True, type=click.FloatRange(0.1), help="Of each measurement.")
+@click.option(
+    "--seconds", default=5.0, show_default=True, type=click.FloatRange(0.1), help="The duration of each measurement."
+)
 @click.option("--seed", default=0, show_default=True)
 def measure(
     model_repository: Path, file: Path, model: str | None, only: tuple[str, ...], rounds: int, seconds: float, seed: int

@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("bundle", nargs="?", type=Path, default=default, help="a model's directory, MODEL/VERSION")
     bundle: Path = parser.parse_args().bundle.absolute()
     repository, model = bundle.parent.parent, f"{bundle.parent.name}@{bundle.name}"
-    profile = Profile()  # profiles only later threads, so it must exist before the server
+    profile = Profile()  # created before the server, because it profiles only later threads
     settings = Settings(model_repository=repository, model=(model,), grpc_port=0, metrics_port=0)
     print(report(asyncio.run(measure(settings, profile))))
 

@@ -45,8 +45,8 @@ SENTENCES = [
     "Shares dropped at the start of the week.",
 ]
 COSINES = [[1, 0.657, -0.054, -0.053], [0.657, 1, 0.016, -0.009], [-0.054, 0.016, 1, 0.589], [-0.053, -0.009, 0.589, 1]]
-# This program runs in the server's container. It prints the missing restrictions to stderr. If none is missing, the
-# exit status is 0.
+# This program runs in the server's container. The program prints to stderr which restrictions are missing. If no
+# restriction is missing, the exit status is 0.
 CONFINED = """
 import importlib.util, os, shutil
 status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
@@ -93,7 +93,7 @@ def step(text: str) -> None:
 def torch_wheel() -> Iterator[bool]:
     """Put PyTorch's CPU wheel into deploy/wheels until the end of the `with` block, if pip has the wheel locally.
 
-    pip looks for the wheel in the places of its find-links settings.
+    pip searches only the places in its find-links settings.
 
     Yields:
         Whether the wheel was found. If not, the image build downloads the wheel from the URL in TORCH_INDEX_URL. If

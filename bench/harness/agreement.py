@@ -13,7 +13,10 @@ TOLERANCE = 5e-5  # largest difference between two rows, relative to the norm of
 
 
 def worst_difference(got: Sequence[Any], want: Sequence[Any]) -> float:
-    """Return the largest ‖a − b‖₂ / ‖b‖₂ of a row `a` of `got` and a row `b` of `want`, (rows, d_model) arrays."""
+    """Return the largest ‖a − b‖₂ / ‖b‖₂. `a` is a row of `got`, and `b` is the row of `want` with the same index.
+
+    Each array is (rows, d_model).
+    """
     norm = np.linalg.norm
     return max(float((norm(a - b, axis=1) / norm(b, axis=1)).max()) for a, b in zip(got, want, strict=True))
 

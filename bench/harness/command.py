@@ -47,7 +47,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 class Comparison:
-    """A comparison of sides, the ways to run one model on one workload.
+    """A comparison of sides. A side is one way to run the model on the workload.
 
     Attributes:
         options: The parsed command line.

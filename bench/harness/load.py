@@ -1,4 +1,4 @@
-"""Starts encserve servers and their callers. The load generator of `encserve bench` runs callers in new processes."""
+"""Starts encserve servers and their callers. The load generator of `encserve bench` runs the callers."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ from harness.rounds import Measurement, Side
 from harness.workload import Workload
 
 CALLERS = 64
-# If each call has one sequence, this many sequences of the workload are sent. The whole workload would take minutes.
+# The number of sequences that one caller sends if each call has one sequence. The whole workload would take minutes.
 SINGLE_SEQUENCES = 192
 LARGE_CALL_SEQUENCES, LARGE_CALLERS = 256, 4
 TIMEOUT_SECONDS = 120.0

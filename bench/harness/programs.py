@@ -75,7 +75,10 @@ def ensure_environment(
 
 
 def peer_environment() -> dict[str, str]:
-    """Return a peer's environment variables: no Python paths of this process, no downloads of models, no telemetry."""
+    """Return the environment variables of a peer.
+
+    They do not contain the Python paths of this process. They turn off downloads of models, and telemetry.
+    """
     ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
     # Triton loads libpython by name. The loader's path may contain the libpython of another installation of the same
     # Python version. That libpython fails with the standard library of this installation.
@@ -161,12 +164,12 @@ class Program:
             time.sleep(0.2)
 
     def stop(self) -> None:
-        """End the process and its children."""
+        """End the process and its children. First close the pipes, because the end of standard input may be enough."""
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
-        for sign in (None, signal.SIGTERM, signal.SIGKILL):  # None: the end of standard input may be enough
+        for sign in (None, signal.SIGTERM, signal.SIGKILL):  # None sends no signal
             with contextlib.suppress(ProcessLookupError):
                 if sign is not None:
                     os.killpg(self.process.pid, sign)

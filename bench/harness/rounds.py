@@ -1,7 +1,7 @@
 """Runs the sides of a comparison in rounds, and computes ratios within each round.
 
 A side is one way to run the workload. Each round runs every side once. If the machine is slow for several rounds, all
-sides are slow, so the ratios stay right. If the machine is slow for a shorter time, only some sides are slow. So if
+sides are slow, so the ratios stay correct. If the machine is slow for a shorter time, only some sides are slow. So if
 other processes used the CPUs during the run of a side, the side runs again. The measured speed does not matter for this
 decision.
 """
@@ -26,7 +26,7 @@ class Measurement:
     Attributes:
         tokens: The number of computed tokens, without padding.
         seconds: The duration.
-        latencies: For each timed call: its number of tokens, or 0 if the number is unknown, and its seconds.
+        latencies: The number of tokens and the seconds of each timed call. An unknown number of tokens is 0.
         server_cpu_ms: The server's CPU time for each sequence, including the model; None if unknown.
         others: The share of the CPUs that other processes used during the run, from 0 to 1; None if unknown.
     """
@@ -90,8 +90,8 @@ class Patience:
 
         Args:
             seconds: The limit of the total time of repeated runs.
-            watch: Starts to watch the CPUs. Returns a function that returns the share of the CPUs that other processes
-                have used since then.
+            watch: Starts to watch the CPUs. Returns a function. This function returns the share of the CPUs that other
+                processes have used since the start.
         """
         self._seconds = seconds
         self._watch = watch
@@ -130,7 +130,7 @@ def measure(
             the measurements of this round. The keys of the measurements are the names of the sides.
 
     Returns:
-        For the name of each side, the measurements of all rounds.
+        The measurements of all rounds for each side. The keys are the names of the sides.
     """
     by_name = {side.name: side for side in sides}
     found: dict[str, list[Measurement]] = {side.name: [] for side in sides}

@@ -76,7 +76,7 @@ MADE: dict[str, tuple[dict[str, Any], dict[str, pa.DataType]]] = {
 
 
 def plain(value: Any) -> Any:
-    """Convert a cell that any of the readers returned to Python lists and numbers."""
+    """Convert the value of a reader's cell to Python lists and numbers."""
     if isinstance(value, np.ndarray | list):
         return [plain(it) for it in value]
     if isinstance(value, float) and np.isnan(value):  # pandas reads null as NaN
@@ -86,7 +86,10 @@ def plain(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", MADE)
 def test_four_readers_find_the_same(tiny: Path, tmp_path: Path, name: str) -> None:
-    """A job embeds texts, two of which it rejects. Their outputs are null, and all readers return the same values."""
+    """A job embeds texts, and rejects two of them. All readers return the same values.
+
+    The outputs of the rejected texts are null.
+    """
     (asked, columns), corpus = MADE[name], tmp_path / "texts.parquet"
     parquet.write_table(pa.table({"id": range(len(TEXTS)), "text": TEXTS}), corpus)
     folder = tmp_path / "vectors"

@@ -140,7 +140,7 @@ def test_two_runs_of_a_job_at_once(encoder: Path, tmp_path: Path) -> None:
 
 
 class SlowSource(LocalSource):
-    """A LocalSource whose first `open` calls `other()` before it opens the model. `other()` runs the same job."""
+    """A LocalSource whose first `open` calls `other()` before it opens the model. `other()` starts the same job."""
 
     def __init__(self, bundle: Path, other: Callable[[], None]) -> None:
         super().__init__(bundle, EngineOptions())

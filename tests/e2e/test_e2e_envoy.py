@@ -52,7 +52,7 @@ async def fakes(tmp_path: Path) -> AsyncIterator[list[FakeServer]]:
 async def envoys(fakes: list[FakeServer], tmp_path: Path) -> AsyncIterator[list[RealEnvoy]]:
     """Two Envoys in front of both servers.
 
-    Another thread starts the Envoys, because the start blocks and the servers need this thread's event loop.
+    Starting an Envoy blocks a thread. So another thread starts the Envoys, because the servers need this thread.
     """
     http_ports = [server.app.http_port or 0 for server in fakes]
     with contextlib.ExitStack() as stack:
@@ -150,7 +150,7 @@ async def test_a_refusal_of_all_servers_reaches_the_caller(fakes: list[FakeServe
 
 
 async def test_errors_and_their_trailers_come_through(envoy: RealEnvoy) -> None:
-    """Envoy does not retry an invalid request. The error and its trailers reach the caller."""
+    """Send an invalid request through Envoy. The error and its trailers reach the caller, and Envoy does not retry."""
     async with grpc.aio.insecure_channel(envoy.target) as channel:
         rpc: Any = channel.unary_unary(f"/{SERVICE}/Encode")
         with pytest.raises(grpc.aio.AioRpcError) as caught:

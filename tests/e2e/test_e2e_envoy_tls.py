@@ -43,7 +43,7 @@ class Provider:
         self._key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
 
     def keys(self) -> str:
-        """The JSON Web Key Set with which Envoy verifies tokens."""
+        """Return the JSON Web Key Set. Envoy verifies tokens with these keys."""
         key = json.loads(jwt.algorithms.RSAAlgorithm.to_jwk(self._key.public_key()))
         return json.dumps({"keys": [{**key, "alg": "RS256", "use": "sig"}]})
 

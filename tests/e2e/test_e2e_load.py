@@ -165,9 +165,9 @@ async def test_sigterm_under_load(models: Path, real_ids: list[int], protocol: t
 
 
 def test_the_batch_budget_is_measured_once_and_remembered(tmp_path: Path) -> None:
-    """With --tune-batches, a server measures the fastest number of tokens per batch, and stores this batch budget.
+    """With --tune-batches, a server measures which number of tokens per batch is fastest, and stores this number.
 
-    The next server reads the stored budget, and does not measure again. If the machine is too busy for the
+    The next server reads the stored number, and does not measure again. If the machine is too busy for the
     measurement, the server stores nothing, and still answers calls.
     """
     directory = export_golden("split-qkv", tmp_path).path

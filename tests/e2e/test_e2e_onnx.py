@@ -25,8 +25,8 @@ from encserve_proto.bundle.v1 import manifest_pb2
 SAME = {"onnxruntime": 1e-6, "openvino": 5e-5}
 LENGTHS = (1, 24, 3, 9, 24, 2, 17)
 CONFIG = EncoderConfig(vocab_size=50, d_model=16, n_heads=2, d_ff=32, n_layers=2, max_sequence_tokens=24)
-# For each file: the names of the inputs for token ids, mask and token types, and the name of the output with the hidden
-# states. If a file does not have an input, the name is "".
+# The names of three inputs and one output of each file. The inputs are token ids, mask and token types. The output is
+# the hidden states. If a file does not have an input, the name is "".
 FILES = {
     "by-hand": ("input_ids", "attention_mask", "", "rows"),
     "with-types": ("input_ids", "attention_mask", "token_type_ids", "rows"),

@@ -1,7 +1,8 @@
 """Unattended tokens have the same hidden states as in transformers.
 
-No token attends to an unattended token, but the model still computes a hidden state for each unattended token. An
-example are the expansion tokens of a ColBERT query. The tests run sequences alone and in a batch of mixed lengths.
+No token attends to an unattended token, but the model still computes a hidden state for each unattended token. For
+example, the expansion tokens of a ColBERT query are unattended. The tests run sequences alone and in a batch of mixed
+lengths.
 """
 
 import dataclasses
@@ -20,8 +21,8 @@ from encserve_server.engine.opening import open_engine
 from encserve_server.repository.bundle import read_bundle
 
 # The attention window covers a short query and its expansion tokens. So the window of each token contains an attended
-# token. Without an attended token in its window, a token could not attend to any token, and its hidden state in
-# transformers would depend on the padding.
+# token. A token without an attended token in its window could not attend to any token. In transformers, the hidden
+# state of this token would depend on the padding.
 WINDOW = {"local_attention": 64}
 SOME = [
     dataclasses.replace(it, settings=it.settings | WINDOW) if "local_attention" in it.settings else it

@@ -159,8 +159,8 @@ def test_openai(minilm: RealServer, unit_vectors: Array, bin_of: BinOf, tmp_path
 def test_openais_own_tests(minilm: RealServer) -> None:
     """Run OpenAI's own tests of embeddings and models against the server. All chosen tests pass.
 
-    Two kinds of tests are left out: tests that delete models, and tests of embeddings that use strict validation but
-    do not set encoding_format. Without encoding_format the client requests base64, which strict validation rejects.
+    Two kinds of tests are left out. The first kind deletes models. The second kind uses strict validation but does not
+    set encoding_format. Without encoding_format the client requests base64, which strict validation rejects.
     """
     sources = source_folder("openai")
     files = [f"tests/api_resources/test_{name}.py" for name in ("embeddings", "models")]

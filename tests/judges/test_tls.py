@@ -92,7 +92,7 @@ def execute(*command: Any, text: str = "", **environment: str) -> subprocess.Com
 
 
 def test_our_command(servers: Servers) -> None:
-    """Run `encserve embed` with certificates from flags and a key from a variable. The right ones work.
+    """Run `encserve embed` with certificates from flags and a key from a variable. The command returns vectors.
 
     Without a client certificate or with a wrong key, the command prints an error that does not contain the key.
     """

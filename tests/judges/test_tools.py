@@ -96,7 +96,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
 
 @pytest.fixture(scope="module")
 def requests(tmp_path_factory: pytest.TempPathFactory, server: RealServer) -> dict[bool, tuple[Path, Array]]:
-    """Files with texts, and our client's vectors. The key False is a file with 256 texts, and True with 1,004 texts."""
+    """Files with texts, and our client's vectors of these texts. False has 256 texts, and True has 1,004 texts."""
     words, rng = (minilm_directory() / "vocab.txt").read_text().split()[2000:12000], random.Random(0)
     documents = [" ".join(rng.choices(words, k=500))[:2000] for _ in range(1000)]
     made, every = {}, [*TEXTS, *documents]
