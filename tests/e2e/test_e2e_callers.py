@@ -1,4 +1,4 @@
-"""The file of callers or keys changes under load, and reads of the file hang."""
+"""The file of callers or keys changes under load, or cannot be read because its disk hangs."""
 
 import itertools
 import sys
@@ -18,7 +18,7 @@ EFFECT_SECONDS = 2.0
 
 
 class Load(threading.Thread):
-    """A thread that calls over gRPC again and again, and records the times of replies and refusals."""
+    """A thread that makes one gRPC call after another, and records the times of replies and refusals."""
 
     def __init__(self, server: RealServer, key: str) -> None:
         super().__init__(daemon=True)
@@ -38,7 +38,7 @@ class Load(threading.Thread):
                 time.sleep(0.01)
 
     def _call(self) -> None:
-        """Call until a refusal raises UnauthenticatedError, or until `finish` is called."""
+        """Make calls until `finish` is called. A refused call raises UnauthenticatedError."""
         with EncoderClient(self._server.target, token=self._key) as client:
             while not self._finished.is_set():
                 client.encode([[1, 2, 3]])
@@ -51,7 +51,7 @@ class Load(threading.Thread):
 
 
 class HttpLoad(Load):
-    """Calls over HTTP instead of gRPC, on one connection until a refusal."""
+    """A thread that calls over HTTP instead of gRPC. After each refusal, the thread opens a new connection."""
 
     def _call(self) -> None:
         url, body = f"{self._server.url}/v1/embeddings", {"input": [1, 2, 3], "model": "tiny"}
@@ -65,7 +65,7 @@ class HttpLoad(Load):
 
 
 class StreamLoad(Load):
-    """Sends requests in one gRPC stream until a refusal ends the stream."""
+    """A thread that sends requests in a gRPC stream. A refusal ends the stream; then the thread opens a new stream."""
 
     def _call(self) -> None:
         endless = itertools.takewhile(lambda _: not self._finished.is_set(), itertools.repeat([1, 2, 3]))
@@ -85,7 +85,7 @@ def test_a_key_is_revoked_under_load(tmp_path: Path) -> None:
     valid, revoked = (make_key().replace("_", "a").replace("-", "b") for _ in range(2))
     file, link = tmp_path / "callers-1.toml", tmp_path / "callers.toml"
     file.write_text(file_of(valid, revoked))
-    link.symlink_to(file)  # Kubernetes mounts files as such links
+    link.symlink_to(file)  # Kubernetes also mounts files as symbolic links
     with real_server(tmp_path / "models", "--http-port", "0", "--callers", str(link)) as server:
         kinds = (Load, HttpLoad, StreamLoad)
         kept, cut_off, wrong = ([kind(server, key) for kind in kinds] for key in (valid, revoked, "encserve-wrong"))
