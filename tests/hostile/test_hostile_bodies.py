@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import io
 import json
 import logging
 import random
@@ -102,7 +103,7 @@ async def send_all(server: FakeServer) -> dict[str, Counter[int]]:
 
         async def send(path: str, bodies: list[bytes]) -> None:
             for body in bodies:
-                async with session.post(path, data=body) as reply:
+                async with session.post(path, data=io.BytesIO(body)) as reply:
                     text = await reply.text(errors="replace")
                 statuses[path][reply.status] += 1
                 assert reply.status < 500, (path, body, text)

@@ -76,6 +76,7 @@ async def _read_parts(content: StreamReader, limit: int, hold: Callable[[int], N
                     raise _too_large("longer", limit)
                 hold(len(part))
                 body.write(part)
+                await asyncio.sleep(0)  # aiohttp hands over up to 1,024 chunks in one step, as long as bytes are there
                 bound.reschedule((bound.when() or 0.0) + len(part) / _BYTES_PER_SECOND)
     except TimeoutError:
         raise DeadlineExpired(
@@ -91,6 +92,7 @@ async def discard_body(content: StreamReader) -> None:
         async with asyncio.timeout(_DISCARD_SECONDS):
             while left > 0 and (part := await content.readany()):
                 left -= len(part)
+                await asyncio.sleep(0)
     except (ConnectionError, TimeoutError):
         return
 
