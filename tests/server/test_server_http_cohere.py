@@ -132,6 +132,7 @@ REFUSED: list[tuple[Any, str, str]] = [  # a body, the field that the error name
     (item({"type": "text"}), "inputs[1].content[0].text", "a string"),
     (item({"type": "text", "text": "hello " * 99}) | {"truncate": "NONE"}, "inputs[1]", "at most 32 tokens"),
     ({"inputs": 5}, "inputs", "was 5"),
+    ({"inputs": [[[1]] * 400_000]}, "inputs[0]", "at most 262144 bytes"),
     ({"texts": ["a"], "embedding_types": ["float", "int4"]}, "embedding_types[1]", "'int4'"),
     ({"embedding_types": "int8"}, "embedding_types", "a string"),
     ({"texts": ["a"], "truncate": "START"}, "truncate", "START"),

@@ -72,6 +72,7 @@ async def _read_parts(content: StreamReader, limit: int, call: Call, places: Pla
                 raise _too_large("longer", limit)
             call.hold(len(part))
             body.write(part)
+            await asyncio.sleep(0)  # aiohttp hands over up to 1,024 chunks in one step, while bytes are there
     return body.getvalue()
 
 
@@ -82,6 +83,7 @@ async def discard_body(content: StreamReader) -> None:
         async with asyncio.timeout(_DISCARD_SECONDS):
             while left > 0 and (part := await content.readany()):
                 left -= len(part)
+                await asyncio.sleep(0)
     except (ConnectionError, TimeoutError):
         return
 

@@ -256,6 +256,8 @@ class _InputsDecoder:
         kind, rules = self._kind, self._rules
         is_text, is_large = form == "text" and kind.one_text, size_of(json) > TURN_BYTES
         is_one = is_text or (form == "ids" and kind.one_list)
+        if is_large:
+            await asyncio.sleep(0)
         members = [json] if is_one else list_of(json, path, kind.wanted)
         if len(members) > rules.max_inputs:
             problem = f"must hold at most {rules.max_inputs} sequences (max_http_inputs); was {len(members)}"
@@ -282,7 +284,8 @@ class _InputsDecoder:
     def _reserve(self, json: msgspec.Raw, hold: Hold, path: str) -> None:
         """Hold the most bytes that an input may take, unless its text is too long."""
         limit, size = self._rules.max_text_bytes, size_of(json)
-        if size > limit * _ESCAPE_BYTES + 2 and memoryview(json)[0] != _BRACKET:
+        is_ids = self._kind.one_list and memoryview(json)[0] == _BRACKET
+        if size > limit * _ESCAPE_BYTES + 2 and not is_ids:
             raise InvalidField(path, f"must be at most {limit} bytes (max_text_bytes); was {size} bytes of JSON")
         hold(self._bound_of(json))
 
