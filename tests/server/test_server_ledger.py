@@ -127,10 +127,10 @@ async def test_a_slow_request_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> N
     held = Held(places)
     await held.start("slow", "a", is_stream=False)
     for _ in range(4):
-        places._look()
+        places._check_all()
     assert places.pool.held_by("a") == 1
     clock.advance(31.0)
-    places._look()
+    places._check_all()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert isinstance(held.ended["slow"], DeadlineExpired)

@@ -213,7 +213,7 @@ class App:
         source = open_source(settings.api_key, settings.api_key_file, settings.callers)
         if source is None and settings.tls_client_ca_file is None and not is_loopback(settings.host):
             logger.warning(
-                "NO AUTHENTICATION: anyone who can reach this address may call; set ENCSERVE_API_KEY, --api-key-file or "
+                "NO AUTHENTICATION: anyone who can reach this address may call; set ENCSERVE_API_KEY, --api-key-file, "
                 "--callers, or --tls-client-ca-file for client certificates",
                 extra={"host": settings.host},
             )
@@ -297,7 +297,7 @@ class App:
         self.http_port = self._http.port
 
     async def _trim_memory(self) -> None:
-        """Return memory to the system if calls have released many bytes. The C library would keep most of the memory."""
+        """Return memory to the system after calls have released many bytes. The C library would keep most of it."""
         held = self._calls.budget.held
         self._peak_held_bytes = max(self._peak_held_bytes, held)
         if self._peak_held_bytes - held >= _TRIM_BYTES:

@@ -1,11 +1,11 @@
-"""The ledger: how much each caller holds of everything that is bounded.
+"""The ledger: how much of each limited resource each caller holds.
 
-A `Pool` is one bounded resource: bytes or places. An account is a caller's name, or the address of a peer
+A `Pool` is one limited resource: bytes or places. An account is the name of a caller, or the address of a caller
 without a name. One rule gives shares: an account may hold at most a fixed multiple of the amount that is still free.
-So one account alone cannot fill a pool, and an account that holds nothing finds room. Shared-memory switches bound
+So one account alone cannot fill a pool, and an account that holds nothing finds room. Shared-memory switches limit
 their queues with this rule (Choudhury and Hahne, "Dynamic queue length thresholds", 1998).
 
-A front end takes from a pool and gives back; it decides nothing. Everything here belongs to the event loop.
+Front ends only take from pools and give back; the rules are in this module. All of it belongs to the event loop.
 """
 
 import asyncio
@@ -19,34 +19,34 @@ from encserve_server.errors import BudgetFull, DeadlineExpired, Draining, Encser
 from encserve_server.system.background import repeat
 from encserve_server.system.clock import Clock
 
-# An account may hold 7 times the free amount: alone 7/8 of a pool, and 7/15 beside another account that wants all.
+# An account may hold 7 times the free amount. So one account can hold 7/8 of a pool, and each of two accounts 7/15.
 _SHARE = 7
-# A call of more than `SMALL_BYTES` finds room up to 3 times the free amount: the last quarter is for small calls.
+# For a call of more than `SMALL_BYTES`, the limit is 3 times the free amount. The last quarter is for small calls.
 _LARGE_SHARE = 3
 SMALL_BYTES = 256 * 1024
-# The seconds until a retry makes sense if a pool is full. Most replies leave within a second.
+# The retry delay if a pool is full. Most replies are sent within a second.
 RETRY_SECONDS = 1.0
-# The time for a request to arrive. A holder without progress for so long can lose its place to another call.
+# The time in which a request must arrive. A call without progress for this time can lose its place to another call.
 ARRIVAL_SECONDS = 30.0
 # An HTTP body gets one more second for each 64 KiB that has arrived.
 BYTES_PER_SECOND = 64 * 1024
-# A request that is not complete after two looks counts as slow. Most requests arrive together with their call.
+# A request that is not complete after two checks counts as slow. Most requests arrive together with their call.
 LOOK_SECONDS = 0.1
-_PROMPT_LOOKS = 2
-# The least number of places, even if the byte budget is small.
+_PROMPT_CHECKS = 2
+# The smallest number of places, if the byte budget is small.
 _LEAST_PLACES = 64
-# Calls that may come without a key have together at most an eighth of the places.
-_OPEN_PART = 8
-# gRPC keeps an eighth more than the bytes of a request that is not complete.
-_OVERHEAD_PART = 8
-# Health watches: each takes about 25 KiB.
+# All calls that need no key together may hold at most an eighth of the places.
+_OPEN_DIVISOR = 8
+# For a request that is not complete, gRPC uses an eighth more memory than its bytes.
+_OVERHEAD_DIVISOR = 8
+# The most health watches. Each takes about 25 KiB.
 MAX_WATCHES = 1024
 
 _Task = asyncio.Task[Any]
 
 
 class Pool:
-    """One bounded resource.
+    """One limited resource.
 
     Attributes:
         limit: The amount that all accounts together may hold.
@@ -69,7 +69,7 @@ class Pool:
         return free >= 0 and self.held_by(account) + size <= share * (free + 1)  # + 1: the last unit can be taken
 
     def add(self, account: str, size: int) -> None:
-        """Count `size` more for an account, which may be negative, without a check."""
+        """Add `size` to the amount of an account, without a check. A negative `size` gives back."""
         self.held += size
         amount = self._accounts.get(account, 0) + size
         if amount:
@@ -104,33 +104,33 @@ class ByteBudget(Pool):
 
 
 class Arrival:
-    """A request that is not complete, or an open stream. A context manager around the reads of the current task.
+    """A request that is not complete, or an open stream. Use it as a context manager around the reads of a task.
 
     Attributes:
         account: The caller.
-        is_open: Whether the call may come without a key.
+        is_open: Whether the call needs no key.
         reserved_bytes: The bytes that its place reserves in the byte budget.
-        look: The number of the last look before the request began to arrive; None for a stream.
-        since: The clock's time when the request began, or of a stream's last progress. Infinity for a busy stream.
-        seconds: The time for the request to arrive.
+        check: The number of the last check before the request began to arrive; None for a stream.
+        since: The time when the request began, or of the last progress of a stream. Infinity for a busy stream.
+        seconds: The time in which the request must arrive.
         has_place: Whether it holds a place.
     """
 
     __slots__ = (
-        "_places", "_refusal", "_task", "account", "has_place", "is_open", "look", "reserved_bytes", "seconds", "since",
+        "_error", "_places", "_task", "account", "check", "has_place", "is_open", "reserved_bytes", "seconds", "since",
     )  # fmt: skip
 
     def __init__(
-        self, places: "Places", account: str, is_open: bool, reserved_bytes: int, look: int | None, since: float
+        self, places: "Places", account: str, is_open: bool, reserved_bytes: int, check: int | None, since: float
     ) -> None:
         """See the attributes."""
         self._places = places
         self._task: _Task | None = None
-        self._refusal: EncserveError | None = None
+        self._error: EncserveError | None = None
         self.account = account
         self.is_open = is_open
         self.reserved_bytes = reserved_bytes
-        self.look = look
+        self.check = check
         self.since = since
         self.seconds = ARRIVAL_SECONDS
         self.has_place = False
@@ -141,16 +141,16 @@ class Arrival:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Free the place. If the ledger has ended the call, raise the reason."""
+        """Free the place. If the ledger ended the call, raise its error."""
         self._places.remove(self)
-        if self._refusal is not None and kind is asyncio.CancelledError:
+        if self._error is not None and kind is asyncio.CancelledError:
             assert self._task is not None  # noqa: S101 - set on entry
             self._task.uncancel()
-            raise self._refusal from None
+            raise self._error from None
 
     def end(self, error: EncserveError) -> None:
         """End the call with an error."""
-        self._refusal = error
+        self._error = error
         if self._task is not None:
             self._task.cancel()
 
@@ -158,60 +158,61 @@ class Arrival:
 class Places:
     """Places for slow requests and open streams of all protocols.
 
-    A request that is complete after 0.2 s needs no place. A slow request and an open stream take one. gRPC tells the
-    size of a message only when it is complete, so the place of a gRPC call reserves bytes for the largest request. All
-    places together reserve at most half of the byte budget.
+    A request that is complete after 0.2 s needs no place. A slow request and an open stream each need a place. gRPC
+    gives the size of a message only when the message is complete, so the place of a gRPC call reserves bytes for the
+    largest request. All places together reserve at most half of the byte budget.
 
-    If an account finds no place, it gets the place of the holder that has made no progress for longest, and for at
-    least 30 s. That holder belongs to the same account, or to an account with more places.
+    If no place is free, a call can get the place of another call that has made no progress for at least 30 s. The other
+    call must belong to the same account, or to an account with more places. Of these calls, the ledger ends the call
+    without progress for the longest time.
 
     Attributes:
-        pool: The places.
-        open_pool: The places of calls that may come without a key.
+        pool: All places.
+        open_pool: The places of calls that need no key.
     """
 
     def __init__(self, budget: ByteBudget, clock: Clock, draining: asyncio.Event, max_request_bytes: int) -> None:
         """Derive the number of places from the byte budget.
 
         Args:
-            budget: Where places reserve their bytes.
-            clock: The time.
+            budget: The byte budget, in which places reserve bytes.
+            clock: The clock.
             draining: Set when the server stops. Then slow requests end with `Draining`.
             max_request_bytes: The size of the largest gRPC request.
         """
         half = budget.limit // 2
-        largest = max_request_bytes + max_request_bytes // _OVERHEAD_PART
+        largest = max_request_bytes + max_request_bytes // _OVERHEAD_DIVISOR
         places = max(half // largest, _LEAST_PLACES)
         self.pool = Pool(places)
-        self.open_pool = Pool(places // _OPEN_PART)
+        self.open_pool = Pool(places // _OPEN_DIVISOR)
         self.reserved_bytes = min(largest, half // places)
         self._budget = budget
         self._clock = clock
         self._draining = draining
-        self._looks = 0
+        self._checks = 0
         self._arrivals: dict[Arrival, None] = {}  # the oldest first
 
     def arriving(self, account: str, *, is_open: bool = False, reserves: bool = True) -> Arrival:
-        """Bound the time in which the request of the current task arrives.
+        """Limit the time in which the request of the current task arrives.
 
         Args:
             account: The caller.
-            is_open: Whether the call may come without a key.
-            reserves: Whether its place reserves bytes. An HTTP body counts its own bytes.
+            is_open: Whether the call needs no key.
+            reserves: Whether its place reserves bytes. False for HTTP, which counts the bytes of a body itself.
 
         Raises:
-            BudgetFull: The request is slow, and it finds no place or has lost its place.
+            BudgetFull: The request is slow, and it gets no place or lost its place to another call.
             DeadlineExpired: The request did not arrive in time.
             Draining: The server is stopping.
         """
         size = self.reserved_bytes if reserves else 0
-        return Arrival(self, account, is_open, size, self._looks, self._clock.now())
+        return Arrival(self, account, is_open, size, self._checks, self._clock.now())
 
     def stream(self, account: str, *, is_open: bool = False) -> Arrival:
         """Hold a place for the stream of the current task.
 
         Raises:
-            BudgetFull: There is no place, or another call got the place while the stream was idle.
+            BudgetFull: No place is free, or another call got the place while the stream was idle.
         """
         stream = Arrival(self, account, is_open, self.reserved_bytes, None, self._clock.now())
         if not self._take_place(stream):
@@ -219,23 +220,23 @@ class Places:
         return stream
 
     def progress(self, arrival: Arrival, *, size: int = 0, is_idle: bool = True) -> None:
-        """Note progress: `size` bytes of a body, or a message of a stream.
+        """Record progress: `size` bytes of a body, or a message of a stream.
 
         Args:
             arrival: The request or the stream.
             size: The bytes that have arrived.
-            is_idle: Whether a stream waits for its caller. A stream that works on replies cannot lose its place.
+            is_idle: Whether a stream waits for its caller. A stream with unanswered requests cannot lose its place.
         """
-        if arrival.look is None:
+        if arrival.check is None:
             arrival.since = self._clock.now() if is_idle else math.inf
         arrival.seconds += size / BYTES_PER_SECOND
 
     async def watch(self) -> None:
         """End requests that arrive too slowly, until cancelled."""
-        await repeat(self._look, LOOK_SECONDS, clock=self._clock)
+        await repeat(self._check_all, LOOK_SECONDS, clock=self._clock)
 
     def register(self, arrival: Arrival) -> None:
-        """Bound an arrival from now on."""
+        """Check an arrival from now on."""
         self._arrivals[arrival] = None
 
     def remove(self, arrival: Arrival) -> None:
@@ -244,19 +245,19 @@ class Places:
         if arrival.has_place:
             self._give_place_back(arrival)
 
-    def _look(self) -> None:
-        self._looks += 1
+    def _check_all(self) -> None:
+        self._checks += 1
         now = self._clock.now()
-        for it in [it for it in self._arrivals if it.look is not None]:
-            if not it.has_place and self._looks - (it.look or 0) > _PROMPT_LOOKS and not self._take_place(it):
+        for it in [it for it in self._arrivals if it.check is not None]:
+            if not it.has_place and self._checks - (it.check or 0) > _PROMPT_CHECKS and not self._take_place(it):
                 self._end(it, self._no_place(", and this request has not arrived completely"))
-            elif it.has_place and self._draining.is_set():  # a stop does not wait for what may never come
-                self._end(it, Draining("the server is stopping; send the request to another"))
+            elif it.has_place and self._draining.is_set():  # the request may never arrive
+                self._end(it, Draining("the server is stopping; send the request to another server"))
             elif it.since + it.seconds <= now:
                 self._end(it, DeadlineExpired(f"the request did not arrive within {it.seconds:.0f} s"))
 
     def _take_place(self, arrival: Arrival) -> bool:
-        """Take a place. If there is none, another holder may have to give its place up."""
+        """Take a place. If none is free, try to end an idle call. Return whether there was a place."""
         while not self._has_place_for(arrival):
             if not self._end_idle(arrival):
                 return False
@@ -274,16 +275,16 @@ class Places:
         is_full = arrival.is_open and self.open_pool.held >= self.open_pool.limit
         return not is_full and self.pool.has_room(arrival.account, 1)
 
-    def _end_idle(self, asking: Arrival) -> bool:
-        """End the holder that has made no progress for longest. Return False if no holder must give way."""
-        most = self.pool.held_by(asking.account)
+    def _end_idle(self, newcomer: Arrival) -> bool:
+        """End the call without progress for the longest time. Return False if no call may be ended for the newcomer."""
+        places = self.pool.held_by(newcomer.account)
         holders = [
             it
             for it in self._arrivals
             if it.has_place
             and it.since + ARRIVAL_SECONDS <= self._clock.now()
-            and (it.account == asking.account or self.pool.held_by(it.account) > most)
-            and (it.is_open or not asking.is_open)
+            and (it.account == newcomer.account or self.pool.held_by(it.account) > places)
+            and (it.is_open or not newcomer.is_open)
         ]
         if not holders:
             return False
@@ -304,10 +305,10 @@ class Places:
         if arrival.is_open:
             self.open_pool.add(arrival.account, -1)
 
-    def _no_place(self, why: str = "") -> BudgetFull:
+    def _no_place(self, addition: str = "") -> BudgetFull:
         return BudgetFull(
             f"{self.pool.held} of {self.pool.limit} places for streams and slow requests are taken "
-            f"(max_in_flight_mib){why}",
+            f"(max_in_flight_mib){addition}",
             RETRY_SECONDS,
         )
 
@@ -316,9 +317,9 @@ class OpenConnection(Protocol):
     """A connection that a server has accepted.
 
     Attributes:
-        host: The address of the other end, without the port.
-        has_called: Whether a call on it was accepted.
-        idle_since: The time since when it has no call; infinity while it has one.
+        host: The address of the caller, without the port.
+        has_called: Whether the connection had an accepted call.
+        idle_since: The start of its idle time; infinity while a call is open.
     """
 
     host: str
@@ -330,10 +331,10 @@ AnyConnection = TypeVar("AnyConnection", bound=OpenConnection)
 
 
 def connections_to_close(connections: Collection[AnyConnection], count: int) -> list[AnyConnection]:
-    """Choose connections that must give way to new ones. A connection with a call stays.
+    """Choose idle connections to close, to make room for new ones. A connection with an open call stays.
 
-    Connections without an accepted call go first, then connections of the address that has most of them, and of these
-    the longest idle.
+    First choose connections that never had an accepted call, then connections of the address with the most idle
+    connections. Among these, choose the connections that have been idle for the longest time.
     """
     idle = [it for it in connections if it.idle_since < math.inf]
     hosts = Counter(it.host for it in idle)
@@ -341,7 +342,7 @@ def connections_to_close(connections: Collection[AnyConnection], count: int) -> 
 
 
 class Watches:
-    """The health watches of all callers. A new watch of an account without room ends its oldest watch."""
+    """The health watches of all callers. If an account is at its limit, a new watch ends its oldest watch."""
 
     def __init__(self) -> None:
         """Start without watches."""
