@@ -150,7 +150,7 @@ async def test_a_text_gets_the_prompt_that_encoding_gives_it(start_server: Start
 # Refusals
 
 BAD_REQUESTS = [
-    (pb.InspectRequest(), "input", "token_ids, text or embeddings"),
+    (pb.InspectRequest(), "input", "token_ids, text and embeddings"),
     (request([]), "input.token_ids", "was empty"),
     (request([1, 1000]), "input.token_ids.ids[1]", "from 0 to 999 .*; was 1000"),
     (request([1] * 21), "input.token_ids", "20 tokens .max_inspect_tokens of tiny.; was 21"),
@@ -372,7 +372,7 @@ async def test_a_caller_that_reads_too_slowly_is_ended(server: FakeServer, monke
         await asyncio.sleep(0.05)
     error = await end_of(call)
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert "not read within" in (error.details() or "")
+    assert "did not read the reply within" in (error.details() or "")
 
 
 async def test_a_caller_that_goes_during_a_write_is_not_an_error_of_the_server(

@@ -489,7 +489,7 @@ def test_a_message_joined_from_parts_is_the_message(data: list[bytes], request_i
 
 @pytest.mark.parametrize("size", [0, 1, 2**18 - 3, 2**18, 3 * 2**20])
 def test_parts_of_any_size_are_joined_in_order(size: int) -> None:
-    parts: list[wire.Part] = [b"a", memoryview(os.urandom(size)), b"", memoryview(b"bc")]
+    parts: list[wire.Buffer] = [b"a", memoryview(os.urandom(size)), b"", memoryview(b"bc")]
     assert wire.join(parts) == b"".join(parts)
 
 

@@ -271,7 +271,7 @@ async def test_a_wrong_file_or_a_missing_package_stops_the_start(
         await start_server(**flags(made.server))
 
 
-OPEN = "EVERYBODY WHO REACHES THIS ADDRESS MAY CALL"
+OPEN = "NO AUTHENTICATION"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The connections of gRPC, found among the process's sockets: grpcio gives no access to them. Linux only."""
+"""Finds and closes gRPC connections among the sockets of the process, because grpcio gives no access. Linux only."""
 
 import contextlib
 import ipaddress
@@ -20,7 +20,7 @@ from encserve_server.system.clock import Clock
 logger = logging.getLogger(__name__)
 
 _FDS = Path("/proc/self/fd")
-# gRPC itself accepts so many times the limit. So new connections find room until the next look closes old ones.
+# gRPC accepts this many times the limit. So it accepts new connections until `Connections` closes old ones.
 HEADROOM = 2
 _LOOK_SECONDS = 0.2
 
@@ -38,9 +38,9 @@ class _Connection:
 
 
 class Connections:
-    """Keeps the number of gRPC connections at its limit: idle connections give way to new ones.
+    """Keeps the number of gRPC connections at its limit: closes idle connections to make room for new ones.
 
-    The sockets are only looked at while the process has more descriptors than the limit. Owned by the event loop.
+    The sockets are checked only while the process has more descriptors than the limit. Owned by the event loop.
     """
 
     def __init__(

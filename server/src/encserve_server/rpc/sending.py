@@ -1,4 +1,4 @@
-"""Replies on their way: a caller that does not read a reply keeps memory in use, so the time for reading is bounded."""
+"""Limits the time in which a caller must read a reply, because an unread reply uses memory."""
 
 from encserve_server.calls import Call
 from encserve_server.rpc.connections import close_connections
@@ -18,7 +18,7 @@ def seconds_to_read(size: int) -> float:
 
 
 class Sending:
-    """The replies of unary calls that gRPC sends; owned by the event loop.
+    """The replies of unary calls that gRPC is sending; owned by the event loop.
 
     gRPC for asyncio cannot end a call whose handler has returned, or whose message is being sent. So the server closes
     the caller's connection, which frees everything that gRPC keeps for this caller.
@@ -30,7 +30,7 @@ class Sending:
         self._due: dict[Call, tuple[float, str]] = {}  # the deadline and the peer of each reply
 
     def begin(self, call: Call, peer: str, size: int) -> None:
-        """Bound the time for the reply of a call."""
+        """Limit the time for sending the reply of a call."""
         self._due[call] = self._clock.now() + seconds_to_read(size), peer
 
     def end(self, call: Call) -> None:
