@@ -160,7 +160,7 @@ BAD_REQUESTS = [
     (request([1], spec(2), spec(1), spec(2, 0)), "tensors[2]", "same kind as tensors.0."),
     (request([1], spec(1, 0, 3)), "tensors[0].layers[1]", "from 0 to 2; was 3"),
     (request([1], spec(2, 4)), "tensors[0].layers[0]", "from 0 to 3; was 4"),
-    (request([1], spec(1, 1, 1)), "tensors[0].layers[1]", "1; was 1"),
+    (request([1], spec(1, 1, 1)), "tensors[0].layers[1]", "the layer before; was 1"),
     (request([1], spec(3, 0)), "tensors[0].layers", "must be empty for positions"),
     (request([1], data_type=7), "data_type", "DataType, 0 to 4; was 7"),
     (request([1], truncation=7), "truncation", "Truncation, 0 to 2; was 7"),

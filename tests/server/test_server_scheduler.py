@@ -449,7 +449,7 @@ async def test_only_the_caller_over_its_share_is_refused(bench: Bench) -> None:
         bench.scheduler.check_share(flood)
     bench.scheduler.check_share(other)
     waiting += await bench.queue([tokens(25)], [tokens(10)], sender=other)
-    with pytest.raises(ShareExceeded, match="of the 40"):
+    with pytest.raises(ShareExceeded, match="share of the queue is 40"):
         await bench.encode(tokens(6), sender=other)
     bench.engine.let_go()
     await asyncio.gather(first, *waiting)
