@@ -271,12 +271,14 @@ class QueueFull(EncserveError):
 class ShareExceeded(QueueFull):
     """A queue has room, but not for more of this caller, or for more bulk."""
 
-    def __init__(self, whose: str, asked: int, waiting: int, share: int, retry_delay_s: float) -> None:
-        """Takes whose share it is, what is asked for, waits and is the share, in tokens, and when to try again."""
+    def __init__(
+        self, whose: str, asked: int, waiting: int, share: int, retry_delay_s: float, unit: str = "tokens"
+    ) -> None:
+        """Take whose share it is, how much the request asks for, waits and is the share, and the retry delay."""
         self.retry_delay_s = retry_delay_s
         EncserveError.__init__(
             self,
-            f"{whose} has {waiting} tokens waiting, of the {share} that are its share of the queue, and this request "
+            f"{whose} has {waiting} {unit} waiting, of the {share} that are its share of the queue, and this request "
             f"has {asked}; try again in {retry_delay_s:.2f} s",
         )
 

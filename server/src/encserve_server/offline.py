@@ -35,7 +35,7 @@ from encserve_server.errors import (
 from encserve_server.models.inputs import SentIds, SentInput, SentVectors, pieces
 from encserve_server.models.reply_size import ReplyShape
 from encserve_server.models.treatment import EncodeCall, Treatment, Treatments
-from encserve_server.models.turns import TurnPool
+from encserve_server.models.turns import FairThreadPool
 from encserve_server.outputs import OutputPlan, OutputSpec, static_weights
 from encserve_server.repository.bundle import MANIFEST_NAME
 from encserve_server.repository.loaded import batch_policy
@@ -204,7 +204,7 @@ class Embedder:
         if not (folder / MANIFEST_NAME).is_file():
             folder = newest_version(folder)
         settings = Settings(model_repository=folder.parent.parent, **options)
-        loaded = load_model(folder, settings, TurnPool(1))  # it never begins: threads of this tokenize
+        loaded = load_model(folder, settings, FairThreadPool(1))  # it never begins: threads of this tokenize
         self._engine, self._outputs = loaded.engine, loaded.outputs
         self.bundle: Bundle = loaded.bundle
         self.info = loaded.engine.info

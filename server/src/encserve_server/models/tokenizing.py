@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from encserve_server.errors import BundleError, QueueFull
-from encserve_server.models.turns import TurnPool
+from encserve_server.models.turns import FairThreadPool
 from encserve_server.types.bundles import TextTemplate
 from encserve_server.types.callers import ANY_SENDER, Sender
 from encserve_server.types.sequences import TokenSequence
@@ -43,7 +43,7 @@ class TextTokenizer:
     def __init__(
         self,
         path: Path,
-        pool: TurnPool,
+        pool: FairThreadPool,
         max_queue_bytes: int,
         *,
         split_special_tokens: bool = False,
@@ -111,10 +111,11 @@ class TextTokenizer:
 
         Raises:
             QueueFull: Too much text is waiting already.
+            RateLimited: The caller has used up its rate meanwhile.
         """
         size = await _utf8_size(texts)
         if size <= _AT_ONCE_BYTES:
-            return self.tokenize_here(texts, max_tokens, details=details)
+            return _charged(sender, self.tokenize_here(texts, max_tokens, details=details))
         if self._queued_bytes and self._queued_bytes + size > self.max_queue_bytes:
             excess = self._queued_bytes + size - self.max_queue_bytes
             delay_s = min(max(excess / _BYTES_PER_SECOND, 0.05), 5.0)
@@ -124,7 +125,7 @@ class TextTokenizer:
         try:
             for turn in _turns(texts, _TURN_CHARS):
                 work = partial(self.tokenize_here, turn, max_tokens, details=details)
-                found = await self._pool.run(sender, sum(map(len, turn)), work)
+                found = _charged(sender, await self._pool.run(sender, sum(map(len, turn)), work))
                 tokenized += found
                 if any(isinstance(it, str) or (it.truncated and not truncate) for it in found):
                     break
@@ -187,6 +188,13 @@ def _special_around(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[i
         if own:
             return tuple(ids[: own[0]]), tuple(ids[own[-1] + 1 :])
     return (), ()
+
+
+def _charged(sender: Sender, found: list[TokenSequence | str]) -> list[TokenSequence | str]:
+    """Charge the sender for the tokens of texts, whatever becomes of the call."""
+    if sender.charge_text is not None:
+        sender.charge_text(sum([len(it.input) for it in found if not isinstance(it, str)]))
+    return found
 
 
 async def _utf8_size(texts: Sequence[str]) -> int:
