@@ -1,5 +1,6 @@
 """Who calls, and how urgent a call is."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, NamedTuple
@@ -33,15 +34,17 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Whose turn a call waits for.
+    """The caller of a call, as the queues see it.
 
     Attributes:
-        caller: Who calls.
-        priority: How urgent the call is.
+        caller: The caller.
+        priority: The priority of the call.
+        charge_text: Counts tokens of the call's texts against the caller's rate; None without a rate.
     """
 
     caller: Caller = Caller()
     priority: Priority = Priority.INTERACTIVE
+    charge_text: Callable[[int], None] | None = None
 
 
 class CertificateName(NamedTuple):

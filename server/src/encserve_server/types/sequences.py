@@ -29,7 +29,7 @@ class TokenSequence:
         wanted: What to make of it.
         cost: What it counts against the queue's bound, in tokens: its own, and what its outputs take beside them.
         ticket: The call, while it is scheduled; owned by `scheduling`.
-        turn: When its caller's turn comes for it; owned by `scheduling`.
+        virtual_start: When it may start, in the virtual time of its priority; owned by `scheduling`.
         index: Its place in the call.
         deadline: When its caller stops waiting, in the clock's seconds; infinity for never.
         enqueued_at: When it was queued, in the clock's seconds.
@@ -49,7 +49,7 @@ class TokenSequence:
     wanted: tuple[Output, ...] = ()
     cost: int = 0
     ticket: Any = None
-    turn: float = 0.0
+    virtual_start: float = 0.0
     index: int = 0
     deadline: float = math.inf
     enqueued_at: float = math.nan
