@@ -3,16 +3,20 @@
     python bench/bulk.py MODEL_REPOSITORY --checkpoint DIRECTORY [--model NAME] [--rounds 7] [--texts 3000]
                          [--part-rows 750] [--max-batch-tokens TOKENS] [--json FILE]
 
-The three sides get the same texts, with the lengths of real texts. Each round runs every side once, in random order.
+A side is one way to compute the vectors of texts. The program compares three sides: a job, a ceiling and
+sentence-transformers. All sides get the same texts, with the lengths of real texts. Each round runs every side once, in
+random order.
 
-The job is `encserve embed texts.parquet --output FOLDER/ --bundle MODEL`. The model is loaded once. Each round plans a
-job into a new folder and runs the job. The time includes reading Parquet, tokenizing, computing and writing Parquet,
-but not loading and planning. The ceiling is the inference engine alone: it runs batches sorted by length one after
-another, with the best batch size of a sweep. Only inference is timed. sentence-transformers' `encode` gets all texts in
-one call, with the best batch size of a sweep. Its time includes tokenizing, but not reading and writing files.
+- The job is `encserve embed texts.parquet --output FOLDER/ --bundle MODEL`. The model is loaded once. Each round
+  plans a job with a new output folder, and runs the job. The measured time includes reading Parquet, tokenizing,
+  computing and writing Parquet. The time does not include loading the model and planning the job.
+- The ceiling is the inference engine alone. The engine runs batches one after another. The batches are sorted by
+  length. Before the rounds, a sweep measures several batch sizes and chooses the fastest. Only inference is timed.
+- sentence-transformers' `encode` gets all texts in one call. Another sweep chooses the batch size. The measured time
+  includes tokenizing, but not reading and writing files.
 
-If the CPU has bfloat16, all sides run a second time in bfloat16; the job and the ceiling then use OpenVINO. Before the
-rounds, some vectors of every side are compared with the vectors of the float32 ceiling.
+If the CPU has bfloat16, all sides run a second time in bfloat16. The job and the ceiling then use OpenVINO. Before the
+rounds, some vectors of every side are compared with the vectors of the ceiling in float32.
 """
 
 import argparse
@@ -54,19 +58,21 @@ from encserve_server.system.cpus import usable_cpus
 
 JOB, SENTENCES = "job", "sentence-transformers"
 BFLOAT16 = "-bfloat16"  # suffix of the names of the sides in bfloat16
-# For each precision: the least ratio of the job's tokens/s to the tokens/s of the ceiling and sentence-transformers.
+# For each precision: the job's tokens/s must be at least this number times the tokens/s of the other side.
 BOUNDS = {"": {CEILING: 0.95, SENTENCES: 1.5}, BFLOAT16: {CEILING: 0.90, SENTENCES: 2.5}}
 ENGINES = {
     "": EngineOptions("onnxruntime", "float32", "cpu"),
     BFLOAT16: EngineOptions("openvino", "bfloat16", "cpu"),
 }
-LEAST_COSINE = 0.99  # between a text's vector in bfloat16 and its vector in float32
+LEAST_COSINE = 0.99  # the limit for a text's vectors in bfloat16 and in float32
 BATCH_SIZES = (8, 16, 32, 64, 128)
 SWEEP_TEXTS = 600
 
 
 class Job:
-    """An embed job whose model is loaded once for all rounds. `EmbedJob` gets the model from this `Source`.
+    """An embed job whose model is loaded once for all rounds.
+
+    `EmbedJob` calls the method `open` of this class to get the model.
 
     Attributes:
         opened: The loaded model.
@@ -74,26 +80,26 @@ class Job:
     """
 
     def __init__(self, directory: Path, engine: EngineOptions, file: Path, part_rows: int) -> None:
-        """Load the bundle in `directory`. The job embeds the texts of the Parquet file `file`."""
+        """Load the model in `directory`. The job embeds the texts of the Parquet file `file`."""
         self.opened = LocalSource(directory, engine).open(MakeOptions(), None, None)
         self.budget = self.opened.model.max_batch_tokens
         self._file = file
         self._limits = PartLimits(max_rows=part_rows)
 
     def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> Opened:
-        """Return the loaded model, as `Source.open` must."""
+        """Return the loaded model. `EmbedJob` calls this method."""
         del make, kind, before
-        return dataclasses.replace(self.opened, close=lambda: None)  # the model stays open for the next round
+        return dataclasses.replace(self.opened, close=lambda: None)  # keeps the model open for the next round
 
     def run(self, tokens: int) -> tuple[Measurement, Any]:
-        """Embed all texts, `tokens` tokens. Return the measurement and the table that the job wrote."""
+        """Embed all texts. Return the measurement and the table that the job wrote. The texts have `tokens` tokens."""
         with (
             tempfile.TemporaryDirectory() as folder,
             EmbedJob(
                 [str(self._file)], folder, self, read=ReadOptions(), make=MakeOptions(), limits=self._limits
             ) as job,
         ):
-            runner = self.opened.runner(job.plan, job.store)  # not closed: that would close the model
+            runner = self.opened.runner(job.plan, job.store)  # closing the runner would close the model
             began = time.perf_counter()
             done = run_parts(job.plan, job.store, runner)
             seconds = time.perf_counter() - began
@@ -109,8 +115,9 @@ class Sides:
 
     Attributes:
         sides: All sides; the first is the ceiling in float32.
-        sweeps: For each side with a sweep: tokens/s by budget or by batch size.
-        agreement: For each side: the largest difference and the lowest cosine to the float32 ceiling's vectors.
+        sweeps: The tokens/s for each budget or batch size of a sweep. The keys are the names of the sides.
+        agreement: For each side, the comparison with the vectors of the float32 ceiling: the largest difference and
+            the lowest cosine.
     """
 
     def __init__(self, comparison: Comparison, stack: ExitStack) -> None:
@@ -127,12 +134,13 @@ class Sides:
         parquet.write_table(pa.table({"text": self._workload.texts}), self._file)
 
     def add(self, suffix: str) -> None:
-        """Add the three sides in the precision of `suffix`, a key of `ENGINES`.
+        """Add the three sides in one precision; `suffix` is the key of the precision in `ENGINES`.
 
         Raises:
-            DeviceError: This CPU does not have the precision.
+            DeviceError: This CPU does not support the precision.
             EngineMissing: The engine is not installed.
-            SystemExit: The pooling is not supported, or a side's texts or vectors differ from the float32 ceiling's.
+            SystemExit: This program does not support the model's pooling. Or the texts of the job's output differ from
+                the input. Or the vectors of a side differ from the vectors of the float32 ceiling.
         """
         engine = dataclasses.replace(ENGINES[suffix], max_batch_tokens=self._options.max_batch_tokens)
         self._add_ceiling(suffix, engine)
@@ -141,7 +149,7 @@ class Sides:
         self._stack.callback(job.opened.close)
         table = job.run(self._workload.tokens)[1]
         if table["text"].to_pylist() != self._workload.texts:
-            raise SystemExit("the rows of the job's output do not have the texts of the input in the same order")
+            raise SystemExit("the rows of the job's output do not have the same texts as the input in the same order")
         vectors = [np.array(table["vector"][index].as_py(), np.float32) for index in self._indices]
         label = f"job, Parquet to Parquet, {engine.engine}, {engine.precision}, {job.budget} padded tokens"
         self._add(Side(JOB + suffix, label, lambda: job.run(self._workload.tokens)[0]), vectors)
@@ -160,7 +168,7 @@ class Sides:
         best = int(self._best(CEILING + suffix, "budget", {str(budget): rate for budget, rate in rates.items()}))
         run_batches(
             engine, sorted_batches(self._workload.sequences, best)
-        )  # warm-up for the shapes that do not occur in the sweep
+        )  # warm-up for batch shapes that the sweep does not have
         vectors = [self._vector(engine, index) for index in self._indices]
         self._reference = self._reference or vectors
         label = f"{options.engine} alone, {options.precision}, all sorted, {best} padded tokens"
@@ -168,7 +176,7 @@ class Sides:
         self._add(side, vectors)
 
     def _vector(self, engine: Engine, index: int) -> Any:
-        """Return the pooled vector, (d_model,), of the hidden states that an engine computes for a text."""
+        """Compute a text's hidden states with an engine. Return the pooled vector, (d_model,)."""
         pooling = self._bundle.pooling
         if pooling is None or not pooling.is_plain or pooling.dimensions:
             raise SystemExit(f"{self._bundle.name}: bench/bulk.py needs a model with one pooling over all tokens")
@@ -184,7 +192,7 @@ class Sides:
         model = SentenceTransformer(str(self._options.checkpoint), device="cpu", model_kwargs=dtype)
 
         def encode(texts: Sequence[str], size: int) -> Any:
-            # Opening the server's tokenizer turned off the threads of all tokenizers in this process.
+            # The server's tokenizer turns off the threads of all tokenizers in this process. Turn them on again.
             with mock.patch.dict(os.environ, TOKENIZERS_PARALLELISM="true"):
                 return model.encode(texts, batch_size=size, show_progress_bar=False)
 
@@ -207,7 +215,7 @@ class Sides:
         return max(rates, key=lambda it: rates[it])
 
     def _add(self, side: Side, vectors: Sequence[Any]) -> None:
-        """Add a side. Its vectors, (d_model,) each, must agree with the float32 ceiling's."""
+        """Add a side. Its vectors, (d_model,) each, must agree with the vectors of the float32 ceiling."""
         least_cosine = LEAST_COSINE if side.name.endswith(BFLOAT16) else None
         got, want = ([vector[None] for vector in its] for its in (vectors, self._reference))  # (1, d_model) each
         self.agreement[side.name] = compare_rows(side.name, got, want, least_cosine=least_cosine)

@@ -4,11 +4,14 @@
                             [--lengths TOKENS ...] [--against DIRECTORY] [--json FILE]
 
 A side is one way to run the model. All sides get the same sequences on the same CPUs. Each round runs every side once,
-in random order; ratios are computed within a round. The ceiling is ONNX Runtime alone, with the server's session
-options, batches sorted by length, and the best batch size. The load generator of `encserve bench` calls the servers.
+in random order. Ratios are computed within a round. The ceiling is ONNX Runtime alone, with the server's session
+options. Its batches are sorted by length, and have the fastest batch size. The load generator of `encserve bench` calls
+the servers.
 
---checkpoint adds three sides: PyTorch with and without batches, and a naive batcher with a graph exported by PyTorch.
---against adds the server of another checkout of encserve with the same flags, to measure a change:
+--checkpoint adds three sides: PyTorch with batches, PyTorch without batches, and a naive batcher. The naive batcher
+makes batches in order of arrival, and runs a graph that PyTorch exported.
+
+--against measures a change. It adds the server of another checkout of encserve, with the same flags:
 
     python bench/compare.py models --only encserve-1-pooled encserve-64-pooled --lengths 10 --against ../before
 
@@ -61,11 +64,11 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         __doc__, checkpoint_for="PyTorch and the naive batcher", needs_checkpoint=False, rounds=4, patience=120
     )
     add_server_options(parser)
-    only_help = f"the sides to run: some of {', '.join(SIDES)}; the ceiling always runs"
+    only_help = f"the sides to run, from {', '.join(SIDES)}; the ceiling always runs"
     parser.add_argument("--only", nargs="+", choices=SIDES, default=SIDES, metavar="SIDE", help=only_help)
-    lengths_help = "lengths of the sequences, in a cycle; default: lengths of real texts"
+    lengths_help = "lengths of the sequences, repeated in this order; default: lengths of real texts"
     parser.add_argument("--lengths", nargs="+", type=int, default=(), metavar="TOKENS", help=lengths_help)
-    against_help = "another checkout of encserve, with .venv/bin/encserve-server"
+    against_help = "the folder of another checkout of encserve; the folder must have .venv/bin/encserve-server"
     parser.add_argument("--against", type=Path, metavar="DIRECTORY", help=against_help)
     options = parser.parse_args(arguments)
     if options.against and not (options.against / ".venv/bin/encserve-server").exists():
@@ -76,7 +79,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_workload(bundle: Bundle, lengths: Sequence[int], seed: int) -> Workload:
-    """Return texts if the model has a tokenizer with single-token words, else random ids."""
+    """Return texts if the model has a tokenizer, and its vocabulary has words of one token; else return random ids."""
     try:
         return text_workload(bundle, lengths, seed=seed)
     except ValueError as error:
@@ -85,7 +88,7 @@ def read_workload(bundle: Bundle, lengths: Sequence[int], seed: int) -> Workload
 
 
 def open_engine(graph: Graph, stack: ExitStack) -> OnnxEngine:
-    """Open a graph on ONNX Runtime with the server's session options. `stack` closes the engine."""
+    """Open a graph on ONNX Runtime with the server's session options. `stack` closes the engine when it ends."""
     engine = OnnxEngine(graph, device="cpu", intra_op_threads=usable_cpus(), parallel_runs=None)
     stack.callback(engine.close)
     return engine
@@ -96,11 +99,12 @@ class Sides:
 
     Attributes:
         sides: The sides.
-        agreement: For each program: the largest difference and the lowest cosine to the hidden states of ONNX Runtime.
+        agreement: For each program, the comparison with the hidden states of ONNX Runtime: the largest difference and
+            the lowest cosine.
     """
 
     def __init__(self, comparison: Comparison, engine: OnnxEngine, stack: ExitStack) -> None:
-        """Compute the reference hidden states, (seq, d_model) each, with `engine`, one sequence at a time."""
+        """Compute the reference hidden states, (seq, d_model) each. `engine` runs one sequence at a time."""
         self._comparison, self._workload, self._stack = comparison, comparison.workload, stack
         self._indices = probe_indices(self._workload.lengths)
         self._probes = [self._workload.sequences[index] for index in self._indices]
@@ -109,7 +113,7 @@ class Sides:
         self.agreement: dict[str, dict[str, float]] = {}
 
     def add_checkpoint(self, checkpoint: Path, *, naive: bool) -> None:
-        """Add the sides on PyTorch and, with `naive`, the naive batcher."""
+        """Add the sides on PyTorch. If `naive` is true, also add the naive batcher."""
         model = load_transformers(checkpoint)
         if naive:
             folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
@@ -122,10 +126,10 @@ class Sides:
         self.sides += sides
 
     def add_servers(self, best_budget: int) -> None:
-        """Add the sides that call this checkout's server and, with --against, the other checkout's server."""
+        """Add the sides that call this checkout's server. With --against, add the same sides for the other server."""
         options, bundle = self._comparison.options, self._comparison.bundle
         flags = ["--model", f"{bundle.name}@{bundle.version}", "--device", "cpu"]
-        # Both servers get the same budget, so that only their code differs.
+        # Both servers get the same batch size, so that the servers differ only in their code.
         flags += ["--max-batch-tokens", str(best_budget)] if options.against else ["--tune-batches"]
         flags += shlex.split(options.server_flags)
         settings = (options.model_repository, flags, self._workload, options.seconds)

@@ -1,10 +1,13 @@
-"""Measures the CPU seconds of an export, and its peak memory minus the memory in use after the imports.
+"""Measures the CPU seconds and the memory of an export.
 
     python bench/export_memory.py [--size base|large] [--route ROUTE ...] [--precision PRECISION ...]
 
 The model is BERT in the size of bert-base-uncased or bert-large-uncased, with random weights. Each export runs in a new
-process. The kernel measures the peak, which includes mapped files (Linux only). The bound of the measured memory is 3
-times the size of the float32 weights plus 500 MB. If an export exceeds the bound, the exit status is 1.
+process. The measured memory is the peak memory minus the memory in use after the imports. The Linux kernel measures the
+peak, which includes mapped files. The program runs on Linux only.
+
+The bound of the measured memory is 3 times the size of the float32 weights, plus 500 MB. If an export exceeds the
+bound, the exit status is 1.
 """
 
 import argparse
@@ -24,14 +27,14 @@ SIZES: dict[str, dict[str, int]] = {
     "base": {},
     "large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
 }
-# The commands `hf --via transformers`, `hf --via onnx` and `checkpoint`, and the Python function export_module.
+# A route is a way to export: `hf --via transformers`, `hf --via onnx`, `checkpoint`, or the function export_module.
 ROUTES = ("transformers", "onnx", "checkpoint", "module")
 PRECISIONS = ("float32", "float16", "int8")
 BOUND_OF_WEIGHTS, BOUND_MB = 3, 500
 
 
 def write_sources(size: str, folder: Path) -> int:
-    """Write the files that each route reads into a folder; return the size of the float32 weights in bytes."""
+    """Write the input files of all routes into a folder. Return the size of the float32 weights in bytes."""
     import torch
     import transformers
     from harness.sides import write_padded_onnx
@@ -88,7 +91,7 @@ def prepare_export(route: str, precision: Any, source: Path, models: Path) -> Ca
 
 def _measure(route: str, precision: str, source: Path, models: Path) -> tuple[float, float]:
     export = prepare_export(route, precision, source, models)
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak, VmHWM
     before, began = _memory_mb("VmRSS"), time.process_time()
     export()
     return time.process_time() - began, _memory_mb("VmHWM") - before
@@ -118,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         weights_mb = write_sources(options.size, Path(folder)) / 1e6
         bound_mb = BOUND_OF_WEIGHTS * weights_mb + BOUND_MB
-        print(f"BERT-{options.size}: {weights_mb:,.0f} MB of float32 weights; bound of the memory {bound_mb:,.0f} MB\n")
+        print(f"BERT-{options.size}: {weights_mb:,.0f} MB of float32 weights; the bound is {bound_mb:,.0f} MB\n")
         print("| route | precision | CPU seconds | peak minus imports, MB | ratio to weights |\n|---|---|---|---|---|")
         for route in options.route:
             for precision in options.precision:

@@ -2,11 +2,14 @@
 
     python bench/gpu.py MODEL_REPOSITORY [--model NAME[@VERSION] ...] [--device cuda] [--rounds 5] [--json FILE]
 
-The program starts no server. It makes the batches that the scheduler would make of 1,024 waiting sequences, with the
-lengths of real texts. A lane runs one batch at a time. Each round runs all settings in random order. The first part
-measures batch sizes with two lanes, the second part numbers of lanes at the best size. Before the parts, the hidden
-states of every model are compared with the first model's on the CPU. A setting that fails, for example because the
-device's memory is full, is left out. The program needs encserve-server[gpu], or [cpu] with --device cpu.
+The program starts no server. It makes the same batches as the server's scheduler makes from 1,024 waiting sequences.
+The sequences have the lengths of real texts. A lane runs one batch at a time. A setting is a model, a batch size and a
+number of lanes. Each round runs all settings in random order. The first part measures several batch sizes with two
+lanes. The second part measures several numbers of lanes with the fastest batch size.
+
+Before these parts, the hidden states of every model on the device are compared with the hidden states of the first
+model on the CPU. If a setting fails, for example because the device's memory is full, the setting is left out. The
+program needs encserve-server[gpu]. With --device cpu it needs encserve-server[cpu].
 """
 
 import argparse
@@ -61,7 +64,7 @@ class Setting:
 
 
 def scheduler_batches(sequences: Sequence[TokenIds], budget: int, waiting: int) -> list[list[TokenIds]]:
-    """Return the batches that the scheduler makes if `waiting` sequences are in its queue."""
+    """Return the batches that the server's scheduler makes if its queue has `waiting` sequences."""
     batches = []
     policy = BatchPolicy(budget, 256, max_padding_fraction=0.5)
     for window in windows(sequences, waiting):
@@ -70,7 +73,7 @@ def scheduler_batches(sequences: Sequence[TokenIds], budget: int, waiting: int) 
             counts = Counter(plan_batch(len(window[0]), sorted(lengths), lengths, policy).counts)
             batch: list[TokenIds] = []
             rest: list[TokenIds] = []
-            for sequence in window:  # of the sequences with one length, the batch gets the oldest
+            for sequence in window:  # if sequences have the same length, the batch gets the oldest
                 (batch if counts[len(sequence)] > 0 else rest).append(sequence)
                 counts[len(sequence)] -= 1
             batches.append(sorted(batch, key=len))
@@ -79,10 +82,10 @@ def scheduler_batches(sequences: Sequence[TokenIds], budget: int, waiting: int) 
 
 
 class Device:
-    """The models on a device, and the sequences that the models compute."""
+    """The models on a device, and the sequences for the models."""
 
     def __init__(self, bundles: Sequence[Bundle], device: str, sequences: int, seed: int) -> None:
-        """Draw the sequences at random. Each engine opens at its first use."""
+        """Make random sequences. Each engine opens when it is used for the first time."""
         self._device, self._seed = device, seed
         self._engines: dict[tuple[str, int], OnnxEngine] = {}
         self.bundles = {f"{bundle.name}@{bundle.version}": bundle for bundle in bundles}
@@ -107,7 +110,7 @@ class Device:
         return self._engines[model, lanes]
 
     def compare(self, title: str, settings: Sequence[Setting], rounds: int) -> dict[Setting, list[Measurement]]:
-        """Close all engines to free the device's memory. Then measure the settings, and print a table."""
+        """Close all engines, which frees the device's memory. Then measure the settings, and print a table."""
         self.close()
         usable: dict[str, Setting] = {}
         for setting in settings:
@@ -138,12 +141,12 @@ class Device:
             return Measurement(self.workload.tokens, time.perf_counter() - began)
 
     def print_agreement(self) -> None:
-        """Print the least cosines of hidden states: device to CPU, and in a batch to one sequence alone."""
+        """Print the least cosines between hidden states: device and CPU, sequence in a batch and sequence alone."""
         first = next(iter(self.bundles.values()))
         sequences = self.workload.sequences[:COMPARED_SEQUENCES]
         with contextlib.closing(OnnxEngine(first.graph, device="cpu", intra_op_threads=usable_cpus())) as engine:
             reference = [engine.run([sequence]).rows[0] for sequence in sequences]
-        table = Table("model", "least cosine: alone to CPU", "in a batch to CPU", "in a batch to alone")
+        table = Table("model", "least cosine: alone vs. CPU", "batch vs. CPU", "batch vs. alone")
         for model in self.bundles:
             alone = [self.engine(model).run([sequence]).rows[0] for sequence in sequences]
             together = self.engine(model).run(sequences).rows
@@ -158,7 +161,7 @@ def median_rate(runs: Sequence[Measurement]) -> float:
 
 
 def best_budget(found: Mapping[Setting, Sequence[Measurement]], model: str) -> int:
-    """Return the budget with the highest median tokens/s of a model."""
+    """Return the budget for which a model has the highest median tokens/s."""
     rates = {setting.budget: median_rate(runs) for setting, runs in found.items() if setting.model == model}
     return max(rates, key=lambda budget: rates[budget])
 
@@ -194,11 +197,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console.print(f"{info.provider}, {info.runtime}; {device.workload.tokens:,} tokens")
         device.print_agreement()
         by_budget = [Setting(model, budget) for model in device.bundles for budget in options.budgets]
-        found = device.compare("Padded tokens of a batch (budget)", by_budget, options.rounds)
+        found = device.compare("Largest number of padded tokens in a batch (budget)", by_budget, options.rounds)
         save("budget", found)
         best = {model: best_budget(found, model) for model in {setting.model: None for setting in found}}
         by_lanes = [Setting(model, best[model], lanes) for model in best for lanes in options.lanes]
-        save("lanes", device.compare("Batches at the same time", by_lanes, options.rounds))
+        save("lanes", device.compare("Batches that run at the same time (lanes)", by_lanes, options.rounds))
 
 
 if __name__ == "__main__":

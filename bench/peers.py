@@ -3,10 +3,12 @@
     python bench/peers.py MODEL_REPOSITORY --checkpoint DIRECTORY [--model NAME] [--rounds 4]
                           [--server NAME="FLAGS" ...]
 
-The peers are Triton (through pytriton), infinity and sentence-transformers. Each peer has a virtual environment under
-.venv-peers, which is created at first use. If a peer cannot be installed or started, the report names the peer and the
-exit status is 1. First each peer runs in several settings, to find the fastest setting. Then each round runs all
-servers and peers once, in random order; all of them start before the first round. See docs/performance.md.
+The other programs are called peers: Triton (through pytriton), infinity and sentence-transformers. Each peer has a
+virtual environment under .venv-peers, which is created at first use. If a peer cannot be installed or started, the
+report names the peer, and the exit status is 1.
+
+First, each peer runs in several settings, to find the fastest setting. Then each round runs all servers and peers once,
+in random order. All servers and peers start before the first round. See docs/performance.md.
 """
 
 import argparse
@@ -38,11 +40,13 @@ from harness.workload import choose_lengths, read_newest, text_workload
 from encserve_server.engine.onnx import OnnxEngine
 from encserve_server.system.cpus import usable_cpus
 
-# For each precision of encserve: the least ratio of its tokens/s with 64 callers to the tokens/s of a peer.
+# For each precision: encserve's tokens/s with 64 callers must be at least this number times the peer's tokens/s.
 BOUNDS = {"float32": {TRITON: 1.6, INFINITY: 4.5}, "bfloat16": {TRITON: 3.0, INFINITY: 8.0}}
-LEAST_COSINE = 0.999  # of a row from a server of --server, whose flags may lower the precision
+# The least cosine between hidden states from ONNX Runtime and from a server that --server adds. The flags of this
+# server may choose a lower precision.
+LEAST_COSINE = 0.999
 IDLE_SECONDS = 3.0
-IDLE_SHARE = 0.05  # the largest share of one CPU that idle servers may use without a warning
+IDLE_SHARE = 0.05  # warn if all idle servers together use a larger share of one CPU
 
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -58,7 +62,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_server(text: str) -> tuple[str, str]:
-    """Split NAME=FLAGS into the name of a side and the flags of its server."""
+    """Split NAME=FLAGS into the name and the flags of a server."""
     name, equals, flags = text.partition("=")
     if not name or not equals or f"encserve-{name}" in {MANY, POOLED}:
         raise argparse.ArgumentTypeError(f'must be NAME="FLAGS", NAME not 64 or 64-pooled; was {text!r}')
@@ -66,17 +70,18 @@ def read_server(text: str) -> tuple[str, str]:
 
 
 class Servers:
-    """The encserve servers with their callers.
+    """The encserve servers and their callers. A side is one way to call one server.
 
     Attributes:
-        first: The server without flags of --server.
+        first: The server without the flags of --server.
         sides: The sides of all servers.
-        precisions: The precision of each side with targets, by the side's name.
-        agreement: For each server: the largest difference and the lowest cosine to ONNX Runtime's hidden states.
+        precisions: The precision of each side that has targets. The keys are the names of the sides.
+        agreement: For each server, the comparison with the hidden states of ONNX Runtime: the largest difference and
+            the lowest cosine.
     """
 
     def __init__(self, comparison: Comparison, indices: Sequence[int], rows: Sequence[Any], stack: ExitStack) -> None:
-        """Start the servers. Compare their hidden states of the sequences at `indices` with `rows`."""
+        """Start the servers. Compare their hidden states with `rows`, for the sequences at `indices`."""
         options, bundle = comparison.options, comparison.bundle
         self.sides: list[Side] = []
         self.precisions: dict[str, str] = {}
@@ -102,7 +107,7 @@ class Servers:
 def check_peer(
     peer: str, setting: Setting, indices: Sequence[int], rows: list[Any], vectors: list[Any]
 ) -> dict[str, float]:
-    """Compare a peer's results with `rows` or `vectors`. Return the largest difference of each side.
+    """Compare a peer's results with the hidden states `rows` or with `vectors`. Return each side's largest difference.
 
     Raises:
         PeerUnavailable: The shapes differ, or a row differs by more than `TOLERANCE`.
@@ -119,10 +124,10 @@ def check_peer(
 
 
 def fastest(peer: str, settings: Sequence[Setting], seed: int) -> tuple[Setting, dict[str, float]]:
-    """Run a peer in all its settings. Close all except the fastest and the default one.
+    """Run a peer in all its settings. Then close all settings except the fastest one and the default one.
 
     Returns:
-        The setting with the best round, and tokens/s by setting.
+        The setting with the fastest round, and the tokens/s of each setting.
 
     Raises:
         PeerUnavailable: The peer fails under load.
@@ -143,12 +148,13 @@ def fastest(peer: str, settings: Sequence[Setting], seed: int) -> tuple[Setting,
 
 
 class Peers:
-    """The peers that could be started.
+    """The peers that started, and the reasons why other peers are missing.
 
     Attributes:
         sides: The sides of all peers, in the fastest setting and in the default setting.
-        found: For each peer: versions, fastest setting, tokens/s by setting, differences to encserve's results.
-        missing: For each peer that does not take part, the reason.
+        found: For each peer: the versions of its packages, the fastest setting, the tokens/s of each setting, and the
+            differences from encserve's results.
+        missing: For each peer that did not start or failed: the reason.
     """
 
     def __init__(self) -> None:
@@ -161,7 +167,10 @@ class Peers:
         self, peer: str, given: PeerInput, indices: Sequence[int], references: tuple[list[Any], list[Any]],
         seed: int, stack: ExitStack,
     ) -> None:  # fmt: skip
-        """Start a peer; `references` are the hidden states and vectors of the sequences at `indices`."""
+        """Start a peer and check its results.
+
+        `references` has the hidden states and the vectors of the sequences at `indices`.
+        """
         own = stack.enter_context(ExitStack())
         console.print(f"starting {peer} …")
         try:
@@ -186,7 +195,7 @@ class Peers:
 
 
 def idle_share() -> float:
-    """Return the CPU time that all processes of the benchmark use without load, as a share of one CPU."""
+    """Return the share of one CPU that all processes of the benchmark use together without load."""
     time.sleep(1)
     before = cpu_seconds(os.getpid())
     time.sleep(IDLE_SECONDS)
@@ -194,11 +203,11 @@ def idle_share() -> float:
 
 
 def peer_targets(found: Found, precisions: Mapping[str, str]) -> list[Target]:
-    """Return the targets of all sides that ran, for each peer in its default setting and in its fastest setting.
+    """Return the targets of all sides that ran. Each peer counts in its default setting and in its fastest setting.
 
     Args:
         found: The measurements.
-        precisions: The precision of each side of encserve with targets, by the side's name.
+        precisions: The precision of each side of encserve that has targets. The keys are the names of the sides.
     """
     return [
         target
@@ -210,7 +219,7 @@ def peer_targets(found: Found, precisions: Mapping[str, str]) -> list[Target]:
 
 
 def print_missing(missing: Mapping[str, str]) -> None:
-    """Print the peers that do not take part, with the reasons."""
+    """Print the missing peers with the reasons."""
     for peer, reason in missing.items():
         console.print(f"[bold red]Missing: {peer}[/]")
         console.print(reason, markup=False)

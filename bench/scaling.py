@@ -3,9 +3,10 @@
     python bench/scaling.py measure MODEL_REPOSITORY FILE [--only PART ...] [--rounds 3] [--seconds 5]
     python bench/scaling.py draw FILE FOLDER
 
-`measure` starts servers, loads them with the generator of `encserve bench`, and writes all numbers to FILE as JSON.
-FILE keeps the parts that are not measured again. A part is a list of points, for example one for each number of
-callers. Each round measures every point once, in random order. `draw` makes the plots of docs/performance.md.
+`measure` starts servers, calls them with the load generator of `encserve bench`, and writes all numbers to FILE. FILE
+is JSON. A part is a list of points, for example one point for each number of callers. Each round measures every point
+once, in random order. If FILE exists, the parts in FILE that are not measured again stay unchanged. `draw` makes the
+plots of docs/performance.md.
 """
 
 import asyncio
@@ -46,16 +47,16 @@ from encserve_cli.load.samples import percentile
 from encserve_client import EncoderClient
 from encserve_server.system.cpus import usable_cpus
 
-SEQUENCE_TOKENS = (8, 16, 32, 64, 128, 256)  # up to the longest sequence of the demo's model
+SEQUENCE_TOKENS = (8, 16, 32, 64, 128, 256)  # 256 is the limit of the demo's model
 BATCH_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096)
 CALLER_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-LOADS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # relative to the rate of 64 callers in the same round
+LOADS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # 1 is the rate of 64 callers in the same round
 OVERLOAD = 3.0
 SEQUENCES_PER_CALL, CALL_TOKENS = (1, 4, 16, 64), 20
 MEMORY_REQUESTS = (20_000, 200_000)
 PAUSE_SECONDS = 0.3
-TAIL_SECONDS = 10.0  # the least duration for a p99, which needs some hundred calls
-# To estimate the warm-up: a caller's first call may wait for the first calls of all other callers.
+TAIL_SECONDS = 10.0  # the least duration of a measurement of the p99, which needs some hundred calls
+# Used to choose the duration of the warm-up: a caller's first call may wait for the first calls of all other callers.
 MEAN_TOKENS, LEAST_TOKENS_PER_SECOND = 43, 2000
 
 
@@ -68,7 +69,7 @@ class Bench:
         model: NAME or NAME@VERSION; None means the first model.
         rounds: The number of measurements of each point.
         seconds: The duration of each measurement.
-        seed: The seed of the order of points and of the arrival times.
+        seed: The seed for the order of points, and for the times at which calls start.
     """
 
     model_repository: Path
@@ -79,25 +80,25 @@ class Bench:
     _random: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
-        """Seed the random order."""
+        """Set the seed of the random order."""
         self._random = random.Random(self.seed)
 
     @contextmanager
     def server(self, *flags: str) -> Iterator[RealServer]:
-        """Run a server on the CPU with further flags."""
+        """Run a server on the CPU with additional flags."""
         only = ("--model", self.model) if self.model else ()
         with real_server(self.model_repository, "--device", "cpu", *only, *flags) as server:
             yield server
 
     def calls(self, server: RealServer, lengths: Sequence[int] | None = None) -> list[Call]:
-        """Make calls of one sequence each. By default they have the lengths of real texts, in tokens."""
+        """Make calls of one sequence each. By default the sequences have the lengths of real texts, in tokens."""
         with EncoderClient(server.target) as client:
             info = client.model()
         chosen = sample_lengths(real_text_lengths(), 4096, seed=self.seed) if lengths is None else lengths
         return make_calls([min(length, info.max_sequence_tokens) for length in chosen], info)
 
     def interleaved(self, points: Sequence[Any], measure: Callable[[Any, int], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Measure every point once a round, in random order. `measure` gets the point and the number of the round."""
+        """Call `measure(point, round number)` for every point once a round, in random order. Return the results."""
         found = []
         for number in range(self.rounds):
             for point in self._random.sample(list(points), len(points)):
@@ -107,12 +108,12 @@ class Bench:
         return found
 
     def closed(self, server: RealServer, calls: Sequence[Call], callers: int) -> LoadResult:
-        """Run a closed loop. The warm-up is long enough for a reply to each caller."""
+        """Run callers that send the next call after each reply. During the warm-up, each caller gets a reply."""
         warmup = max(1.0, 1.2 * callers * MEAN_TOKENS / LEAST_TOKENS_PER_SECOND)
         return closed_loop(server.target, calls, concurrency=callers, seconds=self.seconds, warmup_seconds=warmup)
 
     def opened(self, server: RealServer, calls: Sequence[Call], rate_per_second: float, number: int) -> LoadResult:
-        """Run an open loop: calls start at random times. The times depend on the seed and the round `number`."""
+        """Start calls at random times, independently of replies. The times depend on the seed and the round."""
         return open_loop(
             server.target,
             calls,
@@ -127,7 +128,7 @@ def _brief(value: Any) -> str:
 
 
 def by_sequence_tokens(bench: Bench) -> list[dict[str, Any]]:
-    """Measure the tokens/s of 64 callers for each length; all sequences have this length."""
+    """Measure the tokens/s of 64 callers for each length. All sequences of a point have the same length."""
     with bench.server("--tune-batches") as server:
         calls = {length: bench.calls(server, [length] * 64) for length in SEQUENCE_TOKENS}
 
@@ -139,7 +140,7 @@ def by_sequence_tokens(bench: Bench) -> list[dict[str, Any]]:
 
 
 def by_server_flag(bench: Bench, flag: str, values: Sequence[int]) -> list[dict[str, Any]]:
-    """Measure the tokens/s and the p50 of 64 callers for each value of a flag. Each value has a server."""
+    """Measure the tokens/s and the p50 of 64 callers for each value of a flag. There is one server for each value."""
     name = flag.removeprefix("--intra-op-").removeprefix("--").replace("-", "_")
     with ExitStack() as stack:
         servers = {value: stack.enter_context(bench.server(flag, str(value))) for value in values}
@@ -154,7 +155,7 @@ def by_server_flag(bench: Bench, flag: str, values: Sequence[int]) -> list[dict[
 
 
 def thread_counts(cpus: int) -> list[int]:
-    """Return the powers of two below `cpus`, and `cpus`."""
+    """Return the powers of two that are less than `cpus`, and `cpus` itself."""
     return [2**exponent for exponent in range(cpus.bit_length()) if 2**exponent < cpus] + [cpus]
 
 
@@ -177,7 +178,10 @@ def by_callers(bench: Bench) -> list[dict[str, Any]]:
 
 
 def by_load(bench: Bench) -> list[dict[str, Any]]:
-    """Measure the latency of calls at random times, for rates relative to the rate of 64 callers in the round."""
+    """Measure the latency of calls that start at random times, for each load in `LOADS`.
+
+    A load is the number of calls per second, divided by the calls per second of 64 callers in the same round.
+    """
     with bench.server("--tune-batches") as server:
         calls = bench.calls(server)
         saturation: dict[int, float] = {}  # round → calls per second
@@ -201,7 +205,7 @@ def by_load(bench: Bench) -> list[dict[str, Any]]:
 
 
 def overload(bench: Bench) -> list[dict[str, Any]]:
-    """Send three times the rate of 64 callers. Measure the answered calls, and the time until other calls fail."""
+    """Send three times the calls per second of 64 callers. Count the answers, and measure the time until failures."""
     with bench.server("--tune-batches", "--max-queue-tokens", "8192") as server:
         calls = bench.calls(server)
 
@@ -213,7 +217,7 @@ def overload(bench: Bench) -> list[dict[str, Any]]:
                 "factor": factor,
                 "saturation_per_second": saturation.calls_per_second,
                 "goodput_share": result.calls_per_second / saturation.calls_per_second,
-                # Answered calls may be shorter than refused ones.
+                # The answered calls may be shorter than the refused calls.
                 "goodput_tokens_share": result.tokens_per_second / saturation.tokens_per_second,
                 "refused": sum(refused.values()),
                 "failed_p50_seconds": percentile(result.error_latency_seconds, 50),
@@ -242,7 +246,7 @@ def memory(bench: Bench) -> list[dict[str, Any]]:
 
 @contextmanager
 def fake_engine_server() -> Iterator[tuple[str, str]]:
-    """Start a server process whose engine runs no model. Yield the target and the URL of its metrics."""
+    """Start a server whose engine runs no model. Yield the server's gRPC target, and the URL of its metrics."""
     spawn = multiprocessing.get_context("spawn")
     near, far = spawn.Pipe()
     with tempfile.TemporaryDirectory() as folder:
@@ -269,7 +273,7 @@ def _serve_fake_engine(pipe: Connection, folder: Path) -> None:
 
 
 def front_end(bench: Bench) -> list[dict[str, Any]]:
-    """Measure gRPC and Python without a model: calls/s of 64 callers, and CPU time of a call."""
+    """Measure the server without a model: the calls/s of 64 callers, and the CPU time of a call."""
     with fake_engine_server() as (target, metrics_url):
         with EncoderClient(target) as client:
             info = client.model()
@@ -302,7 +306,7 @@ PARTS: dict[str, Callable[[Bench], list[dict[str, Any]]]] = {
     "front_end": front_end,
     "memory": memory,
 }
-LONG = ("memory",)  # takes 20 minutes with 2 CPUs, so it runs only with --only memory
+LONG = ("memory",)  # takes 20 minutes with 2 CPUs, so this part runs only with --only memory
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -316,12 +320,14 @@ def main() -> None:
 @click.option("--model", help="NAME or NAME@VERSION; default: the first model.")
 @click.option("--only", multiple=True, type=click.Choice(list(PARTS)), help="A part to measure; may be repeated.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1))
-@click.option("--seconds", default=5.0, show_default=True, type=click.FloatRange(0.1), help="Of each measurement.")
+@click.option(
+    "--seconds", default=5.0, show_default=True, type=click.FloatRange(0.1), help="The duration of each measurement."
+)
 @click.option("--seed", default=0, show_default=True)
 def measure(
     model_repository: Path, file: Path, model: str | None, only: tuple[str, ...], rounds: int, seconds: float, seed: int
 ) -> None:
-    """Measure, and write all numbers to FILE."""
+    """Measure the parts, and write all numbers to FILE."""
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     for name in only or [part for part in PARTS if part not in LONG]:
         console.print(f"[bold]{name}[/]")
@@ -335,7 +341,7 @@ def measure(
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 def draw(file: Path, folder: Path) -> None:
     """Draw the plots of FILE into FOLDER."""
-    from harness import plots  # this import loads matplotlib
+    from harness import plots  # imported here, because it loads matplotlib
 
     for path in plots.draw(json.loads(file.read_text()), folder):
         console.print(str(path))

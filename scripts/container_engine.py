@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-# docker-compose.yml reads its published ports from these environment variables.
+# docker-compose.yml reads the published ports from these environment variables.
 PORTS = ("GRPC_PORT", "HTTP_PORT", "METRICS_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")
 
 
@@ -22,7 +22,7 @@ class Engine:
     """Docker or podman, its compose command, and one compose project.
 
     Attributes:
-        command: The path of docker or podman.
+        command: The path of the command docker or podman.
         is_podman: Whether the engine is podman.
         project: The name of the compose project.
         ports: The published port numbers. The keys are grpc, http, metrics, prometheus and grafana.
@@ -71,8 +71,8 @@ class Engine:
         return self._run([*self._compose, "--profile", profile, *arguments], timeout, check=True).stdout
 
     def _run(self, command: list[str], timeout: float, check: bool) -> "subprocess.CompletedProcess[str]":
-        # Output goes to files. Processes that the command leaves running would keep a pipe open, and reading from the
-        # pipe would not end.
+        # The output goes to files, not to a pipe. If the command starts processes that keep running, they keep the pipe
+        # open, and reading from the pipe would not end.
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
             status = subprocess.run(
                 command, cwd=ROOT, env=self._environment, stdout=output, stderr=errors, timeout=timeout, check=False
@@ -107,12 +107,12 @@ class Engine:
         return ids[0]
 
     def inspect(self, service: str) -> Any:
-        """The output of `container inspect` for a service's container, parsed from JSON."""
+        """The parsed JSON output of `container inspect` for a service's container."""
         return json.loads(self.run("container", "inspect", self.container(service)).stdout)[0]
 
     def healthy(self, service: str) -> bool:
         """Whether the health check of a service's container passes."""
-        if self.is_podman:  # podman runs health checks on a schedule only with systemd
+        if self.is_podman:  # without systemd, podman does not run health checks by itself
             return self.run("healthcheck", "run", self.container(service), check=False).returncode == 0
         return str(self.inspect(service)["State"]["Health"]["Status"]) == "healthy"
 

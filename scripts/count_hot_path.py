@@ -1,10 +1,10 @@
-"""Counts the server functions that run during one gRPC call, which asks for the pooled vector of one short text.
+"""Counts the server functions that run during one gRPC call. The call asks for the pooled vector of one short text.
 
     python scripts/count_hot_path.py [models/all-MiniLM-L6-v2/1]
 
-Python's profiler counts function calls in every thread. After a warm-up, the script makes 50 gRPC calls and reports the
-call that ran the fewest functions, because a background timer may run during the other calls. A coroutine counts again
-each time it resumes.
+Python's profiler counts function calls in every thread. After a warm-up, the script makes 50 gRPC calls. It reports the
+call that ran the fewest functions, because background timers may run during the other calls. If a coroutine resumes,
+it is counted again.
 """
 
 import argparse
@@ -26,7 +26,8 @@ from encserve_server.settings import Settings
 
 SOURCE = str(Path(encserve_server.__file__).parent)
 ENCODE = "/encserve.v1.EncoderService/Encode"
-# The functions of these files, and single functions as file:function, run even without a call. They are not counted.
+# Functions that are not counted, because they run even without a call. An entry is a file, or a function as
+# file:function.
 BACKGROUND = {
     "telemetry/lag.py",
     "telemetry/page.py",
@@ -74,7 +75,7 @@ async def measure(settings: Settings, profile: Profile) -> Counts:
             counts: Counts = Counter()
             profile.counts = counts
             await encode(request)
-            await asyncio.sleep(0.01)  # the server may run more functions of the call after its reply
+            await asyncio.sleep(0.01)  # after the reply, the server may run more functions for the call
             profile.counts = None
             found.append(Counter({code: n for code, n in counts.copy().items() if not _is_background(code)}))
     await app.stop()
@@ -91,7 +92,7 @@ def file_of(code: CodeType) -> str:
 
 
 def report(counts: Counts) -> str:
-    """Format the counts: the functions of each file with their numbers of calls, and the totals."""
+    """Return the counts as text: the functions of each file with their numbers of calls, and the totals."""
     files: dict[str, list[str]] = {}
     for code, calls in sorted(counts.items(), key=lambda item: (file_of(item[0]), item[0].co_firstlineno)):
         files.setdefault(file_of(code), []).append(code.co_qualname + (f" x{calls}" if calls > 1 else ""))
@@ -100,13 +101,13 @@ def report(counts: Counts) -> str:
 
 
 def main() -> None:
-    """Measure the model in the given directory and print the report."""
+    """Count the functions for the model in the given directory, and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Path("models/all-MiniLM-L6-v2/1")
     parser.add_argument("bundle", nargs="?", type=Path, default=default, help="a model's directory, MODEL/VERSION")
     bundle: Path = parser.parse_args().bundle.absolute()
     repository, model = bundle.parent.parent, f"{bundle.parent.name}@{bundle.name}"
-    profile = Profile()  # before the server starts, because it profiles only later threads
+    profile = Profile()  # created before the server, because it profiles only later threads
     settings = Settings(model_repository=repository, model=(model,), grpc_port=0, metrics_port=0)
     print(report(asyncio.run(measure(settings, profile))))
 

@@ -32,7 +32,7 @@ console = Console()
 
 @contextmanager
 def server(model_repository: Path, model: str) -> Iterator[tuple[int, int]]:
-    """Run a server during the block. When the server is ready, yield its gRPC port and its metrics port."""
+    """Run a server until the end of the `with` block. Yield its gRPC port and its metrics port when it is ready."""
     command: list[str | Path] = [BIN / "encserve-server", "--model-repository", model_repository, "--model", model]
     command += ["--grpc-port", "0", "--metrics-port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -63,7 +63,7 @@ def quantile_ms(buckets: list[tuple[float, float]], q: float) -> float:
     """Estimate a quantile in milliseconds by interpolation in a histogram, like Prometheus' histogram_quantile.
 
     Args:
-        buckets: The upper bound in seconds and the cumulative count of each bucket.
+        buckets: For each bucket: the upper bound in seconds, and the cumulative count.
         q: The quantile, from 0 to 1.
     """
     rank, low, below = q * buckets[-1][1], 0.0, 0.0
@@ -77,7 +77,7 @@ def quantile_ms(buckets: list[tuple[float, float]], q: float) -> float:
 
 
 def latency_table(port: int) -> Table:
-    """A table of the latencies of each stage, read from the server's metrics page at `port`."""
+    """Read the server's metrics page at `port`. Return a table with the latencies of each stage."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
         families = text_string_to_metric_families(page.read().decode())
     samples = next(family for family in families if family.name == "encserve_stage_seconds").samples

@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md from the server's registered metrics."""
+"""Writes docs/metrics.md, which lists the metrics that the server registers."""
 
 import argparse
 from collections.abc import Iterable
@@ -25,7 +25,8 @@ TABLE = """
 | metric | type | unit | labels | meaning |
 |---|---|---|---|---|
 """
-# The first metric of each section of the page: the section's heading. The page has the metrics in registration order.
+# The headings of the page. A key is the first metric below the heading. The page has the metrics in the order in which
+# the server registers them.
 TOPICS = {
     "grpc_server_started": "RPCs",
     "encserve_queue_requests": "The queue",

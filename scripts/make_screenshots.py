@@ -21,16 +21,17 @@ from browser import OpenPage, chromium, find_chromium  # noqa: E402
 from real_server import real_server  # noqa: E402
 
 COMMAND = Path(sys.executable).parent / "encserve"
-LAST_SECTIONS = {1400: "similarity", 390: "attention"}  # window width in pixels: the last section in the picture
-MAX_BYTES = 300_000  # the largest size of a picture
-MARGIN = 16  # pixels below the last section
+# For each width of the window in pixels, the last section in the picture.
+LAST_SECTIONS = {1400: "similarity", 390: "attention"}
+MAX_BYTES = 300_000  # the largest allowed size of a picture
+MARGIN = 16  # the number of pixels below the last section
 
 
 def take_pictures(page: Path, folder: Path) -> None:
-    """Write a picture of the page's first sections for each window width in LAST_SECTIONS.
+    """Write a picture of the page for each window width in LAST_SECTIONS. A picture ends after the last section.
 
     Raises:
-        click.ClickException: The page has errors or lacks a section, or a picture is too large.
+        click.ClickException: The page has errors, a section is missing, or a picture is too large.
     """
     with chromium() as browser:
         for width, section in LAST_SECTIONS.items():

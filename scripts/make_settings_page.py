@@ -32,7 +32,7 @@ def page() -> str:
 
 
 def _row(field: "dataclasses.Field[Any]", hint: Any) -> tuple[str, ...]:
-    if isinstance(hint, types.UnionType):  # such as `int | None`: keep the type, drop None
+    if isinstance(hint, types.UnionType):  # a union such as `int | None`: keep the type, and drop None
         hint = typing.get_args(hint)[0]
     name = field.name.replace("_", "-")
     flag = f"`--{name}`, `--no-{name}`" if hint is bool else f"`--{name}`"

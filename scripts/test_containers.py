@@ -1,7 +1,7 @@
 """Builds the images, starts docker-compose.yml, restarts its servers under load, and removes everything.
 
-The script needs docker with compose, or podman with podman-compose. Without them it prints SKIPPED. The exit status is
-then 0, or 1 if ENCSERVE_REQUIRE_CONTAINERS=1.
+The script needs docker with compose, or podman with podman-compose. Without these commands it prints SKIPPED. Then the
+exit status is 0. If ENCSERVE_REQUIRE_CONTAINERS=1, the exit status is 1 instead.
 
 Containers, networks and volumes belong to a new compose project, which uses free ports. If the image of Grafana or
 Envoy cannot be pulled, the script prints a message and does not test this service.
@@ -28,13 +28,13 @@ from container_engine import ROOT, Engine, EngineFailed
 from encserve_client import EncoderClient, EncserveError, RetryPolicy, ServerUnavailableError
 
 WHEELS = ROOT / "deploy/wheels"
-BUILT = {  # image: (Dockerfile, build target)
+BUILT = {  # for each image: the Dockerfile and the build target
     "encserve-server:cpu": ("deploy/server.cpu.Dockerfile", None),
     "encserve-export:demo": ("deploy/export.Dockerfile", "demo"),
 }
 STOP_SECONDS = 40
 # Expected values from sentence-transformers with the demo's model. IDS are the ids of TEXT's tokens, and NORMS are the
-# norms of the tokens' hidden states. COSINES are the similarities of SENTENCES.
+# norms of these tokens' hidden states. COSINES are the similarities of SENTENCES.
 TEXT = "I understand this"
 IDS = [101, 1045, 3305, 2023, 102]
 NORMS = [6.521, 9.838, 11.576, 8.945, 11.774]
@@ -45,8 +45,8 @@ SENTENCES = [
     "Shares dropped at the start of the week.",
 ]
 COSINES = [[1, 0.657, -0.054, -0.053], [0.657, 1, 0.016, -0.009], [-0.054, 0.016, 1, 0.589], [-0.053, -0.009, 0.589, 1]]
-# This program runs in the server's container. It prints the missing restrictions to stderr. If none is missing, the
-# exit status is 0.
+# This program runs in the server's container. The program prints to stderr which restrictions are missing. If no
+# restriction is missing, the exit status is 0.
 CONFINED = """
 import importlib.util, os, shutil
 status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
@@ -91,11 +91,13 @@ def step(text: str) -> None:
 
 @contextmanager
 def torch_wheel() -> Iterator[bool]:
-    """Put PyTorch's CPU wheel into deploy/wheels during the block, if pip's find-links settings contain the wheel.
+    """Put PyTorch's CPU wheel into deploy/wheels until the end of the `with` block, if pip has the wheel locally.
+
+    pip searches only the places in its find-links settings.
 
     Yields:
-        Whether the wheel was found. If not, the image build downloads the wheel from TORCH_INDEX_URL, or from
-        PyTorch's index if this variable is not set.
+        Whether the wheel was found. If not, the image build downloads the wheel from the URL in TORCH_INDEX_URL. If
+        this variable is not set, the build downloads the wheel from PyTorch's index.
     """
     before = set(WHEELS.glob("*.whl"))
     lock = ROOT / "deploy/requirements/torch.txt"
@@ -143,7 +145,7 @@ def check_rows(port: int) -> None:
 
 
 def query(engine: Engine, promql: str) -> dict[str, float]:
-    """Run a Prometheus query; return the value for each instance, or {} if Prometheus does not answer."""
+    """Run a Prometheus query. Return the value for each instance, or {} if Prometheus does not answer."""
     url = f"http://127.0.0.1:{engine.ports['prometheus']}/api/v1/query?" + urllib.parse.urlencode({"query": promql})
     try:
         with urllib.request.urlopen(url, timeout=10) as page:
@@ -158,11 +160,12 @@ class Load:
 
     Attributes:
         answered: The number of replies with hidden states of the right shape.
-        failed: The number of failed calls. The keys are the names of the errors, or a text about a wrong shape.
+        failed: The number of failed calls for each reason. A reason is the name of an error, or a text that tells the
+            wrong shape of the hidden states.
     """
 
     def __init__(self, port: int, callers: int, retry: RetryPolicy | None = None) -> None:
-        """Prepare `callers` threads that call the server at `port`. Without `retry`, the client's default applies."""
+        """Prepare `callers` threads that call the server at `port`. If `retry` is None, use the client's default."""
         self.answered = 0
         self.failed: Counter[str] = Counter()
         self._port, self._retry = port, retry or RetryPolicy()
@@ -222,9 +225,12 @@ def restart(engine: Engine, service: str) -> None:
 
 
 def check_one_server(engine: Engine, services: list[str]) -> None:
-    """Check one server with Prometheus: vectors, confinement, metrics, and a restart under load."""
+    """Check one server with Prometheus: vectors, confinement, metrics and a restart under load.
+
+    Confinement means that the container lacks privileges and tools that an attacker could use.
+    """
     start(engine, "cpu", services)
-    step("real text has the known token ids, norms and cosines")
+    step("check the token ids, norms and cosines of real text")
     check_rows(engine.ports["grpc"])
     step("the server's container is confined: user, file system, capabilities, no torch, no compiler")
     done = engine.run("exec", engine.container("server"), "python", "-c", CONFINED, check=False)
@@ -261,8 +267,8 @@ def check_replicas(engine: Engine) -> None:
     """Check that no call fails while two servers behind Envoy restart one after the other."""
     start(engine, "replicas", ["export", "prometheus-replicas", "server-a", "server-b", "envoy"])
     both = {"server-a:9464": 1.0, "server-b:9464": 1.0}
-    # prometheus and prometheus-replicas use the same volume. For five minutes, queries also return the last values that
-    # the service prometheus stored, so the result may contain more than `both`.
+    # The services prometheus and prometheus-replicas use the same volume. For five minutes, queries also return the
+    # last values that the service prometheus stored. So the result may contain more instances than `both`.
     until(lambda: query(engine, "up{job='encserve'}").items() >= both.items(), "Prometheus scrapes both servers", 60)
     balanced = "envoy_cluster_membership_healthy{envoy_cluster_name='encserve'}"
     until(lambda: query(engine, balanced) == {"envoy:9902": 2.0}, "Envoy has two healthy servers", 60)
@@ -281,7 +287,7 @@ def check_replicas(engine: Engine) -> None:
 
 
 def check(engine: Engine) -> list[str]:
-    """Run all checks; return the services that were left out because their image cannot be pulled."""
+    """Run all checks. Return the services that are left out because their images cannot be pulled."""
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     missing = [name for name in ("prometheus", "grafana", "envoy") if not engine.has(services[name]["image"])]
     for name in missing:
@@ -301,7 +307,7 @@ def main() -> int:
     if engine is None:
         print("SKIPPED, not passed: this script needs docker with compose, or podman with podman-compose.")
         return 1 if os.environ.get("ENCSERVE_REQUIRE_CONTAINERS") == "1" else 0
-    step(f"with {engine.command}, as the project {engine.project}")
+    step(f"use {engine.command}, with the compose project {engine.project}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises SystemExit, so that `finally` runs
     began = time.monotonic()
     try:

@@ -1,10 +1,10 @@
-"""Settings for all tests, and the option `--tier`.
+"""Settings for all tests, and the option `--tier` of pytest.
 
 Each test belongs to one tier: `fast`, `system` or `weekly`. `pytest --tier system tests/server` runs the tests of one
 tier in a folder. Without `--tier` all tests run.
 
-The tier comes from a marker on the test, or else from a marker on its file, or else from FOLDERS. All other tests are
-fast.
+A marker on a test, or on the file of the test, sets the tier. Without a marker, FOLDERS gives the tier of a folder. All
+other tests are fast.
 """
 
 import atexit
@@ -23,7 +23,8 @@ TIERS = {
 }
 FOLDERS = {"bulk": "system", "e2e": "system", "hostile": "weekly", "judges": "system", "operate": "system"}
 
-# PyTorch uses one thread, because two test runs may share two CPUs. PyTorch reads the variable when it is imported.
+# PyTorch must use one thread, because two test runs may share two CPUs. PyTorch reads this variable when it is
+# imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # All servers of a test run share one cache of weights. The cache is a temporary folder outside the home directory.
@@ -47,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def tier_of(test: pytest.Item) -> str:
-    """The tier of a test: from the nearest marker, or else from FOLDERS, or else fast."""
+    """Return the tier of a test: the tier of its nearest marker, else the tier in FOLDERS, else fast."""
     for marker in test.iter_markers():
         if marker.name in TIERS:
             return marker.name

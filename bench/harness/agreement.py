@@ -1,4 +1,7 @@
-"""Compares the hidden states or vectors that the sides compute with those of a reference."""
+"""Compares the hidden states or vectors of a side with those of a reference.
+
+A side is one way to run the model.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,17 +9,20 @@ from typing import Any
 import numpy as np
 
 COMPARED_SEQUENCES = 8
-TOLERANCE = 5e-5  # of the difference between two rows, relative to the norm of the reference's row
+TOLERANCE = 5e-5  # largest difference between two rows, relative to the norm of the reference's row
 
 
 def worst_difference(got: Sequence[Any], want: Sequence[Any]) -> float:
-    """Return the largest ‖got − want‖₂ / ‖want‖₂ of all rows; both are lists of (rows, d_model) arrays."""
+    """Return the largest ‖a − b‖₂ / ‖b‖₂. `a` is a row of `got`, and `b` is the row of `want` with the same index.
+
+    Each array is (rows, d_model).
+    """
     norm = np.linalg.norm
     return max(float((norm(a - b, axis=1) / norm(b, axis=1)).max()) for a, b in zip(got, want, strict=True))
 
 
 def lowest_cosine(got: Sequence[Any], want: Sequence[Any]) -> float:
-    """Return the lowest cosine between rows with the same index; both are lists of (rows, d_model) arrays."""
+    """Return the lowest cosine between rows of `got` and `want` with the same index. Each array is (rows, d_model)."""
     norm = np.linalg.norm
     return min(
         float(((a * b).sum(axis=1) / (norm(a, axis=1) * norm(b, axis=1))).min()) for a, b in zip(got, want, strict=True)
@@ -26,19 +32,19 @@ def lowest_cosine(got: Sequence[Any], want: Sequence[Any]) -> float:
 def compare_rows(
     side: str, got: Sequence[Any], want: Sequence[Any], *, least_cosine: float | None = None
 ) -> dict[str, float]:
-    """Compare the rows of a side with the reference; both are lists of (rows, d_model) arrays.
+    """Compare the rows of a side with the rows of the reference.
 
     Args:
-        side: The side's name, for the error.
-        got: Rows of the side.
-        want: Rows of the reference.
-        least_cosine: The lowest allowed cosine of a side with a lower precision; None checks `TOLERANCE` instead.
+        side: The side's name, for the error message.
+        got: Arrays (rows, d_model) of the side.
+        want: Arrays (rows, d_model) of the reference.
+        least_cosine: The lowest allowed cosine, for a side with a lower precision. If None, `TOLERANCE` is the limit.
 
     Returns:
         The largest `difference` and the lowest `cosine`.
 
     Raises:
-        SystemExit: The shapes differ from the reference's, or a row differs by more than the bound.
+        SystemExit: The shapes differ, or a row differs by more than the limit.
     """
     shapes = [[array.shape for array in arrays] for arrays in (got, want)]
     if shapes[0] != shapes[1]:
@@ -52,7 +58,7 @@ def compare_rows(
 
 
 def probe_indices(lengths: Sequence[int]) -> list[int]:
-    """Return the indices of the sequences to compare. The longest is included, to find a side that truncates."""
+    """Return the indices of the sequences to compare. The longest sequence detects a side that truncates."""
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
     count = min(COMPARED_SEQUENCES, len(order))
     return [order[round(rank)] for rank in np.linspace(0, len(order) - 1, count)]

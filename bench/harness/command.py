@@ -1,4 +1,4 @@
-"""Options, measurement and report of a comparison, shared by bench/compare.py, bench/bulk.py and bench/peers.py."""
+"""The options, measurement and report that bench/compare.py, bench/bulk.py and bench/peers.py share."""
 
 import argparse
 import dataclasses
@@ -25,7 +25,7 @@ console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
 def make_parser(
     description: str | None, *, checkpoint_for: str, needs_checkpoint: bool, rounds: int, patience: float
 ) -> argparse.ArgumentParser:
-    """Return a parser with the shared options. `checkpoint_for` names the sides that need --checkpoint."""
+    """Return a parser with the shared options. `checkpoint_for` names the sides that need the option --checkpoint."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_repository", type=Path, help="the folder of the models")
     parser.add_argument("--model", help="NAME or NAME@VERSION; default: the first model")
@@ -33,21 +33,21 @@ def make_parser(
     parser.add_argument("--checkpoint", type=Path, required=needs_checkpoint, metavar="DIRECTORY", help=checkpoint_help)
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--seed", type=int, default=0)
-    patience_help = "the total time for repeated runs; a run is repeated if other processes disturbed it"
+    patience_help = "the total time for repeated runs; a run that other processes disturbed is repeated"
     parser.add_argument("--patience", type=float, default=patience, metavar="SECONDS", help=patience_help)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     return parser
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of comparisons that start servers."""
+    """Add the options for comparisons that start servers."""
     parser.add_argument("--seconds", type=float, default=5, help="the duration of each load")
     parser.add_argument("--sequences", type=int, default=600)
     parser.add_argument("--server-flags", default="", help="further flags of encserve-server, in one string")
 
 
 class Comparison:
-    """A comparison of sides on one model and one workload.
+    """A comparison of sides. A side is one way to run the model on the workload.
 
     Attributes:
         options: The parsed command line.
@@ -56,7 +56,7 @@ class Comparison:
     """
 
     def __init__(self, options: argparse.Namespace, bundle: Bundle, workload: Workload) -> None:
-        """Describe the machine before the sides start. Print the model, the machine and the workload."""
+        """Read the load of the machine before the sides start. Print the model, the machine and the workload."""
         self.options, self.bundle, self.workload = options, bundle, workload
         self._load_before, self._machine, self._other_work = load_average(), describe_machine(), OtherWork()
         lengths = sorted(workload.lengths)
@@ -79,7 +79,7 @@ class Comparison:
     def report(
         self, sides: Sequence[Side], found: Found, targets: Sequence[Target], ratios: Ratios, **more: Any
     ) -> dict[str, Any]:
-        """Return all numbers, for `print_report` and --json. `more` has the entries that only one program adds."""
+        """Return all numbers, for `print_report` and --json. `more` has the entries that only some programs have."""
         return {
             "model": {name: getattr(self.bundle, name) for name in ("name", "version", "fingerprint")},
             "machine": self._machine,

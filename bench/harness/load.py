@@ -1,4 +1,4 @@
-"""encserve servers and their callers. The callers are the load generator of `encserve bench`, in new processes."""
+"""Starts encserve servers and their callers. The load generator of `encserve bench` runs the callers."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,8 @@ from harness.rounds import Measurement, Side
 from harness.workload import Workload
 
 CALLERS = 64
-SINGLE_SEQUENCES = 192  # of the workload, if each is sent alone: the whole workload would take minutes
+# The number of sequences that one caller sends if each call has one sequence. The whole workload would take minutes.
+SINGLE_SEQUENCES = 192
 LARGE_CALL_SEQUENCES, LARGE_CALLERS = 256, 4
 TIMEOUT_SECONDS = 120.0
 
@@ -24,19 +25,19 @@ LARGE = "encserve-4x256"
 
 
 def warmup_seconds(seconds: float) -> float:
-    """Return the duration of the load before a measurement of `seconds`."""
+    """Return the duration of the warm-up before a measurement of `seconds`."""
     return min(1.0, seconds)
 
 
 class Served:
-    """A running server and the calls for it.
+    """A running server, and the calls that measure the server.
 
     Attributes:
         server: The server process.
     """
 
     def __init__(self, server: RealServer, workload: Workload, seconds: float) -> None:
-        """Build the requests, and send a first load. Each side is measured for `seconds`."""
+        """Build the requests, and run a warm-up. The measurement of each side takes `seconds`."""
         self.server = server
         self._workload = workload
         self._seconds = seconds
@@ -51,7 +52,7 @@ class Served:
         if not self._workload.texts:
             return make_calls(self._workload.lengths, self._info, request)
         calls = make_text_calls(self._workload.texts, self._info, request)
-        # The load generator does not tokenize, so the workload gives the number of tokens.
+        # The load generator does not tokenize the texts, so the number of tokens comes from the workload.
         lengths = self._workload.lengths
         return [dataclasses.replace(call, tokens=tokens) for call, tokens in zip(calls, lengths, strict=True)]
 
@@ -67,7 +68,7 @@ class Served:
         return [vector[None] / float((vector**2).sum()) ** 0.5 for vector in vectors]
 
     def sides(self) -> list[Side]:
-        """Return a side for each way to call the server."""
+        """Return the sides. A side is one way to call the server."""
         pooled = "text in, one vector out" if self._workload.texts else "one vector out"
         return [
             Side(ONE, "encserve, 1 caller", lambda: self._one_caller(self._calls)),
@@ -81,13 +82,13 @@ class Served:
         """Send the first sequences one after another. Return the length and the latency of each timed call."""
         first = calls[:SINGLE_SEQUENCES]
         measurement = self._measure(first, 1, warmup=False)
-        # Without a warm-up, the first latency belongs to the first sequence.
+        # There is no warm-up, so the first latency belongs to the first sequence.
         lengths = itertools.cycle(call.tokens for call in first)
         latencies = [(next(lengths), seconds) for _, seconds in measurement.latencies]
         return dataclasses.replace(measurement, latencies=latencies)
 
     def _large(self) -> Measurement:
-        """Send calls that take seconds. Few end during the load, so the tokens of the server's batches are counted."""
+        """Send calls that take seconds. Few calls end during the measurement, so count the tokens of batches."""
         count = LARGE_CALL_SEQUENCES * LARGE_CALLERS
         lengths = itertools.islice(itertools.cycle(self._workload.lengths), count)
         calls = make_calls(list(lengths), self._info, Request(sequences_per_call=LARGE_CALL_SEQUENCES))
@@ -96,7 +97,9 @@ class Served:
     def _measure(
         self, calls: Sequence[Call], callers: int, *, warmup: bool = True, by_batch: bool = False
     ) -> Measurement:
-        """Run a closed loop. Count the tokens of replies or, with `by_batch`, of the server's batches.
+        """Run callers that send the next call after each reply. Count the tokens of replies.
+
+        If `by_batch` is true, count the tokens of the server's batches instead.
 
         Raises:
             RuntimeError: A call failed, no call was answered, or the server's metrics are not readable.
@@ -124,6 +127,6 @@ class Served:
 def served(
     models: Path, flags: Sequence[str], workload: Workload, seconds: float, program: Path = COMMAND
 ) -> Iterator[Served]:
-    """Run an encserve server until the end of the block; `program` may be the encserve-server of another checkout."""
+    """Run an encserve server until the end of the `with` block. `program` may be the server of another checkout."""
     with real_server(models, *flags, program=program) as server:
         yield Served(server, workload, seconds)

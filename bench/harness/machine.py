@@ -1,4 +1,4 @@
-"""The CPUs of this machine, and the processes that use them."""
+"""Describes the CPUs of this machine, and measures the processes that use the CPUs."""
 
 import os
 import platform
@@ -13,8 +13,8 @@ from encserve_server.system.cpus import usable_cpus
 PACKAGES = ("onnxruntime", "torch", "grpcio", "numpy")
 # Instruction sets that determine the speed of a matrix product.
 MATRIX_FLAGS = re.compile(r"avx2|fma|avx512(f|_bf16|_fp16|_vnni)|avx_vnni|amx_\w+|asimd\w*|sve\w*|i8mm|bf16")
-# Indices in the first line of /proc/stat: user, nice, system, steal. Interrupts are left out, because the benchmark's
-# own loopback connections cause them.
+# Indices in the first line of /proc/stat: user, nice, system, steal. The time of interrupts is left out, because the
+# benchmark's own loopback connections cause interrupts.
 BUSY_FIELDS = (0, 1, 2, 7)
 
 
@@ -72,14 +72,14 @@ def cpu_seconds(pid: int) -> float:
 
 
 def _stat(path: Path) -> list[str]:
-    """Read the fields of /proc/PID/stat after the program's name, which is in brackets and may contain spaces."""
+    """Read the fields of /proc/PID/stat after the program's name. The name is in brackets and may contain spaces."""
     return path.read_text().rpartition(")")[2].split()
 
 
 class OtherWork:
-    """The share of CPU time that processes outside this process tree use, from /proc/stat.
+    """Measures the share of CPU time that processes outside this process tree use. The times come from /proc/stat.
 
-    The load average cannot show this, because after a few minutes it includes the benchmark itself.
+    The load average cannot show this share: after a few minutes, the load average includes the benchmark itself.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class OtherWork:
         self._before = self._read()
 
     def share(self) -> float | None:
-        """Return the share since this object was made, from 0 to 1; None if the system does not report CPU times."""
+        """Return the share since this object was created, from 0 to 1; None if the system does not report CPU times."""
         before, now = self._before, self._read()
         if before is None or now is None:
             return None
@@ -95,7 +95,7 @@ class OtherWork:
         return min(max(0.0, busy - own) / total, 1.0) if total else 0.0
 
     def _read(self) -> tuple[float, float, float] | None:
-        """Read the CPU seconds so far: all, busy, and of this process tree; None without /proc/stat."""
+        """Return the CPU seconds so far: all, busy, and of this process tree; None if /proc/stat does not exist."""
         try:
             # user, nice, system, idle, iowait, irq, softirq, steal
             times = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]

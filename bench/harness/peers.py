@@ -1,6 +1,7 @@
-"""Starts Triton, infinity and sentence-transformers, the peers, in several settings, and makes their sides.
+"""Starts the peers of encserve in several settings, and makes their sides.
 
-A peer is tried in all its settings before the rounds. Only the fastest and the default setting run in the rounds.
+The peers are Triton, infinity and sentence-transformers. A side is one way to run the model. Before the rounds, each
+peer runs in all its settings. In the rounds, each peer runs in its fastest setting and in its default setting.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,8 +19,9 @@ from harness.rounds import Measurement, Side
 from harness.workload import Workload
 
 INFINITY, SENTENCES, TRITON = "infinity", "sentence-transformers", "triton"
-DEFAULT = "-as-it-comes"  # suffix of a side's name if the peer has its default setting
-ROWS, VECTORS = "rows", "vectors"  # whether a side returns (seq, d_model) or (1, d_model) for each sequence
+DEFAULT = "-as-it-comes"  # suffix of the name of a side in the peer's default setting
+# The kinds of results: for each sequence, a side returns ROWS, (seq, d_model), or a vector, (1, d_model).
+ROWS, VECTORS = "rows", "vectors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,11 @@ class Setting:
     Attributes:
         name: A description of the setting.
         sides: The sides of this setting.
-        compute: Computes the sequences at some indices. Returns `ROWS` or `VECTORS`, and their arrays, for each side.
+        compute: Computes the results of the sequences at the given indices. Returns for each side the kind of result,
+            `ROWS` or `VECTORS`, and the arrays.
         versions: The versions of the peer's packages.
-        close: Stops all processes that no other setting needs.
-        is_default: Whether the peer has this setting without options.
+        close: Stops the processes that only this setting needs.
+        is_default: Whether the peer uses this setting if it gets no options.
     """
 
     name: str
@@ -75,7 +78,7 @@ def _arrays(program: Program, folder: Path, indices: Sequence[int], **arguments:
 
 
 def _called(given: PeerInput, own: ExitStack, peer: str, address: str, name: str, label: str, kind: str) -> Setting:
-    """Return the setting of a running server that `peer_callers.py` calls. `kind` is `ROWS` or `VECTORS`."""
+    """Start `peer_callers.py`, which calls a running server. Return the setting; `kind` is `ROWS` or `VECTORS`."""
     flags = {"--peer": peer, "--address": address, "--workload": given.file}
     log = given.folder / f"{peer}-callers-{address.rpartition(':')[2]}.log"
     callers = own.enter_context(running(peer, script(peer, "peer_callers.py", flags), log))
@@ -119,7 +122,8 @@ def _triton(given: PeerInput, stack: ExitStack) -> Iterator[Setting]:
         yield replace(setting, versions=versions | setting.versions, is_default=instances == 1)
 
 
-# This is the default: `pip install infinity-emb[all]` installs optimum 2, which does not have BetterTransformer.
+# Without options, infinity does not use BetterTransformer: `pip install infinity-emb[all]` installs optimum 2, which
+# does not contain BetterTransformer.
 INFINITY_DEFAULT = "no BetterTransformer, batches of 32"
 INFINITY_SETTINGS: Mapping[str, Sequence[Any]] = {
     "BetterTransformer, batches of 8": ("--bettertransformer", "--batch-size", 8),
@@ -136,7 +140,7 @@ def _infinity(given: PeerInput, stack: ExitStack) -> Iterator[Setting]:
         (port,) = free_ports(1)
         command = [binaries / "infinity_emb", "v2", "--model-id", given.checkpoint, "--served-model-name", "encoder"]
         command += ["--engine", "torch", "--device", "cpu", "--dtype", "float32", "--no-compile", *flags]
-        # The cache is off: every round sends the same texts, so replies would come from the cache instead of the model.
+        # Every round sends the same texts. The cache is off, so that the replies come from the model.
         command += ["--no-vector-disk-cache", "--host", "127.0.0.1", "--port", port, "--log-level", "warning"]
         server = own.enter_context(running(INFINITY, command, given.folder / f"infinity-{port}.log"))
         server.wait_for_page(f"http://127.0.0.1:{port}/health")
@@ -159,7 +163,7 @@ def _sentences(given: PeerInput, stack: ExitStack) -> Iterator[Setting]:
                 f"{SENTENCES}-pooled": (VECTORS, _arrays(program, given.folder, indices, output="pooled")),
             },
             versions=versions,
-            close=lambda: None,  # all settings share the process
+            close=lambda: None,  # all settings share one process
             is_default=size == 32,
         )
 
@@ -183,7 +187,7 @@ PEERS: Mapping[str, Callable[[PeerInput, ExitStack], Iterator[Setting]]] = {
 
 @contextmanager
 def opened(peer: str, given: PeerInput) -> Iterator[list[Setting]]:
-    """Run a peer in all its settings until the end of the block.
+    """Run a peer in all its settings until the end of the `with` block.
 
     Raises:
         PeerUnavailable: The peer cannot be installed or started.

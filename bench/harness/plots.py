@@ -1,4 +1,4 @@
-"""Plots of the medians over rounds, with error bars from the lower to the upper quartile."""
+"""Plots the medians over rounds. The error bars go from the lower to the upper quartile."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,13 +12,16 @@ from matplotlib.axes import Axes
 Points = Sequence[Mapping[str, Any]]
 
 mpl.use("Agg")
-# The figures are in git, so the same numbers must give the same file.
+# The figures are in git, so the same numbers must always give the same file.
 mpl.rcParams.update({"svg.hashsalt": "encserve", "svg.fonttype": "none", "font.size": 10, "axes.grid": True})
 _SIZE_INCHES = (6.4, 3.6)
 
 
 def spread_by(points: Points, x: str, y: str) -> tuple[list[float], np.ndarray]:
-    """Return the distinct `x`, ascending, and the quartiles of `y` for each, (3, len(x)); skip points without `y`."""
+    """Return the distinct values of `x` in ascending order, and the quartiles of `y` for each value, (3, len(x)).
+
+    Skip points whose `y` is None.
+    """
     known = [point for point in points if point[y] is not None]
     xs = sorted({point[x] for point in known})
     quartiles = [np.quantile([point[y] for point in known if point[x] == it], (0.25, 0.5, 0.75)) for it in xs]

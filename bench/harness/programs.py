@@ -1,4 +1,7 @@
-"""Virtual environments for peers, and the programs that run in them."""
+"""Creates virtual environments for peers, and runs programs in these environments.
+
+Peers are the other inference programs with which bench/peers.py compares encserve.
+"""
 
 import contextlib
 import hashlib
@@ -22,7 +25,7 @@ FOLDER = ROOT / "bench/peer_environments"
 ENVIRONMENTS = ROOT / ".venv-peers"
 START_SECONDS = 240.0
 ANSWER_SECONDS = 600.0
-LOG_CHARACTERS = 1500  # length of the end of a log in an error
+LOG_CHARACTERS = 1500  # an error contains this many characters from the end of a log
 
 
 class PeerUnavailable(Exception):
@@ -46,12 +49,12 @@ def ensure_environment(
 
     Args:
         peer: The peer's name.
-        requirements: The file for pip; default: bench/peer_environments/PEER.txt.
+        requirements: The requirements file for pip; default: bench/peer_environments/PEER.txt.
         environments: The folder of all environments.
         python: The interpreter for `-m venv`.
 
     Returns:
-        The folder of the environment's commands.
+        The bin folder of the environment.
 
     Raises:
         PeerUnavailable: venv or pip fails.
@@ -72,10 +75,13 @@ def ensure_environment(
 
 
 def peer_environment() -> dict[str, str]:
-    """Return a peer's environment variables: no Python paths of this process, no downloads of models, no telemetry."""
+    """Return the environment variables of a peer.
+
+    They do not contain the Python paths of this process. They turn off downloads of models, and telemetry.
+    """
     ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
-    # Triton's stub loads libpython by name. The loader's path may contain the libpython of another installation of
-    # the same Python version, which fails with the standard library of this installation.
+    # Triton loads libpython by name. The loader's path may contain the libpython of another installation of the same
+    # Python version. That libpython fails with the standard library of this installation.
     libraries = [sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
     return {
         **{key: value for key, value in os.environ.items() if key not in ours},
@@ -136,7 +142,7 @@ class Program:
         return answer
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Send a question, a line of JSON as in bench/peer_environments/lines.py, and wait for the answer."""
+        """Send a question, and wait for the answer. bench/peer_environments/lines.py defines the format."""
         assert self.process.stdin is not None  # noqa: S101 - it is a pipe
         try:
             self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
@@ -158,12 +164,12 @@ class Program:
             time.sleep(0.2)
 
     def stop(self) -> None:
-        """End the process and its children."""
+        """End the process and its children. First close the pipes, because the end of standard input may be enough."""
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
-        for sign in (None, signal.SIGTERM, signal.SIGKILL):  # without a signal, the end of standard input may be enough
+        for sign in (None, signal.SIGTERM, signal.SIGKILL):  # None sends no signal
             with contextlib.suppress(ProcessLookupError):
                 if sign is not None:
                     os.killpg(self.process.pid, sign)
@@ -174,7 +180,7 @@ class Program:
 
 @contextlib.contextmanager
 def running(peer: str, command: Sequence[Any], log: Path) -> Iterator[Program]:
-    """Run a program until the end of the block."""
+    """Run a program until the end of the `with` block."""
     program = Program(peer, command, log)
     try:
         yield program

@@ -14,21 +14,21 @@ from harness.rounds import QUIET_SHARE, Figure, Measurement, Side, Spread, media
 from harness.sides import BARE, CEILING, NAIVE
 
 QUARTILES = r"\[quartiles]"  # escaped, because rich reads brackets as markup
-NOISY_LOAD = 0.5  # a higher load average before the run gives a warning
-NOISY_CEILING = 0.10  # a larger distance between the quartiles, relative to the median, gives a warning
+NOISY_LOAD = 0.5  # warn if the load average before the run is higher
+NOISY_CEILING = 0.10  # warn if the distance between the quartiles, divided by the median, is larger
 LONG_TOKENS = 64
-AGAINST = "-against"  # suffix of the name of a side that calls the server of another checkout
+AGAINST = "-against"  # suffix of the name of a side that calls another checkout's server
 
-Found = Mapping[str, Sequence[Measurement]]  # for each side, a measurement for each round
+Found = Mapping[str, Sequence[Measurement]]  # name of the side → the measurements of all rounds
 Ratios = Mapping[str, Mapping[str, Mapping[str, float] | None]]  # row of the table → column → median and quartiles
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A target and its result.
+    """A target, and its result in this run.
 
     Attributes:
-        text: The names of the compared numbers.
+        text: The names of the numbers that are compared.
         bound: The bound with its unit.
         measured: The median and quartiles over rounds, in the unit of the bound.
         met: Whether the median is within the bound.
@@ -41,7 +41,10 @@ class Target:
 
 
 def ratio_target(found: Found, side: str, base: str, text: str, bound: float) -> list[Target]:
-    """Return the target "the side has at least `bound` times the base's tokens/s"; empty without both sides."""
+    """Return the target "the side has at least `bound` times the tokens/s of the base side".
+
+    If one of the two sides did not run, return an empty list.
+    """
     if not (found.get(side) and found.get(base)):
         return []
     measured = spread(ratios(found[side], found[base]))
@@ -49,7 +52,7 @@ def ratio_target(found: Found, side: str, base: str, text: str, bound: float) ->
 
 
 def check_targets(found: Found) -> list[Target]:
-    """Return all targets of bench/compare.py whose sides ran."""
+    """Return the targets of bench/compare.py. Leave out a target if one of its sides did not run."""
     return [
         *ratio_target(found, MANY, CEILING, "64 callers, ratio to the ceiling", 0.88),
         *ratio_target(found, LARGE, CEILING, "4 callers of 256 sequences, ratio to the ceiling", 0.95),
@@ -59,7 +62,7 @@ def check_targets(found: Found) -> list[Target]:
 
 
 def _latency_targets(one_caller: Sequence[Measurement], bare: Sequence[Measurement]) -> list[Target]:
-    """Return the targets for the latency of one caller, relative to `session.run` alone on the same sequences."""
+    """Return the targets for the latency of one caller. The base is `session.run` alone with the same sequences."""
     targets = []
     pairs = list(zip(median_latencies(one_caller), median_latencies(bare), strict=False))
     if pairs:
@@ -75,7 +78,7 @@ def _latency_targets(one_caller: Sequence[Measurement], bare: Sequence[Measureme
 
 
 def summarize(sides: Sequence[Side], found: Found) -> dict[str, Any]:
-    """Return the numbers of each side by name. Ratios are computed within each round."""
+    """Return the numbers of each side. The keys are the names of the sides. Ratios are computed within each round."""
     return {
         side.name: {
             "label": side.label,
@@ -96,7 +99,7 @@ def ratios_between(found: Found, sides: Sequence[str], bases: Sequence[str]) -> 
 
 
 def ratios_to_against(found: Found) -> Ratios:
-    """Return the numbers of this server divided by the numbers of the other checkout's server, by side."""
+    """Return for each side: the numbers of this server divided by the numbers of the other checkout's server."""
     figures: dict[str, Figure] = {
         "tokens_per_second": lambda run: run.tokens_per_second,
         "p50_seconds": lambda run: run.p50_seconds(),
@@ -118,7 +121,7 @@ def _spread_of(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def warnings(load_before: float, found: Found) -> list[str]:
-    """Return the reasons to distrust the numbers.
+    """Return the reasons why the numbers may be wrong.
 
     Args:
         load_before: The load average before the run.
@@ -131,7 +134,7 @@ def warnings(load_before: float, found: Found) -> list[str]:
     disturbed = [run for run in runs if run.others is not None and run.others > QUIET_SHARE]
     if disturbed:
         texts.append(
-            f"the machine was busy: in {len(disturbed)} of {len(runs)} measurements other processes used more than "
+            f"the machine was busy: in {len(disturbed)} of {len(runs)} measurements, other processes used more than "
             f"{QUIET_SHARE:.0%} of the CPUs"
         )
     ceiling = spread([run.tokens_per_second for run in found[CEILING]])

@@ -1,7 +1,9 @@
 """Runs the sides of a comparison in rounds, and computes ratios within each round.
 
-A slow time of the machine that lasts some rounds affects all sides, so the ratios stay right. A shorter slow time
-affects only some sides. So a side runs again if other processes used the CPUs during its run, however fast it was.
+A side is one way to run the workload. Each round runs every side once. If the machine is slow for several rounds, all
+sides are slow, so the ratios stay correct. If the machine is slow for a shorter time, only some sides are slow. So if
+other processes used the CPUs during the run of a side, the side runs again. The measured speed does not matter for this
+decision.
 """
 
 import dataclasses
@@ -12,9 +14,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-PAUSE_SECONDS = 0.2  # before each run, so that threads that wait actively, as OpenMP's do, fall asleep
-QUIET_SHARE = 0.05  # the largest share of the CPUs that other processes may use in an undisturbed run
-MAX_TRIES = 4  # runs of one side in one round
+PAUSE_SECONDS = 0.2  # before each run, so that busy-waiting threads, for example OpenMP's, go to sleep
+QUIET_SHARE = 0.05  # a run is disturbed if other processes use a larger share of the CPUs
+MAX_TRIES = 4  # the largest number of runs of one side in one round
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +24,10 @@ class Measurement:
     """The result of one side in one round.
 
     Attributes:
-        tokens: Computed tokens, without padding.
+        tokens: The number of computed tokens, without padding.
         seconds: The duration.
-        latencies: (tokens, seconds) of each timed call; 0 tokens if the length is unknown.
-        server_cpu_ms: CPU time of the server for each sequence, model included; None if unknown.
+        latencies: The number of tokens and the seconds of each timed call. An unknown number of tokens is 0.
+        server_cpu_ms: The server's CPU time for each sequence, including the model; None if unknown.
         others: The share of the CPUs that other processes used during the run, from 0 to 1; None if unknown.
     """
 
@@ -41,7 +43,7 @@ class Measurement:
         return self.tokens / self.seconds
 
     def p50_seconds(self, min_tokens: int = 0) -> float | None:
-        """Return the median latency of calls with at least `min_tokens`; None without such calls."""
+        """Return the median latency of calls with at least `min_tokens`; None if there are no such calls."""
         seconds = [latency for tokens, latency in self.latencies if tokens >= min_tokens]
         return float(np.median(seconds)) if seconds else None
 
@@ -74,27 +76,28 @@ class Spread:
 
 
 def orders(names: Sequence[str], rounds: int, seed: int) -> Iterator[list[str]]:
-    """Yield all names for each round, in a new random order."""
+    """Yield a list for each round. Each list has all names in a new random order."""
     rng = random.Random(seed)
     for _ in range(rounds):
         yield rng.sample(list(names), len(names))
 
 
 class Patience:
-    """Repeats runs that other processes disturbed, within a total time."""
+    """Repeats runs that other processes disturbed. The total time of repeated runs is limited."""
 
     def __init__(self, seconds: float, watch: Callable[[], Callable[[], float | None]]) -> None:
-        """Allow `seconds` of repeated runs in total.
+        """Set the limit of the total time.
 
         Args:
-            seconds: The total time of repeated runs.
-            watch: Starts to watch the CPUs. Returns a function for the share that other processes used since the start.
+            seconds: The limit of the total time of repeated runs.
+            watch: Starts to watch the CPUs. Returns a function. This function returns the share of the CPUs that other
+                processes have used since the start.
         """
         self._seconds = seconds
         self._watch = watch
 
     def run(self, side: Side) -> Measurement:
-        """Run a side until a run is undisturbed or the total time is spent. Return the least disturbed run."""
+        """Run a side until a run is undisturbed or a limit is reached. Return the least disturbed run."""
         tries: list[Measurement] = []
         while True:
             time.sleep(PAUSE_SECONDS)
@@ -103,7 +106,7 @@ class Patience:
             tries.append(dataclasses.replace(measurement, others=(share := others())))
             if share is None or share <= QUIET_SHARE or len(tries) == MAX_TRIES or self._seconds <= 0:
                 return min(tries, key=lambda run: run.others or 0.0)
-            self._seconds -= time.monotonic() - began  # a repeated run is expected to take as long
+            self._seconds -= time.monotonic() - began  # the next run will probably take the same time
 
 
 NO_PATIENCE = Patience(0, lambda: lambda: None)
@@ -121,12 +124,13 @@ def measure(
     Args:
         sides: The sides.
         rounds: The number of rounds.
-        seed: The seed of the order.
+        seed: The seed for the random order.
         patience: Repeats runs that other processes disturbed.
-        on_round: Called after each round with the round's number, from 0, and its measurements by side.
+        on_round: A function that is called after each round. The arguments are the round's number, starting at 0, and
+            the measurements of this round. The keys of the measurements are the names of the sides.
 
     Returns:
-        For each side, a measurement for each round.
+        The measurements of all rounds for each side. The keys are the names of the sides.
     """
     by_name = {side.name: side for side in sides}
     found: dict[str, list[Measurement]] = {side.name: [] for side in sides}
@@ -138,7 +142,7 @@ def measure(
 
 
 def best_rates(sides: Sequence[Side], rounds: int, seed: int) -> dict[str, float]:
-    """Return the tokens/s of each side's best round, by name. The best counts, because noise only reduces speed."""
+    """Return the tokens/s of each side's fastest round. Noise only reduces speed, so slower rounds are ignored."""
     found = measure(sides, rounds, seed)
     return {name: max(run.tokens_per_second for run in runs) for name, runs in found.items()}
 
@@ -156,11 +160,11 @@ def _tokens_per_second(measurement: Measurement) -> float:
 def ratios(
     numerator: Sequence[Measurement], denominator: Sequence[Measurement], figure: Figure = _tokens_per_second
 ) -> list[float]:
-    """Divide a number of one side by the same number of another side, for each round in which both have it."""
+    """Divide a number of one side by the same number of another side, in each round. Skip rounds without the number."""
     pairs = [(figure(a), figure(b)) for a, b in zip(numerator, denominator, strict=True)]
     return [a / b for a, b in pairs if a is not None and b]
 
 
 def median_latencies(runs: Sequence[Measurement], min_tokens: int = 0) -> list[float]:
-    """Return the median latency in seconds of each round that has timed calls with at least `min_tokens`."""
+    """Return the median latency in seconds of calls with at least `min_tokens`, for each round with such calls."""
     return [p50 for run in runs if (p50 := run.p50_seconds(min_tokens)) is not None]

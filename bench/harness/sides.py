@@ -1,4 +1,7 @@
-"""Sides that run the model in this process, on ONNX Runtime and on PyTorch."""
+"""Sides that run the model in this process, on ONNX Runtime and on PyTorch.
+
+A side is one way to run the model on all sequences.
+"""
 
 import time
 import warnings
@@ -17,19 +20,20 @@ from harness.load import SINGLE_SEQUENCES
 from harness.rounds import Measurement, Side, best_rates
 from harness.workload import TokenIds, Workload, sorted_batches, windows
 
-BUDGETS = (128, 256, 384, 512, 768, 1024, 2048)  # the largest numbers of padded tokens in a batch
+# A budget is the largest number of padded tokens in a batch. A sweep measures all these budgets.
+BUDGETS = (128, 256, 384, 512, 768, 1024, 2048)
 SWEEP_ROUNDS = 2
-WINDOW = 64  # sequences in a batch of the naive batcher and of PyTorch
+WINDOW = 64  # the number of sequences in a batch of the naive batcher and of PyTorch
 
 CEILING, BARE, NAIVE = "ceiling", "bare", "naive"
 TORCH, TORCH_BATCHED = "torch", "torch-batched"
 
 
-# Sides on ONNX Runtime, with the server's session options.
+# The next functions make the sides on ONNX Runtime. The session options are those of the server.
 
 
 def run_batches(engine: Engine, batches: Sequence[Sequence[TokenIds]]) -> Measurement:
-    """Run batches one after another. Only inference is timed, without padding and splitting."""
+    """Run batches one after another. Only inference is timed; padding inputs and splitting outputs are not timed."""
     seconds = sum(engine.run(batch).compute_seconds for batch in batches)
     return Measurement(sum(len(sequence) for batch in batches for sequence in batch), seconds)
 
@@ -41,7 +45,7 @@ def run_singly(engine: OnnxEngine, sequences: Sequence[TokenIds]) -> Measurement
 
 
 def sweep_budgets(engine: Engine, workload: Workload, seed: int) -> dict[int, float]:
-    """Return the tokens/s of sorted batches in the best round, by the budget: the largest number of padded tokens."""
+    """Return the tokens/s of the fastest round for each budget. The batches are sorted by length."""
     batches = {budget: sorted_batches(workload.sequences, budget) for budget in BUDGETS}
     run_batches(engine, batches[BUDGETS[-1]])  # the first run allocates the engine's memory
     sides = [Side(str(budget), "", partial(run_batches, engine, batches[budget])) for budget in BUDGETS]
@@ -49,7 +53,7 @@ def sweep_budgets(engine: Engine, workload: Workload, seed: int) -> dict[int, fl
 
 
 def ceiling_side(engine: Engine, workload: Workload, best_budget: int) -> Side:
-    """Return the ceiling: batches of all sequences, sorted by length, with the best number of padded tokens."""
+    """Return the ceiling: all sequences, sorted by length, in batches of at most `best_budget` padded tokens."""
     return Side(
         CEILING,
         f"ceiling: session.run alone, all sorted, {best_budget} padded tokens",
@@ -58,20 +62,20 @@ def ceiling_side(engine: Engine, workload: Workload, best_budget: int) -> Side:
 
 
 def bare_side(engine: OnnxEngine, workload: Workload) -> Side:
-    """Return a side that runs one sequence at a time, without a server."""
+    """Return the side that runs one sequence at a time, without a server."""
     label = "session.run alone, one sequence at a time"
     return Side(BARE, label, partial(run_singly, engine, workload.sequences[:SINGLE_SEQUENCES]))
 
 
 def naive_side(engine: OnnxEngine, workload: Workload) -> Side:
-    """Return a side that makes batches in order of arrival, each padded to its longest sequence."""
+    """Return the side that makes batches in order of arrival. Each batch is padded to its longest sequence."""
     batches = windows(workload.sequences, WINDOW)
-    run_batches(engine, [max(batches, key=lambda batch: max(map(len, batch)))])  # needs the most memory
+    run_batches(engine, [max(batches, key=lambda batch: max(map(len, batch)))])  # the batch that needs the most memory
     label = f"naive batcher: {WINDOW} in order of arrival, everything padded"
     return Side(NAIVE, label, partial(run_batches, engine, batches))
 
 
-# Sides on PyTorch.
+# The next functions make the sides on PyTorch.
 
 
 def load_transformers(checkpoint: Path) -> Any:
@@ -83,7 +87,7 @@ def load_transformers(checkpoint: Path) -> Any:
 
 
 def write_padded_onnx(model: Any, path: Path) -> None:
-    """Export a transformers model with PyTorch's ONNX exporter. The graph also computes the padding tokens.
+    """Export a transformers model with PyTorch's ONNX exporter. The graph also computes padding tokens.
 
     Inputs: input_ids and attention_mask, int64 (batch, seq). Output: last_hidden_state, float32 (batch, seq, d_model).
     """
@@ -100,7 +104,7 @@ def write_padded_onnx(model: Any, path: Path) -> None:
 
     names = ["input_ids", "attention_mask", "last_hidden_state"]
     ids = torch.full((2, 7), 2, dtype=torch.int64)  # (batch, seq)
-    with warnings.catch_warnings(action="ignore"):  # this exporter is deprecated
+    with warnings.catch_warnings(action="ignore"):  # PyTorch warns that this exporter is deprecated
         torch.onnx.export(
             Rows().eval(),
             (ids, torch.ones_like(ids)),
@@ -114,7 +118,7 @@ def write_padded_onnx(model: Any, path: Path) -> None:
 
 
 def padded_graph(model: Any, graph: Graph, path: Path) -> Graph:
-    """Return a copy of `graph` whose ONNX file is `path`, which `write_padded_onnx` writes."""
+    """Write the ONNX file `path` with `write_padded_onnx`. Return a copy of `graph` with this file."""
     write_padded_onnx(model, path)
     return replace(
         graph,
@@ -127,7 +131,7 @@ def padded_graph(model: Any, graph: Graph, path: Path) -> Graph:
 
 
 def torch_sides(model: Any, threads: int, workload: Workload) -> tuple[list[Side], Callable[[TokenIds], Any]]:
-    """Return the sides that run a transformers model, and a function for the (seq, d_model) output of a sequence."""
+    """Return the sides that run a transformers model, and a function that computes one sequence, (seq, d_model)."""
     import torch
 
     torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""The workload: sequences, by default with the lengths of real texts. Every side gets the same sequences."""
+"""Makes the workload: the sequences that the compared programs compute. All programs get the same sequences."""
 
 import itertools
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Workload:
     """Sequences in order of arrival.
 
     Attributes:
-        sequences: Token ids with special tokens, (seq,) each.
+        sequences: The token ids of each sequence, (seq,), including special tokens.
         texts: The same sequences as texts; empty if the ids are random.
     """
 
@@ -31,17 +31,19 @@ class Workload:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence, without padding."""
+        """The number of tokens of each sequence, without padding."""
         return [len(sequence) for sequence in self.sequences]
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of all sequences."""
+        """The total number of tokens."""
         return sum(self.lengths)
 
 
 def read_newest(model_repository: Path, model: str | None) -> Bundle:
-    """Return the bundle of `model`: NAME (the newest version) or NAME@VERSION; None means the first model.
+    """Return the bundle, an exported model. `model` is NAME, NAME@VERSION or None.
+
+    NAME means the newest version of a model. None means the newest version of the first model.
 
     Raises:
         BundleError: The bundle is missing or not usable.
@@ -51,19 +53,24 @@ def read_newest(model_repository: Path, model: str | None) -> Bundle:
 
 
 def choose_lengths(count: int, *, seed: int, longest: int, given: Sequence[int] = ()) -> list[int]:
-    """Return `count` lengths of at most `longest` tokens: `given` in a cycle, or a sample from real texts."""
+    """Return `count` lengths of at most `longest` tokens.
+
+    If `given` has lengths, repeat them in order. Otherwise sample the lengths of real texts.
+    """
     lengths = itertools.cycle(given) if given else sample_lengths(real_text_lengths(), count, seed)
     return [min(int(length), longest) for length in itertools.islice(lengths, count)]
 
 
 def random_workload(lengths: Sequence[int], *, vocab_size: int, seed: int) -> Workload:
-    """Draw sequences of random ids. The time of a dense encoder does not depend on the ids."""
+    """Make sequences of random ids. The computing time of a dense encoder does not depend on the ids."""
     rng = np.random.default_rng(seed)
     return Workload([rng.integers(0, vocab_size, length) for length in lengths])
 
 
 def text_workload(bundle: Bundle, lengths: Sequence[int], *, seed: int) -> Workload:
-    """Make texts of random words. Each word is one token, so a text and its special tokens have the given length.
+    """Make texts of random words. With its special tokens, each text has the given number of tokens.
+
+    Each word is one token.
 
     Raises:
         ValueError: The model has no tokenizer, no word is a single token, or a text cannot have its length.
@@ -97,8 +104,11 @@ def open_tokenizer(path: Path) -> Tokenizer:
 
 
 def single_token_words(tokenizer: Tokenizer) -> list[str]:
-    """Return the words of ASCII letters that are one token, both alone and after a word, in alphabetical order."""
-    # In some vocabularies a mark precedes the first letter of a word.
+    """Return the words of ASCII letters that are one token, at the start of a text and after another word.
+
+    The words are in alphabetical order.
+    """
+    # In some vocabularies, a marker precedes the first letter of a word.
     names = {name.lstrip("Ġ▁") for name in tokenizer.get_vocab()}
     words = sorted(name for name in names if name.isascii() and name.isalpha())
     once, twice = (
@@ -114,13 +124,13 @@ def windows(sequences: Sequence[TokenIds], size: int) -> list[list[TokenIds]]:
 
 
 def sorted_batches(sequences: Sequence[TokenIds], max_padded_tokens: int) -> list[list[TokenIds]]:
-    """Sort sequences by length and split them into batches of at most `max_padded_tokens` (longest × count).
+    """Sort sequences by length, and split them into batches of at most `max_padded_tokens` tokens, including padding.
 
-    A sequence that is longer than the limit is alone in its batch.
+    A sequence that is longer than this limit gets a batch of its own.
     """
     batches: list[list[TokenIds]] = []
     for sequence in sorted(sequences, key=len):
-        # In ascending order, the sequence that was added last is the longest.
+        # The order is ascending, so the sequence that is added last is the longest of its batch.
         if batches and len(sequence) * (len(batches[-1]) + 1) <= max_padded_tokens:
             batches[-1].append(sequence)
         else:

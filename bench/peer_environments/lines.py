@@ -1,6 +1,7 @@
-"""The protocol of the benchmark and a program in a peer's environment: each question and answer is a line of JSON.
+"""The protocol between the benchmark and a program in a peer's virtual environment.
 
-The module runs in the environments of the peers, so it imports the standard library only.
+A peer is another inference program that the benchmark measures. Each question and each answer is a line of JSON. This
+module runs in the environments of all peers, so it imports only the standard library.
 """
 
 import json
@@ -20,8 +21,9 @@ def answer_lines(prepare: Callable[[], tuple[dict[str, Any], Mapping[str, Callab
     """Answer questions until standard input ends.
 
     Args:
-        prepare: Loads everything. Returns the first answer, which needs no question, and the handlers by name. The
-            field `do` of a question names the handler. The other fields are the handler's arguments.
+        prepare: Loads the model or the workload. Returns the first answer, which is sent without a question, and the
+            handlers. The field `do` of a question is the name of the handler. The other fields are the handler's
+            arguments.
     """
     # Only answers go to standard output. The output of libraries goes to standard error.
     answers = os.fdopen(os.dup(1), "w")

@@ -1,8 +1,9 @@
 """Load generator for a peer: another inference server, infinity or Triton.
 
-It runs in a separate process, in the peer's environment. A request to infinity has one text, over HTTP; the reply has
-the vector in base64, the faster of infinity's two formats. A request to Triton has the ids of one sequence, over gRPC.
-All requests are built before the load starts. Replies under load are not parsed.
+The generator runs in a separate process, in the peer's virtual environment. A request to infinity goes over HTTP, and
+has one text. The reply has the vector in base64, which is the faster of infinity's two formats. A request to Triton
+goes over gRPC, and has the ids of one sequence. All requests are built before the load starts. Replies under load are
+not parsed.
 """
 
 import argparse
@@ -26,8 +27,8 @@ class Protocol(NamedTuple):
     """The requests and replies of a peer.
 
     Attributes:
-        given: The field of the workload file that is sent: "texts" or "ids".
-        packages: The packages whose versions go into the report.
+        given: The field of the workload file with the data for the requests: "texts" or "ids".
+        packages: The packages whose versions the report contains.
         request: Makes a request from one text or one list of ids.
         connect: Opens connections to an address and yields a function that makes one call.
         rows: Returns the array in a reply, (seq, d_model) or (1, d_model).
@@ -47,7 +48,7 @@ def infinity_request(text: str) -> bytes:
 
 @asynccontextmanager
 async def infinity_connection(address: str) -> AsyncIterator[Ask]:
-    """Yield a function that makes one call. Each caller gets a connection."""
+    """Yield a function that makes one call. Each caller gets a connection of its own."""
     import aiohttp
 
     async with aiohttp.ClientSession(
@@ -64,7 +65,7 @@ async def infinity_connection(address: str) -> AsyncIterator[Ask]:
 
 
 def infinity_rows(reply: bytes) -> Any:
-    """Return the vector, (1, d_model)."""
+    """Return the vector in a reply, (1, d_model)."""
     return np.frombuffer(base64.b64decode(json.loads(reply)["data"][0]["embedding"]), np.float32)[None]
 
 
@@ -82,7 +83,7 @@ def triton_request(ids: list[int]) -> bytes:
 
 @asynccontextmanager
 async def triton_connection(address: str) -> AsyncIterator[Ask]:
-    """Yield a function that makes one call. All callers share a channel."""
+    """Yield a function that makes one call. All callers share one channel."""
     import grpc
 
     async with grpc.aio.insecure_channel(address, options=[("grpc.max_receive_message_length", -1)]) as channel:
@@ -92,7 +93,7 @@ async def triton_connection(address: str) -> AsyncIterator[Ask]:
 
 
 def triton_rows(reply: bytes) -> Any:
-    """Return the hidden states, (seq, d_model)."""
+    """Return the hidden states in a reply, (seq, d_model)."""
     from tritonclient.grpc.service_pb2 import ModelInferResponse
 
     response = ModelInferResponse.FromString(reply)
@@ -114,11 +115,11 @@ PROTOCOLS = {
 async def closed_loop(
     ask: Ask, requests: list[bytes], *, callers: int, warmup_seconds: float, seconds: float
 ) -> dict[str, Any]:
-    """Run callers that send the next request after each reply.
+    """Run several callers. Each caller sends its next request after the reply to the last one.
 
     Returns:
-        `answered`: for each reply after the warm-up and before the end, the index of the request and the seconds until
-            the reply.
+        `answered`: the index of the request, and the seconds until the reply, for each reply after the warm-up and
+            before the end.
     """
     order = itertools.cycle(range(len(requests)))  # all callers share this iterator
     begin = time.perf_counter() + warmup_seconds
@@ -137,7 +138,7 @@ async def closed_loop(
 
 
 def main() -> None:
-    """Answer the commands "run" and "check" from standard input until its end."""
+    """Answer the commands "run" and "check" until standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", choices=sorted(PROTOCOLS), required=True)
     parser.add_argument("--address", required=True, metavar="HOST:PORT")

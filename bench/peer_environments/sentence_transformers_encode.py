@@ -1,6 +1,7 @@
-"""Encodes texts with sentence-transformers in this process. Runs in sentence-transformers' environment.
+"""Encodes texts with sentence-transformers in this process.
 
-The library gets all texts in one call and sorts them by length. Only `encode` is timed.
+The program runs in the virtual environment of sentence-transformers. The library gets all texts in one call, and sorts
+the texts by length. Only the call of `encode` is timed.
 """
 
 import argparse
@@ -18,7 +19,7 @@ OUTPUTS = {"tokens": "token_embeddings", "pooled": "sentence_embedding"}
 
 
 def main() -> None:
-    """Answer the commands "run" and "check" from standard input until its end."""
+    """Answer the commands "run" and "check" until standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", required=True)
     parser.add_argument("--workload", type=Path, required=True)

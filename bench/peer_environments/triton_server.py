@@ -1,7 +1,7 @@
-"""Serves a bundle's graph with Triton, through pytriton, until standard input ends. Runs in Triton's environment.
+"""Serves an ONNX graph with Triton until standard input ends.
 
-A request is INT64 [1, seq], a reply FP32 [1, seq, d_model]. Triton's dynamic batcher is on. The batcher combines only
-requests of the same length.
+The program starts Triton through pytriton, and runs in Triton's virtual environment. A request is INT64 [1, seq]. A
+reply is FP32 [1, seq, d_model]. Triton's dynamic batcher is on. The batcher combines only requests of the same length.
 """
 
 import argparse
@@ -20,7 +20,7 @@ MAX_BATCH = 64
 
 
 def make_instance(options: argparse.Namespace) -> Callable[..., Any]:
-    """Return an instance of the model: a function of (batch, seq) ids, with encserve's session options."""
+    """Return an instance of the model: a function that takes ids, (batch, seq). It uses encserve's session options."""
     session_options = ort.SessionOptions()
     session_options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     session_options.intra_op_num_threads = options.threads // options.instances
@@ -44,11 +44,16 @@ def main() -> None:
     """Serve until standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--graph", required=True)
-    parser.add_argument("--inputs", nargs="+", required=True, help="ids, mask, and token types if the graph has them")
+    parser.add_argument(
+        "--inputs",
+        nargs="+",
+        required=True,
+        help="the names of the inputs: ids, mask, and token types if the graph has them",
+    )
     parser.add_argument("--output", required=True)
     parser.add_argument("--d-model", type=int, required=True)
     parser.add_argument("--ports", type=int, nargs=3, required=True, metavar=("GRPC", "HTTP", "METRICS"))
-    parser.add_argument("--threads", type=int, required=True, help="the CPU threads of all instances together")
+    parser.add_argument("--threads", type=int, required=True, help="the total number of CPU threads of all instances")
     parser.add_argument("--instances", type=int, required=True)
     options = parser.parse_args()
     grpc_port, http_port, metrics_port = options.ports

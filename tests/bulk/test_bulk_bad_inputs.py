@@ -1,4 +1,4 @@
-"""If `encserve embed` cannot continue, it prints one line with the reason and leaves no incomplete output file."""
+"""If `encserve embed` cannot continue, it prints one line with the reason, and leaves no incomplete output file."""
 
 import contextlib
 import re
@@ -50,7 +50,7 @@ def numbers(path: Path) -> None:
 def test_an_unreadable_file_stops_the_job_first(
     encoder: Path, tmp_path: Path, spoil: Callable[[Path], None], problem: str
 ) -> None:
-    """`encserve embed` opens all input files before it computes the first vector."""
+    """If the second of three input files is not readable, `encserve embed` fails and writes no output."""
     corpus = write_corpus(tmp_path / "texts", 3000, files=3)
     spoil(corpus[1])
     done = run("embed", *corpus, "--keep", "id", "--output", f"{tmp_path}/vectors/", "--bundle", encoder)
@@ -80,12 +80,15 @@ def mount(folder: Path, options: str) -> None:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """Mount a small file system at `folder` during the block. If this process may not mount, skip the test."""
+    """Mount a small file system at `folder` until the end of the `with` block.
+
+    If this process may not mount file systems, skip the test.
+    """
     folder.mkdir()
     try:
         mount(folder, f"size={size}")
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"the test needs the right to mount a file system: {error}")
+        pytest.skip(f"this process may not mount a file system: {error}")
     try:
         yield folder
     finally:
@@ -93,7 +96,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 def test_a_full_disk(encoder: Path, tmp_path: Path) -> None:
-    """Finished output files stay on the full disk. When the disk has more space, the next run continues the job."""
+    """If the disk is full, the job fails and keeps the finished output files. With more space, a new run continues."""
     corpus = write_corpus(tmp_path / "texts", 12_000, files=12)
     with small_disk(tmp_path / "disk", "700k") as disk:
         command = ("embed", *corpus, "--keep", "id", "--output", f"{disk}/vectors/", "--bundle", encoder)

@@ -1,4 +1,4 @@
-"""`encserve embed` reads from and writes to S3 and Google Cloud Storage, both emulated on this machine."""
+"""`encserve embed` reads and writes files on S3 and Google Cloud Storage. Both are emulated on this machine."""
 
 import subprocess
 import sys
@@ -24,22 +24,22 @@ SOME_REJECTED = 3
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Input files in three formats: Parquet, JSON lines and compressed JSON lines.
 
-    A job can read byte ranges of Parquet and JSON lines. It reads a compressed file from the beginning.
+    A job can read byte ranges of Parquet and JSON lines. A job reads a compressed file from the beginning.
     """
     paths = write_corpus(tmp_path_factory.mktemp("corpus") / "texts", ROWS, FILES)
     for i, suffix in ((2, ".jsonl"), (4, ".jsonl.gz")):
         lines = parquet.read_table(paths[i]).to_pandas().to_json(orient="records", lines=True)
         paths[i] = paths[i].with_name(paths[i].stem + suffix)
-        with pa.output_stream(paths[i]) as stream:  # compresses if the name ends with .gz
+        with pa.output_stream(paths[i]) as stream:  # compresses the file if its name ends with .gz
             stream.write(lines.encode())
     return paths
 
 
 class Bucket:
-    """The bucket "corpus" of an emulated object store. The methods call the emulator directly, not through CutProxy."""
+    """The bucket "corpus" of an emulated object store. The methods call the emulator directly, without `CutProxy`."""
 
     def __init__(self, files: Any, root: str, options: str = "") -> None:
-        """`root` is the start of every URI, and `options` is the query string at its end."""
+        """`root` is the start of every URI. `options` is the query string at the end of every URI."""
         self.files, self.root, self.options = files, root, options
 
     def uri(self, path: str) -> str:
@@ -52,7 +52,7 @@ class Bucket:
         return [self.uri(f"texts/{it.name}") for it in paths]
 
     def contents(self, folder: str) -> dict[str, bytes]:
-        """Map the name of each output file in a job's folder, without _plan.json, to the content of the file."""
+        """Return the content of each output file in a job's folder, except _plan.json. The keys are the file names."""
         found = self.files.get_file_info(fs.FileSelector(f"corpus/{folder}", recursive=True, allow_not_found=True))
         paths = [it.path for it in found if it.type == fs.FileType.File and it.base_name != "_plan.json"]
         return {it.removeprefix(f"corpus/{folder}/"): self.files.open_input_stream(it).read() for it in paths}
@@ -66,7 +66,7 @@ def output_of(contents: dict[str, bytes]) -> Any:
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[tuple[Bucket, CutProxy]]:
-    """A bucket of an S3 emulator, and the proxy between the jobs and the emulator."""
+    """A bucket of an S3 emulator, and a proxy. Jobs call the emulator through this proxy, which can cut connections."""
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     port = server.get_host_and_port()[1]
@@ -107,7 +107,7 @@ class Alone:
 
     Attributes:
         contents: The contents of the output files; the keys are file names.
-        passed: The number of bytes that passed the proxy in each direction.
+        passed: The number of bytes that went through the proxy in each direction.
     """
 
     contents: dict[str, bytes]
@@ -131,7 +131,10 @@ def test_s3_in_and_out(alone: Alone) -> None:
 def test_a_job_continues_after_a_lost_connection_to_s3(
     s3: tuple[Bucket, CutProxy], command: tuple[object, ...], alone: Alone, tmp_path: Path, direction: Direction
 ) -> None:
-    """The first run prints one error line and leaves only complete files. The second run writes the missing files."""
+    """The proxy cuts the connection of a job. The job prints one error line, and leaves only complete files.
+
+    The second run writes the missing files.
+    """
     (bucket, proxy), folder = s3, f"cut-{direction}"
     variables = environment(proxy, tmp_path / "temporary")
     proxy.mend()
@@ -171,7 +174,7 @@ def gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
 
 
 def test_gs_in_and_out(gcs: Bucket, corpus: list[Path], encoder: Path) -> None:
-    """If an output file is deleted, the next run writes only this file again."""
+    """A job writes the expected vectors. If one output file is deleted, the next run writes only this file again."""
     command = ("embed", *gcs.upload(corpus), "--keep", "id", "--bundle", encoder, "--max-batch-tokens", 1024)
     output = gcs.uri("vectors")
     done = run(*command, "--output", output)

@@ -17,7 +17,7 @@ from encserve_cli.job import PartLimits, embed_files
 
 TEXTS = [text(5, 6, 7), text(8), None, text(9, 9), text(*[5] * 100), *(text(3 + i) for i in range(20))]
 REJECTED = (2, 4)
-PART_ROWS = 10  # few rows, so that a job writes several files
+PART_ROWS = 10  # rows in an output file; few rows, so that a job writes several files
 
 Rows = list[dict[str, Any]]
 
@@ -76,7 +76,7 @@ MADE: dict[str, tuple[dict[str, Any], dict[str, pa.DataType]]] = {
 
 
 def plain(value: Any) -> Any:
-    """Convert a cell from any reader to Python lists and numbers."""
+    """Convert the value of a reader's cell to Python lists and numbers."""
     if isinstance(value, np.ndarray | list):
         return [plain(it) for it in value]
     if isinstance(value, float) and np.isnan(value):  # pandas reads null as NaN
@@ -86,7 +86,10 @@ def plain(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", MADE)
 def test_four_readers_find_the_same(tiny: Path, tmp_path: Path, name: str) -> None:
-    """The output columns are null for rejected texts, and all readers return the same values."""
+    """A job embeds texts, and rejects two of them. All readers return the same values.
+
+    The outputs of the rejected texts are null.
+    """
     (asked, columns), corpus = MADE[name], tmp_path / "texts.parquet"
     parquet.write_table(pa.table({"id": range(len(TEXTS)), "text": TEXTS}), corpus)
     folder = tmp_path / "vectors"

@@ -1,4 +1,4 @@
-"""`encserve embed` writes one row for each text despite interruptions; its memory does not grow with the corpus."""
+"""`encserve embed` writes one row for each text, even after interruptions. Its memory does not grow with the corpus."""
 
 import contextlib
 import random
@@ -89,7 +89,7 @@ def alone(corpus: Path, encoder: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def killed_at_random(rows: int, corpus: Path, output: Path, bundle: Path, part_seconds: float) -> Iterator[list[str]]:
-    """Start and kill the job KILLS times; after each kill, yield the names of the finished output files."""
+    """Start and kill the job KILLS times. After each kill, yield the names of the finished output files."""
     parts = -(-rows // 20_000)
     for begun in sorted(random.sample(range(parts - 3), KILLS)):
         with running(*command(corpus, output, bundle)) as process:
@@ -109,7 +109,10 @@ def test_every_row_once_and_in_order(rows: int, alone: Done) -> None:
 def test_a_job_killed_five_times_gives_the_same_bytes(
     rows: int, corpus: Path, alone: Done, encoder: Path, tmp_path: Path
 ) -> None:
-    """After the five kills, the last run does not write a finished output file again."""
+    """A job that was killed five times writes the same files as an uninterrupted job.
+
+    The last run does not write finished output files again.
+    """
     output = tmp_path / "vectors"
     made: dict[str, int] = {}
     for names in killed_at_random(rows, corpus, output, encoder, alone.seconds * 20_000 / rows):
@@ -137,7 +140,7 @@ def test_two_runs_of_a_job_at_once(encoder: Path, tmp_path: Path) -> None:
 
 
 class SlowSource(LocalSource):
-    """A LocalSource whose first `open` begins with `other()`, which starts a second run of the same job."""
+    """A LocalSource whose first `open` calls `other()` before it opens the model. `other()` starts the same job."""
 
     def __init__(self, bundle: Path, other: Callable[[], None]) -> None:
         super().__init__(bundle, EngineOptions())

@@ -1,4 +1,7 @@
-"""`encserve embed` with a server: the job is killed, the server restarts, or the server refuses calls for a while."""
+"""`encserve embed` with a server writes all vectors after interruptions.
+
+The job is killed, the server restarts, or the server refuses calls for some seconds.
+"""
 
 import asyncio
 import contextlib
@@ -86,7 +89,7 @@ def test_a_killed_job_continues(corpus: list[Path], want: Any, encoder: Path, tm
 def killed_after(parts: int, output: Path, bundle: Path) -> Iterator[str]:
     """Run a server and yield its address.
 
-    When the job has finished `parts` output files, the server is killed. It starts again two seconds later.
+    When the job has finished `parts` output files, the server is killed. Two seconds later, the server starts again.
     """
     flags = ("--grpc-port", str(free_port()))
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,7 @@
-"""`encserve bench` and its load generator, against a real server with a tiny model or against a fake server."""
+"""Tests of `encserve bench` and its load generator.
+
+The server is either a real server with a tiny model or a fake server.
+"""
 
 import asyncio
 import json
@@ -24,7 +27,8 @@ from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_proto.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 
 DOCS = Path(__file__).parent.parent.parent / "docs/bench.md"
-# Seconds of one load: enough for some calls on a busy machine. The time starts when all load generators have connected.
+# Duration of one load in seconds. It is long enough for some calls, even on a busy machine. The load starts when all
+# load generators have connected.
 SECONDS = 1.0
 ONE = Request()
 SHORT: dict[str, Any] = {"seconds": SECONDS, "warmup_seconds": 0.1}
@@ -54,14 +58,17 @@ def bench(server: RealServer, *arguments: str) -> Result:
 
 
 def computed(server: RealServer) -> tuple[float, float]:
-    """The numbers of sequences and tokens that the server has computed since its start. No call may be running."""
+    """Return the numbers of sequences and tokens that the server has computed since its start.
+
+    No call may be running.
+    """
     return server.metric("encserve_batch_sequences_sum"), server.metric("encserve_tokens_total")
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("stream", [False, True])
 def test_closed_loop(server: RealServer, stream: bool) -> None:
-    """The result is the sum over both generator processes, and agrees with the server's metrics."""
+    """Two processes generate the load. The result is the sum of both, and agrees with the server's metrics."""
     work = calls(server.target, [3, 5], Request(sequences_per_call=2))
     before = computed(server)
     result = closed_loop(
@@ -77,7 +84,7 @@ def test_closed_loop(server: RealServer, stream: bool) -> None:
     sequences, tokens = (after - earlier for after, earlier in zip(computed(server), before, strict=True))
     assert tokens == 4 * sequences >= result.tokens
     assert result.server is not None
-    # A batch may end while the server writes its metrics page, so the figures of one page need not agree exactly.
+    # A batch may end while the server writes its metrics page. The figures on one page may then differ slightly.
     assert 0 < result.server.sequences <= sequences
     assert 0 < result.server.tokens <= tokens
     assert result.server.compute_seconds
@@ -96,7 +103,10 @@ def test_open_loop(server: RealServer) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_refused_is_counted(server: RealServer, stream: bool) -> None:
-    """Refused calls are counted by their reason. They are not in `calls` and have no `latency_seconds`."""
+    """The load exceeds the server's queue. The result counts the refused calls by their reason.
+
+    `calls` and `latency_seconds` of the result do not include refused calls.
+    """
     work = calls(server.target, [LONGEST] * 2, Request(sequences_per_call=2))
     result = closed_loop(server.target, work, concurrency=16, stream=stream, metrics_url=metrics(server), **SHORT)
     assert list(result.errors) == ["RESOURCE_EXHAUSTED QUEUE_FULL"]
@@ -107,7 +117,10 @@ def test_what_is_refused_is_counted(server: RealServer, stream: bool) -> None:
 
 
 async def test_too_many_calls_out(service: FakeEncoder) -> None:
-    """While the only allowed call waits for the server, later calls are not sent and count as NOT_SENT."""
+    """With `max_outstanding=1`, no second call is sent while the first call waits for its reply.
+
+    The calls that were due in this time count as NOT_SENT.
+    """
     answering = asyncio.Event()
 
     async def hang(request: pb.EncodeRequest) -> None:
@@ -139,7 +152,7 @@ async def test_a_wrong_answer_is_noticed(service: FakeEncoder, tmp_path: Path) -
     service.before = shorter
     lengths = tmp_path / "lengths.json"
     lengths.write_text("[3]")
-    # With --rate, a reply after the end of the load still counts, so the result has calls even on a slow machine.
+    # With --rate, a reply after the end of the load still counts. Even on a slow machine, the result then has calls.
     arguments = ["--rate", "20", "--lengths", str(lengths), "--seconds", str(SECONDS), "--warmup-seconds", "0"]
     printed = await asyncio.to_thread(CliRunner().invoke, cli, ["--target", service.target, "bench", *arguments])
     assert printed.exit_code == 1
@@ -161,7 +174,10 @@ async def test_several_servers_take_turns(service: FakeEncoder) -> None:
 
 @pytest.mark.system
 async def test_a_server_that_fails(service: FakeEncoder) -> None:
-    """After an error a load caller waits 10 ms, so that a failing server does not get thousands of requests."""
+    """After an error the load generator waits 10 ms before the next call.
+
+    A failing server therefore does not get thousands of requests.
+    """
 
     async def fail(request: pb.EncodeRequest) -> None:
         raise Refused(grpc.StatusCode.INTERNAL, "broken")
@@ -199,7 +215,7 @@ def test_no_server() -> None:
 
 
 def fields(value: Any, name: str = "") -> Iterator[str]:
-    """The paths of all fields of a JSON object, such as `runs[].calls`.
+    """Yield the path of each field of a JSON object, such as `runs[].calls`.
 
     The keys of `refused` are reasons, not fields.
     """
@@ -215,7 +231,10 @@ def fields(value: Any, name: str = "") -> Iterator[str]:
 
 @pytest.mark.system
 def test_json(server: RealServer, tmp_path: Path) -> None:
-    """The JSON has exactly the fields that docs/bench.md lists. --output-json writes the printed object to a file."""
+    """The printed JSON has exactly the fields that docs/bench.md lists.
+
+    --output-json also writes the printed JSON to a file.
+    """
     lengths, out = tmp_path / "lengths.json", tmp_path / "out.json"
     lengths.write_text(json.dumps([LONGEST, LONGEST + 6]))
     load = ["--concurrency", "1", "--concurrency", "16", "--lengths", str(lengths), "--sequences-per-call", "2"]
@@ -235,7 +254,7 @@ def test_json(server: RealServer, tmp_path: Path) -> None:
 def test_tables(server: RealServer) -> None:
     """The tables are at most 80 columns wide.
 
-    Notes below a table report truncated sequences, late calls and missing metrics.
+    Notes below a table name truncated sequences, late calls and missing metrics.
     """
     load = ["--rate", "30", "--rate", "50", "--stream", "--pooling", "mean"]
     result = bench(server, *load, "--metrics-url", metrics(server))
@@ -280,7 +299,7 @@ async def test_vectors(service: FakeEncoder, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.system
 async def test_encryption_and_a_token(service: FakeEncoder, tmp_path: Path) -> None:
-    """The load generators are separate processes. They use the CA file and the token of the command."""
+    """The load generators are separate processes. They also use the CA file and the token from the command line."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     server = grpc.aio.server()
@@ -315,7 +334,7 @@ def test_what_cannot_be_asked_for(server: RealServer, arguments: list[str], text
 
 
 def test_a_result_may_be_made_by_hand() -> None:
-    """A script can build a `LoadResult` from these fields alone."""
+    """A script can build a `LoadResult` from a few fields. The result then computes rates and percentiles."""
     import numpy as np
 
     result = LoadResult(
@@ -338,7 +357,10 @@ def test_a_result_may_be_made_by_hand() -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("says_something", [True, False])
 def test_a_parent_that_goes_when_all_is_done_is_no_news(says_something: bool) -> None:
-    """`_listen` returns without an error if the event loop is already closed when the parent sends or disconnects."""
+    """A load generator process listens to its parent process. In this test, its event loop is already closed.
+
+    `_listen` returns without an error if the parent then sends a message or disconnects.
+    """
     loop = asyncio.new_event_loop()
     loop.close()
     near, far = multiprocessing.Pipe()

@@ -1,4 +1,4 @@
-"""The commands of `encserve` against a fake server: printed tables, JSON, output files and errors."""
+"""Tests of the `encserve` commands against a fake server: printed tables, JSON, output files and errors."""
 
 import asyncio
 import json
@@ -38,14 +38,17 @@ LONG = "a rather long text " * 15
 async def encserve(
     service: FakeEncoder, *arguments: str, status: int = 0, env: Mapping[str, str] = MappingProxyType({})
 ) -> Result:
-    """Run the command in 80 columns. Tables must not be wider. JSON, `models` and error messages may be wider."""
+    """Run the command in a terminal of 80 columns.
+
+    Tables must not be wider. JSON, the output of `models`, and error messages may be wider.
+    """
     result = await commands.encserve(service, *arguments, status=status, env={"COLUMNS": "80", **env})
     assert max(map(len, result.output.splitlines())) <= 80 or {"--json", "models"} & set(arguments) or status
     return result
 
 
 async def test_encode(service: FakeEncoder) -> None:
-    """The output has a table for each text, the shape, the model and the times."""
+    """The command prints a table for each text, the shape of the result, the model and the times."""
     result = await encserve(service, "encode", "two words", "[red]no markup[/red]")
     assert (result.exit_code, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
@@ -90,7 +93,10 @@ async def test_encode_to_a_file(service: FakeEncoder, tmp_path: Path) -> None:
 
 
 async def test_similarity(service: FakeEncoder) -> None:
-    """The matrix is printed as numbers. If the matrix is too wide for the terminal, it is split into several tables."""
+    """The command prints the cosine similarity of all pairs of texts as a matrix.
+
+    A matrix that is wider than the terminal is printed as several tables.
+    """
     result = await encserve(service, "similarity", "one", "one", LONG)
     rows = [line.split() for line in result.stdout.splitlines() if line.lstrip()[:1] in {"1", "2", "3"}]
     assert [row[-3:-1] for row in rows if row[0] == "1"] == [["1.000", "1.000"]]
@@ -110,7 +116,10 @@ async def test_similarity_json(service: FakeEncoder) -> None:
 
 
 async def test_embed(service: FakeEncoder) -> None:
-    """The table has one line for each text. The request has the task, prompt name and truncation of the flags."""
+    """The table has one line for each text.
+
+    The request has the task, the prompt name and the truncation that the flags set.
+    """
     options = ["--task", "query", "--prompt-name", "q", "--truncate"]
     result = await encserve(service, "embed", "two words", "one", *options)
     assert (result.exit_code, result.stderr) == (0, "")
@@ -138,7 +147,10 @@ async def test_embed_what_maxsim_compares(service: FakeEncoder, tmp_path: Path) 
 
 
 async def test_embed_pooled_vectors(service: FakeEncoder) -> None:
-    """If a multi-vector model pools its vectors, the vectors belong to no token. The table then shows "(pooled)"."""
+    """If a multi-vector model pools its vectors, a vector does not belong to a token.
+
+    The table then shows "(pooled)" instead of a token.
+    """
     service.model_info = LATE
 
     async def pooled(request: pb.EncodeRequest) -> pb.EncodeResponse:
@@ -153,7 +165,10 @@ async def test_embed_pooled_vectors(service: FakeEncoder) -> None:
 
 
 async def test_embed_weights(service: FakeEncoder, tmp_path: Path) -> None:
-    """For a sparse model the largest weights are printed first, each with its token. SciPy reads the output file."""
+    """For a sparse model the largest weights are printed first, each with its token.
+
+    SciPy can load the output file.
+    """
     service.model_info = SPARSE
     result = await encserve(service, "embed", "the vector with weights", "--max-rows", "2")
     lines = [line.split() for line in result.stdout.splitlines()]
@@ -176,9 +191,9 @@ async def test_embed_weights(service: FakeEncoder, tmp_path: Path) -> None:
 async def test_similarity_is_a_ranking(
     service: FakeEncoder, model: pb.ModelInfo, compared_by: str, score: float
 ) -> None:
-    """The first text is the query.
+    """The first text is the query, and the other texts are documents.
 
-    The other texts are documents, printed by descending score. The requests have a task only if the model has tasks.
+    The table lists the documents by descending score. The requests have a task only if the model has tasks.
     """
     service.model_info = model
     kind = ["--kind", "sparse"] if model is WHICHEVER else []
@@ -219,7 +234,7 @@ async def test_similarity_of_texts_of_one_task(service: FakeEncoder) -> None:
 async def test_a_page_of_what_met(service: FakeEncoder, tmp_path: Path) -> None:
     """--html writes a page with one figure for each document.
 
-    The command refuses --html if the model's outputs are not compared by MaxSim.
+    If the model does not compare texts by MaxSim, the command refuses --html.
     """
     service.model_info, path = LATE, tmp_path / "met.html"
     result = await encserve(service, "similarity", "two words", "one", "four five", "--html", str(path))
@@ -234,7 +249,10 @@ async def test_a_page_of_what_met(service: FakeEncoder, tmp_path: Path) -> None:
 
 
 async def test_what_similarity_cannot_compare(service: FakeEncoder) -> None:
-    """The command refuses a query without vectors, weights compared by cosine, and --pooling with --kind sparse."""
+    """The command refuses a query without vectors, and a sparse model with cosine similarity.
+
+    It also refuses --pooling together with --kind sparse.
+    """
     service.model_info = LATE
     result = await encserve(service, "similarity", "", "two", status=1)
     assert result.stderr == "Error: query must have at least 1 vector; had none\n"
@@ -246,9 +264,9 @@ async def test_what_similarity_cannot_compare(service: FakeEncoder) -> None:
 
 
 async def test_tokenize(service: FakeEncoder, tmp_path: Path) -> None:
-    """Each text has a table, in which special tokens have no offsets.
+    """The command prints a table of tokens for each text. Special tokens have no offsets.
 
-    With --json each text gives one line of JSON, for any number of texts.
+    With --json the command prints one line of JSON for each text, even for 1,000 texts.
     """
     result = await encserve(service, "tokenize", "two words", "", "--task", "query", "--offset-unit", "utf8_bytes")
     lines = [line.split() for line in result.stdout.splitlines()]
@@ -276,14 +294,14 @@ async def test_tokenize(service: FakeEncoder, tmp_path: Path) -> None:
 
 
 async def test_tokens_are_named_only_where_they_are_shown(service: FakeEncoder, tmp_path: Path) -> None:
-    """A request asks for token strings only if the output shows them, because they enlarge the reply."""
+    """A request asks for token strings only if the output contains them, because token strings enlarge the reply."""
     for command, suffix in (("embed", ".npy"), ("embed", ".jsonl"), ("encode", ".npz"), ("encode", ".jsonl")):
         await encserve(service, command, "two words", "--output", str(tmp_path / f"out{suffix}"))
     assert [it.options.include_token_strings for it in service.requests] == [False, False, False, True]
 
 
 async def test_models_of_other_kinds(service: FakeEncoder) -> None:
-    """The table lists the model's kinds of output with their widths, and the maximum number of tokens of each task."""
+    """`models` lists the width of each kind of output, and the maximum number of tokens for each task."""
     service.model_info.CopyFrom(WHICHEVER)
     service.model_info.tasks.extend(TASKS)
     lines = [line.split() for line in (await encserve(service, "models", env=TERMINAL)).stdout.splitlines()]
@@ -294,7 +312,7 @@ async def test_models_of_other_kinds(service: FakeEncoder) -> None:
 
 
 async def test_models(service: FakeEncoder) -> None:
-    """Names and fingerprints are printed in full, on a terminal and in a pipe."""
+    """`models` prints names and fingerprints in full, both on a terminal and in a pipe."""
     name = service.model_info.name = "a-model-with-a-name-of-forty-characters-"
     service.model_info.max_outputs = 16
     shown = (await encserve(service, "models", env=TERMINAL)).stdout

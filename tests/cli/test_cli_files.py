@@ -1,4 +1,7 @@
-"""`encserve embed` and `encode` with files: results come in input order, or no output file is written."""
+"""Tests of `encserve embed` and `encserve encode` with input and output files.
+
+The results are in input order. If an input fails, no output file is written.
+"""
 
 import asyncio
 import csv
@@ -61,7 +64,10 @@ async def vectors_of(service: FakeEncoder, texts: list[str]) -> Any:
 
 
 async def test_progress_is_shown_on_a_terminal(service: FakeEncoder, tmp_path: Path) -> None:
-    """On a terminal a progress bar shows the total, or "?" if the total is unknown. In a pipe no progress is shown."""
+    """On a terminal a progress bar shows the number of inputs, or "?" if the number is unknown.
+
+    In a pipe there is no progress bar.
+    """
     for suffix, total in ((".txt", "63"), (".csv", "?")):
         command = ("embed", write_texts(tmp_path, suffix), "--output", tmp_path / "vectors.npy")
         result = await encserve(service, *command, env=TERMINAL)
@@ -71,7 +77,10 @@ async def test_progress_is_shown_on_a_terminal(service: FakeEncoder, tmp_path: P
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv", ".tsv", ".parquet", ".csv.gz", ".jsonl.zst"])
 async def test_files_in_and_one_vector_each_out(service: FakeEncoder, tmp_path: Path, suffix: str) -> None:
-    """Every input format gives one vector for each text, in the order of the texts. An empty text gets a vector too."""
+    """For every input format, the output has one vector for each text, in input order.
+
+    An empty text also gets a vector.
+    """
     (tmp_path / "inputs").mkdir()
     path, output = write_texts(tmp_path / "inputs", suffix), tmp_path / "vectors.npy"
     result = await encserve(service, "embed", path, "--output", output)
@@ -127,7 +136,10 @@ async def test_int8_in_every_form(service: FakeEncoder, tmp_path: Path) -> None:
 
 
 async def test_rows_of_every_token(service: FakeEncoder, tmp_path: Path) -> None:
-    """`encode` writes hidden states and token ids to .npz, .jsonl and .parquet files. It refuses .npy and .csv."""
+    """`encode` writes hidden states and token ids to .npz, .jsonl and .parquet files.
+
+    It refuses .npy and .csv files.
+    """
     source = write_texts(tmp_path, ".txt")
     for suffix in (".npz", ".jsonl", ".parquet"):
         result = await encserve(service, "encode", source, "--output", tmp_path / f"v{suffix}")
@@ -185,7 +197,10 @@ async def test_arguments_files_and_standard_input_together(service: FakeEncoder,
 async def test_a_mistyped_file_is_not_taken_for_a_text(
     service: FakeEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An argument that looks like a file but cannot be read is an error. With --text every argument is a text."""
+    """If an argument looks like a file name but cannot be read, the command fails.
+
+    With --text the command takes every argument as a text.
+    """
     (tmp_path / "folder").mkdir()
     (tmp_path / "x.dat").write_text("text")
     monkeypatch.chdir(tmp_path)
@@ -224,7 +239,10 @@ def test_only_a_line_feed_ends_a_line_and_bytes_must_be_utf8(tmp_path: Path, suf
 
 
 def test_a_long_field_and_a_carriage_return_in_a_csv_file(tmp_path: Path) -> None:
-    """A field may be longer than 128 KiB, the default limit of the csv module. A carriage return may end a line."""
+    """A field may be longer than 128 KiB, the default limit of Python's csv module.
+
+    A carriage return alone may end a line.
+    """
     path = tmp_path / "t.csv"
     path.write_bytes(b"text\r" + b"x" * 200_000 + b"\rtwo\r")
     assert [len(it.value) for it in read_inputs([str(path)], None, ids=False)] == [200_000, 3]
@@ -244,9 +262,9 @@ def test_a_column_of_parquet_must_hold_text_or_ids(tmp_path: Path) -> None:
 
 
 async def test_token_ids(service: FakeEncoder, tmp_path: Path) -> None:
-    """Token ids are read from arguments, .txt lines and JSON lists.
+    """With --ids the command reads token ids from arguments, .txt lines and JSON lists.
 
-    The output file has the ids beside the hidden states.
+    The output file has the token ids and the hidden states.
     """
     (tmp_path / "ids.txt").write_text("1 3 2\n")
     (tmp_path / "ids.jsonl").write_text('[1, 4, 2]\n{"text": [1, 5, 2]}\n')
@@ -294,7 +312,7 @@ async def test_options_are_the_servers(service: FakeEncoder, tmp_path: Path) -> 
 async def test_what_cannot_be_read(
     service: FakeEncoder, tmp_path: Path, name: str, text: str | None, flags: list[str], problem: str
 ) -> None:
-    """The error is a single line. An existing output file stays unchanged."""
+    """If the input cannot be read, the error is a single line. An existing output file stays unchanged."""
     path, output = tmp_path / name, tmp_path / "v.npz"
     output.write_text("before")
     if text is not None:
@@ -316,14 +334,17 @@ async def test_a_text_that_is_refused_is_named_by_its_line(service: FakeEncoder,
 async def test_another_suffix_and_too_many_to_print(service: FakeEncoder, tmp_path: Path) -> None:
     result = await encserve(service, "embed", "one", "--output", tmp_path / "v.out", status=1)
     assert "must end in .npy, .npz, .jsonl, .csv, .parquet; was .out" in result.stderr
-    assert not service.requests, "the error comes before the first request"
+    assert not service.requests, "the command must fail before the first request"
     (tmp_path / "t.txt").write_text("a\n" * 1001)
     result = await encserve(service, "embed", tmp_path / "t.txt", status=1)
     assert "more than 1,000 inputs are not printed: --output FILE takes any number" in result.stderr
 
 
 async def test_a_server_without_room_is_asked_again(service: FakeEncoder, tmp_path: Path) -> None:
-    """If the server's queue is full, the command retries more often than a call of the client does: here 12 times."""
+    """If the server's queue is full, the command retries more often than the client does.
+
+    In this test, the command retries 12 times.
+    """
     full = 12
 
     async def refuse(request: pb.EncodeRequest) -> None:
@@ -338,7 +359,10 @@ async def test_a_server_without_room_is_asked_again(service: FakeEncoder, tmp_pa
 
 
 async def test_a_failed_input_ends_the_waits_for_room(service: FakeEncoder, tmp_path: Path) -> None:
-    """One call fails while the other calls wait 100 s for a retry. The command does not wait for these retries."""
+    """One call fails while the other calls wait 100 s before a retry.
+
+    The command fails at once and does not wait for these retries.
+    """
     others_wait = asyncio.Event()
 
     async def refuse(request: pb.EncodeRequest) -> None:
@@ -355,7 +379,10 @@ async def test_a_failed_input_ends_the_waits_for_room(service: FakeEncoder, tmp_
 
 
 def test_no_more_is_read_than_a_few_calls_ahead_of_what_is_written() -> None:
-    """The command reads only a few calls ahead of the output, so its memory does not grow with the input file."""
+    """At any time, the command has read only a few calls of inputs that are not yet written.
+
+    Its memory use therefore does not grow with the size of the input file.
+    """
     read: list[int] = []
 
     def inputs() -> Iterator[Sent]:
@@ -372,7 +399,7 @@ def test_no_more_is_read_than_a_few_calls_ahead_of_what_is_written() -> None:
 
 
 def test_reading_is_a_stream(tmp_path: Path) -> None:
-    """The file is read line by line, so line 1 is returned although line 2 is not valid JSON."""
+    """The file is read line by line. The reader returns line 1 although line 2 is not valid JSON."""
     (tmp_path / "t.jsonl").write_text('"one"\n{')
     found = read_inputs([str(tmp_path / "t.jsonl")], None, ids=False)
     assert next(found).value == "one"

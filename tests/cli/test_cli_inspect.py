@@ -1,4 +1,4 @@
-"""`encserve inspect` with a stub client: arguments of the call, printed output and HTML page."""
+"""Tests of `encserve inspect` with a stub client: arguments of the call, printed output and HTML page."""
 
 import dataclasses
 import json
@@ -45,21 +45,21 @@ class StubClient:
 
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> StubClient:
-    """A stub of a model with 3 layers and 2 heads."""
+    """Replace the client by a stub. Its model has 3 layers and 2 heads."""
     client = StubClient(*make_inspection(n_layers=3, n_heads=2, d_model=16, max_sequence_tokens=32))
     monkeypatch.setattr(commands, "EncoderClient", lambda *args, **kwargs: client)
     return client
 
 
 def inspect(*arguments: str) -> Result:
-    """Run the command in 80 columns. Only JSON output may be wider."""
+    """Run the command in a terminal of 80 columns. Only JSON output may be wider."""
     result = CliRunner().invoke(commands.cli, ["inspect", *arguments], env={"COLUMNS": "80"})
     assert max(map(len, result.stdout.splitlines()), default=0) <= 80 or "--json" in arguments
     return result
 
 
 def test_tables(stub: StubClient) -> None:
-    """The output has a table of the tokens, a table of the layers, and the times."""
+    """The command prints a table of the tokens, a table of the layers, and the times."""
     result = inspect("I understand this")
     assert (result.exit_code, result.stderr) == (0, "")
     lines = [line.split() for line in result.stdout.splitlines() if line.strip()]
@@ -102,11 +102,11 @@ def test_json(stub: StubClient) -> None:
 
 
 def test_page(stub: StubClient, tmp_path: Path) -> None:
-    """--html writes the page to the given file. The call then requests the model's position table."""
+    """--html writes the page to the given file. With --html, the command also requests the model's position table."""
     path = tmp_path / "report.page"
     result = inspect("I understand this", "--html", str(path))
     assert (result.exit_code, result.stderr) == (0, "")
-    assert f"{path.name}:4.9MB,8tokens" in "".join(result.stdout.split())  # the path may be wrapped
+    assert f"{path.name}:4.9MB,8tokens" in "".join(result.stdout.split())  # a long path may be printed on two lines
     assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert stub.asked["positions"] is True
 
@@ -119,14 +119,17 @@ def test_a_model_without_positions(stub: StubClient, tmp_path: Path, position: s
 
 
 def test_layers(stub: StubClient) -> None:
-    """--layers 2,0 requests the attention and the outputs of layers 0 and 2, and the input of layer 0."""
+    """--layers 2,0 requests the attention of layers 0 and 2.
+
+    It also requests the hidden states at the input of layer 0 and at the outputs of layers 0 and 2.
+    """
     inspect("a text", "--layers", "2,0", "--model", "m", "--model-version", "7", "--truncate")
     assert (stub.asked["attention"], stub.asked["hidden_states"]) == ([0, 2], [0, 1, 3])
     assert (stub.asked["model"], stub.asked["version"], stub.asked["truncate"]) == ("m", "7", True)
 
 
 def test_ids(stub: StubClient) -> None:
-    """A model without a tokenizer takes --ids. A text is refused, and the error names --ids."""
+    """If the model has no tokenizer, the command accepts --ids and refuses a text. The error names --ids."""
     stub.info = dataclasses.replace(stub.info, has_tokenizer=False)
     stub.result = dataclasses.replace(stub.result, sequence=dataclasses.replace(stub.result.sequence, tokens=None))
     result = inspect("--ids", "101,2023,102")

@@ -1,4 +1,7 @@
-"""The load generator without a server: lengths, calls, arrival times, samples and the metrics page."""
+"""Parts of the load generator, tested without a server.
+
+The parts are text lengths, calls, arrival times, samples and the metrics page.
+"""
 
 import asyncio
 import dataclasses
@@ -73,9 +76,9 @@ def test_other_lengths_are_refused(wrong: Any, tmp_path: Path) -> None:
 
 @given(st.dictionaries(st.integers(1, 500), st.integers(1, 1000), min_size=1), st.integers(1, 500), st.integers(0, 9))
 def test_sampled_lengths_have_the_distribution(histogram: dict[int, int], count: int, seed: int) -> None:
-    """The count of each length differs from its share of the histogram by at most 1.
+    """Each length occurs in proportion to its count in the histogram, with a difference of at most 1.
 
-    The seed changes only the order.
+    Another seed changes only the order of the lengths.
     """
     found = sample_lengths(histogram, count, seed)
     assert len(found) == count
@@ -85,7 +88,10 @@ def test_sampled_lengths_have_the_distribution(histogram: dict[int, int], count:
 
 
 def test_calls_hold_the_lengths_in_order() -> None:
-    """Token ids are drawn from the vocabulary without its special tokens. Equal seeds give equal calls."""
+    """Each call takes the next two lengths of the list. An incomplete last call is dropped.
+
+    The token ids are random ids from the vocabulary, without special tokens. Equal seeds give equal calls.
+    """
     asked = Request(sequences_per_call=2, pooling="mean", dtype="float16", model="tiny", version="1")
     calls = make_calls([3, 8, 1, 2, 5], INFO, asked, seed=7)
     assert [(it.sequences, it.tokens, it.lengths) for it in calls] == [(2, 11, (3, 8)), (2, 3, (1, 2))]
@@ -152,7 +158,10 @@ def test_a_workload_says_what_was_cut() -> None:
 
 
 def answer(lengths: list[int], **changes: Any) -> bytes:
-    """A serialized reply for sequences of these lengths, with zeros as hidden states. `changes` replaces fields."""
+    """Serialize a reply for sequences of these lengths. All its hidden states are zeros.
+
+    `changes` has new values for fields of the reply.
+    """
     tensor = {"kind": pb.OUTPUT_KIND_TOKENS, "data_type": pb.DATA_TYPE_FLOAT32, "width": 4, "lengths": lengths}
     tensor["lengths"] = changes.pop("rows", lengths)
     data = np.zeros((sum(lengths), 4), "<f4").tobytes()
@@ -191,7 +200,10 @@ def test_an_answer_of_pooled_rows_is_checked() -> None:
 
 
 def test_calls_for_what_retrieval_models_make() -> None:
-    """The number of vectors or weights of a text depends on the model, so the check accepts any number."""
+    """A reply with multi-vector or sparse output may have any number of vectors or weights for a text.
+
+    If the number of texts, the width or the size is wrong, the reply is refused.
+    """
     info = dataclasses.replace(INFO, multi_vector_width=2, sparse_width=10)
     [call] = make_calls([3, 5], info, Request(sequences_per_call=2, kind="multi_vector"))
     assert pb.EncodeRequest.FromString(call.data).options.outputs[0].kind == pb.OUTPUT_KIND_MULTI_VECTOR
@@ -211,7 +223,7 @@ def test_calls_for_what_retrieval_models_make() -> None:
 
 
 class ScriptedStream:
-    """A channel with one stream, which sends `data` after the first request and then ends."""
+    """A fake gRPC channel and its only stream. After the first request, the stream sends `data` and ends."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -253,9 +265,9 @@ class ScriptedStream:
     ],
 )
 async def test_what_is_wrong_on_a_stream_is_said(data: bytes, label: str, text: str, ends: bool) -> None:
-    """`send` raises each error of a stream.
+    """If a stream's reply is an error or malformed, `send` raises CallFailed.
 
-    After a malformed reply or an unknown request id it also cancels the stream.
+    After a malformed reply or an unknown request id, `send` also cancels the stream.
     """
     [call] = make_calls([3], INFO)
     stream = ScriptedStream(data)
@@ -267,9 +279,9 @@ async def test_what_is_wrong_on_a_stream_is_said(data: bytes, label: str, text: 
 
 
 def test_arrivals_are_poisson() -> None:
-    """The times ascend within the duration, and equal seeds give equal times.
+    """The times of calls are ascending and lie within the duration. Equal seeds give equal times.
 
-    Their number and gaps match a Poisson process.
+    The number of times, and the gaps between them, match a Poisson process.
     """
     times = poisson_times(50, 400, seed=3)
     assert times.tolist() == poisson_times(50, 400, seed=3).tolist()
@@ -308,14 +320,17 @@ def samples(rows: list[tuple[float, ...]], labels: tuple[str, ...] = ("",), end:
 
 
 def merge(*parts: Samples, is_open: bool) -> LoadResult:
-    """Merge samples of two calls, which have 1 and 2 sequences. The measured time is from 10 s to 20 s."""
+    """Merge the samples of processes that repeat two calls. The calls have 1 and 2 sequences.
+
+    The measured time is from 10 s to 20 s.
+    """
     return merge_samples(parts, np.array([1, 2]), start=10.0, end=20.0, is_open=is_open)
 
 
 def test_a_closed_loop_counts_what_ended_in_time() -> None:
     """A call counts if it ends within the measured time.
 
-    Calls that end in the warm-up or after the end are left out.
+    A call that ends in the warm-up or after the measured time does not count.
     """
     before, across, inside, after = (8, 8, 9, 0), (9, 9, 11, 0), (12, 12, 12.5, 1), (19, 19, 20.5, 0)
     rows = [(*it, 0, 0) for it in (before, across, inside, after)] + [(13, 13, 13.1, 0, 1, 0), (9, 9, 9.1, 0, 1, 0)]
@@ -330,7 +345,10 @@ def test_a_closed_loop_counts_what_ended_in_time() -> None:
 
 
 def test_an_open_loop_counts_from_when_calls_were_due() -> None:
-    """The latency starts when the call was due, so a delay before the call is sent is part of the latency."""
+    """The latency of a call starts at the planned time of the call.
+
+    If the generator sends a call late, the delay is part of the latency.
+    """
     late, held = (10, 10.25, 10.5, 0, 0, 0), (11, 14, 14.5, 1, 0, 1)
     answered_late, warm = (19, 19, 26, 0, 0, 0), (9, 9, 10.5, 0, 0, 0)
     unsent = (19.5, 20, 20, 0, 1, 1)
@@ -339,14 +357,14 @@ def test_an_open_loop_counts_from_when_calls_were_due() -> None:
     assert result.lateness_seconds.tolist() == [0.25, 0.0]
     assert (result.held_calls, result.errors) == (2, {NOT_SENT: 1})
     assert len(result.error_latency_seconds) == 0, "a call that was never sent has no error latency"
-    assert result.calls == 3  # the calls that ended from 10 s to 20 s, one of which was due in the warm-up
+    assert result.calls == 3  # three calls ended between 10 s and 20 s; one of them was due in the warm-up
     assert result.error_examples == {NOT_SENT: f"about {NOT_SENT}"}
 
 
 def test_processes_are_merged() -> None:
-    """Each process has its own list of error labels.
+    """Merge two processes that number their error labels differently. The errors of each label are added up.
 
-    The counts are summed, and the measured time ends when the first process ends.
+    The measured time ends when the first process ends.
     """
     one = samples([(11, 11, 12, 0, 1, 0), (11, 11, 13, 0, 2, 0)], ("", "A", "B"))
     two = samples([(11, 11, 12, 0, 1, 0), (11, 11, 12, 1, 0, 0)], ("", "B"), end=15.0)
@@ -422,7 +440,7 @@ def test_where_the_metrics_are(target: str, url: str | None) -> None:
 
 
 def test_a_call_may_be_made_by_hand() -> None:
-    """A script can build a `Call` from its fields."""
+    """A script can build a `Call` without `make_calls`, and check a reply with it."""
     request = pb.EncodeRequest(inputs=[pb.Input(token_ids=pb.TokenIds(ids=[3, 4]))])
     call = Call(request.SerializeToString(), 1, 2, (2,), Expected("f", 4))
     assert call.check(answer([2])) == 2

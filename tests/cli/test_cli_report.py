@@ -1,6 +1,6 @@
-"""The HTML reports of `inspect` and `similarity`: numbers, their encoding and the text of the page.
+"""Tests of the HTML reports of `inspect` and `similarity`, without a browser.
 
-No browser is used.
+They test the numbers, the encoding of the numbers, and the text of the page.
 """
 
 import base64
@@ -25,7 +25,7 @@ from encserve_client.scoring import Similarity
 
 
 def data_of(page: str) -> dict[str, Any]:
-    """The data that the page's script draws."""
+    """Return the JSON data of the page, which the page's script draws."""
     found = re.search(r'<script type="application/json" id="report">(.*?)</script>', page, re.DOTALL)
     assert found
     data: dict[str, Any] = json.loads(found[1])
@@ -33,13 +33,20 @@ def data_of(page: str) -> dict[str, Any]:
 
 
 def unpacked(stack: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """The unpacked numbers, of shape (matrices, rows, columns). The script of the page unpacks them in the same way."""
+    """Unpack the numbers of a page as an array of shape (matrices, rows, columns).
+
+    The script of the page unpacks the numbers in the same way.
+    """
     values = np.frombuffer(base64.b64decode(stack["data"]), "<u2").reshape(-1, stack["rows"], stack["columns"])
     return np.asarray(stack["low"] + stack["step"] * values)
 
 
 def test_norms_and_cosines() -> None:
-    """Four vectors: two at a right angle, two in opposite directions, and a zero vector, whose cosines are 0."""
+    """Compute norms and cosines of four vectors.
+
+    Two vectors are at a right angle, two have opposite directions, and one is zero. All cosines of the zero vector
+    are 0.
+    """
     states = np.array([[[3, 4], [-8, 6], [-6, -8], [0, 0]]], np.float16)
     assert numbers.state_norms(states).tolist() == [[5, 10, 10, 0]]
     cosines = numbers.cosine_similarity(states)
@@ -50,7 +57,10 @@ def test_norms_and_cosines() -> None:
 
 
 def test_entropy() -> None:
-    """The entropy is 0 bits for one token, 2 bits for four equal weights, and 1.5 bits for a half and two quarters."""
+    """The entropy of attention weights is 0 bits for a single weight of 1, and 2 bits for four equal weights.
+
+    The entropy is 1.5 bits for the weights 0.5, 0.25 and 0.25, and 1 bit for two equal weights.
+    """
     attention = np.array([[[[0, 1, 0, 0], [0.25] * 4, [0.5, 0.25, 0.25, 0], [0.5, 0.5, 0, 0]]]], np.float32)
     np.testing.assert_allclose(numbers.attention_entropy(attention), [[[0, 2, 1.5, 1]]])
 
@@ -80,9 +90,9 @@ def test_spread(count: int, at_most: int, indices: list[int]) -> None:
 
 
 def test_quantise() -> None:
-    """The lowest and highest values are exact, and other values are off by at most half a step.
+    """`quantise` rounds numbers to 65536 evenly spaced values from a lowest to a highest value.
 
-    NaN becomes the lowest value.
+    Both ends are exact, and the error of other numbers is at most half a step. NaN becomes the lowest value.
     """
     values = np.linspace(-1, 1, 1001)
     packed = numbers.quantise(values, -1, 1)
@@ -112,7 +122,7 @@ def test_a_page_holds_the_numbers() -> None:
 
 
 def test_a_page_needs_nothing_else() -> None:
-    """The page refers to no other file, and its content security policy allows only its own scripts."""
+    """The page loads no other file. Its content security policy allows only the scripts in the page."""
     result, model = make_inspection(n_layers=1, n_heads=2, d_model=8, tokens=3)
     page = build_page(result, model)
     ours = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
@@ -133,7 +143,7 @@ def test_sections_without_numbers_are_left_out() -> None:
 
 
 def test_some_layers_only() -> None:
-    """If only some layers were inspected, the page still names each layer by its number in the model."""
+    """Inspect only some layers. The page names each inspected layer by its number in the model."""
     result, model = make_inspection(n_layers=6, n_heads=2, d_model=8, tokens=3)
     assert result.attention is not None
     assert result.hidden_states is not None
@@ -152,7 +162,7 @@ def test_some_layers_only() -> None:
 
 
 def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "MAX_NUMBERS", 3 * 2 * 4 * 4)  # enough for the attention of three layers
+    monkeypatch.setattr(stacks, "MAX_NUMBERS", 3 * 2 * 4 * 4)  # room for the attention of three layers
     result, model = make_inspection(n_layers=6, n_heads=2, d_model=8, tokens=4)
     page = build_page(result, model)
     assert data_of(page)["attention"]["layers"] == [0, 2, 5]
@@ -160,9 +170,9 @@ def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_colours_end_where_nearly_all_numbers_do() -> None:
-    """A position table may have a few values of 2 among thousands near 0.05.
+    """In a position table of 10,000 values, most values are near 0.05, and 50 values are 2.
 
-    The colour scale must still show the small values.
+    The colour scale ends near the small values, so that their differences are visible.
     """
     table = np.random.default_rng(0).normal(0, 0.05, (100, 100)).astype(np.float32)
     table[0, :50] = 2
@@ -175,9 +185,9 @@ def test_colours_end_where_nearly_all_numbers_do() -> None:
 
 
 def test_positions_are_cut_not_thinned() -> None:
-    """A large position table is cut to its first positions and dimensions.
+    """The page shows only the first positions and dimensions of a large position table.
 
-    If only every second value were drawn, the waves in the table would have a wrong length.
+    If the page showed every second value instead, waves in the table would appear with a wrong length.
     """
     result, model = make_inspection(n_layers=1, n_heads=1, d_model=400, tokens=2, max_sequence_tokens=600)
     page = build_page(result, model)
@@ -188,7 +198,10 @@ def test_positions_are_cut_not_thinned() -> None:
 
 
 def test_pages_stay_small() -> None:
-    """The page stays under a size limit. plotly takes 4.8 MB, and each number of a matrix takes 2.7 bytes."""
+    """A usual page has less than 6 MB, and a large page less than 13 MB.
+
+    The plotly library takes 4.8 MB, and each number of a matrix takes 2.7 bytes.
+    """
     usual = build_page(*make_inspection(n_layers=6, n_heads=12, d_model=384, tokens=8))
     assert len(usual) < 6e6
     large = build_page(*make_inspection(n_layers=12, n_heads=12, d_model=32, tokens=128, position="none"))
@@ -196,9 +209,9 @@ def test_pages_stay_small() -> None:
 
 
 def test_names_of_tokens() -> None:
-    """A token is named by its string, its id or its position.
+    """The name of a token is its string. Without a string it is the token's id, and without an id its position.
 
-    Invisible and direction-changing characters are replaced.
+    Invisible characters, and characters that change the text direction, are replaced.
     """
     result, _ = make_inspection(n_layers=1, n_heads=1, d_model=8, tokens=("a b", " ", "", "\u202ex", "日本"))
     sequence = result.sequence
@@ -232,14 +245,17 @@ def test_what_the_vectors_add_is_the_score(n: int, m: int, by: Similarity) -> No
 
 @pytest.mark.parametrize("by", ["maxsim", "meanmaxsim"])
 def test_a_query_against_documents(by: Similarity) -> None:
-    """The page shows all dot products, a frame around the largest of each row, and bars whose sum is the score."""
+    """The page shows the dot products of all pairs of vectors, and a frame around the largest product of each row.
+
+    A bar shows how much a query vector adds to the score. The sum of all bars is the score.
+    """
     query, document = side_of(3, "[MASK]", "a", "a"), side_of(5)
     page = match_page(query, document, side_of(0), by=by)
     products, frames, bars = data_of(page)["figures"]["match-0"]["data"]
     want = query.vectors @ document.vectors.T
     np.testing.assert_allclose(products["z"], want, atol=1e-4)
     assert [products["x"].index(it) for it in frames["x"]] == want.argmax(axis=1).tolist()
-    assert len(set(frames["y"])) == 3, "a word that occurs twice has two rows"
+    assert len(set(frames["y"])) == 3, "a word that occurs twice must have two rows"
     score = maxsim(query.vectors, document.vectors, by)
     assert sum(bars["x"]) == pytest.approx(score, rel=1e-5)
     assert f"<h2>1. {score:.4f}</h2>" in page
@@ -248,7 +264,10 @@ def test_a_query_against_documents(by: Similarity) -> None:
 
 
 def test_of_long_documents_what_is_like_the_query_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long document shows only its vectors most similar to the query. The text names everything that is left out."""
+    """For a long document, the page shows only the vectors that are most similar to the query.
+
+    The text of the page says how many vectors are left out.
+    """
     monkeypatch.setattr(matches, "MOST_COLUMNS", 6)
     monkeypatch.setattr("encserve_cli.report.page.MOST_COLUMNS", 6)
     monkeypatch.setattr(matches, "_MOST_NUMBERS", 4 * 6)
@@ -270,9 +289,9 @@ def test_hostile_words_of_a_match_are_only_text() -> None:
 
 
 def test_figures() -> None:
-    """A few tokens get one line of norms each, and many tokens share one line with gaps.
+    """The figure of norms has one line for each token if there are few tokens.
 
-    Norms of a wide range get a log scale.
+    Many tokens share one line with gaps. If the norms have a wide range, their axis has a log scale.
     """
     few = figures.norms_lines(np.ones((3, 2)), (0, 1, 2), ["a", "a"])
     assert [trace.name.strip("\u2068\u2069") for trace in few.data] == ["a", "a", "mean"]

@@ -1,4 +1,7 @@
-"""HTML reports in a real browser: drawing, layout, mouse actions, and protection against scripts in texts."""
+"""Tests of the HTML reports in a real browser.
+
+They test drawing, layout, mouse actions, and the protection against scripts in texts.
+"""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -26,13 +29,13 @@ HOSTILE = (
     "%{z}",
     "$x$",
 )
-# For each figure: its name, the number of drawn marks, and the shortest side of its drawing areas in pixels.
+# Returns the name of each figure, the number of drawn marks, and the shortest side of its drawing areas in pixels.
 DRAWN = """() => [...document.querySelectorAll(".plot")].map((box) => {
     const drawn = [...box.querySelectorAll("svg.main-svg")].map((it) => it.getBoundingClientRect());
     const marks = box.querySelectorAll(".hm image, .trace.scatter path, .trace.bars path").length;
     return {name: box.dataset.figure, marks, size: Math.min(...drawn.map((it) => Math.min(it.width, it.height)))};
 })"""
-# The elements that extend beyond the right edge of the window.
+# Returns the elements that extend beyond the right edge of the window.
 WIDER = """() => [...document.querySelectorAll("main *")]
     .filter((it) => !it.closest("svg") && it.getBoundingClientRect().right > window.innerWidth + 0.5)
     .map((it) => it.outerHTML.slice(0, 90))"""
@@ -51,13 +54,16 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def usual(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a model with 6 layers and 12 heads."""
+    """Write the page of an inspection with 6 layers and 12 heads, and return its path."""
     return _write(tmp_path_factory.mktemp("usual"), "I understand this, I think")
 
 
 @pytest.fixture(scope="module", params=[(1400, "light"), (390, "dark")], ids=["wide, light", "narrow, dark"])
 def opened(request: pytest.FixtureRequest, browser: Browser, usual: Path) -> Iterator[OpenPage]:
-    """The page of the fixture `usual`, open in a wide or a narrow window. Tests must not change the page."""
+    """Open the page of the fixture `usual` in a wide or a narrow window.
+
+    All tests share the opened page, so a test must not change it.
+    """
     width, scheme = request.param
     it = OpenPage(browser, usual, width, scheme=scheme)
     yield it
@@ -86,7 +92,10 @@ def test_everything_is_drawn_and_fits(opened: OpenPage) -> None:
 
 
 def test_hovering_says_tokens_and_number(opened: OpenPage) -> None:
-    """The large attention map, a small attention map and a similarity map have tooltips with tokens and number."""
+    """Hover over the large attention map, a small attention map and a similarity map.
+
+    The tooltip shows the tokens and the number of the cell.
+    """
     it = opened
     result, _ = make_inspection(6, 12, 64)
     assert result.attention is not None
@@ -105,9 +114,9 @@ def test_hovering_says_tokens_and_number(opened: OpenPage) -> None:
 
 
 def test_choosing_a_layer_and_a_head(browser: Browser, usual: Path) -> None:
-    """A click on a layer, a small map or a cell of the overview selects a layer and a head.
+    """Click on a layer, then on the small map of a head. The maps show this layer and this head.
 
-    The maps then show this head.
+    A click on a cell of the overview selects both a layer and a head.
     """
     it = OpenPage(browser, usual, 1400)
     result, _ = make_inspection(6, 12, 64)
@@ -134,7 +143,10 @@ def test_choosing_a_layer_and_a_head(browser: Browser, usual: Path) -> None:
 
 @pytest.mark.parametrize("width", [1200, 390])
 def test_a_query_against_documents(browser: Browser, tmp_path: Path, width: int) -> None:
-    """A short and a long document are drawn within the window. Markup in tokens is shown as text."""
+    """The figures of a short and of a long document are drawn and fit into the window.
+
+    Markup in tokens is shown as text.
+    """
     sides = [side_of(len(HOSTILE), *HOSTILE), side_of(300), side_of(12)]
     path = tmp_path / "met.html"
     path.write_text(match_page(*sides), encoding="utf-8", newline="\n")
@@ -166,7 +178,10 @@ def test_a_hostile_text_is_only_text(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_the_policy_stops_what_slips_through(browser: Browser, usual: Path) -> None:
-    """An image with an event handler is inserted into the page. The policy blocks the request and the handler."""
+    """The test inserts an image with an event handler into the page.
+
+    The content security policy blocks the request for the image and the handler.
+    """
     it = OpenPage(browser, usual, 1400)
     it.page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=http://192.0.2.1/x onerror=\"run=1\">')")
     it.page.wait_for_timeout(200)
@@ -181,7 +196,10 @@ def test_the_policy_stops_what_slips_through(browser: Browser, usual: Path) -> N
     [(1, 1, 1, 1 + 2 + 4), (1, 2, 3, 3 + 1 + 2 + 4), (12, 12, 64, 13 + 1 + 13 + 4), (2, 2, 256, 3 + 1 + 3 + 4)],
 )
 def test_sizes(browser: Browser, tmp_path: Path, n_layers: int, n_heads: int, n_tokens: int, figures: int) -> None:
-    """Pages of one token and one layer, and of many tokens and layers, are drawn within the window."""
+    """Draw pages with one token and one layer, and pages with many tokens or layers.
+
+    The figures fit into the window, and the token names do not overlap.
+    """
     path = _write(tmp_path, "word " * n_tokens, n_layers=n_layers, n_heads=n_heads, tokens=n_tokens)
     it = OpenPage(browser, path, 390)
     drawn = it.page.evaluate(DRAWN)

@@ -1,4 +1,7 @@
-"""`--bundle` accepts a bundle, a model's folder, a URI, a checkpoint or a name on the Hugging Face hub."""
+"""Tests of `--bundle`. A bundle is the folder of an exported model.
+
+The option accepts a bundle, a model's folder, a URI, a checkpoint or a name on the Hugging Face hub.
+"""
 
 import os
 import stat
@@ -29,7 +32,7 @@ Exports = Callable[[], list[str]]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Move the user's cache into the test's folder. The result is the folder of the cached bundles."""
+    """Move the user's cache into the test's folder, and return the folder of the cached bundles."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return tmp_path / "cache" / "encserve" / "bundles"
@@ -37,7 +40,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def no_exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only folder on PATH. It does not contain encserve-export."""
+    """Set PATH to a single empty folder, so that encserve-export is not found. Return this folder."""
     programs = tmp_path / "programs"
     programs.mkdir()
     monkeypatch.setattr(sys, "executable", str(programs / "python"))
@@ -47,7 +50,7 @@ def no_exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def exports(no_exporter: Path, tmp_path: Path) -> Exports:
-    """Install a fake encserve-export. The result returns one line "SOURCE NAME" for each run of the fake."""
+    """Install a fake encserve-export. Return a function that lists the runs of the fake as "SOURCE NAME"."""
     program, log = no_exporter / "encserve-export", tmp_path / "log"
     program.write_text(EXPORTER.format(python=os.path.realpath("/proc/self/exe"), log=str(log)))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -105,9 +108,9 @@ def test_what_is_no_bundle_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_is_exported_once(
     tmp_path: Path, cache: Path, exports: Exports, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The bundle is written to the user's cache.
+    """The exporter writes the bundle of a checkpoint to the user's cache. A second call uses this bundle.
 
-    The export runs again after a file has changed, and prints to stderr.
+    After a file of the checkpoint has changed, the exporter runs again. The output of the exporter goes to stderr.
     """
     checkpoint = make_checkpoint(tmp_path / "my encoder")
     bundle = find_bundle("my encoder")

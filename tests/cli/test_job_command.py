@@ -1,6 +1,6 @@
-"""Jobs: `encserve embed` and `encserve encode` with a folder as output.
+"""Tests of jobs. A job is `encserve embed` or `encserve encode` with a folder as output.
 
-A job writes Parquet files, called parts, with one row for each input.
+A job writes Parquet files, which are called parts. A part has one row for each input.
 """
 
 import asyncio
@@ -68,12 +68,12 @@ def write_texts(path: Path, texts: Sequence[str] = TEXTS) -> Path:
 
 
 def table_of(folder: Path) -> pyarrow.Table:
-    """All parts of a folder as one table, in the order of their names."""
+    """Return the rows of all parts in a folder as one table. The parts are sorted by file name."""
     return pyarrow.concat_tables([pyarrow.parquet.read_table(path) for path in sorted(folder.glob("part-*.parquet"))])
 
 
 def files_in(folder: Path) -> dict[str, int]:
-    """The modification time of each file in ns, by its path in the folder."""
+    """Map the path of each file inside a folder to the modification time of the file in ns."""
     return {str(it.relative_to(folder)): it.stat().st_mtime_ns for it in folder.rglob("*") if it.is_file()}
 
 
@@ -95,14 +95,17 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def output(folder: Path) -> tuple[str, str]:
-    """The flags that make a job write to `folder`."""
+    """The flags with which the command runs a job that writes to `folder`."""
     return "--output", f"{folder}/"
 
 
 async def test_a_folder_as_output_makes_a_job(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path
 ) -> None:
-    """The parts, sorted by name, contain all texts in input order. The requests have bulk priority."""
+    """Embed two input files. The parts, sorted by name, contain all texts in input order.
+
+    All requests have bulk priority.
+    """
     one = write_texts(tmp_path / "one.txt")
     two = tmp_path / "two.csv"
     two.write_text("n,text\n" + "".join(f"{i},more {i}\n" for i in range(12)))
@@ -157,7 +160,10 @@ async def test_columns_come_along(service: FakeEncoder, tmp_path: Path, output: 
 async def test_a_second_run_makes_missing_parts_only(
     service: FakeEncoder, output: tuple[str, str], source: Path, folder: Path
 ) -> None:
-    """A second run of the same command writes only the missing parts. It sends no request if no part is missing."""
+    """If no part is missing, a second run of the same command sends no request.
+
+    After the test has removed one part, a further run writes only this part.
+    """
     command = ("embed", source, *output)
     await encserve(service, *command)
     before, requests = files_in(folder), len(service.requests)
@@ -207,7 +213,10 @@ async def test_inputs_are_added(
 async def test_another_job_is_overwritten(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
 ) -> None:
-    """--overwrite removes only files that a job wrote."""
+    """A second job with other inputs and --overwrite removes the parts of the first job.
+
+    A file that no job wrote stays in the folder.
+    """
     other = write_texts(tmp_path / "other.txt", ["one more"])
     await encserve(service, "embed", source, *output)
     (folder / "notes").touch()
@@ -219,7 +228,10 @@ async def test_another_job_is_overwritten(
 async def test_a_dry_run_shows_the_plan_and_writes_nothing(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
 ) -> None:
-    """The plan estimates the time, and names the files that only one worker can read."""
+    """A dry run prints the numbers of rows and parts, and an estimate of the time.
+
+    It also names the CSV file, because only one worker can read such a file.
+    """
     table = tmp_path / "table.csv"
     table.write_text("text\none\n")
     command = ("embed", source, table, *output, "--dry-run")
@@ -251,7 +263,10 @@ async def test_a_dry_run_with_overwrite_removes_nothing(
 async def test_rejected_rows_are_counted_and_named(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path
 ) -> None:
-    """The exit status is 3. A second run, which has nothing to compute, exits with 3 too."""
+    """If the server rejects a row, the command names the row and exits with status 3.
+
+    A second run has nothing to compute, and also exits with status 3.
+    """
     source = write_texts(tmp_path / "texts.txt", [*TEXTS, TOO_LONG])
     command = ("embed", source, *output)
     result = await encserve(service, *command, status=3)
@@ -338,7 +353,10 @@ def test_programs_are_told_at_most_once_a_second(capsys: pytest.CaptureFixture[s
 def test_what_is_not_known_yet_is_not_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Unknown figures are left out: speed and time left before the first batch, and with a server the padding."""
+    """The progress line leaves out unknown figures.
+
+    Before the first batch, the speed and the remaining time are unknown. If a server encodes, the padding is unknown.
+    """
     for name, value in WIDE_TERMINAL.items():
         monkeypatch.setenv(name, value)
     clock = FakeClock()
@@ -377,7 +395,10 @@ def test_what_is_not_known_yet_is_not_shown(
 def test_options_that_do_not_go_together(
     flags: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A usage error names the option. No request is sent and no file is written."""
+    """The command exits with status 2, and the error names the option.
+
+    The command sends no request and writes no file.
+    """
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(cli, ["--target", "127.0.0.1:1", "embed", "texts.txt", *flags])
     assert result.exit_code == 2, result.output
@@ -406,11 +427,11 @@ FACTS = ModelFacts("words", "1", "f" * 16, "", "mean", 2, 100, "onnxruntime", "f
 
 @dataclass
 class Words:
-    """A job's source and encoder without a model.
+    """A fake bundle for jobs, without a model.
 
     The vector of a text is (number of words, 0). The text "bad" is refused.
 
-    `on_encode` is called with this object at the start of each `encode`.
+    Each call of `encode` first calls `on_encode` with this object.
     """
 
     on_encode: Callable[["Words"], None] | None = None
@@ -450,7 +471,7 @@ class Words:
 
 @pytest.fixture
 def run_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Result]:
-    """Run a job on TEXTS with a `Words` object in place of a bundle."""
+    """Return a function that runs a job on TEXTS. The job uses a `Words` object instead of a bundle."""
     source = write_texts(tmp_path / "texts.txt")
 
     def run(words: Any, *flags: str) -> Result:
@@ -471,7 +492,7 @@ def test_ctrl_c_ends_after_the_batch_and_says_how_to_go_on(
 ) -> None:
     """Ctrl-C or SIGTERM ends the job after the current batch. The same command then computes the missing parts."""
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    once = threading.Lock()  # the job encodes three parts at a time, and only one of them may interrupt
+    once = threading.Lock()  # the job encodes three parts at a time, but only one part sends the signal
 
     def interrupt(words: Words) -> None:
         if words.encoded and once.acquire(blocking=False):
@@ -571,11 +592,15 @@ def test_a_dry_run_of_a_job_that_is_done(run_words: Callable[..., Result]) -> No
     assert "time none, as all parts are done" in shown
     [plan] = events_of(run_words(words, "--dry-run", "--json"))
     assert plan["estimated_seconds"] == 0
-    assert len(words.encoded) == 3, "a sample was encoded"
+    assert len(words.encoded) == 3, "the dry run must not encode a sample"
 
 
 def test_work_is_shared_out_as_far_as_it_can_be_divided() -> None:
-    """All parts of a file that can only be read from its start go to one actor. Other parts may go to any actor."""
+    """`shared_out` divides parts among workers, and returns the number of bytes of each worker.
+
+    A file with `in_order` can only be read from its start, so one worker gets all parts of the file. Other parts may
+    go to any worker.
+    """
 
     def shares(workers: int, *, in_order: bool = False) -> list[int]:
         files = (InputFile("a", 0, 0, 3, in_order), InputFile("b.txt", 0, 0, 2, False))
@@ -591,9 +616,9 @@ def test_work_is_shared_out_as_far_as_it_can_be_divided() -> None:
 
 
 def test_a_bundle_makes_single_files_and_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path) -> None:
-    """`--bundle` also works for a single output file and for printed output.
+    """`--bundle` also works if the output is a single file or is printed.
 
-    If an input is refused, the error names its line.
+    If an input is refused, the error names the line of the input.
     """
     monkeypatch.setattr(job_command, "source_of", lambda **_: Words())
     command = ["embed", str(source), "--bundle", "words"]
@@ -645,7 +670,10 @@ def open_words(source: Path, words: Words) -> EmbedJob:
 
 
 def test_a_sample_is_taken_until_it_has_taken_a_while(tmp_path: Path) -> None:
-    """The sample doubles from 1 row until encoding takes long enough, up to 512 rows. Only the last sample counts."""
+    """The first sample has 1 row, and each further sample has twice as many rows, up to 512.
+
+    No further sample starts after 1.5 s. The result has the rows and the time of the last sample.
+    """
     with open_words(write_texts(tmp_path / "texts.txt", TEXTS * 40), Words()) as job:
         clock = FakeClock()
         slow = Words(lambda _: clock.advance(0.5))
@@ -666,7 +694,7 @@ def test_empty_texts_give_no_sample(tmp_path: Path) -> None:
 
 
 async def test_files_are_embedded_from_python(service: FakeEncoder, source: Path, folder: Path) -> None:
-    """`embed_files` writes the same output as the command, reports progress and returns a summary."""
+    """The Python function `embed_files` writes the parts, reports progress and returns a summary."""
     told = list[JobProgress]()
 
     def embed() -> Any:
@@ -689,7 +717,11 @@ def test_python_callers_name_a_bundle_or_a_client(source: Path, folder: Path) ->
 
 
 async def test_a_job_goes_on_with_its_version_while_that_is_served(service: FakeEncoder) -> None:
-    """A resumed job uses the version that the user names, else its old version, else the default version."""
+    """A resumed job uses the model version that the user names.
+
+    If the user names no version, the job uses its old version again. If the server no longer has the old version, the
+    job uses the server's default version.
+    """
     with EncoderClient(service.target) as client:
         old = await asyncio.to_thread(client.model)
     new = replace(old, version="2", fingerprint="e" * 16)
@@ -732,7 +764,10 @@ def test_jobs_import_neither_a_server_nor_ray() -> None:
 async def test_only_files_of_jobs_are_removed_and_inputs_are_no_outputs(
     service: FakeEncoder, source: Path, folder: Path, output: tuple[str, str]
 ) -> None:
-    """--overwrite keeps Parquet files of other programs. The names of Spark's files begin with part- too."""
+    """--overwrite keeps Parquet files of other programs. The names of Spark's files also begin with part-.
+
+    A file in the output folder is refused as an input.
+    """
     folder.mkdir()  # noqa: ASYNC240
     theirs = folder / "part-00000-3f2a-c000.snappy.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), theirs)
@@ -762,7 +797,10 @@ async def test_what_the_model_does_not_have_removes_nothing(
 async def test_added_inputs_may_come_before_those_that_are_there(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path
 ) -> None:
-    """A shell pattern gives the new file b.txt between a.txt and c.txt. A later run without --add-inputs works too."""
+    """Add the file b.txt between the old inputs a.txt and c.txt. The rows are then in the order of the file names.
+
+    A later run with the same three files also works without --add-inputs.
+    """
     for name in "ac":
         write_texts(tmp_path / f"{name}.txt")
     await encserve(service, "embed", tmp_path / "a.txt", tmp_path / "c.txt", *output)

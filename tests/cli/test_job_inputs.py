@@ -1,4 +1,6 @@
-"""Input files of a job: the parts contain every row once and in order, and can be read in any order.
+"""Tests of the input files of a job.
+
+Planning divides the rows of the files into parts. The parts can be read in any order.
 
 A row is one input, such as a line of a text file. A problem is the reason why a row cannot be encoded.
 """
@@ -26,7 +28,8 @@ from encserve_cli.job.inputs import PartReader, find_inputs, scan
 from encserve_cli.job.types import PartLimits, ReadOptions, Rows, Scan
 
 SUFFIXES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
-# Some of these characters end a line for str.splitlines, but not in an input file. Texts have no LF and no CR.
+# str.splitlines splits at some of these characters, but they do not end a line of an input file. The texts contain no
+# LF and no CR.
 TEXT = st.text(st.one_of(st.sampled_from("ab é\"',\t\x85\u2028\x0b\x0c"), st.characters(codec="utf-8"))).map(
     lambda text: text.replace("\n", " ").replace("\r", " ")
 )
@@ -49,7 +52,7 @@ def compressed(data: bytes, path: Path) -> bytes:
 
 
 def write(path: Path, texts: Sequence[str], row_group_size: int = 7, end: str = "\n") -> Path:
-    """Write a file of texts. All formats except .txt also get the index of each text, in the column "n"."""
+    """Write texts to a file. In all formats except .txt, the column "n" contains the index of each text."""
     suffix = path.suffixes[0]
     if suffix == ".parquet":
         table = pa.table({"n": pa.array(range(len(texts)), pa.int32()), "text": pa.array(texts, pa.string())})
@@ -71,7 +74,10 @@ def write(path: Path, texts: Sequence[str], row_group_size: int = 7, end: str = 
 
 
 def read_all(found: Scan, options: ReadOptions, order: Callable[[list[Any]], None] = lambda _: None) -> list[Rows]:
-    """Read all parts, and return their rows in the order of the plan. `order` changes the order of reading."""
+    """Read all parts, and return their rows in the order of the plan.
+
+    `order` may shuffle a list of part indices. The parts are read in the order of this list.
+    """
     reader = PartReader(found.inputs, options, found.kept_types)
     places = list(range(len(found.parts)))
     order(places)
@@ -94,7 +100,10 @@ def test_parts_have_every_row_once_and_in_order(
     row_group_size: int,
     shuffler: random.Random,
 ) -> None:
-    """The rows are the same for all limits and orders of reading. An empty text becomes None and has a problem."""
+    """The parts contain every row once and in order, for any limits and any order of reading.
+
+    An empty text becomes None and has a problem.
+    """
     path = write(tmp_path_factory.getbasetemp() / f"law{suffix}", texts, row_group_size)
     found = scan([str(path)], ReadOptions(), limits)
     [file] = found.inputs
@@ -124,7 +133,7 @@ def test_a_part_of_more_than_one_row_keeps_every_limit(
 ) -> None:
     """A part of several rows is within all limits, and one more row would exceed a limit.
 
-    For .jsonl only upper bounds of sizes are known.
+    For .jsonl the test does not add a row, because planning knows only upper bounds of the sizes of these texts.
     """
     path = write(tmp_path_factory.getbasetemp() / f"limits{suffix}", texts)
     found = scan([str(path)], ReadOptions(), limits)
@@ -177,7 +186,10 @@ def test_compressed_files_have_the_parts_of_uncompressed_ones(tmp_path: Path, su
 def test_line_ends_and_a_byte_order_mark_are_no_part_of_a_text(
     tmp_path: Path, codec: str, end: str, last: bool
 ) -> None:
-    """Only LF and CRLF end a line, and the last line may lack them. A byte order mark at the start is skipped."""
+    """Only LF and CRLF end a line. The last line may have no line end.
+
+    A byte order mark at the start of the file is skipped.
+    """
     texts = ["one", "two\u2028lines\x85or\rnot", "", "four"]
     data = b"\xef\xbb\xbf" + end.join(texts).encode() + (end.encode() if last else b"")
     path = tmp_path / f"a.txt{codec}"
@@ -210,7 +222,10 @@ def test_a_file_without_rows_has_no_parts(tmp_path: Path, suffix: str) -> None:
 def test_row_groups_are_read_once_where_parts_are_read_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file is opened again only to read a part before the current position."""
+    """If parts are read in order, each file is opened once.
+
+    A file is opened again only to read a part before the current position.
+    """
     begun: list[str] = []
     parquet, csv_file = write(tmp_path / "a.parquet", ["text"] * 30, 8), write(tmp_path / "a.csv", ["text"] * 30)
     found = scan([str(parquet), str(csv_file)], ReadOptions(), PartLimits(max_rows=5))
@@ -241,7 +256,7 @@ def one_file(path: Path, *lines: str) -> str:
 
 
 def rows_of(argument: str, **options: Any) -> Rows:
-    """The rows of a file that is small enough for one part."""
+    """Return the rows of a file. The file must be small enough for one part."""
     read = ReadOptions(**options)
     found = scan([argument], read, PartLimits())
     [rows] = read_all(found, read)
@@ -281,7 +296,7 @@ def test_a_row_without_a_usable_text_is_a_problem_of_that_row(tmp_path: Path) ->
 
 
 def test_token_ids(tmp_path: Path) -> None:
-    """Token ids are read from strings and from lists of any integer type. Other values are problems of their rows."""
+    """Token ids are read from strings and from lists of any integer type. A row with another value has a problem."""
     ids = [[1, 2], [], None, [3, None], [2**31]]
     for number, its in enumerate((pa.list_(pa.int64()), pa.large_list(pa.uint32()))):
         path = tmp_path / f"{number}.parquet"
@@ -326,9 +341,9 @@ def test_parts_of_token_ids_keep_every_limit(
 
 
 def test_vectors(tmp_path: Path) -> None:
-    """Each row gives a (seq_len, d_model) float32 array, from any float type.
+    """A row of vectors of any float type becomes a float32 array of shape (seq_len, d_model).
 
-    Ragged, empty, null and non-finite arrays are problems.
+    Rows with ragged, empty, null or non-finite arrays have a problem.
     """
     good = np.arange(6, dtype=np.float32).reshape(3, 2)
     rows: list[Any] = [good.tolist(), [[1.0, 2.0], [3.0]], [], None, [[7.0, 8.0]], [[]], [[float("nan")]]]
@@ -378,7 +393,10 @@ def test_vectors(tmp_path: Path) -> None:
     ids=["dictionary", "large_string", "string_view"],
 )
 def test_columns_of_every_type_of_text(tmp_path: Path, texts: Any) -> None:
-    """Columns of dictionary, large and view strings can be inputs. --keep copies such columns as plain strings."""
+    """A Parquet column of dictionary, large or view strings can be the input.
+
+    --keep copies such a column to the output as plain strings.
+    """
     path = str(tmp_path / "a.parquet")
     pyarrow.parquet.write_table(pa.table({"text": texts, "title": texts}), path, row_group_size=2)
     rows = rows_of(path, keep=("title",))
@@ -387,9 +405,9 @@ def test_columns_of_every_type_of_text(tmp_path: Path, texts: Any) -> None:
 
 
 def test_columns_come_along(tmp_path: Path) -> None:
-    """--keep copies columns to the output.
+    """--keep copies columns to the output. The columns of Parquet files keep their types.
 
-    Parquet columns keep their types, and rows with a problem keep their values.
+    If a row has a problem, its values in these columns are still copied.
     """
     columns = {
         "text": ["a", None, "c"],
@@ -425,7 +443,10 @@ def test_columns_come_along(tmp_path: Path) -> None:
     ],
 )
 def test_fields_of_json_lines_get_one_type(tmp_path: Path, values: list[Any], its: str, want: list[Any]) -> None:
-    """A field gets one type for all input files. Lines without the field, or that are not objects, get null."""
+    """If --keep names a field of .jsonl files, the field gets one type for all input files.
+
+    The value is null for a line that is not an object or does not have the field.
+    """
     lines = [json.dumps({"text": "t", "x": value}) for value in values]
     first = one_file(tmp_path / "a.jsonl", lines[0], '"no object"', "{")
     second = one_file(tmp_path / "b.jsonl", *lines[1:], '{"text": "t"}')

@@ -1,4 +1,7 @@
-"""Jobs on a Ray cluster of three nodes. All nodes run on this machine, and starting them takes seconds."""
+"""Tests of jobs on a Ray cluster of three nodes. All nodes run on this machine.
+
+An actor is a Ray process that encodes parts of the inputs. Starting the nodes takes some seconds.
+"""
 
 import gzip
 from collections.abc import Callable, Iterator
@@ -30,8 +33,8 @@ WORDS = ("a cat", "a dog sat", "the cat", "on the mat", "a mat")
 def cluster() -> Iterator[SmallCluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_AUTH_MODE", "disabled")  # this cluster must not use the developer's own Ray token
-        patch.setenv("PYTHONPATH", str(Path(ray_sources.__file__).parent))  # actors import the test's modules
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # the cluster must not use the developer's own Ray token
+        patch.setenv("PYTHONPATH", str(Path(ray_sources.__file__).parent))  # actors import modules of the tests
         with closing(SmallCluster(3)) as made:
             yield made
 
@@ -43,7 +46,11 @@ def options(cluster: SmallCluster) -> RayOptions:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> list[str]:
-    """Two inputs: a file with 40 parts of 5 rows, and a compressed file with 6 parts, which only one actor can read."""
+    """Write two input files, and return their paths.
+
+    The first file has 40 parts of 5 rows. The second file has 6 parts. Only one actor can
+    read the second file, because it is compressed.
+    """
     lines = [f"{WORDS[i % 5]} {i}" for i in range(230)]
     (tmp_path / "a.txt").write_text("".join(f"{it}\n" for it in lines[:200]))
     with gzip.open(tmp_path / "b.txt.gz", "wt") as file:
@@ -54,7 +61,10 @@ def corpus(tmp_path: Path) -> list[str]:
 def embed(
     inputs: list[str], output: Path, source: Source, on_parts: Callable[[int, EmbedJob], None] | None = None
 ) -> JobSummary:
-    """Run a job with parts of 5 rows. `on_parts` is called with the number of finished parts and the job."""
+    """Run a job with parts of 5 rows.
+
+    Each time a part is finished, `on_parts` is called with the number of finished parts and the job.
+    """
     job = EmbedJob(
         inputs, str(output), source, read=ReadOptions(), make=MakeOptions(), kind="mean", limits=PartLimits(max_rows=5)
     )
@@ -97,7 +107,7 @@ def test_a_node_is_lost_and_another_one_comes(tmp_path: Path, corpus: list[str],
     summary = embed(corpus, tmp_path / "ray", OnRay(source, RayOptions(cluster.address)), on_parts)
     embed(corpus, tmp_path / "alone", FakeSource())
     assert summary.rows == 230
-    open_store(str(tmp_path / "ray"))  # this call removes the unfinished file of the killed node
+    open_store(str(tmp_path / "ray"))  # removes the unfinished file of the killed node
     assert files(tmp_path / "ray") == files(tmp_path / "alone")
 
 
@@ -117,7 +127,7 @@ def test_an_actor_with_another_model_ends_the_job(tmp_path: Path, corpus: list[s
         part.unlink()
 
     class Changed(OnRay):
-        """A source that changes the model's fingerprint after the first actor has loaded the model."""
+        """A source whose model gets another fingerprint after the first actor has loaded the model."""
 
         def open(self, *arguments: Any) -> Any:
             opened = super().open(*arguments)
@@ -161,9 +171,9 @@ def test_a_job_that_is_stopped_goes_on_where_it_was(tmp_path: Path, corpus: list
 
 
 def test_a_dry_run_takes_its_sample_on_an_actor(tmp_path: Path, corpus: list[str], cluster: SmallCluster) -> None:
-    """An actor encodes the sample.
+    """In a dry run, an actor encodes the sample for the time estimate. No file is written.
 
-    The number of workers is the number of actors that fit on the cluster, up to the requested number.
+    The number of workers is the requested number of actors, but at most the number that fits on the cluster.
     """
     for options, workers in ((RayOptions(cluster.address), 3), (RayOptions(cluster.address, actors=2), 2)):
         with EmbedJob(

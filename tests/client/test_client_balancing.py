@@ -1,4 +1,4 @@
-"""The client's load balancing over several real servers, each with a fake engine."""
+"""Tests of the client's load balancing. Each server is a real server with a fake engine."""
 
 import asyncio
 import tempfile
@@ -50,7 +50,7 @@ def answered(server: FakeServer) -> int:
 
 
 def set_health(server: FakeServer, *, serving: bool) -> None:
-    """Set the health status that a server reports. From then on, its models do not change the status."""
+    """Set the health status that a server reports. After this, the state of its models has no effect on the status."""
     health = server.app._health
     assert health._following is not None
     health._following.cancel()
@@ -58,7 +58,10 @@ def set_health(server: FakeServer, *, serving: bool) -> None:
 
 
 async def call_until(client: AsyncEncoderClient, condition: Callable[[], bool]) -> None:
-    """Call `encode` until a condition is true, for at most 60 s. A failed call fails the test."""
+    """Call `encode` again and again until a condition is true, for at most 60 s.
+
+    A failed call fails the test.
+    """
     async with asyncio.timeout(60):
         while not condition():
             await client.encode([IDS])
@@ -73,7 +76,7 @@ async def test_calls_alternate_between_servers(start: Start, kind: str) -> None:
     def counts() -> list[int]:
         return [answered(server) for server in servers]
 
-    # Call until each server has answered once, because the first calls may find only one connection ready.
+    # Call until each server has answered once. During the first calls, only one connection may be ready.
     async with asyncio.timeout(60):
         while not all(counts()):
             await caller(client.encode, [IDS])
@@ -98,7 +101,7 @@ async def test_a_server_that_is_not_serving_gets_no_calls(start: Start) -> None:
 
 
 async def only_this_server_is_called(client: AsyncEncoderClient, chosen: FakeServer, other: FakeServer) -> None:
-    """Call until a hundred calls in a row go to the chosen server and none to the other server."""
+    """Call until 100 successive calls all go to the chosen server."""
     async with asyncio.timeout(60):
         while True:
             before = answered(chosen), answered(other)
@@ -128,7 +131,10 @@ async def test_a_restart_fails_no_call(start: Start) -> None:
 
 
 async def test_a_name_is_resolved_to_all_its_addresses(start: Start) -> None:
-    """The addresses of the name change while the client is open. Each of the two servers is replaced once."""
+    """A DNS name has the addresses of two servers. The servers are replaced one after the other.
+
+    The client finds each new server through the changed DNS name, and no call fails.
+    """
     port = free_port()
     one, other = [await start(host=host, grpc_port=port) for host in ("127.0.0.1", "127.0.0.2")]
     with DnsServer("127.0.0.1", "127.0.0.2") as dns:
@@ -147,7 +153,11 @@ async def test_a_name_is_resolved_to_all_its_addresses(start: Start) -> None:
 
 
 async def test_an_added_server_gets_calls_after_a_renewal(start: Start) -> None:
-    """No server stops. The client resolves the name again only because a connection reaches its age limit."""
+    """A server is added to a DNS name, and the old server keeps running.
+
+    The old server closes the connection when it reaches its maximum age. The client then resolves the name again, and
+    the added server gets calls.
+    """
     port = free_port()
     one = await start(host="127.0.0.1", grpc_port=port, max_connection_age_seconds=1.0)
     with DnsServer("127.0.0.1") as dns:
@@ -161,7 +171,10 @@ async def test_an_added_server_gets_calls_after_a_renewal(start: Start) -> None:
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 async def test_a_call_during_a_renewal_is_not_lost(start: Start, kind: str) -> None:
-    """The server closes the connection during the call. Its GOAWAY frame says that the call was not processed."""
+    """The server closes the connection during a call, and says in a GOAWAY frame that it did not process the call.
+
+    gRPC sends the call again on a new connection, so the call succeeds.
+    """
     port = free_port()
     servers: list[FakeServer] = []
 
@@ -191,14 +204,14 @@ async def test_a_call_during_a_renewal_is_not_lost(start: Start, kind: str) -> N
 
 
 def frame(kind: int, payload: bytes) -> bytes:
-    """An HTTP/2 frame of stream 0, which is the connection itself (RFC 9113, section 4.1)."""
+    """Make an HTTP/2 frame of stream 0. This number means the connection itself (RFC 9113, section 4.1)."""
     return len(payload).to_bytes(3) + bytes([kind, 0]) + bytes(4) + payload
 
 
 async def test_a_stream_continues_on_another_server(start: Start) -> None:
-    """When the server of the stream stops, the client opens a stream to the other server.
+    """When the server of a stream stops, the client opens a new stream to the other server.
 
-    All results come in input order.
+    Each input gets a result, in input order.
     """
     servers = [await start(), await start()]
     sent: list[tuple[int, int]] = []
@@ -208,7 +221,7 @@ async def test_a_stream_continues_on_another_server(start: Start) -> None:
         return server.sample("grpc_server_started_total", **labels)
 
     def inputs() -> Iterator[list[int]]:
-        """Yield inputs until each server has had a stream, and then 200 more inputs."""
+        """Yield inputs until each server has received a stream. Then yield 200 more inputs."""
         left = 200
         while left:
             left -= all(map(streams, servers))

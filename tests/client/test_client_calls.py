@@ -1,4 +1,4 @@
-"""Calls of both clients to a fake service on a real gRPC server: results, requests and failures."""
+"""Tests of calls of both clients to a fake service on a real gRPC server: results, requests and failures."""
 
 import asyncio
 import time
@@ -33,9 +33,9 @@ TEXTS = ["one", "two words", "and three words"]
 
 
 async def test_every_input_gets_its_rows(caller: Caller) -> None:
-    """One call may mix texts with lists, tuples and arrays of token ids.
+    """The inputs of one call are texts, and token ids as lists, tuples and arrays.
 
-    Each input gets a read-only (seq_len, d_model) array, in input order.
+    Each input gets a read-only array of shape (seq_len, d_model). The arrays are in input order.
     """
     inputs = ["two words", [5, 6, 7], (8,), np.array([9, 10], np.uint16), np.array([11], np.int64)]
     arrays = await caller(caller.connect().encode, inputs)
@@ -67,7 +67,7 @@ async def test_options_reach_the_server(caller: Caller, service: FakeEncoder) ->
 
 
 async def test_a_sequence_without_rows(caller: Caller) -> None:
-    """If special tokens are excluded, an empty text has no tokens left and gets an empty array."""
+    """If special tokens are excluded, an empty text has no tokens. Its result is an array without rows."""
     [array] = await caller(caller.connect().encode, [""], exclude_special_tokens=True)
     assert array.shape == (0, 8)
 
@@ -83,7 +83,10 @@ async def test_embed_returns_one_matrix(caller: Caller, service: FakeEncoder) ->
 
 
 async def test_run_returns_all_parts_of_an_answer(caller: Caller, service: FakeEncoder) -> None:
-    """`run` merges two outputs from two messages. The result has the token details and the timings."""
+    """`run` requests two outputs, and the call needs two messages. The result merges both replies.
+
+    It also has the token details and the timings.
+    """
     service.max_request_sequences = 2
     client = caller.connect()
     result = await caller(client.run, TEXTS, outputs=["tokens", Output("cls", True)], include_token_strings=True)
@@ -102,7 +105,10 @@ async def test_run_returns_all_parts_of_an_answer(caller: Caller, service: FakeE
 
 
 async def test_no_inputs(caller: Caller, service: FakeEncoder) -> None:
-    """For an empty list the client sends no Encode request. Empty results have the width of the model."""
+    """If the list of inputs is empty, the client sends no Encode request.
+
+    An empty matrix has the width of the model.
+    """
     client = caller.connect()
     assert await caller(client.encode, []) == []
     assert service.n_get_model == 0
@@ -139,7 +145,7 @@ async def test_oversize_replies_are_split(caller: Caller, service: FakeEncoder) 
 
 
 def _padded(service: FakeEncoder, n_bytes: int) -> Any:
-    """A function for `FakeEncoder.before` that enlarges each reply by `n_bytes` for each input."""
+    """Make a hook for `FakeEncoder.before` that adds `n_bytes` to the reply for each input."""
 
     async def before(request: pb.EncodeRequest) -> pb.EncodeResponse:
         response = service.answer(request)
@@ -164,9 +170,9 @@ async def test_a_full_queue_is_retried_after_its_delay(caller: Caller, service: 
 
 
 async def test_an_exceeded_share_is_retried_without_a_limit(caller: Caller, service: FakeEncoder) -> None:
-    """A refusal with SHARE_EXCEEDED is retried more often than `max_attempts`.
+    """If the server refuses a call with SHARE_EXCEEDED, the client retries it more often than `max_attempts`.
 
-    If `max_attempts` is 1, nothing is retried.
+    If `max_attempts` is 1, the client does not retry.
     """
 
     async def refused(_: pb.EncodeRequest) -> None:
@@ -184,7 +190,10 @@ async def test_an_exceeded_share_is_retried_without_a_limit(caller: Caller, serv
 
 @pytest.mark.parametrize("priority", [None, "interactive", "bulk"])
 async def test_the_priority_reaches_the_server(caller: Caller, service: FakeEncoder, priority: Priority | None) -> None:
-    """If the client has no priority, a call of more than two messages is sent with bulk priority."""
+    """A client sends all messages with its own priority.
+
+    Without such a priority, a call of more than two messages is sent with bulk priority.
+    """
     service.max_request_sequences = 1
     client = caller.connect(priority=priority)
     await caller(client.encode, [[5]] * 2)
@@ -199,7 +208,10 @@ async def test_the_priority_reaches_the_server(caller: Caller, service: FakeEnco
 
 
 async def test_a_server_that_comes_back_is_found(caller: Caller, service: FakeEncoder) -> None:
-    """While the server is down, the call is retried. After the restart the call succeeds on the same channel."""
+    """The server is down when a call starts, so the client retries.
+
+    After the server has restarted on the same port, the call succeeds.
+    """
     client = caller.connect(retry=RetryPolicy(max_attempts=1000, max_backoff_seconds=0.2))
     await caller(client.encode, [[5]])
     port = int(service.target.rpartition(":")[2])
@@ -212,9 +224,9 @@ async def test_a_server_that_comes_back_is_found(caller: Caller, service: FakeEn
 
 
 async def test_a_call_that_a_stopping_server_cancels_is_sent_again(caller: Caller, service: FakeEncoder) -> None:
-    """A stopping gRPC server sends CANCELLED for calls that it has read but not started.
+    """A gRPC server that stops sends CANCELLED for calls that it has received but not started.
 
-    The client sends them again.
+    The client sends these calls again, both unary calls and streams.
     """
     cancelled: list[object] = []
 
@@ -237,7 +249,10 @@ async def test_a_call_that_a_stopping_server_cancels_is_sent_again(caller: Calle
 
 @pytest.mark.parametrize("method", ["encode", "inspect"])
 async def test_a_slow_server_meets_the_deadline(caller: Caller, service: FakeEncoder, method: str) -> None:
-    """The client raises DeadlineError, and the handler in the server is cancelled."""
+    """The server does not reply within the timeout. The client raises DeadlineError.
+
+    gRPC cancels the handler in the server.
+    """
     service.before, service.inspect = lambda _: asyncio.sleep(30), stalled_inspection
     client = caller.connect()
     await caller(client.model)
@@ -265,7 +280,7 @@ async def test_the_first_failure_cancels_the_other_messages(caller: Caller, serv
 
 @pytest.mark.parametrize("code", [code for code in Code if code is not Code.OK])
 async def test_no_exception_is_of_grpc(caller: Caller, service: FakeEncoder, code: Code) -> None:
-    """For every status of a unary call or a stream, the client raises an exception that is not a `grpc.RpcError`."""
+    """A unary call and a stream fail with every gRPC status. The client's exception is never a `grpc.RpcError`."""
 
     async def fail(*_: object) -> None:
         raise Refused(code, "because")
@@ -344,9 +359,9 @@ async def test_a_closed_client_refuses_calls(caller: Caller) -> None:
 
 
 async def test_closing_a_client_ends_its_calls(caller: Caller, service: FakeEncoder) -> None:
-    """A call of one message, a call of several messages, a stream and an inspection end with ClientClosedError.
+    """The client is closed during four calls: one message, several messages, an inspection and a stream.
 
-    None of these calls is retried.
+    All four calls raise ClientClosedError, and the client does not retry them.
     """
     service.before = lambda _: asyncio.sleep(30)
     service.before_stream = lambda *_: asyncio.sleep(30)
@@ -372,7 +387,7 @@ async def test_closing_a_client_ends_its_calls(caller: Caller, service: FakeEnco
 
 
 async def test_an_error_in_grpc_does_not_hang_a_call(caller: Caller) -> None:
-    """Invalid metadata makes gRPC raise an error without a status. The client raises ServerError."""
+    """With invalid metadata, gRPC raises an error without a status. The client then raises ServerError."""
     client = caller.connect()
     client._metadata = (("Bad Key", "x"),)
     for call, arguments in ((client.models, []), (client.encode, [[[1]]]), (client.inspect, [[1]])):

@@ -1,4 +1,4 @@
-"""Threads and tasks that share one client, and cancelled calls."""
+"""Tests with threads or tasks that share one client, and tests of cancelled calls."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ from encserve_client import AsyncEncoderClient, EncoderClient, InvalidInputError
 
 
 async def test_threads_share_a_client(service: FakeEncoder) -> None:
-    """Each of 16 threads gets the results of its own inputs, from unary calls and from streams."""
+    """16 threads share a client and make unary calls and streams. Each thread gets the results of its own inputs."""
     service.max_request_sequences = 3
 
     def work(client: EncoderClient, thread: int) -> int:
@@ -58,7 +58,10 @@ async def test_tasks_share_a_client(service: FakeEncoder) -> None:
 async def test_cancelling_a_task_cancels_its_call(
     service: FakeEncoder, method: str, inputs: list[Any], n_requests: int
 ) -> None:
-    """The server's handler is cancelled, no task of the client remains, and further calls of the client succeed."""
+    """Cancel a task during a call, and another task before its call is sent.
+
+    The server's handlers are cancelled, and no task of the client remains. Later calls of the client succeed.
+    """
     service.max_request_sequences = 1
     service.before, service.inspect = lambda _: asyncio.sleep(30), stalled_inspection
     async with AsyncEncoderClient(service.target) as client:
@@ -89,14 +92,17 @@ async def test_asyncio_timeout_ends_a_call(service: FakeEncoder) -> None:
 
 
 async def test_the_async_client_can_be_made_outside_a_loop(service: FakeEncoder) -> None:
-    """The client creates its channel in the event loop of its first call."""
+    """The client is made in a thread without an event loop.
+
+    It creates its gRPC channel at its first call, in the event loop of this call.
+    """
     client = await asyncio.to_thread(AsyncEncoderClient, service.target)
     async with client:
         assert len(await client.models()) == 1
 
 
 async def test_an_async_client_refuses_another_loop(service: FakeEncoder) -> None:
-    """A call from another event loop is refused. Afterwards the client still works in its own loop."""
+    """The client refuses a call from another event loop. After that, calls in its first loop still succeed."""
     async with AsyncEncoderClient(service.target) as client:
         await client.encode([[1]])
         with pytest.raises(InvalidInputError, match="the event loop of its first use: make one in each loop"):

@@ -1,4 +1,7 @@
-"""The logic of a call over a fake connection with a fake clock: retries, deadlines, splitting and concurrency."""
+"""Tests of the logic of a call, with a fake connection and a fake clock.
+
+They test retries, deadlines, the splitting into messages, and concurrency.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,9 +39,9 @@ THREE_OUTPUTS = Options(tuple(Output(dimensions=dimensions) for dimensions in (N
 
 
 class Server:
-    """A scripted server behind a `FakeWire`.
+    """A fake server behind the fake connection `FakeWire`.
 
-    It replies to GetModel with `info`, and to Encode with the result of `encode`.
+    The server replies to GetModel with `info`, and to Encode with the result of `encode`.
     """
 
     def __init__(self, encode: Encode, **limits: Any) -> None:
@@ -57,7 +60,7 @@ class Server:
 
 
 def core_of(timeout_seconds: float = 100.0, max_concurrent: int = 4, retry: RetryPolicy = POLICY) -> Core:
-    """A `Core` with the largest jitter on every retry, so that the waits are known."""
+    """Make a `Core` that always draws the largest jitter, so that the waits before retries are known."""
     return Core(Settings(timeout_seconds, 64 << 20, max_concurrent, retry, random=lambda: 1.0, target="host:1"))
 
 
@@ -80,7 +83,7 @@ def ids_in(result: EncodeResult) -> list[list[int]]:
 
 
 def failing(failures: list[Failure]) -> Encode:
-    """Fail with each of these failures in turn. Later requests get a reply."""
+    """Make a server function that fails once with each of these failures, in order. Later requests get a reply."""
     left = list(failures)
     return lambda request: (0.0, left.pop(0)) if left else (0.0, echo(request))
 
@@ -91,7 +94,10 @@ def failing(failures: list[Failure]) -> Encode:
     ids=["the backoff doubles", "the server's delay and 1 s of jitter", "the backoff is at most 5 s"],
 )
 def test_a_failed_message_is_sent_again(failures: list[Failure], sent: list[float]) -> None:
-    """If the server is unavailable after its reply to GetModel, `max_attempts` does not limit the attempts."""
+    """A failed message is sent again after a wait with backoff.
+
+    If the server has replied to GetModel and is then unavailable, `max_attempts` does not limit the retries.
+    """
     server = Server(failing(failures))
     result = encode(core_of(), server, [[5, 6]])
     assert server.wire.sent[1:] == sent  # the first request is GetModel
@@ -125,9 +131,9 @@ def test_a_server_that_never_answers_gets_max_attempts() -> None:
 
 
 def test_attempts_during_an_outage_do_not_count() -> None:
-    """Only the two refusals by a full queue count towards `max_attempts`.
+    """The server refuses a message twice because its queue is full. In between, it is unavailable five times.
 
-    After an outage the queue may be full for a while.
+    Only the two refusals count towards `max_attempts`, because a queue is often full after an outage.
     """
     server = Server(failing([FULL, *[DOWN] * 5, FULL]))
     assert encode(core_of(), server, [[5]]).timings.attempts == 8
@@ -144,7 +150,7 @@ def test_all_attempts_of_a_message_share_its_timeout() -> None:
 
 
 def test_no_wait_exceeds_the_deadline() -> None:
-    """If the server's retry delay is longer than the time left, the caller gets the error immediately."""
+    """The server asks for a retry delay that ends after the deadline. The caller gets the error immediately."""
     server = Server(failing([FULL]))
     with pytest.raises(OverloadedError) as caught:
         encode(core_of(timeout_seconds=2.5), server, [[5]])
@@ -153,9 +159,9 @@ def test_no_wait_exceeds_the_deadline() -> None:
 
 
 def test_a_call_may_take_longer_than_the_timeout_of_a_message() -> None:
-    """10,000 inputs need 40 messages of 20 s each, four at a time.
+    """10,000 inputs need 40 messages. Each takes 20 s, and four are sent at a time.
 
-    The call takes 200 s, although the timeout of a message is 30 s.
+    The call succeeds after 200 s, although the timeout of a message is 30 s.
     """
     server = Server(lambda request: (20.0, echo(request)), max_request_sequences=256)
     inputs: list[Input] = [[i + 1] for i in range(10_000)]
@@ -164,7 +170,10 @@ def test_a_call_may_take_longer_than_the_timeout_of_a_message() -> None:
 
 
 def test_an_outage_starts_no_timeout_of_unsent_messages() -> None:
-    """The outage at 40 s must not start the timeout of 30 s for messages that are not sent yet."""
+    """The server is unavailable for a short time at 40 s. The timeout of a message is 30 s.
+
+    The timeout of messages that are not sent yet must not start with this outage.
+    """
 
     def answer(request: Any) -> Any:
         return (0.0, DOWN) if 40.0 <= server.wire.time < 41.3 else (20.0, echo(request))
@@ -215,14 +224,20 @@ def test_the_timeout_of_a_call_is_for_all_its_messages(client_timeout: float) ->
 
 
 def test_an_unsent_message_fails_with_the_deadline() -> None:
-    """Only one message may be sent at a time, and the first message uses the whole timeout of the call."""
+    """Messages are sent one at a time, and the first message uses the whole timeout of the call.
+
+    The call fails with DeadlineError, because the second message was not sent.
+    """
     server = Server(lambda request: (2.0, echo(request)), max_request_sequences=1)
     with pytest.raises(DeadlineError, match="^2 s passed before everything was sent to host:1$"):
         encode(core_of(max_concurrent=1), server, [[5], [6]], timeout_seconds=2.0)
 
 
 def test_late_answers_keep_the_order_of_inputs() -> None:
-    """The server answers later messages first. At most four messages wait for a reply at the same time."""
+    """The server replies to later messages first. The results are still in input order.
+
+    At most four messages wait for a reply at the same time.
+    """
     server = Server(
         lambda request: (100.0 - request.inputs[0].token_ids.ids[0], echo(request)), max_request_sequences=2
     )
@@ -236,7 +251,7 @@ def test_late_answers_keep_the_order_of_inputs() -> None:
 def test_too_large_messages_are_halved() -> None:
     """The server refuses messages of more than 3 inputs, although its reply to GetModel has no such limit.
 
-    The client halves the messages, and the next call fetches the limits again.
+    The client sends each refused message again in two halves. The next call fetches the limits again.
     """
 
     def at_most_3(request: pb.EncodeRequest) -> Outcome:
@@ -256,9 +271,9 @@ def test_too_large_messages_are_halved() -> None:
 
 
 def test_a_message_over_grpcs_size_limit_is_halved_and_not_repeated() -> None:
-    """gRPC reports a too large message as RESOURCE_EXHAUSTED, without a reason from the server.
+    """If a message is too large for gRPC, the status is RESOURCE_EXHAUSTED, without a reason from the server.
 
-    A full queue has the same status, but the client must not retry this message.
+    A full queue has the same status. But the client must not retry a message that is too large.
     """
     refusal = Failure(Code.RESOURCE_EXHAUSTED, "CLIENT: Received message larger than max (9 vs. 4)")
     server, alone = Server(lambda _: (0.0, refusal)), Server(lambda _: (0.0, refusal))
@@ -271,7 +286,10 @@ def test_a_message_over_grpcs_size_limit_is_halved_and_not_repeated() -> None:
 
 
 def test_the_first_failure_ends_the_call() -> None:
-    """The client sends no further message. The index in the error counts from the first input of the call."""
+    """After the first failure, the client sends no more messages.
+
+    The index in the error counts from the first input of the call.
+    """
 
     def second_fails(request: pb.EncodeRequest) -> Outcome:
         if request.inputs[0].token_ids.ids[0] == 3:
@@ -309,7 +327,10 @@ def test_too_many_outputs_are_refused_before_inputs_are_sent(inputs: list[Input]
 
 
 def test_a_raised_limit_of_outputs_is_noticed() -> None:
-    """The client does not refuse a call because of a cached limit. It first fetches the model's limits again."""
+    """The client has cached a limit of two outputs, and the server has raised the limit to three.
+
+    The client fetches the model's limits again before it refuses a call, so the call with three outputs succeeds.
+    """
     core, server = core_of(), Server(echo_thrice, max_outputs=2)
     with pytest.raises(InvalidInputError):
         encode(core, server, [[1]], options=THREE_OUTPUTS)

@@ -1,4 +1,7 @@
-"""Replies are decoded into arrays. An inconsistent reply raises an error that names the wrong value."""
+"""Tests of the decoding of replies into arrays.
+
+If a reply is inconsistent, the client raises an error that names the wrong value.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +19,7 @@ from encserve_proto.v1 import encoder_pb2 as pb
 
 
 def response_of(arrays: list[Array], width: int, dtype: DType = "float32") -> pb.EncodeResponse:
-    """A reply with these hidden states, one (n_tokens, width) array for each sequence."""
+    """Make a reply with these hidden states. Each sequence has one array of shape (n_tokens, width)."""
     is_half = dtype == "float16"
     tensor = pb.RaggedTensor(
         kind=pb.OUTPUT_KIND_TOKENS,
@@ -31,7 +34,10 @@ def response_of(arrays: list[Array], width: int, dtype: DType = "float32") -> pb
 
 @given(st.data(), st.integers(1, 5), st.sampled_from(["float32", "float16"]))
 def test_ragged_rows_come_back(data: st.DataObject, width: int, dtype: DType) -> None:
-    """Arrays of any length, also 0, are decoded bit for bit as float32 or float16, infinities and NaN included."""
+    """Arrays of float32 or float16 are decoded bit for bit, including infinities and NaN.
+
+    An array may also have no rows.
+    """
     rows = hnp.arrays(np.dtype(dtype), st.tuples(st.integers(0, 6), st.just(width)))
     arrays = data.draw(st.lists(rows, min_size=1, max_size=5))
     options = Options(dtype=dtype)
@@ -47,7 +53,7 @@ def test_ragged_rows_come_back(data: st.DataObject, width: int, dtype: DType) ->
 
 
 def good() -> pb.EncodeResponse:
-    """A valid reply: two sequences of 2 tokens and 1 token, with d_model 3."""
+    """Make a valid reply with two sequences. They have 2 tokens and 1 token, and d_model is 3."""
     return response_of([np.ones((2, 3), np.float32), np.ones((1, 3), np.float32)], 3)
 
 
@@ -100,7 +106,7 @@ def test_normalised_rows_are_wanted_where_they_were_asked_for() -> None:
 
 
 def test_rows_without_special_tokens_may_be_fewer() -> None:
-    """If special tokens are excluded, a reply may have fewer vectors than tokens, but not more."""
+    """If special tokens are excluded, a sequence may have fewer vectors than tokens. More vectors are refused."""
     response = good()
     response.sequences[0].token_count = 4
     decode_response(response, Options(exclude_special_tokens=True), 2, describe=False)
@@ -135,7 +141,7 @@ def test_sequence_info_of_another_length_is_refused(fields: dict[str, list[int]]
 
 
 def test_parts_of_different_vector_spaces_are_not_mixed() -> None:
-    """If the server replaces the model between two messages of a call, merging the replies raises an error."""
+    """The server replaces the model between two messages of a call. Merging the two replies raises an error."""
     first, second = good(), good()
     second.fingerprint = "g"
     parts = [decode_response(it, Options(), 2, describe=False) for it in (first, second)]
@@ -153,7 +159,7 @@ def test_parts_of_different_widths_are_not_mixed() -> None:
 
 
 def test_one_message_is_not_copied_several_are() -> None:
-    """`matrix` is a view on the received bytes if the call has one message, and else a copy."""
+    """If a call has one message, `matrix` is a view on the received bytes. With several messages, it is a copy."""
     part = decode_response(good(), Options(), 2, describe=False)
     one, two = merge_parts([part], 0.0, 1), merge_parts([part, part], 0.0, 2)
     assert one.outputs[0].matrix() is part.blocks[0].rows
@@ -162,13 +168,16 @@ def test_one_message_is_not_copied_several_are() -> None:
 
 
 def test_how_many_outputs_a_call_may_have() -> None:
-    """`max_outputs` is 0 for an older server, which does not send the field."""
+    """An older server does not send `max_outputs`. The value is then 0."""
     assert model_info(pb.ModelInfo(max_outputs=16)).max_outputs == 16
     assert model_info(pb.ModelInfo()).max_outputs == 0
 
 
 def test_a_pooling_of_a_newer_server_is_handed_on() -> None:
-    """If the client does not know the server's pooling, results and ModelInfo have the pooling as an integer."""
+    """The server uses a pooling that the client does not know.
+
+    The result and ModelInfo then have the number of the pooling.
+    """
     newer: Any = 77
     response = good()
     tensor = response.outputs[0]

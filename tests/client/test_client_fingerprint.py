@@ -1,4 +1,8 @@
-"""Vectors of different models are never mixed in a call, or in a client that expects a fingerprint or space id."""
+"""Tests that results never mix vectors of different models.
+
+A fingerprint identifies the files of an exported model. All exports of the same model share a space id. All vectors of
+a result have the same fingerprint. If a client expects a fingerprint or a space id, it refuses other vectors.
+"""
 
 import itertools
 
@@ -15,7 +19,10 @@ EITHER = pytest.mark.parametrize(("what", "error"), [("fingerprint", Fingerprint
 
 
 def switch_after(service: FakeEncoder, *counts: int) -> None:
-    """Set the fingerprint "version 0" for `counts[0]` requests, then "version 1" for `counts[1]`, and so on."""
+    """Change the fingerprint of the server after some requests.
+
+    The first `counts[0]` requests get "version 0", the next `counts[1]` requests get "version 1", and so on.
+    """
     versions = [version for version, count in enumerate(counts) for _ in range(count)]
     coming = itertools.chain(versions, itertools.repeat(len(counts)))
 
@@ -27,7 +34,10 @@ def switch_after(service: FakeEncoder, *counts: int) -> None:
 
 
 async def test_a_call_that_a_switch_cuts_in_two_is_made_again(caller: Caller, service: FakeEncoder) -> None:
-    """The client repeats the whole call, because one result must not have vectors of two versions."""
+    """The model changes between two messages of a call.
+
+    The client repeats the whole call, because one result must not have vectors of two versions.
+    """
     service.max_request_sequences = 1
     switch_after(service, 2)
     client = caller.connect(max_concurrent_messages=1)
@@ -43,13 +53,16 @@ async def test_a_model_that_changes_again_and_again_is_said(caller: Caller, serv
     client = caller.connect(max_concurrent_messages=1)
     with pytest.raises(FingerprintError, match="answers of one call have different fingerprints"):
         await caller(client.encode, TEXTS)
-    assert len(service.requests) == 9  # the call is tried three times, with three messages each
+    assert len(service.requests) == 9  # the client makes the call three times, with three messages each
 
 
 async def test_servers_of_different_versions_are_not_asked_about_their_model_every_time(
     caller: Caller, service: FakeEncoder
 ) -> None:
-    """During a rollout, replies come from two versions in turn. The client must not send GetModel for each reply."""
+    """During a rollout, replies come alternately from two versions of the model.
+
+    The client must not send GetModel again for each change of the version.
+    """
     client = caller.connect()
     for version in ("old", "new") * 5:
         service.fingerprint = version
@@ -86,7 +99,10 @@ async def test_every_request_says_what_is_expected(caller: Caller, service: Fake
 async def test_a_refusal_is_an_error_of_its_own(
     caller: Caller, service: FakeEncoder, what: str, error: type[EncserveError]
 ) -> None:
-    """The call raises SpaceError or FingerprintError. A retry would be refused again, so the client sends none."""
+    """If the server refuses the expected value, the call raises SpaceError or FingerprintError.
+
+    The client does not retry, because the server would refuse the call again.
+    """
     reason = "SPACE_MISMATCH" if error is SpaceError else "FINGERPRINT_MISMATCH"
 
     async def refuse(request: pb.EncodeRequest) -> None:
@@ -105,7 +121,10 @@ async def test_a_refusal_is_an_error_of_its_own(
 async def test_a_server_that_does_not_know_the_field_is_not_believed(
     caller: Caller, service: FakeEncoder, what: str, error: type[EncserveError]
 ) -> None:
-    """An older server ignores the expected value and replies. The client then compares the value in the reply."""
+    """An older server ignores the expected value and replies.
+
+    The client compares the expected value with the value in the reply, and raises an error.
+    """
     client = caller.connect(**{f"expected_{what}": "mine"})
     message = f"{what} mine is expected, but the answer has {getattr(service, what)[:4]}"
     for call in (client.encode, client.embed, client.run):

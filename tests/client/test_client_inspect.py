@@ -1,4 +1,7 @@
-"""`inspect` of both clients: requests, results, failures and malformed replies."""
+"""Tests of the method `inspect` of both clients.
+
+They test requests, results, malformed replies and failures.
+"""
 
 import asyncio
 import tracemalloc
@@ -42,13 +45,13 @@ N_TOKENS = 3
 
 
 def request_of(**wanted: Any) -> pb.InspectRequest:
-    """An Inspect request for three token ids."""
+    """Make an Inspect request for three token ids. `wanted` replaces the default arguments."""
     wanted = {"attention": True, "hidden_states": True, "positions": False, "dtype": "float32", **wanted}
     return inspect_request([5, 6, 7], ("", ""), **{"truncate": False, "prompt_name": None, "task": None, **wanted})
 
 
 def gathered(request: pb.InspectRequest, parts: list[pb.InspectResponse]) -> InspectResult:
-    """The result of these messages of a reply, with a total time of 1.5 s and 2 attempts."""
+    """Make the result of a reply from its messages. The total time is 1.5 s, with 2 attempts."""
     return gather(request, parts).result(1.5, 2)
 
 
@@ -191,7 +194,10 @@ async def test_vectors_are_inspected(caller: Caller, service: FakeEncoder) -> No
 
 @given(st.lists(st.integers(1, 700), min_size=1, max_size=8), st.sampled_from(["float32", "float16"]))
 def test_chunk_boundaries_do_not_change_the_result(sizes: list[int], dtype: str) -> None:
-    """A chunk may end within a number, a row or a layer. Empty chunks change nothing."""
+    """The reply may be cut into chunks at any byte, even within a number. The result is the same.
+
+    An empty chunk changes nothing.
+    """
     request = request_of(hidden_states=[0, 2], positions=True, dtype=dtype)
     parts = inspection(request, N_TOKENS, max_chunk_bytes=sizes)
     parts[2:2] = [chunk(0, 0)]
@@ -206,7 +212,10 @@ def test_chunk_boundaries_do_not_change_the_result(sizes: list[int], dtype: str)
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """The peak memory of Python and NumPy in bytes while `work` runs. Protobuf's memory is not counted."""
+    """Return the peak memory of Python and NumPy in bytes while `work` runs.
+
+    Protobuf's memory is not counted.
+    """
     tracemalloc.start()
     try:
         work()
@@ -217,9 +226,9 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize(("n_chunks", "copies"), [(1, 1), (16, 2)])
 def test_numbers_are_copied_once_at_most(n_chunks: int, copies: int) -> None:
-    """Each of two tensors has 16 MiB.
+    """The reply has two tensors of 16 MiB each, in one chunk or in 16 chunks.
 
-    Chunks are joined once for each tensor, so only one tensor at a time is in memory twice.
+    The client joins the chunks of one tensor at a time, so at most one tensor is in memory twice.
     """
     request, size = request_of(), 2**24
     header, *_ = inspection(request, 1)
@@ -246,7 +255,10 @@ def test_numbers_are_copied_once_at_most(n_chunks: int, copies: int) -> None:
 
 
 def test_an_announced_size_allocates_no_memory() -> None:
-    """The header announces 309 GB, but only 1 MiB arrives. The client allocates memory only for received bytes."""
+    """The header of the reply announces 309 GB, but only 1 MiB arrives.
+
+    The client allocates memory only for the received bytes.
+    """
     request = request_of(hidden_states=False)
     header, *_ = inspection(request, N_TOKENS)
     header.header.tensors[0].shape[1] = 2**32 - 1
@@ -294,8 +306,8 @@ def swap(one: int, other: int) -> Callable[[list[pb.InspectResponse]], None]:
     return change
 
 
-# For N_TOKENS = 3, attention has 2·2·3·3 numbers: 144 bytes, in chunks of 100 and 44. Hidden states have 3·3·8 numbers,
-# which are 288 bytes.
+# For N_TOKENS = 3, the attention has 2·2·3·3 numbers. They take 144 bytes, in chunks of 100 and 44 bytes. The hidden
+# states have 3·3·8 numbers, which take 288 bytes.
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -365,7 +377,10 @@ def test_positions_are_as_wide_as_hidden_states_and_have_no_layers() -> None:
 
 
 async def test_an_endless_answer_is_read_no_further_than_announced(caller: Caller, service: FakeEncoder) -> None:
-    """After the announced bytes the client raises an error and cancels the call, so the server stops sending."""
+    """The server sends more bytes than its header announces.
+
+    The client then raises an error and cancels the call, so the server stops sending.
+    """
 
     async def endless(request: pb.InspectRequest) -> AsyncIterator[pb.InspectResponse]:
         for part in inspection(request, N_TOKENS):
@@ -409,7 +424,10 @@ def breaking(service: FakeEncoder, times: int, error: Exception) -> None:
 
 
 async def test_an_incomplete_answer_is_retried(caller: Caller, service: FakeEncoder) -> None:
-    """The client repeats the whole request. The result contains nothing from an incomplete reply."""
+    """If a reply fails in the middle, the client repeats the whole request.
+
+    The result contains nothing from an incomplete reply.
+    """
     breaking(service, 2, Refused(Code.UNAVAILABLE, "stopping", "DRAINING"))
     result = await caller(caller.connect().inspect, [5, 6, 7])
     np.testing.assert_array_equal(result.attention, tensor_of(ATTENTION, 3))
@@ -436,7 +454,7 @@ async def test_an_incomplete_answer_is_retried(caller: Caller, service: FakeEnco
 async def test_each_refusal_has_its_own_exception(
     caller: Caller, service: FakeEncoder, code: Code, reason: str, expected: type[Exception]
 ) -> None:
-    """The client does not retry a refusal, and raises exactly the expected class."""
+    """If the server refuses a request, the client does not retry it. The exception has exactly the expected class."""
     breaking(service, 9, Refused(code, "input: because", reason))
     with pytest.raises(expected, match="^input: because$") as caught:
         await caller(caller.connect().inspect, [5, 6, 7])
@@ -446,7 +464,7 @@ async def test_each_refusal_has_its_own_exception(
 
 
 async def test_many_at_a_time(caller: Caller, service: FakeEncoder) -> None:
-    """One client makes 20 concurrent calls with inputs of different lengths."""
+    """One client makes 20 concurrent calls. Each call gets the result of its own input."""
     client = caller.connect()
     results = await asyncio.gather(*(caller(client.inspect, [5] * n) for n in range(1, 21)))
     for n, result in enumerate(results, start=1):
@@ -454,7 +472,7 @@ async def test_many_at_a_time(caller: Caller, service: FakeEncoder) -> None:
 
 
 def test_the_call_in_virtual_time() -> None:
-    """A failed inspection is sent again after 1 s, the first backoff. `total_seconds` includes the wait."""
+    """A failed request is sent again after the first backoff of 1 s. `total_seconds` includes this wait."""
     request = request_of()
     outcomes: list[Any] = [Failure(Code.UNAVAILABLE, "down"), inspection(request, N_TOKENS)]
     wire = FakeWire(lambda rpc, _: (0.5, outcomes.pop(0)) if rpc == "Inspect" else (0.0, None))

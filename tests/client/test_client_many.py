@@ -1,4 +1,7 @@
-"""Inputs of a call: a single text, errors of single inputs, progress, read-only arrays, tokens and spans."""
+"""Tests of calls with one or many inputs.
+
+They test a single text, errors of single inputs, progress, read-only arrays, tokens and spans.
+"""
 
 import json
 from collections.abc import Callable
@@ -29,7 +32,7 @@ LATE = pb.ModelInfo(multi_vector_width=8, multi_vector_similarity="maxsim")
 
 
 async def test_a_text_is_one_input(caller: Caller, service: FakeEncoder) -> None:
-    """A single text gets a single result and not a list."""
+    """If the argument is a single text, the result is a single array and not a list."""
     client = caller.connect()
     np.testing.assert_array_equal(await caller(client.encode, "two words"), WORDS)
     np.testing.assert_allclose(await caller(client.embed, "two words"), WORDS.mean(axis=0), rtol=1e-6)
@@ -43,7 +46,7 @@ async def test_a_text_is_one_input(caller: Caller, service: FakeEncoder) -> None
 
 @pytest.mark.parametrize("n", [1, 10])
 async def test_arrays_are_read_only(caller: Caller, service: FakeEncoder, n: int) -> None:
-    """The arrays are read-only if the call has one message, several messages or no inputs."""
+    """All arrays in results are read-only. The call may have one message, several messages or no inputs."""
     service.max_request_sequences = 4
     client, texts = caller.connect(), ["two words"] * n
     result = await caller(client.run, texts, outputs=["tokens", "mean"])
@@ -68,7 +71,10 @@ async def test_arrays_are_read_only(caller: Caller, service: FakeEncoder, n: int
 
 @pytest.mark.parametrize("size", [4, 256])
 async def test_a_failed_input_does_not_fail_the_others(caller: Caller, service: FakeEncoder, size: int) -> None:
-    """With `return_exceptions`, an input that is invalid, refused or cannot be computed gives an error at its index."""
+    """With `return_exceptions`, a failed input has an error in the list of results, at its index.
+
+    An input fails if it is invalid, if the server refuses it, or if the model cannot compute it.
+    """
     service.max_request_sequences = size
 
     async def poisoned(request: pb.EncodeRequest) -> None:
@@ -111,7 +117,10 @@ async def test_all_inputs_may_fail(caller: Caller) -> None:
 
 
 async def test_an_error_of_the_whole_call_is_raised(caller: Caller, service: FakeEncoder) -> None:
-    """If the server refuses an option, the error is raised. The client does not send the inputs again one by one."""
+    """If the server refuses an option, the client raises the error, even with `return_exceptions`.
+
+    The client does not send the inputs again one by one.
+    """
 
     async def refused(_: pb.EncodeRequest) -> None:
         raise Refused(StatusCode.INVALID_ARGUMENT, "options.prompt_name: the model has no prompts", "INVALID_OPTION")
@@ -133,7 +142,10 @@ async def test_without_return_exceptions_the_error_has_the_index(caller: Caller,
 
 
 async def test_progress(caller: Caller, service: FakeEncoder) -> None:
-    """The progress count includes failed inputs. An exception in the callback ends the call."""
+    """The callback `progress` gets the number of finished inputs, including failed inputs.
+
+    If the callback raises an exception, the call ends with it.
+    """
     service.max_request_sequences = 3
     client = caller.connect()
     inputs = [[i + 1] for i in range(10)]
@@ -183,7 +195,7 @@ async def test_the_detail_of_sequences_suits_the_method(caller: Caller, service:
 
 
 async def test_tokenize(caller: Caller, service: FakeEncoder) -> None:
-    """The client splits the texts into messages. An error has the index of the text in the call."""
+    """`tokenize` splits the texts into several messages. An error has the index of the text in the call."""
     service.max_request_sequences = 3
     client = caller.connect()
     texts = [f"{'x' * (i + 1)} words" for i in range(10)]
@@ -219,7 +231,10 @@ NEW_KIND = 77  # a value that only a newer server knows
 
 
 async def test_an_unknown_kind_is_returned_as_its_number(caller: Caller, service: FakeEncoder) -> None:
-    """A caller can request an output kind that only a newer server knows. Results have the kind as an integer."""
+    """A caller can request an output kind by its number, if only a newer server knows this kind.
+
+    The result and ModelInfo then also have the number.
+    """
     service.model_info = pb.ModelInfo(pooling=NEW_KIND, input_kind=NEW_KIND)  # type: ignore[arg-type]
 
     async def of_two_rows(request: pb.EncodeRequest) -> pb.EncodeResponse:
@@ -283,7 +298,10 @@ def test_sentences(text: str, sentences: list[str]) -> None:
 
 
 def test_token_spans() -> None:
-    """Each span has `size` tokens, without special tokens. The last span has the remaining tokens."""
+    """`token_spans` divides the tokens into spans of `size` tokens. The last span may have fewer tokens.
+
+    Special tokens do not belong to a span.
+    """
     offsets = np.array([(0, 0), (0, 3), (3, 5), (6, 9), (10, 11), (11, 12), (0, 0)])
     info = SequenceInfo(7, 7, False, None, offsets, None, None)
     assert token_spans(info, 2) == [(0, 5), (6, 11), (11, 12)]

@@ -1,4 +1,4 @@
-"""The package: public names, imports and settings."""
+"""Tests of the package `encserve_client`: its public names, its imports and its settings."""
 
 import inspect
 import subprocess
@@ -38,9 +38,9 @@ def test_public_names_exist() -> None:
 
 
 def test_the_docstring_lists_every_exception() -> None:
-    """The class tree in the docstring of `exceptions` lists exactly the classes of the module.
+    """The docstring of the module `exceptions` has a tree of exactly the exceptions in the module.
 
-    All of them are public.
+    The package exports all these exceptions.
     """
     from encserve_client import exceptions
 
@@ -73,7 +73,7 @@ def test_both_clients_have_the_same_methods() -> None:
 
 
 def test_channel_options() -> None:
-    """The caller's `channel_arguments` override the channel options of the library."""
+    """The caller's `channel_arguments` override the gRPC channel options of the client."""
     options = dict(
         channel_options("encoder:1", 5, Tls(server_name="encoder"), {"grpc.max_send_message_length": 7, "x": "y"})
     )

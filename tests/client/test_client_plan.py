@@ -1,4 +1,7 @@
-"""A call is split into messages. They contain every input once, in order, and each message is within the limits."""
+"""Tests of the planning of a call, which splits the call into messages.
+
+The messages contain every input once and in order, and each message is within the limits.
+"""
 
 import itertools
 
@@ -60,9 +63,9 @@ def total(inputs: list[pb.Input], options: Options, limits: Limits) -> Cost:
 def test_messages_have_every_input_once_and_keep_the_limits(
     inputs: list[Input], options: Options, limits: Limits
 ) -> None:
-    """Only a message with a single input may exceed a limit.
+    """The messages contain every input once and in order. Only a message with a single input may exceed a limit.
 
-    With the first input of the next message, each message would exceed a limit.
+    No message is smaller than necessary: with the first input of the next message, it would exceed a limit.
     """
     messages = list(plan_messages(read_inputs(inputs)[0], TEMPLATE, options, limits))
     requests = requests_of(messages)
@@ -78,7 +81,10 @@ def test_messages_have_every_input_once_and_keep_the_limits(
 
 @given(st.lists(id_lists, min_size=1, max_size=30), st.integers(1, 400))
 def test_a_request_is_no_larger_than_planned(inputs: list[Input], max_request_bytes: int) -> None:
-    """A request without a model name and options has at most `max_request_bytes`, or a single input."""
+    """No planned request with several inputs is larger than `max_request_bytes`.
+
+    In this test the requests have no model name and no options.
+    """
     limits = Limits(2**31, 2**31, max_request_bytes, 2**31, 2**31, 8)
     for request in requests_of(list(plan_messages(inputs, pb.EncodeRequest(), Options(), limits))):
         assert request.ByteSize() <= max_request_bytes or len(request.inputs) == 1
@@ -86,7 +92,10 @@ def test_a_request_is_no_larger_than_planned(inputs: list[Input], max_request_by
 
 @given(some_inputs.filter(bool))
 def test_halves_are_the_whole(inputs: list[Input]) -> None:
-    """Repeated halving of a message gives single inputs in order, each with its index in the call."""
+    """Halve a message again and again until each part has one input.
+
+    The parts contain every input once and in order. Each part has the index of its input in the call.
+    """
     [message] = plan_messages(inputs, TEMPLATE, Options(), NO_LIMITS)
 
     def leaves(it: Message) -> list[Message]:
@@ -98,7 +107,7 @@ def test_halves_are_the_whole(inputs: list[Input]) -> None:
 
 
 def test_messages_are_made_one_by_one() -> None:
-    """Messages are made lazily. An invalid id raises an error only after the messages before it."""
+    """The third input is invalid. `plan_messages` yields the messages of the other inputs before it raises an error."""
     limits = Limits(1, 2**31, 2**31, 2**31, 512, 8)
     messages = plan_messages([[1], [2], [2**63]], TEMPLATE, Options(), limits)
     assert next(messages).first_index == 0
@@ -118,15 +127,18 @@ def test_a_call_of_more_than_two_messages_is_bulk(count: int) -> None:
 
 
 def test_texts_are_not_planned_for_the_worst_case() -> None:
-    """256 texts of 100 bytes fit into a message of 16,384 tokens, although each text could have 102 tokens."""
+    """The plan estimates the number of tokens of a text. It does not assume one token for each byte.
+
+    256 texts of 100 bytes therefore fit into a message of 16,384 tokens. In the worst case, each text has 102 tokens.
+    """
     limits = Limits(256, 65536 // 4, 64 << 20, 64 << 20, 512, 768)
     assert len(list(plan_messages(["x" * 100] * 256, TEMPLATE, Options(), limits))) == 1
 
 
 def test_a_message_is_limited_to_a_quarter_of_the_queue() -> None:
-    """Four concurrent messages together have at most `max_request_tokens`, so all of them fit into the queue.
+    """Each of four concurrent messages may have a quarter of `max_request_tokens`, so that all fit into the queue.
 
-    A limit that the server does not send does not apply.
+    If the server does not send a limit, the client does not apply this limit.
     """
     info = model_info(pb.ModelInfo(d_model=8, max_request_tokens=1000, max_request_bytes=10**6))
     limits = Limits.of(info, max_message_bytes=10**9, max_concurrent_messages=4)

@@ -1,4 +1,4 @@
-"""Queries and documents: requests, results of each kind of model, and scores."""
+"""Tests of the methods for queries and documents: requests, results of each kind of model, and scores."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,7 @@
-"""Which failures are retried, how long the client waits, and which exception a failure becomes."""
+"""Tests of retries and exceptions of the client.
+
+They test which failures the client retries, how long it waits, and which exception it raises.
+"""
 
 import grpc
 import pytest
@@ -71,9 +74,9 @@ def test_only_temporary_failures_are_retried(failure: Failure, expected: bool) -
 
 @pytest.mark.parametrize("code", [Code.UNKNOWN, Code.INTERNAL])
 def test_a_call_that_a_proxy_aborts_is_sent_again(code: grpc.StatusCode) -> None:
-    """An aborted call is recognised by gRPC's error text.
+    """If gRPC's error text says that a proxy aborted the call, the client retries the call.
 
-    An error with the reason INTERNAL comes from the server and is not retried.
+    An error with the reason INTERNAL comes from the server, so the client does not retry it.
     """
     text = "Stream removed (RST_STREAM (Received RST_STREAM with error code 2))"
     cut_off = failure_of_status(code, text, ())
@@ -88,13 +91,16 @@ def test_a_call_that_a_proxy_aborts_is_sent_again(code: grpc.StatusCode) -> None
 
 
 def test_backoff_doubles_up_to_its_bound_then_ends() -> None:
-    """With the largest jitter, each wait equals its upper bound. After `max_attempts` there is no further wait."""
+    """In this test, the jitter always has its largest value, so each wait equals its upper bound.
+
+    After `max_attempts` there is no further retry.
+    """
     waits = [seconds_until_retry(POLICY, DOWN, attempts, 100.0, always(1.0)) for attempts in (1, 2, 3, 4)]
     assert waits == [pytest.approx(0.1), pytest.approx(0.2), pytest.approx(0.3), None]
 
 
 def test_a_wait_is_at_least_the_servers_delay() -> None:
-    """Jitter can only lengthen the server's delay."""
+    """If the server asks for a delay, the client adds its own wait with jitter to this delay."""
     assert seconds_until_retry(POLICY, FULL, 1, 100.0, always(0.0)) == pytest.approx(1.55)
     assert seconds_until_retry(POLICY, FULL, 1, 100.0, always(1.0)) == pytest.approx(1.6)
 
@@ -111,7 +117,7 @@ def test_no_wait_exceeds_the_deadline() -> None:
     asked=st.none() | st.floats(0, 1e6),
 )
 def test_a_wait_is_within_its_bounds(attempts: int, draw: float, remaining: float, asked: float | None) -> None:
-    """The wait exceeds the server's delay by at most `max_backoff_seconds`, and ends before the deadline."""
+    """A wait is at least the server's delay, and at most `max_backoff_seconds` longer. It ends before the deadline."""
     policy = RetryPolicy(max_attempts=20_000)
     failure = Failure(Code.UNAVAILABLE, "", retry_delay_seconds=asked)
     wait = seconds_until_retry(policy, failure, attempts, remaining, lambda: draw)
@@ -158,7 +164,10 @@ EXPECTED: dict[Code, type[EncserveError]] = {
 
 @pytest.mark.parametrize("code", [code for code in Code if code is not Code.OK])
 def test_every_status_has_its_exception(code: Code) -> None:
-    """If gRPC adds a status, this test fails until the status has an exception."""
+    """Each gRPC status becomes the expected exception.
+
+    If a new version of gRPC adds a status, this test fails until EXPECTED has an exception for it.
+    """
     error = failure_of_status(code, "text", None).to_exception(attempts=1)
     assert type(error) is EXPECTED[code]
     assert (error.code, str(error), error.reason, error.attempts) == (code, "text", "", 1)
@@ -187,7 +196,10 @@ def test_the_reason_decides_the_exception(failure: Failure, expected: type[Encse
 
 
 def test_exceptions_are_also_builtin_kinds() -> None:
-    """Callers may catch errors of the client as TimeoutError, ValueError or LookupError."""
+    """Some exceptions of the client are also built-in exceptions.
+
+    Callers can therefore catch them as TimeoutError, ValueError or LookupError.
+    """
     assert issubclass(DeadlineError, TimeoutError)
     assert issubclass(InvalidRequestError, ValueError)
     assert issubclass(ModelNotFoundError, LookupError)
@@ -214,9 +226,9 @@ def test_a_pushback_that_is_no_delay_forbids_retries(pushback: str) -> None:
 
 
 def test_the_index_counts_inputs_of_the_call() -> None:
-    """The server counts inputs from the start of a request message. The client counts from the start of its call.
+    """A call may be sent as several messages. The server's error has the index of an input in its message.
 
-    One call may be sent as several request messages.
+    The client's exception has the index of the input in the call.
     """
     failure = Failure(Code.INVALID_ARGUMENT, "inputs[3].token_ids.ids[17]: must be < 100; was 200")
     assert str(failure.to_exception(1, first_index=256)).startswith("inputs[259].token_ids.ids[17]: must")
@@ -224,7 +236,10 @@ def test_the_index_counts_inputs_of_the_call() -> None:
 
 
 def test_stream_errors_are_read() -> None:
-    """A retry delay of 0 s becomes None. An unknown code or the code OK becomes UNKNOWN."""
+    """An error on a stream becomes a failure with its code, text, reason and retry delay.
+
+    A delay of 0 s becomes None. The code OK and an unknown code become UNKNOWN.
+    """
     error = pb.StreamError(code=8, message="full", reason="QUEUE_FULL", retry_delay_seconds=0.5)
     assert failure_of_stream_error(error) == Failure(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", 0.5)
     for code in (0, 99, -1):

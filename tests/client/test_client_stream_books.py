@@ -1,4 +1,7 @@
-"""The logic of `encode_stream` over a fake connection with a fake clock: order, limits, retries and broken streams."""
+"""Tests of the logic of `encode_stream`, with a fake connection and a fake clock.
+
+They test order, limits, retries and broken streams.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,12 +38,12 @@ UNREACHED = Failure(Code.UNAVAILABLE, "failed to connect to all addresses; last 
 
 
 def ids_in(request: pb.EncodeStreamRequest) -> list[int]:
-    """The token ids of a message in which each input is a single token."""
+    """Return the token ids of all inputs of a message."""
     return [token for item in request.request.inputs for token in item.token_ids.ids]
 
 
 def echo(request: pb.EncodeStreamRequest, fingerprint: str = "f") -> pb.EncodeStreamResponse:
-    """A reply whose hidden states are the token ids of the inputs."""
+    """Make a reply whose hidden states are the token ids of the inputs."""
     response = fake_wire.echo(request.request, fingerprint)
     return pb.EncodeStreamResponse(request_id=request.request_id, response=response)
 
@@ -59,13 +62,13 @@ def run_of(
     policy: RetryPolicy = POLICY,
     target: str = "",
 ) -> StreamRun:
-    """A `StreamRun` with the largest jitter on every retry, so that the waits are known."""
+    """Make a `StreamRun` that always draws the largest jitter, so that the waits before retries are known."""
     books: StreamBooks[Any] = StreamBooks(policy, max_in_flight, timeout, ordered, lambda: 1.0, target)
     return StreamRun(wire, books, pb.EncodeRequest(), Options())
 
 
 def results(run: StreamRun) -> Iterator[tuple[int, Any]]:
-    """Yield the index of each result, with its token id or its error."""
+    """Yield the index of each input, with the token id in its result or with its error."""
     while (item := run_without_loop(run.next())) is not None:
         index, result = item
         yield index, result if isinstance(result, EncserveError) else int(result[0, 0])
@@ -81,9 +84,10 @@ def results(run: StreamRun) -> Iterator[tuple[int, Any]]:
 def test_every_input_is_answered_once(
     delays: list[float], breaks: set[int], refused: set[int], max_in_flight: int, ordered: bool
 ) -> None:
-    """With late replies, refusals and broken streams, no result is lost or duplicated.
+    """Replies may be late, messages may be refused, and streams may break. Each input still gets exactly one result.
 
-    With `ordered`, results come in input order. The client reads at most `max_in_flight` inputs ahead.
+    With `ordered`, the results come in input order. At most `max_in_flight` inputs that the client has read have no
+    result yet.
     """
     read: list[int] = []
     break_once, refuse_once = set(breaks), set(refused)
@@ -119,7 +123,7 @@ def test_results_come_as_they_are_ready_if_asked() -> None:
 
 
 def test_reading_stops_at_the_bound_behind_a_slow_first_answer() -> None:
-    """Results must be in order, so later replies wait for the first reply.
+    """The first reply is slow. The client holds back the later results, because results must be in input order.
 
     Meanwhile the client reads only `max_in_flight` inputs.
     """
@@ -149,7 +153,7 @@ def test_a_broken_stream_is_opened_again_for_what_was_not_answered() -> None:
         sent.append((stream, ids_in(request)))
         if stream == 1 and ids_in(request) == [3]:
             return 1.0, BROKEN
-        return 2.0 * (ids_in(request) == [2]), echo(request)  # input 2 has no answer when the stream breaks
+        return 2.0 * (ids_in(request) == [2]), echo(request)  # input 2 has no reply when the stream breaks
 
     wire = FakeWire(answer_stream=answer, inputs=[[1], [2], [3]])
     assert list(results(run_of(wire))) == [(0, 1), (1, 2), (2, 3)]
@@ -166,9 +170,9 @@ def test_a_stream_that_always_breaks_ends_the_call() -> None:
 
 
 def test_a_restart_in_the_middle_is_waited_out() -> None:
-    """During the restart many new streams fail.
+    """While the server restarts, many new streams fail. Each input still gets a result.
 
-    No input becomes an error, and afterwards messages have several inputs again.
+    After the restart, messages again have several inputs.
     """
     sizes: list[int] = []
 
@@ -187,7 +191,7 @@ def test_a_restart_in_the_middle_is_waited_out() -> None:
 
 
 def test_a_server_that_does_not_come_back_ends_the_call() -> None:
-    """The call ends when the timeout of an input is over."""
+    """The server goes down and does not come back. The call fails after the timeout of an input."""
 
     def answer(stream: int, request: pb.EncodeStreamRequest) -> Outcome:
         return (0.1, echo(request)) if stream == 1 and ids_in(request) == [1] else (0.0, UNREACHED)
@@ -207,7 +211,10 @@ def test_a_stream_that_breaks_in_other_ways_is_not_opened_again() -> None:
 
 @pytest.mark.parametrize("max_in_flight", [3, 64])
 def test_an_input_that_brings_down_every_stream_is_given_up(max_in_flight: int) -> None:
-    """An input that breaks every stream becomes an error, although other inputs get replies between the failures."""
+    """One input breaks every stream. After a few attempts, this input gets an error and all other inputs get results.
+
+    The client stops retrying although other inputs get replies between the failures.
+    """
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome:
         return (0.5, BROKEN) if 1 in ids_in(request) else (0.1, echo(request))
@@ -220,7 +227,10 @@ def test_an_input_that_brings_down_every_stream_is_given_up(max_in_flight: int) 
 
 
 def test_an_error_is_the_inputs_own() -> None:
-    """The error of one input does not end the stream. The text of the error has the index of the input in the call."""
+    """If one input is refused, the stream continues, and the other inputs get results.
+
+    The error text has the index of the input in the call, not in the message.
+    """
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome:
         if request.request_id == "1":
@@ -236,9 +246,9 @@ def test_an_error_is_the_inputs_own() -> None:
 
 
 def test_a_server_that_is_stopping_gets_nothing_more() -> None:
-    """If the server refuses an input with UNAVAILABLE, the input is sent on a new stream.
+    """If the server refuses an input with UNAVAILABLE, the client sends the input again on a new stream.
 
-    The old stream still delivers its replies.
+    The client still receives the replies of the old stream.
     """
     sent: list[tuple[int, list[int]]] = []
 
@@ -254,7 +264,10 @@ def test_a_server_that_is_stopping_gets_nothing_more() -> None:
 
 
 def test_an_input_that_is_never_answered_is_given_up() -> None:
-    """After its timeout an input becomes an error, and a late reply is dropped. The other inputs get results."""
+    """An input without a reply gets an error after its timeout. A reply after the timeout is dropped.
+
+    The other inputs get results.
+    """
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome | None:
         if request.request_id == "0":
@@ -301,7 +314,7 @@ def test_a_stream_does_not_mix_vector_spaces() -> None:
 @pytest.mark.parametrize("wrong", [5, [], [1.5], None, np.array([[0.0, np.nan]])])
 @pytest.mark.parametrize("ordered", [True, False])
 def test_a_wrong_input_is_an_error_in_its_place(wrong: object, ordered: bool) -> None:
-    """A wrong input becomes an error that names its index. The input is not sent, and the other inputs get results."""
+    """An invalid input gets an error that names its index, and is not sent. The other inputs get results."""
     wire = FakeWire(answer_stream=lambda _, request: (1.0, echo(request)), inputs=[[7], wrong, [9]])
     found = list(results(run_of(wire, ordered=ordered)))
     assert [index for index, _ in found] == ([0, 1, 2] if ordered else [1, 0, 2])
@@ -327,7 +340,7 @@ def test_an_endless_row_of_wrong_inputs_is_read_no_further_than_allowed() -> Non
 
 
 def test_a_stream_that_fails_names_the_server() -> None:
-    """The error of a failed stream and the timeout error of an input name the server."""
+    """The error of a failed stream names the server. The timeout error of an input also names the server."""
     down = FakeWire(answer_stream=lambda *_: (0.0, BROKEN), inputs=[[1]])
     with pytest.raises(ServerUnavailableError, match=r"^host:1: connection reset \(sent 3 times\)"):
         list(results(run_of(down, target="host:1")))
@@ -337,7 +350,7 @@ def test_a_stream_that_fails_names_the_server() -> None:
 
 
 def packs_of(wire_answer: Answer, inputs: list[Any], **settings: Any) -> tuple[list[list[int]], dict[int, Any]]:
-    """Run a stream. Return the token ids of each sent message, and the result of each input by its index."""
+    """Run a stream. Return the token ids in each sent message, and the results by index of the input."""
     sent: list[list[int]] = []
 
     def answer(stream: int, request: pb.EncodeStreamRequest) -> Outcome | None:
@@ -349,9 +362,9 @@ def packs_of(wire_answer: Answer, inputs: list[Any], **settings: Any) -> tuple[l
 
 
 def test_short_inputs_that_come_fast_share_messages() -> None:
-    """The first four inputs are sent immediately, each in a message of its own.
+    """The first four inputs are sent immediately, each in a separate message.
 
-    Later inputs share messages of up to 16 inputs.
+    Later messages have up to 16 inputs.
     """
     inputs = [[i] for i in range(1, 1001)]
     sent, found = packs_of(lambda _, request: (1.0, echo(request)), inputs, max_in_flight=64)
@@ -368,7 +381,7 @@ def test_an_input_that_comes_alone_is_sent_at_once() -> None:
 
     def inputs() -> Iterator[list[int]]:
         for i in range(1, 6):
-            wire.time += 100.0  # more than the timeout; the time until an input is read does not count
+            wire.time += 100.0  # longer than the timeout, but the timeout of an input starts when it is read
             times.append(wire.time)
             yield [i]
 
@@ -379,7 +392,7 @@ def test_an_input_that_comes_alone_is_sent_at_once() -> None:
 
 
 def test_long_inputs_do_not_share_messages() -> None:
-    """Two of these inputs together have more tokens than a message may have, so each input is sent alone."""
+    """The inputs are so long that two inputs exceed the maximum tokens of a message. Each input is sent alone."""
     sent: list[int] = []
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome:
@@ -392,7 +405,7 @@ def test_long_inputs_do_not_share_messages() -> None:
 
 
 def test_one_bad_input_does_not_fail_its_neighbours() -> None:
-    """The client sends the message again without the bad input.
+    """If an input of a message is bad, the client sends the message again without the bad input.
 
     This retry does not count as an attempt of the other inputs.
     """
@@ -425,9 +438,9 @@ def test_a_message_that_is_too_large_is_halved() -> None:
 
 
 def test_a_message_that_is_never_answered_makes_room_when_its_inputs_are_given_up() -> None:
-    """Five inputs without a reply fill `max_in_flight` until they time out.
+    """Five inputs without a reply reach the limit `max_in_flight`. The client reads no more inputs.
 
-    Then the client sends the remaining inputs.
+    After these five have timed out, the client sends the remaining inputs.
     """
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome | None:

@@ -1,4 +1,7 @@
-"""`encode_stream` of both clients against a real gRPC server: limits, broken connections, early ends and leaks."""
+"""Tests of `encode_stream` of both clients, with a real gRPC server.
+
+They test limits, broken connections, streams that the caller leaves early, and leaks.
+"""
 
 import asyncio
 import gc
@@ -26,7 +29,7 @@ async def jitter(*_: object) -> None:
 
 
 async def test_results_come_in_the_order_of_the_inputs(caller: Caller, service: FakeEncoder) -> None:
-    """Random delays change the order of the replies, but results come in input order.
+    """The server replies in a random order. The results still come in input order.
 
     The client opens only one stream.
     """
@@ -65,7 +68,7 @@ async def test_pooled_results_are_vectors(caller: Caller) -> None:
 
 
 async def test_a_broken_connection_loses_and_doubles_nothing(caller: Caller, service: FakeEncoder) -> None:
-    """The server is stopped during the stream and restarted on the same port.
+    """The server stops during the stream, and starts again on the same port.
 
     Each input still gets exactly one result.
     """
@@ -123,7 +126,7 @@ async def test_a_wrong_input_is_raised_or_yielded_in_its_place(
 
 
 async def test_a_slow_caller_bounds_what_is_read(caller: Caller, service: FakeEncoder) -> None:
-    """The client reads and sends at most `max_in_flight` inputs more than the caller has taken."""
+    """The caller takes results slowly. The client reads and sends at most `max_in_flight` further inputs."""
     read: list[int] = []
     stream = caller.connect().encode_stream(counting(10_000, read), max_in_flight=5)
     for taken in range(1, 20):
@@ -136,7 +139,10 @@ async def test_a_slow_caller_bounds_what_is_read(caller: Caller, service: FakeEn
 
 @pytest.mark.parametrize("leave", ["close", "forget", "error"])
 async def test_leaving_early_leaks_nothing(caller: Caller, service: FakeEncoder, leave: str) -> None:
-    """When the caller leaves the stream, the server's handler ends. No thread and no task of the client remains."""
+    """If the caller leaves the stream early, the server's handler ends.
+
+    No thread and no task of the client remains.
+    """
     service.before_stream = jitter
     client = caller.connect()
     threads, tasks = set(threading.enumerate()), asyncio.all_tasks()
@@ -152,7 +158,7 @@ async def test_leaving_early_leaks_nothing(caller: Caller, service: FakeEncoder,
     del stream
     gc.collect()
     await until(lambda: service.n_open_streams == 0)
-    # The threads of `asyncio.to_thread`, which have asyncio in their names, belong to this test. gRPC's threads end
+    # Threads with asyncio in their names belong to this test, because it uses `asyncio.to_thread`. Threads of gRPC end
     # when their channel is idle.
     await until(lambda: not [it for it in set(threading.enumerate()) - threads if "asyncio" not in it.name])
     await until(lambda: not [it for it in asyncio.all_tasks() - tasks if "first_of" in repr(it) or "_wire" in repr(it)])
@@ -204,7 +210,7 @@ async def test_a_single_text_is_one_input(caller: Caller) -> None:
 
 
 async def test_progress(caller: Caller) -> None:
-    """Progress is reported for each result. The total is known only if the inputs have a length."""
+    """The client calls `progress` after each result. If the inputs have no length, the total is None."""
     told: list[tuple[int, int | None]] = []
     client = caller.connect()
 
@@ -217,7 +223,12 @@ async def test_progress(caller: Caller) -> None:
 
 
 async def test_an_input_that_is_never_answered_is_given_up(caller: Caller, service: FakeEncoder) -> None:
-    """An earlier call opens the connection, so that a timeout of 1 s is enough for the second input."""
+    """The server never replies to the first input. This input gets an error after its timeout.
+
+    The second input gets a result.
+
+    An earlier call has opened the connection, so a timeout of 1 s is enough for the second input.
+    """
 
     async def first_never(request: Any, _: object) -> None:
         await asyncio.sleep(300 if request.request_id == "0" else 0)
@@ -233,9 +244,9 @@ async def test_an_input_that_is_never_answered_is_given_up(caller: Caller, servi
     ("text", "expected"), [("Internal error from Core", Code.UNAVAILABLE), ("not finite", Code.INTERNAL)]
 )
 def test_the_status_that_grpc_makes_up_is_no_reason_to_give_up(text: str, expected: Code) -> None:
-    """If a stream has just ended, a write makes grpc.aio raise INTERNAL "Internal error from Core".
+    """If the client writes to a stream that has just ended, grpc.aio raises INTERNAL "Internal error from Core".
 
-    The client treats this error as UNAVAILABLE.
+    The client treats this error as UNAVAILABLE. Other INTERNAL errors do not change.
     """
     error = grpc.aio.AioRpcError(Code.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), text)
     assert failure_of_stream(error).code is expected
@@ -243,7 +254,10 @@ def test_the_status_that_grpc_makes_up_is_no_reason_to_give_up(text: str, expect
 
 @pytest.mark.parametrize("caller", ["async"], indirect=True)
 async def test_answers_come_while_an_async_iterable_waits(caller: Caller) -> None:
-    """The second input is made only after the first reply, so the reply must arrive while the iterable waits."""
+    """The iterable yields its second input only after the first result.
+
+    The client must therefore return the first result while it waits for the second input.
+    """
     answered = asyncio.Event()
 
     async def inputs() -> AsyncIterator[list[int]]:
@@ -261,7 +275,7 @@ async def test_answers_come_while_an_async_iterable_waits(caller: Caller) -> Non
 
 @pytest.mark.parametrize("caller", ["async"], indirect=True)
 async def test_leaving_while_an_async_iterable_waits(caller: Caller, service: FakeEncoder) -> None:
-    """If the caller leaves the stream, the client cancels the iterable of inputs, which still waits."""
+    """The caller leaves the stream while the iterable of inputs waits. The client then cancels the iterable."""
     ended: list[str] = []
 
     async def inputs() -> AsyncIterator[list[int]]:

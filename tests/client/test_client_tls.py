@@ -1,4 +1,7 @@
-"""The client names the cause of a failed TLS connection, and reads changed certificate files again."""
+"""Tests of the client with TLS.
+
+The client names the cause of a failed TLS connection. It reads certificate files again after they have changed.
+"""
 
 import asyncio
 import contextlib
@@ -47,9 +50,9 @@ Start = Callable[..., Any]
 
 @pytest.fixture
 async def start(service: FakeEncoder) -> AsyncIterator[Start]:
-    """Yield a function that starts a server with a certificate and returns its target.
+    """Yield a function that starts a server with a certificate and returns the address of the server.
 
-    With None, the server uses plaintext.
+    With None as certificate, the server uses plaintext.
     """
     servers = []
 
@@ -70,7 +73,10 @@ async def start(service: FakeEncoder) -> AsyncIterator[Start]:
 
 
 async def failure_text(target: str, **settings: Any) -> str:
-    """Let both clients fail to connect, and return the cause in the error. Both clients must name the same cause."""
+    """Let both clients fail to connect, and return the cause that the error names.
+
+    Both clients must name the same cause.
+    """
     texts = []
     for kind in ("sync", "async"):
         caller = Caller(kind)
@@ -139,7 +145,7 @@ async def test_server_name_replaces_the_host_name(start: Start, made: Certificat
         ("localhost:1", "connections to all backends failing; last error: ipv4:127.0.0.1:{port}: Socket closed"),
         ("ipv4:127.0.0.1:{port},127.0.0.1:1", "failed to connect to all addresses; last error: Socket closed"),
         ("unix:///run/x", "failed to connect to all addresses; last error: Socket closed"),
-        (  # the text of gRPC for a name with two addresses, one of them without a listener
+        (  # gRPC's text if the name has two addresses and no server listens on one of them
             "localhost:{port}",
             "failed to connect to all addresses; last error: UNKNOWN: ipv6:%5B::1%5D:{port}: Failed to connect to "
             "remote host: Connection refused",
@@ -161,7 +167,10 @@ async def test_the_diagnosis_tries_every_address(start: Start, made: Certificate
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 def test_tls_alerts_are_named(made: Certificates, version: ssl.TLSVersion) -> None:
-    """This server sends TLS alerts, as a proxy does. A gRPC server only closes the connection."""
+    """A server refuses connections with a TLS alert, and the error text of the client explains the alert.
+
+    Proxies send such alerts. A gRPC server only closes the connection.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(made.server.cert, made.server.key)
     context.load_verify_locations(made.ca)
@@ -192,7 +201,7 @@ def test_tls_alerts_are_named(made: Certificates, version: ssl.TLSVersion) -> No
     ("message", "reason"),
     [
         ("failed to connect to all addresses; last error: ipv4:127.0.0.1:1: Connection refused", ""),
-        ("Socket closed", ""),  # the error of a connection that was already established
+        ("Socket closed", ""),  # the error if an established connection breaks
         ("failed to connect to all addresses: Socket closed", "DRAINING"),
     ],
 )
@@ -204,9 +213,9 @@ def test_other_failures_cost_no_handshake(message: str, reason: str) -> None:
 async def test_changed_files_are_read_again(
     start: Start, made: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """A new call uses the changed certificate.
+    """The certificate files change while the client is open. The next call uses the new certificate.
 
-    If the key does not match the certificate, the client keeps the old pair.
+    If the new key does not match the new certificate, the client keeps the old certificate and key.
     """
     monkeypatch.setattr(channels, "_LOOK_SECONDS", 0.0)
     mount = Mount(tmp_path / "mount")
@@ -219,14 +228,17 @@ async def test_changed_files_are_read_again(
     for pair in (made.client, Pair(made.server.cert, made.client.key)):
         mount.put(pair, made.ca)
         assert len(await caller(client.models)) == 1
-    assert len(client._links if kind == "async" else client._closers) == 1  # the old connection is closed
+    assert len(client._links if kind == "async" else client._closers) == 1  # the client has closed the old connection
     await caller.close(client)
 
 
 async def test_a_stream_continues_while_files_change(
     start: Start, made: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A running stream keeps its old connection. The connection is closed after the stream has ended."""
+    """The certificate files change during a stream. A new call uses a new connection.
+
+    The stream keeps the old connection, which the client closes after the stream has ended.
+    """
     monkeypatch.setattr(channels, "_LOOK_SECONDS", 0.0)
     mount = Mount(tmp_path / "mount")
     mount.put(made.client, made.ca)
@@ -262,7 +274,7 @@ def test_invalid_certificate_files_are_refused(made: Certificates, tmp_path: Pat
 def test_a_silent_server_is_given_up(made: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server accepts connections and sends nothing.
 
-    The diagnosis stops after its timeout and leaves the failure unchanged.
+    The diagnosis of the failed connection ends after its timeout, and does not change the failure.
     """
     monkeypatch.setattr("encserve_client._grpc.diagnosis._SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -1,4 +1,4 @@
-"""If the caller has a trace context, the client sends it with every call."""
+"""If the caller has an OpenTelemetry trace context, the client sends this context with every call."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ TRACEPARENT = f"00-{TRACE_ID:032x}-{SPAN_ID:016x}-01"
 
 @pytest.fixture
 def span() -> Iterator[None]:
-    """Make a span with a known trace id the current span during the test."""
+    """Set a span with a known trace id as the current span during the test."""
     context = SpanContext(TRACE_ID, SPAN_ID, False, TraceFlags(1), TraceState([("congo", "t61")]))
     token = attach(trace.set_span_in_context(NonRecordingSpan(context)))
     yield

@@ -1,4 +1,7 @@
-"""Vectors as inputs: their encoding in messages, the splitting of calls, and refused arrays."""
+"""Tests of calls with vectors as inputs.
+
+They test how messages contain vectors, how calls are split into messages, and which arrays are refused.
+"""
 
 import itertools
 import sys
@@ -25,17 +28,17 @@ finite_arrays = hnp.arrays(np.float16, SHAPES, elements=FINITE) | hnp.arrays(np.
 
 
 def vectors(n_tokens: int, width: int = 8, dtype: Any = np.float32) -> npt.NDArray[Any]:
-    """A (n_tokens, width) array of different numbers that every type represents exactly."""
+    """Make an array of shape (n_tokens, width). All its numbers differ, and float16 represents them exactly."""
     return (np.arange(n_tokens * width) / 8).reshape(n_tokens, width).astype(dtype)
 
 
 def pack(array: npt.NDArray[Any]) -> pb.TokenEmbeddings:
-    """Encode an array as the client sends it."""
+    """Convert an array to the protobuf message that the client sends."""
     return pack_input(check_input(array, "inputs[0]"), "inputs[0]").embeddings
 
 
 def read(message: pb.TokenEmbeddings) -> npt.NDArray[Any]:
-    """Decode the array as a server reads it."""
+    """Convert a protobuf message to the array that a server reads."""
     dtype = {pb.DATA_TYPE_FLOAT32: "<f4", pb.DATA_TYPE_FLOAT16: "<f2"}[message.data_type]
     return np.frombuffer(message.data, dtype).reshape(-1, message.width)
 
@@ -75,7 +78,7 @@ def test_float64_is_rounded_to_float32() -> None:
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_named_with_its_place(dtype: Any, value: float) -> None:
-    """The error names the row and column of the first number that is not finite."""
+    """If numbers are not finite, the error names the row and the column of the first of these numbers."""
     array = vectors(5, 4, dtype)
     array[3, 0] = array[2, 3] = value
     with pytest.raises(InvalidInputError) as caught:
@@ -95,7 +98,10 @@ def test_what_float32_cannot_hold_is_named_with_its_place(value: float) -> None:
 
 @pytest.mark.parametrize(("dtype", "n_bytes"), [(np.float16, 2), (np.float32, 4), (np.float64, 4)])
 def test_tokens_and_bytes_are_counted_exactly(dtype: Any, n_bytes: int) -> None:
-    """Each vector counts as one token. The planned bytes exceed the bytes of the numbers by at most 64."""
+    """The plan counts each vector as one token.
+
+    The planned sizes exceed the sizes of the numbers by at most 32 bytes in the request, and 64 bytes in the reply.
+    """
     message = pack_input(vectors(100, 96, dtype), "inputs[0]")
     cost = cost_of(message, Options(), NO_LIMITS)
     assert (cost.sequences, cost.tokens) == (1, 100)
@@ -113,7 +119,7 @@ def sizes(messages: list[Message]) -> list[int]:
 def test_requests_are_no_larger_than_planned(shapes: list[tuple[int, int]], max_request_bytes: int) -> None:
     """A message with several inputs has at most `max_request_bytes`.
 
-    With the first input of the next message, the message would have more.
+    No message is smaller than necessary: with the first input of the next message, it would be too large.
     """
     arrays: list[Input] = [vectors(*shape, (np.float16, np.float32)[sum(shape) % 2]) for shape in shapes]
     limits = Limits(2**31, 2**31, max_request_bytes, 2**31, 2**31, 8)
@@ -129,15 +135,15 @@ def test_requests_are_no_larger_than_planned(shapes: list[tuple[int, int]], max_
 
 
 def test_messages_are_cut_by_tokens() -> None:
-    """Ten sequences of 30 tokens are split so that no message has more than 100 tokens."""
+    """Plan ten sequences of 30 tokens with a limit of 100 tokens. Each message has at most three sequences."""
     limits = Limits(2**31, 100, 2**31, 2**31, 512, 8)
     assert sizes(list(plan_messages([vectors(30)] * 10, pb.EncodeRequest(), Options(), limits))) == [3, 3, 3, 1]
 
 
 def test_messages_are_cut_by_bytes() -> None:
-    """float16 takes half the bytes of float32, so nearly twice as many inputs fit into a message.
+    """An array of float16 has half the bytes of float32, so nearly twice as many inputs fit into a message.
 
-    float64 is sent as float32.
+    The client sends float64 as float32.
     """
     limits = Limits(2**31, 2**31, 4 * (32 * 64 * 4 + 32), 2**31, 512, 8)
     for dtype, expected in ((np.float32, [4, 4]), (np.float16, [7, 1]), (np.float64, [4, 4])):
@@ -146,9 +152,9 @@ def test_messages_are_cut_by_bytes() -> None:
 
 
 async def test_vectors_get_their_rows(caller: Caller, service: FakeEncoder) -> None:
-    """`encode`, `embed` and `run` take vectors, also in several messages.
+    """`encode`, `embed` and `run` accept vectors, also if a call needs several messages.
 
-    `encode` takes vectors and token ids in one call.
+    One call of `encode` has both vectors and token ids.
     """
     service.max_request_sequences = 2
     client = caller.connect()
@@ -165,7 +171,7 @@ async def test_vectors_get_their_rows(caller: Caller, service: FakeEncoder) -> N
 
 
 async def test_vectors_on_a_stream(caller: Caller) -> None:
-    """Vectors with NaN become an error at their index. The other inputs get results."""
+    """An input that contains NaN gets an error with its index. The other inputs get results."""
     inputs = [vectors(2), np.full((1, 8), np.nan), vectors(3, dtype=np.float16)]
     first, error, last = await caller.all_of(caller.connect(), inputs, return_exceptions=True)
     np.testing.assert_array_equal(first, vectors(2))

@@ -1,4 +1,4 @@
-"""The types of the client's API that mypy must infer. mypy checks this file, and nothing runs the file."""
+"""Checks of the types in the client's API. mypy must infer these types. The file is never run."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Generator

@@ -1,4 +1,4 @@
-"""Fixtures for tests from export to client: exported models, server processes and clients."""
+"""Fixtures for tests of the whole path, from export to client: exported models, server processes and clients."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ from encserve_client import EncoderClient
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model repository with all-MiniLM-L6-v2, and with raw-matrices, a small model from tests/data."""
+    """A model repository with two models: all-MiniLM-L6-v2, and raw-matrices, a small model from tests/data."""
     repository = tmp_path_factory.mktemp("models")
     export_minilm(repository)
     export_golden("raw-matrices", repository)
@@ -24,7 +24,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model repository with one small model that takes text, for tests that start many servers."""
+    """A model repository with one small model, for tests that start many servers. The model takes text."""
     folder = tmp_path_factory.mktemp("small")
     return export_small_with_text(folder / "models", "small", folder / "checkpoint").path.parent.parent
 
@@ -61,7 +61,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def real_ids(tokenizer: Tokenizer) -> list[int]:
-    """The token ids of the project's LICENSE file, without special tokens; there are more than 1,600."""
+    """The token ids of the project's LICENSE file, without special tokens. There are more than 1,600 ids."""
     ids = tokenizer.encode((DATA.parent.parent / "LICENSE").read_text(), add_special_tokens=False).ids
     assert len(ids) > 1600
     return list(ids)

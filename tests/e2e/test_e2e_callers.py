@@ -1,11 +1,13 @@
-"""The file with the callers' keys changes under load: a revoked key is refused within 2 s, valid keys keep working."""
+"""The file of callers or keys changes under load, or cannot be read because its disk hangs."""
 
 import itertools
+import sys
 import threading
 import time
 from pathlib import Path
 
 import httpx
+import pytest
 from real_server import RealServer, real_server
 from tiny_bundle import write_bundle
 
@@ -16,7 +18,7 @@ EFFECT_SECONDS = 2.0
 
 
 class Load(threading.Thread):
-    """A thread that calls over gRPC again and again, and records the times of replies and refusals."""
+    """A thread that makes one gRPC call after another, and records the times of replies and refusals."""
 
     def __init__(self, server: RealServer, key: str) -> None:
         super().__init__(daemon=True)
@@ -36,7 +38,7 @@ class Load(threading.Thread):
                 time.sleep(0.01)
 
     def _call(self) -> None:
-        """Call until a refusal raises UnauthenticatedError, or until `finish` is called."""
+        """Make calls until `finish` is called. A refused call raises UnauthenticatedError."""
         with EncoderClient(self._server.target, token=self._key) as client:
             while not self._finished.is_set():
                 client.encode([[1, 2, 3]])
@@ -49,7 +51,7 @@ class Load(threading.Thread):
 
 
 class HttpLoad(Load):
-    """Calls over HTTP instead of gRPC, on one connection until a refusal."""
+    """A thread that calls over HTTP instead of gRPC. After each refusal, the thread opens a new connection."""
 
     def _call(self) -> None:
         url, body = f"{self._server.url}/v1/embeddings", {"input": [1, 2, 3], "model": "tiny"}
@@ -63,7 +65,7 @@ class HttpLoad(Load):
 
 
 class StreamLoad(Load):
-    """Sends requests in one gRPC stream until a refusal ends the stream."""
+    """A thread that sends requests in a gRPC stream. A refusal ends the stream; then the thread opens a new stream."""
 
     def _call(self) -> None:
         endless = itertools.takewhile(lambda _: not self._finished.is_set(), itertools.repeat([1, 2, 3]))
@@ -78,11 +80,12 @@ def file_of(*keys: str) -> str:
 
 
 def test_a_key_is_revoked_under_load(tmp_path: Path) -> None:
+    """A revoked key is refused within 2 s, and valid keys keep working."""
     write_bundle(tmp_path / "models")
     valid, revoked = (make_key().replace("_", "a").replace("-", "b") for _ in range(2))
     file, link = tmp_path / "callers-1.toml", tmp_path / "callers.toml"
     file.write_text(file_of(valid, revoked))
-    link.symlink_to(file)  # Kubernetes mounts files as such links
+    link.symlink_to(file)  # Kubernetes also mounts files as symbolic links
     with real_server(tmp_path / "models", "--http-port", "0", "--callers", str(link)) as server:
         kinds = (Load, HttpLoad, StreamLoad)
         kept, cut_off, wrong = ([kind(server, key) for kind in kinds] for key in (valid, revoked, "encserve-wrong"))
@@ -110,3 +113,44 @@ def test_a_key_is_revoked_under_load(tmp_path: Path) -> None:
     assert 3 <= len(refusals) <= 10  # one log line immediately, then one per second
     assert valid not in log
     assert revoked not in log
+
+
+# This program is encserve-server, except that every read of a file after the start hangs, as on a mount without its
+# server.
+HANGING = f"""#!{sys.executable}
+import threading
+from encserve_server.__main__ import main
+from encserve_server.system import files, watched_files
+
+read, reads = files.read_small, []
+
+def read_once(path):
+    if path in reads:
+        threading.Event().wait()
+    reads.append(path)
+    return read(path)
+
+files.read_small, watched_files.READ_SECONDS = read_once, 0.1
+main()
+"""
+
+
+@pytest.mark.parametrize("setting", ["--callers", "--api-key-file"])
+def test_a_read_that_hangs_stops_neither_calls_nor_the_server(tmp_path: Path, setting: str) -> None:
+    """The log and the metric show the problem. Calls are answered, and SIGTERM ends the server."""
+    program = tmp_path / "encserve-server"
+    program.write_text(HANGING)
+    program.chmod(0o755)
+    write_bundle(tmp_path / "models")
+    file, key = tmp_path / "callers", make_key()
+    file.write_text(file_of(key) if setting == "--callers" else key)
+    with real_server(tmp_path / "models", "--drain-delay-seconds", "0", setting, str(file), program=program) as server:
+        while not server.metric("encserve_callers_file_refused"):
+            time.sleep(0.05)
+        with EncoderClient(server.target, token=key) as client:
+            client.encode([[1, 2, 3]])
+        server.terminate()
+        assert server.wait() == 0
+    problems = [line["message"] for line in server.log if "callers refused" in line["message"]]
+    assert len(problems) == 1
+    assert f"{setting} {file} could not be read in 0.1 s" in problems[0]

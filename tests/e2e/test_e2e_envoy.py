@@ -1,4 +1,4 @@
-"""deploy/envoy/envoy.yaml in a real Envoy: retries, limits, headers, health and metrics."""
+"""Tests deploy/envoy/envoy.yaml in a real Envoy: retries, limits, headers, health and metrics."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ def test_the_configuration_is_valid_and_up_to_date() -> None:
 
 @pytest.fixture
 async def fakes(tmp_path: Path) -> AsyncIterator[list[FakeServer]]:
-    """Two servers with a fake engine."""
+    """Two servers with a fake engine, which runs no model."""
     servers = []
     for name in ("a", "b"):
         (folder := tmp_path / name).mkdir()
@@ -52,7 +52,7 @@ async def fakes(tmp_path: Path) -> AsyncIterator[list[FakeServer]]:
 async def envoys(fakes: list[FakeServer], tmp_path: Path) -> AsyncIterator[list[RealEnvoy]]:
     """Two Envoys in front of both servers.
 
-    Another thread starts the Envoys, because the start blocks and the servers need this thread's event loop.
+    Starting an Envoy blocks a thread. So another thread starts the Envoys, because the servers need this thread.
     """
     http_ports = [server.app.http_port or 0 for server in fakes]
     with contextlib.ExitStack() as stack:
@@ -84,7 +84,10 @@ def addresses(servers: list[FakeServer]) -> list[str]:
 
 
 async def test_a_refusal_of_one_server_is_repeated_at_the_other(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
-    """Envoy retries the refused call at the other server, even if the request is large. The client does not retry."""
+    """One server refuses all calls. Envoy sends each refused call to the other server, even if the request is large.
+
+    The client does not retry.
+    """
     fakes[0].app._calls.drain()  # the server refuses all calls, but its health check still reports SERVING
     texts = ["hello " * 40_000] * 16  # 3.7 MiB
     async with AsyncEncoderClient(envoy.target, retry=ONCE) as client:
@@ -95,14 +98,14 @@ async def test_a_refusal_of_one_server_is_repeated_at_the_other(fakes: list[Fake
     refused = fakes[0].sample("encserve_refused_total", reason="DRAINING")
     assert refused > 0, "nothing went to the server that refuses, so nothing was tested"
     assert envoy.metric("envoy_cluster_upstream_rq_retry", envoy_cluster_name="encserve") == refused
-    # After several refusals in a row, Envoy may stop using the server for a time, at most once in this test.
+    # After several refusals in a row, Envoy may stop calling a server for a time. This may happen once in this test.
     assert envoy.metric("envoy_cluster_outlier_detection_ejections_enforced_consecutive_5xx") <= 1
 
 
 async def test_http_requests_go_to_the_server_that_accepts_them(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
-    """If a stopping server refuses a request, Envoy sends the request to the other server.
+    """One server is stopping and refuses HTTP requests. Envoy sends each refused request to the other server.
 
-    A 400 error reaches the caller unchanged.
+    An error with status 400 reaches the caller unchanged.
     """
     fakes[0].app._calls.drain()
     async with httpx.AsyncClient(base_url=envoy.url, trust_env=False, timeout=60) as client:
@@ -118,15 +121,15 @@ async def test_http_requests_go_to_the_server_that_accepts_them(fakes: list[Fake
 async def test_calls_that_a_stopping_server_has_not_begun_go_to_the_other(
     fakes: list[FakeServer], envoy: RealEnvoy
 ) -> None:
-    """Envoy retries calls that a stopping server cancels before a handler starts.
+    """A server stops before it handles its calls. Envoy sends the calls to the other server, and all calls succeed.
 
-    gRPC ends these calls with CANCELLED.
+    The stopping server ends its calls with the status CANCELLED.
     """
     request = pb.ListModelsRequest().SerializeToString()
     with grpc.insecure_channel(envoy.target) as channel:
         rpc: Any = channel.unary_unary(f"/{SERVICE}/ListModels")
         calls = [rpc.future(request) for _ in range(40)]
-        # This loop blocks the event loop of both servers, so that no handler starts.
+        # Both servers use this thread's event loop. The loop below blocks the event loop, so that no handler starts.
         while envoy.metric("envoy_cluster_upstream_rq_active", envoy_cluster_name="encserve") < len(calls):
             time.sleep(0.01)  # noqa: ASYNC251
         assert fakes[0].app._server is not None
@@ -136,7 +139,7 @@ async def test_calls_that_a_stopping_server_has_not_begun_go_to_the_other(
 
 
 async def test_a_refusal_of_all_servers_reaches_the_caller(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
-    """Envoy tries both servers. If both refuse, the caller gets the error message of one server."""
+    """Both servers refuse a call. Envoy tries both servers, and the caller gets the error message of one server."""
     for server in fakes:
         server.app._calls.drain()
     async with AsyncEncoderClient(envoy.target, retry=ONCE) as client:
@@ -147,7 +150,7 @@ async def test_a_refusal_of_all_servers_reaches_the_caller(fakes: list[FakeServe
 
 
 async def test_errors_and_their_trailers_come_through(envoy: RealEnvoy) -> None:
-    """Envoy does not retry an invalid request. The error and its trailers reach the caller."""
+    """Send an invalid request through Envoy. The error and its trailers reach the caller, and Envoy does not retry."""
     async with grpc.aio.insecure_channel(envoy.target) as channel:
         rpc: Any = channel.unary_unary(f"/{SERVICE}/Encode")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -160,7 +163,7 @@ async def test_errors_and_their_trailers_come_through(envoy: RealEnvoy) -> None:
 
 
 async def test_a_callers_deadline_reaches_the_server(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
-    """A server stops the work of a call when the caller's deadline has passed."""
+    """The engines are blocked. When a caller's deadline has passed, the server ends the call."""
     for server in fakes:
         server.engine.hold()
     async with AsyncEncoderClient(envoy.target) as client:
@@ -189,7 +192,7 @@ async def test_health_through_envoy(envoy: RealEnvoy) -> None:
 
 
 async def test_a_client_takes_turns_among_envoys(envoys: list[RealEnvoy]) -> None:
-    """A client with the addresses of both Envoys spreads its calls over both."""
+    """A client has the addresses of both Envoys. Both Envoys get a part of the client's calls."""
     async with AsyncEncoderClient([envoy.target for envoy in envoys], retry=ONCE) as client:
         for _ in range(40):
             await client.encode(["hello"])

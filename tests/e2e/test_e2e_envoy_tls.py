@@ -1,4 +1,7 @@
-"""deploy/envoy/envoy-tls.yaml in a real Envoy: callers use TLS and tokens, and Envoy sends a key to the server."""
+"""Tests deploy/envoy/envoy-tls.yaml in a real Envoy.
+
+Callers use TLS, and send tokens to Envoy. Envoy sends a key to the server.
+"""
 
 import contextlib
 import hashlib
@@ -40,7 +43,7 @@ class Provider:
         self._key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
 
     def keys(self) -> str:
-        """The JSON Web Key Set with which Envoy verifies tokens."""
+        """Return the JSON Web Key Set. Envoy verifies tokens with these keys."""
         key = json.loads(jwt.algorithms.RSAAlgorithm.to_jwk(self._key.public_key()))
         return json.dumps({"keys": [{**key, "alg": "RS256", "use": "sig"}]})
 
@@ -50,7 +53,7 @@ class Provider:
 
 
 class Deployment:
-    """A server with a fake engine, behind Envoy, and an HTTP client that calls Envoy."""
+    """A server behind Envoy, and an HTTP client that calls Envoy. The server's engine is fake: it runs no model."""
 
     def __init__(self, server: FakeServer, provider: Provider, ca: Path, grpc_port: int, http_port: int) -> None:
         self.server = server
@@ -120,7 +123,10 @@ async def deployment(tmp_path: Path) -> AsyncIterator[Deployment]:
 
 
 async def test_a_token_names_the_caller_and_nothing_else_does(deployment: Deployment) -> None:
-    """Over gRPC and HTTP, the token names the caller. Envoy removes headers in which a caller sends a name or a key."""
+    """Over gRPC and HTTP, the server takes the caller's name from the token.
+
+    Envoy removes headers in which a caller sends a name or a key.
+    """
     provider, server = deployment.provider, deployment.server
     named = {"x-gateway-inference-fairness-id": "x"}
     assert (await deployment.post(provider.token("reports"), **named)).status_code == 200

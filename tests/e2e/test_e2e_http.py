@@ -1,4 +1,4 @@
-"""HTTP on a real server with a real model: too many calls, callers that disconnect, and SIGTERM."""
+"""Tests HTTP on a real server with a real model: too many calls, callers that disconnect, and SIGTERM."""
 
 import asyncio
 import socket
@@ -27,7 +27,10 @@ def connect(server: RealServer) -> httpx.AsyncClient:
 
 
 async def test_too_many_calls_are_answered_or_refused(server: RealServer) -> None:
-    """Calls whose callers disconnect leave no tokens in the queue and no requests in flight."""
+    """Send too many calls, and cancel every fifth call. The server answers the others, or refuses them with status 429.
+
+    At the end, no tokens are in the queue, and no requests are in flight.
+    """
     body = {"inputs": ["licence " * 100] * 4}
     async with connect(server) as http:
         calls = [asyncio.create_task(http.post("/embed", json=body)) for _ in range(60)]
@@ -46,25 +49,28 @@ async def test_too_many_calls_are_answered_or_refused(server: RealServer) -> Non
 
 
 def test_callers_that_disconnect_leave_no_traceback(server: RealServer) -> None:
-    """uvloop and aiohttp log nothing about callers that disconnect early."""
+    """Callers disconnect before they have read all replies. The server logs nothing about these callers."""
     lines = len(server.log)
     body = b'{"inputs": [[101, 102]]}'
     one = b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
     for i in range(60):
         with socket.create_connection((httpx.URL(server.url).host, httpx.URL(server.url).port or 0)) as caller:
             caller.sendall(one * 3)
-            caller.recv(64)  # receives only the start of the three replies
+            caller.recv(64)  # reads only the start of the three replies
             time.sleep(i % 10 / 2000)
     with httpx.Client(base_url=server.url, trust_env=False) as http:
         assert http.post("/embed", json={"inputs": TEXTS}).status_code == 200
-    # call_log writes its line about refused calls some seconds later, so the line may be about an earlier test.
+    # The logger call_log writes about refused calls some seconds later. Its lines may be about an earlier test.
     logged = [line for line in server.log[lines:] if line["logger"] != "encserve_server.telemetry.call_log"]
     assert logged == []
     assert server.metric("encserve_in_flight_requests") == 0
 
 
 async def test_sigterm_loses_no_accepted_request(models: Path) -> None:
-    """The server answers all accepted requests. Later requests get status 503, and the server closes the connection."""
+    """After SIGTERM, the server answers all accepted requests. Later requests get status 503.
+
+    After a 503 reply, the server closes the connection.
+    """
     with real_server(models, "--model", MODEL, "--http-port", "0") as server:
         async with connect(server) as http:
 

@@ -1,6 +1,7 @@
-"""Inspect returns the same attention as PyTorch, and its last hidden states equal the output of Encode.
+"""Inspect returns the same attention as PyTorch. The last hidden states of Inspect equal the output of Encode.
 
-The exporter compares every inspection graph with PyTorch. tests/export/test_export_gates.py tests that comparison.
+The exporter compares every inspection graph with PyTorch. tests/export/test_export_gates.py tests the exporter's
+comparison.
 """
 
 from pathlib import Path
@@ -61,14 +62,14 @@ def test_a_server_without_inspect(models: Path) -> None:
 
 
 def test_a_replaced_bundle_is_never_mixed_with_the_running_one(tmp_path: Path) -> None:
-    """The server loads the inspection graph at the first Inspect call.
+    """The model's files change while the server runs. Inspect fails, but Encode returns the same vectors.
 
-    If the files have changed by then, the call fails.
+    The server loads the inspection graph at the first Inspect call. When the old files are back, Inspect works.
     """
     path = export_golden("raw-matrices", tmp_path).path
     with real_server(tmp_path) as server, EncoderClient(server.target) as client:
         before = client.encode([[1, 2, 3]])[0].copy()
-        # Write a new file and keep the old file, because the running server has mapped the old file into memory.
+        # The running server has mapped the old file into memory. So keep this file, and write a new file.
         data, backup = path / "model.onnx.data", tmp_path / "backup"
         data.rename(backup)
         data.write_bytes(bytes(backup.stat().st_size))

@@ -1,4 +1,7 @@
-"""No output of the server or the client contains a part of a key, no matter where a caller puts the key."""
+"""No output of the server or the client contains a part of a key.
+
+The tests put keys into headers, URLs, flags and files, in valid and invalid forms.
+"""
 
 import base64
 import contextlib
@@ -30,7 +33,7 @@ from encserve_server.callers.keys import digest_of, make_key
 ENCODE = pb.EncodeRequest(inputs=[make_input("w3 w4")]).SerializeToString()
 STREAM = pb.EncodeStreamRequest(request_id="1", request=pb.EncodeRequest.FromString(ENCODE)).SerializeToString()
 INFER = "inference.GRPCInferenceService"
-# The tests fail if an output contains this many consecutive characters of a key.
+# If an output contains this many consecutive characters of a key, the tests fail.
 PART = 10
 
 
@@ -63,7 +66,7 @@ def parts_of(key: str) -> list[str]:
 
 
 class Outputs:
-    """The outputs of server and client. The keys of `texts` name the source of an output, for example "the log"."""
+    """The outputs of server and client. The keys of `texts` are the sources of outputs, for example "the log"."""
 
     def __init__(self) -> None:
         self.texts: dict[str, list[str]] = {}
@@ -119,7 +122,7 @@ def call_http(server: RealServer, outputs: Outputs, key: str) -> None:
 
 
 def send_invalid_heads(server: RealServer, key: str) -> None:
-    """Send request heads with a key to every port: invalid HTTP, too large, or without the announced body."""
+    """Send requests with a key to every port. The requests are invalid HTTP, too large, or lack the announced body."""
     heads = [
         f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\napi-key: {key}\x00\r\n\r\n",
         f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\nauthorization Bearer {key}\r\n\r\n",
@@ -136,11 +139,11 @@ def send_invalid_heads(server: RealServer, key: str) -> None:
                 connection.settimeout(0.2)
                 connection.sendall(head.encode())
                 with contextlib.suppress(OSError):
-                    connection.recv(65536)  # not checked: the reply may quote the invalid head
+                    connection.recv(65536)  # the reply is not checked, because it may quote the request
 
 
 def call_ours(server: RealServer, outputs: Outputs, key: str, *, is_right: bool) -> None:
-    """Call with `EncoderClient` and with the command `encserve`, and collect the output of both."""
+    """Call the server with `EncoderClient` and with the command `encserve`. Collect the outputs of both."""
     with EncoderClient(server.target, token=key, retry=RetryPolicy(max_attempts=1)) as client:
         outputs.add("our client", repr(client), vars(client).keys())
         if is_right:
@@ -182,7 +185,7 @@ def server_with_all_logs(
 ) -> Iterator[tuple[RealServer, Path]]:
     """Run a server with all logs and traces enabled.
 
-    `keys` is a shell line that exports the server's key as an environment variable, or is empty.
+    `keys` is empty, or a shell line that exports the server's key as an environment variable.
 
     Yields:
         The server, and the file with its standard output.
@@ -197,9 +200,10 @@ def server_with_all_logs(
 
 @pytest.mark.parametrize("has_file", [True, False])
 def test_no_output_reveals_a_key(repository: Path, has_file: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """The server reads its key from the file of `--callers` or from an environment variable.
+    """Call a server in many ways with the right key and a wrong key. No output contains a part of a key.
 
-    The test later replaces the file twice: by an invalid file that contains a key, and by a valid file.
+    The server reads its key from the file of `--callers` or from an environment variable. The test later replaces
+    the file twice: by an invalid file that contains a key, and by a valid file.
     """
     caplog.set_level(logging.DEBUG)
     right, wrong = make_key(), make_key()

@@ -1,4 +1,4 @@
-"""A real server under load: cancelled and expired calls, a full queue, and SIGTERM."""
+"""Tests a real server under load: cancelled calls, calls with a passed deadline, a full queue, and SIGTERM."""
 
 import asyncio
 import random
@@ -19,7 +19,7 @@ from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as triton
 
 
 class Encode:
-    """Requests and replies of encserve.v1, our own gRPC protocol."""
+    """Requests and replies of our own gRPC protocol, encserve.v1."""
 
     method = "/encserve.v1.EncoderService/Encode"
 
@@ -57,7 +57,7 @@ PROTOCOLS = pytest.mark.parametrize("protocol", [Encode, ModelInfer])
 
 
 def sequences(real_ids: list[int], count: int, longest: int = 200) -> list[list[int]]:
-    """Random slices of real token ids, each with 5 to `longest` tokens."""
+    """Return random slices of real token ids. Each slice has 5 to `longest` tokens."""
     rng = random.Random(0)
     return [
         real_ids[start : start + rng.randint(5, longest)] for start in rng.sample(range(len(real_ids) - 200), count)
@@ -77,8 +77,8 @@ async def test_a_cancelled_and_an_expired_call_leave_62_callers_unharmed(
         for round_number in range(20):
             calls = [rpc(protocol.request(ids), timeout=0.001 if i == 20 else 120) for i, ids in enumerate(callers)]
             answers = [asyncio.ensure_future(call) for call in calls]
-            # Wait for the first reply, then cancel a call that has no reply yet. If this process was slow, all calls
-            # may have ended; then repeat the round.
+            # Wait for the first reply. Then cancel a call that has no reply yet. If this process is slow, all calls
+            # may have ended. In this case, repeat the round.
             await asyncio.wait(answers[:20] + answers[21:], return_when=asyncio.FIRST_COMPLETED)
             running = max((i for i, answer in enumerate(answers) if not answer.done() and i != 20), default=None)
             if running is not None:
@@ -104,7 +104,10 @@ async def test_a_cancelled_and_an_expired_call_leave_62_callers_unharmed(
 async def test_ten_times_the_queue_at_once(
     models: Path, real_ids: list[int], protocol: type[Encode | ModelInfer]
 ) -> None:
-    """Every call ends with OK or RESOURCE_EXHAUSTED, memory stays bounded, and the server continues to answer."""
+    """Send about ten times as many tokens as the queue takes. Every call ends with OK or RESOURCE_EXHAUSTED.
+
+    The memory does not grow, and the server continues to answer.
+    """
     limit_tokens = 4096
     with real_server(models, "--model", MODEL, "--max-queue-tokens", str(limit_tokens)) as server:
         async with grpc.aio.insecure_channel(server.target) as channel:
@@ -135,7 +138,10 @@ async def test_ten_times_the_queue_at_once(
 
 @PROTOCOLS
 async def test_sigterm_under_load(models: Path, real_ids: list[int], protocol: type[Encode | ModelInfer]) -> None:
-    """The server answers all calls from before SIGTERM, answers or refuses later calls, and exits with status 0."""
+    """Send SIGTERM while calls wait. The server answers all calls that it got before SIGTERM.
+
+    The server answers or refuses later calls, and exits with status 0.
+    """
     with real_server(models, "--model", MODEL) as server:
         async with grpc.aio.insecure_channel(server.target) as channel:
             rpc: Any = channel.unary_unary(protocol.method)
@@ -159,10 +165,10 @@ async def test_sigterm_under_load(models: Path, real_ids: list[int], protocol: t
 
 
 def test_the_batch_budget_is_measured_once_and_remembered(tmp_path: Path) -> None:
-    """With --tune-batches, a server measures the best number of tokens per batch, and stores this batch budget.
+    """With --tune-batches, a server measures which number of tokens per batch is fastest, and stores this number.
 
-    The next server reads the stored budget. If the machine is too busy for the measurement, nothing is stored, and the
-    server still answers calls.
+    The next server reads the stored number, and does not measure again. If the machine is too busy for the
+    measurement, the server stores nothing, and still answers calls.
     """
     directory = export_golden("split-qkv", tmp_path).path
     with real_server(tmp_path, "--tune-batches") as server, EncoderClient(server.target) as client:

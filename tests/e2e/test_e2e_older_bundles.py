@@ -1,4 +1,4 @@
-"""Models from an older exporter keep their embedding-space ids, fingerprints and vectors."""
+"""Models of an older exporter keep their embedding-space ids, fingerprints and vectors on a new server."""
 
 import json
 import zipfile
@@ -13,14 +13,14 @@ from real_server import real_server
 from encserve_client import EncoderClient, SpaceError
 from encserve_client.options import TrainedKind
 
-# BUNDLES has the models of tests/support/space_models.py, exported at commit 337f60e. EXPECTED has the ids and vectors
-# that the server returned at that commit.
+# BUNDLES contains the models of tests/support/space_models.py. The exporter of commit 337f60e wrote these models.
+# EXPECTED contains the ids and vectors that the server of the same commit returned.
 BUNDLES = DATA / "bundles-337f60e.zip"
 EXPECTED: dict[str, dict[str, Any]] = json.loads((DATA / "bundles-337f60e.json").read_text())
 TEXTS = ["The cat sat on the warm mat", "query : w1 café", "W1"]
 KINDS: tuple[TrainedKind, ...] = ("model", "multi_vector", "sparse")
-# The largest error relative to a vector's norm, for models with another limit than 5e-5. The limit of m3 is larger,
-# because CPUs round float16 differently.
+# The largest allowed error of a vector, relative to its norm. Models that are not in this table have the limit 5e-5. m3
+# has a larger limit, because CPUs round float16 differently.
 TOLERANCE = {"m3": 2e-3}
 
 
@@ -40,7 +40,7 @@ def client(target: str) -> Iterator[EncoderClient]:
 
 
 def vectors(client: EncoderClient, model: str, kind: TrainedKind) -> list[list[float]]:
-    """The vectors of TEXTS as lists of numbers: first as queries, then as documents."""
+    """Return the vectors of TEXTS as lists of numbers, first for queries, then for documents."""
     outputs = [
         it for encode in (client.encode_query, client.encode_document) for it in encode(TEXTS, model=model, kind=kind)
     ]

@@ -1,4 +1,4 @@
-"""ONNX files that other programs wrote give the same hidden states on the server as in ONNX Runtime."""
+"""The server returns the same hidden states as ONNX Runtime for ONNX files that other programs wrote."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,13 +20,13 @@ from encserve_export.onnx_graph.interface import Names
 from encserve_export.source.tokenizer import read_tokenizer
 from encserve_proto.bundle.v1 import manifest_pb2
 
-# The largest relative error for each engine. OpenVINO has a larger limit, because the expected values come from ONNX
-# Runtime.
+# The largest allowed relative error of each engine. OpenVINO has a larger limit, because ONNX Runtime computes the
+# expected values.
 SAME = {"onnxruntime": 1e-6, "openvino": 5e-5}
 LENGTHS = (1, 24, 3, 9, 24, 2, 17)
 CONFIG = EncoderConfig(vocab_size=50, d_model=16, n_heads=2, d_ff=32, n_layers=2, max_sequence_tokens=24)
-# For each file, the names of its inputs (token ids, mask, token types) and of its output (hidden states). "" is for a
-# missing input.
+# The names of three inputs and one output of each file. The inputs are token ids, mask and token types. The output is
+# the hidden states. If a file does not have an input, the name is "".
 FILES = {
     "by-hand": ("input_ids", "attention_mask", "", "rows"),
     "with-types": ("input_ids", "attention_mask", "token_type_ids", "rows"),
@@ -37,7 +37,7 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The ONNX files before export. The keys are the names in FILES."""
+    """The ONNX files that the tests export. The keys are the names in FILES."""
     folder = tmp_path_factory.mktemp("given")
     return {
         "by-hand": save(build(), folder / "by-hand.onnx"),
@@ -49,10 +49,10 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def onnx_models(given: dict[str, Path], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model repository with the exported files, and with all-MiniLM-L6-v2 exported from an ONNX file."""
+    """A model repository with the exported files. It also has all-MiniLM-L6-v2, exported from an ONNX file."""
     repository = tmp_path_factory.mktemp("onnx-models")
     with pytest.MonkeyPatch.context() as patch:
-        # With this limit, even the weights of a small model go into a second file.
+        # With this small limit, the exporter writes the weights of a small model to a second file.
         patch.setattr(external, "MAX_FILE_BYTES", 1000)
         for name, path in given.items():
             ids, mask, types, _ = FILES[name]
@@ -88,7 +88,7 @@ def onnx_client(onnx_server: RealServer) -> Iterator[EncoderClient]:
 
 
 def in_onnx_runtime(path: Path, names: tuple[str, str, str, str], sequence: Any) -> Any:
-    """Run one sequence in a file of `given` with ONNX Runtime; return the hidden states (seq_len, d_model)."""
+    """Run an ONNX file of `given` on one sequence with ONNX Runtime. Return the hidden states, (seq_len, d_model)."""
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     ids, mask, types, rows = names
     feeds = {ids: sequence[None], mask: np.ones((1, len(sequence)), np.int64)}
@@ -107,7 +107,7 @@ def test_mixed_lengths_in_one_batch(onnx_client: EncoderClient, given: dict[str,
 
 
 def test_the_real_model_from_its_own_onnx(onnx_client: EncoderClient, client: EncoderClient, engine: str) -> None:
-    """all-MiniLM-L6-v2 gives the same results whether it is exported from an ONNX file or from the checkpoint."""
+    """Export all-MiniLM-L6-v2 from an ONNX file and from the checkpoint. Both models give the same results."""
     texts = ["I understand this", "", "a " * 240, "Grüße aus Köln"]
     for got, want in zip(onnx_client.encode(texts, model=MODEL), client.encode(texts), strict=True):
         assert worst_relative_error(got, want) <= SAME[engine]
@@ -115,6 +115,6 @@ def test_the_real_model_from_its_own_onnx(onnx_client: EncoderClient, client: En
 
 
 def test_unknown_sizes_are_zero(onnx_client: EncoderClient) -> None:
-    """An ONNX file does not contain the numbers of layers and heads, so the server reports 0 for both."""
+    """The server reports 0 layers and 0 heads, because an ONNX file does not contain these numbers."""
     info = onnx_client.model("torch")
     assert (info.d_model, info.n_layers, info.n_heads, info.precision) == (16, 0, 0, "float32")

@@ -1,4 +1,7 @@
-"""Real weights on OpenVINO, compared with ONNX Runtime: errors in float32, and cosine similarities in bfloat16."""
+"""OpenVINO and ONNX Runtime give almost the same outputs for a model with real weights.
+
+In float32 the tests compare relative errors, and in bfloat16 they compare cosine similarities.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +34,7 @@ def bfloat16_client(bfloat16_server: RealServer) -> Iterator[EncoderClient]:
 
 @pytest.fixture(scope="module")
 def sequences(real_ids: list[int]) -> list[list[int]]:
-    """Token ids of real text. For each of three parts of the text, there is one sequence of each length in LENGTHS."""
+    """Token ids of three parts of a real text. Each part gives one sequence for each length in LENGTHS."""
     return [real_ids[300 * i + 7 * k :][:length] for i in range(3) for k, length in enumerate(LENGTHS)]
 
 

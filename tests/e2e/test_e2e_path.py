@@ -1,4 +1,7 @@
-"""A fast test of the whole path: export a checkpoint, start a server, and call the server over gRPC and HTTP."""
+"""A fast test of the whole path.
+
+The test exports a checkpoint, starts a server, and calls the server over gRPC and HTTP.
+"""
 
 import json
 import urllib.request

@@ -1,4 +1,7 @@
-"""Outputs of float16 and int8 models, and of a server with --precision bfloat16, are close to those in float32."""
+"""Outputs in float16, int8 and bfloat16 are close to the outputs in float32.
+
+Models are exported in float16 and int8. A server computes in bfloat16 if it has the flag --precision bfloat16.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,12 +16,12 @@ from zoo import Zoo
 from encserve_client import EncoderClient, maxsim
 from encserve_export.core.precision import Precision
 
-# The least cosine similarity between a token's hidden state and the same hidden state in float32. The limit of
-# int8 is also the exporter's limit.
+# The least cosine similarity between a token's hidden state in this precision and in float32. The exporter has the same
+# limit for int8.
 LEAST: dict[Precision, float] = {"float16": 0.9999, "int8": 0.99}
 EACH = pytest.mark.parametrize("precision", LEAST)
-# The least cosine similarity between two hidden states of a token: the sequence alone and in a batch, or from Encode
-# and from Inspect.
+# The least cosine similarity between two hidden states of a token in the same precision. The tests compare a sequence
+# alone with the sequence in a batch, and Encode with Inspect.
 ALONE = 0.999
 LENGTHS = (1, 2, 5, 9, 17, 33, 64, 128, 150, 200, 256)
 QUERIES = ["where do cats sleep", "how long does bread rise", "the fastest train in Japan", "tax on a second flat"]
@@ -31,8 +34,8 @@ DOCUMENTS = [
     "A train from Kyoto to Osaka takes a quarter of an hour; the slow one costs half as much.",
     "Yes.",
 ]
-# For each precision, two limits. First: the largest difference of a MaxSim score, as a fraction of the query's best
-# score. Second: the least cosine similarity of sparse weights.
+# Two limits for each precision. The first limit is the largest difference of a MaxSim score, divided by the best score
+# of the query. The second limit is the least cosine similarity of sparse weights.
 RETRIEVAL = {"float16": (0.01, 0.999), "bfloat16": (0.02, 0.999), "int8": (0.05, 0.98)}
 
 
@@ -96,7 +99,7 @@ def test_the_last_inspected_state_is_the_row_that_encode_gives(
 
 
 def scores(client: EncoderClient, model: str) -> np.ndarray:
-    """The MaxSim score of each query with each document, (queries, documents)."""
+    """Return the MaxSim score of each query with each document, (queries, documents)."""
     documents = client.encode_document(DOCUMENTS, model=model)
     return np.array([[maxsim(query, it) for it in documents] for query in client.encode_query(QUERIES, model=model)])
 

@@ -1,4 +1,7 @@
-"""Outputs are bit-identical with and without the shared cache of weights in the layout of ONNX Runtime's kernels."""
+"""Outputs are bit-identical with and without the shared cache of prepacked weights.
+
+Prepacked weights have the memory layout that ONNX Runtime's kernels need.
+"""
 
 import contextlib
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""New model versions arrive under load: no call fails, and each reply comes from the version that it names."""
+"""New versions of a model arrive while callers call the server. No call fails.
+
+Each reply names a version, and has the hidden states of this version.
+"""
 
 import asyncio
 import json
@@ -22,7 +25,7 @@ from encserve_client import AsyncEncoderClient, EncoderClient, FingerprintError
 from encserve_export import EncoderConfig, Target, export_init
 
 N_CALLERS, N_SWITCHES, N_MODELS = 32, 20, 3
-# The weights take 30 MB, so that the server's memory use shows a version that was not freed.
+# The weights take 30 MB. If the server does not free an old version, the memory use shows it.
 CONFIG = EncoderConfig(vocab_size=10_000, d_model=384, n_heads=12, d_ff=1536, n_layers=2, max_sequence_tokens=128)
 INPUTS = [list(range(2, 2 + length)) for length in (1, 7, 30, 100)]
 
@@ -44,7 +47,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(drafts: Path) -> dict[str, list[Any]]:
-    """The hidden states of `INPUTS` for each version; ONNX Runtime runs each input alone."""
+    """The hidden states of `INPUTS` for each version. ONNX Runtime computes one input at a time."""
     rows: dict[str, list[Any]] = {}
     for number in range(N_MODELS):
         session = InferenceSession(drafts / "m" / str(number) / "model.onnx", providers=["CPUExecutionProvider"])
@@ -68,7 +71,7 @@ def server(repository: Path) -> Iterator[RealServer]:
 
 
 def publish(drafts: Path, repository: Path, version: str) -> None:
-    """Put a version into the repository by one rename, like the exporter."""
+    """Put a version into the repository with one rename, as the exporter does."""
     (repository / "m").mkdir(exist_ok=True)
     shutil.copytree(drafts / "m" / version, repository / "m" / f".{version}", copy_function=os.link)
     (repository / "m" / f".{version}").rename(repository / "m" / version)
@@ -102,7 +105,10 @@ def until(condition: Callable[[], bool]) -> None:
 async def test_twenty_switches_under_load(
     server: RealServer, repository: Path, drafts: Path, wanted: dict[str, list[Any]]
 ) -> None:
-    """No call fails, the hidden states are right, and the memory of old versions is freed."""
+    """Publish 20 versions under load. No call fails, and the hidden states are right.
+
+    The server frees the memory of old versions.
+    """
     answered: Counter[str] = Counter()
     stop = asyncio.Event()
 
@@ -117,7 +123,7 @@ async def test_twenty_switches_under_load(
     async with AsyncEncoderClient(server.target) as client, asyncio.TaskGroup() as callers:
         for number in range(N_CALLERS):
             callers.create_task(call(client, number))
-        while answered["0"] < 10 * N_CALLERS:  # then threads and caches have allocated their memory
+        while answered["0"] < 10 * N_CALLERS:  # after these calls, threads and caches have allocated their memory
             await asyncio.sleep(0.01)
         memory = [server.resident_bytes()]
         for version in map(str, range(1, N_SWITCHES + 1)):
@@ -179,7 +185,7 @@ def test_a_client_gets_only_the_expected_fingerprint(server: RealServer, reposit
 
 
 def test_a_stream_never_mixes_versions(server: RealServer, repository: Path, drafts: Path) -> None:
-    """If the model is replaced during a stream, the stream ends with an error."""
+    """Replace the model during a stream. The stream ends with an error."""
     with EncoderClient(server.target) as client:
         results = client.encode_stream(iter(INPUTS * 100), max_in_flight=4)
         next(results)

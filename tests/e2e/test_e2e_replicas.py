@@ -1,4 +1,7 @@
-"""Two servers are stopped, killed and started again under load, behind Envoy or with the client's round robin."""
+"""Two servers are stopped, killed and started again under load. No call fails.
+
+The client calls both servers through Envoy, or takes turns between them (round robin).
+"""
 
 import contextlib
 import signal
@@ -16,12 +19,12 @@ from real_server import RealServer, real_server
 from encserve_client import EncoderClient
 
 TEXTS = [f"{word} {'new ' * (n % 7)}world {'brave ' * n}".strip() for n in range(24) for word in ("hello", "world")]
-# A client notices the end of a server within this time.
+# A client notices within this time that a server has ended.
 NOTICE_SECONDS = 3.0
 
 
 class Replica:
-    """A server that restarts on the same port."""
+    """A server that always starts on the same port."""
 
     def __init__(self, models: Path, stack: contextlib.ExitStack) -> None:
         self._models = models
@@ -37,17 +40,17 @@ class Replica:
 
     @property
     def answered(self) -> float:
-        """The number of Encode calls answered since the last start."""
+        """The number of Encode calls that the server has answered since its last start."""
         return self.server.metric("grpc_server_handled_total", grpc_method="Encode", grpc_code="OK")
 
     def terminate(self) -> float:
-        """Send SIGTERM and wait for the end of the process; return the time of the end."""
+        """Send SIGTERM, and wait until the process has ended. Return the time of the end."""
         self.server.terminate()
         assert self.server.wait() == 0
         return time.monotonic()
 
     def kill(self) -> float:
-        """Send SIGKILL and wait for the end of the process; return the time of the end."""
+        """Send SIGKILL, and wait until the process has ended. Return the time of the end."""
         self.server.process.kill()
         self.server.wait()
         return time.monotonic()
@@ -81,7 +84,10 @@ def target(request: pytest.FixtureRequest, replicas: Replicas, tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_replicas_stop_die_and_come_back(replicas: Replicas, target: Any, kind: str) -> None:
-    """32 callers and two streams use the client's default settings: no call fails, and every reply is right."""
+    """Stop, kill and start the replicas while 32 callers and two streams call them. No call fails.
+
+    Every reply is right. The client has its default settings.
+    """
     one, other = replicas.one, replicas.other
     with Callers(kind, target, TEXTS, replicas.want) as callers:
         callers.wait_until(lambda: one.answered > 100 and other.answered > 100, "both replicas answer")
@@ -109,7 +115,7 @@ def test_replicas_stop_die_and_come_back(replicas: Replicas, target: Any, kind: 
         callers.wait_until(lambda: one.answered > 100 and other.answered > 100, "both replicas answer again")
     assert callers.failed == []
     assert callers.n_streamed > streamed > 0
-    # Before `calm`, calls were retried only while a replica stopped or died.
+    # Calls that ended before `calm` were retried only while a replica was stopping or dying.
     for call in callers.calls:
         if call.attempts > 1 and call.ended < calm:
             was_stopping = call.began < stopped + NOTICE_SECONDS and call.ended > stopping
@@ -118,13 +124,13 @@ def test_replicas_stop_die_and_come_back(replicas: Replicas, target: Any, kind: 
 
 
 def test_a_replica_that_hangs(replicas: Replicas, target: Any) -> None:
-    """A suspended replica keeps its connections but sends nothing, like a machine without network. No call fails."""
+    """Suspend a replica: it keeps its connections but sends nothing, like a machine without network. No call fails."""
     one, other = replicas.one, replicas.other
     with Callers("async", target, TEXTS, replicas.want, n_callers=8) as callers:
         callers.wait_until(lambda: one.answered > 100 and other.answered > 100, "both replicas answer")
         one.server.process.send_signal(signal.SIGSTOP)
-        hanging = time.monotonic() + 1  # by then, each caller has called the suspended replica
-        # After `hanging`, each caller and each stream gets a reply from the other replica.
+        hanging = time.monotonic() + 1  # by this time, each caller has called the suspended replica
+        # Each caller and each stream gets a reply from the other replica after the time `hanging`.
         callers.wait_until(lambda: callers.all_answered_since(hanging), "the other replica answers all callers")
         one.server.process.send_signal(signal.SIGCONT)
         before = one.answered

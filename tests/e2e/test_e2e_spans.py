@@ -1,4 +1,4 @@
-"""A real server pools ranges of a text from the hidden states of one run, and Tokenize agrees with Encode."""
+"""A real server pools ranges of a text from the hidden states of one run. Tokenize agrees with Encode."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,9 +36,10 @@ def tensor_of(tensor: pb.RaggedTensor) -> Any:
 
 
 def test_a_thousand_ranges_are_pooled_from_the_rows_of_one_run(stub: Any) -> None:
-    """Character ranges may overlap, be empty, contain only white space or be the whole text.
+    """Pool a thousand ranges of a text. Each vector differs by at most 1e-6 from pooling the hidden states with NumPy.
 
-    Each vector is within 1e-6 of NumPy's pooling of the hidden states.
+    A range is a start and an end in characters. Ranges may overlap, be empty, contain only white space, or be the
+    whole text.
     """
     rng = np.random.default_rng(3)
     bounds = np.sort(rng.integers(0, len(TEXT) + 1, (1000, 2)), axis=1)
@@ -51,7 +52,7 @@ def test_a_thousand_ranges_are_pooled_from_the_rows_of_one_run(stub: Any) -> Non
         assert isinstance(response, pb.EncodeResponse)
         return response
 
-    with ThreadPoolExecutor(4) as pool:  # so that calls run together in batches
+    with ThreadPoolExecutor(4) as pool:  # several threads, so that calls run together in a batch
         responses = list(pool.map(ask, np.split(bounds, [1, 500])))
         responses.append(ask(bounds))
     for response, ranges in zip(responses, [*np.split(bounds, [1, 500]), bounds], strict=True):

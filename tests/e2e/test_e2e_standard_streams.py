@@ -1,4 +1,4 @@
-"""A server whose standard input, output or error is closed, or is read by nobody."""
+"""A server works if its standard input, output or error is closed, or if no process reads its output."""
 
 import asyncio
 import os
@@ -18,7 +18,10 @@ REQUEST = {"input": [[1, 2]], "pooling": "mean"}
 
 
 async def serve_and_stop(folder: Path, shell: str, **streams: int) -> None:
-    """Start a server with a shell's redirections. Send a good and a bad call, and SIGTERM; expect exit status 0."""
+    """Start a server with the redirections `shell`. Send a valid call, an invalid call and SIGTERM.
+
+    The server answers, and ends with exit status 0.
+    """
     write_bundle(folder)
     port = free_port()
     command = f'exec "$@" --access-log --grpc-port 0 --metrics-port 0 --http-port {port} --no-tune-batches {shell}'

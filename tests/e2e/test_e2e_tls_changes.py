@@ -1,4 +1,4 @@
-"""A server's certificate changes a hundred times under load, and no call fails."""
+"""The certificate of a server changes a hundred times under load. No call fails."""
 
 import asyncio
 import contextlib
@@ -20,12 +20,12 @@ from tiny_heads import words
 from encserve_client import AsyncEncoderClient, RetryPolicy, Tls
 
 CHANGES, CALLERS = 100, 32
-# This program is encserve-server, except that it looks for new certificates every 0.02 s instead of every second.
+# This program is encserve-server with one change: it looks for new certificates every 0.02 s instead of every second.
 PROGRAM = f"""#!{sys.executable}
 from encserve_server.__main__ import main
 from encserve_server.system import certificates
 
-certificates._POLL_SECONDS = 0.02
+certificates.POLL_SECONDS = 0.02
 main()
 """
 
@@ -39,7 +39,10 @@ def program(tmp_path: Path) -> Path:
 
 
 async def test_no_call_fails(tmp_path: Path, program: Path) -> None:
-    """Half of the callers open a connection for every call, and the others keep theirs. The clients do not retry."""
+    """Change the certificate while callers make calls. Every call succeeds, although the clients do not retry.
+
+    Half of the callers open a new connection for every call. The other callers keep one connection.
+    """
     made = make_certificates(tmp_path)
     pairs = [made.authority.issue(f"server-{i}") for i in range(4)]
     mount = Mount(tmp_path / "mount")
@@ -52,7 +55,7 @@ async def test_no_call_fails(tmp_path: Path, program: Path) -> None:
         load = Load(server, made)
 
         async def shown() -> bytes:
-            # If the machine stalls for 10 s, this handshake may fail. Only a failed call of `Load` fails the test.
+            # If the machine is blocked for 10 s, this handshake may fail. Then the test continues.
             with contextlib.suppress(OSError):
                 return await asyncio.to_thread(served, server.http_port or 0, load.context)
             return b""
@@ -74,7 +77,10 @@ async def test_no_call_fails(tmp_path: Path, program: Path) -> None:
 
 
 class Load:
-    """Calls over HTTP and gRPC, with new or kept connections. `calls` has the number of calls of each kind."""
+    """Callers over HTTP and gRPC. They open a new connection for each call, or keep one connection.
+
+    `calls` has the number of calls of each kind.
+    """
 
     def __init__(self, server: RealServer, made: Certificates) -> None:
         self.calls = dict.fromkeys(("HTTP, new", "HTTP, kept", "gRPC, new", "gRPC, kept"), 0)
@@ -86,7 +92,7 @@ class Load:
         self._numbers = itertools.count()
 
     async def run(self, change: Coroutine[Any, Any, None]) -> None:
-        """Make calls until `change` has returned. If a call fails, raise an ExceptionGroup with its exception."""
+        """Make calls until `change` has returned. If a call fails, raise an ExceptionGroup with the exception."""
         async with asyncio.TaskGroup() as group:
             for kind in self.calls:
                 for _ in range(CALLERS // len(self.calls)):

@@ -1,7 +1,8 @@
-"""Unattended tokens have the same hidden states as in transformers, alone and in a batch of mixed lengths.
+"""Unattended tokens have the same hidden states as in transformers.
 
-Other tokens do not attend to an unattended token, but the model still computes a hidden state for this token. The
-expansion tokens of a ColBERT query are an example.
+No token attends to an unattended token, but the model still computes a hidden state for each unattended token. For
+example, the expansion tokens of a ColBERT query are unattended. The tests run sequences alone and in a batch of mixed
+lengths.
 """
 
 import dataclasses
@@ -19,15 +20,16 @@ from encserve_server.engine.base import Engine
 from encserve_server.engine.opening import open_engine
 from encserve_server.repository.bundle import read_bundle
 
-# The attention window covers a short query and its expansion tokens. If a token's window contains no attended token,
-# the token has nothing to attend to, and its hidden state in transformers depends on the padding.
+# The attention window covers a short query and its expansion tokens. So the window of each token contains an attended
+# token. A token without an attended token in its window could not attend to any token. In transformers, the hidden
+# state of this token would depend on the padding.
 WINDOW = {"local_attention": 64}
 SOME = [
     dataclasses.replace(it, settings=it.settings | WINDOW) if "local_attention" in it.settings else it
     for it in ARCHITECTURES
     if it.name in ("BERT", "RoBERTa", "DistilBERT", "ModernBERT")
 ]
-# (sequence length, number of attended tokens); 0 means that all tokens are attended.
+# For each sequence: its length and its number of attended tokens. 0 means that all tokens are attended.
 LENGTHS = ((5, 0), (32, 4), (32, 31), (40, 0), (32, 32), (9, 1))
 
 

@@ -1,4 +1,4 @@
-"""A server with all tiny test models returns the same vectors as the libraries that the models were made for.
+"""A server with all tiny test models returns the same vectors as the library of each model.
 
 `zoo` and `architectures` in tests/support list the models. The exporter's tests check the same vectors without a
 server. The tests in this file call a server over gRPC and HTTP.
@@ -31,7 +31,7 @@ from encserve_export import Target, export_hf
 
 Array = npt.NDArray[Any]
 LENGTHS = (1, 60, 3, 9, 60, 2, 17)
-# One model per kind is enough, because ONNX Runtime and OpenVINO share all code outside the engine.
+# The models that also run on OpenVINO. One model of each kind is enough, because only the engine differs.
 ON_OPENVINO = ["all-of-it", "gemma", "modernbert", "sum-log1p", "ModernBERT", "GTE"]
 
 
@@ -130,7 +130,7 @@ def test_http_has_the_same_bits(server: RealServer, client: EncoderClient, name:
             body = {"inputs": row.texts, "model": name, "input_type": way.task}
             got = [_dense(it, client.model(name).vocab_size) for it in _post(server, "/embed_sparse", body)]
         elif row.kind == "dense":
-            # There is no prompt field, because the model has no prompts.
+            # The request has no field for a prompt, because the model has no prompts.
             body = {"inputs": row.texts, "model": name, "normalize": False}
             got = [np.array([it], np.float32) for it in _post(server, "/embed", body)]
         else:
@@ -179,7 +179,10 @@ async def test_the_async_client_gives_the_same_vectors_and_warns_of_cut_texts(zo
 def test_dimensions_are_cut_at_the_same_step_as_in_the_library(
     zoo: Zoo, client: EncoderClient, name: str, l2_normalize: bool
 ) -> None:
-    """The server cuts a vector after the model's normalization and before the l2_normalize of the request."""
+    """Vectors with fewer dimensions equal those of sentence-transformers, with and without l2_normalize.
+
+    The server cuts a vector after the model's normalization, and before the normalization that the request asks for.
+    """
     want = zoo.library(name).encode(list(TEXTS), truncate_dim=5, normalize_embeddings=l2_normalize)
     output = Output("model", l2_normalize=l2_normalize, dimensions=5)
     result = client.run(TEXTS, outputs=[output], model=name, truncate=True).outputs[0]
@@ -247,7 +250,11 @@ def test_pool_factor_pools_token_vectors_as_the_library_does(zoo: Zoo, client: E
 def test_maxsim_scores_and_html_report_equal_the_library(
     zoo: Zoo, server: RealServer, client: EncoderClient, name: str, tmp_path: Path
 ) -> None:
-    """The score of `fixed-attended` is MaxSim. The score of `min` is MaxSim divided by the number of query vectors."""
+    """MaxSim scores, and the score in an HTML report, equal the scores of the library.
+
+    The score of the model `fixed-attended` is MaxSim. The score of `min` is MaxSim, divided by the number of query
+    vectors.
+    """
     library = zoo.library(name)
     queries, documents = [text_of(1 + i, seed=i) for i in range(5)], [text_of(2 * i, seed=99 + i) for i in range(20)]
     want = library.similarity(library.encode_query(queries), library.encode_document(documents)).numpy()
@@ -282,9 +289,10 @@ def test_one_bge_m3_call_gives_the_three_outputs_of_flag_embedding(
 
 
 def _by_the_authors_code(directory: Path) -> Iterator[tuple[Array, Array, Array]]:
-    """Compute the outputs of BGE-M3 for each text like FlagEmbedding's modeling.py.
+    """Compute the outputs of BGE-M3 for each text, in the same way as FlagEmbedding's modeling.py.
 
-    The sparse weight of a token id is the largest weight of the id's occurrences. Special tokens have the weight 0.
+    If a token id occurs several times, its sparse weight is the largest of the weights. Special tokens have the
+    weight 0.
 
     Yields:
         The dense vector (1, d_model), the sparse weights (1, vocab) and the token vectors (tokens, width).

@@ -149,5 +149,5 @@ def test_a_name_is_made_from_a_directory(tmp_path: Path, directory: str, name: s
 
 
 def test_a_directory_name_without_letters_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BundleNameError, match="give one with --name"):
+    with pytest.raises(BundleNameError, match="give a name with --name"):
         name_from(tmp_path / "___")

@@ -86,7 +86,7 @@ def test_without_a_table_both_ways_out_are_named(tmp_path: Path) -> None:
 def test_a_tokenizer_is_refused(tmp_path: Path, tiny: EncoderConfig) -> None:
     config = dataclasses.replace(tiny, input="embeddings", vocab_size=0)
     tokenizer = TokenizerFile(tmp_path / "tokenizer.json", 10, (), {})
-    with pytest.raises(TokenizerError, match="this model's input is embeddings; leave it out"):
+    with pytest.raises(TokenizerError, match="this model's input is embeddings; leave the tokenizer out"):
         export_init(config, 0, Target(model_repository=tmp_path, name="m"), tokenizer=tokenizer)
 
 

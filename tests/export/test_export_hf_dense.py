@@ -163,14 +163,14 @@ def test_a_routers_modules_are_checked_before_anything_is_loaded(directory: Path
         ("config_sentence_transformers.json", {"model_type": "Mine"}, "must be one of SentenceTransformer.*was 'Mine'"),
         ("config_sentence_transformers.json", {"requirements": {"torch": ">=99"}}, "cannot load .*ImportError.*torch"),
         ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "cannot load .*Default prompt name 'x'"),
-        ("sentence_bert_config.json", {"tokenizer_name_or_path": "x"}, "names another tokenizer, 'x'; put that"),
+        ("sentence_bert_config.json", {"tokenizer_name_or_path": "x"}, "names another tokenizer, 'x'; put the"),
         ("sentence_bert_config.json", {"modality_config": {"text": TEXT}}, "cannot load .*directory: ValueError"),
         (
             "sentence_bert_config.json",
             {"query_expansion": {"strategy": "min", "length": 9}},
             "query_expansion is for multi-vector",
         ),
-        ("adapter_config.json", {}, "is an adapter, .* merge them with PEFT's merge_and_unload"),
+        ("adapter_config.json", {}, "is an adapter, .* Merge the two with PEFT's merge_and_unload"),
         (
             "2_Normalize/config.json",
             {"module_output_name": "x"},
@@ -215,7 +215,7 @@ def test_gpt2_with_token_types_is_refused(tmp_path: Path) -> None:
     inputs = ["input_ids", "token_type_ids", "attention_mask"]
     encoder = {"model_type": "gpt2", "config": sizes, "model_input_names": inputs}
     directory = write_model(tmp_path / "directory", [MEAN], encoder=encoder)
-    with pytest.raises(ParityError, match='gives token_type_ids, which this model reads as tokens: write "model_input'):
+    with pytest.raises(ParityError, match="gives token_type_ids, which this model reads as tokens. If the model"):
         export(directory)
 
 
@@ -267,7 +267,9 @@ def test_the_rows_of_a_decoder_are_refused(tmp_path: Path) -> None:
     config = {"d_model": D_MODEL, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
               "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}  # fmt: skip
     write_model(tmp_path, [MEAN], encoder={"model_type": "bart", "config": config})
-    with pytest.raises(UnsupportedModelError, match="for model_type 'bart' sentence-transformers pools the rows"):
+    with pytest.raises(
+        UnsupportedModelError, match="for model_type 'bart' sentence-transformers pools the hidden states"
+    ):
         read(tmp_path)
 
 
@@ -389,7 +391,7 @@ def test_a_prompt_that_fills_the_longest_text_is_refused(asked: int | None, prob
     )
     if problem:
         with pytest.raises(
-            UnsupportedModelError, match=f"the prompt 'Represent .*' has 6 tokens, and a text {problem}"
+            UnsupportedModelError, match=f"the prompt 'Represent .*' has 6 tokens, and a text has {problem}"
         ):
             export(directory, max_sequence_tokens=asked)
     else:
@@ -425,7 +427,7 @@ def test_the_encoder_of_a_classifier_is_exported_without_its_head(
     from transformers import AutoModel, AutoTokenizer
 
     directory = write(tmp_path / "directory")
-    with pytest.raises(UnsupportedModelError, match="scores .*For the rows of the encoder alone, give --ignore-head"):
+    with pytest.raises(UnsupportedModelError, match="scores .*To export the encoder .*, give --ignore-head"):
         export(directory)
     exported = export(directory, ignore_head=True, pooling="mean")
     assert "classifier" in exported.unused_parts

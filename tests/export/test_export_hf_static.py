@@ -74,7 +74,7 @@ def test_an_int8_table_needs_token_weights(weighted: bool, tmp_path: Path) -> No
         assert table is not None
         np.testing.assert_allclose(table, want.numpy(), rtol=1e-6)
         return
-    with pytest.raises(UnsupportedModelError, match="a table must be float32 or float16: export that one"):
+    with pytest.raises(UnsupportedModelError, match="a table must be float32 or float16: export a model"):
         read_static(directory)
 
 

@@ -259,7 +259,7 @@ def test_modules_that_are_not_encoders(target: Target, models: Path, made: Any, 
         (
             {"input": "embeddings", "d_model": 32, "tokenizer": TokenizerFile(Path("tokenizer.json"), 9, (), {})},
             TokenizerError,
-            "this model's input is embeddings; leave it out",
+            "this model's input is embeddings; leave the tokenizer out",
         ),
     ],
 )

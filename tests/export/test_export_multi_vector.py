@@ -121,7 +121,7 @@ def test_scores_that_a_precision_would_move_too_far_are_refused(
 ) -> None:
     DIRECTORIES["plain"](tmp_path / "m")
     monkeypatch.setitem(BOUNDS, "int8", dataclasses.replace(BOUNDS["int8"], maxsim_error=1e-6))
-    figures = r"by \d\.\de-05 of the best score of its query, at most 1.0e-06 is allowed; float32 is exact"
+    figures = r"by \d\.\de-05 of its query's best score, at most 1.0e-06 is allowed; float32 is exact"
     with pytest.raises(ParityError, match=f"a MaxSim score differs from sentence-transformers {figures}"):
         export_hf(tmp_path / "m", Target(model_repository=tmp_path / "models", name="m"), precision="int8")
     assert not (tmp_path / "models").exists()
@@ -136,11 +136,11 @@ def test_the_report_says_what_is_served(tmp_path: Path) -> None:
     DIRECTORIES["stanford"](tmp_path / "m")
     result = CliRunner().invoke(main, ["hf", str(tmp_path / "m"), "--model-repository", str(tmp_path / "models")])
     said = {line[:13].strip(): line[13:] for line in result.output.splitlines()}
-    assert said["vectors"] == f"one of {WIDTH} dimensions per token, compared by maxsim"
+    assert said["vectors"] == f"one vector of {WIDTH} dimensions per token, compared by maxsim"
     assert said["query"] == "prompt '[unused0] ', at most 24 tokens, expanded to 24 with token 4, not attended"
     assert said["document"].startswith("prompt '[unused1] ', at most 60 tokens, ")
     assert said["unused parts"] == "pooler"
-    assert "of the query's best, tolerance 0.0001" in said["pipeline"]
+    assert "of the query's best score, tolerance 0.0001" in said["pipeline"]
     assert "pooling" not in said
 
 

@@ -24,8 +24,8 @@ from encserve_export.core.errors import ExportError
 
 NAMED = {architecture.name: architecture for architecture in ARCHITECTURES}
 AGAIN = r"download or save it again \(in a git clone: git lfs pull\)"
-TOGETHER = r"config\.json and the weights must be of one model: download or save them again, together"
-NOT_THIS = rf"(is config\.json of this checkpoint\?|{TOGETHER})"
+TOGETHER = r"config\.json and the weights must belong to one model: download or save them again, together"
+NOT_THIS = rf"(does config\.json belong to this checkpoint\?|{TOGETHER})"
 
 Change = Callable[[Path], None]
 TOKENIZERS = ("tokenizer.json", "vocab.txt", "spiece.model")
@@ -172,7 +172,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
     ),
     "tokenizer-of-no-words": (
         writes("spiece.model", "no"),
-        r"makes no tokenizer of the files in .*; put a tokenizer\.json there, or remove the",
+        r"cannot make a tokenizer from the files in .*; put a tokenizer\.json there, or remove the",
     ),
     "classifier": (
         config(architectures=["BertForSequenceClassification"]),
@@ -207,7 +207,7 @@ def test_a_tokenizers_file_of_another_kind(tmp_path: Path) -> None:
     """
     directory = save(NAMED["T5"], tmp_path)
     (directory / "vocab.txt").write_text("[UNK]\nword")
-    assert "special tokens alone; put a tokenizer.json there" in refused(directory)
+    assert "the vocabulary has only special tokens; put a tokenizer.json there" in refused(directory)
 
 
 @pytest.mark.system

@@ -434,7 +434,7 @@ def test_a_given_id_is_kept(tiny: EncoderConfig, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", ["5" * 31, f"s2-{'5' * 33}", f"s4-{'5' * 32}", "A" * 32, f"{'5' * 32}\n"])
 def test_a_text_that_is_not_an_id_is_refused(given: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a space_id is s3- and 32 hex digits, or s2- or no prefix in older bundles"):
+    with pytest.raises(ConfigError, match="a space_id is s3- and 32 hex digits; in older bundles the prefix is s2-"):
         Target(model_repository=tmp_path, name="m", keep_space_id=given)
 
 

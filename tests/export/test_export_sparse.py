@@ -190,7 +190,7 @@ def test_bge_m3_has_three_kinds(bge_m3: Path, tmp_path: Path) -> None:
     assert manifest.multi_vector.skips_first_token
     assert manifest.sparse.pooling == manifest_pb2.SPARSE_POOLING_OWN_ID
     assert sorted(manifest.sparse.skipped_token_ids) == [0, 1, 2, 3]
-    assert "FlagEmbedding to 512 tokens" in exported.notes["remark"]
+    assert "FlagEmbedding cuts texts to 512 tokens" in exported.notes["remark"]
     # The export compares three outputs of 8 texts: the dense vector, the MaxSim vectors, and the sparse weights.
     assert (manifest.parity.pipeline_texts, manifest.parity.maxsim_tolerance) == (24, 1e-4)
 
@@ -206,8 +206,8 @@ def facts(exported: Any) -> dict[str, str]:
 def test_the_report_says_what_is_made(splade: Path, static: Path, bge_m3: Path, tmp_path: Path) -> None:
     said = facts(export(bge_m3, tmp_path / "m3"))
     assert said["pooling"] == f"cls, scaled to length 1, {D_MODEL} dimensions"
-    assert said["vectors"] == f"one of {D_MODEL} dimensions per token, compared by meanmaxsim"
-    assert said["weights"] == "over 1000 words, each token weighs its own id"
+    assert said["vectors"] == f"one vector of {D_MODEL} dimensions per token, compared by meanmaxsim"
+    assert said["weights"] == "over 1000 words, each token gives a weight to its own id"
     assert said["document"] == "at most 640 tokens"
     said = facts(export(splade, tmp_path / "splade"))
     assert said["weights"] == "over 1000 words, the maximum over the tokens, only the 32 largest"
@@ -226,7 +226,7 @@ def test_a_language_models_head_is_said_to_be_left_behind(tmp_path: Path) -> Non
 
     left = facts(export(write_language_model(tmp_path / "bare"), tmp_path))["unused parts"]
     assert left.startswith(
-        "cls, the head of a language model. For a SPLADE model, whose head computes the weights of words"
+        "cls, the head of a language model. In a SPLADE model, this head computes the weights of words"
     )
     SparseEncoder(str(tmp_path / "bare"), device="cpu").save_pretrained(str(tmp_path / "other"))
     assert export(tmp_path / "other", tmp_path / "saved").manifest.HasField("sparse")
@@ -264,7 +264,7 @@ def test_other_heads_are_another_space(bge_m3: Path, tmp_path: Path) -> None:
 def test_heads_that_are_none_are_refused(bge_m3: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(bge_m3, tmp_path / "model")
     torch.save(torch.nn.Linear(D_MODEL, 2).state_dict(), directory / "sparse_linear.pt")
-    with pytest.raises(CheckpointFileError, match=r"sparse_linear.pt must make one number of a row; it makes 2"):
+    with pytest.raises(CheckpointFileError, match=r"sparse_linear.pt must make one number from a row, but makes 2"):
         export(directory, tmp_path)
     torch.save({"weights": torch.ones(1)}, directory / "sparse_linear.pt")
     with pytest.raises(CheckpointFileError, match="must hold weight and bias of a linear layer; was weights"):

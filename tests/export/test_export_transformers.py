@@ -308,7 +308,7 @@ def test_a_model_that_hides_its_inside_is_exported_without_inspection(
     monkeypatch.setattr(Data2VecTextModel, "forward", closed)
     exported = export(data2vec, models)
     assert not exported.manifest.HasField("inspect_graph")
-    assert exported.notes["inspection"] == "not possible: it gives no hidden states and attention weights"
+    assert exported.notes["inspection"] == "not possible: the model gives no hidden states and attention weights"
 
 
 @pytest.mark.system
@@ -329,7 +329,7 @@ def test_an_onnx_file_in_the_directory_is_used_if_asked_for(
         return
     assert export(data2vec, tmp_path / "other").manifest.source.route == "transformers"
     exported = export(data2vec, models, via="onnx")
-    assert (exported.manifest.source.route, exported.notes["route"]) == ("onnx", "onnx/model.onnx, as --via asks")
+    assert (exported.manifest.source.route, exported.notes["route"]) == ("onnx", "onnx/model.onnx, chosen by --via")
     assert exported.manifest.parity.tolerance == 5e-5
 
 
@@ -387,8 +387,10 @@ def test_settings_that_transformers_ignores_are_remarked(tmp_path: Path, models:
     directory = save(NAMED["BERT"], tmp_path)
     change_config(directory, position_embedding_type="alibi", auto_map={"AutoModel": "modeling.Mine"})
     remark = export(directory, models).notes["remark"]
-    assert "(auto_map) was not run: the model is read as transformers' own bert" in remark
-    assert "position_embedding_type 'alibi', which transformers' own bert ignores: if the model was trained" in remark
+    assert "(auto_map) was not run: the model was loaded with transformers' code for model_type bert" in remark
+    assert (
+        "position_embedding_type 'alibi', but transformers ignores it for model_type bert. If the model was" in remark
+    )
 
 
 @pytest.mark.system

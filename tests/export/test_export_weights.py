@@ -51,9 +51,9 @@ def test_several_files_with_an_index(tmp_path: Path) -> None:
     ("files", "message"),
     [
         ({"a": "model-1.safetensors"}, r"model-1\.safetensors is missing, but the index names it; " + AGAIN),
-        ({"a": "../model.safetensors"}, r"must name files beside it, .*; was '\.\./model\.safetensors'"),
-        ({"a": "/model.safetensors"}, "must name files beside it"),
-        ({"a": "model.py"}, "must name files beside it"),
+        ({"a": "../model.safetensors"}, r"must name .* files in the same folder; was '\.\./model\.safetensors'"),
+        ({"a": "/model.safetensors"}, "files in the same folder"),
+        ({"a": "model.py"}, "files in the same folder"),
         ([], "has no weight_map"),
     ],
 )
@@ -179,7 +179,10 @@ def test_the_hash_covers_a_file_of_embeddings(tmp_path: Path) -> None:
             {"model": {"a": torch.ones(1)}, "state_dict": {"a": torch.ones(1)}},
             "several state dicts: state_dict, model;",
         ),
-        ({"weights": {"a": torch.ones(1)}, "epoch": 3}, "tensors by name, alone or under .*; was epoch, weights"),
+        (
+            {"weights": {"a": torch.ones(1)}, "epoch": 3},
+            "tensors by name, at the top level or under .*; was epoch, weights",
+        ),
         ({"model": "transformer", 3: torch.ones(1)}, "must hold tensors by name, .*; was 3, model"),
         ([torch.ones(1)], "must hold tensors by name, .*; was list"),
         ({}, "must hold tensors by name, .*; was empty"),

@@ -4,6 +4,7 @@ The quick tests belong to the test tier `system`, and the other tests to the tes
 latencies, so no other test may run at the same time.
 """
 
+import signal
 import time
 import urllib.error
 import urllib.request
@@ -188,19 +189,19 @@ SLOW = {
     "a million inputs": Row(
         write_narrow,
         embed(lambda: [[1]] * 256, 4),
-        lambda server: (ask_http, server.http_port, post("/embed", {"inputs": [[1]] * 1_048_000}), 4),
+        lambda server: (ask_http, server.http_port, post("/embed", {"inputs": [[1]] * 1_048_000}), 2),
     ),
     "thousands of long texts": Row(
         write_words,
         embed(lambda: ["a dog"] * 64, 4),
-        embed(lambda: [("a dog on a cat " * 534)[:8000]] * 2048, 4),
+        embed(lambda: [("a dog on a cat " * 267)[:4000]] * 2048, 4),
         seconds=15,
     ),
-    "largest body, escapes": Row(write_words, LARGE_CONTROL, largest_body(b'"%s"' % (rb"\u00e9" * 2700))),
+    "largest body, escapes": Row(write_words, LARGE_CONTROL, largest_body(b'"%s"' % (rb"\u00e9" * 650))),
     "largest body, wide characters": Row(
-        write_words, LARGE_CONTROL, largest_body(b'"%s"' % ("a" * 16_000 + "\U0001f30d").encode())
+        write_words, LARGE_CONTROL, largest_body(b'"%s"' % ("a" * 4_000 + "\U0001f30d").encode())
     ),
-    "largest body, ids": Row(write_words, LARGE_CONTROL, largest_body(b"[%s]" % (b"63," * 511 + b"63"))),
+    "largest body, ids": Row(write_words, LARGE_CONTROL, largest_body(b"[%s]" % (b"63," * 1362 + b"63"))),
     "3,000 sparse outputs, 16 in a call": Row(
         write_sparse,
         call(lambda: [sparse_outputs(1)], 188),
@@ -304,6 +305,29 @@ def test_callers_behind_a_stalled_batch(tmp_path: Path) -> None:
 
         assert statuses_behind(3) == ("OK", 200)
         assert statuses_behind(600) == ("UNAVAILABLE", 503)
+
+
+@pytest.mark.system
+def test_a_standstill_of_the_process_is_no_stalled_batch(tmp_path: Path) -> None:
+    """SIGSTOP stops the process for longer than --stall-seconds, during a batch. All calls are answered afterwards."""
+    write_slow(tmp_path)
+    with (
+        hostile_server(tmp_path, "--parallel-batches", "1", "--stall-seconds", "4") as server,
+        ThreadPoolExecutor(1) as threads,
+        grpc.insecure_channel(server.target) as channel,
+    ):
+        method: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(ENCODE)
+        batch = method.future(encode([[SLOW_ID] * 20]))
+        while not server.metric(IN_FLIGHT) or server.metric(QUEUED):  # wait until the slow batch runs
+            time.sleep(0.02)
+        behind = threads.submit(http_status, f"{server.url}/embed", {"inputs": [[1]], "pooling": "mean"})
+        while not server.metric(QUEUED):
+            time.sleep(0.02)
+        server.process.send_signal(signal.SIGSTOP)
+        time.sleep(6)
+        new = method.future(encode([[1]]), timeout=ANSWER_SECONDS)
+        server.process.send_signal(signal.SIGCONT)
+        assert (batch.code().name, behind.result(), new.code().name) == ("OK", 200, "OK")
 
 
 def http_status(url: str, fields: object) -> int:

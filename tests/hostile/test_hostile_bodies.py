@@ -5,6 +5,7 @@ Each body is the route's example from /openapi.json with random changes.
 
 import asyncio
 import copy
+import io
 import json
 import logging
 import random
@@ -105,7 +106,7 @@ async def send_all(server: FakeServer) -> dict[str, Counter[int]]:
 
         async def send(path: str, bodies: list[bytes]) -> None:
             for body in bodies:
-                async with session.post(path, data=body) as reply:
+                async with session.post(path, data=io.BytesIO(body)) as reply:
                     text = await reply.text(errors="replace")
                 statuses[path][reply.status] += 1
                 assert reply.status < 500, (path, body, text)

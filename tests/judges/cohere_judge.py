@@ -1,6 +1,6 @@
 """Calls the server with Cohere's SDK: sync clients of API v1 and v2, and the async client of v2.
 
-The program runs in the virtual environment that gateways.txt defines.
+The program runs in the virtual environment of the requirements file gateways.txt.
 """
 
 import asyncio

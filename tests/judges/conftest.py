@@ -31,8 +31,8 @@ def client(minilm: RealServer) -> Iterator[EncoderClient]:
 
 @pytest.fixture(scope="session", params=["pinned", pytest.param("newest", marks=pytest.mark.weekly)])
 def bin_of(request: pytest.FixtureRequest) -> Callable[[str], Path]:
-    """A function that takes the name of a virtual environment and returns the environment's bin folder.
+    """A function that takes the name of a virtual environment, and returns the path of its bin folder.
 
-    The environments have pinned versions of packages. The weekly tests run also with the newest versions.
+    The environments have pinned versions of packages. The weekly tests also run with the newest versions.
     """
     return functools.partial(python_environment, versions=request.param)

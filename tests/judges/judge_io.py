@@ -1,7 +1,9 @@
-"""The arguments and results of the `*_judge.py` programs that import this module.
+"""Reads the arguments and writes the results of the `*_judge.py` programs.
+
+A judge is a program that calls the server with another project's client.
 
 Each program runs as `PROGRAM ADDRESS MODEL REQUESTS RESULTS`. REQUESTS is a JSON file with `texts`, `ids` and `mask`.
-The program writes vectors into the .npz file RESULTS, and other facts as JSON to stdout.
+The program writes vectors to the .npz file RESULTS, and prints other results as JSON.
 """
 
 import json

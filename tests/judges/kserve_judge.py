@@ -1,7 +1,8 @@
 """Calls the server with KServe's gRPC and REST clients.
 
-The program runs in the virtual environment that gateways.txt defines. The argument ADDRESS is `GRPC_TARGET,HTTP_URL`.
-The environment does not contain tritonclient, because the gRPC stubs of kserve and tritonclient clash (kserve#3099).
+The program runs in the virtual environment of the requirements file gateways.txt. This environment does not contain
+tritonclient, because the gRPC stubs of kserve and tritonclient conflict (kserve#3099). The argument ADDRESS is
+`GRPC_TARGET,HTTP_URL`.
 """
 
 import asyncio
@@ -63,7 +64,7 @@ async def use_grpc() -> None:
 
 
 async def use_rest() -> None:
-    """Send tensors as bytes, which is the client's default, and as JSON."""
+    """Send tensors as bytes and as JSON. The client sends bytes by default."""
     async with InferenceRESTClient(RESTConfig(protocol="v2")) as client:
         facts["rest_ready"] = [
             await client.is_server_live(url),

@@ -1,8 +1,8 @@
 """Calls the server with MLServer's codecs and types.
 
-MLServer has no client class. Its users encode a request with a codec, and send the request with `requests` or
-MLServer's gRPC stubs. The program runs in the virtual environment that clients.txt defines. The argument ADDRESS is
-`GRPC_TARGET,HTTP_URL`.
+MLServer has no client class. A caller encodes a request with a codec, and sends the request with `requests` or with
+MLServer's gRPC stubs. The program runs in the virtual environment of the requirements file clients.txt. The argument
+ADDRESS is `GRPC_TARGET,HTTP_URL`.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ def infer(request: Any, **options: Any) -> Any:
 
 
 def use_rest() -> None:
-    """Send requests with unset fields as null, which is model_dump's default, and requests without unset fields."""
+    """Send requests with unset fields as null, and requests without unset fields. model_dump writes null by default."""
     MetadataServerResponse.model_validate_json(http.get(f"{url}/v2", timeout=60).content)
     about = MetadataModelResponse.model_validate_json(http.get(f"{url}/v2/models/{model}", timeout=60).content)
     facts["inputs"] = [tensor.name for tensor in about.inputs or []]

@@ -1,8 +1,9 @@
 """Runs the MTEB code of docs/http.md on a small task that needs no download.
 
-The program runs as `PROGRAM REQUESTS BLOCK...` in the virtual environment that mteb.txt defines. REQUESTS is a JSON
-file with `pairs`; each pair is two texts and their similarity. Each BLOCK is a file with a code block of docs/http.md.
-The code block reads the variable `tasks` and sets the variable `results`. The program prints the score of each block.
+The program runs as `PROGRAM REQUESTS BLOCK...` in the virtual environment of the requirements file mteb.txt. REQUESTS
+is a JSON file with `pairs`. Each pair is two texts and their similarity. Each BLOCK is a file with a code block of
+docs/http.md. The code block reads the variable `tasks` and sets the variable `results`. The program prints the scores
+of all blocks as JSON.
 """
 
 import json
@@ -19,7 +20,10 @@ pairs = json.loads(requests_file.read_text(encoding="utf-8"))["pairs"]
 
 
 class Pairs(AbsTaskSTS):  # type: ignore[misc] # its types are in its own environment
-    """A task whose score is Spearman's correlation between the vectors' cosine similarities and those of `pairs`."""
+    """A task with pairs of texts.
+
+    The score is Spearman's correlation between the similarities in `pairs` and the cosine similarities of the vectors.
+    """
 
     metadata = TaskMetadata(
         name="Pairs",

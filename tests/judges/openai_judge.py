@@ -1,6 +1,6 @@
 """Calls the server with OpenAI's client, and with LangChain's default settings.
 
-The program runs in the virtual environment that clients.txt defines.
+The program runs in the virtual environment of the requirements file clients.txt.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ with openai.OpenAI(**api) as client:
     except openai.NotFoundError as error:
         facts["unknown_model"] = str(error)
 asyncio.run(use_async_client())
-try:  # by default LangChain sends token ids of OpenAI's vocabulary
+try:  # by default, LangChain sends token ids of OpenAI's vocabulary
     OpenAIEmbeddings(model=model, **api).embed_documents(texts)
 except openai.APIStatusError as error:
     facts["langchain_default"] = [error.status_code, str(error)]

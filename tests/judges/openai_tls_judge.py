@@ -1,7 +1,8 @@
 """Calls the server over TLS with OpenAI's client.
 
-The program runs as `PROGRAM URL CA [CERT KEY]` in the virtual environment that clients.txt defines. It prints the size
-of a vector, or the error. The environment variable OPENAI_API_KEY is the server's key, if the server requires a key.
+The program runs as `PROGRAM URL CA [CERT KEY]` in the virtual environment of the requirements file clients.txt. It
+prints the number of dimensions of a vector, or the error. If the server requires a key, the environment variable
+OPENAI_API_KEY contains this key.
 """
 
 import os

@@ -1,4 +1,7 @@
-"""Clients of other projects get the same vectors from a server as our client, bit for bit."""
+"""Clients of other projects and our client get bit-identical vectors from the same server.
+
+The programs `*_judge.py` call the server with these clients.
+"""
 
 import json
 import re
@@ -48,7 +51,7 @@ def unit_vectors(client: EncoderClient) -> Array:
 def judge(
     bin_folder: Path, name: str, address: str, folder: Path, **variables: str
 ) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Run a program of tests/judges; return the program's `vectors` and `facts`."""
+    """Run a program of tests/judges. Return its vectors, and the other results that it prints as JSON."""
     longest = max(map(len, IDS))
     requests = {
         "texts": TEXTS,
@@ -68,7 +71,7 @@ def assert_same_bits(got: Array, want: Array) -> None:
 
 
 def check_triton(got: dict[str, Array], facts: dict[str, Any], client: EncoderClient, vectors: Array) -> None:
-    """Check the results that Triton's gRPC and HTTP clients have in common."""
+    """Check the results that both Triton's gRPC client and its HTTP client return."""
     for name in ("sync", "async_infer", "aio"):
         assert_same_bits(got[name], vectors)
     np.testing.assert_array_equal(got["half"], vectors.astype(np.float16))
@@ -109,14 +112,14 @@ def test_tritonclient_over_http(
 
 @pytest.mark.parametrize(("protocol", "streaming"), [("grpc", False), ("grpc", True), ("http", False)])
 def test_perf_analyzer(minilm: RealServer, tmp_path: Path, protocol: str, streaming: bool) -> None:
-    """Triton's load generator completes a run and reports the server's statistics."""
+    """Run Triton's load generator. It sends at least 150 requests without a failure, and reports queue times."""
     binaries = python_environment("perf-analyzer")
     analyzer = binaries / "perf_analyzer"
     (library,) = binaries.parent.glob("lib/python*/site-packages/nvidia/cuda_runtime/lib")
     environment = {"LD_LIBRARY_PATH": str(library)}
     lacking = re.findall(r"(\S+) => not found", run(["ldd", analyzer], environment=environment))
     if lacking:
-        missing(f"perf_analyzer lacks {lacking} (apt-get install libb64-0d)")
+        missing(f"perf_analyzer does not find {lacking} (apt-get install libb64-0d)")
     data = tmp_path / "data.json"
     if streaming:
         data.write_text(json.dumps({"data": [{"text": {"content": [TEXTS[0]], "shape": [1]}}]}))
@@ -131,12 +134,16 @@ def test_perf_analyzer(minilm: RealServer, tmp_path: Path, protocol: str, stream
     report = run([analyzer, *flags], environment=environment)
     assert "Failed" not in report
     counts = {name: int(count) for name, count in re.findall(r"(Request|Inference|request) count: (\d+)", report)}
-    assert counts["request"] >= counts["Request"] >= 150  # three windows of 50 requests
+    assert counts["request"] >= counts["Request"] >= 150  # three measurements of 50 requests each
     assert "queue" in report
 
 
 def test_openai(minilm: RealServer, unit_vectors: Array, bin_of: BinOf, tmp_path: Path) -> None:
-    """LangChain's default needs OpenAI's vocabulary. The package litellm contains it, so tiktoken downloads nothing."""
+    """OpenAI's client gets the same vectors. LangChain's default settings get an error that names the right setting.
+
+    With its default settings, LangChain needs OpenAI's vocabulary. The package litellm contains this vocabulary, so
+    tiktoken does not download it.
+    """
     (litellm,) = python_environment("gateways").parent.glob("lib/python*/site-packages/litellm")
     vocabularies = f"{litellm / 'litellm_core_utils/tokenizers'}"
     got, facts = judge(bin_of("clients"), "openai_judge.py", minilm.url, tmp_path, TIKTOKEN_CACHE_DIR=vocabularies)
@@ -150,10 +157,10 @@ def test_openai(minilm: RealServer, unit_vectors: Array, bin_of: BinOf, tmp_path
 
 
 def test_openais_own_tests(minilm: RealServer) -> None:
-    """Run OpenAI's own tests of embeddings and models against the server.
+    """Run OpenAI's own tests of embeddings and models against the server. All chosen tests pass.
 
-    Tests that delete models are left out, and tests of embeddings with strict validation that do not set
-    encoding_format. The client then requests base64, which strict validation rejects.
+    Two kinds of tests are left out. The first kind deletes models. The second kind uses strict validation but does not
+    set encoding_format. Without encoding_format the client requests base64, which strict validation rejects.
     """
     sources = source_folder("openai")
     files = [f"tests/api_resources/test_{name}.py" for name in ("embeddings", "models")]
@@ -190,7 +197,7 @@ def test_cohere(minilm: RealServer, unit_vectors: Array, bin_of: BinOf, tmp_path
         assert_same_bits(got[name], unit_vectors)
     assert_same_bits(got["v1"], np.tile(unit_vectors, (50, 1)))
     signed = np.clip(np.rint(unit_vectors * 127 * np.sqrt(unit_vectors.shape[1]) / 4), -128, 127)
-    assert np.abs(got["int8"] - signed).max() <= 1  # a value halfway between two integers may be rounded either way
+    assert np.abs(got["int8"] - signed).max() <= 1  # a value halfway between two integers may be rounded up or down
     np.testing.assert_array_equal(got["uint8"], got["int8"] + 128)
     np.testing.assert_array_equal(got["v1_int8"], got["int8"])
     np.testing.assert_array_equal(got["ubinary"], np.packbits(unit_vectors > 0, axis=1))
@@ -202,7 +209,7 @@ def test_cohere(minilm: RealServer, unit_vectors: Array, bin_of: BinOf, tmp_path
 
 
 def vectors_of_lines(output: str) -> Array:
-    """Parse the output of an example in another language: one line with a vector for each text."""
+    """Parse the output of an example in another language. The output has one line for each text, with the vector."""
     lines = [json.loads(line) for line in output.splitlines()]
     assert [line["text"] for line in lines] == TEXTS
     return np.array([line["vector"] for line in lines])

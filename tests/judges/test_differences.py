@@ -1,6 +1,7 @@
-"""Requests from the tests of vLLM and infinity that our server answers differently from these two servers.
+"""Tests the requests that our server answers differently from vLLM or infinity.
 
-docs/http.md lists the differences. tests/server/test_server_http*.py test the requests with the same answer.
+The requests come from the tests of vLLM and infinity. docs/http.md lists the differences.
+tests/server/test_server_http*.py test the requests that all three servers answer in the same way.
 """
 
 from typing import Any
@@ -16,8 +17,8 @@ LONG_TEXT = " ".join(["river"] * 2000)
 MESSAGES = [{"role": "user", "content": "Which trains stop in Coimbra?"}]
 VECTOR_ROUTES = ("/v1/embeddings", "/pooling")
 Case = tuple[str, dict[str, Any], int, str]
-# The keys are the first cells of the table under Differences in docs/http.md. Each case has the route and the body of a
-# request, the expected status, and a part of the expected reply.
+# The keys are the first cells of the table in the section Differences of docs/http.md. Each case has the route of a
+# request, its body, the expected status, and a part of the expected reply.
 DIFFERENCES: dict[str, list[Case]] = {
     "`prompt` of `/tokenize`": [("/tokenize", {"prompt": TEXT}, 422, "inputs: ")],
     "`messages`": [(path, {"messages": MESSAGES}, 400, "input: ") for path in VECTOR_ROUTES],

@@ -1,4 +1,7 @@
-"""Runs the code blocks of docs/security.md and docs/callers.md in order, with free ports instead of fixed ports."""
+"""Runs the code blocks of docs/security.md and docs/callers.md in order. No block fails.
+
+The ports in the code are replaced by free ports.
+"""
 
 import contextlib
 import os
@@ -21,14 +24,14 @@ MODEL = "all-MiniLM-L6-v2"
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
-    """The language and the text of each code block of a page, in order."""
+    """The code blocks of a page in order: the language and the text of each block."""
     text = (ROOT / "docs" / page).read_text()
     return re.findall(r"^```(sh|python|toml)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 @contextlib.contextmanager
 def started(lines: str, folder: Path, variables: dict[str, str]) -> Iterator[RealServer]:
-    """Run the server command of a code block, on free ports and with a tiny model."""
+    """Run the server command of a code block with free ports and a tiny model."""
     program, *flags = shlex.split(lines.replace("\\\n", " "))
     given = dict(zip(flags[::2], flags[1::2], strict=True))
     assert (program, given.pop("--model-repository"), given.pop("--http-port")) == ("encserve-server", "models", "8080")
@@ -55,7 +58,7 @@ def test_every_line(tmp_path: Path, page: str, expected: int) -> None:
         for language, lines in blocks(page):
             if language == "toml":
                 (tmp_path / "callers.toml").write_text(lines.replace(MODEL, "tiny"))
-                exported.clear()  # with callers.toml, the server refuses ENCSERVE_API_KEY
+                exported.clear()  # a server with callers.toml does not start with ENCSERVE_API_KEY
                 continue
             if lines.startswith("encserve-server"):
                 stack.close()

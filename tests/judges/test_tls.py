@@ -1,6 +1,6 @@
-"""Clients in other languages, and tools such as curl, with TLS, client certificates and keys.
+"""Tests TLS, client certificates and keys with curl, openssl, OpenAI's client, and clients in other languages.
 
-Python's ssl is tested in tests/server/test_server_tls.py, and our client in tests/client/test_client_tls.py.
+tests/server/test_server_tls.py tests Python's ssl. tests/client/test_client_tls.py tests our client.
 """
 
 import os
@@ -22,11 +22,12 @@ from tiny_heads import words
 pytestmark = pytest.mark.timeout(900)  # the first run installs the clients
 
 VERSIONS = pytest.mark.parametrize("version", ["1.2", "1.3"])
-# The lifetime of the expired certificate. A server loads this certificate before the end; the tests run after the end.
+# The lifetime of the expired certificate. A server loads this certificate while it is valid. The tests run later.
 SHORT_SECONDS = 20.0
-# Exit statuses of curl if the server ends the connection. 60 means an alert about an expired certificate.
+# If the server ends the connection, curl exits with one of these statuses. 60 means that the server sent the TLS alert
+# "expired certificate".
 CURL_REFUSED = (35, 52, 55, 56, 60)
-# For each fault of a server's certificate: a part of the error messages of openssl and Python.
+# For each fault of a server's certificate: a text that the error messages of openssl and Python contain.
 FAULTS = {"expired": "certificate has expired", "other_name": "hostname mismatch", "stranger": "local issuer"}
 KEY, WRONG_KEY = "encserve-the-right-key", "encserve-a-wrong-key"
 
@@ -39,7 +40,7 @@ class Servers:
         made: All certificates.
         right: A server that requires client certificates.
         keyed: A server that requires a key.
-        faulty: Servers with a faulty certificate. The keys are those of FAULTS. These servers require no key and no
+        faulty: A server for each fault in FAULTS. Its certificate has this fault. These servers require no key and no
             client certificate.
         plain: A server without TLS.
     """
@@ -91,7 +92,10 @@ def execute(*command: Any, text: str = "", **environment: str) -> subprocess.Com
 
 
 def test_our_command(servers: Servers) -> None:
-    """`encserve` takes certificates from flags and the key from a variable. Error messages do not contain the key."""
+    """Run `encserve embed` with certificates from flags and a key from a variable. The command returns vectors.
+
+    Without a client certificate or with a wrong key, the command prints an error that does not contain the key.
+    """
     made, command = servers.made, Path(sys.executable).parent / "encserve"
 
     def embed(server: RealServer, *flags: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -105,7 +109,7 @@ def test_our_command(servers: Servers) -> None:
         assert embed(servers.keyed, *ca, **{variable: KEY}).returncode == 0
     refused = embed(servers.keyed, *ca, ENCSERVE_API_KEY=WRONG_KEY)
     assert refused.returncode == 1
-    assert "the key is not known here" in " ".join(refused.stderr.split())
+    assert "unknown or revoked key" in " ".join(refused.stderr.split())
     assert WRONG_KEY not in refused.stderr
 
 
@@ -212,7 +216,10 @@ def test_openai(servers: Servers) -> None:
 
 @pytest.mark.parametrize("language", ["javascript", "go"])
 def test_examples(servers: Servers, tmp_path: Path, language: str) -> None:
-    """clients/examples, with grpc-js and grpc-go: with and without a certificate, with the right and a wrong key."""
+    """Run the examples of clients/examples, which use grpc-js and grpc-go.
+
+    With the right certificate or key, an example prints a vector. Without a certificate or with a wrong key, it fails.
+    """
     made = servers.made
     if language == "go":
         command: list[Any] = [go_example(tmp_path)]
@@ -233,4 +240,4 @@ def test_examples(servers: Servers, tmp_path: Path, language: str) -> None:
     assert (done.returncode, unavailable in done.stderr) == (1, True)
     done = encode(servers.keyed, ENCSERVE_API_KEY=WRONG_KEY)
     assert (done.returncode, unauthenticated in done.stderr) == (1, True)
-    assert "the key is not known here" in done.stderr
+    assert "unknown or revoked key" in done.stderr

@@ -1,6 +1,6 @@
 """The code for other tools in docs/http.md and docs/open-inference.md returns the same vectors as our client.
 
-The model is a small BERT with a real tokenizer, so that 1,000 documents of 2,000 characters take little time.
+The model is a small BERT with a real tokenizer. So 1,000 documents of 2,000 characters are embedded in a short time.
 """
 
 import json
@@ -28,7 +28,8 @@ pytestmark = pytest.mark.timeout(900)  # the first run installs the tools
 
 Array = npt.NDArray[Any]
 PAGE = ROOT / "docs/http.md"
-# The keys are the headings in the section Tools of docs/http.md. The values are the virtual environments for the code.
+# The keys are the headings in the section Tools of docs/http.md. The values are the virtual environments that run the
+# code.
 ENVIRONMENTS = {
     "openai": "clients",
     "LangChain": "clients",
@@ -50,10 +51,10 @@ PAIRS = [
     ("a red apple", "a green bus", 1.0),
     ("two men talk", "people are talking", 3.0),
 ]
-# The code for these tools sends all texts in one request, so the tests use 256 texts, the most that a request may have.
+# The code for these tools sends all texts in one request. A request may have at most 256 texts, so the tests use 256.
 OPEN_INFERENCE = ("KServe", "MLServer", "tritonclient")
 QUIET = {
-    "HF_HUB_OFFLINE": "0",  # 1 would stop Hugging Face's client from calling the server
+    "HF_HUB_OFFLINE": "0",  # with 1, Hugging Face's client would not call the server
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "ANONYMIZED_TELEMETRY": "False",
     "HAYSTACK_TELEMETRY_ENABLED": "False",
@@ -69,7 +70,7 @@ const { texts } = JSON.parse(readFileSync(process.argv[2], "utf8"));
 
 
 def blocks_by_tool() -> dict[str, list[tuple[str, str]]]:
-    """For each tool in the section Tools of docs/http.md, the language and the text of each code block."""
+    """The code blocks of each tool in the section Tools of docs/http.md. A block is a language and a text."""
     (section,) = re.findall(r"^## Tools\n(.*?)^## ", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     parts = re.split(r"^### (.+)\n", section, flags=re.MULTILINE)[1:]
     block = re.compile(r"^```(python|js)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -95,7 +96,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
 
 @pytest.fixture(scope="module")
 def requests(tmp_path_factory: pytest.TempPathFactory, server: RealServer) -> dict[bool, tuple[Path, Array]]:
-    """A file with texts, and our client's vectors of these texts. False has 256 texts, and True has 1,004 texts."""
+    """Files with texts, and our client's vectors of these texts. False has 256 texts, and True has 1,004 texts."""
     words, rng = (minilm_directory() / "vocab.txt").read_text().split()[2000:12000], random.Random(0)
     documents = [" ".join(rng.choices(words, k=500))[:2000] for _ in range(1000)]
     made, every = {}, [*TEXTS, *documents]
@@ -108,7 +109,7 @@ def requests(tmp_path_factory: pytest.TempPathFactory, server: RealServer) -> di
 
 
 def with_ports(lines: str, server: RealServer) -> str:
-    """Replace the ports in a code block by the server's ports."""
+    """Replace the addresses in a code block by those of the test's server."""
     for documented, port in ((8080, server.http_port), (50051, server.grpc_port)):
         lines = re.sub(rf"\b(?:127\.0\.0\.1|localhost):{documented}\b", f"127.0.0.1:{port}", lines)
     return lines
@@ -145,9 +146,10 @@ def test_python(
 
 
 def test_open_inference(server: RealServer, requests: dict[bool, tuple[Path, Array]], tmp_path: Path) -> None:
-    """The two code blocks run in two environments, because tritonclient and kserve conflict.
+    """The two code blocks of docs/open-inference.md return the same vectors as our client.
 
-    The blocks contain the first two of TEXTS.
+    The blocks run in two virtual environments, because tritonclient and kserve conflict. The code contains the first
+    two texts of TEXTS.
     """
     page = (ROOT / "docs/open-inference.md").read_text()
     file, want = requests[False]
@@ -169,7 +171,7 @@ def test_langchain_for_javascript(server: RealServer, requests: dict[bool, tuple
 
 
 def test_mteb(server: RealServer, tmp_path: Path) -> None:
-    """MTEB's scores equal Spearman's correlation for our client's vectors."""
+    """MTEB's scores equal Spearman's correlation, computed with our client's vectors."""
     (tmp_path / "requests.json").write_text(json.dumps({"pairs": PAIRS}))
     blocks = [tmp_path / f"{i}.py" for i in range(len(blocks_by_tool()["MTEB"]))]
     for path, (_, lines) in zip(blocks, blocks_by_tool()["MTEB"], strict=True):

@@ -1,8 +1,8 @@
-"""Runs code blocks of a docs page, each with separate variables.
+"""Runs code blocks of a docs page. Each block has its own variables.
 
-The program runs as `PROGRAM REQUESTS BLOCK...`. REQUESTS is a JSON file with `texts`, which becomes a variable of the
-code. Each BLOCK is a file with code that sets `vectors` or `similarities`. The program saves the values in a
-.npy file with the name of BLOCK.
+The program runs as `PROGRAM REQUESTS BLOCK...`. REQUESTS is a JSON file with `texts`. The code can use the variable
+`texts`. Each BLOCK is a file with code that sets the variable `vectors` or `similarities`. The program saves this
+variable in a .npy file with the name of BLOCK.
 """
 
 import json

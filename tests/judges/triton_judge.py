@@ -1,6 +1,7 @@
 """Calls the server with Triton's gRPC clients, sync and async.
 
-The program runs in the virtual environment that clients.txt defines. The argument ADDRESS is the gRPC target.
+The program runs in the virtual environment of the requirements file clients.txt. The argument ADDRESS is the gRPC
+target.
 """
 
 import asyncio
@@ -44,7 +45,7 @@ def use_client(client: Any) -> None:
     half = client.infer(model, inputs, outputs=outputs, parameters={"datatype": "FP16"})
     vectors["half"] = half.as_numpy("embedding")
     tokens = [tensor(triton, "input_ids", ids, "INT64"), tensor(triton, "attention_mask", mask, "INT64")]
-    rows = client.infer(model, tokens)  # by default, all outputs
+    rows = client.infer(model, tokens)  # by default, the reply has all outputs
     for name in ("last_hidden_state", "lengths"):
         vectors[name] = rows.as_numpy(name)
     vectors["embedding_of_ids"] = rows.as_numpy("embedding")
@@ -59,7 +60,7 @@ def use_client(client: Any) -> None:
 
 
 def use_stream(client: Any) -> None:
-    """Send all texts in one stream. The replies may come in any order."""
+    """Send all texts in one stream. The replies may arrive in any order."""
     queued: queue.Queue[Any] = queue.Queue()
     client.start_stream(lambda result, error: queued.put(error or result))
     for i, text in enumerate(texts):

@@ -1,4 +1,7 @@
-"""The queries of all Grafana dashboards and Prometheus rules have data while a server is under load."""
+"""Run a server under load, with Prometheus.
+
+All queries of the Grafana dashboards, and all Prometheus rules, must have data.
+"""
 
 import asyncio
 import math
@@ -22,19 +25,20 @@ from tiny_bundle import write_bundle
 from encserve_proto.v1 import encoder_pb2 as pb
 
 SERVICE = "/encserve.v1.EncoderService/"
-# Prometheus needs time for a few scrapes, and for two evaluations of the rules, because some rules read other rules.
+# Prometheus needs time for a few scrapes. It also needs time to evaluate all rules twice,
+# because some rules read other rules.
 WAIT_SECONDS = 40
 # Values for Grafana's variables. A rate needs a window of several scrapes, so the interval is 5 s.
 VARIABLES = {"$__rate_interval": "5s", "$model": ".+", "$instance": ".+"}
-WITHOUT_DATA = "encserve_gpu_memory"  # this series does not exist without a GPU
-# The keys are series that do not exist here: some exist only while an alert fires, and one exists only with TLS. The
-# tests look for the values instead, which are series that always exist.
+WITHOUT_DATA = "encserve_gpu_memory"  # without a GPU, this series does not exist
+# The keys are series that do not exist in these tests. Some exist only while an alert fires, and one exists only with
+# TLS. For each key, the tests look for the value instead. The values are series that always exist.
 SUBSTITUTES = {
     f'encserve_model_info{{requested_device="{device}", device!="cuda"}}': 'encserve_model_info{device!=""}'
     for device in ("cuda", "auto")
-} | {"encserve_tls_certificate_expiry_timestamp_seconds": "encserve_tls_files_refused"}  # exists only with TLS
+} | {"encserve_tls_certificate_expiry_timestamp_seconds": "encserve_tls_files_refused"}  # the key exists only with TLS
 FROM_PROMETHEUS = {"up", "ALERTS", "scrape_duration_seconds"}
-LOAD = [  # these series are all above 0 as soon as `Load` has made calls of each kind
+LOAD = [  # after `Load` has made calls of each kind, all these series are above 0
     *(
         ("grpc_server_handled_total", {"grpc_method": method, "grpc_code": code})
         for method, codes in {
@@ -62,9 +66,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Load:
-    """Makes calls from a second thread until the end of the block.
+    """A context manager that makes calls in another thread until the end of the `with` block.
 
-    Some calls are valid, and others are invalid, too many for the queue, cancelled or too slow for their deadline.
+    Some calls succeed. Other calls are invalid, exceed the queue, are cancelled, or miss their deadline.
     """
 
     def __init__(self, target: str, url: str) -> None:
@@ -130,7 +134,7 @@ def server(models: Path) -> Iterator[RealServer]:
 
 @pytest.fixture(scope="module")
 def prometheus(server: RealServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """A Prometheus that scrapes the server while `Load` makes calls of all kinds."""
+    """Yield a Prometheus that scrapes the server, while `Load` makes calls of all kinds."""
     committed, folder = ROOT / "deploy/prometheus/prometheus.yml", tmp_path_factory.mktemp("prometheus")
     target = f"127.0.0.1:{server.metrics_port}"
     with Load(server.target, server.url), running_prometheus(committed, folder, target, interval="500ms") as prometheus:
@@ -142,7 +146,10 @@ def prometheus(server: RealServer, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def without_data(prometheus: Prometheus, expressions: Iterable[tuple[str, str]]) -> list[str]:
-    """Wait up to WAIT_SECONDS until each expression has values, not only NaN; return those that have none."""
+    """Wait up to WAIT_SECONDS until each expression has a value other than NaN.
+
+    Return the expressions without such a value.
+    """
     left = {where: expr for where, expr in expressions if WITHOUT_DATA not in expr}
     ends = time.monotonic() + WAIT_SECONDS
     while left and time.monotonic() < ends:
@@ -166,9 +173,9 @@ def test_every_panel_has_data(prometheus: Prometheus) -> None:
 
 
 def test_every_rule_has_data(prometheus: Prometheus) -> None:
-    """Recording rules have values, and every series that an alert reads exists.
+    """All recording rules have values, and all series in the expressions of alerts exist.
 
-    Other tests check with promtool that alerts fire.
+    Other tests check with promtool that the alerts fire.
     """
     recorded = [(name, name) for name in RECORDED]
     read = [
@@ -183,7 +190,10 @@ def test_every_rule_has_data(prometheus: Prometheus) -> None:
 
 
 def test_templates_of_alerts_have_values(prometheus: Prometheus) -> None:
-    """Check the texts of pending alerts. The load violates the objectives, so alerts are soon pending."""
+    """Alerts are soon pending, because the load violates the objectives.
+
+    In the texts of these alerts, Prometheus has replaced all templates by values.
+    """
     ends = time.monotonic() + WAIT_SECONDS
     while not (alerts := prometheus.get("alerts")["alerts"]):
         assert time.monotonic() < ends, "no alert is pending"
@@ -196,7 +206,10 @@ def test_templates_of_alerts_have_values(prometheus: Prometheus) -> None:
 
 
 def test_every_metric_name_exists(server: RealServer, prometheus: Prometheus) -> None:
-    """The server exports every metric name in queries and rules, even after `or`. Every recorded series is used."""
+    """The server exports every metric that a query or a rule names, even in an operand of `or`.
+
+    Each series that a recording rule writes is used in a query or a rule.
+    """
     del prometheus  # the fixture has waited for the load
     with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics") as page:
         families = list(text_string_to_metric_families(page.read().decode()))

@@ -1,4 +1,8 @@
-"""Prometheus' rules and alerts: runbooks, objectives, and the promtool tests in deploy/prometheus/tests."""
+"""Tests of the rules and alerts of Prometheus.
+
+Each alert has a runbook in docs/operations.md and a promtool test in deploy/prometheus/tests. The rules and the
+dashboards have the same objectives.
+"""
 
 import re
 from pathlib import Path
@@ -83,7 +87,11 @@ def test_rules_and_dashboards_have_the_same_objectives() -> None:
 
 
 def test_each_refusal_counts_for_the_server_or_the_caller() -> None:
-    """Each reason in `reasons` is either in the rule of failed calls or in the alert EncserveCallersRefused."""
+    """Each reason of a refusal counts either as a failure of the server or as a fault of the caller.
+
+    The recording rule of failed calls lists the failures of the server. The alert EncserveCallersRefused lists all
+    faults of callers.
+    """
     (failed,) = [rule["expr"] for rule in RULES if rule.get("record") == "instance:encserve_calls_failed:total"]
     (refused,) = [alert["expr"] for alert in ALERTS if alert["alert"] == "EncserveCallersRefused"]
     of_server = set(re.findall(r'reason=~"([A-Z_|]+)"', failed)[0].split("|"))

@@ -1,4 +1,4 @@
-"""The JSON of the Grafana dashboards: format, layout and labels."""
+"""Tests of the JSON files of the Grafana dashboards: format, layout, labels and queries."""
 
 import itertools
 import json
@@ -12,14 +12,14 @@ BOARDS = pytest.mark.parametrize("name", DASHBOARDS)
 
 @BOARDS
 def test_json_is_sorted_and_indented(name: str) -> None:
-    """In this format, a change made in Grafana is a small diff in git."""
+    """The JSON has sorted keys and an indent of 2. A change made in Grafana then gives a small diff in git."""
     text = (ROOT / f"deploy/grafana/dashboards/{name}.json").read_text()
     formatted = json.dumps(DASHBOARDS[name], indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     assert text == formatted, f"{name}.json is not formatted; docs/operations.md has the command"
 
 
 def test_uids_and_titles() -> None:
-    """The uids must not change, because links and bookmarks contain them."""
+    """The dashboards have these uids and titles. The uids must not change, because links and bookmarks contain them."""
     titles = {name: (board["uid"], board["title"]) for name, board in DASHBOARDS.items()}
     assert titles == {
         "service": ("encserve-service", "Service"),
@@ -31,7 +31,7 @@ def test_uids_and_titles() -> None:
 
 @BOARDS
 def test_panels_do_not_overlap(name: str) -> None:
-    """The panels lie within the 24 columns of the grid, and their ids are unique."""
+    """The panels do not overlap, and they lie within the 24 columns of the grid. Their ids are unique."""
     flat = [item for panel in DASHBOARDS[name]["panels"] for item in (panel, *panel.get("panels", ()))]
     ids = [panel["id"] for panel in flat]
     assert len(ids) == len(set(ids))
@@ -71,7 +71,10 @@ def test_variables_are_used(name: str) -> None:
 
 
 def test_queries_follow_the_time_range_and_the_instance() -> None:
-    """Only panels about error budgets, burn rates and model loads have a fixed time window."""
+    """The queries use the time window and the instance that the user has chosen in Grafana.
+
+    Only panels about error budgets, burn rates and model loads have a fixed time window.
+    """
     fixed = {"budget left": "30d", "burn": "1h", "Loads": "10m"}
     for where, expr in queries():
         windows = set(re.findall(r"\[([^\]]+)\]", expr)) - {"$__rate_interval"}
@@ -81,7 +84,7 @@ def test_queries_follow_the_time_range_and_the_instance() -> None:
 
 
 def test_metrics_are_documented() -> None:
-    """Dashboards use only documented metrics. docs/metrics.md is generated from the code."""
+    """The dashboards use only metrics that docs/metrics.md lists, recorded series, and metrics of Prometheus itself."""
     documented = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs/metrics.md").read_text(), flags=re.M))
     known = {*documented, *RECORDED, "up", "ALERTS", "scrape_duration_seconds"}
     for where, expr in queries():

@@ -1,4 +1,7 @@
-"""The files of deploy/ agree with the server and with each other, and match the schemas of their platforms."""
+"""Tests of the files in deploy/.
+
+The files agree with the server and with each other. They match the schemas of Kubernetes, KServe and KubeRay.
+"""
 
 import copy
 import dataclasses
@@ -47,7 +50,7 @@ def container_of(resource: Any) -> Any:
 
 
 def settings_of(container: Any) -> dict[str, str]:
-    """The server settings in the arguments of a container. The keys are names of fields of Settings."""
+    """Return the server settings in the arguments of a container. The keys are field names of Settings."""
     return {
         flag.removeprefix("--").replace("-", "_"): value
         for flag, value in (argument.split("=", 1) for argument in container["args"])
@@ -55,7 +58,7 @@ def settings_of(container: Any) -> dict[str, str]:
 
 
 def environment_of(service: Any) -> dict[str, str]:
-    """The server settings in the environment of a Compose service. The keys are names of fields of Settings."""
+    """Return the server settings in the environment of a Compose service. The keys are field names of Settings."""
     return {
         name.removeprefix("ENCSERVE_").lower(): value
         for name, value in service.get("environment", {}).items()
@@ -64,14 +67,14 @@ def environment_of(service: Any) -> dict[str, str]:
 
 
 def mounts(service: Any) -> Iterator[tuple[str, str, bool]]:
-    """Source, target and read-only flag of each volume of a Compose service."""
+    """Yield the source, the target and the read-only flag of each volume of a Compose service."""
     for volume in service.get("volumes", []):
         source, target, *mode = volume.replace(":-", "=").split(":")
         yield source, target, "ro" in mode
 
 
 def patched(resource: Any, patch: str) -> Any:
-    """Apply an RFC 6902 patch to a copy of a resource, like kustomize."""
+    """Apply a JSON patch (RFC 6902) to a copy of a resource, as kustomize does."""
     made = copy.deepcopy(resource)
     for operation in load(patch):
         *parents, last = [part.replace("~1", "/") for part in operation["path"].split("/")[1:]]
@@ -135,7 +138,10 @@ def kubernetes_accepts(folder: Path, *resources: Any) -> None:
 
 
 def test_kubernetes_schema_accepts_patched_and_embedded_resources(tmp_path: Path) -> None:
-    """Validate patched resources and the pods of the RayJob. `make lint` validates the unchanged files."""
+    """The Kubernetes schema accepts the patched resources, and the pods in the RayJob.
+
+    `make lint` validates the files without patches.
+    """
     pods = [
         {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "m"}, "template": group["template"]}
         for group in ray_groups()
@@ -173,9 +179,9 @@ def test_ports_and_probes() -> None:
 
 
 def test_probes_wait_for_a_stalled_engine() -> None:
-    """Kubernetes restarts a stalled pod only after at least twice the server's `stall_seconds`.
+    """Kubernetes restarts a pod if its liveness probe fails for at least twice the server's `stall_seconds`.
 
-    A pod whose readiness probe fails gets no calls after at most 15 s.
+    After the readiness probe has failed for at most 15 s, the pod gets no more calls.
     """
     seconds = {
         probe: container_of(DEPLOYMENT)[probe]["periodSeconds"] * container_of(DEPLOYMENT)[probe]["failureThreshold"]
@@ -190,7 +196,7 @@ def test_files_are_mounted(name: str, deployment: Any) -> None:
     container, settings = container_of(deployment), settings_of(container_of(deployment))
     (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == name]
     assert name in [volume["name"] for volume in deployment["spec"]["template"]["spec"]["volumes"]]
-    assert "subPath" not in mount  # Kubernetes never updates a mount with subPath
+    assert "subPath" not in mount  # Kubernetes never updates the files of a mount with subPath
     paths = {
         "models": [f"{settings['model_repository']}/x"],
         "callers": [settings.get("callers", "")],
@@ -200,7 +206,7 @@ def test_files_are_mounted(name: str, deployment: Any) -> None:
 
 
 def test_probes_and_ports_with_tls() -> None:
-    """Probes use /healthz on the metrics port, because the other ports require client certificates."""
+    """With TLS, the probes use /healthz on the metrics port. The other ports require client certificates."""
     container = container_of(WITH_TLS)
     for probe in PROBES:
         assert container[probe]["httpGet"] == {"scheme": "HTTPS", "port": "metrics", "path": "/healthz"}
@@ -220,7 +226,10 @@ def test_selectors() -> None:
 
 
 def test_the_autoscaler_asks_for_metrics_that_exist() -> None:
-    """The autoscaler's query leaves out bulk calls. docs/operations.md shows the same query for KEDA."""
+    """The autoscaler's query has only metrics that the server exports, and subtracts the tokens of bulk calls.
+
+    docs/operations.md has the same query for KEDA.
+    """
     (rule,) = load("kubernetes/prometheus-adapter.yaml")["rules"]["external"]
     (metric,) = load("kubernetes/autoscaler.yaml")["spec"]["metrics"]
     assert metric["external"]["metric"]["name"] == rule["name"]["as"]
@@ -245,7 +254,7 @@ def test_envoy_has_the_servers_limits() -> None:
 
 
 def closed(schema: Any) -> Any:
-    """A copy of a schema that refuses unknown fields, because Kubernetes would drop them silently."""
+    """Copy a schema so that the copy refuses unknown fields. Kubernetes would drop such fields silently."""
     if isinstance(schema, list):
         return [closed(item) for item in schema]
     if not isinstance(schema, dict):
@@ -266,8 +275,7 @@ def schema_errors(name: str, resource: Any) -> list[str]:
 def kserve_errors(resource: Any) -> list[str]:
     """Check a resource with KServe's schema; return the errors.
 
-    The schema is the CRD servingruntimes at KServe's commit aaac4e294, without descriptions and without fields that
-    we do not use.
+    The schema is the CRD servingruntimes from KServe's commit aaac4e294. Descriptions and unused fields are left out.
     """
     return schema_errors("kserve-serving-runtime.json", resource)
 
@@ -275,7 +283,7 @@ def kserve_errors(resource: Any) -> list[str]:
 def kuberay_errors(resource: Any) -> list[str]:
     """Check a resource with a schema of KubeRay 1.7; return the errors.
 
-    The schema is hand-written and does not cover the pod templates; kubernetes-validate checks these.
+    The schema is written by hand. It does not check the pod templates, because kubernetes-validate checks them.
     """
     return schema_errors("kuberay-rayjob.json", resource)
 
@@ -315,12 +323,12 @@ def test_the_lines_for_http_in_the_docs() -> None:
 
 
 def test_the_ray_job() -> None:
-    """The job's command and flags exist, its actors fit the workers, and its paths are mounted.
+    """The command and the flags of the job exist, and its paths are mounted.
 
-    The job's version of Ray is the version that this project's tests use.
+    The CPUs of a worker are a multiple of the CPUs of an actor. The job has the version of Ray that the tests use.
     """
     line, _, after = RAY_JOB["spec"]["entrypoint"].partition(" || ")
-    assert after == "test $? -eq 3"  # exit status 3: some texts were rejected, which is not a failure
+    assert after == "test $? -eq 3"  # exit status 3 means that some texts were rejected; the job has not failed
     program, name, *words = shlex.split(line)
     command = cli.get_command(click.Context(cli), name)
     assert program == "encserve"
@@ -390,7 +398,7 @@ def test_servers_start_after_the_export() -> None:
 def test_a_profile(profile: str, entry: str) -> None:
     """In each profile, only one service publishes port 50051.
 
-    The profile's Prometheus has the host name that Grafana uses, and scrapes every server of the profile.
+    Grafana finds the profile's Prometheus by the host name "prometheus". Prometheus scrapes all servers of the profile.
     """
     services = {name: service for name, service in SERVICES.items() if profile in service.get("profiles", [profile])}
     port = "127.0.0.1:${GRPC_PORT:-50051}:50051"

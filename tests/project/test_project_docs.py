@@ -1,4 +1,4 @@
-"""The docs agree with the code: links, commands, flags, paths, tables and generated pages."""
+"""Tests that the docs agree with the code: links, commands, flags, paths, tables and generated pages."""
 
 import functools
 import itertools
@@ -14,6 +14,7 @@ import pytest
 from encserve_cli.commands import cli as client
 from encserve_export.cli import main as exporter
 from encserve_export.models.own.layouts import known_layouts
+from encserve_server import ledger
 from encserve_server.__main__ import main as server
 from encserve_server.error_table import ERROR_TABLE, UNKNOWN, Status
 from encserve_server.errors import EmptyInputs, EncserveError, UnknownField
@@ -24,18 +25,21 @@ EVERY_PAGE = pytest.mark.parametrize("page", PAGES)
 # The docs may also mention flags of docker compose, of the Makefile and of the programs in bench/.
 OTHERS = " ".join(path.read_text() for path in (*ROOT.glob("bench/**/*.py"), ROOT / "Makefile"))
 OTHER_FLAGS = {"--profile", "--volumes", "--build-arg", "--target", *re.findall(r'"(--[a-z-]+)"', OTHERS)}
-# A line with one of these phrases may name a removed program: its figures were measured with this program.
+# A line with one of these phrases may name a removed program. The figures in such a line come from this program.
 REMOVED = ("in 4c14468", "at commit de57fdd")
 
 
 def slugs(text: str) -> set[str]:
-    """The anchors that GitHub gives to the headings of a page."""
+    """Return the anchors that GitHub makes from the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def table_under(page: str, heading: str) -> dict[str, list[str]]:
-    """The rows of the first table under a heading. The first cell is the key, and backticks are removed."""
+    """Return the rows of the first table under a heading. The key of a row is its first cell.
+
+    Backticks are removed.
+    """
     section = re.split(rf"^#+ {heading}$", PAGES[page], flags=re.M)[1]
     table = itertools.dropwhile(lambda line: not line.startswith("|"), section.splitlines())
     lines = list(itertools.takewhile(lambda line: line.startswith("|"), table))
@@ -44,7 +48,7 @@ def table_under(page: str, heading: str) -> dict[str, list[str]]:
 
 
 def flags(command: click.Command) -> set[str]:
-    """The flags of a command and its subcommands."""
+    """Return the flags of a command and of its subcommands."""
     own = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
     inner = command.commands.values() if isinstance(command, click.Group) else ()
     return {"--help", "--version"}.union(own, *map(flags, inner))
@@ -64,7 +68,10 @@ def test_the_readme_links_every_page() -> None:
 
 @EVERY_PAGE
 def test_install_lines_name_the_server_before_the_command(page: str) -> None:
-    """If the command comes first, pip 23 (in Python 3.11) looks for encserve-server in the package index."""
+    """Install lines in the docs name ./server before ./clients/cli.
+
+    In the other order, pip 23 (part of Python 3.11) looks for encserve-server in the package index.
+    """
     for line in PAGES[page].replace("\\\n", "").splitlines():
         if "pip install ./" in line and "/cli[local" in line:
             assert 0 <= line.find("./server[") < line.index("/cli[local"), line
@@ -83,7 +90,7 @@ def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z-]+):", printed, flags=re.M))
 
 
-@pytest.mark.parametrize("page", sorted(PAGES.keys() - {"CHANGELOG.md"}))  # the changelog names removed commands
+@pytest.mark.parametrize("page", sorted(PAGES.keys() - {"CHANGELOG.md"}))  # the changelog may name removed commands
 def test_commands_flags_and_paths_exist(page: str) -> None:
     targets = make_targets()
     known = OTHER_FLAGS.union(*map(flags, (client, exporter, server)))
@@ -110,8 +117,24 @@ def test_the_layouts_table() -> None:
     assert rows == {name: [layout.summary, layout.marker] for name, layout in known_layouts().items()}
 
 
+def test_the_table_of_shares() -> None:
+    """The numbers of the ledger stand in docs/architecture.md."""
+    table = ROOT.joinpath("docs/architecture.md").read_text()
+    table = table[table.index("## What bounds a caller") : table.index("| a caller can make large |")]
+    rows = {row.split("|")[1].strip(): row for row in table.splitlines() if row.startswith("| ")}
+    share, large = ledger._SHARE, ledger._LARGE_SHARE
+    places, watches = rows["requests that arrive slowly, and open streams"], rows["health watches"]
+    assert f"at least {ledger._LEAST_PLACES};" in places
+    assert f"{share} times the free places" in places
+    assert f"for at least {ledger.ARRIVAL_SECONDS:.0f} s" in places
+    assert f"| {ledger.MAX_WATCHES:,} | {share} times" in watches
+    small_kib = ledger.SMALL_BYTES // 1024
+    assert f"{share} times the free bytes, or {large} times with a call of more than {small_kib} KiB" in table
+    assert f"fills {share}/{share + 1} of a" in table.replace("\n", " ")
+
+
 def test_the_errors_table() -> None:
-    """docs/errors.md has every reason with its gRPC and HTTP status codes."""
+    """The table in docs/errors.md has every error reason, with its gRPC status and its HTTP statuses."""
     documented = {reason: tuple(row[:2]) for reason, row in table_under("docs/errors.md", "Errors").items()}
     own = {error.reason: status for error, status in ERROR_TABLE.items() if error not in (EmptyInputs, UnknownField)}
 

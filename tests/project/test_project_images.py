@@ -1,4 +1,4 @@
-"""Checks the Dockerfiles, and the lock files deploy/requirements/*.txt that `make lock` writes."""
+"""Tests of the Dockerfiles, and of the lock files deploy/requirements/*.txt. `make lock` writes the lock files."""
 
 import re
 import tomllib
@@ -29,7 +29,7 @@ def test_an_image_has_no_root_user_and_installs_by_hash(path: Path) -> None:
 
 
 def locked(name: str) -> dict[NormalizedName, str]:
-    """Return the version of each package in deploy/requirements/NAME.txt; fail if a line has no hash."""
+    """Return the version of each package in deploy/requirements/NAME.txt. Fail if a line has no hash."""
     text = (ROOT / f"deploy/requirements/{name}.txt").read_text().replace("\\\n", " ")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     assert all("--hash=sha256:" in line for line in lines)
@@ -37,7 +37,7 @@ def locked(name: str) -> dict[NormalizedName, str]:
 
 
 def required(pyproject: Path, extra: str = "") -> list[Requirement]:
-    """The requirements of a distribution and of one extra, without our own packages."""
+    """Return the requirements of a distribution and of one extra, without our own packages."""
     project = tomllib.loads(pyproject.read_text())["project"]
     texts = project["dependencies"] + (project["optional-dependencies"][extra] if extra else [])
     return [requirement for requirement in map(Requirement, texts) if not requirement.name.startswith("encserve-")]
@@ -45,7 +45,10 @@ def required(pyproject: Path, extra: str = "") -> list[Requirement]:
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_the_lock_has_all_requirements_in_the_versions_of_ci(name: str) -> None:
-    """If this test fails after a change of dependencies, run `make lock`."""
+    """The lock file of an image has all its requirements, in the versions that constraints.txt sets for CI.
+
+    If this test fails after a change of dependencies, run `make lock`.
+    """
     part, extra = IMAGES[name]
     versions = locked(name) | (locked("torch") if part == "export" else {})
     requirements = [*required(ROOT / "proto/pyproject.toml"), *required(ROOT / part / "pyproject.toml", extra)]
@@ -70,5 +73,5 @@ def test_server_images_have_one_onnx_runtime_and_no_torch() -> None:
         "nvidia-cuda-nvrtc",  # cublas depends on this package
         "nvidia-cuda-runtime",
         "nvidia-curand",
-        "nvidia-ml-py",  # reads the GPU's memory use; contains only Python
+        "nvidia-ml-py",  # reads the GPU's memory use; has only Python files
     }

@@ -1,4 +1,7 @@
-"""The wheels: their requirements in an empty environment, their files and versions, and calls between them."""
+"""Build the five wheels and install them in empty environments.
+
+The tests check the requirements, the files and the versions of the wheels. A client also calls a server.
+"""
 
 import re
 import subprocess
@@ -26,7 +29,7 @@ pytestmark = pytest.mark.system
 
 
 def run(*command: str | Path) -> str:
-    """Run a command and return its stdout."""
+    """Run a command and return its stdout. A failed command fails the test."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command}: {done.stdout}\n{done.stderr}"
     return done.stdout
@@ -34,7 +37,7 @@ def run(*command: str | Path) -> str:
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the five wheels; return their folder."""
+    """Build the five wheels, and return their folder."""
     folder = tmp_path_factory.mktemp("dist")
     for part in PARTS:
         run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder, ROOT / part)
@@ -42,7 +45,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(folder: Path, wheels: Path, requirement: str) -> Path:
-    """Make a virtual environment with one wheel and its requirements; return the environment's bin folder."""
+    """Make a virtual environment with one wheel and its requirements. Return the environment's bin folder."""
     venv.create(folder)
     pip = (*PIP, "--python", folder)
     run(*pip, "install", "--quiet", "--find-links", wheels, "-c", ROOT / "constraints.txt", requirement)
@@ -82,7 +85,7 @@ def test_the_client_needs_only_grpc_protobuf_and_numpy(client_bin: Path) -> None
 
 
 def test_they_talk_to_each_other(server_bin: Path, client_bin: Path, command_bin: Path, tmp_path: Path) -> None:
-    """Server, client and command run from their wheels, not from this checkout."""
+    """The client and the command call a server. All three run from their wheels, not from this checkout."""
     write_bundle(tmp_path)
     code = "import sys, encserve_client as e; print(e.EncoderClient(sys.argv[1]).encode([[1, 2, 3]])[0].shape)"
     with real_server(tmp_path, program=server_bin / "encserve-server") as server:

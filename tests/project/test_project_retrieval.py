@@ -1,4 +1,4 @@
-"""Runs the code of docs/retrieval.md: each index must rank the texts like the client's function `rank`."""
+"""Run the code of docs/retrieval.md. Each index must rank the texts like the client's function `rank`."""
 
 import functools
 import re
@@ -19,7 +19,8 @@ from encserve_export.cli import main
 pytestmark = pytest.mark.system
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "retrieval.md"
-# Each text has words from every model's vocabulary. The late-interaction model ignores all tokens of the second text.
+# Each text has words from every model's vocabulary. The late-interaction model gives no vectors for the second text,
+# because it ignores all tokens of this text.
 TEXTS = [f"{text_of(i % 7 + 5, seed=i)} {sparse_text(i + 3)}" for i in range(30)]
 TEXTS[1] = "w1 w2"
 QUESTION = f"{text_of(4, seed=99)} {sparse_text(4)}"
@@ -27,7 +28,7 @@ QUESTION = f"{text_of(4, seed=99)} {sparse_text(4)}"
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Run the page's code against small models; yield its variables while the server still runs."""
+    """Run the page's code with small models. Yield the variables of the code while the server still runs."""
     folder = tmp_path_factory.mktemp("search")
     DIRECTORIES["kept-in-documents"](folder / "late")
     write_splade(folder / "splade")

@@ -22,7 +22,7 @@ def _short_waits() -> Iterator[None]:
     """Shorten two pauses of the servers: between health checks of the engine, and during a stop."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("encserve_server.app._REFUSING_SECONDS", 0.0)
-        patch.setattr("encserve_server.app._FAREWELL_SECONDS", 0.1)
+        patch.setattr("encserve_server.app._STOP_SECONDS", 0.1)
         patch.setattr("encserve_server.rpc.health._POLL_SECONDS", 0.05)
         yield
 

@@ -4,6 +4,7 @@
 
 import asyncio
 import hashlib
+import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
@@ -24,12 +25,13 @@ from waiting import until
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.callers import registry
 from encserve_server.callers.file import CallersError
-from encserve_server.errors import QueueFull, Unauthenticated
-from encserve_server.http import bodies
+from encserve_server.errors import QueueFull, StartupError, Unauthenticated
+from encserve_server.http import app, bodies
 from encserve_server.models import parts
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.rpc.guard import _Peer
 from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as infer_pb
+from encserve_server.system import watched_files
 from encserve_server.types.callers import Caller, Priority
 
 RIGHT, OTHER, WRONG = "encserve-right-key", "encserve-other-key", "encserve-wrong-key"
@@ -80,8 +82,8 @@ async def shared_callers(tmp_path_factory: pytest.TempPathFactory) -> AsyncItera
 
 @pytest.fixture
 def _poll_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(registry, "_SETTLE_SECONDS", 0.001)
+    monkeypatch.setattr(registry, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(watched_files, "SETTLE_SECONDS", 0.001)
 
 
 async def refused(server: FakeServer, method: str = "Encode", data: bytes = b"", **options: Any) -> Failed:
@@ -248,18 +250,29 @@ async def test_a_wrong_file_changes_nothing_and_is_counted_once(
 
 
 @pytest.mark.usefixtures("_poll_fast")
-async def test_a_half_written_file_is_not_loaded(serve: Serve, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first half of a file can be a valid file with fewer callers.
-
-    So after a change, the server waits and then reads the file again. In this test, the second half is written during
-    the wait, and only the whole file is loaded.
-    """
-    server = await serve(BOTH)
-    monkeypatch.setattr(registry, "time", SimpleNamespace(sleep=lambda _: file.write_text(BOTH + "# changed")))
-    loads = server.sample("encserve_callers_reads_total", outcome="loaded")
-    await change(server, file, SEARCH)
+@pytest.mark.parametrize("setting", ["callers", "api_key_file"])
+async def test_a_fifo_in_place_of_the_file_is_refused(
+    start_server: StartServer, file: Path, setting: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody writes to the FIFO. The server keeps the callers, and reads the next regular file."""
+    texts = {"callers": (BOTH, SEARCH), "api_key_file": (f"{RIGHT}\n{OTHER}\n", f"{RIGHT}\n")}[setting]
+    file.write_text(texts[0])
+    server = await start_server(**{setting: file})
+    file.unlink()
+    os.mkfifo(file)
+    await until(lambda: server.sample("encserve_callers_reads_total", outcome="refused") == 1)
     await server.encode("hello", metadata=bearer(OTHER))
-    assert server.sample("encserve_callers_reads_total", outcome="loaded") == loads + 1
+    assert f"{file} cannot be read: must be a regular file; is a FIFO" in caplog.text
+    file.unlink()
+    await change(server, file, texts[1])
+    assert (await refused(server, metadata=bearer(OTHER))).reason == "UNAUTHENTICATED"
+
+
+async def test_a_fifo_stops_the_start(start_server: StartServer, file: Path) -> None:
+    os.mkfifo(file)
+    for setting in ("callers", "api_key_file"):
+        with pytest.raises(StartupError, match="must be a regular file; is a FIFO"):
+            await start_server(**{setting: file})
 
 
 @pytest.mark.usefixtures("_poll_fast")
@@ -426,7 +439,7 @@ async def test_slow_calls_without_a_key_leave_room_for_others(serve: Serve, monk
     rpc: Any = server.channel.stream_unary("/grpc.health.v1.Health/Check")
     slow = [rpc() for _ in range(100)]
     codes = [asyncio.ensure_future(it.code()) for it in slow]
-    room = server.app._places.open_pool.limit
+    room = server.app._calls.places.open_pool.limit
     await until(lambda: sum(it.done() for it in codes) >= len(slow) - room)
     assert await server.call("Check", health_pb2.HealthCheckRequest(), HEALTH)
     done = [it for it in codes if it.done()]
@@ -440,7 +453,7 @@ async def test_slow_calls_without_a_key_leave_room_for_others(serve: Serve, monk
 
 async def test_idle_reflection_without_a_key_makes_room(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     server = await serve(public_listing=True)
-    streams = [await open_reflection(server, ()) for _ in range(server.app._places.open_pool.limit)]
+    streams = [await open_reflection(server, ()) for _ in range(server.app._calls.places.open_pool.limit)]
     for it in streams:
         assert await it.read()
     assert (await refusal(reflect(server))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -645,14 +658,14 @@ async def test_tokenize_takes_turns_between_callers(serve: Serve, monkeypatch: p
     server = await serve(BOTH, tokenizer_threads=1)
     lengths: list[int] = []
     go_on = threading.Event()
-    real = TextTokenizer.tokenize_here
+    real = TextTokenizer.tokenize
 
     def tokenize(self: TextTokenizer, texts: Sequence[str], *args: Any, details: bool) -> Any:
         lengths.extend(map(len, texts))
         assert go_on.wait(10)
         return real(self, texts, *args, details=details)
 
-    monkeypatch.setattr(TextTokenizer, "tokenize_here", tokenize)
+    monkeypatch.setattr(TextTokenizer, "tokenize", tokenize)
     tasks = []
     for key, text in [(RIGHT, "hello " * 100)] * 5 + [(OTHER, "world " * 99)]:
         request = pb.TokenizeRequest(texts=[text])
@@ -777,21 +790,58 @@ async def test_a_proxy_without_keys_names_a_bounded_number_of_callers(start_serv
 # ---------------------------------------------------------------------------------------------------------------------
 # Certificates
 
-CERTIFICATE_ENTRY = '[[caller]]\nname = "search"\ncertificate_names = ["search.example", "spiffe://example/search"]\n'
+CERTIFICATE_ENTRY = '[[caller]]\nname = "search"\ncertificate_names = ["Search.example", "spiffe://example/search"]\n'
+URN = '[[caller]]\nname = "jobs"\ncertificate_names = ["urn:uuid:9f0e"]\n'
 
 
-@pytest.mark.parametrize("names", [["other.example", "search.example"], ["spiffe://example/search"]])
-def test_a_certificate_names_the_caller(file: Path, names: Sequence[str]) -> None:
-    file.write_text(CERTIFICATE_ENTRY + entry("other", OTHER))
+class Peers:
+    """The names of one client certificate, as gRPC and as Python's ssl report them."""
+
+    def __init__(self, dns: Sequence[str] = (), uri: Sequence[str] = ()) -> None:
+        properties = {
+            "x509_common_name": [b"search.example"],
+            "peer_dns": [it.encode() for it in dns],
+            "peer_uri": [it.encode() for it in uri],
+            "peer_ip": [b"10.0.0.1"],
+        }
+        context: Any = SimpleNamespace(peer=lambda: "ipv4:127.0.0.1:5", auth_context=lambda: properties)
+        names = [("DNS", it) for it in dns] + [("URI", it) for it in uri] + [("IP Address", "10.0.0.1")]
+        certificate = {"subject": ((("commonName", "search.example"),),), "subjectAltName": tuple(names)}
+        request: Any = SimpleNamespace(get_extra_info={"peercert": certificate}.get)
+        self.names = [_Peer(context).certificate_names, app._Peer(request).certificate_names]
+
+
+@pytest.mark.parametrize(
+    ("dns", "uri", "expected"),
+    [
+        (["other.example", "search.example"], [], "search"),
+        (["SEARCH.Example"], [], "search"),
+        ([], ["spiffe://example/search"], "search"),
+        ([], ["urn:uuid:9f0e"], "jobs"),
+        ([], ["search.example"], None),
+        ([], ["Search.example"], None),
+        (["spiffe://example/search", "urn:uuid:9f0e"], [], None),
+        ([], ["spiffe://example/SEARCH"], None),
+        ([], [], None),
+    ],
+)
+def test_a_certificate_names_the_caller(
+    file: Path, dns: Sequence[str], uri: Sequence[str], expected: str | None
+) -> None:
+    """A DNS name matches DNS names only, in upper or lower case. A URI matches URIs only. Other names match nothing."""
+    file.write_text(CERTIFICATE_ENTRY + URN + entry("other", OTHER))
     callers = registry.Callers(registry.open_source(None, None, file), FakeClock())
+    for names in Peers(dns, uri).names:
 
-    def who(metadata: Any) -> str:
-        return callers.caller(callers.known(callers.identify(metadata, lambda: names)), metadata).name
+        def who(metadata: Any, names: Any = names) -> str:
+            return callers.caller(callers.known(callers.identify(metadata, names)), metadata).name
 
-    with pytest.raises(Unauthenticated, match="client certificate"):
-        callers.identify((), tuple)
-    assert who(()) == who(bearer(WRONG)) == "search"
-    assert who(bearer(OTHER)) == "other"  # a key has precedence over the certificate
+        assert who(bearer(OTHER)) == "other"  # a key has precedence over the certificate
+        if expected is None:
+            with pytest.raises(Unauthenticated, match="client certificate"):
+                who(())
+        else:
+            assert who(()) == who(bearer(WRONG)) == expected
 
 
 @pytest.mark.usefixtures("_poll_fast")
@@ -808,27 +858,10 @@ async def test_certificate_names_need_a_client_ca(serve: Serve, file: Path, capl
     assert "certificate_names" in caplog.text
 
 
-def test_names_of_a_certificate() -> None:
-    certificate = {
-        "subject": ((("commonName", "not.this"),),),
-        "subjectAltName": (("DNS", "search.example"), ("URI", "spiffe://example/search"), ("IP Address", "10.0.0.1")),
-    }
-    assert registry.certificate_names(certificate) == ["search.example", "spiffe://example/search"]
-    assert registry.certificate_names({}) == []
-
-
 @pytest.mark.parametrize(
     ("peer", "address"),
     [("ipv4:127.0.0.1:5", "127.0.0.1:5"), ("ipv6:%5B::1%5D:5", "[::1]:5"), ("unix:/tmp/socket", "/tmp/socket")],  # noqa: S108
 )
-def test_addresses_and_names_of_a_grpc_peer(peer: str, address: str) -> None:
-    """`properties` has the entries that gRPC 1.85 reports for a client certificate."""
-    properties = {
-        "x509_common_name": [b"not.this"],
-        "peer_dns": [b"search.example"],
-        "peer_uri": [b"spiffe://example/search"],
-        "peer_ip": [b"10.0.0.1"],
-    }
-    context: Any = SimpleNamespace(peer=lambda: peer, auth_context=lambda: properties)
+def test_addresses_of_a_grpc_peer(peer: str, address: str) -> None:
+    context: Any = SimpleNamespace(peer=lambda: peer)
     assert _Peer(context).address() == address
-    assert _Peer(context).certificate_names() == ["spiffe://example/search", "search.example"]

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from encserve_server.__main__ import main
-from encserve_server.callers.file import FIELDS, CallersError, read_callers, read_file, read_keys
+from encserve_server.callers.file import FIELDS, CallersError, read_callers, read_keys
 from encserve_server.callers.keys import digest_of
 from encserve_server.callers.rates import BURST_SECONDS, TokenBucket
-from encserve_server.types.callers import Caller, Priority
+from encserve_server.types.callers import Caller, Priority, dns_name, uri_name
 
 HASH = "ab" * 32
 KEY = "encserve-" + "k" * 43  # a fixed key, because the names of the tests contain the key
@@ -39,7 +39,7 @@ def test_every_field_is_read_and_has_a_default() -> None:
     search, jobs = read_callers(WHOLE.encode(), "callers.toml")
     assert search.caller == Caller("search", 2.0, Priority.BULK)
     assert search.digests == (bytes.fromhex(HASH), b"\xcd" * 32)
-    assert search.certificate_names == ("spiffe://example/search", "search.example")
+    assert search.certificate_names == (uri_name("spiffe://example/search"), dns_name("search.example"))
     assert search.models == frozenset({"all-MiniLM-L6-v2"})
     assert (search.may_inspect, search.tokens_per_second, search.is_proxy) == (False, 50_000, True)
     assert (jobs.caller, jobs.certificate_names, jobs.models) == (Caller("jobs"), (), None)
@@ -54,7 +54,7 @@ WRONG = [
     ("", "has no [[caller]]"),
     ("[caller]\nname = 'search'", "write [[caller]], with two brackets"),
     ("caller = 3", "write [[caller]], with two brackets"),
-    ("[callers]", "no table callers"),
+    ("[callers]", "unknown table callers"),
     ("[[caller]\n", "TOML"),
     ("a = " + "9" * 5000, "TOML"),
     ("[[caller]]\n", "caller[0]: name: must be 1 to 64"),
@@ -62,18 +62,26 @@ WRONG = [
     ('[[caller]]\nname = "a b"', "caller[0]: name: must be 1 to 64"),
     (f'[[caller]]\nname = "{"a" * 65}"', "caller[0]: name: must be 1 to 64"),
     ('[[caller]]\nname = "search"', 'caller[0] "search": needs key_sha256 or certificate_names'),
-    (one(f'key = "{KEY}"'), "no field key; there are certificate_names, inspect"),
-    (one("wieght = 2"), "no field wieght; there are certificate_names, inspect, key_sha256, models, name, priority"),
-    (one(f'{KEY} = "search"'), f"no field one of {len(KEY)} characters; there are certificate_names"),
-    (f'"{KEY}" = "search"', f"no table one of {len(KEY)} characters; there is [[caller]] alone"),
+    (one(f'key = "{KEY}"'), "unknown field key; the fields are certificate_names, inspect"),
+    (
+        one("wieght = 2"),
+        "unknown field wieght; the fields are certificate_names, inspect, key_sha256, models, name, priority",
+    ),
+    (one(f'{KEY} = "search"'), f"unknown field of {len(KEY)} characters; the fields are certificate_names"),
+    (f'"{KEY}" = "search"', f"unknown table of {len(KEY)} characters; the only table is [[caller]]"),
     (f"[{KEY}]\n[{KEY}]", "TOML: Cannot declare … twice (at line 2"),
     (f'a = {{"{KEY}" = 1, "{KEY}" = 2}}', "TOML: Duplicate inline table key … (at line 1"),
     (KEY, "TOML: Expected '=' after a key"),
     (f'[[caller]]\nname = "search"\nkey_sha256 = ["{KEY}"]', "key_sha256[0]: must be 64 hexadecimal digits"),
     (f'[[caller]]\nname = "search"\nkey_sha256 = "{HASH}"', 'key_sha256: must be a list of strings, as ["…", "…"]'),
     ('[[caller]]\nname = "search"\nkey_sha256 = ["", 5]', "key_sha256[0]: must be 64 hexadecimal digits"),
-    (one("certificate_names = [5]"), "certificate_names[0]: must be a DNS or URI name; was a number"),
-    (one('certificate_names = [" "]'), "certificate_names[0]: must be a DNS or URI name"),
+    (
+        one("certificate_names = [5]"),
+        "certificate_names[0]: must be a DNS name, or a URI that begins with its scheme such as spiffe://; was",
+    ),
+    (one('certificate_names = [" "]'), "certificate_names[0]: must be a DNS name, or a URI"),
+    (one('certificate_names = ["example.org/jobs"]'), "certificate_names[0]: must be a DNS name, or a URI"),
+    (one('certificate_names = ["jobs.example.org:443"]'), "certificate_names[0]: must be a DNS name, or a URI"),
     (one("models = []"), "models: must name at least one model; leave the field out for all"),
     (one("inspect = 1"), "inspect: must be true or false; was 1"),
     (one("proxy = 1"), "proxy: must be true or false; was 1"),
@@ -92,6 +100,7 @@ WRONG = [
     (one("") + one(""), "caller[0] and caller[1] have the same name"),
     (one("") + one("").replace("search", "jobs"), "caller[0] and caller[1] have the same key_sha256"),
     (one('certificate_names = ["a", "a"]'), "caller[0] and caller[0] have the same certificate_names"),
+    (one('certificate_names = ["a.example", "A.Example"]'), "caller[0] and caller[0] have the same certificate_names"),
 ]
 
 
@@ -128,15 +137,6 @@ def test_a_wrong_file_of_keys(data: bytes, problem: str) -> None:
     read_keys(b"k" * 16, "it")
     with pytest.raises(CallersError, match=problem):
         read_keys(data, "it")
-
-
-def test_a_missing_and_a_huge_file(tmp_path: Path) -> None:
-    with pytest.raises(CallersError, match=r"--callers .*none: No such file"):
-        read_file(tmp_path / "none", "--callers")
-    with pytest.raises(CallersError, match=r"--callers /dev/zero: must be at most 4194304 bytes"):
-        read_file(Path("/dev/zero"), "--callers")
-    with pytest.raises(CallersError, match="byte 2"):
-        read_callers(b"ab\xff", "it")
 
 
 def test_hash_key_makes_a_new_key_and_its_hash() -> None:

@@ -21,7 +21,7 @@ from encserve_server.errors import BundleError, FieldPath, InvalidField, Part, P
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.open_inference import requests as infer_requests
 from encserve_server.open_inference import service as infer_service
-from encserve_server.rpc import codec, inspect_codec, naming, sending
+from encserve_server.rpc import codec, connections, inspect_codec, naming, sending
 from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as infer_pb
 from encserve_server.rpc.streams import answer_stream
 
@@ -345,7 +345,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_only_callers_that_do_not_read_a_reply_are_cut_off(
     impatient: None, monkeypatch: pytest.MonkeyPatch, start_server: StartServer
 ) -> None:
-    close, all_held = sending.close_connections, asyncio.Event()
+    close, all_held = connections.close_connections, asyncio.Event()
     # No connection closes before all three replies are ready. Otherwise, on a slow machine, the first caller would
     # lose its connection too early.
     monkeypatch.setattr(sending, "close_connections", lambda peers: close(peers) if all_held.is_set() else None)
@@ -389,10 +389,10 @@ async def test_a_large_reply_may_take_a_second_more_for_each_mib() -> None:
 
 
 async def test_the_search_for_a_connection_leaves_no_descriptor() -> None:
-    before = sorted(sending._FDS.iterdir())
+    before = sorted(connections._FDS.iterdir())
     for _ in range(5):
-        sending.close_connections({"ipv4:127.0.0.1:1", "ipv6:%5B::1%5D:1", "unix:/a/socket", "ipv4:none:x", ""})
-    assert sorted(sending._FDS.iterdir()) == before
+        connections.close_connections({"ipv4:127.0.0.1:1", "ipv6:%5B::1%5D:1", "unix:/a/socket", "ipv4:none:x", ""})
+    assert sorted(connections._FDS.iterdir()) == before
 
 
 async def test_connections_are_closed_whatever_their_family() -> None:
@@ -408,7 +408,7 @@ async def test_connections_are_closed_whatever_their_family() -> None:
         await until(lambda: len(ends) == 3)
         peers = [it.get_extra_info("peername")[1] for it in ends]
         # For a server that listens on ::, gRPC reports an IPv4 caller in the second form.
-        sending.close_connections({f"ipv4:127.0.0.1:{peers[0]}", f"ipv6:%5B::ffff:127.0.0.1%5D:{peers[2]}"})
+        connections.close_connections({f"ipv4:127.0.0.1:{peers[0]}", f"ipv6:%5B::ffff:127.0.0.1%5D:{peers[2]}"})
         ends[1].write(b"open")
         assert [await reader.read(4) for reader, _ in readers] == [b"", b"open", b""]
     finally:

@@ -87,7 +87,7 @@ def test_unknown_variables_are_logged_once(start: Starts, caplog: pytest.LogCapt
     ENCSERVE_PORT is unknown. It differs from ENCSERVE_HOST in only two letters, but it is not a misspelling.
     """
     assert start(ENCSERVE_NONSENSE="1", ENCSERVE_PORT="8080").exit_code == 0
-    (line,) = [it for it in caplog.records if "are no settings" in it.getMessage()]
+    (line,) = [it for it in caplog.records if "are not settings" in it.getMessage()]
     assert set(vars(line)["variables"]) == {"ENCSERVE_NONSENSE", "ENCSERVE_PORT"}
 
 
@@ -120,7 +120,7 @@ def test_the_health_check_ignores_a_service_link(monkeypatch: pytest.MonkeyPatch
         ([], {"ENCSERVE_GRPC_PORT": "abc"}, "ENCSERVE_GRPC_PORT"),
         ([], {"ENCSERVE_MAX_PADDING_FRACTION": "2"}, "<= 1; was 2.0 (set by ENCSERVE_MAX_PADDING_FRACTION)"),
         (["--max-padding-fraction", "2"], {}, "<= 1; was 2.0 (set by --max-padding-fraction)"),
-        ([], {"ENCSERVE_PRECISION": "bfloat16"}, "bundle has (set by ENCSERVE_PRECISION)"),
+        ([], {"ENCSERVE_PRECISION": "bfloat16"}, "of the bundle (set by ENCSERVE_PRECISION)"),
         (["--http-port", "9464"], {}, "must differ; both were 9464 (set by --http-port)"),
         (["--device", "gpu"], {}, "'cpu', 'cuda'. Did you mean 'cuda'?"),
         ([], {"ENCSERVE_LOG_LEVEL": "warn"}, "Did you mean 'warning'?"),
@@ -138,7 +138,7 @@ def test_an_error_names_what_the_operator_set(
 def test_the_beginning_of_a_name_is_close_to_a_setting() -> None:
     result = CliRunner().invoke(main, [], env={"ENCSERVE_MODEL_REPO": "models"})
     assert result.exit_code == 2
-    assert "ENCSERVE_MODEL_REPO is no setting; is ENCSERVE_MODEL_REPOSITORY meant?" in result.output
+    assert "ENCSERVE_MODEL_REPO is not a setting; did you mean ENCSERVE_MODEL_REPOSITORY?" in result.output
 
 
 def test_variables_of_the_command_line_client_are_ignored() -> None:

@@ -45,7 +45,7 @@ async def test_every_route_is_described(shared_docs: FakeServer) -> None:
     ids = set()
     for route in routes_of(shared_docs):
         operation = document["paths"][route.path.replace(":path", "")][route.method.lower()]
-        assert re.match(r"(Returns|Lists|Describes|Computes|Answers|Shows) .*\.$", operation["summary"]), route.path
+        assert re.match(r"(Return|List|Describe|Compute|Answer|Show) .*\.$", operation["summary"]), route.path
         ids.add(operation["operationId"])
         names = [it["name"] for it in operation["parameters"]]
         assert names == re.findall(r"{(\w+)", route.path)
@@ -66,7 +66,7 @@ async def test_every_field_has_a_meaning(shared_docs: FakeServer) -> None:
         if route.body is not None:
             assert set(route.body.__struct_fields__) == set(descriptions_of(route.body)), route.body
     body = (await get(shared_docs, "/openapi.json")).json()["components"]["schemas"]["EmbeddingsBody"]
-    assert body["properties"]["dimensions"]["description"] == "To how many of its first numbers a vector is cut."
+    assert body["properties"]["dimensions"]["description"] == "Truncates vectors to this number of dimensions."
 
 
 async def test_schemas_are_valid_and_match_the_replies(shared_docs: FakeServer) -> None:
@@ -103,7 +103,7 @@ async def test_the_page_loads_no_other_resource(shared_docs: FakeServer) -> None
     for route in routes_of(shared_docs):
         assert f"<code>{route.method} {route.path.replace(':path', '')}</code></h2>" in page
     assert "input" in page
-    assert "To how many of its first numbers a vector is cut." in page
+    assert "Truncates vectors to this number of dimensions." in page
     assert """curl http://127.0.0.1:8080/v1/embeddings -H &#x27;content-type""" in page
 
 

@@ -86,7 +86,7 @@ async def test_a_caller_that_leaves_while_it_sends(server: FakeServer) -> None:
 
 
 async def test_a_body_that_does_not_arrive(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encserve_server.http.bodies.BODY_SECONDS", 0.05)
+    monkeypatch.setattr("encserve_server.ledger.ARRIVAL_SECONDS", 0.05)
     async with raw(server) as (reader, writer):
         writer.write(b'POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"input"')
         answer = await reader.read()  # `read` returns when the connection ends

@@ -1,14 +1,14 @@
 """Tests of other routes of text-embeddings-inference: /similarity, /ping, /info, and truncation on the left."""
 
 import asyncio
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_server import FakeServer, StartServer
+from fake_engine import FakeEngine
+from fake_server import D_MODEL, FakeServer, StartServer
 from http_calls import connect, get, post
 from tiny_bundle import write_bundle
 from tiny_heads import SERVE_TINY, Serve, loader, words
@@ -170,15 +170,29 @@ async def test_ping_is_health(shared: FakeServer) -> None:
         assert (await client.post("/ping")).status_code == 405
 
 
-async def test_a_large_comparison_is_counted_first(start_server: StartServer) -> None:
-    """A body with too many sentences or objects is refused. The server counts them before it decodes a large body."""
+async def test_a_large_comparison(start_server: StartServer) -> None:
     server = await start_server(http_port=0)
     refused = await post(server, "/similarity", compared("hello", ["hello"] * 20_000))
     assert refused.status_code == 413
-    assert "2048 sequences (max_http_inputs)" in refused.json()["error"]
-    nested = json.dumps(compared("hello", ["hello"])).encode()[:-1] + b',"x":[' + b"{}," * 30_000 + b"{}]}"
-    refused = await post(server, "/similarity", nested)
-    assert (refused.status_code, "at most 200 JSON objects" in refused.text) == (400, True)
+    assert refused.json()["error"].startswith("inputs.sentences: must hold at most 2048 sequences (max_http_inputs)")
     many = await post(server, "/similarity", compared("hello", ["hello brave new world " * 3] * 2047))
     assert many.status_code == 200
     assert len(many.json()) == 2047
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/similarity", {"inputs": {"source_sentence": "brave", "sentences": ["hello", "hello"]}}, "source_sentence"),
+        ("/similarity", {"inputs": {"source_sentence": "hello", "sentences": ["hello", "brave"]}}, "sentences[1]"),
+        ("/v2/embed", {"inputs": [{"content": [{"type": "text", "text": it}]} for it in ("hello", "brave")]}, "[1]"),
+    ],
+)
+async def test_a_failed_computation_names_the_input(
+    start_server: StartServer, path: str, body: dict[str, Any], field: str
+) -> None:
+    """If the engine fails for one text, the error names the field of this text as the request has it."""
+    server = await start_server(FakeEngine(D_MODEL, nan_id=5), http_port=0)  # "brave" has the id 5
+    failed = await post(server, path, body)
+    assert failed.status_code in (424, 500)
+    assert f"inputs.{field}" in failed.text if field[0] == "s" else f"inputs{field}" in failed.text

@@ -150,7 +150,7 @@ async def test_a_text_gets_the_prompt_that_encoding_gives_it(start_server: Start
 # Refusals
 
 BAD_REQUESTS = [
-    (pb.InspectRequest(), "input", "token_ids, text or embeddings"),
+    (pb.InspectRequest(), "input", "token_ids, text and embeddings"),
     (request([]), "input.token_ids", "was empty"),
     (request([1, 1000]), "input.token_ids.ids[1]", "from 0 to 999 .*; was 1000"),
     (request([1] * 21), "input.token_ids", "20 tokens .max_inspect_tokens of tiny.; was 21"),
@@ -160,7 +160,7 @@ BAD_REQUESTS = [
     (request([1], spec(2), spec(1), spec(2, 0)), "tensors[2]", "same kind as tensors.0."),
     (request([1], spec(1, 0, 3)), "tensors[0].layers[1]", "from 0 to 2; was 3"),
     (request([1], spec(2, 4)), "tensors[0].layers[0]", "from 0 to 3; was 4"),
-    (request([1], spec(1, 1, 1)), "tensors[0].layers[1]", "1; was 1"),
+    (request([1], spec(1, 1, 1)), "tensors[0].layers[1]", "the layer before; was 1"),
     (request([1], spec(3, 0)), "tensors[0].layers", "must be empty for positions"),
     (request([1], data_type=7), "data_type", "DataType, 0 to 4; was 7"),
     (request([1], truncation=7), "truncation", "Truncation, 0 to 2; was 7"),
@@ -372,7 +372,7 @@ async def test_a_caller_that_reads_too_slowly_is_ended(server: FakeServer, monke
         await asyncio.sleep(0.05)
     error = await end_of(call)
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert "not read within" in (error.details() or "")
+    assert "did not read the reply within" in (error.details() or "")
 
 
 async def test_a_caller_that_goes_during_a_write_is_not_an_error_of_the_server(

@@ -1,6 +1,7 @@
 """Laws of the ledger: pools keep their limit, and a caller that holds nothing finds room."""
 
 import asyncio
+import resource
 
 import pytest
 from fake_clock import FakeClock
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 
 from encserve_server import ledger
 from encserve_server.errors import BudgetFull, DeadlineExpired, EncserveError
-from encserve_server.ledger import ByteBudget, Places, Pool, Watches
+from encserve_server.ledger import Arrival, ByteBudget, Places, Pool, Watches
+from encserve_server.system.descriptors import allowed_connections
 
 CALLERS = st.sampled_from(["a", "b", "c"])
 
@@ -68,9 +70,8 @@ class Held:
 
     async def start(self, name: str, account: str, *, is_open: bool = False, is_stream: bool = True) -> None:
         async def hold() -> None:
-            enter = self.places.stream if is_stream else self.places.arriving
             try:
-                with enter(account, is_open=is_open):
+                with Arrival(self.places, account, is_open=is_open, is_stream=is_stream):
                     await asyncio.Event().wait()
             except EncserveError as error:
                 self.ended[name] = error
@@ -157,3 +158,31 @@ async def test_a_newer_watch_takes_the_room_of_the_callers_oldest(monkeypatch: p
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "allowed", "raised"),
+    [
+        (1024, 1_048_576, 1000, 3256),  # the limit is raised
+        (1024, 1024, 256, None),
+        (512, 1024, 256, 1024),
+        (1_048_576, 1_048_576, 1000, None),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 1000, None),
+        (64, 64, 16, None),
+    ],
+)
+def test_connections_within_the_limit_of_open_files(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    soft: int,
+    hard: int,
+    allowed: int,
+    raised: int | None,
+) -> None:
+    """The server raises the limit for 1,000 connections. If the limit stays too low, it allows fewer connections."""
+    limits = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
+    assert allowed_connections(1000) == allowed
+    assert limits == ([] if raised is None else [(raised, hard)])
+    assert ("open files" in caplog.text) == (allowed < 1000)

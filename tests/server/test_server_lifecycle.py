@@ -399,16 +399,16 @@ def tokenized(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[int], thre
     """Return a list and an event. The tokenizer adds the length of each text to the list, and waits for the event."""
     lengths: list[int] = []
     go_on = threading.Event()
-    tokenize_here = TextTokenizer.tokenize_here
+    real = TextTokenizer.tokenize
 
     def tokenize(
         self: TextTokenizer, texts: Sequence[str], max_tokens: int, *, details: bool
     ) -> list[TokenSequence | str]:
         lengths.extend(map(len, texts))
         assert go_on.wait(60)
-        return tokenize_here(self, texts, max_tokens, details=details)
+        return real(self, texts, max_tokens, details=details)
 
-    monkeypatch.setattr(TextTokenizer, "tokenize_here", tokenize)
+    monkeypatch.setattr(TextTokenizer, "tokenize", tokenize)
     yield lengths, go_on
     go_on.set()
 

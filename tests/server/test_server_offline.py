@@ -28,9 +28,9 @@ from tiny_heads import END, every_kind, loader, multi_vector, npy, sparse, text,
 
 from encserve_client.options import Options, Output
 from encserve_proto.bundle.v1 import manifest_pb2
-from encserve_server import offline
 from encserve_server.errors import BundleError, EngineUnhealthy, InferenceFailed, InvalidField, RequestError
-from encserve_server.offline import Embedder, Stopped, batches
+from encserve_server.offline import Embedder, Stopped
+from encserve_server.offline.embedder import batches
 from encserve_server.repository import tuning
 from encserve_server.repository.loaded import LoadedModel
 from encserve_server.scheduling.batching import BatchPolicy
@@ -225,7 +225,7 @@ def make_fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         def load(directory: Path, *_: Any) -> LoadedModel:
             return fake_model(directory, None, chosen, **parts)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(offline, "load_model", load)
+        monkeypatch.setattr("encserve_server.offline.embedder.load_model", load)
         opened.append((Embedder(folder, max_batch_tokens=64, max_batch_sequences=4, tokenizer_threads=2), chosen))
         return opened[-1]
 

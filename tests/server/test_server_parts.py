@@ -1,6 +1,7 @@
 """Tests of small parts of the server: errors, settings, flags, the tokenizer, messages, CPUs and logs."""
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -13,20 +14,31 @@ from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from fake_server import LONGEST, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, pre_tokenizers, processors
+from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server import errors
 from encserve_server.__main__ import main
 from encserve_server.error_table import ERROR_TABLE, Failure, to_failure
-from encserve_server.errors import BundleError, EncserveError, FieldPath, InvalidField, Part, PlainNaming, QueueFull
+from encserve_server.errors import (
+    BundleError,
+    EncserveError,
+    FieldPath,
+    InvalidField,
+    Part,
+    PlainNaming,
+    QueueFull,
+    SequenceTooLong,
+)
 from encserve_server.models import tokenizing
-from encserve_server.models.inputs import InputChecker, LengthLimit
+from encserve_server.models.inputs import InputChecker, LengthLimit, SentIds
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.models.turns import TurnPool
 from encserve_server.repository import loading
@@ -106,7 +118,7 @@ def test_an_error_of_a_part_names_the_inputs_of_the_whole_call() -> None:
         ({"precision": "bfloat16"}, "precision bfloat16 needs engine openvino"),
         ({"engine": "openvino", "device": "cuda"}, "device cuda needs engine onnxruntime"),
         ({"max_in_flight_mib": 67}, r"max_in_flight_mib must be >= 68, .* was 67"),
-        ({"max_in_flight_mib": 95, "http_port": 0}, "max_in_flight_mib must be >= 96, .* was 95"),
+        ({"max_in_flight_mib": 71, "http_port": 0}, "max_in_flight_mib must be >= 72, .* was 71"),
         ({"served_model_name": ("a",)}, "served_model_name must be ALIAS=NAME, .*; was 'a'"),
         ({"served_model_name": ("a@1=b",)}, "was 'a@1=b'"),
         ({"served_model_name": ("a=b", "a=c")}, "was 'a=c'"),
@@ -198,6 +210,8 @@ def test_a_failed_start_logs_one_line(
 
 # Tokenizing
 
+CUT = LengthLimit(LONGEST, "", truncate=True)
+
 
 @pytest.fixture(scope="module")
 def pool() -> TurnPool:
@@ -209,6 +223,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory, pool: TurnPool) -> TextT
     return TextTokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"), pool, 2**20)
 
 
+def checker_of(tokenizer: TextTokenizer, **limits: int) -> InputChecker:
+    """Return the checker of a model that takes texts and ids."""
+    graph = SimpleNamespace(takes_vectors=False)
+    bundle: Any = SimpleNamespace(name="m", graph=graph, special_token_ids=(), vocab_size=100)
+    return InputChecker(bundle, tokenizer, **{"max_text_bytes": 2**20, **limits})
+
+
 @pytest.fixture(scope="module")
 def template_checker(tmp_path_factory: pytest.TempPathFactory, pool: TurnPool) -> InputChecker:
     """Return a checker whose tokenizer adds no special tokens, and whose template adds words."""
@@ -218,13 +239,11 @@ def template_checker(tmp_path_factory: pytest.TempPathFactory, pool: TurnPool) -
     tokenizer.add_special_tokens(["[SEP]"])
     tokenizer.save(str(path))
     template = TextTemplate("new ", "hello ", "brave ", " world world", 2)
-    graph = SimpleNamespace(takes_vectors=False)
-    bundle: Any = SimpleNamespace(name="m", graph=graph, special_token_ids=(), vocab_size=100)
-    return InputChecker(bundle, TextTokenizer(path, pool, 2**20, template=template), 2**20)
+    return checker_of(TextTokenizer(path, pool, 2**20, template=template))
 
 
 def tokenize(tokenizer: TextTokenizer, texts: list[str], max_tokens: int) -> list[TokenSequence]:
-    return [it for it in tokenizer.tokenize_here(texts, max_tokens, details=True) if not isinstance(it, str)]
+    return [it for it in tokenizer.tokenize(texts, max_tokens, details=True) if not isinstance(it, str)]
 
 
 @given(st.lists(st.text(max_size=60), min_size=1, max_size=4), st.integers(2, 12))
@@ -277,7 +296,7 @@ def test_special_tokens_in_a_text_are_split_if_the_bundle_says_so(tmp_path: Path
     tokenizer.add_special_tokens(["[SEP]"])
     tokenizer.save(str(path))
     found = [
-        TextTokenizer(path, TurnPool(1), 2**20, split_special_tokens=split).tokenize_here(["[SEP]"], 99, details=False)
+        TextTokenizer(path, TurnPool(1), 2**20, split_special_tokens=split).tokenize(["[SEP]"], 99, details=False)
         for split in (False, True)
     ]
     assert [it.input.tolist() for (it,) in found if isinstance(it, TokenSequence)] == [[1, 2, 2], [1, 3, 3, 3, 2]]
@@ -307,13 +326,12 @@ async def test_other_threads_run_while_a_long_text_is_tokenized(tokenizer: TextT
     """
     before = await pool.run(ANY_SENDER, 0, time.thread_time)
     began = time.thread_time()
-    texts = ["hello world " * 50_000]
-    task = asyncio.create_task(tokenizer.tokenize(texts, LONGEST, truncate=True, details=False))
+    checker = checker_of(tokenizer)
+    task = asyncio.create_task(checker.check(["hello world " * 50_000], checker.rules(CUT)))
     while not task.done():
         await asyncio.sleep(0)
     took = time.thread_time() - began
     (sequence,) = await task
-    assert isinstance(sequence, TokenSequence)
     assert sequence.original_token_count == 100_002
     assert took > (await pool.run(ANY_SENDER, 0, time.thread_time) - before) / 8
 
@@ -322,11 +340,41 @@ async def test_a_few_words_do_not_wait_behind_a_long_text(tokenizer: TextTokeniz
     release = threading.Event()
     busy = asyncio.create_task(pool.run(ANY_SENDER, 0, release.wait))  # keeps the thread busy, as a long text does
     try:
-        found = await tokenizer.tokenize(["hello world", "brave"], LONGEST, truncate=True, details=False)
-        assert [it.input.tolist() for it in found if not isinstance(it, str)] == [[1, 4, 7, 2], [1, 5, 2]]
+        checker = checker_of(tokenizer)
+        found = await checker.check(["hello world", "brave"], checker.rules(CUT))
+        assert [it.input.tolist() for it in found] == [[1, 4, 7, 2], [1, 5, 2]]
     finally:
         release.set()
         await busy
+
+
+async def test_the_first_of_several_bad_inputs_is_refused(tokenizer: TextTokenizer) -> None:
+    """The texts are longer than one turn of a thread, so each of them is tokenized alone."""
+    checker = checker_of(tokenizer)
+    rules = checker.rules(LengthLimit(2000, "max_sequence_tokens of m"))
+    fits, too_long = "hello world " * 900, "hello world " * 1100
+    bad_ids = SentIds(np.array([100]), 1)
+    with pytest.raises(SequenceTooLong, match=r"^text 2: must be at most 2000 tokens .*; was 2202"):
+        await checker.check([fits, fits, too_long, too_long, bad_ids], rules)
+    with pytest.raises(InvalidField, match=r"^ids 1, place 0: must be from 0 to 99 .*; was 100"):
+        await checker.check([fits, bad_ids, too_long], rules)
+    found = await checker.check([fits, SentIds(np.array([5]), 1), fits], rules)
+    assert [len(it.input) for it in found] == [1802, 1, 1802]
+
+
+@pytest.mark.parametrize("text", ["hello " * 20, "hello " * 50], ids=["at once", "in a thread"])
+async def test_a_refused_text_leaves_nothing_in_memory(tokenizer: TextTokenizer, text: str) -> None:
+    """An error in a reference cycle would keep the inputs in memory until the cycle collector runs."""
+    checker = checker_of(tokenizer)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(SequenceTooLong) as caught:
+            await checker.check([text, text], checker.rules(LengthLimit(3, "")))
+        del caught
+        await until(lambda: not any(issubclass(type(it), SequenceTooLong) for it in gc.get_objects()))
+    finally:
+        gc.enable()
 
 
 @pytest.fixture
@@ -345,15 +393,13 @@ def panicking_file(tmp_path: Path) -> Path:
 PANICS = "a" * 30 + "b"
 
 
-@pytest.mark.parametrize("known", ["hello", "hello world " * 50], ids=["at once", "in a thread"])
-async def test_a_text_that_makes_the_tokenizer_panic_fails_alone(panicking_file: Path, known: str) -> None:
+def test_a_text_that_makes_the_tokenizer_panic_fails_alone(panicking_file: Path) -> None:
     """If the tokenizer panics at a text, only this text fails.
 
     For a panic in Rust code, PyO3 raises a BaseException that is not an Exception, like KeyboardInterrupt.
     """
     tokenizer = TextTokenizer(panicking_file, TurnPool(1), 2**20)
-    tokenized = await tokenizer.tokenize([known, PANICS, "world"], LONGEST, truncate=True, details=False)
-    before, panicked, after = tokenized
+    before, panicked, after = tokenizer.tokenize(["hello", PANICS, "world"], LONGEST, details=False)
     assert isinstance(before, TokenSequence)
     assert isinstance(panicked, str)
     assert "retry-limit-in-match" in panicked
@@ -363,7 +409,7 @@ async def test_a_text_that_makes_the_tokenizer_panic_fails_alone(panicking_file:
         tokenizer.count_prompt(PANICS)
 
 
-async def test_an_interrupt_is_not_an_error_of_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_not_an_error_of_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -385,7 +431,7 @@ async def test_an_interrupt_is_not_an_error_of_a_text(tmp_path: Path, monkeypatc
     monkeypatch.setattr(tokenizing, "Tokenizer", Interrupted)
     tokenizer = TextTokenizer(write_tokenizer(tmp_path / "tokenizer.json"), TurnPool(1), 2**20)
     with pytest.raises(KeyboardInterrupt):
-        await tokenizer.tokenize(["hello"], LONGEST, truncate=True, details=False)
+        tokenizer.tokenize(["hello"], LONGEST, details=False)
 
 
 @pytest.mark.parametrize(
@@ -443,7 +489,7 @@ def test_a_message_joined_from_parts_is_the_message(data: list[bytes], request_i
 
 @pytest.mark.parametrize("size", [0, 1, 2**18 - 3, 2**18, 3 * 2**20])
 def test_parts_of_any_size_are_joined_in_order(size: int) -> None:
-    parts: list[wire.Part] = [b"a", memoryview(os.urandom(size)), b"", memoryview(b"bc")]
+    parts: list[wire.Buffer] = [b"a", memoryview(os.urandom(size)), b"", memoryview(b"bc")]
     assert wire.join(parts) == b"".join(parts)
 
 

@@ -166,6 +166,12 @@ class Bench:
     async def engine_started(self) -> None:
         assert await asyncio.to_thread(self.engine.started.acquire, timeout=60)
 
+    async def pass_seconds(self, seconds: int) -> None:
+        """Advance the clock second by second, and let the event loop run after each."""
+        for _ in range(seconds):
+            self.clock.advance(1)
+            await settle()
+
     def second_passes_and(self, condition: Callable[[], bool]) -> Callable[[], bool]:
         """Return a function that checks the condition, and advances the clock by one second if it is false.
 
@@ -359,7 +365,7 @@ async def test_a_full_queue_refuses_the_whole_call_until_a_quarter_is_free(bench
         await bench.encode(ids(1), tokens(10))
     assert caught.value.retry_delay_s > 0
     assert bench.seen.queue == (2, 90), "part of the refused call was queued"
-    with pytest.raises(QueueFull, match="at most 75"):
+    with pytest.raises(QueueFull, match="at 75 tokens"):
         await bench.encode(ids(1, 2))
     for known in (None, 2):
         with pytest.raises(QueueFull, match="holds 90"):
@@ -418,7 +424,7 @@ async def test_bulk_is_limited_and_closes_the_queue_to_no_other_call(bench: Benc
     """
     first = await bench.busy()
     waiting = await bench.queue([tokens(25)], [tokens(20)], sender=BULK)
-    with pytest.raises(ShareExceeded, match="bulk has 45 tokens waiting, of the 50"):
+    with pytest.raises(ShareExceeded, match="bulk has 45 tokens waiting, its share of the queue is 50"):
         await bench.encode(tokens(6), sender=BULK)
     waiting += await bench.queue([tokens(26)])
     with pytest.raises(QueueFull):
@@ -436,14 +442,14 @@ async def test_only_the_caller_over_its_share_is_refused(bench: Bench) -> None:
     first = await bench.busy()
     flood, other = Sender(Caller("flood")), Sender(Caller("other", 2.0))
     waiting = await bench.queue([tokens(25)], [tokens(25)], sender=flood)
-    with pytest.raises(ShareExceeded, match="flood has 50 tokens waiting, of the 50 .* this request has 1;") as caught:
+    with pytest.raises(ShareExceeded, match="flood has 50 tokens waiting, .* is 50, and this request has 1;") as caught:
         await bench.encode(ids(1), sender=flood)
     assert caught.value.retry_delay_s > 0
     with pytest.raises(ShareExceeded):
         bench.scheduler.check_share(flood)
     bench.scheduler.check_share(other)
     waiting += await bench.queue([tokens(25)], [tokens(10)], sender=other)
-    with pytest.raises(ShareExceeded, match="of the 40"):
+    with pytest.raises(ShareExceeded, match="share of the queue is 40"):
         await bench.encode(tokens(6), sender=other)
     bench.engine.let_go()
     await asyncio.gather(first, *waiting)
@@ -683,11 +689,10 @@ async def test_calls_behind_a_stalled_run_get_an_error(bench: Bench) -> None:
     for round_ in range(2):
         first = await bench.busy()
         waiting = await bench.queue(*[[ids(2), ids(3)]] * 2)
-        bench.clock.advance(60)
-        await settle()
+        await bench.pass_seconds(60)
         assert (bench.health_changes, [call.done() for call in waiting]) == (round_, [False, False])
         assert bench.scheduler.not_ready_reason() == ""
-        bench.clock.advance(1)
+        await bench.pass_seconds(1)
         for call in waiting:
             with pytest.raises(EngineUnhealthy, match="61 s"):
                 await call
@@ -710,7 +715,7 @@ async def test_a_call_with_one_part_in_a_stalled_run_gets_an_error(one_lane: Ben
     one_lane.engine.hold()
     call = one_lane.send(*[tokens(10, i) for i in (2, 3)])
     await one_lane.engine_started()
-    one_lane.clock.advance(61)
+    await one_lane.pass_seconds(61)
     with pytest.raises(EngineUnhealthy):
         await call
     assert one_lane.seen.queue == (0, 0)
@@ -718,6 +723,25 @@ async def test_a_call_with_one_part_in_a_stalled_run_gets_an_error(one_lane: Ben
     await until(lambda: not one_lane.scheduler.not_ready_reason())
     assert right(await one_lane.encode(ids(5)))
     assert one_lane.engine.batches == [[10], [1]]
+
+
+async def test_a_standstill_of_the_process_is_no_stall(one_lane: Bench) -> None:
+    """SIGSTOP, or a suspended machine, stops the event loop and the run. The run may still take `stall_seconds`."""
+    first = await one_lane.busy()
+    (waiting,) = await one_lane.queue([ids(2)])
+    await one_lane.pass_seconds(30)
+    one_lane.clock.advance(3600)
+    assert one_lane.scheduler.not_ready_reason() == ""  # before the event loop has run anything else
+    await settle()
+    assert one_lane.scheduler.not_ready_reason() == ""
+    assert not waiting.done()
+    await one_lane.pass_seconds(20)
+    assert one_lane.scheduler.not_ready_reason() == ""
+    await one_lane.pass_seconds(20)
+    with pytest.raises(EngineUnhealthy, match="a batch has been running for"):
+        await waiting
+    one_lane.engine.let_go()
+    assert right(await first)
 
 
 async def test_a_run_may_end_while_readiness_is_read(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def unknown(value: int) -> Any:
 
 BAD_REQUESTS: list[tuple[pb.EncodeRequest, str, str]] = [  # request, field that the error names, part of the message
     (request(), "inputs", "at least 1 sequence"),
-    (pb.EncodeRequest(inputs=[pb.Input()]), "inputs[0]", "none of them"),
+    (pb.EncodeRequest(inputs=[pb.Input()]), "inputs[0]", "none is set"),
     (request([1], []), "inputs[1].token_ids", "at least 1 id"),
     (request([1], [2, 3, 1000]), "inputs[1].token_ids.ids[2]", "from 0 to 999"),
     (request([-1]), "inputs[0].token_ids.ids[0]", "was -1"),

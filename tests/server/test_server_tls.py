@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import ssl
 import sys
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import certificates
@@ -32,7 +34,10 @@ from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.errors import StartupError
 from encserve_server.http import server as http_server
 from encserve_server.settings import Settings
-from encserve_server.system.certificates import CertificateError, TlsFiles, load_identity
+from encserve_server.system import certificates as certificate_files
+from encserve_server.system.certificates import TlsFiles, load_identity
+from encserve_server.system.clock import MonotonicClock
+from encserve_server.system.files import FileError
 from encserve_server.telemetry import page
 
 PORTS = ("grpc_port", "http_port", "metrics_port")
@@ -184,7 +189,7 @@ def _files(made: Certificates, directory: Path, **bad: bytes) -> TlsFiles:
 @pytest.mark.parametrize(("file", "part"), [("cert", 0), ("cert", 0.5), ("key", 0), ("key", 0.5), ("client_ca", 0.5)])
 def test_a_part_of_a_file_is_refused(made: Certificates, tmp_path: Path, file: str, part: float) -> None:
     whole = {"cert": made.server.cert, "key": made.server.key, "client_ca": made.ca}[file].read_bytes()
-    with pytest.raises(CertificateError, match=rf"^tls_{file}_file \S+ holds no complete PEM"):
+    with pytest.raises(FileError, match=rf"^tls_{file}_file \S+ holds no complete PEM"):
         load_identity(_files(made, tmp_path, **{file: whole[: int(len(whole) * part)]}), time.time())
 
 
@@ -208,7 +213,7 @@ def test_wrong_files_are_refused_by_name(made: Certificates, tmp_path: Path) -> 
         (_files(made, tmp_path / "large", cert=b"x" * 5_000_000), "must be at most"),
         (_files(made, tmp_path / "locked", key=locked), "has a password; give a key without one"),
     ):
-        with pytest.raises(CertificateError, match=problem):
+        with pytest.raises(FileError, match=problem):
             load_identity(files, now)
 
 
@@ -238,7 +243,7 @@ def test_keys_that_grpc_cannot_use(tmp_path: Path, key: str) -> None:
     Otherwise the HTTP port would present a certificate, and the gRPC port would present none.
     """
     pair = certificates.self_signed(tmp_path, "it", key)
-    with pytest.raises(CertificateError, match=r"^tls_cert_file .* the key must be RSA, Ed25519, or"):
+    with pytest.raises(FileError, match=r"^tls_cert_file .* the key must be RSA, Ed25519, or"):
         load_identity(TlsFiles(pair.cert, pair.key), time.time())
 
 
@@ -266,7 +271,7 @@ async def test_a_wrong_file_or_a_missing_package_stops_the_start(
         await start_server(**flags(made.server))
 
 
-OPEN = "EVERYBODY WHO REACHES THIS ADDRESS MAY CALL"
+OPEN = "NO AUTHENTICATION"
 
 
 @pytest.mark.parametrize(
@@ -326,7 +331,7 @@ async def test_changed_files(
         await kept.get(url)
         await call(b"")
         mount.put(second, made.ca)
-        await asyncio.to_thread(watch.look)
+        await watch.look(MonotonicClock())
         after = await shown()
         assert len(set(after)) == 1
         assert after != before
@@ -338,20 +343,20 @@ async def test_changed_files(
         refused = server.sample("encserve_tls_reloads_total", outcome="refused")
         mount.put(wrong, made.ca)
         for _ in range(3):
-            await asyncio.to_thread(watch.look)
+            await watch.look(MonotonicClock())
         assert server.sample("encserve_tls_reloads_total", outcome="refused") == refused + 1
         assert server.sample("encserve_tls_files_refused") == 1
         assert await shown() == after
         mount.put(second, made.ca)  # the files in use are back, so the metric returns to 0
-        await asyncio.to_thread(watch.look)
+        await watch.look(MonotonicClock())
         assert server.sample("encserve_tls_files_refused") == 0
     lines = [it.getMessage() for it in caplog.records if "TLS files are refused" in it.getMessage()]
     assert len(lines) == 3
 
     mount.put(made.expired, made.ca)
-    await asyncio.to_thread(watch.look)
+    await watch.look(MonotonicClock())
     mount.put(made.server, made.ca)
-    await asyncio.to_thread(watch.look)
+    await watch.look(MonotonicClock())
     assert server.sample("encserve_tls_files_refused") == 0
     assert await shown() == before
     assert server.sample("encserve_tls_reloads_total", outcome="loaded") == 3
@@ -367,7 +372,7 @@ async def test_another_authority_of_callers(start_server: StartServer, made: Cer
     mine, stranger = context_of(made.ca, made.client), context_of(made.ca, made.stranger)
     assert await http_call(server, mine) == 200
     mount.put(made.server, made.stranger_ca)
-    await asyncio.to_thread(watch.look)
+    await watch.look(MonotonicClock())
     assert await http_call(server, stranger) == 200
     await grpc_call(server, grpc_credentials(made.ca, made.stranger))
     with pytest.raises((httpx.TransportError, ssl.SSLError)):
@@ -394,7 +399,7 @@ async def test_an_authority_out_of_its_time_beside_another(
     assert (
         await refusal(grpc_call(server, grpc_credentials(made.ca, made.stranger)))
     ).code is grpc.StatusCode.UNAVAILABLE
-    with pytest.raises(CertificateError, match=r"^tls_client_ca_file .* (expired at|is not valid before) "):
+    with pytest.raises(FileError, match=r"^tls_client_ca_file .* (expired at|is not valid before) "):
         load_identity(TlsFiles(made.server.cert, made.server.key, other.cert), time.time())
 
 
@@ -406,7 +411,7 @@ async def test_old_sessions_are_not_resumed(
 
     A resumed session skips the check of the caller's certificate, and the certificate may have expired.
     """
-    monkeypatch.setattr("encserve_server.system.certificates._POLL_SECONDS", 0.01)
+    monkeypatch.setattr("encserve_server.system.certificates.POLL_SECONDS", 0.01)
     monkeypatch.setattr("encserve_server.system.certificates._SESSION_SECONDS", 0.0)
     server = await start_server(**flags(made.server, made.ca))
     context = context_of(made.ca, made.client)
@@ -437,7 +442,7 @@ async def test_old_sessions_are_not_resumed(
 async def test_files_are_looked_at_by_themselves(
     start_server: StartServer, made: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("encserve_server.system.certificates._POLL_SECONDS", 0.01)
+    monkeypatch.setattr("encserve_server.system.certificates.POLL_SECONDS", 0.01)
     mount = Mount(tmp_path / "mount")
     mount.put(made.server, made.ca)
     server = await start_server(**flags(mount.pair, mount.ca))
@@ -447,13 +452,56 @@ async def test_files_are_looked_at_by_themselves(
     await until(lambda: server.sample("encserve_tls_reloads_total", outcome="loaded") == 2)
 
 
+async def test_a_fifo_in_place_of_a_file_is_refused(
+    start_server: StartServer, made: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody writes to the FIFO. The server keeps the certificate, and uses the next regular file."""
+    files = _files(made, tmp_path / "files")
+    server = await start_server(tls_cert_file=files.cert, tls_key_file=files.key, http_port=0)
+    watch = server.app._certificates
+    assert watch is not None
+    files.cert.unlink()
+    os.mkfifo(files.cert)
+    for _ in range(2):
+        await watch.look(MonotonicClock())
+    problem = f"tls_cert_file {files.cert} cannot be read: must be a regular file; is a FIFO"
+    assert len([it for it in caplog.records if problem in it.getMessage()]) == 1
+    assert await http_call(server, context_of(made.ca)) == 200
+    with pytest.raises(StartupError, match=r"must be a regular file; is a FIFO$"):
+        await start_server(tls_cert_file=files.cert, tls_key_file=files.key)
+    files.cert.unlink()
+    files.cert.write_bytes(made.server.cert.read_bytes())
+    await watch.look(MonotonicClock())
+    assert server.sample("encserve_tls_files_refused") == 0
+
+
+async def test_a_certificate_is_used_as_soon_as_it_is_valid(made: Certificates, tmp_path: Path) -> None:
+    """A new certificate is not valid yet. The files stay the same, and the time passes."""
+    files = _files(made, tmp_path / "files")
+    seen: list[str] = []
+    observer: Any = SimpleNamespace(
+        certificates_loaded=lambda *_: seen.append("loaded"), certificates_refused=lambda: seen.append("refused")
+    )
+    now = time.time()
+    watch = certificate_files.Certificates(files, observer, lambda: now)
+    later = made.authority.issue("soon", begins_in_days=1)
+    files.cert.write_bytes(later.cert.read_bytes())
+    files.key.write_bytes(later.key.read_bytes())
+    for _ in range(2):
+        await watch.look(MonotonicClock())
+    assert (seen, watch.current.cert) == (["loaded", "refused"], made.server.cert.read_bytes())
+    now += 2 * 86400
+    for _ in range(2):
+        await watch.look(MonotonicClock())
+    assert (seen, watch.current.cert) == (["loaded", "refused", "loaded"], later.cert.read_bytes())
+
+
 async def test_handshakes_that_do_not_end(
     start_server: StartServer, made: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Silent connections count towards the limit, and the server closes them after 0.5 s. Other callers are served."""
+    """Silent connections give way to new ones, and the server closes them after 0.5 s. Other callers are served."""
     monkeypatch.setattr(http_server, "_HANDSHAKE_SECONDS", 0.5)
     monkeypatch.setattr(page, "_HANDSHAKE_SECONDS", 0.5)
-    monkeypatch.setattr(http_server, "_SPARE_HANDSHAKES", 1)
     server = await start_server(max_connections=3, **flags(made.server))
     http = server.app._http
     assert http is not None
@@ -463,7 +511,7 @@ async def test_handshakes_that_do_not_end(
         await until(lambda: len(http.handshakes) == 2)
         assert await http_call(server, context) == 200
         readers.append((await silent.enter_async_context(raw(server)))[0])
-        assert await http_call(server, context, "/v1/embeddings") == 503  # a fourth connection is over the limit
+        assert await http_call(server, context) == 200  # a fourth connection takes the place of the oldest silent one
         readers += [(await silent.enter_async_context(raw(server)))[0] for _ in range(3)]
         for reader in readers:
             assert await asyncio.wait_for(reader.read(), 5) == b""

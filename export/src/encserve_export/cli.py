@@ -84,7 +84,7 @@ def _exports(command: Callable[..., Exported]) -> Callable[..., None]:
             metavar="ID",
             default="",
             help="Write this space_id instead of the computed one, to keep using an index with this space_id. The "
-            "exporter cannot verify it.",
+            "exporter cannot verify that the vectors fit the index.",
         ),
         click.option("--overwrite", is_flag=True, help="Replace this version if it exists."),
         click.option("--version", default="1", show_default=True, help="The model's version."),
@@ -161,7 +161,7 @@ def _pooling_options(command: _Command) -> _Command:
     "--via",
     type=click.Choice(ROUTES),
     help="The source of the graph: PyTorch's export of the transformers model, or the directory's onnx/model.onnx. "
-    "Default: transformers; the file if transformers does not take the model.",
+    "Default: transformers, or the ONNX file if transformers cannot load the model.",
 )
 @_pooling_option(help="The pooling that the model was trained with, for a directory without modules.json.")
 @click.option(
@@ -203,7 +203,7 @@ def hf(
     "--config",
     "config_path",
     type=_FILE,
-    help="JSON with the settings that the weights do not show; an error lists them.",
+    help="A JSON file with the settings that the weights do not show. An error lists the missing settings.",
 )
 @click.option(
     "--rename",
@@ -258,8 +258,8 @@ def checkpoint(
     "config_path",
     type=_FILE,
     required=True,
-    help="JSON with the settings of the module that its weights do not show, such as its activation. They are part of "
-    "the space_id.",
+    help="A JSON file with the settings of the module that the weights do not show, such as the activation. The "
+    "settings are part of the space_id.",
 )
 @_tokenizer_option
 @_input_option
@@ -296,14 +296,14 @@ def module(
 @_exports
 @_name_option
 @_tokenizer_option
-@_max_sequence_tokens_option(f"{DEFAULT_LONGEST}; the export runs it", default=DEFAULT_LONGEST)
+@_max_sequence_tokens_option(f"{DEFAULT_LONGEST}. The export runs a sequence of this length", default=DEFAULT_LONGEST)
 @_pad_token_id_option
 @click.option("--vocab-size", type=int, help="The number of token ids. Default: the rows of FILE's embedding table.")
 @_pooling_options
 @_expect_option
-@click.option("--input-ids-name", default=names.INPUT_IDS, show_default=True, help="FILE's input of token ids.")
+@click.option("--input-ids-name", default=names.INPUT_IDS, show_default=True, help="FILE's input for token ids.")
 @click.option("--attention-mask-name", default=names.ATTENTION_MASK, show_default=True, help="FILE's attention mask.")
-@click.option("--token-type-ids-name", help="FILE's input of token types, filled with zeros. Default: token_type_ids.")
+@click.option("--token-type-ids-name", help="FILE's input for token types, filled with zeros. Default: token_type_ids.")
 @click.option("--output-name", help="FILE's output of hidden states. Default: its only output, or last_hidden_state.")
 def onnx(
     file: Path,
@@ -383,17 +383,17 @@ def _read_renames(given: tuple[str, ...]) -> dict[str, str]:
 
 
 def _make_module(factory: str) -> nn.Module:
-    """Import FILE.py and call FACTORY."""
+    """Import FILE.py, and return the module that its function FACTORY returns."""
     file, _, function = factory.rpartition(":")
     path = Path(file)
     if not path.is_file() or path.suffix != ".py":
         raise click.UsageError(f"give FILE.py:FACTORY with an existing Python file; was {factory!r}")
     specification = importlib.util.spec_from_file_location(path.stem, path)
-    assert specification is not None  # noqa: S101 - every .py file has one
+    assert specification is not None  # noqa: S101 - every .py file has a specification
     assert specification.loader is not None  # noqa: S101
     imported = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = imported  # as `import` does; dataclasses look up their module there
-    sys.path.insert(0, str(path.resolve().parent))  # as Python does for a script
+    sys.modules[specification.name] = imported  # like `import`; dataclasses look up their module there
+    sys.path.insert(0, str(path.resolve().parent))  # Python does the same for a script
     specification.loader.exec_module(imported)
     if not hasattr(imported, function):
         raise click.UsageError(f"{path} defines no {function}")
@@ -404,7 +404,7 @@ def _make_module(factory: str) -> nn.Module:
 
 
 def _raise_on_termination() -> None:
-    """Make SIGTERM and SIGHUP raise an exception, so that the draft folder is removed, as after Ctrl-C."""
+    """Make SIGTERM and SIGHUP raise an exception, like Ctrl-C. Then the folder of the unfinished bundle is removed."""
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)

@@ -11,19 +11,19 @@ from encserve_export.kinds.spec import TASKS
 from encserve_proto.bundle.v1 import manifest_pb2
 
 _POOLING_UNKNOWN = (
-    "not given by the checkpoint, so each call must name one. sentence-transformers would use mean, or last_token for "
-    "a ...ForCausalLM. --pooling sets the pooling"
+    "not given by the checkpoint, so each call must name a pooling. sentence-transformers would use mean, or "
+    "last_token for a ...ForCausalLM. --pooling sets the pooling"
 )
 _NOT_COMPARED_ROWS = (
-    "no rows given: the configuration (norm, activation, positions, ...) was not compared with your module; --expect "
-    "compares both"
+    "no rows given: the configuration (norm, activation, positions, ...) was not compared with your module. --expect "
+    "compares the bundle with rows of your module"
 )
-# If PyTorch's own float32 error is larger, the report warns the user, because rounding then changes vectors visibly.
+# The report warns the user if PyTorch's own float32 error exceeds this number: rounding then changes vectors visibly.
 _LARGE_FLOAT32_ERROR = 1e-4
 _SPARSE_POOLINGS = {
     manifest_pb2.SPARSE_POOLING_MAX: "the maximum over the tokens",
     manifest_pb2.SPARSE_POOLING_SUM: "the sum over the tokens",
-    manifest_pb2.SPARSE_POOLING_OWN_ID: "each token weighs its own id",
+    manifest_pb2.SPARSE_POOLING_OWN_ID: "each token gives a weight to its own id",
 }
 
 
@@ -48,7 +48,7 @@ def _parameters(manifest: manifest_pb2.Manifest) -> Table:
 
 
 def _facts(exported: Exported) -> list[tuple[str, str]]:
-    """Return the names and values of the report, in its order. Facts with an empty value are left out."""
+    """Return the name and the value of each line of the report, in order. Lines with an empty value are left out."""
     manifest, notes = exported.manifest, exported.notes
     size = sum(file.size_bytes for file in manifest.files if file.path.startswith(names.FILE))
     facts = [
@@ -92,7 +92,7 @@ def _pooling(exported: Exported) -> str:
 
 
 def _multi_vector(multi_vector: manifest_pb2.MultiVector) -> str:
-    return f"one of {multi_vector.width} dimensions per token, compared by {multi_vector.similarity}"
+    return f"one vector of {multi_vector.width} dimensions per token, compared by {multi_vector.similarity}"
 
 
 def _sparse(sparse: manifest_pb2.Sparse) -> str:
@@ -129,8 +129,8 @@ def _parity(parity: manifest_pb2.Parity) -> str:
     text = f"{errors} float64; PyTorch's own float32 {parity.float32_error:.1e}"
     if parity.float32_error > _LARGE_FLOAT32_ERROR:
         text += (
-            f". float32 is off by more than {_LARGE_FLOAT32_ERROR:.0e} for this model: vectors of other CPUs and "
-            "libraries differ by as much"
+            f". float32 is off by more than {_LARGE_FLOAT32_ERROR:.0e} for this model: vectors that other CPUs or "
+            "libraries compute differ by a similar amount"
         )
     return text
 
@@ -140,10 +140,13 @@ def _expected(exported: Exported) -> str:
     if not file:
         return _NOT_COMPARED_ROWS if exported.manifest.source.kind == "checkpoint" else ""
     if parity.min_expected_cosine:
-        return f"{parity.expected_rows} rows as in {file}, least cosine similarity {parity.min_expected_cosine:.6g}"
+        return (
+            f"{parity.expected_rows} rows compared with {file}, "
+            f"least cosine similarity {parity.min_expected_cosine:.6g}"
+        )
     tolerance = parity.tolerance or BOUNDS["float32"].error
     return (
-        f"{parity.expected_rows} rows as in {file}, max error {parity.max_expected_error:.1e}, "
+        f"{parity.expected_rows} rows compared with {file}, max error {parity.max_expected_error:.1e}, "
         f"tolerance {tolerance:.1e}"
     )
 
@@ -151,12 +154,12 @@ def _expected(exported: Exported) -> str:
 def _pipeline(parity: manifest_pb2.Parity, library: str) -> str:
     if not library:
         return ""
-    compared = f"{parity.pipeline_texts} texts as {library} computes them, max error {parity.max_pipeline_error:.1e}"
+    compared = f"{parity.pipeline_texts} texts compared with {library}, max error {parity.max_pipeline_error:.1e}"
     if parity.min_pipeline_cosine:
         compared += f", least cosine similarity {parity.min_pipeline_cosine:.6g}"
     if parity.maxsim_tolerance:
         compared += (
-            f", of a MaxSim score {parity.max_maxsim_error:.1e} of the query's best, tolerance "
+            f", largest error of a MaxSim score {parity.max_maxsim_error:.1e} of the query's best score, tolerance "
             f"{parity.maxsim_tolerance:g}"
         )
     return compared

@@ -1,4 +1,4 @@
-"""`encserve-server`: flags and environment → Settings → serve."""
+"""The command `encserve-server`: reads flags and environment variables, and starts the server."""
 
 import dataclasses
 import logging
@@ -16,7 +16,7 @@ import click
 import uvloop
 from click.core import ParameterSource
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read on import; what gRPC's core writes by itself is no log line
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC reads it on import; its own lines are not JSON
 from encserve_server import __version__
 from encserve_server.app import serve
 from encserve_server.callers.keys import digest_of, make_key
@@ -32,11 +32,11 @@ _SYNONYMS = {"gpu": "cuda"}
 
 
 class _Option(click.Option):
-    """A flag that ignores its variable if Kubernetes has written the address of a Service into it."""
+    """A flag that ignores its environment variable if Kubernetes set it to the address of a Service."""
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
         value = super().resolve_envvar_value(ctx)
-        return None if value is not None and _is_link(f"{self.envvar}", value) else value
+        return None if value is not None and _is_service_port(f"{self.envvar}", value) else value
 
 
 class _Choice(click.Choice[str]):
@@ -48,18 +48,18 @@ class _Choice(click.Choice[str]):
         return f"{message} Did you mean {near!r}?" if near in self.choices else message
 
 
-def _is_link(variable: str, value: str) -> bool:
+def _is_service_port(variable: str, value: str) -> bool:
     return variable.endswith("_PORT") and is_service_link(value)
 
 
 def _option(field: "dataclasses.Field[Any]", hint: Any) -> Callable[[Any], Any]:
-    """The flag of one setting."""
+    """Return the click option of a setting."""
     flag = f"--{field.name.replace('_', '-')}"
     common: dict[str, Any] = {"help": field.metadata["help"], "show_envvar": True, "show_default": True}
     common |= {"cls": _Option, "envvar": f"{PREFIX}{field.name.upper()}"}
     if field.default is not dataclasses.MISSING:
         common |= {"default": field.default}
-    if isinstance(hint, types.UnionType):  # a type or None, where None means a default that depends on the machine
+    if isinstance(hint, types.UnionType):  # such as `int | None`; None means that the default depends on the machine
         hint = typing.get_args(hint)[0]
     if hint is bool:
         return click.option(f"{flag}/--no-{field.name.replace('_', '-')}", **common)
@@ -73,7 +73,7 @@ def _option(field: "dataclasses.Field[Any]", hint: Any) -> Callable[[Any], Any]:
 
 
 def _settings_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds a flag for every setting that is no secret, in their order."""
+    """Add a flag for each setting that is not secret, in the order of the settings."""
     hints = typing.get_type_hints(Settings)
     for field in reversed(dataclasses.fields(Settings)):
         if not field.metadata.get("is_secret"):
@@ -86,10 +86,10 @@ def _settings_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @_settings_options
 @click.pass_context
 def main(context: click.Context, /, **values: Any) -> None:
-    """Serves encoder models over gRPC, with Prometheus metrics beside it.
+    """Serve encoder models over gRPC and HTTP, with Prometheus metrics.
 
-    The key that every call must present is in the environment variable ENCSERVE_API_KEY; it has no flag, since flags
-    are seen by everybody on the machine.
+    The environment variable ENCSERVE_API_KEY sets the key that every call must present. It has no flag, because all
+    users of the machine can see the flags of a process.
     """
     descriptors.open_standard_descriptors()
     if context.invoked_subcommand is not None:
@@ -104,23 +104,24 @@ def main(context: click.Context, /, **values: Any) -> None:
     try:
         settings = Settings(**values, api_key=os.environ.get(_API_KEY))
     except ValueError as error:
-        raise click.UsageError(f"{error}{_set_by(context, str(error))}") from error
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something that can look again
+        raise click.UsageError(f"{error}{_origin_of(context, str(error))}") from error
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the server can reload models
     memory.limit_arenas()
     memory.freeze_gc()
     log = logs.configure(settings.log_level, settings.log_format)
     if unknown:
-        logger.warning("environment variables that are no settings", extra={"variables": unknown})
-    if links := [name for name in sorted(known) if _is_link(name, os.environ.get(name, ""))]:
+        logger.warning("environment variables that are not settings", extra={"variables": unknown})
+    if links := [name for name in sorted(known) if _is_service_port(name, os.environ.get(name, ""))]:
         logger.warning(
             "environment variables of Kubernetes service links are ignored: rename the Service, or set "
             "enableServiceLinks: false for the pod",
             extra={"variables": links},
         )
-    exit_process(uvloop.run(serve(settings, log)))
+    allowed = descriptors.allowed_connections(settings.max_connections)
+    exit_process(uvloop.run(serve(dataclasses.replace(settings, max_connections=allowed), log)))
 
 
-def _set_by(context: click.Context, problem: str) -> str:
+def _origin_of(context: click.Context, problem: str) -> str:
     """Return the flags and variables that set the fields in an error of `Settings`, in brackets."""
     sources = {
         ParameterSource.COMMANDLINE: lambda name: f"--{name.replace('_', '-')}",
@@ -134,16 +135,16 @@ def _set_by(context: click.Context, problem: str) -> str:
 
 @main.command("hash-key")
 def hash_key() -> None:
-    """Makes a random key, and prints it with its SHA-256.
+    """Make a random key, and print it with its SHA-256.
 
-    The key is for the caller alone, and is kept nowhere else; the sum is for key_sha256 of the callers file.
+    Give the key to the caller; it is not stored. Put the hash into key_sha256 in the callers file.
     """
     key = make_key()
     click.echo(f"key         {key}\nkey_sha256  {digest_of(key).hex()}")
 
 
 def exit_process(status: int) -> None:
-    """Ends the process whatever its threads do: a stuck engine, or a long text, must not outlive the grace period."""
+    """End the process at once, even if a thread is busy with a stuck engine or a long text."""
     logging.shutdown()
     os._exit(status)
 

@@ -1,9 +1,10 @@
-"""The composition root: what is built, and in which order it starts, drains and stops.
+"""Builds the whole server, starts it and stops it.
 
-Start: the metrics page, gRPC with health (NOT_SERVING), and HTTP if it is wanted; then each model is verified, loaded
-and warmed up in a thread; only then health says SERVING. From then on the manager follows the model repository. Stop:
-health says NOT_SERVING; when balancers have had time to see it, new calls are refused and what is in flight is
-answered; those who watch health are ended, and gRPC and HTTP stop; then schedulers and engines are closed.
+Start: First the metrics page, gRPC with health (NOT_SERVING), and HTTP if it has a port. Then a thread verifies, loads
+and warms up each model. After that, health reports SERVING, and the manager watches the model repository.
+
+Stop: Health reports NOT_SERVING. After a delay for load balancers, new calls are refused and open calls are answered.
+Then health watches end, and gRPC and HTTP stop. Last, schedulers and engines are closed.
 
     EncoderService ──▶ Catalog ──▶ ServedModel ──▶ TextTokenizer (threads)
                          ▲              └────────▶ Scheduler ──▶ Engine (threads of its own)
@@ -24,7 +25,6 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from encserve_server.callers.registry import Callers, open_source
 from encserve_server.calls import Calls
 from encserve_server.errors import StartupError
-from encserve_server.ledger import Places
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import ServedModel
 from encserve_server.models.turns import TurnPool
@@ -34,6 +34,7 @@ from encserve_server.repository.loaded import LoadedModel
 from encserve_server.repository.loading import load_model
 from encserve_server.repository.manager import Loader, ModelManager
 from encserve_server.rpc import health, reflection, service
+from encserve_server.rpc.connections import Connections
 from encserve_server.rpc.guard import RpcGuard
 from encserve_server.rpc.open_inference import service as open_inference
 from encserve_server.rpc.sending import Sending
@@ -41,9 +42,10 @@ from encserve_server.rpc.server import add_service, listen, make_server
 from encserve_server.settings import MIB, Settings
 from encserve_server.system import memory
 from encserve_server.system.background import repeat
-from encserve_server.system.certificates import CertificateError, Certificates, TlsFiles
+from encserve_server.system.certificates import Certificates, TlsFiles
 from encserve_server.system.clock import Clock, MonotonicClock
 from encserve_server.system.cpus import lower_thread_priority
+from encserve_server.system.files import FileError
 from encserve_server.system.listeners import is_loopback
 from encserve_server.telemetry.call_log import RefusalLog, open_access_log
 from encserve_server.telemetry.gpus import watch_gpus
@@ -59,20 +61,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ENCODE_THREADS = 2
-# When calls have given back so much of what they held, memory is returned to the system; looked at so often.
-_MUCH_HELD_BYTES = 64 * MIB
-_HELD_LOOK_SECONDS = 1.0
-# How long new calls are refused before gRPC stops.
+# When calls have released this many bytes, the process returns memory to the system. Checked once per interval.
+_TRIM_BYTES = 64 * MIB
+_TRIM_CHECK_SECONDS = 1.0
+# The time for which new calls are refused before gRPC stops.
 _REFUSING_SECONDS = 0.5
-# How long gRPC then waits for what is not ours.
-_FAREWELL_SECONDS = 1.0
+# The time for which gRPC then waits for health checks and reflection.
+_STOP_SECONDS = 1.0
 
 
 class App:
-    """A whole server, to be started and stopped once, on one event loop."""
+    """A whole server. It can be started and stopped once, on one event loop."""
 
     def __init__(self, settings: Settings, load: Loader = load_model) -> None:
-        """Builds what needs no model; `load` turns a bundle's directory into a model, in a thread."""
+        """Build the parts that need no model. `load` loads a model from the directory of its bundle, in a thread."""
         self.settings = settings
         self.grpc_port = 0  # the real ports, once started
         self.metrics_port = 0
@@ -84,19 +86,24 @@ class App:
         self.catalog = Catalog(settings.aliases, accept_any_name=settings.accept_any_model_name)
         self._clock = MonotonicClock()
         self._tokenize_pool = TurnPool(settings.tokenizer_threads, "encserve-tokenize")
-        # Loading is in no hurry, and the threads that engines make are made here.
+        # Low priority, because loading is not urgent. Engines create their threads in this thread.
         self._load_pool = ThreadPoolExecutor(1, thread_name_prefix="encserve-load", initializer=lower_thread_priority)
         self._encode_pool = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="encserve-encode")
-        # Inspections wait for their callers to read, so they have a thread of their own.
+        # Inspections have a separate thread, because they wait for their callers to read.
         self._inspect_pool = ThreadPoolExecutor(1, thread_name_prefix="encserve-chunks")
         max_held_bytes = settings.in_flight_bytes_for(memory.usable_bytes())
-        self._calls = Calls(self.catalog, self._clock, self._encode_pool, max_held_bytes=max_held_bytes)
+        self._calls = Calls(
+            self.catalog,
+            self._clock,
+            self._encode_pool,
+            max_held_bytes=max_held_bytes,
+            max_request_bytes=settings.max_request_mib * MIB,
+        )
         self._calls.answer_times = self.metrics.answer_times
-        self._most_held_bytes = 0  # since memory was last given back
+        self._peak_held_bytes = 0  # since memory was last returned to the system
         self._sending = Sending(self._clock)
-        self._places = Places(self._calls.budget, self._clock, self._calls.draining, settings.max_request_mib * MIB)
-        self._guard = RpcGuard(self._calls, self.metrics, self._places, self._sending)
-        self.metrics.in_flight.set_function(lambda: self._calls.in_flight)  # read when the page is, which costs no call
+        self._guard = RpcGuard(self._calls, self.metrics, self._sending)
+        self.metrics.in_flight.set_function(lambda: self._calls.in_flight)  # computed only for /metrics
         self.metrics.in_flight_bytes.set_function(lambda: self._calls.budget.held)
         self.metrics.in_flight_limit_bytes.set(max_held_bytes)
         self._health_service = health.HealthService()
@@ -133,11 +140,11 @@ class App:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Returns when every model answers; from then on the model repository is followed.
+        """Start, and return when all models are ready. From then on, the model repository is watched.
 
         Raises:
-            StartupError: A port is taken, a bundle, the device, a TLS file or the file of callers is not usable, or
-                tracing cannot be had.
+            StartupError: A port is in use, tracing is not available, or a bundle, the device, a TLS file or the file of
+                callers is not usable.
         """
         logger.info("settings in force", extra={"settings": self.settings.in_force()})
         self._certificates = _open_certificates(self.settings, self.metrics)
@@ -158,10 +165,10 @@ class App:
         )
 
     async def stop(self) -> bool:
-        """Drains and stops. Returns whether everything ended; an engine that is stuck does not."""
+        """Drain and stop. Return whether everything ended; a stuck engine does not end."""
         await self.manager.stop()
         await self._health.shut_down()
-        if self.catalog.all():  # a server that never served has nobody who must notice
+        if self.catalog.all():  # no load balancer sends calls to a server that never served
             await asyncio.sleep(self.settings.drain_delay_seconds)
         if self._server is not None:
             await self._drain(self._server)
@@ -183,10 +190,10 @@ class App:
         return clean
 
     async def _drain(self, server: grpc.aio.Server) -> None:
-        """Refuses new calls, lets those in flight finish, and stops gRPC.
+        """Refuse new calls, let open calls finish, and stop gRPC.
 
-        grpcio's own stop answers calls that it has read but not begun with CANCELLED. So whoever has an answer is first
-        refused by us, with UNAVAILABLE, for long enough to have gone elsewhere with the next call.
+        When grpcio stops, it answers CANCELLED to calls that it has received and not started. So the server first
+        answers UNAVAILABLE to new calls for a while, so that callers send their next calls to another server.
         """
         self._calls.drain()
         grace_ends = self._clock.now() + self.settings.grace_seconds
@@ -196,13 +203,13 @@ class App:
                 if self.catalog.all():
                     await asyncio.sleep(_REFUSING_SECONDS)
         self._health_service.end()
-        # Nothing of ours is left, or its time is up: what is open now are health checks, and who looks at reflection.
-        farewell_seconds = min(max(grace_ends - self._clock.now(), 0), _FAREWELL_SECONDS)
-        closing = [] if self._http is None else [self._http.close(farewell_seconds)]
-        await asyncio.gather(server.stop(farewell_seconds), *closing)
+        # Calls have finished, or their time is over. Only health checks and reflection are still open.
+        stop_seconds = min(max(grace_ends - self._clock.now(), 0), _STOP_SECONDS)
+        closing = [] if self._http is None else [self._http.close(stop_seconds)]
+        await asyncio.gather(server.stop(stop_seconds), *closing)
 
     def _open_callers(self) -> None:
-        """Reads who may call, and opens what is written of calls."""
+        """Read the keys and callers, and open the log of refused calls and the access log."""
         settings, calls = self.settings, self._calls
         calls.refusals = RefusalLog()
         if settings.access_log:
@@ -211,8 +218,8 @@ class App:
         source = open_source(settings.api_key, settings.api_key_file, settings.callers)
         if source is None and settings.tls_client_ca_file is None and not is_loopback(settings.host):
             logger.warning(
-                "EVERYBODY WHO REACHES THIS ADDRESS MAY CALL: there are no keys; set ENCSERVE_API_KEY, --api-key-file "
-                "or --callers, or --tls-client-ca-file for client certificates",
+                "NO AUTHENTICATION: anyone who can reach this address may call; set ENCSERVE_API_KEY, --api-key-file, "
+                "--callers, or --tls-client-ca-file for client certificates",
                 extra={"host": settings.host},
             )
         if source is None and not settings.trust_fairness_id:
@@ -260,14 +267,15 @@ class App:
         try:
             self.grpc_port = listen(server, settings.host, settings.grpc_port, self._certificates)
         except (OSError, RuntimeError) as error:
-            why = error.strerror if isinstance(error, OSError) and error.errno else error
-            raise StartupError(f"--grpc-port {settings.grpc_port} on {settings.host}: {why}") from error
+            reason = error.strerror if isinstance(error, OSError) and error.errno else error
+            raise StartupError(f"--grpc-port {settings.grpc_port} on {settings.host}: {reason}") from error
         await server.start()
         self._server = server
         watches = [
-            self._places.watch(),
+            self._calls.places.watch(),
             self._sending.watch(),
-            repeat(self._give_memory_back, _HELD_LOOK_SECONDS, clock=self._clock),
+            Connections(settings.max_connections, lambda: self.grpc_port, self._guard.busy_peers, self._clock).watch(),
+            repeat(self._trim_memory, _TRIM_CHECK_SECONDS, clock=self._clock),
         ]
         if self._certificates is not None:
             watches.append(self._certificates.watch(self._clock))
@@ -293,20 +301,20 @@ class App:
             raise StartupError(f"--http-port {settings.http_port} on {settings.host}: {error.strerror}") from error
         self.http_port = self._http.port
 
-    async def _give_memory_back(self) -> None:
-        """Return memory to the system if calls have released much of it. The C library would keep most of it."""
+    async def _trim_memory(self) -> None:
+        """Return memory to the system after calls have released many bytes. The C library would keep most of it."""
         held = self._calls.budget.held
-        self._most_held_bytes = max(self._most_held_bytes, held)
-        if self._most_held_bytes - held >= _MUCH_HELD_BYTES:
-            self._most_held_bytes = held
+        self._peak_held_bytes = max(self._peak_held_bytes, held)
+        if self._peak_held_bytes - held >= _TRIM_BYTES:
+            self._peak_held_bytes = held
             await asyncio.get_running_loop().run_in_executor(self._load_pool, memory.trim)
 
     def _is_serving(self) -> bool:
-        """Whether every model is ready, and the server is not stopping; any thread may ask."""
+        """Return whether all models are ready and the server is not stopping. Any thread may call this."""
         return self._health_service.serving[""]
 
     def _is_healthy(self) -> bool:
-        """Whether every model is ready, and the event loop alive; any thread may ask."""
+        """Return whether the server is serving and its event loop is alive. Any thread may call this."""
         return self._loop_watch.is_alive() and self._is_serving()
 
     def _serve_model(self, loaded: LoadedModel) -> ServedModel:
@@ -325,7 +333,7 @@ async def serve(settings: Settings, log: LineWriter[str]) -> int:
 
     Args:
         settings: The settings.
-        log: The server's own log, whose lost lines are counted.
+        log: The server log. Its lost lines are counted.
 
     Returns:
         The exit status: 0 if the server started and everything ended in time.
@@ -339,7 +347,7 @@ async def serve(settings: Settings, log: LineWriter[str]) -> int:
     loop.add_signal_handler(signal.SIGHUP, app.manager.look_now)
     starting = loop.create_task(app.start())
     stopping = loop.create_task(stop.wait())
-    # A signal while a model loads must not wait for the load.
+    # A signal must stop the server at once, even if a model is still loading.
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
     failed = _report_start(starting)
     if not failed:
@@ -351,7 +359,7 @@ async def serve(settings: Settings, log: LineWriter[str]) -> int:
 
 
 def _report_start(starting: "asyncio.Task[None]") -> bool:
-    """Says why the start failed, if it did."""
+    """Log the error if the start failed, and return whether it failed."""
     error = starting.exception() if starting.done() else None
     if isinstance(error, StartupError):
         logger.error("cannot start: %s", error)
@@ -361,10 +369,10 @@ def _report_start(starting: "asyncio.Task[None]") -> bool:
 
 
 def _import_http() -> "Callable[..., Awaitable[HttpServer]]":
-    """What serves HTTP.
+    """Return the function that starts the HTTP server.
 
     Raises:
-        StartupError: It is not installed.
+        StartupError: A package that HTTP needs is not installed.
     """
     try:
         from encserve_server.http.server import open_http
@@ -378,16 +386,16 @@ def _import_http() -> "Callable[..., Awaitable[HttpServer]]":
 
 
 def _open_certificates(settings: Settings, metrics: Metrics) -> Certificates | None:
-    """The TLS files, or None where the server speaks plaintext; the log says so where other machines reach it.
+    """Read the TLS files. Return None for plaintext, and log a warning if other machines can reach the server.
 
     Raises:
-        StartupError: A file cannot be used, or the extra is not installed.
+        StartupError: A file is not usable, or the extra `tls` is not installed.
     """
     if settings.tls_cert_file is None or settings.tls_key_file is None:
         if not is_loopback(settings.host):
             logger.warning(
-                "NOT ENCRYPTED: other machines reach --host %s, and whoever is on the way reads and changes every "
-                "request; give --tls-cert-file and --tls-key-file, or let a proxy on this machine do TLS",
+                "NOT ENCRYPTED: other machines can reach --host %s, and anyone on the network path can read and change "
+                "requests; set --tls-cert-file and --tls-key-file, or use a TLS proxy on this machine",
                 settings.host,
             )
         return None
@@ -395,7 +403,7 @@ def _open_certificates(settings: Settings, metrics: Metrics) -> Certificates | N
         return Certificates(
             TlsFiles(settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file), metrics
         )
-    except CertificateError as error:
+    except FileError as error:
         raise StartupError(str(error)) from error
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "cryptography":
@@ -406,10 +414,10 @@ def _open_certificates(settings: Settings, metrics: Metrics) -> Certificates | N
 
 
 def _open_tracer(settings: Settings, clock: Clock, metrics: Metrics) -> Tracer | None:
-    """What traces, or None where nobody asked for it.
+    """Open tracing. Return None if it is not configured.
 
     Raises:
-        StartupError: OpenTelemetry is not installed, or its own settings are wrong.
+        StartupError: OpenTelemetry is not installed, or its environment variables are wrong.
     """
     if not settings.trace_endpoint:
         return None
@@ -419,7 +427,7 @@ def _open_tracer(settings: Settings, clock: Clock, metrics: Metrics) -> Tracer |
         if (error.name or "").partition(".")[0] != "opentelemetry":
             raise
         raise StartupError(
-            "--trace-endpoint: the Python package opentelemetry is not installed, or not all of it; install "
+            "--trace-endpoint: the Python package opentelemetry is not installed completely; install "
             "encserve-server[tracing]"
         ) from error
     return open_otlp(settings.trace_endpoint, settings.trace_sample_ratio, clock, metrics)

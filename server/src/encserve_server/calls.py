@@ -21,7 +21,7 @@ from functools import partial
 from types import TracebackType
 from typing import Protocol
 
-from encserve_server.callers.registry import Callers, KnownCaller, Metadata
+from encserve_server.callers.registry import Callers, Identity, KnownCaller, Metadata
 from encserve_server.error_table import CANCELLED, EXPIRED, OK, UNKNOWN, Failure, Status, to_failure
 from encserve_server.errors import (
     Draining,
@@ -34,7 +34,7 @@ from encserve_server.errors import (
     ResponseTooLarge,
     Unauthenticated,
 )
-from encserve_server.ledger import ByteBudget
+from encserve_server.ledger import ByteBudget, Places
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.parts import PartedCall
 from encserve_server.models.served import (
@@ -53,7 +53,7 @@ from encserve_server.telemetry.call_log import CallRecord, RefusalLog
 from encserve_server.telemetry.lines import LineWriter
 from encserve_server.telemetry.logs import log_unexpected
 from encserve_server.telemetry.spans import SERVER_ERROR_CODES, RequestSpan, Tracer
-from encserve_server.types.callers import ANY_SENDER, ANYONE, Priority, Sender
+from encserve_server.types.callers import ANY_SENDER, ANYONE, CertificateName, Priority, Sender
 from encserve_server.types.sequences import TokenSequence
 
 # A reply larger than this is built in a thread: on the event loop it would delay all other calls.
@@ -84,7 +84,7 @@ class Peer(Protocol):
     def address(self) -> str:
         """Its address and port; empty where it has gone."""
 
-    def certificate_names(self) -> Collection[str]:
+    def certificate_names(self) -> Collection[CertificateName]:
         """The DNS and URI names of its verified certificate."""
 
 
@@ -166,6 +166,7 @@ class Calls:
         idle: Set while no call is in flight.
         draining: Set from when new calls are refused.
         budget: The bytes of requests and replies that calls hold.
+        places: The places of slow requests and open streams.
         callers: Who may call; None where everybody may, and nobody is named.
         caller_observer: Counts the calls of each caller; None where callers are not told apart.
         answer_times: Keep how long calls that encode take, by priority.
@@ -180,6 +181,7 @@ class Calls:
         encode_pool: Executor,
         *,
         max_held_bytes: int = 1024 * MIB,
+        max_request_bytes: int = 4 * MIB,
         tracer: Tracer | None = None,
     ) -> None:
         """Takes the models, and the threads in which large replies are built."""
@@ -192,6 +194,7 @@ class Calls:
         self.idle.set()
         self.draining = asyncio.Event()
         self.budget = ByteBudget(max_held_bytes)
+        self.places = Places(self.budget, clock, self.draining, max_request_bytes)
         self.callers: Callers | None = None
         self.caller_observer: CallerObserver | None = None
         self.answer_times: Mapping[Priority, AnswerTimes] = {}
@@ -245,6 +248,7 @@ class Call:
     Attributes:
         deadline: When the caller is gone, on the clock; infinity for never.
         span: Traces it; None where nothing does.
+        naming: The names of fields and values in its errors. A handler may replace it.
         failure: Why it failed, once its block has ended; None where it did not.
         is_of_stream: Whether it is one request of a stream.
         caller: Who calls, once the call is accepted.
@@ -254,7 +258,7 @@ class Call:
     __slots__ = (
         "_account", "_began", "_calls", "_charged", "_generation", "_held_bytes", "_identity", "_inputs", "_is_open",
         "_known", "_metadata", "_method", "_model", "_model_name", "_priority", "_seconds", "_tokens", "caller",
-        "deadline", "failure", "is_of_stream", "peer", "span",
+        "deadline", "failure", "is_of_stream", "naming", "peer", "span",
     )  # fmt: skip
 
     def __init__(
@@ -277,11 +281,12 @@ class Call:
         self.caller = ANYONE
         self.deadline = deadline
         self.span = span
+        self.naming = method.naming
         self.failure: Failure | None = None
         self.is_of_stream = False
         self.peer = peer
         self._metadata = metadata
-        self._identity: bytes | str | None = None
+        self._identity: Identity | None = None
         self._known: KnownCaller | None = None
         self._generation = 0
         self._charged: list[TokenSequence] = []  # those that have been counted against the caller's rate
@@ -305,7 +310,7 @@ class Call:
         status, reason, is_answer = OK, "", not isinstance(error, _NOT_ANSWERS)
         now = self._calls.clock.now()
         if error is not None and is_answer:
-            self.failure = failure_of(error, self._method.naming)
+            self.failure = failure_of(error, self.naming)
             status, reason = self.failure.status, self.failure.reason
         elif error is not None:
             status = EXPIRED if self.deadline <= now else CANCELLED
@@ -357,7 +362,7 @@ class Call:
         self._is_open = False
         calls = self._calls
         if self._held_bytes:
-            calls.budget.add(self.account, -self._held_bytes)
+            calls.budget.add(self._account, -self._held_bytes)
         if self._method.observer is not None and not self.is_of_stream:
             calls.in_flight -= 1
             if not calls.in_flight:
@@ -470,7 +475,7 @@ class Call:
         Raises:
             BudgetFull: There is no room. A call that is alone always has room.
         """
-        self._calls.budget.take(self.account, size, self._held_bytes)
+        self._calls.budget.take(self._account or self.account, size, self._held_bytes)
         self._held_bytes += size
 
     def resolve(
@@ -616,7 +621,7 @@ class Call:
             raise ResponseTooLarge(FieldPath(Part.INPUTS), problem)
         model.answered(ended - began, len(data))
         sent = len(data) * self._method.reply_copies
-        self._calls.budget.add(self.account, sent - self._held_bytes)
+        self._calls.budget.add(self._account or self.account, sent - self._held_bytes)
         self._held_bytes = sent
         return data
 

@@ -1,4 +1,4 @@
-"""Environment variables that look like settings but are not."""
+"""Finds environment variables that look like settings but are not."""
 
 import logging
 import re
@@ -7,62 +7,64 @@ from collections.abc import Collection, Mapping
 logger = logging.getLogger(__name__)
 
 PREFIX = "ENCSERVE_"
-_NEAR = 2
-_LEAST_BEGINNING = len(PREFIX) + 4
-# Which of the ports it means nobody knows; it is near ENCSERVE_HOST by chance.
+_MAX_TYPOS = 2
+_MIN_ABBREVIATION_CHARS = len(PREFIX) + 4
+# Could mean any of the ports. By chance, the name is similar to ENCSERVE_HOST.
 _PORT = f"{PREFIX}PORT"
-# What the command `encserve` reads, for itself and for its subcommands, and what the tests read.
-_OTHERS = frozenset(
+# The variables of the command `encserve`, of its subcommands, and of the tests.
+_OTHER_PROGRAMS = frozenset(
     f"{PREFIX}{name}"
     for name in ("TARGET", "TIMEOUT", "TLS", "CA", "CERT", "KEY", "TOKEN", "SERVER_NAME", "METADATA", "VERSION")
 )
 _COMMANDS = ("ENCODE", "MODELS", "EMBED", "TOKENIZE", "SIMILARITY", "INSPECT", "BENCH")
-_OTHERS_BEGIN = tuple(f"{PREFIX}{name}_" for name in (*_COMMANDS, "REQUIRE"))
-# What Kubernetes sets in every pod for a service that is called encserve, or encserve-something.
+_OTHER_PROGRAMS_PREFIXES = tuple(f"{PREFIX}{name}_" for name in (*_COMMANDS, "REQUIRE"))
+# Kubernetes sets these variables in every pod if a Service has the name encserve or encserve-….
 _SERVICE = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_[0-9]+_(TCP|UDP|SCTP)")
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 
 
 def is_service_link(value: str) -> bool:
-    """Return whether Kubernetes wrote a value: the address of a Service, such as tcp://10.0.0.1:80."""
+    """Return whether a value is the address of a Kubernetes Service, such as tcp://10.0.0.1:80."""
     return _SERVICE_URL.match(value) is not None
 
 
 def check_environment(environment: Mapping[str, str], settings: Collection[str]) -> list[str]:
-    """Looks for variables of this server's prefix that set nothing.
+    """Find variables with the prefix of this server that are not settings.
 
     Args:
         environment: The variables.
-        settings: The names of those that are settings.
+        settings: The variables of all settings.
 
     Returns:
-        The names of those that are like no setting.
+        The unknown variables, which are not similar to a setting.
 
     Raises:
-        ValueError: One is nearly the name of a setting; the text names both.
+        ValueError: A variable has nearly the name of a setting. The text contains both names.
     """
     unknown = []
     for name, value in environment.items():
-        if not name.startswith(PREFIX) or name in settings or _is_of_others(name, value):
+        if not name.startswith(PREFIX) or name in settings or _belongs_to_other_program(name, value):
             continue
         nearest = min(settings, key=lambda setting: distance(name, setting))
-        longer = [setting for setting in settings if setting.startswith(name)]
-        if longer and len(name) >= _LEAST_BEGINNING:
-            nearest = min(longer, key=len)
-        if name != _PORT and (distance(name, nearest) <= _NEAR or nearest in longer):
-            raise ValueError(f"the environment variable {name} is no setting; is {nearest} meant? Rename or unset it")
+        completions = [setting for setting in settings if setting.startswith(name)]
+        if completions and len(name) >= _MIN_ABBREVIATION_CHARS:
+            nearest = min(completions, key=len)
+        if name != _PORT and (distance(name, nearest) <= _MAX_TYPOS or nearest in completions):
+            raise ValueError(
+                f"environment variable {name} is not a setting; did you mean {nearest}? Rename or unset it"
+            )
         unknown.append(name)
     return unknown
 
 
-def _is_of_others(name: str, value: str) -> bool:
-    if name in _OTHERS or name.startswith(_OTHERS_BEGIN) or _SERVICE.search(name):
+def _belongs_to_other_program(name: str, value: str) -> bool:
+    if name in _OTHER_PROGRAMS or name.startswith(_OTHER_PROGRAMS_PREFIXES) or _SERVICE.search(name):
         return True
     return name.endswith("_PORT") and is_service_link(value)
 
 
 def distance(one: str, other: str) -> int:
-    """Levenshtein's distance: how many characters to insert, delete or replace to turn one text into the other."""
+    """Return the Levenshtein distance: the least number of inserted, deleted and replaced characters."""
     row = list(range(len(other) + 1))
     for i, a in enumerate(one, 1):
         above, row = row, [i]

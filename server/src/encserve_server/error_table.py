@@ -1,4 +1,4 @@
-"""Every error to what callers see of it: the gRPC code, the HTTP statuses, and when to try again. One table for all."""
+"""Maps each error class to its gRPC code, HTTP statuses and retry delay."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,7 +15,7 @@ from encserve_server.errors import (
     RequestError,
 )
 
-# gRPC's trailers share one limit of 8 KiB, and the text is in them twice.
+# All gRPC trailers together may have 8 KiB, and they contain the text twice.
 MAX_TEXT_CHARS = 1000
 _RETRY_DELAY_S = 0.5
 
@@ -24,16 +24,16 @@ TeiType = Literal["Backend", "Empty", "Overloaded", "Tokenizer", "Unhealthy", "V
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a caller sees of an error class beside its reason.
+    """The statuses of an error class in all protocols.
 
     Attributes:
         grpc: The gRPC status code's name.
-        openai: The HTTP status on OpenAI's routes.
-        openai_type: The error's `type` there.
-        tei: The HTTP status on text-embeddings-inference's routes.
-        tei_type: The error's `error_type` there.
-        openai_code: The error's `code` on OpenAI's routes, where OpenAI has a name of its own for it.
-        retry_delay_s: When to try again, unless the error itself knows; None where that does not help.
+        openai: The HTTP status on the routes of OpenAI.
+        openai_type: The `type` of the error on the routes of OpenAI.
+        tei: The HTTP status on the routes of text-embeddings-inference.
+        tei_type: The `error_type` on the routes of text-embeddings-inference.
+        openai_code: The `code` of the error on the routes of OpenAI; empty if OpenAI defines no code for it.
+        retry_delay_s: The seconds until a retry; None if a retry does not help. An error can have its own delay.
     """
 
     grpc: str
@@ -49,7 +49,7 @@ _INVALID = "invalid_request_error"
 _SERVER = "server_error"
 
 OK = Status("OK", 200, "", 200, "Validation")
-# 499 is what nginx calls a caller that went before its answer; it is counted and never sent.
+# nginx uses 499 if the caller disconnected before the reply. The status is counted and never sent.
 CANCELLED = Status("CANCELLED", 499, "", 499, "Validation")
 EXPIRED = Status("DEADLINE_EXCEEDED", 499, "", 499, "Validation")
 UNKNOWN = Status("INTERNAL", 500, _SERVER, 500, "Backend")
@@ -92,17 +92,17 @@ REASONS = sorted({EncserveError.reason, *(error.reason for error in ERROR_TABLE)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error as a caller sees it.
+    """An error with the status and the texts that a caller gets.
 
     Attributes:
         status: The row of the table.
-        reason: What programs are told, as in INVALID_FIELD.
+        reason: The machine-readable reason, such as INVALID_FIELD.
         text: The text for people.
-        field: The wrong field, as the protocol names it; empty if it is the whole request.
+        field: The name of the wrong field in the protocol; empty if the whole request is wrong.
         problem: The text without the field.
-        retry_delay_s: When to try again; None where that does not help.
-        is_request_error: Whether the request can never succeed as it is.
-        part: Which part of the request is wrong; None where the error does not say.
+        retry_delay_s: The seconds until a retry; None if a retry does not help.
+        is_request_error: Whether the same request will never succeed.
+        part: The wrong part of the request; None if the error has no part.
     """
 
     status: Status
@@ -116,12 +116,12 @@ class Failure:
 
 
 def to_failure(error: EncserveError, naming: Naming) -> Failure | None:
-    """What a caller of a protocol sees of an error; None for one that callers must not see, as a StartupError."""
+    """Convert an error for a caller of a protocol. Return None for an error that callers must not see."""
     status = ERROR_TABLE.get(type(error))
     if status is None:
         return None
     delay_s = error.retry_delay_s if isinstance(error, QueueFull | BudgetFull | RateLimited) else status.retry_delay_s
-    text, problem = _cut(error.text(naming)), _cut(error.problem_text(naming))
+    text, problem = _shorten(error.text(naming)), _shorten(error.problem_text(naming))
     failure = Failure(status, type(error).reason, text, "", problem, delay_s)
     if not isinstance(error, RequestError):
         return failure
@@ -129,5 +129,5 @@ def to_failure(error: EncserveError, naming: Naming) -> Failure | None:
     return replace(failure, field=error.field_name(naming), is_request_error=True, part=part)
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= MAX_TEXT_CHARS else text[:MAX_TEXT_CHARS] + "…"

@@ -1,11 +1,11 @@
-"""What can go wrong with a request or at start-up, one class per cause.
+"""The errors of requests and of the start, one class for each cause.
 
     EncserveError
     ├── RequestError              the request can never succeed as it is
     │   ├── InvalidField          one field is wrong: an empty sequence, an id outside the vocabulary, …
-    │   │   ├── EmptyInputs       there are no inputs, which text-embeddings-inference tells from other mistakes
+    │   │   ├── EmptyInputs       there are no inputs; text-embeddings-inference has an error type for this
     │   │   └── UnknownField      a field that this server does not know
-    │   ├── MalformedRequest      the bytes are not the message that the method takes
+    │   ├── MalformedRequest      the bytes are not a valid message of the method
     │   ├── TooManyInputs         more sequences than one request may hold
     │   ├── TooManyOutputs        more outputs than one request may ask for
     │   ├── SequenceTooLong       longer than the model's longest sequence
@@ -13,24 +13,25 @@
     │   ├── RequestTooLarge       more tokens than the whole queue may hold
     │   ├── ResponseTooLarge      the reply would be over the message limit
     │   └── ModelNotFound         no such model or version
-    ├── QueueFull                 refused at the door; trying again later helps
-    │   └── ShareExceeded         the caller, or bulk as a whole, has its share of the queue already
-    ├── BudgetFull                the server holds as many bytes of requests and replies as it may
-    ├── DeadlineExpired           the deadline passed before a batch started; no request arrives, or no answer is read
+    ├── QueueFull                 the queue has no room now; retry later
+    │   └── ShareExceeded         the caller, or all bulk calls together, has used its share of the queue
+    ├── BudgetFull                requests and replies fill the memory limit, or there are too many calls
+    ├── DeadlineExpired           the deadline passed, the request did not arrive, or the reply was not read
     ├── FingerprintMismatch       the caller expects another bundle
     ├── SpaceMismatch             the caller expects another vector space
     ├── InspectUnavailable        this model cannot be inspected on this server
     ├── InferenceFailed           the model cannot compute this sequence
-    ├── EngineUnhealthy           the engine fails again and again; another replica may do better
+    ├── EngineUnhealthy           the engine fails again and again; try another replica
     ├── NotReady                  the server is still loading its models
     ├── Draining                  the server is stopping
     └── StartupError              the server cannot start
         ├── BundleError           a bundle is missing, altered or unreadable
-        ├── DeviceError           the device or the precision asked for is not available on this machine
-        └── EngineMissing         what runs models is not installed
+        ├── DeviceError           this machine does not have the device or the precision
+        └── EngineMissing         the package that runs models is not installed
 
-The text of every class but StartupError's reaches the caller: it names fields and numbers, never paths. Which field is
-data, a `FieldPath`, because every protocol has its own name for it; `error_table` renders it and has the statuses.
+Callers see the text of all errors except StartupError. The text names fields and numbers, and no file paths. An error
+stores the wrong field as a `FieldPath`, because each protocol has a different name for it. `error_table` maps errors to
+statuses and texts.
 """
 
 import re
@@ -73,12 +74,12 @@ class Part(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FieldPath:
-    """Which part of a request an error is about.
+    """The part of a request that an error is about.
 
     Attributes:
         part: The part.
-        at: Which input, or for the parts of an output which output, from 0; None where the part is not one of several.
-        place: Which id, span or vector of it, from 0; None for the whole part.
+        at: The index of the input, or for parts of an output, the index of the output. None if the part has no index.
+        place: The index of the id, span or vector in the part; None for the whole part.
     """
 
     part: Part
@@ -86,40 +87,40 @@ class FieldPath:
     place: int | None = None
 
 
-# Of these `FieldPath.at` is an output.
+# For these parts, `FieldPath.at` is the index of an output.
 OF_OUTPUTS = frozenset(part for part in Part if part.name.startswith("OUTPUT"))
 
 
 class Naming(Protocol):
-    """What a protocol calls fields and values, in errors."""
+    """The names of fields and enum values in one protocol, for error messages."""
 
     def field(self, path: FieldPath) -> str:
-        """The name of a field."""
+        """Return the name of a field."""
 
     def value(self, value: Enum) -> str:
-        """The name of a value that callers send."""
+        """Return the name of an enum value."""
 
 
 class PlainNaming:
     """Names for log lines and for callers without a protocol."""
 
     def field(self, path: FieldPath) -> str:
-        """As in `input 3, ids 17`."""
+        """Return the name of a field, such as `ids 3, place 17`."""
         name = path.part.name.lower()
         if path.at is not None:
             name = f"{name} {path.at}"
         return name if path.place is None else f"{name}, place {path.place}"
 
     def value(self, value: Enum) -> str:
-        """As in `query`."""
+        """Return the name of an enum value, such as `query`."""
         return value.name.lower()
 
 
 class EncserveError(Exception):
-    """Base of all errors of this server; its text is for people.
+    """Base class of all errors of this server.
 
     Attributes:
-        reason: What programs are told: the class's name, as in INVALID_FIELD, unless it says otherwise.
+        reason: The machine-readable reason, such as INVALID_FIELD. By default, it is made from the name of the class.
     """
 
     reason: ClassVar[str] = "INTERNAL"
@@ -129,87 +130,88 @@ class EncserveError(Exception):
             cls.reason = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).upper()
 
     def __init__(self, problem: str, /, **values: object) -> None:
-        """Takes the text; with values it is a template for `str.format`, in which protocols name fields and enums."""
+        """Take the text. With `values`, it is a template for `str.format`; a protocol names the fields and enums."""
         self.problem = problem
         self.values = values
 
     def text(self, naming: Naming) -> str:
-        """The whole text, as a protocol names things."""
+        """Return the whole text, with the names of a protocol."""
         return self.problem_text(naming)
 
     def problem_text(self, naming: Naming) -> str:
-        """The problem alone."""
+        """Return the text without the field."""
         if not self.values:
             return self.problem
-        return self.problem.format(**{name: _rendered(value, naming) for name, value in self.values.items()})
+        return self.problem.format(**{name: _render(value, naming) for name, value in self.values.items()})
 
     def __str__(self) -> str:
         return self.text(PlainNaming())
 
 
-def _rendered(value: object, naming: Naming) -> object:
+def _render(value: object, naming: Naming) -> object:
     if isinstance(value, FieldPath):
         return naming.field(value)
     if isinstance(value, Enum):
         return naming.value(value)
     if isinstance(value, tuple):
-        return ", ".join(str(_rendered(it, naming)) for it in value)
+        return ", ".join(str(_render(it, naming)) for it in value)
     return value
 
 
 class RequestError(EncserveError):
-    """The request can never succeed as it is.
+    """The request is wrong. The same request will never succeed.
 
     Attributes:
-        field: The wrong field: a FieldPath, or what a front end calls a field of its own; empty for the whole request.
+        field: The wrong field: a FieldPath, or the name of a field that only one protocol has. Empty for the
+            whole request.
     """
 
     def __init__(self, field: FieldPath | str, problem: str, /, **values: object) -> None:
-        """Takes the field and the problem, with the offending numbers; see the base class for `values`."""
+        """Take the field and the problem, with the wrong numbers; see the base class for `values`."""
         self.field = field
         super().__init__(problem, **values)
 
     def move(self, by: int) -> None:
-        """Has the error be about inputs that stand so many places later, where a request is worked on in parts."""
-        self.field = _moved(self.field, by)
-        self.values = {name: _moved(value, by) for name, value in self.values.items()}
+        """Add `by` to the indices of inputs, because the error came from a later part of a request."""
+        self.field = _shift(self.field, by)
+        self.values = {name: _shift(value, by) for name, value in self.values.items()}
 
     def field_name(self, naming: Naming) -> str:
-        """The field, as a protocol names it."""
+        """Return the name of the field in a protocol; empty for the whole request."""
         return naming.field(self.field) if isinstance(self.field, FieldPath) else self.field
 
     def text(self, naming: Naming) -> str:
-        """The field and the problem."""
+        """Return the field and the problem."""
         field, problem = self.field_name(naming), self.problem_text(naming)
         return f"{field}: {problem}" if field else problem
 
 
-def _moved(value: Any, by: int) -> Any:
+def _shift(value: Any, by: int) -> Any:
     if isinstance(value, tuple):
-        return tuple(_moved(it, by) for it in value)
+        return tuple(_shift(it, by) for it in value)
     if isinstance(value, FieldPath) and value.at is not None and value.part not in OF_OUTPUTS:
         return replace(value, at=value.at + by)
     return value
 
 
 class InvalidField(RequestError):
-    """One field has a value that it must not have."""
+    """A field has an invalid value."""
 
 
 class EmptyInputs(InvalidField):
-    """There are no inputs."""
+    """The request has no inputs."""
 
     reason = InvalidField.reason
 
 
 class UnknownField(InvalidField):
-    """There is a field that this server does not know; its name is the caller's own."""
+    """The request has a field that this server does not know."""
 
     reason = InvalidField.reason
 
 
 class MalformedRequest(RequestError):
-    """The bytes are not the protobuf message that the method takes."""
+    """The bytes are not a valid message of the method."""
 
 
 class UnsupportedEncoding(RequestError):
@@ -217,100 +219,113 @@ class UnsupportedEncoding(RequestError):
 
 
 class TooManyInputs(RequestError):
-    """The request holds more sequences than one request may."""
+    """The request has more sequences than the limit."""
 
 
 class TooManyOutputs(RequestError):
-    """The request asks for more outputs than one request may."""
+    """The request asks for more outputs than the limit."""
 
 
 class SequenceTooLong(RequestError):
-    """A sequence is longer than the model's longest."""
+    """A sequence is longer than the limit of the model."""
 
 
 class TooLongToPool(RequestError):
-    """A sequence has more vectors than may be joined: the memory for that grows with the square of the number."""
+    """A sequence has too many vectors to pool. Pooling needs memory for the square of their number."""
 
 
 class RequestTooLarge(RequestError):
-    """The request holds more tokens than the whole queue may, so it could never be admitted."""
+    """The request is larger than a fixed limit, for example the size of the whole queue."""
 
 
 class ResponseTooLarge(RequestError):
-    """The reply would be over the message limit; refused before any compute if its size is known by then."""
+    """The reply would be larger than the limit. Refused before the model runs if its size is known then."""
 
 
 class ModelNotFound(RequestError):
-    """There is no such model or version."""
+    """The model or version does not exist."""
 
 
 class QueueFull(EncserveError):
     """A queue has no room for the request now.
 
     Attributes:
-        retry_delay_s: After how many seconds trying again makes sense.
+        retry_delay_s: The seconds after which a retry may succeed.
     """
 
     def __init__(
         self, unit: str, asked: int | None, queued: int, limit: int, retry_delay_s: float, reopens_at: int | None = None
     ) -> None:
-        """Takes what is counted, how much is asked for, queued and allowed, and when to try again.
+        """Build the text.
 
-        `asked` is None where nobody looked. `reopens_at` is how much a queue that was full may hold before it takes
-        anything again.
+        Args:
+            unit: The unit of the numbers, such as "tokens".
+            asked: The size of the request; None if it is not known.
+            queued: The size of the queue now.
+            limit: The largest size of the queue.
+            retry_delay_s: The seconds after which a retry may succeed.
+            reopens_at: After the queue was full, it accepts requests again at this size. None for a queue without this.
         """
         self.retry_delay_s = retry_delay_s
-        why = f"it holds {queued} of at most {limit} {unit}"
+        problem = f"it holds {queued} of at most {limit} {unit}"
         if asked is not None:
-            why += f" and this request has {asked}"
+            problem += f" and this request has {asked}"
         if reopens_at is not None and queued + (asked or 0) <= limit:
-            why += f"; once full it takes nothing before it holds at most {reopens_at}"
-        super().__init__(f"the queue is full: {why}; try again in {retry_delay_s:.2f} s")
+            problem += f"; after it was full, it accepts requests again at {reopens_at} {unit}"
+        super().__init__(f"the queue is full: {problem}; try again in {retry_delay_s:.2f} s")
 
 
 class ShareExceeded(QueueFull):
-    """A queue has room, but not for more of this caller, or for more bulk."""
+    """A caller, or all bulk calls together, has used its share of a queue."""
 
-    def __init__(self, whose: str, asked: int, waiting: int, share: int, retry_delay_s: float) -> None:
-        """Takes whose share it is, what is asked for, waits and is the share, in tokens, and when to try again."""
+    def __init__(self, owner: str, asked: int, waiting: int, share: int, retry_delay_s: float) -> None:
+        """Build the text.
+
+        Args:
+            owner: The owner of the share: a caller, or bulk.
+            asked: The tokens of the request.
+            waiting: The waiting tokens of the owner.
+            share: The share of the queue, in tokens.
+            retry_delay_s: The seconds after which a retry may succeed.
+        """
         self.retry_delay_s = retry_delay_s
         EncserveError.__init__(
             self,
-            f"{whose} has {waiting} tokens waiting, of the {share} that are its share of the queue, and this request "
-            f"has {asked}; try again in {retry_delay_s:.2f} s",
+            f"{owner} has {waiting} tokens waiting, its share of the queue is {share}, and this request has {asked}; "
+            f"try again in {retry_delay_s:.2f} s",
         )
 
 
 class BudgetFull(EncserveError):
-    """The server holds as many bytes of requests and replies as it may, or receives as many calls.
+    """Requests and replies fill the memory limit, or the server receives too many calls.
 
     Attributes:
-        retry_delay_s: After how many seconds trying again makes sense.
+        retry_delay_s: The seconds after which a retry may succeed.
     """
 
     def __init__(self, problem: str, retry_delay_s: float) -> None:
-        """Takes what is full, with the numbers, and when to try again."""
+        """Take the text about the limit, with the numbers, and the seconds until a retry."""
         self.retry_delay_s = retry_delay_s
         super().__init__(f"{problem}; try again in {retry_delay_s:.2f} s")
 
 
 class Unauthenticated(EncserveError):
-    """It is not known who calls: no key, or one that is not known; the text holds nothing of a key."""
+    """The caller has no key or an unknown key. The text never contains a key."""
 
 
 class PermissionDenied(RequestError):
-    """The caller is known, and may not do this."""
+    """The caller is known and lacks the permission."""
 
 
 class RateLimited(EncserveError):
-    """The caller has asked for more than its rate allows.
+    """The caller has used up its rate.
 
     Attributes:
-        retry_delay_s: After how many seconds the caller may call again.
+        retry_delay_s: The seconds after which the caller may call again.
     """
 
     def __init__(self, caller: str, tokens_per_second: float, retry_delay_s: float) -> None:
-        """Takes who calls, its rate, and when to try again."""
+        """Take the name of the caller, its rate, and the seconds until a retry."""
         self.retry_delay_s = retry_delay_s
         super().__init__(
             f"caller {caller} has used up its rate of {tokens_per_second:g} tokens a second (tokens_per_second); try "
@@ -319,27 +334,27 @@ class RateLimited(EncserveError):
 
 
 class DeadlineExpired(EncserveError):
-    """The deadline passed before a batch started, the request did not arrive, or the caller did not read the answer."""
+    """The deadline passed before a batch started, the request did not arrive, or the caller did not read the reply."""
 
 
 class FingerprintMismatch(EncserveError):
-    """The model has another fingerprint than the caller expects: it is another bundle."""
+    """The bundle of the model does not have the fingerprint that the caller expects."""
 
 
 class SpaceMismatch(EncserveError):
-    """The model has another space_id than the caller expects: its vectors belong to another space."""
+    """The vectors of the model belong to another vector space: not the space_id that the caller expects."""
 
 
 class InspectUnavailable(EncserveError):
-    """The model's bundle has no graph for inspections, or the server has them turned off."""
+    """The bundle of the model has no graph for inspections, or inspections are disabled."""
 
 
 class InferenceFailed(EncserveError):
-    """The model could not compute a sequence, even alone, or its numbers are not finite."""
+    """The model fails for a sequence, even without other sequences in the batch, or the result is not finite."""
 
 
 class EngineUnhealthy(EncserveError):
-    """The engine fails for every input; it is probed and comes back by itself when it can."""
+    """The engine fails for every input. The server keeps testing the engine until it works again."""
 
 
 class NotReady(EncserveError):
@@ -347,7 +362,7 @@ class NotReady(EncserveError):
 
 
 class Draining(EncserveError):
-    """The server is stopping and takes nothing new."""
+    """The server is stopping and accepts no new requests."""
 
 
 class StartupError(EncserveError):
@@ -359,8 +374,8 @@ class BundleError(StartupError):
 
 
 class DeviceError(StartupError):
-    """The device or the precision asked for cannot be had on this machine."""
+    """This machine does not have the requested device or precision."""
 
 
 class EngineMissing(StartupError):
-    """The Python package that the engine runs on is not installed; the text says what to install."""
+    """The Python package of the engine is not installed. The text names the package to install."""

@@ -1,9 +1,8 @@
-"""`python -m encserve_server.healthcheck [TARGET]`: asks a server's health, for a container's HEALTHCHECK.
+"""`python -m encserve_server.healthcheck [TARGET]`: checks the health of a server, for the HEALTHCHECK of a container.
 
-The exit status is 0 if the server says SERVING and 1 if it does not, or cannot be reached. Without a target it asks the
-one that the environment describes, as the server itself reads it; where that has `ENCSERVE_TLS_CERT_FILE`, by /healthz
-of the metrics page, which needs no client certificate. It runs every few seconds beside the server, so it
-imports little: the standard library, gRPC, the health service's messages, and a module without imports.
+The exit status is 0 if the server reports SERVING, otherwise 1. Without a target, the environment variables of the
+server give the address. With `ENCSERVE_TLS_CERT_FILE`, the check uses /healthz on the metrics port, which needs no
+client certificate. The check runs every few seconds beside the server, so it imports few modules.
 """
 
 import http.client
@@ -18,11 +17,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from encserve_server.environment import is_service_link
 
 _DEADLINE_SECONDS = 3.0
-_EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing is bound here
+_EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - no socket is bound here
 
 
 def own_host() -> str:
-    """Where the server of this container listens, from `ENCSERVE_HOST`."""
+    """Return the host of the server in this container, from `ENCSERVE_HOST`."""
     host = os.environ.get("ENCSERVE_HOST") or "127.0.0.1"
     return _EVERY_ADDRESS.get(host, host)
 
@@ -34,15 +33,15 @@ def _own_port(variable: str, default: str) -> str:
 
 
 def own_target() -> str:
-    """The gRPC target of the server of this container, from `ENCSERVE_HOST` and `ENCSERVE_GRPC_PORT`."""
+    """Return the gRPC target of the server in this container, from `ENCSERVE_HOST` and `ENCSERVE_GRPC_PORT`."""
     host = own_host()
     port = _own_port("ENCSERVE_GRPC_PORT", "50051")
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check(target: str, deadline_seconds: float = _DEADLINE_SECONDS) -> str:
-    """What the server says of itself as a whole: SERVING, NOT_SERVING, or why it could not be asked."""
-    # A proxy of the environment is for the world outside.
+    """Return the status of the server by gRPC: SERVING, NOT_SERVING, or the error of the call."""
+    # The proxy in environment variables is only for other machines.
     with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
@@ -53,7 +52,10 @@ def check(target: str, deadline_seconds: float = _DEADLINE_SECONDS) -> str:
 
 
 def check_page(host: str, port: int, deadline_seconds: float = _DEADLINE_SECONDS) -> str:
-    """The same by https://HOST:PORT/healthz. The certificate is for the names of callers, so it is not looked at."""
+    """Return the status of the server by https://HOST:PORT/healthz.
+
+    The certificate is not verified, because it names public addresses of the server, and not the local address.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     connection = http.client.HTTPSConnection(host, port, timeout=deadline_seconds, context=context)
@@ -67,17 +69,17 @@ def check_page(host: str, port: int, deadline_seconds: float = _DEADLINE_SECONDS
 
 
 def _check_own() -> str:
-    """What the server of this container says."""
+    """Return the status of the server in this container."""
     if not os.environ.get("ENCSERVE_TLS_CERT_FILE"):
         return check(own_target())
     return check_page(own_host(), int(_own_port("ENCSERVE_METRICS_PORT", "9464")))
 
 
 def main(arguments: list[str]) -> int:
-    """Prints what the server says, and returns the exit status."""
-    said = check(arguments[0]) if arguments else _check_own()
-    print(said)  # noqa: T201 - the engine keeps it with the container's health
-    return 0 if said == "SERVING" else 1
+    """Print the status of the server, and return the exit status."""
+    status = check(arguments[0]) if arguments else _check_own()
+    print(status)  # noqa: T201 - the container engine stores it with the health of the container
+    return 0 if status == "SERVING" else 1
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The ledger: how much each caller holds of everything that is bounded.
 
-A `Pool` is one bounded resource: bytes, places or watches. An account is a caller's name, or the address of a peer
+A `Pool` is one bounded resource: bytes or places. An account is a caller's name, or the address of a peer
 without a name. One rule gives shares: an account may hold at most a fixed multiple of the amount that is still free.
 So one account alone cannot fill a pool, and an account that holds nothing finds room. Shared-memory switches bound
 their queues with this rule (Choudhury and Hahne, "Dynamic queue length thresholds", 1998).
@@ -11,8 +11,9 @@ A front end takes from a pool and gives back; it decides nothing. Everything her
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections import Counter
+from collections.abc import Collection, Iterator
+from typing import Any, Protocol, TypeVar
 
 from encserve_server.errors import BudgetFull, DeadlineExpired, Draining, EncserveError
 from encserve_server.system.background import repeat
@@ -99,7 +100,9 @@ class ByteBudget(Pool):
                 f"call needs {size} more",
                 RETRY_SECONDS,
             )
-        self.add(account, size)
+        if size:
+            self.held += size
+            self._accounts[account] = self._accounts.get(account, 0) + size
 
 
 class Arrival:
@@ -112,43 +115,89 @@ class Arrival:
         look: The number of the last look before the request began to arrive; None for a stream.
         since: The clock's time when the request began, or of a stream's last progress. Infinity for a busy stream.
         seconds: The time for the request to arrive.
+        size: The bytes that have arrived; 0 over gRPC, which does not tell.
         has_place: Whether it holds a place.
     """
 
     __slots__ = (
         "_places", "_refusal", "_task", "account", "has_place", "is_open", "look", "reserved_bytes", "seconds", "since",
+        "size",
     )  # fmt: skip
 
     def __init__(
-        self, places: "Places", account: str, is_open: bool, reserved_bytes: int, look: int | None, since: float
+        self,
+        places: "Places",
+        account: str,
+        *,
+        is_open: bool = False,
+        is_stream: bool = False,
+        reserves: bool = True,
     ) -> None:
-        """See the attributes."""
+        """Keep what is known of the call.
+
+        Args:
+            places: The places.
+            account: The caller.
+            is_open: Whether the call may come without a key.
+            is_stream: Whether it is a stream, which needs a place at once.
+            reserves: Whether its place reserves bytes. An HTTP body counts its own bytes.
+        """
         self._places = places
         self._task: _Task | None = None
         self._refusal: EncserveError | None = None
         self.account = account
         self.is_open = is_open
-        self.reserved_bytes = reserved_bytes
-        self.look = look
-        self.since = since
+        self.reserved_bytes = places.reserved_bytes if reserves else 0
+        self.look = None if is_stream else places.looks
+        self.since = places.clock.now()
         self.seconds = ARRIVAL_SECONDS
+        self.size = 0
         self.has_place = False
 
     def __enter__(self) -> "Arrival":
-        self._task = current_task()
-        self._places.register(self)
+        """Bound the arrival from now on.
+
+        Raises:
+            BudgetFull: There is no place for the stream.
+        """
+        self._task = asyncio.current_task()
+        if self.look is None:
+            self._places.take_place(self)
+        self._places.arrivals[self] = None
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Free the place. If the ledger has ended the call, raise the reason."""
-        self._places.remove(self)
-        if self._refusal is not None and kind is asyncio.CancelledError:
-            assert self._task is not None  # noqa: S101 - set on entry
+        """Free the place. If the ledger has ended the call, raise the reason.
+
+        Raises:
+            BudgetFull: The request was slow and found no place, or another call got the place.
+            DeadlineExpired: The request did not arrive in time.
+            Draining: The server is stopping.
+        """
+        self._places.arrivals.pop(self, None)
+        if self.has_place:
+            self._places.give_place_back(self)
+        if self._refusal is not None and kind is asyncio.CancelledError and self._task is not None:
             self._task.uncancel()
             raise self._refusal from None
 
+    def progress(self, *, size: int = 0, is_idle: bool = True) -> None:
+        """Note progress: `size` bytes of a body, or a message of a stream.
+
+        Args:
+            size: The bytes that have arrived.
+            is_idle: Whether a stream waits for its caller. A stream that works on replies cannot lose its place.
+        """
+        if self.look is None:
+            self.since = self._places.clock.now() if is_idle else math.inf
+        self.size += size
+        self.seconds += size / BYTES_PER_SECOND
+
     def end(self, error: EncserveError) -> None:
-        """End the call with an error."""
+        """End the call with an error. Its place is free at once."""
+        self._places.arrivals.pop(self, None)
+        if self.has_place:
+            self._places.give_place_back(self)
         self._refusal = error
         if self._task is not None:
             self._task.cancel()
@@ -167,6 +216,10 @@ class Places:
     Attributes:
         pool: The places.
         open_pool: The places of calls that may come without a key.
+        reserved_bytes: The bytes that the place of a gRPC call reserves.
+        arrivals: The requests that are not complete, and the open streams; the oldest first.
+        looks: The number of looks so far.
+        clock: The time.
     """
 
     def __init__(self, budget: ByteBudget, clock: Clock, draining: asyncio.Event, max_request_bytes: int) -> None:
@@ -185,89 +238,48 @@ class Places:
         self.open_pool = Pool(places // _OPEN_PART)
         self.reserved_bytes = min(largest, half // places)
         self._budget = budget
-        self._clock = clock
+        self.clock = clock
         self._draining = draining
-        self._looks = 0
-        self._arrivals: dict[Arrival, None] = {}  # the oldest first
-
-    def arriving(self, account: str, *, is_open: bool = False, reserves: bool = True) -> Arrival:
-        """Bound the time in which the request of the current task arrives.
-
-        Args:
-            account: The caller.
-            is_open: Whether the call may come without a key.
-            reserves: Whether its place reserves bytes. An HTTP body counts its own bytes.
-
-        Raises:
-            BudgetFull: The request is slow, and it finds no place or has lost its place.
-            DeadlineExpired: The request did not arrive in time.
-            Draining: The server is stopping.
-        """
-        size = self.reserved_bytes if reserves else 0
-        return Arrival(self, account, is_open, size, self._looks, self._clock.now())
-
-    def stream(self, account: str, *, is_open: bool = False) -> Arrival:
-        """Hold a place for the stream of the current task.
-
-        Raises:
-            BudgetFull: There is no place, or another call got the place while the stream was idle.
-        """
-        stream = Arrival(self, account, is_open, self.reserved_bytes, None, self._clock.now())
-        if not self._take_place(stream):
-            raise self._no_place()
-        return stream
-
-    def progress(self, arrival: Arrival, *, size: int = 0, is_idle: bool = True) -> None:
-        """Note progress: `size` bytes of a body, or a message of a stream.
-
-        Args:
-            arrival: The request or the stream.
-            size: The bytes that have arrived.
-            is_idle: Whether a stream waits for its caller. A stream that works on replies cannot lose its place.
-        """
-        if arrival.look is None:
-            arrival.since = self._clock.now() if is_idle else math.inf
-        arrival.seconds += size / BYTES_PER_SECOND
+        self.looks = 0
+        self.arrivals: dict[Arrival, None] = {}
 
     async def watch(self) -> None:
         """End requests that arrive too slowly, until cancelled."""
-        await repeat(self._look, LOOK_SECONDS, clock=self._clock)
-
-    def register(self, arrival: Arrival) -> None:
-        """Bound an arrival from now on."""
-        self._arrivals[arrival] = None
-
-    def remove(self, arrival: Arrival) -> None:
-        """Forget an arrival and free its place."""
-        self._arrivals.pop(arrival, None)
-        if arrival.has_place:
-            self._give_place_back(arrival)
+        await repeat(self._look, LOOK_SECONDS, clock=self.clock)
 
     def _look(self) -> None:
-        self._looks += 1
-        now = self._clock.now()
-        for it in [it for it in self._arrivals if it.look is not None]:
-            if not it.has_place and self._looks - (it.look or 0) > _PROMPT_LOOKS and not self._take_place(it):
-                self._end(it, self._no_place(", and this request has not arrived completely"))
+        self.looks += 1
+        now = self.clock.now()
+        for it in [it for it in self.arrivals if it.look is not None]:
+            if not it.has_place and self.looks - (it.look or 0) > _PROMPT_LOOKS:
+                try:
+                    self.take_place(it)
+                except BudgetFull as error:
+                    it.end(error)
             elif it.has_place and self._draining.is_set():  # a stop does not wait for what may never come
-                self._end(it, Draining("the server is stopping; send the request to another"))
+                it.end(Draining("the server is stopping; send the request to another"))
             elif it.since + it.seconds <= now:
-                self._end(it, DeadlineExpired(f"the request did not arrive within {it.seconds:.0f} s"))
+                came = f"; {it.size} bytes came" if it.size else ""
+                it.end(DeadlineExpired(f"the request did not arrive within {it.seconds:.0f} s{came}"))
 
-    def _take_place(self, arrival: Arrival) -> bool:
-        """Take a place. If there is none, another holder may have to give its place up."""
+    def take_place(self, arrival: Arrival) -> None:
+        """Give an arrival a place. If all are taken, another holder may have to give its place up.
+
+        Raises:
+            BudgetFull: There is no place, or the byte budget has no room for it.
+        """
         while not self._has_place_for(arrival):
             if not self._end_idle(arrival):
-                return False
-        try:
-            self._budget.take(arrival.account, arrival.reserved_bytes)
-        except BudgetFull:
-            return False
+                raise BudgetFull(
+                    f"{self.pool.held} of {self.pool.limit} places for streams and slow requests are taken "
+                    "(max_in_flight_mib)",
+                    RETRY_SECONDS,
+                )
+        self._budget.take(arrival.account, arrival.reserved_bytes)
         arrival.has_place = True
         self.pool.add(arrival.account, 1)
         if arrival.is_open:
             self.open_pool.add(arrival.account, 1)
-        return True
 
     def _has_place_for(self, arrival: Arrival) -> bool:
         is_full = arrival.is_open and self.open_pool.held >= self.open_pool.limit
@@ -278,9 +290,9 @@ class Places:
         most = self.pool.held_by(asking.account)
         holders = [
             it
-            for it in self._arrivals
+            for it in self.arrivals
             if it.has_place
-            and it.since + ARRIVAL_SECONDS <= self._clock.now()
+            and it.since + ARRIVAL_SECONDS <= self.clock.now()
             and (it.account == asking.account or self.pool.held_by(it.account) > most)
             and (it.is_open or not asking.is_open)
         ]
@@ -288,27 +300,44 @@ class Places:
             return False
         oldest = min(holders, key=lambda it: it.since)
         problem = f"the call made no progress for {ARRIVAL_SECONDS:.0f} s, and another call needs its place"
-        self._end(oldest, BudgetFull(problem, RETRY_SECONDS))
+        oldest.end(BudgetFull(problem, RETRY_SECONDS))
         return True
 
-    def _end(self, arrival: Arrival, error: EncserveError) -> None:
-        """End a request or a stream with an error. Its place is free at once."""
-        self.remove(arrival)
-        arrival.end(error)
-
-    def _give_place_back(self, arrival: Arrival) -> None:
+    def give_place_back(self, arrival: Arrival) -> None:
+        """Free the place of an arrival."""
         arrival.has_place = False
         self._budget.add(arrival.account, -arrival.reserved_bytes)
         self.pool.add(arrival.account, -1)
         if arrival.is_open:
             self.open_pool.add(arrival.account, -1)
 
-    def _no_place(self, why: str = "") -> BudgetFull:
-        return BudgetFull(
-            f"{self.pool.held} of {self.pool.limit} places for streams and slow requests are taken "
-            f"(max_in_flight_mib){why}",
-            RETRY_SECONDS,
-        )
+
+class OpenConnection(Protocol):
+    """A connection that a server has accepted.
+
+    Attributes:
+        host: The address of the other end, without the port.
+        has_called: Whether a call on it was accepted.
+        idle_since: The time since when it has no call; infinity while it has one.
+    """
+
+    host: str
+    has_called: bool
+    idle_since: float
+
+
+AnyConnection = TypeVar("AnyConnection", bound=OpenConnection)
+
+
+def connections_to_close(connections: Collection[AnyConnection], count: int) -> list[AnyConnection]:
+    """Choose connections that must give way to new ones. A connection with a call stays.
+
+    Connections without an accepted call go first, then connections of the address that has most of them, and of these
+    the longest idle.
+    """
+    idle = [it for it in connections if it.idle_since < math.inf]
+    hosts = Counter(it.host for it in idle)
+    return sorted(idle, key=lambda it: (it.has_called, -hosts[it.host], it.idle_since))[:count]
 
 
 class Watches:

@@ -5,16 +5,16 @@ determines the vectors. It is computed from the model's own files:
 
 - the weights: name, type, shape and bytes of every tensor,
 - the configuration: config.json without settings that do not affect vectors,
-- for a model that is only an ONNX file: the operators and weights that its output depends on,
+- for a model that is only an ONNX file: the operators and weights that the model's output depends on,
 - the modules after the encoder: their settings and tensors,
 - the tokenizer: tokenizer.json without settings for padding, truncation and decoding,
 - the manifest's settings for pooling, prompts, tasks and lengths,
 - the precision, if it is int8, because quantized weights are different weights.
 
 The id does not depend on the exporter's version, the route, the names of ONNX nodes and values, or the number of weight
-files. Equal vectors do not guarantee equal ids: a setting unknown to the exporter changes the id, even if it does not
-affect vectors. docs/models.md ("The name of a vector space") defines version s3. Indexes store ids, so a change of this
-rule needs a new prefix.
+files. Equal vectors do not guarantee equal ids: a setting that the exporter does not know changes the id, even if the
+setting does not affect vectors. docs/models.md ("The name of a vector space") defines version s3 of the id. Vector
+indexes store ids, so a change of this definition needs a new prefix.
 """
 
 import dataclasses
@@ -44,8 +44,8 @@ from encserve_proto.bundle.v1 import manifest_pb2
 VERSION = "s3"
 # Ids with the prefix s2 are accepted until release 0.2. Ids without a prefix are older than s2.
 _FORM = re.compile(r"(?:s[23]-)?[0-9a-f]{32}")
-# Keys of config.json, at any depth, that do not affect vectors. `_TRAINING` has parts of the names of training
-# settings, which do not affect vectors either.
+# Keys of config.json, at any depth, that do not affect vectors. Keys that contain a text of `_TRAINING` are settings of
+# the training, and do not affect vectors either.
 CONFIG_IGNORED = {
     "_attn_implementation_autoset", "_name_or_path", "architectures", "attn_implementation", "auto_map",
     "chunk_size_feed_forward", "dtype", "finetuning_task", "gradient_checkpointing", "id2label", "initializer_factor",
@@ -77,12 +77,12 @@ def check_form(given: str) -> None:
     """Check that a text looks like a space_id of this or an earlier version.
 
     Raises:
-        ConfigError: The text is not 32 hex digits with the prefix "s3-" or "s2-", or without a prefix.
+        ConfigError: The text is not a space_id: the prefix "s3-", "s2-" or none, and then 32 hex digits.
     """
     if not _FORM.fullmatch(given):
         raise ConfigError(
-            f"a space_id is {VERSION}- and 32 hex digits, or s2- or no prefix in older bundles; was {given!r}. Copy it "
-            "from the bundle's manifest.json or from `encserve models --json`"
+            f"a space_id is {VERSION}- and 32 hex digits; in older bundles the prefix is s2- or missing; "
+            f"was {given!r}. Copy the id from the bundle's manifest.json or from `encserve models --json`"
         )
 
 
@@ -92,7 +92,7 @@ def space_id(manifest: manifest_pb2.Manifest, model: str, modules: Sequence[Modu
     Args:
         manifest: The manifest of the bundle.
         model: The result of `digest_model`, `digest_encoder` or `digest_onnx`.
-        modules: The modules after the encoder, see `ModelSpec.modules`.
+        modules: The modules after the encoder; see `ModelSpec.modules`.
         folder: The folder of the tokenizer files that the manifest names.
     """
     fields = MessageToDict(manifest, preserving_proto_field_name=True)
@@ -122,7 +122,7 @@ def digest_model(tensors: Mapping[str, Tensor], configuration: Mapping[str, Any]
     Args:
         tensors: The checkpoint's tensors, by their names in the files.
         configuration: The content of config.json, or the configuration of an `Encoder`. Fields of an `EncoderConfig`
-            that have their default are ignored, so a new field does not change existing ids.
+            that have their default value are ignored, so a new field does not change existing ids.
 
     Raises:
         ConfigError: The configuration contains a value that JSON cannot express.
@@ -147,7 +147,8 @@ def digest_onnx(model: onnx.ModelProto, interface: Interface) -> str:
 
     The hash of a value covers the operator that computes the value, and the hashes of the operator's inputs. So the
     result depends on operators, attributes, branches, opset versions and weights. It does not depend on names, the
-    order of nodes, or unused nodes. The model's functions are hashed unchanged, with their names.
+    order of nodes, or unused nodes. Functions that the model defines are hashed completely, including
+    their names.
     """
     opsets = {it.domain: it.version for it in model.opset_import}
     inputs = {interface.input_ids: "ids", interface.attention_mask: "mask", interface.token_type_ids: "types"}
@@ -159,7 +160,8 @@ def digest_onnx(model: onnx.ModelProto, interface: Interface) -> str:
 def _graph_values(graph: GraphProto, outer: Mapping[str, str], opsets: Mapping[str, int], depth: int) -> dict[str, str]:
     """Return the hash of each value of a graph or branch, by name.
 
-    `outer` has the hashes of the inputs. For a branch, `outer` also has the hashes of the surrounding graph's values.
+    A branch is a graph inside a node, such as the two branches of `If`. `outer` has the hashes of the inputs. For a
+    branch, `outer` also has the hashes of the surrounding graph's values.
     """
     values = {**outer, "": ""}  # an omitted optional input has no name
     values |= {it.name: _digest(["constant", _onnx_tensor(it)]) for it in graph.initializer}

@@ -23,7 +23,8 @@ def check_name(field: str, name: str) -> None:
         name: The name.
 
     Raises:
-        BundleNameError: The name is not 1 to 64 letters, digits, ".", "_" and "-" with a letter or digit first.
+        BundleNameError: The name is empty, has more than 64 characters, does not start with a letter or digit, or has
+            characters other than letters, digits, ".", "_" and "-".
     """
     if not _NAME.fullmatch(name):
         raise BundleNameError(
@@ -32,7 +33,7 @@ def check_name(field: str, name: str) -> None:
 
 
 def name_from(directory: Path) -> str:
-    """Make a model name from a directory's name. Each run of characters that a name cannot have becomes one "-".
+    """Make a model name from a directory's name. One "-" replaces each run of characters that are not allowed.
 
     Raises:
         BundleNameError: The directory's name has no letter and no digit.
@@ -40,12 +41,12 @@ def name_from(directory: Path) -> str:
     directory_name = directory.resolve().name
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", directory_name).lstrip("._-")[:64]
     if not name:
-        raise BundleNameError(f"the directory name {directory_name!r} has no letter or digit; give one with --name")
+        raise BundleNameError(f"the directory name {directory_name!r} has no letter or digit; give a name with --name")
     return name
 
 
 def check_target(model_repository: Path, name: str, version: str, *, overwrite: bool) -> Path:
-    """Check that a version can be written. Return its folder, <name>/<version>/.
+    """Check that a version can be written. Return the version's folder, <name>/<version>/.
 
     Raises:
         BundleNameError: The name or the version cannot be the name of a folder.
@@ -61,9 +62,10 @@ def check_target(model_repository: Path, name: str, version: str, *, overwrite: 
 
 @contextlib.contextmanager
 def draft(model_repository: Path, name: str, version: str, *, overwrite: bool) -> Iterator[Path]:
-    """Create an empty draft folder for a bundle. It is renamed to <name>/<version>/ if no exception is raised.
+    """Create an empty draft folder for a bundle, and rename the folder to <name>/<version>/ after the `with` block.
 
-    After an exception, the folder and its new parents are removed. An existing version does not change.
+    If an exception is raised, the draft folder is removed instead, and also the parent folders that were created for
+    it. An existing version then does not change.
 
     Raises:
         BundleNameError: The name or the version cannot be the name of a folder.
@@ -73,13 +75,16 @@ def draft(model_repository: Path, name: str, version: str, *, overwrite: bool) -
     final = check_target(model_repository, name, version, overwrite=overwrite)
     with _folder_in(final.parent) as folder:
         yield folder
-        check_target(model_repository, name, version, overwrite=overwrite)  # another export may have written it
+        # Another export may have written this version in the meantime.
+        check_target(model_repository, name, version, overwrite=overwrite)
         _publish(folder, final)
 
 
 @contextlib.contextmanager
 def scratch(model_repository: Path, name: str) -> Iterator[Path]:
-    """Create a folder next to a model's versions for files as large as the model. It is removed after the `with` block.
+    """Create a folder for large temporary files, next to a model's versions.
+
+    The folder is removed after the `with` block.
 
     Raises:
         BundleNameError: The name cannot be the name of a folder.
@@ -92,7 +97,7 @@ def scratch(model_repository: Path, name: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Create a folder in TMPDIR for small files. It is removed after the `with` block.
+    """Create a folder in TMPDIR for small files. The folder is removed after the `with` block.
 
     Raises:
         BundleError: The folder cannot be created or written.
@@ -128,8 +133,8 @@ def _named_errors(folder: Path) -> Iterator[None]:
 def _publish(folder: Path, final: Path) -> None:
     """Rename the draft folder to the version's folder.
 
-    An existing version is first renamed to a temporary name. It is deleted afterwards. If the draft cannot be renamed,
-    the existing version gets its name back.
+    An existing version is first renamed to a temporary name, and deleted at the end. If the draft folder cannot be
+    renamed, the existing version gets its old name back.
     """
     folder.chmod(0o755)  # only the owner can read a temporary folder, but the server may run as another user
     for path in folder.iterdir():

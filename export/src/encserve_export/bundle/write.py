@@ -1,4 +1,7 @@
-"""Completes a bundle whose graph is written: adds tokenizer, heads and manifest, and compares texts' vectors."""
+"""Completes a bundle after its graph was written: adds files, and compares the vectors of texts.
+
+The added files are the tokenizer, the heads and the manifest. A head is a graph that runs after the encoder.
+"""
 
 import dataclasses
 import sys
@@ -20,7 +23,7 @@ Progress = Callable[[str], None]
 
 
 def show_progress(step: str) -> None:
-    """Print the current step on stderr. Pass another function as `progress` to show it elsewhere."""
+    """Print the current step on stderr. Pass another function as `progress` to show steps elsewhere."""
     sys.stderr.write(f"encserve-export: {step}\n")
 
 
@@ -33,7 +36,8 @@ class Target:
         name: The model's name.
         version: The model's version.
         overwrite: Whether an existing version is replaced.
-        keep_space_id: The space_id to write instead of the computed one; empty for the computed one.
+        keep_space_id: The space_id (the id of the model's vector space) to write into the manifest. If it is empty, the
+            exporter computes the space_id.
 
     Raises:
         ConfigError: `keep_space_id` does not look like a space_id.
@@ -57,7 +61,7 @@ class Exported:
 
     Attributes:
         path: The folder of the bundle.
-        manifest: The content of its manifest.json.
+        manifest: The content of the bundle's manifest.json.
         notes: Decisions that the user should know about, by topic. The topics are "route", "inspection", "text",
             "longest", "remark", "expected" (the file with the user's hidden states) and "compared with" (the library).
         unused_parts: Parts of the checkpoint that the bundle does not use, such as "classifier"; empty for ONNX files.
@@ -71,11 +75,11 @@ class Exported:
     replaced_space_id: str = ""
 
     def with_notes(self, notes: Mapping[str, str]) -> Self:
-        """Return a copy with more notes. Empty texts are left out."""
+        """Return a copy with more notes. Notes with an empty text are left out."""
         return dataclasses.replace(self, notes={**self.notes, **{topic: text for topic, text in notes.items() if text}})
 
     def __repr__(self) -> str:
-        """The name, the version, the space_id and the folder in one line."""
+        """Return the name, the version, the space_id and the folder in one line."""
         described = self.manifest
         return f"Exported({described.name!r}, version {described.version!r}, {described.space_id}, {str(self.path)!r})"
 
@@ -95,13 +99,14 @@ def complete(
         target: The destination of the bundle.
         model: The description of the ONNX file.
         source: The origin of the model.
-        parity: The result of the comparisons in ONNX Runtime, see `check.agreement`.
+        parity: The result of the comparison of hidden states, see `check.agreement`.
         files: The model's files, already in the folder.
 
     Raises:
         ExpectedFileError: The user's file of hidden states does not fit this model.
-        ExpectedRowsError: The bundle's hidden states differ from the user's.
-        ParityError: A head's output differs from PyTorch's, or token ids or vectors of texts differ from the library's.
+        ExpectedRowsError: The bundle's hidden states differ from those in the user's file.
+        ParityError: A head's output differs from PyTorch's. Or the token ids or vectors of a text differ from those of
+            sentence-transformers or transformers.
         ConfigError: The longest sequence is shorter than the length to which queries are expanded.
     """
     expected = source.expected
@@ -137,7 +142,7 @@ def complete(
 
 
 def _write_heads(vector: ModelSpec, shape: manifest_pb2.EncoderShape, folder: Path) -> dict[str, Any]:
-    """Write the graphs that follow the encoder. Return their manifest fields by name."""
+    """Write the heads and the static weights. Return the manifest fields of the heads, by their names."""
     heads = dict[str, Any]()
     if vector.head is not None:
         heads["head"] = write_head(vector.head, manifest.pooled_width(shape, vector), folder)

@@ -93,7 +93,8 @@ def read_expected(path: Path) -> Expected:
     # The server pads on the right and counts positions from the first token, so the file must do the same.
     if not np.array_equal(mask, np.arange(mask.shape[1]) < mask.sum(axis=1, keepdims=True)) or not mask[:, 0].all():
         raise ExpectedFileError(
-            f"{path}: each row of attention_mask must be 1 for its tokens, at least one, then 0. Pad on the right"
+            f"{path}: each row of attention_mask must start with 1 for its tokens (at least one token), then have only "
+            "0 for padding. Pad on the right"
         )
     return Expected(path, inputs[0], arrays[inputs[0]], mask, rows)
 
@@ -108,8 +109,8 @@ def check_expected(
         folder: The folder of the graph's files.
         graph: The graph's interface and precision.
         shape: The model's sizes.
-        bounds: The allowed differences from PyTorch. If they limit neither the error nor the cosine similarity, the
-            bounds of the precision apply.
+        bounds: The allowed differences from PyTorch. If `error` and `cosine` are both None, the bounds of the graph's
+            precision apply.
 
     Raises:
         ExpectedFileError: The input or the rows do not fit the model.
@@ -143,7 +144,7 @@ def _load(path: Path) -> dict[str, Any]:
         if path.suffix == ".safetensors":
             arrays = load_file(path)
         else:
-            # np.load does not close a broken file, so `with` closes it.
+            # np.load does not close a broken file, so the first `with` item closes the file.
             with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
                 arrays = {name: archive[name] for name in archive.files}
     # For a .npy file np.load returns an array. An array is not a context manager, so `with` raises a TypeError.

@@ -1,7 +1,7 @@
-"""Compares a bundle's token ids and vectors of texts with sentence-transformers or transformers.
+"""Compares a bundle's token ids and vectors with those of sentence-transformers or transformers, for the same texts.
 
-The bundle runs in `encserve_server.offline`, so the comparison covers the code that serves the bundle. A directory with
-modules.json is compared with sentence-transformers, any other directory with transformers.
+The bundle runs in `encserve_server.offline`, so the comparison covers the code that serves the bundle. A bundle is
+compared with sentence-transformers if its directory has modules.json. Other bundles are compared with transformers.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ from encserve_proto.fingerprint import fingerprint, to_fields
 from encserve_server.errors import EncserveError
 from encserve_server.offline import Embedder
 
-LONGEST_BY_DEFAULT = 8192  # for models without a stated limit; checks of longer texts would take hours
+LONGEST_BY_DEFAULT = 8192  # for models without a stated limit; longer texts would take hours to check
 
 _SENTENCE = "The cat sleeps on the warm windowsill while it rains. "
-# Ids and vectors of these texts are compared. For many more texts, only ids are compared.
+# The ids and vectors of these texts are compared. For many more texts, only the ids are compared.
 _TEXTS = (
     "",
     "Cats",
@@ -53,12 +53,12 @@ _TEXTS = (
 )
 _LONG_TEXT = 3000 * _SENTENCE  # longer than the longest sequence of any model
 _TYPES_ADVICE = (
-    'its tokenizer gives token_type_ids, which this model reads as tokens: write "model_input_names": ["input_ids", '
-    '"attention_mask"] into tokenizer_config.json if the model was trained without'
+    "the tokenizer gives token_type_ids, which this model reads as tokens. If the model was trained without "
+    'token_type_ids, write "model_input_names": ["input_ids", "attention_mask"] into tokenizer_config.json'
 )
 _ADVICE = (
     "so the directory describes another model. Save the directory again with save_pretrained of a recent "
-    "sentence-transformers or transformers, and export that"
+    "sentence-transformers or transformers, and export the new directory"
 )
 
 
@@ -68,11 +68,11 @@ class Compared:
 
     Attributes:
         library: The library, "sentence-transformers" or "transformers".
-        texts: The number of compared texts; a text counts once for each prompt and task.
+        texts: The number of compared texts. A text counts once for each prompt and each task.
         max_relative_error: The largest ‖got - want‖ / ‖want‖ of a vector.
         min_cosine: The least cosine similarity of a vector.
-        max_maxsim_error: The largest |got - want| of a MaxSim score, as a share of the best score of its query; None
-            for models without MaxSim vectors.
+        max_maxsim_error: The largest error of a MaxSim score: |got - want|, divided by the query's best score. None for
+            models without MaxSim vectors.
         bounds: The allowed differences.
     """
 
@@ -86,9 +86,12 @@ class Compared:
 
 @dataclasses.dataclass(frozen=True)
 class _Way:
-    """How texts are encoded: with a prompt, for a task, or without either.
+    """How texts are encoded: with a prompt, for a task, or without a prompt and a task.
 
-    `options` are the arguments of the call to the bundle. `label` describes the prompt or the task in error messages.
+    Attributes:
+        options: The arguments of the call that encodes texts with the bundle.
+        label: The description of the prompt or the task in error messages.
+        prompt: The text of the prompt; empty without a prompt.
     """
 
     options: Mapping[str, Any]
@@ -105,7 +108,10 @@ _NO_PROMPT = _Way({"prompt_name": ""}, "no prompt")
 
 @dataclasses.dataclass(frozen=True)
 class _Answer:
-    """The library's output for each text: a list of ids if `output` is "ids", else an array (vectors, width)."""
+    """The library's output for each text.
+
+    If `output` is "ids", the output of a text is a list of ids. Otherwise the output is an array (vectors, width).
+    """
 
     way: _Way
     output: str
@@ -115,25 +121,27 @@ class _Answer:
 
 @dataclasses.dataclass(frozen=True)
 class _Answers:
-    """All outputs of a library, and the advice in the error message if a vector differs."""
+    """All outputs of a library, and advice for the error message if a vector differs."""
 
     library: str
     answers: Sequence[_Answer]
     advice: str = _ADVICE
 
 
-_ROWS = {"output_value": "token_embeddings"}  # sentence-transformers' option to return hidden states
+_ROWS = {"output_value": "token_embeddings"}  # makes sentence-transformers return hidden states
 PipelineCheck = Callable[[Path, manifest_pb2.Manifest], Compared | None]
 
 
 def prepare_comparison(
     spec: ModelSpec, *, takes_text: bool, asked: int | None, progress: Callable[[str], None]
 ) -> PipelineCheck:
-    """Return a function that compares a bundle. Its arguments are the folder and the manifest of the bundle.
+    """Return a function that compares a bundle. The function takes the bundle's folder and manifest as arguments.
 
     sentence-transformers computes its outputs now, so that its model can be freed before the graph is written.
-    transformers computes its outputs when the bundle is compared. If the directory has no weights or transformers does
-    not know the model, vectors are not compared, and the returned function returns None.
+    transformers computes its outputs when the bundle is compared.
+
+    Vectors are not compared if the directory has no weights or if transformers does not know the model. The returned
+    function then returns None.
 
     Args:
         spec: The spec of the directory.
@@ -142,15 +150,15 @@ def prepare_comparison(
         progress: Called with each step.
 
     Raises:
-        UnsupportedModelError: A prompt is as long as the longest text, and pooling leaves out the prompt, so no token
-            would be left.
+        UnsupportedModelError: A prompt fills the longest text, and pooling leaves out the prompt. Pooling would then
+            have no tokens.
         ParityError: sentence-transformers fails for the directory. The returned function raises a ParityError if ids or
             vectors differ.
     """
     if spec.loaded is None or not takes_text:
-        plain = dataclasses.replace(spec, loaded=None)  # lets sentence-transformers' model be freed
+        plain = dataclasses.replace(spec, loaded=None)  # so that sentence-transformers' model can be freed
         return partial(_compare, lambda manifest: _ask_transformers(plain, manifest, progress), progress)
-    progress("asking sentence-transformers for texts' ids and vectors")
+    progress("computing the ids and vectors of texts with sentence-transformers")
     answers = _ask_static(spec, asked) if spec.kind == "static" else _ask_sentence_transformers(spec, asked)
     return partial(_compare, lambda _: answers, progress)
 
@@ -162,9 +170,10 @@ def _compare(
     manifest: manifest_pb2.Manifest,
 ) -> Compared | None:
     answers = ask(manifest)
-    progress(f"comparing texts' ids and vectors with {answers.library}")
+    progress(f"comparing the ids and vectors of texts with {answers.library}")
     differences: list[Comparison] = []
-    multi_vectors: dict[str, tuple[Sequence[Rows], Sequence[Rows]]] = {}  # the bundle's and the library's
+    # For each task, the vectors of the bundle and of the library.
+    multi_vectors: dict[str, tuple[Sequence[Rows], Sequence[Rows]]] = {}
     with _open(folder, manifest) as embedder:
         for answer in answers.answers:
             if answer.output == "ids":
@@ -191,8 +200,8 @@ def _compare(
 def _open(folder: Path, manifest: manifest_pb2.Manifest) -> Iterator[Embedder]:
     """Load the bundle in a draft folder, without token pooling and without a limit on sparse weights.
 
-    Rounding may change which tokens are pooled together and which weights are kept. Such changes would be large
-    differences.
+    Rounding may change which tokens are pooled together and which weights are kept. Such a change would cause a large
+    difference in the output.
     """
     whole = manifest_pb2.Manifest()
     whole.CopyFrom(manifest)
@@ -212,7 +221,7 @@ def _open(folder: Path, manifest: manifest_pb2.Manifest) -> Iterator[Embedder]:
                 max_text_bytes=2**24,
                 device="cpu",
                 tune_batches=False,
-                cache_dir=Path("off"),  # an export must not fill the user's cache
+                cache_dir=Path("off"),  # an export must not write to the user's cache
                 parallel_batches=1,
             )
         except EncserveError as error:
@@ -224,7 +233,7 @@ def _open(folder: Path, manifest: manifest_pb2.Manifest) -> Iterator[Embedder]:
 def _check_ids(embedder: Embedder, answer: _Answer, library: str, vocab_size: int) -> None:
     """Raise a ParityError if the bundle's ids differ from the library's.
 
-    If the library finds no tokens, or an id outside the vocabulary, the server must refuse the text.
+    If the library's list of ids is empty or has an id outside the vocabulary, the server must refuse the text.
     """
     tokenized = embedder.tokenize(answer.texts, truncate=True, **answer.way.options)
     for text, got, want in zip(answer.texts, tokenized, answer.outputs, strict=True):
@@ -232,8 +241,8 @@ def _check_ids(embedder: Embedder, answer: _Answer, library: str, vocab_size: in
             continue
         ids = f"(refused: {got})" if isinstance(got, str) else _short(got)
         raise ParityError(
-            f"for the text {_short(text)} with {answer.way.label} the bundle gives the ids {ids}, {library} "
-            f"{_short(want)}; {_ADVICE}"
+            f"for the text {_short(text)} with {answer.way.label} the bundle gives the ids {ids}, but {library} "
+            f"gives {_short(want)}; {_ADVICE}"
         )
 
 
@@ -243,7 +252,7 @@ def _in_vocabulary(ids: Sequence[int], vocab_size: int) -> bool:
 
 
 def _embed(embedder: Embedder, answer: _Answer) -> list[Rows]:
-    """Return the bundle's array (vectors, width) for each text; (1, width) for sparse weights over the vocabulary."""
+    """Return the bundle's array (vectors, width) for each text. Sparse weights become an array (1, vocab_size)."""
     way, texts = answer.way, answer.texts
     result: Any = embedder.run(texts, truncate=True, output=answer.output, **way.options)  # type: ignore[arg-type]
     if result.refused:
@@ -262,7 +271,7 @@ def _check_vectors(
     vectors: Sequence[Rows], answer: _Answer, answers: _Answers, manifest: manifest_pb2.Manifest
 ) -> Iterator[Comparison]:
     """Raise a ParityError if vectors or sparse weights differ too much. Yield the difference of each text."""
-    # The vectors of the library and of the bundle both have the model's float32 error, so the tolerance grows with
+    # The library's vectors and the bundle's vectors both have the model's float32 error. So the tolerance grows with
     # twice this error.
     tolerance = tolerance_for(PIPELINE_TOLERANCE, 2 * manifest.parity.float32_error)
     cosine = bounds_of(manifest.graph.precision).cosine
@@ -273,14 +282,14 @@ def _check_vectors(
         if got.shape != want.shape:
             raise ParityError(f"the bundle gives the shape {got.shape}, not {want.shape} of {where}; {_ADVICE}")
         if answer.output == "sparse" and cosine is not None and text == "":
-            continue  # rounding changes the few weights of an empty text most
+            continue  # an empty text has few weights, and rounding changes them most
         difference = compare(got, want, limit) if want.size else Comparison(error=0, cosine=1, excess="")
         if answer.output == "sparse" and cosine is None:
             excess = float((np.abs(got - want) - tolerance * np.abs(want)).max())
             if not excess <= PIPELINE_WEIGHT_TOLERANCE:
                 raise ParityError(
-                    f"the bundle gives other weights than {where}: one differs by {excess:.1e} more than "
-                    f"{tolerance:.0e} of the weight, at most {PIPELINE_WEIGHT_TOLERANCE:.0e} is allowed{advice}"
+                    f"the bundle gives other weights than {where}: one weight differs by {tolerance:.0e} of its value "
+                    f"plus {excess:.1e}; {tolerance:.0e} plus {PIPELINE_WEIGHT_TOLERANCE:.0e} is allowed{advice}"
                 )
         elif difference.excess:
             raise ParityError(f"the bundle gives another vector than {where}: {difference.excess}{advice}")
@@ -292,7 +301,7 @@ def _check_scores(
 ) -> float:
     """Raise a ParityError if MaxSim scores differ too much. Return the largest error.
 
-    Each text is scored as a query against each text as a document.
+    Each text is used as a query and as a document, and each query is scored against each document.
     """
     without_task = next(iter(multi_vectors.values()))
     queries, documents = (multi_vectors.get(task, without_task) for task in TASKS)
@@ -304,7 +313,7 @@ def _check_scores(
     if not error <= bounds.maxsim_error:
         advice = answers.advice if bounds.cosine is None else "float32 is exact"
         raise ParityError(
-            f"a MaxSim score differs from {answers.library} by {error:.1e} of the best score of its query, at most "
+            f"a MaxSim score differs from {answers.library} by {error:.1e} of its query's best score, at most "
             f"{bounds.maxsim_error:.1e} is allowed; {advice}"
         )
     return error
@@ -315,7 +324,10 @@ def _maxsim(query: Rows, document: Rows) -> float:
 
 
 def _ask_transformers(spec: ModelSpec, manifest: manifest_pb2.Manifest, progress: Callable[[str], None]) -> _Answers:
-    """Compute ids and hidden states of texts in transformers; without a tokenizer, hidden states of fixed ids."""
+    """Compute ids and hidden states of texts with transformers.
+
+    If the bundle has no tokenizer, compute the hidden states of fixed ids.
+    """
     longest, vocab_size = manifest.encoder.max_sequence_tokens, manifest.encoder.vocab_size
     answers = []
     texts: Sequence[Any]
@@ -354,10 +366,10 @@ def _failure(problem: str) -> Iterator[None]:
 
 
 def _advice(model: Any, inputs: Mapping[str, Any]) -> str:
-    """Return the advice in the error message if a vector differs.
+    """Return the advice for the error message if a vector differs.
 
-    GPT-2, for example, has no table of token types. It looks up token types in the table of tokens and adds these
-    embeddings.
+    Some models, such as GPT-2, have no table of token types. They look up token types in the table of tokens, and add
+    the embeddings that they find there.
     """
     reads_types = "token_type_ids" in inputs and not hasattr(model.config, "type_vocab_size")
     return _TYPES_ADVICE if reads_types else _ADVICE
@@ -381,8 +393,8 @@ def _ask_sentence_transformers(spec: ModelSpec, asked: int | None) -> _Answers:
     answers: list[_Answer] = []
     for way in _ways(spec):
         if way.task and spec.tasks[way.task].HasField("static_sparse"):
-            continue  # static weights have another tokenizer
-        # The long text has a call of its own, because a call pads all texts to the length of the longest text.
+            continue  # static weights have their own tokenizer
+        # The long text gets a separate call, because a call pads all texts to the length of the longest text.
         ids = _ids(transformer, probes, way) + _ids(transformer, [_LONG_TEXT], way)
         answers.append(_Answer(way, "ids", [*probes, _LONG_TEXT], ids))
         pairs = zip(texts, _ids(transformer, texts, way), strict=True)
@@ -396,9 +408,13 @@ def _ask_sentence_transformers(spec: ModelSpec, asked: int | None) -> _Answers:
 
 
 def _set_lengths(transformer: Any, spec: ModelSpec, asked: int | None) -> int:
-    """Set sentence-transformers' limits of text length to the bundle's. Return the limit without a task, in tokens.
+    """Set the limits of text length in sentence-transformers to those of the bundle.
 
-    sentence-transformers does not know the user's limit. For some models it does not know the number of positions.
+    sentence-transformers does not know the user's limit. For some models, sentence-transformers does not know the
+    number of positions.
+
+    Returns:
+        The limit for a text without a task, in tokens.
     """
     positions = pretrained.positions(transformer.model, transformer.config) or NO_BOUND
     usual = min(transformer.max_seq_length or NO_BOUND, positions)
@@ -417,14 +433,14 @@ def _check_prompts(tokenizer: Any, prompts: Iterable[str], longest: int) -> None
         count = len(tokenizer(prompt)["input_ids"])
         if count >= longest:
             raise UnsupportedModelError(
-                f"the prompt {_short(prompt)} has {count} tokens, and a text at most {longest} (max_seq_length): "
-                "pooling leaves out the prompt (include_prompt is false), so it would pool nothing. Remove the prompt, "
-                "or give a larger --max-sequence-tokens"
+                f"the prompt {_short(prompt)} has {count} tokens, and a text has at most {longest} (max_seq_length): "
+                "pooling leaves out the prompt (include_prompt is false), so no token would be left. Remove the "
+                "prompt, or give a larger --max-sequence-tokens"
             )
 
 
 def _ways(spec: ModelSpec) -> list[_Way]:
-    """Return the prompts and tasks that change the vectors of a model."""
+    """Return one `_Way` for each prompt and task that changes the vectors of a model."""
     tasks = [
         _Way({"task": task}, f"the task {task}", spec.prompts.get(settings.prompt_name, ""))
         for task, settings in spec.tasks.items()
@@ -450,9 +466,9 @@ def _ids(transformer: Any, texts: Sequence[str], way: _Way) -> list[list[int]]:
 
 
 def _ask_vectors(spec: ModelSpec, texts: Sequence[str]) -> list[_Answer]:
-    """Compute the vectors of texts in sentence-transformers, for each prompt and task.
+    """Compute the vectors of texts with sentence-transformers, for each prompt and each task.
 
-    For a model without pooling, compute hidden states without a prompt.
+    If the model has no pooling, compute hidden states, and use no prompt.
     """
     ways, output = _ways(spec), "model"
     arguments: Mapping[str, Any] = {}
@@ -500,7 +516,7 @@ def _texts(tokenizer: Any) -> Sequence[str]:
 
 
 def _short(value: Any) -> str:
-    """Return the first 60 characters of a text, escaped, or the first 20 ids, for an error message."""
+    """Shorten a text or a list of ids for an error message: the first 60 characters, escaped, or the first 20 ids."""
     if isinstance(value, str):
         return ascii(value) if len(value) <= 60 else f"{value[:60]!a}... ({len(value)} characters)"
     ids = [str(it) for it in value]

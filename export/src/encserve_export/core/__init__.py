@@ -1,1 +1,1 @@
-"""Shared basics: errors, names, precisions, array types, and ONNX Runtime."""
+"""Modules that other packages share: errors, names, precisions, array types, and ONNX Runtime."""

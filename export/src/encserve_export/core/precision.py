@@ -6,15 +6,15 @@ from typing import Literal
 
 Precision = Literal["float32", "float16", "int8"]
 
-# A position table in a checkpoint is sinusoidal if it differs from the formula by at most this number. Tables that were
-# computed in float32 differ by up to 4e-4 at position 5,000 (measured against float64). Tables of other formulas differ
-# by 1 or more.
+# The exporter takes a checkpoint's position table for sinusoidal if the table differs from the sinusoid formula by at
+# most this number. Tables that were computed in float32 differ by up to 4e-4 at position 5,000 (measured against
+# float64). Tables of other formulas differ by 1 or more.
 SINUSOID_TOLERANCE = 1e-3
-# A layer whose measured error is larger stays in float32. In all-MiniLM-L6-v2, one layer has an error of 0.12. The
-# other layers have errors of 0.02 to 0.08. The least cosine similarity is 0.995 with this one layer in float32, and
-# 0.968 with all layers in 8 bits.
+# A layer stays in float32 if its measured error in int8 exceeds this number. In all-MiniLM-L6-v2, one layer has an
+# error of 0.12. The other layers have errors of 0.02 to 0.08. The least cosine similarity is 0.995 with this one layer
+# in float32, and 0.968 with all layers in 8 bits.
 MAX_INT8_LAYER_ERROR = 0.1
-# The least and the largest usual error of hidden states that a GPU computed in float16 or TF32. Both types have 10 bits
+# The usual range of the error of hidden states that a GPU computed in float16 or TF32. Both types have 10 bits
 # after the point, and 2⁻¹⁰ is 1e-3. The range is wide because rounding cancels out in some models, and adds up over
 # layers in others.
 LOW_PRECISION_ERRORS = (1e-4, 2e-2)
@@ -27,22 +27,24 @@ class Bounds:
     A row is the hidden state of one token.
 
     A float32 bundle repeats the computation of PyTorch, so its rows may differ by rounding only. The effect of rounding
-    depends on the model and on the CPU. Therefore rows are compared with PyTorch in float64, and the tolerance grows
-    with PyTorch's own float32 error, see `with_rounding`. In lower precisions all rows change. For them the cosine
-    similarity is limited instead of the error, because a search compares the directions of vectors.
+    depends on the model and on the CPU. Therefore rows are compared with PyTorch in float64. The tolerance grows with
+    PyTorch's own float32 error; see `with_rounding`.
+
+    In float16 and int8 all rows change. For these precisions the cosine similarity is limited instead of the error,
+    because a search compares the directions of vectors.
 
     Attributes:
         error: The largest ‖got - want‖/‖want‖ of a row against PyTorch in float64; None if cosine similarities are
             limited.
-        padding_error: The largest ‖got - want‖/‖want‖ of a row in a padded batch, with the row of the sequence alone as
-            `want`, both in ONNX Runtime.
+        padding_error: The largest ‖got - want‖/‖want‖ between two rows of ONNX Runtime: `got` is a row in a padded
+            batch, and `want` is the same row if the sequence is computed alone.
         cosine: The least cosine similarity to PyTorch's row; None if errors are limited.
         padding_cosine: The least cosine similarity between a row in a padded batch and the row of the sequence alone.
-        maxsim_error: The largest difference of a MaxSim score from sentence-transformers', as a share of the best score
-            of its query.
-        attention_error: The largest difference of an attention weight from PyTorch's in float64. If cosine similarities
-            are limited, it is the largest share of a block's attention that moves to other tokens, as a mean over heads
-            and tokens.
+        maxsim_error: The largest difference between a MaxSim score and the score of sentence-transformers, divided by
+            the best score of the same query.
+        attention_error: The largest difference between an attention weight and PyTorch's weight in float64. If cosine
+            similarities are limited, the largest share of attention that moves to other tokens in a block. This share
+            is a mean over heads and tokens.
     """
 
     error: float | None = None
@@ -58,7 +60,8 @@ class Bounds:
         Limits of cosine similarities do not change.
         """
         error, padding_error = (
-            # The padded sequence and the sequence alone may both be off by `error`, in opposite directions.
+            # The row in the padded batch and the row of the sequence alone both have rounding errors. These errors may
+            # have opposite directions, so the float32 error counts twice.
             None if tolerance is None else tolerance_for(tolerance, sides * float32_error)
             for tolerance, sides in ((self.error, 1), (self.padding_error, 2))
         )
@@ -66,7 +69,7 @@ class Bounds:
 
 
 def tolerance_for(tolerance: float, float32_error: float) -> float:
-    """Return the allowed error against float64: the tolerance, or 4 times PyTorch's float32 error if larger.
+    """Return the allowed error against float64: the tolerance, or 4 times PyTorch's float32 error if that is larger.
 
     ONNX Runtime adds numbers in another order than PyTorch, so its rounding errors differ. The largest error among a
     few thousand rows also varies by chance, so the factor is 4 instead of 1.
@@ -85,10 +88,10 @@ BOUNDS: dict[str, Bounds] = {
 }
 # Heads are small float32 graphs, so their outputs differ only by the rounding of one or two layers.
 HEAD_TOLERANCE = 1e-5
-# For the comparison of texts with sentence-transformers or transformers. Both the bundle and the library compute in
-# float32, so two rounding errors of a row (see `BOUNDS`) add up. A sparse weight may differ by the first number times
-# the weight, plus the second number. The second number is needed because small differences around 0 become weights
-# after ReLU.
+# The tolerances for the vectors and the sparse weights of texts, compared with sentence-transformers or transformers.
+# Both the bundle and the library compute in float32, so two rounding errors of a row (see `BOUNDS`) add up. A sparse
+# weight may differ by the first number times the weight, plus the second number. The second number is needed because
+# small differences around 0 become weights after ReLU.
 PIPELINE_TOLERANCE, PIPELINE_WEIGHT_TOLERANCE = 1e-4, 1e-5
 
 

@@ -1,1 +1,4 @@
-"""Reads models of each kind: one vector per text, vectors for MaxSim, or sparse weights over the vocabulary."""
+"""Reads the directory of a model, for each kind of model.
+
+A model makes one vector per text, several vectors for MaxSim, or sparse weights over the vocabulary.
+"""

@@ -1,6 +1,7 @@
 """Reads BGE-M3's heads for multi-vectors and sparse weights from two files in the encoder's folder.
 
-modules.json describes only the dense vectors. The formulas are from FlagEmbedding, the code of BGE-M3's authors.
+modules.json describes only the modules for dense vectors. The formulas are from FlagEmbedding, the code of BGE-M3's
+authors.
 """
 
 import dataclasses
@@ -17,16 +18,16 @@ from encserve_proto.bundle.v1 import manifest_pb2
 _MULTI_VECTOR_FILE, _SPARSE_FILE = "colbert_linear.pt", "sparse_linear.pt"
 _WITHOUT_WEIGHT = ("cls_token", "eos_token", "pad_token", "unk_token")
 _REMARK = (
-    "sentence-transformers cuts texts to max_seq_length, FlagEmbedding to 512 tokens by default; "
-    "--max-sequence-tokens 512 does the same"
+    "sentence-transformers cuts texts to max_seq_length, but FlagEmbedding cuts texts to 512 tokens by default; "
+    "--max-sequence-tokens 512 has the same effect"
 )
 
 
 def with_bge_m3(spec: ModelSpec) -> ModelSpec:
-    """Add the heads from the two files in the encoder's folder; without these files return the spec unchanged.
+    """Add the heads from the two files in the encoder's folder. Without these files, return the spec unchanged.
 
     Raises:
-        CheckpointFileError: A file is unreadable or not a linear layer, or the directory has no tokenizer.
+        CheckpointFileError: A file is unreadable or does not contain a linear layer, or the directory has no tokenizer.
         UnsafeWeightsError: A file contains objects that are not tensors.
     """
     multi_vector, sparse = (spec.encoder / name for name in (_MULTI_VECTOR_FILE, _SPARSE_FILE))
@@ -38,9 +39,9 @@ def with_bge_m3(spec: ModelSpec) -> ModelSpec:
     if sparse.is_file():
         linear, facts = _linear(sparse, "SparseLinear")
         if linear.out_features != 1:
-            raise CheckpointFileError(f"{sparse} must make one number of a row; it makes {linear.out_features}")
+            raise CheckpointFileError(f"{sparse} must make one number from a row, but makes {linear.out_features}")
         if spec.tokenizer is None:
-            raise CheckpointFileError(f"{sparse} needs a tokenizer beside it, which names the tokens without a weight")
+            raise CheckpointFileError(f"{sparse} needs a tokenizer in its folder, to find the tokens without a weight")
         special = spec.tokenizer.special_tokens_map
         tokens = [special[name] for name in _WITHOUT_WEIGHT if name in special]
         weights = SparseHead(
@@ -53,7 +54,7 @@ def with_bge_m3(spec: ModelSpec) -> ModelSpec:
 
 
 class _Normalize(nn.Module):
-    def forward(self, vectors: Tensor) -> Tensor:  # (tokens, width) both
+    def forward(self, vectors: Tensor) -> Tensor:  # input and result: (tokens, width)
         return nn.functional.normalize(vectors, p=2, dim=-1)
 
 

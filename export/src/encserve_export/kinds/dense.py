@@ -1,4 +1,8 @@
-"""Reads the directory of a model with one vector per text, as sentence-transformers loads the model."""
+"""Reads the directory of a model with one vector per text.
+
+If the directory has a modules.json, sentence-transformers loads the model, and the settings are read from the loaded
+modules.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -55,13 +59,14 @@ def read_dense(directory: Path, repository: str, *, ignore_head: bool = False) -
         raise UnsupportedModelError(f"{encoder}: query_expansion is for multi-vector models; remove it")
     text, vector = read_text(encoder, loaded, transformer), read_vector(directory, loaded, rest)
     tasks = read_tasks(loaded.prompts, transformer)
-    # Only a stated length is a choice of the authors. Limits of the tokenizer or of the positions are not their choice.
+    # Use a length only if a settings file states it, because such a length is the authors' choice. Limits of the
+    # tokenizer or of the positions are not the authors' choice.
     lengths = read_lengths(transformer, tasks) if states_length(settings) else {}
     return dataclasses.replace(
         vector,
         **text,
         **lengths,
-        skips_prompt=vector.skips_prompt and text["template"] is None,  # a template: unknown prompt length
+        skips_prompt=vector.skips_prompt and text["template"] is None,  # with a template, the prompt length is unknown
         tasks=tasks,
     )
 
@@ -75,19 +80,19 @@ def read_text(encoder: Path, loaded: Any, transformer: Any) -> dict[str, Any]:
         transformer: The Transformer module of `loaded`.
 
     Raises:
-        UnsupportedModelError: The model accepts other inputs than text, pools a decoder's hidden states, or has a chat
-            template that changes a text.
+        UnsupportedModelError: The model accepts inputs other than text, sentence-transformers pools the hidden states
+            of a decoder, or a chat template changes a text.
     """
     modalities, config = set(transformer.modalities), transformer.model.config
     if not {"text"} <= modalities <= {"text", "message"}:
         raise UnsupportedModelError(
             f"{encoder}: the model takes {', '.join(map(str, transformer.modalities))}; a bundle takes text only. Save "
-            "the text model alone with save_pretrained, and export that"
+            "the text model alone with save_pretrained, and export the saved directory"
         )
     if config.is_encoder_decoder and hasattr(transformer.model, "decoder"):
         raise UnsupportedModelError(
-            f"{encoder / 'config.json'}: for model_type {config.model_type!r} sentence-transformers pools the rows of "
-            "the decoder, which a bundle does not have; without modules.json the encoder alone is exported"
+            f"{encoder / 'config.json'}: for model_type {config.model_type!r} sentence-transformers pools the hidden "
+            "states of the decoder, but a bundle has no decoder; without modules.json the encoder alone is exported"
         )
     has_prompts = any(loaded.prompts.values())
     return {
@@ -145,7 +150,7 @@ def read_vector(
 
 
 def read_tasks(prompts: Mapping[str, str], transformer: Any) -> dict[str, manifest_pb2.TaskSettings]:
-    """Return the settings of encode_query and encode_document: the name of the prompt and the longest text.
+    """Return the settings of encode_query and encode_document: the prompt name and the maximum number of tokens.
 
     Args:
         prompts: The model's prompts by name.
@@ -163,9 +168,9 @@ def read_tasks(prompts: Mapping[str, str], transformer: Any) -> dict[str, manife
 def read_lengths(transformer: Any, tasks: Mapping[str, manifest_pb2.TaskSettings]) -> dict[str, Any]:
     """Return `max_seq_length` and `max_tokens` of a `ModelSpec`.
 
-    A task may have a longer limit than the Transformer module's max_seq_length. If so, the longest limit becomes the
-    spec's `max_seq_length`. The module's limit then applies to texts without a task, and to tasks without a limit of
-    their own.
+    A task may have a longer limit than the Transformer module's max_seq_length. If so, the longest limit becomes
+    `max_seq_length` of the `ModelSpec`. The module's limit then applies to texts without a task, and to tasks that have
+    no limit.
 
     Args:
         transformer: The Transformer module.
@@ -209,7 +214,11 @@ def facts(directory: Path, loaded: Any, modules: Sequence[Any]) -> tuple[ModuleF
 
 
 def _similarity(directory: Path, loaded: Any) -> str:
-    """Return the similarity in the directory's settings, or "". The loaded model would return its default instead."""
+    """Return the similarity function that the directory's settings name, or "" without such a setting.
+
+    The similarity function of the loaded model is not used, because the loaded model has a default without such a
+    setting.
+    """
     settings = read_object(directory / SETTINGS) if (directory / SETTINGS).is_file() else {}
     stated = settings.get("similarity_fn_name")
     return str(stated) if stated in loaded.SUPPORTED_SIMILARITY_FN_NAMES else ""

@@ -1,7 +1,7 @@
-"""Finds the kind and the modules of a directory, and loads the directory with sentence-transformers.
+"""Finds the kind and the modules of the model in a directory, and loads the model with sentence-transformers.
 
-The exporter runs no code from a directory. Each module must be a class of sentence-transformers, in a folder of the
-directory.
+The exporter runs no code from a directory. Each module must be a class of sentence-transformers, and its folder must be
+inside the directory.
 """
 
 import os
@@ -31,14 +31,15 @@ _KINDS: Mapping[str, Kind] = {
 }
 # Only PyLate writes these fields into config_sentence_transformers.json.
 _PYLATE = ("query_prefix", "document_prefix", "do_query_expansion", "attend_to_expansion_tokens", "skiplist_words")
-_PYLATE_DENSE = "pylate.models.Dense.Dense"  # sentence-transformers loads it as its own class Dense
+_PYLATE_DENSE = "pylate.models.Dense.Dense"  # sentence-transformers loads its own class Dense instead
 _CLASSES: Mapping[Kind, str] = {
     "dense": "SentenceTransformer",
     "static": "SentenceTransformer",
     "sparse": "SparseEncoder",
     "multi_vector": "MultiVectorEncoder",
 }
-# The settings of the Transformer module. Older versions of sentence-transformers named the file after the model.
+# The possible names of the file with the Transformer module's settings. In older versions of sentence-transformers, the
+# file name contains the architecture of the model.
 _TRANSFORMER_FILES = [
     f"sentence_{model}_config.json"
     for model in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -52,29 +53,29 @@ def kind_of(directory: Path, *, ignore_head: bool = False) -> Kind:
 
     Args:
         directory: The directory.
-        ignore_head: Whether to accept a classifier or a cross-encoder, to export its encoder.
+        ignore_head: Whether to export the encoder of a classifier or a cross-encoder, instead of refusing it.
 
     Raises:
         CheckpointFileError: A file is unreadable, or names a folder outside the directory.
-        UnsupportedModelError: A bundle cannot express this kind, or one of its modules.
+        UnsupportedModelError: A bundle cannot express the model, or one of its modules.
     """
     settings, config = (_read_if_there(directory / name) for name in (SETTINGS, "config.json"))
     named = settings.get("model_type")
     if not ignore_head and _gives_scores(directory, config, named):
         raise UnsupportedModelError(
-            f"{directory} is a cross-encoder or a classifier: it gives scores and no vector of a text; serve it with a "
-            "server for such models. For the rows of the encoder alone, give --ignore-head"
+            f"{directory} is a cross-encoder or a classifier: it gives scores and no vector for a text. Use a "
+            "server for such models. To export the encoder without its head, give --ignore-head"
         )
     if named not in (None, "CrossEncoder", *_KINDS):
         raise UnsupportedModelError(
             f"{directory / SETTINGS}: model_type must be one of {', '.join(_KINDS)}; was {named!r}. A newer version of "
-            "sentence-transformers may have written it"
+            "sentence-transformers may have written this value"
         )
     adapter = transformer_folder(directory) / "adapter_config.json"
     if adapter.is_file():
         raise UnsupportedModelError(
-            f"{adapter} is an adapter, which changes the weights of another model; merge them with PEFT's "
-            "merge_and_unload, save that with save_pretrained, and export it"
+            f"{adapter} is an adapter, which changes the weights of another model. Merge the two with "
+            "PEFT's merge_and_unload, save the merged model with save_pretrained, and export that model"
         )
     modules = [name for name, _ in read_modules(directory)]
     kind = _KINDS.get(named or "", "dense")
@@ -91,9 +92,9 @@ def kind_of(directory: Path, *, ignore_head: bool = False) -> Kind:
 
 
 def read_modules(directory: Path) -> list[tuple[str, Path]]:
-    """Return the class name and the folder of each module in modules.json; empty without that file.
+    """Return the class name and the folder of each module in modules.json.
 
-    The modules of a Router follow the Router.
+    The list is empty without modules.json. The modules inside a Router follow the Router in the list.
 
     Raises:
         CheckpointFileError: A file is unreadable, or names a folder outside the directory.
@@ -113,7 +114,7 @@ def read_modules(directory: Path) -> list[tuple[str, Path]]:
         if found[-1][0] == "Router" and configs:
             types = read_object(configs[0]).get("types")
             if not isinstance(types, dict):
-                raise CheckpointFileError(f"{configs[0]} must give the type of each module by its folder")
+                raise CheckpointFileError(f"{configs[0]}: types must map the folder of each module to its type")
             found += [_checked(directory, configs[0], str(kind), folder / inner) for inner, kind in types.items()]
     return found
 
@@ -129,7 +130,7 @@ def transformer_folder(directory: Path) -> Path:
 
 
 def transformer_settings(encoder: Path) -> dict[str, Any]:
-    """Return the settings of the Transformer module in the encoder's folder; empty without such a file.
+    """Return the settings of the Transformer module from the encoder's folder; empty without a settings file.
 
     Raises:
         CheckpointFileError: The file is unreadable, or a length is not a number of tokens.
@@ -145,14 +146,14 @@ def transformer_settings(encoder: Path) -> dict[str, Any]:
             raise CheckpointFileError(f"{path} must give {name} as a number of tokens from 1; was {length!r}")
     if settings.get("tokenizer_name_or_path"):
         raise UnsupportedModelError(
-            f"{path}: tokenizer_name_or_path names another tokenizer, {settings['tokenizer_name_or_path']!r}; put that "
-            "tokenizer.json beside config.json, and remove tokenizer_name_or_path"
+            f"{path}: tokenizer_name_or_path names another tokenizer, {settings['tokenizer_name_or_path']!r}; put the "
+            "tokenizer.json of that tokenizer beside config.json, and remove tokenizer_name_or_path"
         )
     return settings
 
 
 def states_length(settings: Mapping[str, Any]) -> bool:
-    """Return whether the Transformer module's settings state the longest text."""
+    """Return whether the Transformer module's settings contain the length of the longest text."""
     return "max_seq_length" in settings or "model_max_length" in _arguments(settings, "tokenizer_args", "processor")
 
 
@@ -171,7 +172,7 @@ def load(directory: Path, kind: Kind, repository: str = "") -> Any:
 
     make = getattr(sentence_transformers, _CLASSES[kind])
     arguments: dict[str, Any] = {} if kind == "static" else {"model_kwargs": _model_arguments(directory)}
-    advice = "a table must be float32 or float16: export that one" if kind == "static" else _ALONE
+    advice = "a table must be float32 or float16: export a model with such a table" if kind == "static" else _ALONE
     with quiet():
         try:
             model = make(str(directory), device="cpu", local_files_only=True, trust_remote_code=False, **arguments)
@@ -185,7 +186,7 @@ def load(directory: Path, kind: Kind, repository: str = "") -> Any:
 
 
 def transformer_of(loaded: Any) -> Any:
-    """Return the Transformer module of a model of sentence-transformers, also inside a Router."""
+    """Return the Transformer module of a sentence-transformers model. The module may be inside a Router."""
     from sentence_transformers.base.modules import Transformer
 
     # Compare classes, not names: DistilBERT also has a module named Transformer.
@@ -200,7 +201,7 @@ def refusal(kind: str) -> str:
 
 
 def _checked(directory: Path, path: Path, name: str, folder: Path) -> tuple[str, Path]:
-    """Check a module that the file `path` lists. Return its class name, without the package, and its folder."""
+    """Check a module from the file `path`. Return the module's class name, without the package, and its folder."""
     if not folder.resolve().is_relative_to(directory.resolve()):
         raise CheckpointFileError(f"{path} names a folder outside {directory}: {os.path.relpath(folder, directory)!r}")
     if not name.startswith("sentence_transformers.") and name != _PYLATE_DENSE:
@@ -219,13 +220,16 @@ def _check_activation(path: Path, default: str | None) -> None:
     if not str(activation).startswith("torch.nn."):
         raise UnsupportedModelError(
             f"{path}: activation_function must be a class of torch.nn; was {activation!r}, which sentence-transformers "
-            "would replace by Tanh. Write the activation of the training there; without one, "
-            '"torch.nn.modules.linear.Identity"'
+            "would replace by Tanh. Write the activation that the model was trained with. If it was trained without an "
+            'activation, write "torch.nn.modules.linear.Identity"'
         )
 
 
 def _model_arguments(directory: Path) -> dict[str, Any]:
-    """Return the arguments to load the encoder with. "eager" replaces a configured attention that may need a GPU."""
+    """Return the arguments for loading the encoder.
+
+    A configured implementation of attention may need a GPU. It is replaced by "eager", which needs no GPU.
+    """
     encoder = transformer_folder(directory)
     config = _read_if_there(encoder / "config.json")
     config |= _arguments(transformer_settings(encoder), "model_args", "model")

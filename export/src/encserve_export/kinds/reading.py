@@ -1,4 +1,4 @@
-"""Reads the directory of a model: the kind of the model, and how texts become vectors."""
+"""Reads from a model's directory which kind the model has, and how the model turns texts into vectors."""
 
 from pathlib import Path
 

@@ -1,7 +1,9 @@
 """Reads the directory of a sparse encoder (SPLADE).
 
-sentence-transformers loads the model, and adds the settings that older formats lack. A Router may use static weights,
-one per token, instead of the encoder for queries or for documents.
+sentence-transformers loads the model, and adds settings that are missing in older formats.
+
+A Router is a module that sends queries and documents to different modules. For queries or for documents, it may use a
+table of static weights instead of an encoder. The table has one weight per token.
 """
 
 import copy
@@ -37,7 +39,7 @@ class SpladeLayers(nn.Module):
         """Map hidden states (batch, seq, d_model) and a 0/1 mask (batch, seq) to weights (batch, vocab_size)."""
         logits: Tensor = self.language_model(inputs_embeds=rows).logits
         logits = logits * mask[:, :, None]  # (batch, seq, vocab_size)
-        if self.pooling == "max":  # the activation is monotone, so pooling first saves work
+        if self.pooling == "max":  # the activation is monotone, so max pooling may come first, which saves work
             return self._activate(logits.amax(dim=1))
         return self._activate(logits).sum(dim=1)
 
@@ -49,7 +51,10 @@ class SpladeLayers(nn.Module):
 
 
 class EncoderStub(nn.Module):
-    """Replaces the encoder: returns inputs_embeds as the last hidden state, so that a model runs only its head."""
+    """Replaces the encoder of a model, so that only the model's head runs.
+
+    The stub returns inputs_embeds unchanged as the last hidden state.
+    """
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
         """Wrap inputs_embeds in transformers' output class."""
@@ -72,15 +77,13 @@ def read_sparse(directory: Path) -> ModelSpec:
     if len(encoders) != 1:
         problem = "queries and documents use different encoders. Export the folder of each encoder separately"
         if not encoders:
-            problem = (
-                "queries and documents both use weights of words only, without an encoder; a bundle needs an encoder"
-            )
+            problem = "queries and documents both use static weights, without an encoder; a bundle needs an encoder"
         raise UnsupportedModelError(f"{directory}: {problem}")
     ((transformer, pooling),) = encoders.values()
     decoder = transformer.model.get_output_embeddings()
     if decoder is None:
         raise UnsupportedModelError(
-            f"{encoder}: a {type(transformer.model).__name__} has no language model's head; SPLADE needs "
+            f"{encoder}: a {type(transformer.model).__name__} has no language-model head; SPLADE needs "
             '"transformer_task": "fill-mask"'
         )
     width = int(decoder.weight.shape[0])
@@ -102,21 +105,25 @@ def read_sparse(directory: Path) -> ModelSpec:
 
 
 def _facts(directory: Path, pooling: Any, static: Sequence[StaticWeights]) -> tuple[ModuleFacts, ...]:
-    """Return the settings of the pooling and the tensors of static weights. Both are part of the space_id.
+    """Return the settings of the pooling and the tensors of static weights.
 
-    The tensors of the head are not listed here. They are in the same file as the encoder's, and count with them.
+    The space_id, the id of the model's vector space, depends on both.
+
+    The tensors of the head are not in the result, because they are in the encoder's file. The space_id depends on all
+    tensors of that file.
     """
     settings = {"pooling_strategy": pooling.pooling_strategy, "activation_function": pooling.activation_function}
     usual = {"pooling_strategy": "max", "activation_function": "relu"}
     settings = {name: value for name, value in settings.items() if value != usual[name]}
     folders = [folder for kind, folder in read_modules(directory) if kind == _STATIC and holds_weights(folder)]
-    # A SparseStaticEmbedding without a file of tensors has its weights in a JSON file. The loaded module has them too.
+    # A SparseStaticEmbedding without a file of tensors has a JSON file of weights. In this case, the weights are taken
+    # from the loaded module.
     tensors = [read_weights(folders[0]).tensors if folders else {"weight": its.weight} for its in static]
     return (ModuleFacts("SpladePooling", settings, {}), *(ModuleFacts(_STATIC, {}, it) for it in tensors))
 
 
 def _branch(directory: Path, loaded: Any, task: str) -> Sequence[Any]:
-    """Return the modules for the texts of a task: an encoder and its pooling, or static weights."""
+    """Return the modules that texts of a task go through: an encoder and its pooling, or static weights."""
     modules = list(loaded.children())
     if type(modules[0]).__name__ == "Router":
         route = _route(modules[0], task)
@@ -127,13 +134,13 @@ def _branch(directory: Path, loaded: Any, task: str) -> Sequence[Any]:
     if names == [_STATIC] or (names[0] in TRANSFORMERS and names[1:] == ["SpladePooling"]):
         return modules
     raise UnsupportedModelError(
-        f"{directory}: a {task} goes through {', '.join(names)}; a bundle can express Transformer and SpladePooling, "
-        "or SparseStaticEmbedding alone"
+        f"{directory}: a {task} goes through {', '.join(names)}; a bundle can express only Transformer with "
+        "SpladePooling, or SparseStaticEmbedding"
     )
 
 
 def _route(router: Any, task: str | None) -> str | None:
-    """Return the Router's route for a task. Try the keys in sentence-transformers' documented order."""
+    """Return the Router's route for a task. The keys are tried in the order that sentence-transformers documents."""
     for key in ((task, "text"), (task, None), (None, "text"), (None, None)):
         if key in router.route_mappings:
             return str(router.route_mappings[key])
@@ -142,7 +149,7 @@ def _route(router: Any, task: str | None) -> str | None:
 
 
 def _splade(language_model: Any, pooling: Any, max_active_dims: int | None) -> SparseHead:
-    """Return the head: a copy of the language model that shares the weights and has a stub as its encoder."""
+    """Return the head: a copy of the language model with a stub as its encoder. The copy shares the weights."""
     encoder = getattr(language_model, language_model.base_model_prefix)
     shared: dict[int, Any] = {id(weight): weight for weight in language_model.parameters()}
     head = copy.deepcopy(language_model, shared | {id(encoder): EncoderStub()})
@@ -157,7 +164,8 @@ def _splade(language_model: Any, pooling: Any, max_active_dims: int | None) -> S
 def _static(directory: Path, module: Any, task: str, width: int) -> StaticWeights:
     if len(module.weight) != width:
         raise UnsupportedModelError(
-            f"{directory}: SparseStaticEmbedding has {len(module.weight)} weights, but the language model {width} words"
+            f"{directory}: SparseStaticEmbedding has {len(module.weight)} weights, but the language model "
+            f"has {width} words"
         )
     tokenizer = json.loads(module.tokenizer.backend_tokenizer.to_str())
     tokenizer |= {"post_processor": None, "truncation": None, "padding": None}

@@ -1,6 +1,7 @@
 """Reads static embeddings of sentence-transformers (StaticEmbedding) and model2vec.
 
-The encoder is a graph with one node, which looks up token ids in the embedding table. The bundle's pooling is the mean.
+A static embedding is a table with one vector per token. The bundle's encoder is a graph with one node, which looks up
+token ids in this table. The bundle's pooling is the mean.
 """
 
 import dataclasses
@@ -54,7 +55,7 @@ def read_static(directory: Path) -> ModelSpec:
 
 
 def write_graph(table: Rows, path: Path) -> None:
-    """Write the graph of a table, (vocab_size, d_model), and the table to a second file, which may exceed 2 GB.
+    """Write the graph of a table (vocab_size, d_model). The table is in a second file, which may exceed 2 GB.
 
     The graph maps ids and mask, int64 (batch, seq), to hidden states, float32 (batch, seq, d_model). A token's hidden
     state depends only on the token's id, so the graph ignores the mask.

@@ -1,4 +1,4 @@
-"""Reads a chat template of sentence-transformers: the fixed texts that it adds before and after a text."""
+"""Reads a chat template of sentence-transformers: the fixed texts that the template adds before and after a text."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ from encserve_proto.bundle.v1 import manifest_pb2
 
 # Two test strings. They start and end with blanks, to detect a template that strips blanks.
 _TEXT, _PROMPT = "  encserve's text \n", "  encserve's prompt \n"
-# sentence-transformers uses the same two fillers to find the tokens that the template adds after a text.
+# Two texts with different token ids. If their rendered messages end with equal tokens, the template added these tokens.
+# sentence-transformers uses the same two texts for this purpose.
 _FILLERS = ("0", "1 2 3 4")
 _ADVICE = (
     "save the model with a template that puts fixed texts around an unchanged text, or serve it with "
@@ -20,7 +21,7 @@ def read_template(transformer: Any, *, has_prompts: bool) -> manifest_pb2.TextTe
     """Return the fixed texts of the chat template of a Transformer module.
 
     Args:
-        transformer: The module, which renders every text as a message.
+        transformer: The module. It renders every text as a chat message.
         has_prompts: Whether the model has prompts, which become system messages.
 
     Raises:
@@ -55,10 +56,10 @@ def read_template(transformer: Any, *, has_prompts: bool) -> manifest_pb2.TextTe
 
 
 def _render(transformer: Any, text: str, prompt: str = "") -> str:
-    """Render a text as sentence-transformers does.
+    """Return the text of the chat message that sentence-transformers makes of a text and a prompt.
 
-    The content of a message is a text, or a list of parts. Both forms are tried, until the token ids equal
-    sentence-transformers' ids.
+    The content of a message is a text, or a list of parts. Both forms are tried. The first form is returned whose token
+    ids equal the ids of sentence-transformers, or else the last form.
     """
     tokenizer = transformer.tokenizer
     settings = {**(transformer.processing_kwargs.get("chat_template") or {})}

@@ -1,10 +1,10 @@
 """Writes a `Reference`, a model in PyTorch, as one or two ONNX graphs.
 
-The served graph computes hidden states. If the model has an `Inspection`, a second graph returns the hidden states and
-the attention weights of all blocks, for inspections.
+The served graph computes the last hidden states. If the model has an `Inspection`, a second graph returns the hidden
+states and the attention weights of all blocks. The server uses the second graph for inspections.
 
 The model is traced once, with all outputs. The served graph is the part of this trace that computes the last hidden
-states. So both graphs compute the same numbers, and share one file of weights.
+states. So both graphs compute the same numbers and share one file of weights.
 """
 
 import dataclasses
@@ -24,7 +24,8 @@ from encserve_export.onnx_graph import external, interface, query_blocks, traced
 from encserve_export.onnx_graph.convert import convert
 from encserve_proto.bundle.v1 import manifest_pb2
 
-# In the order of preference. Tracing is several times as fast as dynamo, but fails for some models' masks.
+# PyTorch's exporters, the preferred one first. Tracing is several times faster than dynamo, but fails for the masks of
+# some models.
 Exporter = Literal["tracing with inspection", "tracing", "dynamo"]
 EXPORTERS: tuple[Exporter, ...] = get_args(Exporter)
 _AXES = {0: "batch", 1: "seq"}
@@ -39,7 +40,7 @@ class Graphs:
         files: The written files, the served graph first.
         graph: The served graph's interface.
         inspect_graph: The interface of the graph for inspections, or None.
-        n_parameters: The number of parameters in float32.
+        n_parameters: The number of parameters, counted before the weights are converted to the precision.
     """
 
     files: tuple[Path, ...]
@@ -54,10 +55,10 @@ def write_graphs(
     """Write the graphs of a model, and their weights in a file in the same folder.
 
     Args:
-        reference: The model; it needs an inspection for "tracing with inspection".
+        reference: The model. For "tracing with inspection", the model must have an `inspection`.
         folder: The folder of the bundle.
-        exporter: PyTorch's exporter.
-        precision: The precision of the weights of both graphs. The types of inputs and outputs do not change.
+        exporter: The exporter of PyTorch to use.
+        precision: The precision of the weights in both graphs. The types of inputs and outputs do not depend on it.
         max_sequence_tokens: The longest sequence to serve, in tokens.
 
     Raises:
@@ -105,7 +106,7 @@ def write_graphs(
 
 
 def refuse_control_flow(reference: Reference) -> None:
-    """Refuse a module that branches on the values of its inputs, because a trace contains only one branch.
+    """Refuse a module that branches on the values of its inputs, because a trace would contain only one branch.
 
     Raises:
         UnsupportedModelError: torch.export fails for the module. The error text contains the reason.
@@ -117,8 +118,8 @@ def refuse_control_flow(reference: Reference) -> None:
     except Exception as error:  # a user's module may raise any exception
         raise UnsupportedModelError(
             f"PyTorch cannot export {reference.description} as one graph: {first_line(error)}. Use tensor operations, "
-            "such as torch.where, in place of branches on the values of tensors; torch.export.export(module, (inputs, "
-            "mask)) shows the line"
+            "such as torch.where, instead of branches on the values of tensors. torch.export.export(module, (inputs, "
+            "mask)) shows the line of the branch"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The reference: a PyTorch model from any source, whose outputs an exported graph must reproduce."""
+"""The reference: a PyTorch model from any source. An exported graph must reproduce the outputs of this model."""
 
 import contextlib
 import dataclasses
@@ -13,8 +13,8 @@ from encserve_export.core.errors import UnsupportedModelError, first_line
 from encserve_proto.bundle.v1 import manifest_pb2
 
 AttentionContext = Callable[[], contextlib.AbstractContextManager[object]]
-# Longer sequences are computed without a (heads, seq, seq) tensor of attention weights. With 16 heads in float32, that
-# tensor takes 64 MiB for 1,024 tokens and 4 GiB for 8,192 tokens.
+# Sequences with more tokens are computed without a tensor of attention weights, (heads, seq, seq). With 16 heads in
+# float32, this tensor takes 64 MiB for 1,024 tokens and 4 GiB for 8,192 tokens.
 LONGEST_AT_ONCE = 1024
 
 
@@ -29,7 +29,7 @@ class Inspection:
         n_layers: The number of blocks.
         position_table: The name of the position table, (rows, d_model), among the module's parameters and buffers.
             Empty for a model without a table.
-        first_position: The row of the position table that belongs to the first token.
+        first_position: The index of the position table's row for the first token.
     """
 
     module: nn.Module
@@ -39,7 +39,7 @@ class Inspection:
 
     @property
     def positions(self) -> Tensor:
-        """The whole position table, (rows, d_model), of a model that has such a table."""
+        """The whole position table, (rows, d_model). Only for a model that has such a table."""
         tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         return tensors[self.position_table].detach()
 
@@ -59,9 +59,9 @@ class Reference:
     """A PyTorch model in eval mode and in float32.
 
     Attributes:
-        module: Inputs and mask -> the last hidden states, float32 (batch, seq, d_model). The mask is int64 (batch,
-            seq): 1 for a token, 0 for padding. 2 marks a token that gets a hidden state, but that no other token
-            attends to.
+        module: Maps inputs and a mask to the last hidden states, float32 (batch, seq, d_model). The mask is int64
+            (batch, seq): 1 for a token, 0 for padding. A token with 2 gets a hidden state, but no other token attends
+            to this token.
         description: The name of the model in reports and errors.
         vocab_size: The number of token ids; 0 for a model that takes vectors.
         width: The size of an input vector; 0 for a model that takes token ids.
@@ -69,10 +69,11 @@ class Reference:
         pad_token_id: The token id that pads a batch.
         unused_parts: The parts of the checkpoint that the hidden states do not depend on, such as heads.
         shape: The known fields of the architecture, such as n_layers, for the manifest.
-        parameters: The number of parameters by part, for the manifest. If it is empty, the manifest has only the total.
-        inspection: The module of hidden states and attention weights; None if the model does not return them.
-        long_attention: Returns a context in which the module computes attention without a (seq, seq) tensor; None if
-            the module has no such switch.
+        parameters: The number of parameters by part, for the manifest. If this mapping is empty, the manifest has only
+            the total number.
+        inspection: The module that returns hidden states and attention weights; None if the model cannot return them.
+        long_attention: A function that returns a context manager. Inside this context, the module computes attention
+            without a (seq, seq) tensor. None if the module has no such mode.
     """
 
     module: nn.Module
@@ -117,16 +118,16 @@ class Reference:
         return [output.float().numpy() for output in self._run(self.inspection.module, inputs, mask)]
 
     def example(self) -> tuple[Tensor, Tensor]:
-        """Return a batch for tracing. One of its two sequences has padding.
+        """Return a batch for tracing. One of the two sequences has padding.
 
-        Neither batch nor seq has size 1, because PyTorch would treat a size of 1 as a constant.
+        Both batch and seq are larger than 1, because PyTorch would treat a size of 1 as a constant.
 
         Returns:
             Two sequences of 7 tokens, (2, 7) or (2, 7, width), and their mask, int64 (2, 7).
         """
         if self.width:
             inputs = torch.randn((2, 7, self.width), generator=torch.Generator().manual_seed(0))
-        else:  # the first id is the largest
+        else:  # the first token has the largest id
             inputs = ((self.vocab_size - 1 - torch.arange(14)) % self.vocab_size).reshape(2, 7)
         mask = torch.ones((2, 7), dtype=torch.int64)
         mask[1, 4:] = 0

@@ -19,7 +19,7 @@ from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST, convert_floa
 _LEAST_OPSET = 18
 # These operators stay in float32. PyTorch's autocast does the same for softmax, pow, reciprocal, log, sum and norm
 # ("CUDA Ops that can autocast to float32"). A mean is a scaled sum, and Sqrt is the last step of a norm. Cos, Sin and
-# Range compute the angles of positions, which float16 would round too much.
+# Range compute with the angles of positions, and float16 would round these angles too much.
 _FLOAT32_OPERATORS = (
     *("Softmax", "Pow", "Reciprocal", "Log", "ReduceSum", "ReduceL2", "Sqrt", "ReduceMean"),
     *("Cos", "Sin", "Range"),
@@ -32,7 +32,8 @@ def convert(
     """Returns the model in another precision, with all weights inside the returned object.
 
     Args:
-        path: The model's float32 file. int8 writes a temporary file into the same folder and removes it.
+        path: The model's float32 file. The int8 conversion writes a temporary file into the same folder, and removes
+            this file.
         graph: The names of the model's inputs.
         vocab_size: The number of token ids; 0 for a model that takes vectors.
         width: The size of a vector; 0 for a model that takes token ids.
@@ -45,8 +46,8 @@ def convert(
     model: onnx.ModelProto = onnx.load(path, load_external_data=False)
     if opset(model) < _LEAST_OPSET:
         raise UnsupportedModelError(
-            f"{precision} needs a graph of opset {_LEAST_OPSET} or newer; was {opset(model)}. Export it again with a "
-            "newer one, or in float32"
+            f"{precision} needs a graph of opset {_LEAST_OPSET} or newer; was {opset(model)}. Export the graph again "
+            "with a newer opset, or choose float32"
         )
     if precision == "float16":
         return _to_float16(model, path.parent)
@@ -73,8 +74,8 @@ def _to_float16(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
         op_block_list=[*DEFAULT_OP_BLOCK_LIST, *_FLOAT32_OPERATORS],
         node_block_list=sorted(float32_nodes),
     )
-    # The library adds one Cast for each float32 node that reads a value. Equal Casts have equal outputs, so one is
-    # kept.
+    # The library adds one Cast for each float32 node that reads a value. Casts of the same value have the same output
+    # names, so only the first is kept.
     first = {tuple(node.output): node for node in reversed(converted.graph.node)}
     del converted.graph.node[:]
     converted.graph.node.extend(reversed(first.values()))

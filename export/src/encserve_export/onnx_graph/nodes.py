@@ -1,4 +1,7 @@
-"""Finds the nodes and tensors of a model, including those in branches and functions."""
+"""Finds all nodes and tensors of an ONNX model.
+
+Nodes and tensors may also be in branches (graphs inside a node, such as If) and in functions.
+"""
 
 from collections.abc import Iterable, Iterator
 
@@ -7,14 +10,14 @@ from onnx import AttributeProto, GraphProto, NodeProto, TensorProto
 
 
 def all_nodes(model: onnx.ModelProto) -> Iterator[NodeProto]:
-    """All nodes of the graph, of its branches and of its functions."""
+    """Yield all nodes of a model: in the graph, in branches, and in functions."""
     yield from walk(model.graph.node)
     for function in model.functions:
         yield from walk(function.node)
 
 
 def all_tensors(model: onnx.ModelProto) -> Iterator[TensorProto]:
-    """All stored tensors: initializers, and attributes of nodes and functions."""
+    """Yield all stored tensors of a model: initializers, and attributes of nodes and functions."""
     yield from _initializers(model.graph)
     for node in all_nodes(model):
         for attribute in node.attribute:
@@ -25,13 +28,13 @@ def all_tensors(model: onnx.ModelProto) -> Iterator[TensorProto]:
 
 
 def constants(node: NodeProto) -> dict[str, TensorProto]:
-    """The tensor of a Constant node, by the name of the node's output; empty for other nodes."""
+    """Return the tensor of a Constant node, by the name of the node's output; an empty dict for other nodes."""
     values = [it.t for it in node.attribute if it.name == "value" and node.op_type == "Constant"]
     return dict(zip(node.output, values, strict=False))
 
 
 def walk(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
-    """The given nodes, each followed by the nodes in its branches."""
+    """Yield the given nodes. Each node is followed by the nodes in its branches."""
     for node in nodes:
         yield node
         for attribute in node.attribute:
@@ -63,7 +66,7 @@ def _attribute_tensors(attribute: AttributeProto) -> Iterator[TensorProto]:
 
 
 def type_name(data_type: int) -> str:
-    """NumPy's name of a tensor type, such as "float32". A type that ONNX does not have becomes "type 99"."""
+    """Return NumPy's name of a tensor type, such as "float32". For an unknown type number 99, return "type 99"."""
     try:
         name = TensorProto.DataType.Name(data_type).lower()
     except ValueError:

@@ -1,8 +1,8 @@
 """Splits attention into blocks of queries, so that long sequences need no (heads, seq, seq) tensor.
 
 The attention of a token needs only the token's own query, and all keys and values. So a loop can process the queries of
-a long sequence in blocks. The scores of the whole batch take at most 64 MiB per block, unless a block would then have
-fewer than 64 queries. The result of each query does not change.
+a long sequence in blocks. The attention scores of one block take at most 64 MiB for the whole batch. But a
+block has at least 64 queries, even if their scores take more memory. The blocks do not change the results.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,19 +12,20 @@ import numpy as np
 import onnx
 from onnx import NodeProto, helper, numpy_helper
 
-# The largest number of attention scores in memory at once, over all heads and sequences of a batch. In float32 they
-# take 64 MiB.
+# The largest number of attention scores of one block, over all heads and sequences of a batch. This number of scores
+# takes 64 MiB in float32.
 _SCORES = 2**24
-# A block has at least this many queries, because CPUs multiply matrices of fewer rows less efficiently.
+# A block has at least this many queries, because CPUs multiply smaller matrices less efficiently.
 _LEAST_QUERIES = 64
 _PREFIX = "query_blocks"
 # Operators that may occur between queries·keys and the softmax, and between the softmax and the product with the
-# values. Each is elementwise, or works on the scores of one query. So each can run on a block of queries.
+# values. Each operator is elementwise, or computes with the scores of one query. So each operator can run on a block of
+# queries.
 _BETWEEN = ("Add", "Mul", "Div", "Cast", "Softmax")
 
 
 def block_queries(model: onnx.ModelProto, attention_mask: str, n_heads: int, element_type: int) -> None:
-    """Rewrites a graph in place: each attention that matches a pattern then works in blocks of queries.
+    """Rewrites a graph in place, so that each attention that matches a pattern works in blocks of queries.
 
     The pattern is queries·keys, a scale, the sum with a bias, a softmax, and the product with the values. Other
     attention is not changed.
@@ -59,7 +60,10 @@ def block_queries(model: onnx.ModelProto, attention_mask: str, n_heads: int, ele
 def _find_attention(
     softmax: NodeProto, made_by: Mapping[str, NodeProto], used_by: Mapping[str, list[NodeProto]]
 ) -> list[NodeProto]:
-    """The nodes from queries·keys to weights·values, in order, with their constants; empty if another node occurs."""
+    """The nodes of the attention around a softmax, from queries·keys to weights·values, with their constants.
+
+    The nodes are in the order of the computation. The list is empty if the attention does not match the pattern.
+    """
     before: list[NodeProto] = []
     node = softmax
     while node.op_type != "MatMul":
@@ -79,7 +83,7 @@ def _find_attention(
 
 
 def _bias_of(attention: list[NodeProto]) -> str:
-    """The name of the bias that is added to the scores; empty if the number of biases is not one."""
+    """The name of the bias that is added to the scores; empty if there is no bias, or more than one."""
     made = _made(attention)
     biases = [name for node in attention if node.op_type == "Add" for name in node.input if name not in made]
     return biases[0] if len(biases) == 1 else ""

@@ -96,7 +96,7 @@ def check_file(path: Path) -> None:
     """
     try:
         onnx.checker.check_model(str(path), full_check=True)  # files above 2 GiB must be checked by path
-    except Exception as error:  # a ValidationError, an InferenceError, or any error of onnx's C++ code
+    except Exception as error:  # ValidationError, InferenceError, or any error from onnx's C++ code
         raise _file_error(error, path, "the file is not valid ONNX") from error
 
 
@@ -114,8 +114,8 @@ def check_range(
 
     Raises:
         OnnxRunError: The graph fails for one token or for the longest sequence. If a shorter sequence works, the
-            message has its length.
-        VocabularyError: The largest id fails although id 0 works.
+            message contains the largest length that works.
+        VocabularyError: The graph runs with id 0, but fails with the largest id.
     """
 
     def run(token: int, length: int = 1) -> None:
@@ -131,7 +131,7 @@ def check_range(
         raise VocabularyError(
             f"vocab_size {vocab_size} is too large: the model runs with id 0 but not with id {largest} ({error})"
         ) from error
-    # The sequence must not consist of padding ids, because some models give them no positions.
+    # The sequence must not consist of padding ids, because some models give no positions to padding ids.
     token = largest if largest != pad_token_id else 0
     try:
         run(token, max_sequence_tokens)

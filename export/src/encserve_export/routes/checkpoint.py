@@ -35,17 +35,17 @@ def export_checkpoint(
     expect: Path | None = None,
     progress: Progress = show_progress,
 ) -> Exported:
-    """Export a state dict in one of the layouts of `known_layouts`.
+    """Export a state dict in one of the layouts of `known_layouts`. A layout is a naming scheme of weights.
 
     Args:
         path: The file: safetensors, or a pickle of tensors.
         target: The destination of the bundle.
         fields: Fields of EncoderConfig that the weights do not show. If some are missing, the error lists them.
-        rename: Old parts of the file's weight names and their replacements; see `state_dict.rename_tensors`.
+        rename: Parts of weight names in the file, and the new text for each part; see `state_dict.rename_tensors`.
         embeddings: The file of the token embedding table, if `path` has none.
         tokenizer: The tokenizer; without it the model takes token ids only.
         layout: The layout's name; None to detect the layout.
-        model_input: The model's input. "embeddings" needs no embedding table.
+        model_input: The model's input, "token_ids" or "embeddings". "embeddings" needs no embedding table.
         max_sequence_tokens: The longest sequence to serve, in tokens. The default is 512, or the length of the position
             table if that is shorter.
         precision: The precision of the bundle.

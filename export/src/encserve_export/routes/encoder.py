@@ -19,7 +19,7 @@ def export_encoder(
     precision: Precision = "float32",
     progress: Progress = show_progress,
 ) -> Exported:
-    """Trace an encoder, compare the graph with the encoder, and write the bundle.
+    """Write the graph of an encoder, compare the graph with the encoder, and write the bundle.
 
     Args:
         encoder: The encoder, in float32.
@@ -29,9 +29,10 @@ def export_encoder(
         progress: Called with a line of text before each step.
 
     Raises:
-        TokenizerError: The tokenizer has ids that the encoder does not have, or the encoder takes embeddings.
-        ParityError: The graph's outputs in ONNX Runtime differ too much from the encoder's, for this precision.
-        BundleError: The bundle cannot be written; see its subclasses.
+        TokenizerError: The tokenizer has ids that the encoder does not have. Or the encoder takes embeddings, so it
+            cannot have a tokenizer.
+        ParityError: The graph's outputs in ONNX Runtime differ from the encoder's by more than the precision allows.
+        BundleError: The bundle cannot be written. The subclass shows the cause.
     """
     source = dataclasses.replace(source, model_digest=source.model_digest or digest_encoder(encoder))
     return export_reference(

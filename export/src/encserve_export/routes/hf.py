@@ -1,4 +1,4 @@
-"""Exports a Hugging Face checkpoint.
+"""Exports a Hugging Face checkpoint as a bundle, a directory with an ONNX graph and a manifest.
 
 A bundle is built by one of three routes: with transformers, from the directory's own ONNX file, or from the table of a
 static embedding model.
@@ -46,13 +46,13 @@ ROUTES: tuple[Route, ...] = ("transformers", "onnx")
 ONNX_FILE = Path("onnx", "model.onnx")
 # An item of `unused_parts` in the report, with advice for the user.
 _LANGUAGE_MODEL = (
-    "the head of a language model. For a SPLADE model, whose head computes the weights of words, save the directory "
-    "with sentence-transformers as SparseEncoder(DIRECTORY).save_pretrained(OTHER), and export OTHER"
+    "the head of a language model. In a SPLADE model, this head computes the weights of words. To export a SPLADE "
+    "model, run SparseEncoder(DIRECTORY).save_pretrained(OTHER) with sentence-transformers, and export OTHER"
 )
-_NOT_OF_ONE_MODEL = "config.json and the weights must be of one model: download or save them again, together"
+_NOT_OF_ONE_MODEL = "config.json and the weights must belong to one model: download or save them again, together"
 _CODE_OF_ITS_OWN = (
-    "config.json names code of its own (auto_map), which is never executed; if the weights are for that code, "
-    f"{pretrained.OWN_ONNX}"
+    "config.json names Python code (auto_map), and the exporter never runs such code. If the weights are for the model "
+    f"in that code, {pretrained.OWN_ONNX}"
 )
 # The model types for which transformers reads position_embedding_type "rotary". Models of other types ignore a value
 # that is not in `_KNOWN_POSITION_TYPES`.
@@ -80,18 +80,18 @@ def export_hf(
         directory: The folder with config.json and the weights. It may also contain a tokenizer and the files of
             sentence-transformers.
         target: The destination of the bundle.
-        max_sequence_tokens: The longest sequence to serve, in tokens, at most the number of the model's positions. The
-            default is the max_seq_length of sentence-transformers, or else the tokenizer's model_max_length and all
-            positions, up to LONGEST_BY_DEFAULT.
+        max_sequence_tokens: The longest sequence to serve, in tokens. It must not exceed the number of the model's
+            positions. The default is the max_seq_length of sentence-transformers. Without a max_seq_length, the default
+            is the smallest of the tokenizer's model_max_length, the number of positions, and LONGEST_BY_DEFAULT.
         precision: The precision of the bundle.
-        via: The route. None prefers transformers, and uses the directory's ONNX file if transformers cannot load the
-            model.
+        via: The route, one of `ROUTES`. None tries transformers first. It uses the directory's ONNX file if
+            transformers cannot load the model.
         pooling: One of `POOLINGS`, for a directory that does not name its pooling.
-        ids_only: True allows only a directory without a tokenizer. False allows only a directory with a tokenizer.
-            Without a tokenizer the model takes token ids only.
-        ignore_head: Whether to export a classifier or a cross-encoder without its head, as an encoder.
+        ids_only: Must be True for a directory without a tokenizer, and False for a directory with a tokenizer. A model
+            without a tokenizer takes token ids only.
+        ignore_head: Whether to export only the encoder of a classifier or a cross-encoder, without the head.
         expect: A .npz or .safetensors file with outputs that the bundle must reproduce; see `check.expected`.
-        origin: The origin of the directory on the hub, for the manifest.
+        origin: The hub repository and revision of the directory, for the manifest; None for a local directory.
         progress: Called with a line of text before each step.
 
     Raises:
@@ -119,7 +119,7 @@ def export_hf(
         # `prepare_comparison` has stored the outputs of the sentence-transformers model. Releasing this model makes
         # room for the weights of the graph.
         spec = dataclasses.replace(spec, loaded=None)
-        gc.collect()  # the model's modules refer to each other
+        gc.collect()  # the modules of the model refer to each other, so only the garbage collector frees them
         build = _Build(
             spec=spec,
             settings=settings,
@@ -133,8 +133,8 @@ def export_hf(
             expected=expected,
         )
         exported = _export(build, via)
-    # The encoder does not use the head of a language model, but the bundle of a sparse model does. So `unused_parts` is
-    # empty for a sparse model.
+    # The encoder alone does not use the head of a language model, so `exported.unused_parts` lists this head. A SPLADE
+    # bundle uses the head. Only such bundles have a mask_name, and their list becomes empty here.
     used = exported.unused_parts if exported.manifest.sparse.mask_name else spec.used_parts
     unused_parts = tuple(part for part in exported.unused_parts if part not in used)
     if _has_language_model(settings, spec) and set(unused_parts) - {"pooler"}:
@@ -145,10 +145,10 @@ def export_hf(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Build:
-    """The inputs of every route."""
+    """The values that every route needs to export a model."""
 
     spec: ModelSpec
-    settings: Mapping[str, Any]  # config.json; empty for a static embedding
+    settings: Mapping[str, Any]  # the content of config.json; empty for a static embedding
     target: Target
     tokenizer: TokenizerFile | None
     max_sequence_tokens: int | None
@@ -161,8 +161,8 @@ class _Build:
     def source(self, route: str, description: str, weights: Weights | None) -> manifest.Source:
         """Return the origin of the model, for the manifest.
 
-        `weights` are the weights of the graph, or of the PyTorch model that the graph is compared with. They are None
-        if the directory has no weights that transformers can load.
+        `weights` are the weights of the graph, or of the PyTorch model that the graph is compared with. `weights` is
+        None if the directory has no weights that transformers can load.
         """
         origin = {} if self.origin is None else {"repository": self.origin.repository, "revision": self.origin.revision}
         return manifest.Source(
@@ -199,7 +199,7 @@ def _export(build: _Build, via: Route | None) -> Exported:
             exported = _export_onnx(build) if via == "onnx" else _export_transformers(build)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}. Without --via {via}, every route is tried") from error
-        return exported.with_notes({"route": f"{ONNX_FILE if via == 'onnx' else via}, as --via asks"})
+        return exported.with_notes({"route": f"{ONNX_FILE if via == 'onnx' else via}, chosen by --via"})
     except (WeightNamesError, WeightShapeError) as error:
         advice = _CODE_OF_ITS_OWN if "auto_map" in build.settings else _NOT_OF_ONE_MODEL
         raise type(error)(f"{error}. {advice}") from error
@@ -247,10 +247,10 @@ def _export_transformers(build: _Build) -> Exported:
 
 
 def _shorter_sequences(settings: Mapping[str, Any], longest: int) -> str:
-    """Return advice for models that compute positions differently above a certain length, such as models with longrope.
+    """Return advice for a model that computes positions differently above a certain length, such as a longrope model.
 
-    A graph can contain only one of the two computations. The advice is empty for other models, and for lengths below
-    the limit.
+    A graph can contain only one of the two computations. The advice is empty for other models. It is also empty if
+    `longest` does not exceed the length at which the computation changes.
     """
     scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     original = scaling.get("original_max_position_embeddings", settings.get("original_max_position_embeddings"))
@@ -270,7 +270,7 @@ def _export_onnx(build: _Build) -> Exported:
     tasks = build.spec.tasks.values()
     if any(task.HasField("expansion") and not task.expansion.attended for task in tasks):
         raise UnsupportedModelError(
-            "this model fills up a query with tokens whose attention mask is 0, and needs their vectors, but "
+            "this model adds tokens with an attention mask of 0 to each query, and needs the vectors of these tokens. "
             f"{ONNX_FILE} does not compute vectors of such tokens; use --via transformers"
         )
     reference: Reference | None = None
@@ -333,13 +333,13 @@ def _remarks(settings: Mapping[str, Any]) -> list[str]:
     found = []
     if "auto_map" in settings:
         found.append(
-            "the code that config.json names (auto_map) was not run: the model is read as transformers' own "
-            f"{model_type}"
+            "the code that config.json names (auto_map) was not run: the model was loaded with transformers' code for "
+            f"model_type {model_type}"
         )
     if positions not in (None, *_KNOWN_POSITION_TYPES) and model_type not in _READ_POSITION_TYPES:
         found.append(
-            f"config.json has position_embedding_type {positions!r}, which transformers' own {model_type} ignores: if "
-            f"the model was trained with it, {pretrained.OWN_ONNX}"
+            f"config.json has position_embedding_type {positions!r}, but transformers ignores it for model_type "
+            f"{model_type}. If the model was trained with {positions!r}, {pretrained.OWN_ONNX}"
         )
     return found
 
@@ -347,7 +347,7 @@ def _remarks(settings: Mapping[str, Any]) -> list[str]:
 def _has_language_model(settings: Mapping[str, Any], vector: ModelSpec) -> bool:
     """Return whether the directory has a masked language model without pooling, multi-vector or sparse settings.
 
-    Many SPLADE directories are of this type.
+    Many SPLADE models are saved as such a directory.
     """
     named = any(str(it).endswith("ForMaskedLM") for it in settings.get("architectures") or ())
     return named and not (vector.pooling or vector.multi_vector or vector.sparse)
@@ -356,13 +356,13 @@ def _has_language_model(settings: Mapping[str, Any], vector: ModelSpec) -> bool:
 def _check_ids_only(directory: Path, tokenizer: TokenizerFile | None, *, ids_only: bool) -> None:
     if tokenizer is not None and ids_only:
         raise ConfigError(
-            f"--ids-only is for a directory without a tokenizer, and {directory} has one: leave --ids-only out, and "
+            f"--ids-only is for a directory without a tokenizer, but {directory} has a tokenizer. Without --ids-only "
             "the model takes text and token ids"
         )
     if tokenizer is None and not ids_only:
         raise TokenizerError(
             f"{directory} has no {manifest.TOKENIZER_FILE}, and no older tokenizer file: add the tokenizer that the "
-            "model was trained with, or give --ids-only, and the model takes token ids and no text"
+            "model was trained with, or give --ids-only for a model that takes token ids only"
         )
 
 
@@ -375,8 +375,8 @@ def _check_side(spec: ModelSpec) -> None:
     if side.lower() != "right":
         raise UnsupportedModelError(
             f"{spec.encoder}: its tokenizer cuts long texts at their beginning (truncation_side {side!r}), which a "
-            'bundle cannot express. Write "truncation_side": "right" into tokenizer_config.json. Callers with a text '
-            "that is too long must then send only its end"
+            'bundle cannot express. Write "truncation_side": "right" into tokenizer_config.json. Callers must then '
+            "shorten long texts themselves, and send only the end"
         )
 
 
@@ -415,7 +415,7 @@ def _longest(spec: ModelSpec, positions: int | None, asked: int | None) -> tuple
     if usual is None and asked is None and bound > LONGEST_BY_DEFAULT:
         return LONGEST_BY_DEFAULT, (
             f"max_sequence_tokens is {LONGEST_BY_DEFAULT}; the checkpoint allows {bound}: --max-sequence-tokens "
-            "sets a larger limit, and memory grows with its square"
+            "sets a larger limit, and memory grows with the square of this limit"
         )
     if usual is None and positions is not None and bound < positions:
         return longest_sequence(positions, bound, asked, "model_max_length")
@@ -431,13 +431,15 @@ def _model_max_length(directory: Path) -> int | None:
 def longest_sequence(
     positions: int, usual: int | None, asked: int | None, field: str = "max_seq_length"
 ) -> tuple[int, str]:
-    """Return the longest sequence to serve, in tokens, and a remark that is empty if all known lengths are equal.
+    """Return the longest sequence to serve, in tokens, and a remark.
+
+    The remark is empty if all known lengths are equal.
 
     Args:
         positions: The number of positions that the model has.
         usual: The length to which sentence-transformers cuts texts; None if no file has such a length.
         asked: The user's `max_sequence_tokens`, or None.
-        field: The field of the checkpoint that has `usual`.
+        field: The name of the checkpoint's field that contains `usual`.
     """
     longest = min(positions, usual or positions) if asked is None else asked
     if usual is None or longest == usual == positions:

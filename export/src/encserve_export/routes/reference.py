@@ -1,4 +1,4 @@
-"""Exports a PyTorch model as a bundle, after comparing ONNX Runtime with PyTorch."""
+"""Exports a PyTorch model as a bundle. The outputs of ONNX Runtime must agree with the outputs of PyTorch."""
 
 import dataclasses
 from pathlib import Path
@@ -26,8 +26,8 @@ from encserve_export.source.weights import sha256
 from encserve_proto.bundle.v1 import manifest_pb2
 
 _PADDING_ADVICE = (
-    "A text's vector would depend on the other texts of its batch. In your own module, no token may attend to tokens "
-    "with a mask of False; otherwise choose another model"
+    "A text's vector would depend on the other texts of its batch. If the module is yours, no token may attend to "
+    "tokens with a mask of False. If not, choose another model"
 )
 
 
@@ -103,7 +103,9 @@ def check_sizes(
         raise ConfigError(f"max_sequence_tokens must be at least 1; was {max_sequence_tokens}")
     if width:
         if tokenizer is not None:
-            raise TokenizerError("a tokenizer gives token ids, but this model's input is embeddings; leave it out")
+            raise TokenizerError(
+                "a tokenizer gives token ids, but this model's input is embeddings; leave the tokenizer out"
+            )
         if vocab_size or pad_token_id:
             raise ConfigError(
                 f"vocab_size and pad_token_id must be 0 if the input is embeddings; was {vocab_size} and {pad_token_id}"
@@ -128,7 +130,8 @@ def _write_first(
     """Writes the graphs with the first exporter whose graphs pass all comparisons with PyTorch.
 
     Returns:
-        The graphs, the model for the manifest, the measured parity, and a remark if inspection is not possible.
+        The graphs, the model for the manifest, the measured parity, and a remark. The remark is empty if the bundle
+        supports inspection, which returns hidden states and attention weights of all blocks.
 
     Raises:
         ExportError: Every exporter failed. The message has all reasons.
@@ -157,7 +160,7 @@ def _write_first(
                 )
         except (UnsupportedModelError, OnnxModelError, ParityError) as error:
             progress(str(error))
-            failures.append(type(error)(str(error)))  # a traceback would keep this attempt's models
+            failures.append(type(error)(str(error)))  # a traceback would keep this attempt's models in memory
             for path in folder.iterdir():
                 path.unlink()
         else:
@@ -169,7 +172,9 @@ def _write_first(
 def _inspection_remark(reference: Reference, exporter: Exporter, failures: list[ExportError]) -> str:
     if exporter == "tracing with inspection":
         return ""
-    reason = failures[0] if reference.inspection is not None else "it gives no hidden states and attention weights"
+    reason = (
+        failures[0] if reference.inspection is not None else "the model gives no hidden states and attention weights"
+    )
     return f"not possible: {reason}"
 
 

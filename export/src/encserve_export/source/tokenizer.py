@@ -1,9 +1,11 @@
 """Loads a directory's tokenizer with transformers, and writes the tokenizer.json of a bundle.
 
 transformers reads the vocabulary from tokenizer.json or an older file, and settings from tokenizer_config.json. The
-vocabulary and the settings may contradict each other. So the exporter does not copy tokenizer.json. It loads the
-tokenizer with transformers, and writes the loaded tokenizer's backend as a new tokenizer.json. `check.pipeline`
-compares the ids of the two tokenizers.
+vocabulary and the settings may contradict each other. So the exporter does not copy tokenizer.json.
+
+The exporter loads the tokenizer with transformers. The loaded tokenizer has a backend, an object of the tokenizers
+library. The exporter writes this backend as a new tokenizer.json. `check.pipeline` compares the ids from the new file
+with the ids from transformers.
 """
 
 import dataclasses
@@ -26,19 +28,19 @@ OLDER_FILES = (
 _SPACE = "▁"  # SentencePiece's mark for a space
 # Characters that few vocabularies have, and a word that is too long for WordPiece.
 _UNKNOWN = "\U00012000 \ua66e " + "q" * 200
-_ADVICE = f"put a {FILE} there, or remove the tokenizer's files: the model then takes token ids only"
+_ADVICE = f"put a {FILE} there, or remove the tokenizer's files; without a tokenizer, the model takes only token ids"
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerFile:
-    """A tokenizer.json that was loaded and checked.
+    """A tokenizer.json that was loaded and checked without errors.
 
     Attributes:
         path: The file.
         largest_id: The largest token id in the file.
         around_text: The ids of the special tokens that the file adds around a text.
-        added_tokens: The added tokens by id. A text gets such an id only if the token is written in the text.
-        split_special_tokens: Whether a special token in a text is tokenized like other text.
+        added_tokens: The added tokens by id. A text gets such an id only if the text contains the token.
+        split_special_tokens: Whether a special token in a text is split into tokens like other text.
         made_of: The file of the checkpoint that this file was made from, for errors; None if `path` is that file.
     """
 
@@ -83,7 +85,7 @@ def read_tokenizer(path: Path, *, split_special_tokens: bool = False, made_of: P
 
     Args:
         path: The file.
-        split_special_tokens: Whether special tokens in a text are tokenized like other text.
+        split_special_tokens: Whether special tokens in a text are split into tokens like other text.
         made_of: The file of the checkpoint that this file was made from, if any.
 
     Raises:
@@ -112,7 +114,7 @@ def read_tokenizer(path: Path, *, split_special_tokens: bool = False, made_of: P
 
 
 def open_tokenizer(path: Path, *, split_special_tokens: bool = False) -> Tokenizer:
-    """Load a tokenizer.json without its settings for truncation and padding, as the server does.
+    """Load a tokenizer.json without its settings for truncation and padding. The server ignores these settings too.
 
     Raises:
         TokenizerError: The file is unreadable.
@@ -154,19 +156,19 @@ def load_tokenizer(directory: Path) -> Any:
     if source is None:
         return None
     if source.name == FILE:
-        open_tokenizer(source)  # raises an error with the file and the cause; transformers' error has neither
+        open_tokenizer(source)  # its error names the file and the cause, unlike transformers' error
     try:
         tokenizer = import_transformers().AutoTokenizer.from_pretrained(
             directory, trust_remote_code=False, local_files_only=True
         )
-    except Exception as error:  # a converter of tokenizers may raise any exception
+    except Exception as error:  # the code that converts older files may raise any exception
         raise TokenizerError(
-            f"transformers makes no tokenizer of the files in {directory}: {first_line(error)}; {_ADVICE}"
+            f"transformers cannot make a tokenizer from the files in {directory}: {first_line(error)}; {_ADVICE}"
         ) from error
     if set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, _SPACE}:
         raise TokenizerError(
-            f"transformers makes no tokenizer of the files in {directory}: its vocabulary has special tokens alone; "
-            f"{_ADVICE}"
+            f"transformers cannot make a tokenizer from the files in {directory}: the vocabulary has only special "
+            f"tokens; {_ADVICE}"
         )
     return tokenizer
 
@@ -182,13 +184,13 @@ def write_tokenizer(tokenizer: Any, path: Path, *, made_of: Path | None, add_spe
             and for static embeddings.
 
     Raises:
-        TokenizerError: The tokenizer has no backend of the tokenizers library, or `read_tokenizer` refuses the file.
+        TokenizerError: The tokenizer has no backend, or `read_tokenizer` refuses the written file.
     """
     backend = tokenizer if isinstance(tokenizer, Tokenizer) else getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise TokenizerError(
-            f"{made_of}: its tokenizer is a {type(tokenizer).__name__}, which runs in Python alone and has no file of "
-            f"the tokenizers library; {_ADVICE}"
+            f"{made_of}: its tokenizer is a {type(tokenizer).__name__}, which runs only in Python and cannot be "
+            f"written as a {FILE}; {_ADVICE}"
         )
     written = Tokenizer.from_str(backend.to_str())
     written.no_truncation()

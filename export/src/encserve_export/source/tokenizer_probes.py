@@ -1,4 +1,4 @@
-"""Difficult texts for the comparison of two tokenizers.
+"""Difficult texts for comparing two tokenizers.
 
 If two versions of a tokenizer differ, they usually return different ids for at least one of these texts.
 """
@@ -170,7 +170,7 @@ def difficult_texts(tokenizer: Any) -> list[str]:
 
 
 def around_tokens(tokens: Iterable[str]) -> list[str]:
-    """Return texts in which the tokens are written out, alone and among words."""
+    """Return texts that contain the given tokens, alone and between words."""
     listed = list(tokens)[:_MOST_TOKENS]
     texts = [text for token in listed for text in (token, f"a {token} b", f"A{token}B", f"  {token}  {token}\n")]
     for token in listed[:8]:

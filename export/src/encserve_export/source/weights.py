@@ -16,13 +16,13 @@ from torch import Tensor
 
 from encserve_export.core.errors import CheckpointFileError, UnsafeWeightsError
 
-# The names of weights files, in the order of preference. Each may be split into several files with an index.
+# The names of weights files, in the order of preference. Each file may be split into several files with an index.
 _FILES = ("model.safetensors", "pytorch_model.bin")
 # The keys under which training scripts save a state dict.
 _CONTAINERS = ("state_dict", "model", "model_state_dict")
 AGAIN = "download or save it again (in a git clone: git lfs pull)"
 _SAVE_TENSORS = "save the state dict alone: torch.save(model.state_dict(), FILE)"
-# Older versions of transformers saved indices as weights. The names of these tensors have these endings.
+# Older versions of transformers saved index tensors as weights. The names of such tensors end with one of these texts.
 INDICES = ("position_ids", "token_type_ids", "inv_freq")
 # The prefixes that torch's DataParallel and torch.compile add to all names. Several prefixes may follow each other.
 _WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
@@ -34,8 +34,8 @@ class Weights:
 
     Attributes:
         tensors: All tensors, by their names in the checkpoint.
-        sha256: The SHA-256 of the bytes of the weights files, in hex. The files are sorted by name.
-            A separate file of embeddings comes last.
+        sha256: The SHA-256 of the concatenated weights files, in hex. The files are sorted by name. A separate file of
+            embeddings comes last.
     """
 
     tensors: Mapping[str, Tensor]
@@ -93,17 +93,18 @@ def holds_weights(directory: Path) -> bool:
 
 
 def read_checkpoint(path: Path, embeddings: Path | None = None) -> Weights:
-    """Read the state dict in one file: the whole content, or the value of a key such as "model".
+    """Read the state dict in a file. The state dict is the whole content, or the value of a key such as "model".
 
     Tensors in nested dicts and lists get names with dots, such as layers.0.W_Q. The prefixes of torch's wrappers
     ("module.", "_orig_mod.") are removed from the names.
 
     Args:
         path: The file: safetensors, or a pickle of tensors.
-        embeddings: A separate file of embeddings, which the hash covers too.
+        embeddings: A separate file with the embedding table. The SHA-256 covers this file too, but the returned tensors
+            do not include the table.
 
     Raises:
-        CheckpointFileError: The file is unreadable, or does not hold one state dict.
+        CheckpointFileError: The file is unreadable, or holds no state dict or several.
         UnsafeWeightsError: The file is a pickle of objects that could run code.
     """
     tensors: dict[str, Tensor] = {}
@@ -118,7 +119,7 @@ def read_checkpoint(path: Path, embeddings: Path | None = None) -> Weights:
 def read_table(path: Path) -> tuple[str, Tensor]:
     """Read a file that holds one tensor. Return the tensor's name and the tensor.
 
-    A tensor without a name gets the name of the file.
+    A tensor without a name gets the name of the file, without the suffix.
 
     Raises:
         CheckpointFileError: The file is unreadable, or does not hold one tensor.
@@ -154,7 +155,7 @@ def _indexed_files(index: Path) -> list[str]:
         raise CheckpointFileError(f"{index} has no weight_map from weights to files; {AGAIN}") from None
     for name in names:
         if Path(name).name != name or Path(name).suffix not in (".safetensors", ".bin"):
-            raise CheckpointFileError(f"{index} must name files beside it, .safetensors or .bin; was {name!r}")
+            raise CheckpointFileError(f"{index} must name .safetensors or .bin files in the same folder; was {name!r}")
     return names
 
 
@@ -188,16 +189,21 @@ def _only_state_dict(path: Path, content: Any) -> dict[str, Tensor]:
         return tensors
     if state_dicts:
         raise CheckpointFileError(
-            f"{path} holds several state dicts: {', '.join(state_dicts)}; save the encoder's alone"
+            f"{path} holds several state dicts: {', '.join(state_dicts)}; save only the state dict of the encoder"
         )
     names = ", ".join(sorted(map(str, content))) if isinstance(content, dict) else type(content).__name__
     raise CheckpointFileError(
-        f"{path} must hold tensors by name, alone or under {', '.join(_CONTAINERS)}; was {names or 'empty'}"
+        f"{path} must hold tensors by name, at the top level or under one of {', '.join(_CONTAINERS)}; "
+        f"was {names or 'empty'}"
     )
 
 
 def _find_state_dicts(content: Any, key: str) -> dict[str, dict[str, Tensor]]:
-    """Return the state dicts under the usual keys, or else the content itself, by their keys joined with dots."""
+    """Return all state dicts in the content of a file, by their keys joined with dots.
+
+    The state dicts are under the keys of `_CONTAINERS`. Without such keys, the content itself is the state dict if it
+    holds only tensors.
+    """
     if not isinstance(content, dict):
         return {}
     found: dict[str, dict[str, Tensor]] = {}
@@ -208,7 +214,7 @@ def _find_state_dicts(content: Any, key: str) -> dict[str, dict[str, Tensor]]:
 
 
 def _leaves(content: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the values in nested dicts and lists, with their keys joined by dots, as in layers.0.W_Q."""
+    """Yield the values in nested dicts and lists. Each value's name is its keys joined with dots: layers.0.W_Q."""
     if not isinstance(content, dict | list):
         yield name, content
         return

@@ -1,1 +1,1 @@
-"""Who may call: keys and certificates, the callers file, and rates. Knows no protocol."""
+"""Who may call: keys, certificates, the callers file and rates. Imports no protocol."""

@@ -1,36 +1,36 @@
-"""Rates of callers, in tokens a second. No I/O and no clock: callers pass the time."""
+"""Rates of callers, in tokens per second. The functions get the time as an argument."""
 
-# How much of its rate a quiet caller saves: a second's worth, so that an ordinary burst is taken.
+# A quiet caller saves the tokens of this time, so that the server accepts an ordinary burst.
 BURST_SECONDS = 1.0
 
 
 class TokenBucket:
-    """A token bucket whose level may fall below zero.
+    """A token bucket. The level may fall below zero.
 
-    A call is taken whenever there is anything left, and then counted in full, so that a call of more than a second's
-    tokens is possible. What was taken too much is a debt, and calls are refused until it has been paid. So in any `t`
-    seconds at most `(t + BURST_SECONDS) * tokens_per_second` tokens are taken, and one call.
+    A call is accepted if any token is left, and is then counted in full. So a call may have more tokens than the rate
+    of one second. A level below zero is a debt: calls are refused until the rate has paid the debt. So any `t` seconds
+    accept at most `(t + BURST_SECONDS) * tokens_per_second` tokens, and one call.
     """
 
     def __init__(self, tokens_per_second: float, now: float) -> None:
-        """Begins full."""
+        """Start with a full bucket."""
         self._rate = tokens_per_second
         self._level = tokens_per_second * BURST_SECONDS
         self._at = now
 
     def change_rate(self, tokens_per_second: float, now: float) -> None:
-        """Changes the rate; a debt stays."""
+        """Change the rate. A debt stays."""
         self._fill(now)
         self._rate = tokens_per_second
         self._level = min(self._level, tokens_per_second * BURST_SECONDS)
 
     def delay_seconds(self, now: float) -> float:
-        """In how many seconds the next call is taken; 0 where that is now."""
+        """Return the seconds until the next call is accepted, 0 for now."""
         self._fill(now)
         return 0.0 if self._level > 0 else max(-self._level, 1.0) / self._rate
 
     def take(self, tokens: float, now: float) -> None:
-        """Counts a call; negative to take it back."""
+        """Count a call. A negative number of tokens undoes an earlier count."""
         self._fill(now)
         self._level = min(self._level - tokens, self._rate * BURST_SECONDS)
 

@@ -1,46 +1,43 @@
-"""Who calls, by key or by certificate; the files are read again when they change."""
+"""Identifies callers by key or certificate, and reads the callers again when their file changes."""
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from encserve_server.callers.file import NAME, CallerRules, CallersError, read_callers, read_file, read_keys
+from encserve_server.callers.file import NAME, CallerRules, CallersError, read_callers, read_keys
 from encserve_server.callers.keys import digest_of, presented_keys
 from encserve_server.callers.rates import TokenBucket
 from encserve_server.errors import Unauthenticated
 from encserve_server.system.background import repeat
 from encserve_server.system.clock import Clock
-from encserve_server.types.callers import ANYONE, Caller, Priority
+from encserve_server.system.files import FileError
+from encserve_server.system.watched_files import POLL_SECONDS, WatchedFiles
+from encserve_server.types.callers import ANYONE, Caller, CertificateName, Priority, dns_name, uri_name
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 1.0
-# A file that has changed is taken once it has not changed for so long: half of it may be a file too.
-_SETTLE_SECONDS = 0.1
-# Each key of a call is hashed, so their number is bounded.
+# The server hashes at most this number of keys of a call.
 _MAX_PRESENTED_KEYS = 3
 FAIRNESS_HEADER = "x-gateway-inference-fairness-id"
-# Names that a proxy gives are bounded, since each is a label of metrics; all others share one name.
+# The number of names that proxies give is bounded, since each name is a label of metrics. Further names share one.
 MAX_PROXY_NAMES = 128
 OTHER_NAME = "other"
 
 Metadata = Iterable[tuple[str, str | bytes]]
-# What a caller is known by: a key's digest, or a name of its certificate.
-Identity = bytes | str
-Read = Callable[[], bytes]
+# The digest of a caller's key, or a name in the caller's certificate.
+Identity = bytes | CertificateName
 Parse = Callable[[bytes], list[CallerRules]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownCaller:
-    """A caller that the server knows.
+    """A caller of the file, with its state.
 
     Attributes:
-        rules: What it may do.
-        bucket: Counts its rate; None where it has no rate.
+        rules: The caller and its permissions.
+        bucket: Counts the tokens of the caller; None for a caller without a rate.
     """
 
     rules: CallerRules
@@ -48,11 +45,11 @@ class KnownCaller:
 
 
 class Callers:
-    """Those who may call; owned by the event loop.
+    """The known callers. Belongs to the event loop.
 
     Attributes:
-        generation: Grows with each change of who may call.
-        public_listing: Whether everybody may list what is served.
+        generation: Grows with each change of the callers.
+        public_listing: Whether callers without a key may list the models.
     """
 
     def __init__(
@@ -66,19 +63,19 @@ class Callers:
         on_read: Callable[[bool], None] = lambda _: None,
         on_change: Callable[[Collection[str]], None] = lambda _: None,
     ) -> None:
-        """Reads the source.
+        """Read the source.
 
         Args:
-            source: Where keys and callers are read; None where everybody may call.
-            clock: The time, for rates.
-            public_listing: Whether everybody may list what is served.
-            trusts_proxy: Whether a header names the caller, of calls of those that are proxies.
-            asks_for_certificates: Whether connections have client certificates.
-            on_read: Hears whether a changed file was taken.
-            on_change: Hears the names that callers have from now on.
+            source: The source of the callers; None for a server that answers all calls.
+            clock: The clock of the rates and of the looks at the file.
+            public_listing: Whether callers without a key may list the models.
+            trusts_proxy: Whether a header of a proxy's calls names the caller.
+            asks_for_certificates: Whether the server asks callers for certificates.
+            on_read: Called after a change of the file, with whether the server uses the changed file.
+            on_change: Called with the names of all callers when they change.
 
         Raises:
-            CallersError: The source cannot be used, or has names of certificates that nobody is asked for.
+            CallersError: The source cannot be used, or has certificate names while the server asks for no certificates.
         """
         self.generation = 0
         self.public_listing = public_listing
@@ -91,32 +88,34 @@ class Callers:
         self._known: dict[Identity, KnownCaller] = {}
         self._by_name: dict[str, KnownCaller] = {}
         self._has_certificate_names = False
-        # The names that proxies have given, which last, since metrics and queues know them; and what they stand for.
+        # Names that proxies have given. They stay, since metrics and queues use them.
         self._proxy_names: set[str] = set()
         self._proxy_callers: dict[tuple[str, Priority], Caller] = {}
         if source is not None:
             rules = source.read()
-            if problem := self._unasked(rules):
+            if problem := self._certificate_names_problem(rules):
                 raise CallersError(problem)
-            self._take(rules)
+            self._replace_callers(rules)
 
     @property
     def names(self) -> list[str]:
-        """The callers of the file, and those that proxies have named."""
+        """The names of the callers in the file, and the names that proxies have given."""
         return [*self._by_name, *(self._proxy_names - self._by_name.keys())]
 
-    def identify(self, metadata: Metadata, certificate_names: Callable[[], Collection[str]]) -> Identity | None:
-        """Who calls; None where everybody may.
+    def identify(
+        self, metadata: Metadata, certificate_names: Callable[[], Collection[CertificateName]]
+    ) -> Identity | None:
+        """Return the identity of a caller; None if the server answers all calls.
 
-        A key that is known decides, and otherwise the certificate. How long this takes tells nothing of keys: their
-        digests are looked up, and a digest that is nearly right is nothing that a caller could make.
+        A known key has precedence over the certificate. The duration reveals nothing about keys: the server looks up
+        digests, and no caller can make a key with a nearly right digest.
 
         Args:
-            metadata: The headers, their names in lower case.
-            certificate_names: Gives the DNS and URI names of the verified client certificate.
+            metadata: The headers. Their names are in lower case.
+            certificate_names: Returns the names in the verified client certificate.
 
         Raises:
-            Unauthenticated: No key and no certificate of the call is known. The text repeats nothing of the call.
+            Unauthenticated: The server knows no key and no certificate of the call. The text shows no part of the call.
         """
         if self._source is None:
             return None
@@ -131,13 +130,13 @@ class Callers:
             for name in certificate_names():
                 if name in self._known:
                     return name
-        raise Unauthenticated("the key is not known here, or not any more" if presented else self._advice())
+        raise Unauthenticated("unknown or revoked key" if presented else self._advice())
 
     def known(self, identity: Identity | None) -> KnownCaller | None:
-        """Who was identified; None where everybody may call.
+        """Return the caller with this identity; None if the server answers all calls.
 
         Raises:
-            Unauthenticated: It may not call any more.
+            Unauthenticated: The caller has been revoked.
         """
         if identity is None:
             return None
@@ -146,9 +145,9 @@ class Callers:
         return found
 
     def caller(self, known: KnownCaller | None, metadata: Metadata) -> Caller:
-        """The caller of a call: the one that a trusted proxy names, or else the one that was let in.
+        """Return the caller of a call: the caller that a trusted proxy names, or else the identified caller.
 
-        One that a proxy names is at most as urgent as the proxy.
+        A caller that a proxy names has at most the priority of the proxy.
         """
         caller = ANYONE if known is None else known.rules.caller
         if not self._trusts_proxy or not (known is None or known.rules.is_proxy):
@@ -168,8 +167,8 @@ class Callers:
             self._on_change(self.names)
             if name == OTHER_NAME:
                 logger.warning(
-                    "a proxy names more callers than are told apart, or sends what is no name; these are one caller",
-                    extra={"as": OTHER_NAME, "most": MAX_PROXY_NAMES},
+                    "a proxy sent too many or malformed caller names; these calls count as one caller",
+                    extra={"caller": OTHER_NAME, "max_names": MAX_PROXY_NAMES},
                 )
         known = self._by_name.get(name)
         caller = Caller(name) if known is None else known.rules.caller
@@ -179,55 +178,56 @@ class Callers:
 
     def _advice(self) -> str:
         text = "no key: send it as `authorization: Bearer KEY`, `api-key` or `x-api-key`"
-        return f"{text}, or show a client certificate that is known here" if self._has_certificate_names else text
+        return f"{text}, or use a client certificate of a known caller" if self._has_certificate_names else text
 
     async def watch(self) -> None:
-        """Read the source again whenever it changes, until cancelled. A source that cannot be used changes nothing."""
+        """Read the file again after each change, until cancelled. If the file cannot be used, the callers stay."""
         if self._source is not None and self._source.can_change:
-            await repeat(self._look, _POLL_SECONDS, clock=self._clock)
+            await repeat(self._look, POLL_SECONDS, clock=self._clock)
 
     async def _look(self) -> None:
-        try:  # in a thread: the file may be on a network
-            if self._source is None or (rules := await asyncio.to_thread(self._source.read_changed)) is None:
+        try:
+            if self._source is None or (rules := await self._source.read_changed(self._clock)) is None:
                 return
-            if problem := self._unasked(rules):
+            if problem := self._certificate_names_problem(rules):
                 logger.warning(problem)
-            self._take(rules)
-        except CallersError as error:
-            logger.error("callers refused, and those of before are kept: %s", error)
+            self._replace_callers(rules)
+        except (CallersError, FileError) as error:
+            logger.error("callers refused; the server keeps the callers that it has: %s", error)
             self._on_read(False)
-        except Exception as error:  # the text and the traceback of the error may have a key
-            logger.error("callers refused, and those of before are kept: unexpected %s", type(error).__name__)
+        except Exception as error:  # the text and the traceback of the error may show a key
+            name = type(error).__name__
+            logger.error("callers refused; the server keeps the callers that it has: unexpected %s", name)
             self._on_read(False)
         else:
             self._on_read(True)
-            logger.info("callers read again", extra={"callers": list(self._by_name)})
+            logger.info("callers loaded", extra={"callers": list(self._by_name)})
 
-    def _take(self, rules: Sequence[CallerRules]) -> None:
-        """Replaces the callers; what rates have counted stays."""
+    def _replace_callers(self, rules: Sequence[CallerRules]) -> None:
+        """Use these callers from now on. A caller that stays keeps the state of its rate."""
         now = self._clock.now()
-        before, self._by_name, self._known = self._by_name, {}, {}
+        previous, self._by_name, self._known = self._by_name, {}, {}
         for it in rules:
             name = it.caller.name
-            known = KnownCaller(it, _bucket(it, before.get(name), now))
+            known = KnownCaller(it, _bucket(it, previous.get(name), now))
             self._by_name[name] = known
             self._known |= dict.fromkeys((*it.digests, *it.certificate_names), known)
         self._has_certificate_names = any(it.certificate_names for it in rules)
         self._proxy_callers.clear()  # their weights may have changed
-        self._tell_of_proxies(rules)
+        self._warn_of_proxies(rules)
         self.generation += 1
         self._on_change(self.names)
 
-    def _unasked(self, rules: Sequence[CallerRules]) -> str:
-        """What is wrong where names of certificates can never match; empty for nothing."""
+    def _certificate_names_problem(self, rules: Sequence[CallerRules]) -> str:
+        """Return why no certificate name can match; empty if the server asks for certificates."""
         named = [it.caller.name for it in rules if it.certificate_names]
         if self._asks_for_certificates or not named:
             return ""
-        why = "nobody is asked for a certificate: that needs --tls-client-ca-file"
-        return f"--callers: caller {named[0]} has certificate_names, and {why}"
+        why = "the server asks for no certificates; set --tls-client-ca-file"
+        return f"--callers: caller {named[0]} has certificate_names, but {why}"
 
-    def _tell_of_proxies(self, rules: Sequence[CallerRules]) -> None:
-        """Warns where the setting and the file do not agree on who may name others."""
+    def _warn_of_proxies(self, rules: Sequence[CallerRules]) -> None:
+        """Log a warning if the setting and the file disagree about proxies."""
         proxies = [it.caller.name for it in rules if it.is_proxy]
         if self._trusts_proxy and not proxies:
             logger.warning("--trust-fairness-id does nothing: no caller of the file has proxy = true")
@@ -236,77 +236,67 @@ class Callers:
 
 
 class Source:
-    """Where callers are read: a file of callers, a file of keys, or one key."""
+    """A callers file, a key file, or one fixed key."""
 
-    def __init__(self, read: Read, parse: Parse, *, can_change: bool = True) -> None:
-        """Takes what gives the bytes, and what makes callers of them."""
-        self._read = read
+    def __init__(self, parse: Parse, *, files: WatchedFiles | None = None, key: bytes = b"") -> None:
+        """Keep the parser, and either the file or the key."""
         self._parse = parse
-        self._last: bytes | str | None = None
-        self.can_change = can_change
+        self._files = files
+        self._key = key
+
+    @property
+    def can_change(self) -> bool:
+        """Whether the callers come from a file."""
+        return self._files is not None
 
     def read(self) -> list[CallerRules]:
-        """The callers.
+        """Return the callers, at the start of the server.
 
         Raises:
-            CallersError: They cannot be read.
+            CallersError: The file cannot be read, or the callers are wrong.
         """
-        self._last = data = self._read()
-        return self._parse(data)
+        try:
+            return self._parse(self._key if self._files is None else self._files.read_first()[0])
+        except FileError as error:
+            raise CallersError(str(error)) from error
 
-    def read_changed(self) -> list[CallerRules] | None:
-        """The callers; None where nothing has changed since the last look, or the file is changing now.
-
-        Takes a moment, so it is not for the event loop.
+    async def read_changed(self, clock: Clock) -> list[CallerRules] | None:
+        """Return the callers if the file has changed and settled since the last call, else None.
 
         Raises:
-            CallersError: They have changed and cannot be read; raised once for each change.
+            FileError: The file cannot be read. Raised once for each change.
+            CallersError: The callers are wrong. Raised once for each change.
         """
-        try:
-            data = self._read()
-        except CallersError as error:
-            if self._last == str(error):
-                return None
-            self._last = str(error)
-            raise
-        if data == self._last:
-            return None
-        time.sleep(_SETTLE_SECONDS)
-        try:
-            if self._read() != data:
-                return None
-        except CallersError:
-            return None  # the next look decides
-        self._last = data
-        return self._parse(data)
+        contents = None if self._files is None else await self._files.changed(clock)
+        return None if contents is None else await asyncio.to_thread(self._parse, contents[0])
 
 
 def open_source(api_key: str | None, api_key_file: Path | None, callers: Path | None) -> Source | None:
-    """The source of callers, from at most one of three settings; None where everybody may call."""
+    """Return the source of callers, from at most one of three settings; None if the server answers all calls."""
     if callers is not None:
         where = f"--callers {callers}"
-        return Source(lambda: read_file(callers, "--callers"), lambda data: read_callers(data, where))
+        return Source(lambda data: read_callers(data, where), files=WatchedFiles({"--callers": callers}))
     if api_key_file is not None:
         where = f"--api-key-file {api_key_file}"
-        return Source(lambda: read_file(api_key_file, "--api-key-file"), lambda data: read_keys(data, where))
+        return Source(lambda data: read_keys(data, where), files=WatchedFiles({"--api-key-file": api_key_file}))
     if api_key is not None:
-        key = api_key.encode("utf-8", "surrogateescape")
-        return Source(lambda: key, lambda data: read_keys(data, "ENCSERVE_API_KEY"), can_change=False)
+        return Source(lambda data: read_keys(data, "ENCSERVE_API_KEY"), key=api_key.encode("utf-8", "surrogateescape"))
     return None
 
 
-def certificate_names(certificate: Mapping[str, object]) -> list[str]:
-    """The DNS and URI names of a certificate as `ssl.SSLSocket.getpeercert` gives it."""
+def certificate_names(certificate: Mapping[str, object]) -> list[CertificateName]:
+    """Return the DNS and URI names of a certificate, in the form of `ssl.SSLSocket.getpeercert`."""
     names = certificate.get("subjectAltName", ())
-    assert isinstance(names, tuple)  # noqa: S101 - ssl's own
-    return [value for kind, value in names if kind in ("DNS", "URI")]
+    assert isinstance(names, tuple)  # noqa: S101 - the form of Python's ssl
+    kinds = {"DNS": dns_name, "URI": uri_name}
+    return [kinds[kind](value) for kind, value in names if kind in kinds]
 
 
-def _bucket(rules: CallerRules, before: KnownCaller | None, now: float) -> TokenBucket | None:
+def _bucket(rules: CallerRules, previous: KnownCaller | None, now: float) -> TokenBucket | None:
     rate = rules.tokens_per_second
     if rate is None:
         return None
-    if before is None or before.bucket is None:
+    if previous is None or previous.bucket is None:
         return TokenBucket(rate, now)
-    before.bucket.change_rate(rate, now)
-    return before.bucket
+    previous.bucket.change_rate(rate, now)
+    return previous.bucket

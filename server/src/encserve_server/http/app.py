@@ -1,6 +1,6 @@
-"""What aiohttp calls for each request: finds the route, reads the body, answers, and sends the answer.
+"""Handles each HTTP request: finds the route, reads the body, calls the handler, and sends the reply.
 
-No framework: all routes are known beforehand, and what a framework brings for others would be paid by every request.
+There is no web framework, because all routes are known at the start and a framework costs time in every request.
 """
 
 import asyncio
@@ -20,26 +20,27 @@ from encserve_server.errors import Draining, InvalidField, Naming, Part
 from encserve_server.http.bodies import discard_body, read_body
 from encserve_server.http.connection import Connection
 from encserve_server.telemetry.metrics import Metrics
+from encserve_server.types.callers import CertificateName
 
 REASON_HEADER = "encserve-error-reason"
 _HEADERS = {"content-type": "application/json", "server": "encserve"}
 _MAX_HEAD_BYTES = 64 * 1024
-# An answer may take 30 s, and 1 s more for every 64 KiB of it that the connection has taken.
+# The caller has 30 s to read a reply, and 1 s more for each 64 KiB that it has read.
 SEND_SECONDS = 30.0
 _BYTES_PER_SECOND = 64 * 1024
 _PIECE_BYTES = 64 * 1024
 _OK, _NO_CONTENT, _UNAUTHORIZED, _HEAD_TOO_LARGE, _SERVER_ERRORS, _UNAVAILABLE = 200, 204, 401, 431, 500, 503
-# What stands for a part of a path, or with `:path` for several.
+# A placeholder for one part of a path, or with `:path` for several parts.
 PLACEHOLDER = re.compile(r"{(\w+)(:path)?}")
 _NO_VALUES: Mapping[str, str] = {}
 _MAX_SHOWN = 64
-# What is answered to a body that is late or not as its head says: nothing more of it is read.
+# After these statuses, the server reads nothing more of the body: the body is late or malformed.
 _BAD_BODIES = (400, 408)
-# Rather than have a caller connect again, and encrypt again, so much is read of a body that has been refused.
+# A refused body of at most this size is read to its end. So the caller need not connect and encrypt again.
 _SMALL_BODY_BYTES = 64 * 1024
-# Another server, or this one once it is ready, is there after about so long.
+# The seconds until another server, or this one, is probably ready.
 _UNAVAILABLE_RETRY_S = 1.0
-# With its default, LangChain sends the ids of OpenAI's own tokenizer to whatever server it is pointed at.
+# By default, LangChain sends ids of OpenAI's tokenizer to any server.
 _IDS_ADVICE = (
     ". Send text, or ids of this model's own tokenizer: LangChain's OpenAIEmbeddings sends text with "
     "check_embedding_ctx_length=False"
@@ -51,11 +52,11 @@ class Dialect:
     """How one protocol writes errors.
 
     Attributes:
-        naming: What it calls fields and values.
-        status_of: The HTTP status of an error.
-        refuse: The JSON of an error.
-        error: The type of that JSON, for its description.
-        advises: Whether errors of ids say what to do where these are another tokenizer's.
+        naming: The names of fields and values in errors.
+        status_of: Returns the HTTP status of an error.
+        refuse: Returns the JSON of an error.
+        error: The type of this JSON, for the OpenAPI document.
+        advises: Whether errors about ids explain what to do if the ids belong to another tokenizer.
     """
 
     naming: Naming
@@ -67,12 +68,12 @@ class Dialect:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a handler gets.
+    """A request for a handler.
 
     Attributes:
         body: The body.
-        headers: The headers; names are looked up in any case.
-        values: What the placeholders of the route's path stand for.
+        headers: The headers; their names are case-insensitive.
+        values: The values of the placeholders in the route's path.
     """
 
     body: bytes
@@ -82,11 +83,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a handler gives.
+    """The reply of a handler.
 
     Attributes:
-        body: The body, JSON unless `headers` name another `content-type`.
-        headers: What is sent beside the headers of every answer.
+        body: The body; JSON unless `headers` has another `content-type`.
+        headers: Headers in addition to those of every reply.
     """
 
     body: bytes
@@ -95,18 +96,19 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What answers a method of a path.
+    """The handler of a method and a path.
 
     Attributes:
         method: The method.
-        path: The path; `{name}` in it stands for one part, `{name:path}` for one or more.
+        path: The path; `{name}` stands for one part, `{name:path}` for one or more parts.
         handle: Answers a request.
-        dialect: How errors of the route are written.
-        is_check: Whether the route is for health checks: not counted, and answered while the server stops.
-        is_listing: Whether the route tells what is served, which may be open to everybody.
+        dialect: Writes the errors of the route.
+        is_check: Whether the route is for health checks. Their calls are not counted, and the server answers them while
+            it stops.
+        is_listing: Whether the route lists models. A setting allows this without a key.
         body: The fields of its JSON body, a msgspec.Struct; None for a route without a JSON body.
-        reply: The type of the JSON that it answers, for its description; None for nothing.
-        example: A body, for its description.
+        reply: The type of the JSON in its reply, for the OpenAPI document; None for no JSON.
+        example: An example of a body, for the OpenAPI document.
     """
 
     method: str
@@ -128,7 +130,7 @@ class _Answer:
 
 
 class HttpApp:
-    """Answers requests."""
+    """Answers the requests of all routes."""
 
     def __init__(
         self,
@@ -141,16 +143,16 @@ class HttpApp:
         metrics_port: int = 0,
         cors_origins: Collection[str] = (),
     ) -> None:
-        """Takes what answers.
+        """Prepare the routes.
 
         Args:
             routes: The routes.
             calls: The calls of all protocols.
-            metrics: Where requests are counted.
-            elsewhere: How errors are written at a path that does not exist.
+            metrics: Counts requests.
+            elsewhere: Writes the errors of paths that do not exist.
             max_body_bytes: The largest body.
-            metrics_port: Where the metrics are, for errors.
-            cors_origins: The origins whose pages may read answers in a browser; "*" for all.
+            metrics_port: The port of the metrics, for errors.
+            cors_origins: The origins whose pages may read replies in a browser; "*" for all.
         """
         self._calls = calls
         self._elsewhere = elsewhere
@@ -166,7 +168,7 @@ class HttpApp:
         self._is_over = False
 
     async def close(self, grace_seconds: float) -> None:
-        """Returns when every request has its answer; after so many seconds that answer is an error."""
+        """Wait until every request has its reply. After `grace_seconds`, the reply is an error."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_seconds)
         self._is_over = True
@@ -174,10 +176,10 @@ class HttpApp:
             task.cancel()
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answers one request.
+        """Answer one request.
 
         Raises:
-            CancelledError: The caller has gone.
+            CancelledError: The caller has disconnected.
         """
         task, transport = asyncio.current_task(), request.transport
         if task is None or transport is None:
@@ -185,6 +187,7 @@ class HttpApp:
         connection = transport.get_protocol()
         assert isinstance(connection, Connection)  # noqa: S101 - see HttpServer
         self._tasks.add(task)
+        connection.begin()
         try:
             return await self._answer(request, connection)
         finally:
@@ -195,7 +198,7 @@ class HttpApp:
         head_bytes = _head_bytes(request)
         if head_bytes > _MAX_HEAD_BYTES:
             return await _send(request, connection, _Answer(_HEAD_TOO_LARGE, b"", {**_HEADERS, "connection": "close"}))
-        # Many that ask for health send HEAD, which is GET without the body.
+        # Many health checks send HEAD, which is GET without the body of the reply.
         path, values = request.path, _NO_VALUES
         found = self._routes.get(("GET" if request.method == "HEAD" else request.method, path))
         if found is None:
@@ -217,7 +220,7 @@ class HttpApp:
             call.release()
 
     def _match(self, method: str, path: str) -> tuple["tuple[Route, Method] | None", Mapping[str, str]]:
-        """The route of a path with placeholders, and what they stand for."""
+        """Return the route of a path with placeholders, and the values of the placeholders."""
         for pattern, route, counted in self._patterns:
             if route.method == method and (found := pattern.fullmatch(path)):
                 return (route, counted), found.groupdict()
@@ -232,17 +235,17 @@ class HttpApp:
         values: Mapping[str, str],
         call: Call,
     ) -> Reply:
-        """The answer to a request.
+        """Read the body and call the handler.
 
         Raises:
-            CancelledError: The caller has gone.
-            Draining: The server is stopping, or has stopped waiting for the answer.
-            EncserveError: Whatever `read_body`, and the route, raise.
+            CancelledError: The caller has disconnected.
+            Draining: The server is stopping.
         """
         try:
             call.accept()
+            connection.has_called = True
             limit = OPEN_REQUEST_BYTES if _access(route).is_open else self._max_body_bytes
-            body = await read_body(request, connection, head_bytes, limit, call.hold)
+            body = await read_body(request, connection, head_bytes, limit, call, self._calls.places)
             return await route.handle(Request(body, request.headers, values), call)
         except ConnectionError as error:
             raise asyncio.CancelledError from error
@@ -258,7 +261,7 @@ class HttpApp:
         status = dialect.status_of(failure.status)
         headers = {**_HEADERS, REASON_HEADER: failure.reason}
         delay_s = failure.retry_delay_s or (_UNAVAILABLE_RETRY_S if status == _UNAVAILABLE else None)
-        if delay_s is not None:  # in whole seconds for all, and in milliseconds for OpenAI's clients
+        if delay_s is not None:  # OpenAI's clients also read milliseconds
             headers |= {"retry-after": f"{math.ceil(delay_s)}", "retry-after-ms": f"{round(delay_s * 1000)}"}
         if status == _UNAUTHORIZED:
             headers["www-authenticate"] = "Bearer"
@@ -269,10 +272,10 @@ class HttpApp:
         )
 
     def _not_there(self, method: str, path: str, cors: Mapping[str, str] | None) -> _Answer:
-        """The answer to other paths and methods, which are not counted."""
+        """Return the reply to unknown paths and methods, which are not counted."""
         here = [route for route, pattern in self._all if pattern.fullmatch(path)]
         methods = sorted({route.method for route in here})
-        if here and cors and method == "OPTIONS":  # a browser asks before it sends
+        if here and cors and method == "OPTIONS":  # a browser sends this before the request itself
             return _Answer(_NO_CONTENT, b"", {**_HEADERS, "access-control-allow-methods": ", ".join(methods)})
         if here:
             dialect = here[0].dialect
@@ -281,14 +284,14 @@ class HttpApp:
         else:
             dialect, headers = self._elsewhere, _HEADERS
             problem = (
-                f"there is nothing at {path[:_MAX_SHOWN]}; there are {self._there}. The metrics are at /metrics of "
+                f"there is no route {path[:_MAX_SHOWN]}; the routes are {self._there}. The metrics are at /metrics of "
                 f"port {self._metrics_port}"
             )
             failure = Failure(NO_SUCH_PATH, "NO_SUCH_PATH", problem)
         return _Answer(dialect.status_of(failure.status), orjson.dumps(dialect.refuse(failure)), headers)
 
     def _cors_headers(self, request: web.BaseRequest) -> Mapping[str, str]:
-        """What lets the pages of an allowed origin read an answer; nothing for requests of others."""
+        """Return the headers that let pages of an allowed origin read a reply."""
         origin = request.headers.get("origin", "")
         if not origin or not self._cors_origins & {origin, "*"}:
             return {"vary": "origin"}
@@ -310,15 +313,15 @@ class _Peer:
         self._request = request
 
     def address(self) -> str:
-        """Address and port; an IPv6 address in brackets."""
+        """Return the address and the port; an IPv6 address has brackets."""
         peer = self._request.get_extra_info("peername")
         if not isinstance(peer, tuple):
             return ""
         host, port = peer[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    def certificate_names(self) -> list[str]:
-        """Those that ssl has verified."""
+    def certificate_names(self) -> list[CertificateName]:
+        """Return the DNS and URI names of the certificate that ssl has verified."""
         return certificate_names(self._request.get_extra_info("peercert") or {})
 
 
@@ -333,7 +336,7 @@ class _RouteObserver:
         self._refused = {reason: metrics.refused.labels(reason) for reason in REASONS}
 
     def began(self) -> None:
-        """Requests are counted when they end."""
+        """Do nothing: requests are counted when they end."""
 
     def ended(self, status: Status, reason: str, seconds: float) -> None:
         """See `calls.CallObserver`."""
@@ -363,7 +366,7 @@ def _access(route: Route) -> Access:
 
 
 def _pattern(path: str) -> re.Pattern[str]:
-    """What matches a path with placeholders."""
+    """Return the pattern of a path with placeholders."""
     named = []
     for fixed, name, kind in re.findall(rf"([^{{]*)(?:{PLACEHOLDER.pattern})?", path):
         named += [re.escape(fixed), f"(?P<{name}>{'.+' if kind else '[^/]+'})" if name else ""]
@@ -375,7 +378,7 @@ def _with(headers: Mapping[str, str] | None, answer: _Answer) -> _Answer:
 
 
 def _head_bytes(request: web.BaseRequest) -> int:
-    """How many bytes the head of a request took on the connection, if it has one blank where it may have several."""
+    """Return the bytes of a request's head on the connection, if it has no unneeded blanks."""
     line_bytes = len(request.method) + len(request.raw_path) + len("  HTTP/1.1\r\n\r\n")
     return line_bytes + sum(len(name) + len(value) + len(": \r\n") for name, value in request.raw_headers)
 
@@ -385,26 +388,26 @@ def _metadata(request: web.BaseRequest) -> list[tuple[str, str]]:
 
 
 def _with_advice(failure: Failure) -> Failure:
-    """The same with advice where an id is not one of the model's."""
+    """Add advice to an error about an id that the model does not have."""
     if failure.part is Part.IDS and failure.reason == InvalidField.reason:
         return replace(failure, text=failure.text + _IDS_ADVICE)
     return failure
 
 
 async def _send(request: web.BaseRequest, connection: Connection, answer: _Answer) -> web.StreamResponse:
-    """Sends an answer, in pieces, as fast as the caller reads; the connection of one that does not read is ended.
+    """Send a reply, in pieces, as fast as the caller reads. If the caller does not read, close the connection.
 
     Raises:
-        CancelledError: The caller has gone, or does not read.
+        CancelledError: The caller has disconnected, or does not read.
     """
     body, is_read = answer.body, request.content.at_eof()
-    in_pieces = len(body) > _PIECE_BYTES and request.method != "HEAD"  # of which aiohttp leaves out the body itself
+    in_pieces = len(body) > _PIECE_BYTES and request.method != "HEAD"  # aiohttp sends no body for HEAD
     if not in_pieces:
         response: web.StreamResponse = web.Response(status=answer.status, headers=answer.headers, body=body)
     else:
         response = web.StreamResponse(status=answer.status, headers=answer.headers)
         response.content_length = len(body)
-    # What is sent behind an offer of another protocol, without waiting for this answer, aiohttp does not keep.
+    # If a request offers another protocol, aiohttp drops the data that follow it, so the connection must close.
     is_lost = "upgrade" in request.headers and connection.has_more
     is_small = not is_read and _is_small(request, answer)
     if not (is_read or is_small) or is_lost or "connection" in answer.headers:
@@ -430,7 +433,7 @@ async def _send(request: web.BaseRequest, connection: Connection, answer: _Answe
 
 
 async def _drop_body(request: web.BaseRequest, connection: Connection, response: web.StreamResponse) -> None:
-    """Reads a small body that has been refused; the connection stays if the body comes."""
+    """Read a small refused body. The connection stays open if the body arrives."""
     connection.wants_body()
     await discard_body(request.content)
     if request.content.at_eof():
@@ -440,7 +443,7 @@ async def _drop_body(request: web.BaseRequest, connection: Connection, response:
 
 
 def _is_small(request: web.BaseRequest, answer: _Answer) -> bool:
-    """Whether to read what has not been read of a body, so that the connection can stay."""
+    """Return whether to read the rest of a refused body, so that the connection can stay open."""
     declared = request.content_length
     if declared is None or answer.status in _BAD_BODIES or "expect" in request.headers:
         return False

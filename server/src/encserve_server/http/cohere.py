@@ -13,15 +13,14 @@ import orjson
 
 from encserve_server.calls import Call
 from encserve_server.error_table import Failure
-from encserve_server.errors import FieldPath, InvalidField, Part, RequestError
+from encserve_server.errors import InvalidField, Part
 from encserve_server.http.app import Dialect, Reply, Request, Route
+from encserve_server.http.decoding import ANYTHING, STRINGS, BodyDecoder, BodyRules
 from encserve_server.http.naming import HttpNaming
 from encserve_server.http.openai import DIALECT as OPENAI
 from encserve_server.http.replies import joined, row_as_json, rows_as_json
 from encserve_server.http.requests import (
     Body,
-    BodyDecoder,
-    BodyRules,
     PooledBody,
     SentInputs,
     choice,
@@ -35,7 +34,7 @@ from encserve_server.types.requests import DataType
 
 _INPUT_TYPES = ("search_query", "search_document", "classification", "clustering")
 _IMAGE = "this server takes only texts"
-# What each type of embedding is made of, and how: uint8 is int8 + 128, binary is ubinary - 128.
+# The source of each type of embedding, and the conversion: uint8 is int8 + 128, binary is ubinary - 128.
 _TYPES: Mapping[str, tuple[DataType, Callable[[Any], OutputRows]]] = {
     "float": (DataType.FLOAT32, lambda rows: rows),
     "int8": (DataType.INT8, lambda rows: rows),
@@ -44,11 +43,8 @@ _TYPES: Mapping[str, tuple[DataType, Callable[[Any], OutputRows]]] = {
     "ubinary": (DataType.BINARY, lambda rows: rows),
     "base64": (DataType.FLOAT32, lambda rows: rows),
 }
-# Of a float32 there are at most 17 characters, and 6 of base64; of a byte -128, and 255, each with a comma.
+# Characters per number, at most: 17 for a float32, 6 of them in base64; for a byte those of -128 or 255 and a comma.
 _GROWTH = 10.0
-# What an item of `inputs` may hold in a large body: an object, and of each of its contents one more and five strings.
-_OBJECTS_EACH, _STRINGS_EACH = 4, 16
-
 
 _EXAMPLE = {"texts": ["a cat", "a dog"], "input_type": "search_document", "embedding_types": ["float", "int8"]}
 
@@ -58,17 +54,19 @@ class CohereBody(Body):
 
     Attributes:
         texts: The texts; required, or inputs.
-        inputs: In place of texts, objects {"content": [{"type": "text", "text": "…"}]}; several texts of one are lines.
-        images: Refused: this server takes only texts.
-        input_type: search_query and search_document are tasks of models that know them; with classification and
-            clustering a text is neither.
+        inputs: Instead of texts, objects {"content": [{"type": "text", "text": "…"}]}. Several texts of one object are
+            joined by line breaks.
+        images: Refused, because this server takes only texts.
+        input_type: search_query and search_document select the tasks of models that have them. classification and
+            clustering select no task.
         embedding_types: One or several of float, int8, uint8, binary, ubinary and base64. Default: float.
-        output_dimension: To how many of its first numbers a vector is cut.
-        max_tokens: To how many tokens a text is cut, if the model takes more.
-        truncate: END cuts texts that are too long, NONE refuses them. Default: END, unless the server is set otherwise.
-        normalize: Whether vectors of float are scaled to length 1.
-        pooling: How the vectors of tokens become one, in place of how the model was trained to: mean, cls, max,
-            last_token, weighted_mean or mean_sqrt_length.
+        output_dimension: The number of dimensions to which a vector is cut.
+        max_tokens: The number of tokens to which a text is cut, if the model takes more.
+        truncate: END cuts texts that are too long, NONE refuses them. Default: END, unless a setting of the server says
+            otherwise.
+        normalize: Whether float vectors are scaled to length 1.
+        pooling: The pooling, instead of the one that the model was trained with: mean, cls, max, last_token,
+            weighted_mean or mean_sqrt_length.
     """
 
     texts: list[str] | None = None
@@ -83,7 +81,7 @@ class CohereBody(Body):
 
 
 class CohereEmbeddings(TypedDict, total=False):
-    """The vectors of all inputs, in their order, by type."""
+    """The vectors of all inputs by type, in the order of the inputs."""
 
     float: list[list[float]]
     int8: list[list[int]]
@@ -98,9 +96,9 @@ class CohereReply(TypedDict):
 
     Attributes:
         id: A new id.
-        embeddings: By type; on /v1/embed without embedding_types the list of float.
+        embeddings: The vectors by type. On /v1/embed without embedding_types, the list of float vectors.
         texts: The texts of the request.
-        meta: The version of the interface, and how many tokens the model saw.
+        meta: The version of the API, and the number of tokens that the model saw.
         response_type: embeddings_by_type, or embeddings_floats for a list.
     """
 
@@ -112,7 +110,7 @@ class CohereReply(TypedDict):
 
 
 class CohereError(TypedDict):
-    """An error as Cohere writes it.
+    """An error in Cohere's form.
 
     Attributes:
         id: A new id.
@@ -124,30 +122,36 @@ class CohereError(TypedDict):
 
 
 class CohereRoutes:
-    """The handlers."""
+    """The handlers of Cohere's routes."""
 
     def __init__(self, rules: BodyRules) -> None:
-        """Takes how bodies are read."""
-        limits = replace(rules.limits, objects_each=_OBJECTS_EACH, strings_each=_STRINGS_EACH)
-        self._rules = replace(rules, limits=limits)
-        self._body = BodyDecoder(CohereBody, "texts", self._rules)
+        """Keep the rules for reading bodies."""
+        self._rules = rules
+        self._body = BodyDecoder(
+            CohereBody,
+            rules,
+            embedding_types=STRINGS,
+            texts=STRINGS,
+            inputs=replace(ANYTHING, convert=_text_of),
+            images=ANYTHING,
+        )
 
     def routes(self) -> list[Route]:
-        """What is answered, and by whom."""
+        """Return the routes."""
         return [
             Route("POST", "/v2/embed", self.embed, DIALECT, body=CohereBody, reply=CohereReply, example=_EXAMPLE),
             Route("POST", "/v1/embed", self.embed_v1, DIALECT, body=CohereBody, reply=CohereReply, example=_EXAMPLE),
         ]
 
     async def embed(self, request: Request, call: Call) -> Reply:
-        """Returns one vector for each input, in each type asked for, as Cohere's API does."""
+        """Return one vector for each input, in each requested type, as Cohere's API does."""
         fields = await self._body.decode(request.body, call.hold)
         return await self._embed(request, fields, call, version="2", by_type=True)
 
     async def embed_v1(self, request: Request, call: Call) -> Reply:
-        """Returns one vector for each input, as version 1 of Cohere's API does.
+        """Return one vector for each input, as version 1 of Cohere's API does.
 
-        Without `embedding_types` the vectors are a list, and not by type.
+        Without `embedding_types`, the vectors are a list instead of lists by type.
         """
         fields = await self._body.decode(request.body, call.hold)
         return await self._embed(request, fields, call, version="1", by_type=bool(fields.embedding_types))
@@ -179,30 +183,27 @@ class CohereRoutes:
             response_type = "embeddings_by_type" if by_type else "embeddings_floats"
             yield b"]," + orjson.dumps({"meta": meta, "response_type": response_type})[1:]
 
-        try:
-            return await encode(
-                call,
-                pooled,
-                SentInputs("texts" if fields.inputs is None else "inputs", list(texts)),
-                lambda bundle: pooled_output(pooled, bundle),
-                lambda _, reply: joined(answer(reply)),
-                self._rules,
-                growth=_GROWTH,
-                more_bytes=len(request.body),  # the answer has the texts
-                data_types=data_types,
-                cut=(_truncates(fields.truncate, self._rules), positive("max_tokens", fields.max_tokens)),
-            )
-        except RequestError as error:
-            if fields.inputs is not None and isinstance(error.field, FieldPath):
-                error.field = _OF_INPUTS.field(error.field)
-            raise
+        if fields.inputs is not None:
+            call.naming = _OF_INPUTS
+        return await encode(
+            call,
+            pooled,
+            SentInputs("texts" if fields.inputs is None else "inputs", list(texts)),
+            lambda bundle: pooled_output(pooled, bundle),
+            lambda _, reply: joined(answer(reply)),
+            self._rules,
+            growth=_GROWTH,
+            more_bytes=len(request.body),  # the reply repeats the texts
+            data_types=data_types,
+            cut=(_truncates(fields.truncate, self._rules), positive("max_tokens", fields.max_tokens)),
+        )
 
 
 def _texts_of(fields: CohereBody) -> Sequence[str]:
-    """The texts of a request, from whichever field has them.
+    """Return the texts of a request, from `texts` or `inputs`.
 
     Raises:
-        InvalidField: Not exactly one field has inputs, or an input is no text.
+        InvalidField: Both fields are set, or neither.
     """
     if fields.images:
         raise InvalidField("images", f"must be left out: {_IMAGE}")
@@ -211,12 +212,12 @@ def _texts_of(fields: CohereBody) -> Sequence[str]:
             raise InvalidField("texts", "must be a list of strings; was null")
         return fields.texts
     if fields.texts:
-        raise InvalidField("texts", f"must be left out where inputs is set; was {len(fields.texts)} texts")
-    return [_text_of(f"inputs[{i}]", it) for i, it in enumerate(fields.inputs)]
+        raise InvalidField("texts", f"must be left out if inputs is set; was {len(fields.texts)} texts")
+    return fields.inputs
 
 
 def _text_of(field: str, item: Any) -> str:
-    """The text of one of `inputs`: its contents, a line each."""
+    """Return the text of one of `inputs`: its contents, one on each line."""
     contents = item.get("content") if isinstance(item, dict) else None
     if not isinstance(contents, list) or not contents:
         raise InvalidField(f"{field}.content", 'must be a list of {"type": "text", "text": "…"}')
@@ -234,27 +235,27 @@ def _text_of(field: str, item: Any) -> str:
 
 
 def _types_of(names: Sequence[str] | None) -> list[str]:
-    """The types that are asked for, each once."""
+    """Return the requested types, each once."""
     found = [str(choice(f"embedding_types[{i}]", name, _TYPES)) for i, name in enumerate(names or ["float"])]
     return list(dict.fromkeys(found))
 
 
 def _check_input_type(name: str | None) -> None:
-    """Refuses what Cohere does not know, and images; which of them change anything is the model's."""
+    """Refuse images and input types that Cohere does not have."""
     if name == "image":
         raise InvalidField("input_type", f"must be one of {', '.join(_INPUT_TYPES)}; was 'image', and {_IMAGE}")
     choice("input_type", name, _INPUT_TYPES)
 
 
 def _truncates(name: str | None, rules: BodyRules) -> bool:
-    """Whether texts that are too long are cut."""
+    """Return whether texts that are too long are cut."""
     if choice("truncate", name, ("none", "end", "start")) == "start":
         raise InvalidField("truncate", "must be END or NONE; was START, and this server cuts texts at their end")
     return rules.truncate if name is None else name.lower() == "end"
 
 
 def _pieces(name: str, reply: EncodeReply, data_types: Sequence[DataType]) -> Iterator[bytes]:
-    """The vectors of all inputs as one type of embedding; a reply has an output for each data type."""
+    """Write the vectors of all inputs as one type of embedding. A reply has an output for each data type."""
     data_type, convert = _TYPES[name]
     place = data_types.index(data_type)
     rows = convert(np.concatenate([sequence.outputs[place] for sequence in reply.sequences]))  # (inputs, width)
@@ -268,7 +269,7 @@ def _pieces(name: str, reply: EncodeReply, data_types: Sequence[DataType]) -> It
 
 
 def _by_type(pieces: Mapping[str, Iterator[bytes]]) -> Iterator[bytes]:
-    """An object of lists of vectors."""
+    """Write an object of lists of vectors."""
     for i, (name, its) in enumerate(pieces.items()):
         yield b'%s"%s":' % (b"," if i else b"{", name.encode())
         yield from its
@@ -276,7 +277,7 @@ def _by_type(pieces: Mapping[str, Iterator[bytes]]) -> Iterator[bytes]:
 
 
 def _refuse(failure: Failure) -> dict[str, Any]:
-    """An error as Cohere's clients expect it: a CohereError."""
+    """Return an error in Cohere's form: a CohereError."""
     return {"id": str(uuid.uuid4()), "message": failure.text}
 
 

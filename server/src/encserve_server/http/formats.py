@@ -1,25 +1,25 @@
-"""How the vectors of OpenAI's and vLLM's routes are written, and what else other servers' clients ask of them.
+"""The formats of vectors on OpenAI's and vLLM's routes, and further fields that clients of other servers send.
 
-A field that changes what numbers mean is honoured or refused, never ignored: its caller would read other numbers.
+A field that changes the meaning of numbers is obeyed or refused, never ignored. Otherwise callers would misread them.
 """
 
 from encserve_server.errors import InvalidField
 from encserve_server.http.requests import PooledBody, choice
 
 _FORMATS = ("float", "base64")
-# What is sent is little-endian float32, whatever the machine; inputs are texts.
+# Vectors are little-endian float32 on any machine. Inputs are texts.
 _CHOICES = {"embed_dtype": ("float32",), "endianness": ("native", "little"), "modality": ("text",)}
 
 
 class FormatBody(PooledBody):
-    """What OpenAI's clients send, vLLM's and infinity's.
+    """Fields of clients of OpenAI, vLLM and infinity.
 
     Attributes:
-        encoding_format: How vectors are written: float, or base64 of little-endian float32.
-        embed_dtype: The type of the numbers in base64, as vLLM calls it: float32.
-        endianness: The order of their bytes, as vLLM calls it: little or native, which is little here.
-        use_activation: The same as normalize, as vLLM calls it.
-        modality: What inputs are, as infinity calls it: text.
+        encoding_format: The format of vectors: float, or base64 of little-endian float32.
+        embed_dtype: vLLM's field for the type of the numbers in base64: float32.
+        endianness: vLLM's field for the order of their bytes: little or native, which is little here.
+        use_activation: vLLM's name for normalize.
+        modality: infinity's field for the kind of the inputs: text.
     """
 
     encoding_format: str | None = None
@@ -30,10 +30,10 @@ class FormatBody(PooledBody):
 
 
 def as_base64(fields: FormatBody) -> bool:
-    """Whether numbers are written as base64 of their bytes.
+    """Return whether vectors are written in base64.
 
     Raises:
-        InvalidField: They are to be written in a way that there is not, or inputs are no texts.
+        InvalidField: The format is unknown, or inputs are not texts.
     """
     for name, choices in _CHOICES.items():
         choice(name, getattr(fields, name), choices)
@@ -41,10 +41,10 @@ def as_base64(fields: FormatBody) -> bool:
 
 
 def normalized(fields: FormatBody) -> bool | None:
-    """Whether vectors are scaled to length 1; None where the request does not say.
+    """Return whether vectors are scaled to length 1; None if the request does not say.
 
     Raises:
-        InvalidField: It says both.
+        InvalidField: Two fields of the request contradict each other.
     """
     if None not in (fields.normalize, fields.use_activation) and fields.normalize is not fields.use_activation:
         raise InvalidField("use_activation", "must not differ from normalize, which means the same here")

@@ -1,4 +1,4 @@
-"""Why bytes are not JSON that the server can use."""
+"""Explains why bytes are not JSON that the server can use."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from encserve_server.errors import InvalidField, MalformedRequest, RequestError
 _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 _ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _HALF = re.compile("[\ud800-\udfff]")
-# Longer JSON is not searched, because that would delay other calls. The inputs of a large body are decoded one by one.
+# Longer JSON is not searched, because that would delay other calls. Inputs are decoded one by one.
 _MAX_SEARCHED_BYTES = 1024 * 1024
 
 
@@ -27,7 +27,7 @@ def explain(data: bytes, error: Exception, path: str = "") -> RequestError:
     try:
         data.decode()
     except UnicodeDecodeError as wrong:
-        found = f"byte 0x{data[wrong.start]:02x} at position {wrong.start}"
+        found = f"byte 0x{data[wrong.start]:02x} at position {wrong.start}{' of the field' if path else ''}"
         return MalformedRequest(path, f"{subject}must be UTF-8; was {found}")
     if len(data) <= _MAX_SEARCHED_BYTES and _ESCAPED_HALF.search(data):
         place = _path_of_half(data, path)

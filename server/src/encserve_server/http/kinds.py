@@ -1,4 +1,4 @@
-"""What a model was trained to make of an input, and the routes that serve it: for `/v1/models`, and for errors."""
+"""The kinds of output that a model was trained for, and the routes that serve them: for `/v1/models` and errors."""
 
 from collections.abc import Mapping
 
@@ -15,19 +15,19 @@ _WHAT = {
 
 
 def trained_for(bundle: Bundle) -> list[str]:
-    """The kinds of output that a model was trained for; none where its bundle does not say."""
+    """Return the kinds of output that a model was trained for; empty if its bundle does not say."""
     has = {EMBEDDING: bundle.pooling, SPARSE: bundle.sparse, MULTI_VECTOR: bundle.multi_vector}
     return [kind for kind, part in has.items() if part is not None]
 
 
 def routes_of(bundle: Bundle) -> Mapping[str, list[str]]:
-    """The paths that serve each kind of output that a model has."""
+    """Return the paths that serve each kind of output that a model has."""
     routes = {EMBEDDING: ["/v1/embeddings", "/embed"], SPARSE: ["/embed_sparse"], MULTI_VECTOR: ["/pooling"]}
     rows = ["/embed_all"] if bundle.multi_vector is not None else ["/embed_all", "/pooling"]
     return {kind: routes[kind] for kind in trained_for(bundle)} | {TOKENS: rows}
 
 
 def lacks(bundle: Bundle, kind: str) -> InvalidField:
-    """The error for a model that does not make a kind of output: what it makes, and where that is served."""
+    """Return the error for a kind of output that a model does not have. It lists the model's outputs and routes."""
     made = "; and ".join(f"{what}: {route}" for what, route in map(_WHAT.__getitem__, trained_for(bundle) or [TOKENS]))
     return InvalidField("model", f"{bundle.name} does not make {_WHAT[kind][0]}. It makes {made}")

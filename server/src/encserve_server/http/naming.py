@@ -1,4 +1,4 @@
-"""What OpenAI's routes and those of text-embeddings-inference call fields and values, in errors."""
+"""Names of fields and values in the errors of OpenAI's routes and of text-embeddings-inference's routes."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -22,16 +22,16 @@ class HttpNaming:
     """See `errors.Naming`."""
 
     def __init__(self, inputs: str, others: Mapping[Part, str] = MappingProxyType({})) -> None:
-        """Takes what the field of a request's inputs is called, and names that only these routes have."""
+        """Keep the name of the field with the inputs, and names that only these routes have."""
         self._inputs = inputs
         self._fields = {**_FIELDS, **others}
 
     def field(self, path: FieldPath) -> str:
-        """As in `input[3][17]`, the 18th id of the fourth input; what is not an input's is not one of several here."""
+        """Return a name such as `input[3][17]`, the 18th id of the fourth input. Other fields have no index here."""
         if path.part not in _OF_INPUTS:
             return self._fields.get(path.part) or path.part.name.lower()
         return self._inputs + "".join(f"[{place}]" for place in (path.at, path.place) if place is not None)
 
     def value(self, value: Enum) -> str:
-        """As in `query`."""
+        """Return a name such as `query`."""
         return value.name.lower()

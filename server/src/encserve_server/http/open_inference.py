@@ -1,4 +1,4 @@
-"""The Open Inference Protocol over HTTP, as KServe, Triton and MLServer have it: docs/open-inference.md."""
+"""The Open Inference Protocol over HTTP, as in KServe, Triton and MLServer; see docs/open-inference.md."""
 
 from collections.abc import Iterator
 from typing import Any, NotRequired, TypedDict
@@ -12,11 +12,10 @@ from encserve_server.calls import Call
 from encserve_server.error_table import Failure
 from encserve_server.errors import FieldPath, InvalidField, ModelNotFound, NotReady, Part
 from encserve_server.http.app import Dialect, Reply, Request, Route
-from encserve_server.http.counting import CountLimits
+from encserve_server.http.decoding import BodyDecoder, BodyRules
 from encserve_server.http.openai import DIALECT as OPENAI
 from encserve_server.http.replies import JSON_GROWTH, joined
-from encserve_server.http.requests import BodyDecoder, BodyRules
-from encserve_server.http.tensors import LENGTH_HEADER, InferBodies, InferBody, LoadedData
+from encserve_server.http.tensors import LENGTH_HEADER, InferBodies, InferBody
 from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.open_inference.replies import OutputTensor, output_tensors
 from encserve_server.open_inference.requests import InferCall, InferNaming
@@ -34,8 +33,6 @@ from encserve_server.settings import MIB, Settings
 from encserve_server.types.requests import DataType
 
 _MODEL, _VERSION = "/v2/models/{name:path}", "/v2/models/{name:path}/versions/{version}"
-# Vectors that are nested have a list for each token.
-_LISTS_EACH = 512
 _MAX_INDEX_BYTES = 1024
 _WHOLE = (TensorPart.LENGTHS, TensorPart.INDICES)
 _PIECE_NUMBERS = 16_384
@@ -46,7 +43,7 @@ _EXAMPLE = {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [2], "data
 
 
 class InferError(TypedDict):
-    """An error as the protocol writes it.
+    """An error in the protocol's form.
 
     Attributes:
         error: The tensor or the parameter, and the problem, with the numbers.
@@ -59,7 +56,7 @@ class ServerMetadata(TypedDict):
     """The server.
 
     Attributes:
-        extensions: What it has beside the protocol itself.
+        extensions: The protocol's extensions that the server has.
     """
 
     name: str
@@ -68,11 +65,11 @@ class ServerMetadata(TypedDict):
 
 
 class TensorMetadata(TypedDict):
-    """A tensor that a model takes or makes.
+    """An input or output tensor of a model.
 
     Attributes:
         datatype: BYTES for texts, INT64, UINT32 or FP32.
-        shape: Its dimensions; -1 for one that varies.
+        shape: Its dimensions; -1 for a variable dimension.
     """
 
     name: str
@@ -84,7 +81,7 @@ class ModelMetadata(TypedDict):
     """A model.
 
     Attributes:
-        versions: Those of its versions that are served.
+        versions: Its served versions.
     """
 
     name: str
@@ -121,8 +118,8 @@ class OutputData(TypedDict):
     Attributes:
         datatype: INT64, UINT32, FP32, FP16 or INT8.
         shape: Its dimensions.
-        data: Its numbers, row by row; missing where they are bytes behind the JSON.
-        parameters: As binary_data_size: how many bytes behind the JSON are its numbers.
+        data: Its numbers, row by row; missing if they are bytes after the JSON.
+        parameters: With binary_data_size, the number of bytes after the JSON that are its numbers.
     """
 
     name: str
@@ -145,31 +142,27 @@ class InferReply(TypedDict):
     outputs: list[OutputData]
 
 
-class IndexBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The fields of a question for the models; the body may be empty.
+class IndexBody(msgspec.Struct):
+    """The fields of a request for the list of models; the body may be empty.
 
     Attributes:
-        ready: Whether only the models that are ready are listed.
+        ready: Whether only ready models are listed.
     """
 
     ready: bool | None = None
 
 
 class OpenInferenceRoutes:
-    """The handlers."""
+    """The handlers of the protocol's routes."""
 
     def __init__(self, protocol: OpenInference, rules: BodyRules, settings: Settings) -> None:
-        """Takes what this protocol's front ends have in common, and how bodies are read."""
+        """Keep the methods that gRPC and HTTP share, and the rules for reading bodies."""
         self._protocol = protocol
-        self._rules = rules
-        self._index = BodyDecoder(IndexBody, "", rules)
-        limits = CountLimits(
-            settings.max_request_sequences, rules.limits.ids, "max_request_sequences", lists_each=_LISTS_EACH
-        )
-        self._bodies = InferBodies(limits, settings.max_request_mib * MIB, strict=rules.strict)
+        self._index = BodyDecoder(IndexBody, rules)
+        self._bodies = InferBodies(settings.max_request_mib * MIB, strict=rules.strict)
 
     def routes(self) -> list[Route]:
-        """What is answered, and by whom; a path that goes on comes before one that ends with the model."""
+        """Return the routes. A longer path comes before the path that ends with the model's name."""
         routes = [
             Route("GET", "/v2", self.server, DIALECT, is_listing=True, reply=ServerMetadata),
             Route("GET", "/v2/health/live", self.live, DIALECT, is_check=True, reply=dict[str, bool]),
@@ -207,20 +200,20 @@ class OpenInferenceRoutes:
         return [*routes, *about]
 
     async def server(self, request: Request, call: Call) -> Reply:
-        """Returns the name and version of the server, and its extensions of the Open Inference Protocol."""
+        """Return the name and version of the server, and its extensions of the Open Inference Protocol."""
         del request, call
         return _json({"name": PLATFORM, "version": __version__, "extensions": [_BINARY, *EXTENSIONS]})
 
     async def live(self, request: Request, call: Call) -> Reply:
-        """Answers `{"live": true}` for as long as the process runs."""
+        """Answer `{"live": true}` while the process runs."""
         del request, call
         return _json({"live": True})
 
     async def ready(self, request: Request, call: Call) -> Reply:
-        """Answers `{"ready": true}` while every model is ready, else 503.
+        """Answer `{"ready": true}` while every model is ready, else 503.
 
         Raises:
-            NotReady: One cannot, or the server is stopping.
+            NotReady: A model is not ready, or the server is stopping.
         """
         del request, call
         if not self._protocol.is_ready():
@@ -228,13 +221,13 @@ class OpenInferenceRoutes:
         return _json({"ready": True})
 
     async def model_ready(self, request: Request, call: Call) -> Reply:
-        """Answers 200 while the model is ready, else 503.
+        """Answer 200 while the model is ready, else 503.
 
-        Callers need no key, so nothing that they did not say is told.
+        Callers need no key, so the reply does not name models.
 
         Raises:
-            NotReady: It cannot, or the server is stopping.
-            ModelNotFound: It is not there.
+            NotReady: The model is not ready, or the server is stopping.
+            ModelNotFound: There is no such model.
         """
         name, version = _named(request)
         try:
@@ -246,7 +239,7 @@ class OpenInferenceRoutes:
         return _json({"name": name, "ready": True})
 
     async def model(self, request: Request, call: Call) -> Reply:
-        """Describes a model: its versions, its inputs and its outputs."""
+        """Describe a model: its versions, its inputs and its outputs."""
         model = call.resolve(0, *_named(request))
         return _json(
             {
@@ -259,9 +252,9 @@ class OpenInferenceRoutes:
         )
 
     async def config(self, request: Request, call: Call) -> Reply:
-        """Describes a model as a model configuration of Triton, for Triton's tools.
+        """Describe a model as a model configuration of Triton, for Triton's tools.
 
-        `max_batch_size` is 0, so the first dimension is part of shapes.
+        `max_batch_size` is 0, so shapes include the batch dimension.
         """
         model = call.resolve(0, *_named(request))
         bundle = model.bundle
@@ -279,7 +272,7 @@ class OpenInferenceRoutes:
         )
 
     async def statistics(self, request: Request, call: Call) -> Reply:
-        """Returns how many inference calls a model answered and how long they took; without a name, for all models."""
+        """Return the number and the durations of a model's inference calls; without a name, of all models."""
         found = self._protocol.statistics(call, *_named(request))
         stats = [
             {
@@ -296,10 +289,10 @@ class OpenInferenceRoutes:
         return _json({"model_stats": stats})
 
     async def index(self, request: Request, call: Call) -> Reply:
-        """Lists the models with their states; with `{"ready": true}` only the models that are ready.
+        """List the models with their states; with `{"ready": true}` only ready models.
 
         Raises:
-            InvalidField: The body is not that.
+            InvalidField: The body has other fields.
         """
         if len(request.body) > _MAX_INDEX_BYTES:
             raise InvalidField("", f"the body must be at most {_MAX_INDEX_BYTES} bytes; was {len(request.body)}")
@@ -310,33 +303,26 @@ class OpenInferenceRoutes:
         )
 
     async def infer(self, request: Request, call: Call) -> Reply:
-        """Computes the outputs of a model for the tensors of an Open Inference request."""
-        sent = await self._bodies.read(request.body, request.headers, call.hold)
+        """Compute the outputs of a model for the tensors of an Open Inference request."""
+        sent = self._bodies.read(request.body, request.headers, call.hold)
         model = call.resolve(0, *_named(request))
         headers: dict[str, str] = {}
-
-        async def load(infer: InferCall) -> None:
-            _check_half(infer)
-            async with self._rules.turn_of(request.body):
-                for tensor in infer.tensors.values():
-                    if isinstance(tensor.data, LoadedData):
-                        await tensor.data.load(tensor, call.hold, model.limits.max_text_bytes)
 
         def build(model: ServedModel, infer: InferCall, reply: EncodeReply) -> bytes:
             return joined(_pieces(model, infer, output_tensors(model, infer, reply), headers))
 
-        body = await self._protocol.infer(call, model, sent, build, load=load, growth=_growth)
+        body = await self._protocol.infer(call, model, sent, build, check=_check_half, growth=_growth)
         return Reply(body, headers)
 
 
 def _named(request: Request) -> tuple[str, str]:
-    """The name and the version that a path names; empty where it names none."""
+    """Return the model's name and version in a path; empty without one."""
     name, _, version = request.values.get("name", "").partition("@")
     return name, request.values.get("version", version)
 
 
 def _check_half(infer: InferCall) -> None:
-    """Refuses numbers of 16 bits in JSON, which the protocol does not have."""
+    """Refuse float16 outputs in JSON, which the protocol does not have."""
     as_json = [it for it in infer.outputs if it not in infer.binary and OUTPUTS[it][1] not in _WHOLE]
     if as_json and infer.parameters.data_type is DataType.FLOAT16:
         raise InvalidField(
@@ -347,14 +333,14 @@ def _check_half(infer: InferCall) -> None:
 
 
 def _growth(infer: InferCall) -> float:
-    """How many bytes an answer has, at most, for each of its numbers'."""
+    """Return the largest number of bytes in a reply for each byte of its numbers."""
     return 1.0 if infer.binary and len(infer.binary) == len(infer.outputs) else JSON_GROWTH
 
 
 def _pieces(
     model: ServedModel, infer: InferCall, tensors: list[OutputTensor], headers: dict[str, str]
 ) -> Iterator[bytes | memoryview]:
-    """An answer: its JSON, and behind it perhaps bytes, of which `headers` then tell."""
+    """A reply: JSON, and perhaps bytes after the JSON. Then `headers` has the size of the JSON."""
     size = 0
     for piece in _json_pieces(model, infer, tensors):
         size += len(piece)
@@ -366,7 +352,7 @@ def _pieces(
 
 
 def _json_pieces(model: ServedModel, infer: InferCall, tensors: list[OutputTensor]) -> Iterator[bytes]:
-    """The JSON of an answer."""
+    """Write the JSON of a reply."""
     head: dict[str, Any] = {"model_name": model.bundle.name, "model_version": model.bundle.version}
     if infer.request_id:
         head["id"] = infer.request_id
@@ -385,7 +371,7 @@ def _json_pieces(model: ServedModel, infer: InferCall, tensors: list[OutputTenso
 
 
 def _numbers(tensor: OutputTensor) -> Iterator[bytes]:
-    """The numbers of a tensor, row by row, with commas between them."""
+    """Write the numbers of a tensor, row by row, with commas between them."""
     comma = b""
     for part in tensor.parts:
         numbers = np.frombuffer(part, DTYPES[tensor.datatype])
@@ -412,7 +398,7 @@ def _json(value: Any) -> Reply:
 
 
 def _refuse(failure: Failure) -> dict[str, Any]:
-    """An error as the protocol has it."""
+    """Return an error in the protocol's form."""
     return {"error": failure.text}
 
 

@@ -14,24 +14,15 @@ from encserve_server.calls import Call
 from encserve_server.error_table import Failure, Status
 from encserve_server.errors import FieldPath, InvalidField, Part
 from encserve_server.http.app import Dialect, Reply, Request, Route
+from encserve_server.http.decoding import TEXTS_OR_IDS, BodyDecoder, BodyRules
 from encserve_server.http.formats import FormatBody, as_base64, normalized
 from encserve_server.http.kinds import routes_of
 from encserve_server.http.naming import HttpNaming
 from encserve_server.http.replies import joined, pooled_rows, row_as_json, usage_of
-from encserve_server.http.requests import (
-    BodyDecoder,
-    BodyRules,
-    Inputs,
-    SentInputs,
-    encode,
-    pooled_output,
-)
+from encserve_server.http.requests import Inputs, SentInputs, encode, pooled_output
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.models.tokenizing import TextTokenizer
-
-# So many ids at each end of an input are looked at for special tokens.
-_ENDS = 8
 
 
 class EmbeddingsBody(FormatBody):
@@ -52,8 +43,8 @@ class Embedding(TypedDict):
     """One vector.
 
     Attributes:
-        embedding: The vector, in the form that was asked for.
-        index: Which input it is of, from 0.
+        embedding: The vector, in the requested format.
+        index: The index of the input, from 0.
     """
 
     object: str
@@ -62,7 +53,7 @@ class Embedding(TypedDict):
 
 
 class Usage(TypedDict):
-    """How many tokens the model saw, special ones and those of a prompt included.
+    """The number of tokens that the model saw, with special tokens and the tokens of a prompt.
 
     Attributes:
         prompt_tokens: The tokens of all inputs.
@@ -77,8 +68,8 @@ class Embeddings(TypedDict):
     """The vectors of a request.
 
     Attributes:
-        data: One for each input, in their order.
-        model: The name of the request, or the model's where it had none.
+        data: One vector for each input, in the order of the inputs.
+        model: The model's name in the request; without one, the model's own name.
     """
 
     object: str
@@ -88,7 +79,7 @@ class Embeddings(TypedDict):
 
 
 class Model(TypedDict):
-    """A model by one of its names.
+    """A model under one of its names.
 
     Attributes:
         id: The name.
@@ -111,7 +102,7 @@ class Models(TypedDict):
     """All models.
 
     Attributes:
-        data: Each by every name, the default one first.
+        data: Every model under each of its names, the default model first.
     """
 
     object: str
@@ -119,12 +110,12 @@ class Models(TypedDict):
 
 
 class OpenAiErrorInfo(TypedDict):
-    """What is wrong.
+    """The details of an error.
 
     Attributes:
         message: The field and the problem, with the numbers.
         type: invalid_request_error, rate_limit_error or server_error.
-        param: The field, as in input[3]; null for the whole request.
+        param: The field, such as input[3]; null for the whole request.
         code: OpenAI's code, or the reason in lower case.
     """
 
@@ -135,23 +126,23 @@ class OpenAiErrorInfo(TypedDict):
 
 
 class OpenAiError(TypedDict):
-    """An error as OpenAI writes it."""
+    """An error in OpenAI's form."""
 
     error: OpenAiErrorInfo
 
 
 class OpenAiRoutes:
-    """The handlers."""
+    """The handlers of OpenAI's routes."""
 
     def __init__(self, catalog: Catalog, rules: BodyRules) -> None:
-        """Takes the models, and how bodies are read."""
+        """Keep the models, and the rules for reading bodies."""
         self._catalog = catalog
         self._rules = rules
         self._began = int(time.time())
-        self._embeddings = BodyDecoder(EmbeddingsBody, "input", rules)
+        self._embeddings = BodyDecoder(EmbeddingsBody, rules, input=TEXTS_OR_IDS)
 
     def routes(self) -> list[Route]:
-        """What is answered, and by whom."""
+        """Return the routes."""
         return [
             Route(
                 "POST",
@@ -167,7 +158,7 @@ class OpenAiRoutes:
         ]
 
     async def embeddings(self, request: Request, call: Call) -> Reply:
-        """Returns one vector for each input, as OpenAI's API does."""
+        """Return one vector for each input, as OpenAI's API does."""
         fields = await self._embeddings.decode(request.body, call.hold)
         in_base64 = as_base64(fields)
         fields = msgspec.structs.replace(fields, normalize=normalized(fields))
@@ -183,17 +174,17 @@ class OpenAiRoutes:
         )
 
     async def models(self, request: Request, call: Call) -> Reply:
-        """Lists the models that the caller may use by all their names, the default model first."""
+        """List the models that the caller may use under all their names, the default model first."""
         del request
         models = filter(call.may_use, self._catalog.all())
         listed = [self._model(model, name) for model in models for name in self._catalog.names(model)]
         return Reply(orjson.dumps({"object": "list", "data": listed}))
 
     async def model(self, request: Request, call: Call) -> Reply:
-        """Describes one model.
+        """Describe one model.
 
         Raises:
-            ModelNotFound: There is none of this name.
+            ModelNotFound: No model has this name.
         """
         name, _, version = request.values["id"].partition("@")
         model = call.resolve(0, name, version)
@@ -213,13 +204,13 @@ class OpenAiRoutes:
 
 
 def check_ids(model: ServedModel, sent: SentInputs, add_special_tokens: bool | None) -> None:
-    """Refuses ids that do not look like the model's own tokenizer's: those of another give wrong vectors in silence.
+    """Refuse ids that probably come from another tokenizer, because they would give wrong vectors without an error.
 
-    What ids are to end with, they keep where they are cut.
+    If ids are cut, they keep the special tokens at their end.
 
     Raises:
         InvalidField: An input is ids without the special tokens that the tokenizer puts around a text, and the request
-            does not say that they are complete; or it is a text that is to have none.
+            does not say that the ids are complete. Or an input is a text, and `add_special_tokens` is false.
     """
     tokenizer = model.tokenizer
     if tokenizer is None:
@@ -246,15 +237,13 @@ def _shown(tokenizer: TextTokenizer, ids: Sequence[int]) -> str:
     return " ".join(f"{tokenizer.token_string(it)} ({it})" for it in ids) or "nothing"
 
 
-def _has_around(ids: Any, before: Sequence[int], behind: Sequence[int]) -> bool:
-    """Whether ids begin and end with these; what is no list of ids, or empty, is refused elsewhere."""
-    if not isinstance(ids, list) or not all(type(it) is int for it in (*ids[:_ENDS], *ids[-_ENDS:])):
-        return True
+def _has_around(ids: list[int], before: Sequence[int], behind: Sequence[int]) -> bool:
+    """Return whether ids begin and end with the special tokens. An empty list is refused elsewhere."""
     return not ids or (ids[: len(before)] == list(before) and ids[len(ids) - len(behind) :] == list(behind))
 
 
 def _refuse(failure: Failure) -> dict[str, Any]:
-    """An error as OpenAI's clients expect it."""
+    """Return an error in OpenAI's form."""
     error = {
         "message": failure.text,
         "type": failure.status.openai_type,

@@ -1,7 +1,7 @@
-"""What the HTTP port answers: `/openapi.json` (OpenAPI 3.1) for programs, and `/docs`, a page of it, for people.
+"""The description of all routes: `/openapi.json` (OpenAPI 3.1) for programs, and the page `/docs` for people.
 
-Both are made once, at the start, of the routes themselves: of the structs of their bodies, the types of their replies,
-the docstrings of all these, and the table of errors.
+Both are generated once at the start from the routes: the structs of their bodies, the types of their replies, the
+docstrings of these, and the table of errors.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from encserve_server.http.app import PLACEHOLDER, Dialect, Reply, Request, Route
 
 _REF = "#/components/schemas/"
 _JSON = "application/json"
-# A field in the section Attributes of a docstring: its name and its text, which may go on in lines that stand deeper.
+# A field in the section Attributes of a docstring: its name and its text, which may continue on indented lines.
 _ATTRIBUTE = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 _HTML_HEADERS = {
     "content-type": "text/html; charset=utf-8",
@@ -41,10 +41,10 @@ tr + tr { border-top: 1px solid light-dark(#e4e4e4, #333); }
 
 
 class DocsRoutes:
-    """The handlers, and the routes that they tell of."""
+    """The handlers of the description."""
 
     def __init__(self, others: Sequence[Route], dialect: Dialect) -> None:
-        """Takes all other routes, and how errors are written here."""
+        """Generate the description of all other routes. `dialect` writes errors."""
         own = [
             Route("GET", "/openapi.json", self.openapi, dialect, is_listing=True, reply=dict[str, Any]),
             Route("GET", "/docs", self.docs, dialect, is_listing=True, reply=str),
@@ -55,22 +55,22 @@ class DocsRoutes:
         self._page = page_of(document).encode()
 
     def routes(self) -> list[Route]:
-        """All routes: the others, and these."""
+        """Return all routes: the others, and the two of the description."""
         return self._routes
 
     async def openapi(self, request: Request, call: Call) -> Reply:
-        """Returns the description of all routes as an OpenAPI 3.1 document."""
+        """Return the description of all routes as an OpenAPI 3.1 document."""
         del request, call
         return Reply(self._document)
 
     async def docs(self, request: Request, call: Call) -> Reply:
-        """Shows the description of all routes as a page for people."""
+        """Show the description of all routes as a page for people."""
         del request, call
         return Reply(self._page, _HTML_HEADERS)
 
 
 def document_of(routes: Sequence[Route]) -> dict[str, Any]:
-    """The OpenAPI document of routes."""
+    """Return the OpenAPI document of routes."""
     kinds = [route.body for route in routes if route.body is not None]
     replies = [route.reply for route in routes if route.reply is not None]
     errors = [route.dialect.error for route in routes if route.dialect.error is not None]
@@ -125,10 +125,10 @@ def _response(description: str, schema: Any, kind: Any) -> dict[str, Any]:
 
 
 def _refusals(route: Route) -> dict[int, list[str]]:
-    """The statuses of errors, and the reasons of each as in docs/errors.md."""
+    """Return the statuses of errors, and the reasons of each from docs/errors.md."""
     found: dict[int, list[str]] = {500: ["INTERNAL"]}
     for error, status in ERROR_TABLE.items():
-        # A route without a body refuses a name at most, and no route has a field for what a caller expects of a bundle.
+        # A route without a body can only refuse a name. No route has a field for the expected fingerprint of a bundle.
         with_body = route.body is not None and status.grpc != "FAILED_PRECONDITION"
         if with_body or status.grpc == "UNAVAILABLE" or (status.grpc == "NOT_FOUND" and "{" in route.path):
             reasons = found.setdefault(route.dialect.status_of(status), [])
@@ -138,7 +138,7 @@ def _refusals(route: Route) -> dict[int, list[str]]:
 
 
 def _named(shapes: Sequence[Any]) -> list[type[Any]]:
-    """The classes among types, and those within them, which become components."""
+    """Return the classes in types and in their fields. They become components of the document."""
     found: dict[type[Any], None] = {}
 
     def add(shape: Any) -> None:
@@ -155,7 +155,7 @@ def _named(shapes: Sequence[Any]) -> list[type[Any]]:
 
 
 def descriptions_of(kind: type[Any]) -> dict[str, str]:
-    """What the docstrings of a class, and of those that it derives from, say of its fields."""
+    """Return the texts of a class's fields, from its docstring and from those of its base classes."""
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         section = inspect.cleandoc(base.__doc__ or "").partition("\nAttributes:\n")[2]
@@ -164,9 +164,9 @@ def descriptions_of(kind: type[Any]) -> dict[str, str]:
 
 
 def _describe(schema: dict[str, Any], kind: type[Any]) -> None:
-    """Gives a schema the texts of its fields."""
+    """Add the texts of its fields to a schema."""
     schema["description"] = inspect.cleandoc(kind.__doc__ or "").partition("\n")[0]
-    schema.pop("additionalProperties", None)  # fields that are not known are ignored, unless --strict-http
+    schema.pop("additionalProperties", None)  # unknown fields are ignored, unless --strict-http
     texts = descriptions_of(kind)
     for name, its in schema["properties"].items():
         if name in texts:
@@ -174,7 +174,7 @@ def _describe(schema: dict[str, Any], kind: type[Any]) -> None:
 
 
 def page_of(document: Mapping[str, Any]) -> str:
-    """An OpenAPI document as a page that loads nothing."""
+    """Return an OpenAPI document as an HTML page that loads nothing else."""
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
         f"<title>encserve</title><style>{_STYLE}</style><h1>encserve {escape(document['info']['version'])}</h1>"
@@ -217,7 +217,7 @@ def _fields(operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
 
 
 def _type_name(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
-    """A type as people write it; null is left out, because a field that is null is as one that is missing."""
+    """Return a type as people write it, without null, because null means the same as a missing field."""
     if "anyOf" in schema:
         names = [_type_name(it, schemas) for it in schema["anyOf"] if it.get("type") != "null"]
         return " or ".join(names)

@@ -1,4 +1,4 @@
-"""vLLM's `/pooling`: vectors of tokens, for MaxSim or for late chunking, and pooled ones in the same shape.
+"""vLLM's route `/pooling`: token vectors, for MaxSim or late chunking, and pooled vectors in the same form.
 
 https://docs.vllm.ai/en/stable/models/pooling_models/
 """
@@ -15,12 +15,11 @@ from encserve_server.calls import Call
 from encserve_server.errors import InvalidField, Part
 from encserve_server.http import openai
 from encserve_server.http.app import Dialect, Reply, Request, Route
+from encserve_server.http.decoding import TEXTS_OR_IDS, BodyDecoder, BodyRules
 from encserve_server.http.formats import FormatBody, as_base64, normalized
 from encserve_server.http.naming import HttpNaming
 from encserve_server.http.replies import joined, row_as_json, rows_as_json, usage_of
 from encserve_server.http.requests import (
-    BodyDecoder,
-    BodyRules,
     Inputs,
     SentInputs,
     choice,
@@ -44,9 +43,9 @@ class PoolingBody(FormatBody):
 
     Attributes:
         input: A text, the ids of a text, or a list of these; required.
-        task: token_embed for a vector of each token, embed for one vector. Default: embed with a pooling, and for
-            models that were trained to make one vector, else token_embed.
-        truncation_side: right; with left an input that is too long is refused, because texts are cut at their end.
+        task: token_embed for one vector per token, embed for one vector. Default: embed if a pooling is given or the
+            model was trained to make one vector, else token_embed.
+        truncation_side: right. With left, an input that is too long is refused, because texts are cut at their end.
         add_special_tokens: With false, ids are complete as they are, without the special tokens of the tokenizer.
         user: Ignored.
     """
@@ -58,12 +57,12 @@ class PoolingBody(FormatBody):
 
 
 class PooledInput(TypedDict):
-    """What was made of one input.
+    """The vectors of one input.
 
     Attributes:
-        index: Which input it is, from 0.
-        data: A vector for each token, or one vector; base64 of little-endian float32 if that was asked for.
-        shape: How many vectors there are, with token_embed, and how many numbers each has.
+        index: The index of the input, from 0.
+        data: One vector per token, or one vector; base64 of little-endian float32 if the request asks for this.
+        shape: With token_embed, the number of vectors; then the number of dimensions.
     """
 
     index: int
@@ -73,11 +72,11 @@ class PooledInput(TypedDict):
 
 
 class Pooled(TypedDict):
-    """What was made of the inputs.
+    """The vectors of all inputs.
 
     Attributes:
-        data: One for each input, in their order.
-        model: The name of the request, or the model's where it had none.
+        data: One element for each input, in the order of the inputs.
+        model: The model's name in the request; without one, the model's own name.
     """
 
     id: str
@@ -89,26 +88,26 @@ class Pooled(TypedDict):
 
 
 class PoolingRoutes:
-    """The handlers."""
+    """The handler of /pooling."""
 
     def __init__(self, rules: BodyRules) -> None:
-        """Takes how bodies are read."""
+        """Keep the rules for reading bodies."""
         self._rules = rules
-        self._pooling = BodyDecoder(PoolingBody, "input", rules)
+        self._pooling = BodyDecoder(PoolingBody, rules, input=TEXTS_OR_IDS)
 
     def routes(self) -> list[Route]:
-        """What is answered, and by whom."""
+        """Return the routes."""
         example = {"input": ["a cat", "a dog"], "task": "token_embed"}
         return [
             Route("POST", "/pooling", self.pooling, DIALECT, body=PoolingBody, reply=Pooled, example=example),
         ]
 
     async def pooling(self, request: Request, call: Call) -> Reply:
-        """Returns one vector for each token of each input, or one for each input, as vLLM does."""
+        """Return one vector for each token of each input, or one for each input, as vLLM does."""
         fields = await self._pooling.decode(request.body, call.hold)
         task = choice("task", fields.task, _TASKS)
         in_base64 = as_base64(fields)
-        # `task` is vLLM's here; whether inputs are queries or documents is in `input_type`.
+        # Here `task` is vLLM's field. `input_type` says whether inputs are queries or documents.
         fields = msgspec.structs.replace(fields, task=None, normalize=normalized(fields))
         sent = SentInputs("input", fields.input)
         return await encode(
@@ -129,16 +128,16 @@ DIALECT = Dialect(
 
 
 def _output(fields: PoolingBody, bundle: Bundle, task: str | None) -> OutputSpec:
-    """What a request asks for of each input.
+    """Return the requested output of each input.
 
     Raises:
-        InvalidField: A field has a value that it must not have, or the model is not trained to make one vector.
+        InvalidField: A field has a wrong value, or the model is not trained to make one vector.
     """
     if task == _EMBED or (task is None and (fields.pooling is not None or bundle.pooling is not None)):
         return pooled_output(fields, bundle)
     if fields.pooling is not None:
         raise InvalidField("pooling", f"must be left out with the task {_TOKEN_EMBED}, which pools nothing")
-    if bundle.multi_vector is not None:  # these have the length that the model was trained for
+    if bundle.multi_vector is not None:  # token vectors have the length that the model was trained for
         kind, normalize = OutputKind.MULTI_VECTOR, False
     else:
         kind, normalize = OutputKind.TOKENS, True

@@ -1,4 +1,4 @@
-"""The HTTP server: aiohttp's on the event loop that is there, with sockets and bounds of the server's own."""
+"""The HTTP server: aiohttp's server on the running event loop, with our own sockets and bounds."""
 
 import asyncio
 import contextlib
@@ -6,6 +6,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
+from functools import partial
 
 from aiohttp import web
 
@@ -14,13 +15,13 @@ from encserve_server.http import openai
 from encserve_server.http.app import HttpApp
 from encserve_server.http.cohere import CohereRoutes
 from encserve_server.http.connection import Connection, Refusal
-from encserve_server.http.counting import CountLimits
+from encserve_server.http.decoding import BodyRules
 from encserve_server.http.open_inference import OpenInferenceRoutes
 from encserve_server.http.openai import OpenAiRoutes
 from encserve_server.http.openapi import DocsRoutes
 from encserve_server.http.pooling import PoolingRoutes
-from encserve_server.http.requests import BodyRules
 from encserve_server.http.tei import TeiRoutes
+from encserve_server.ledger import connections_to_close
 from encserve_server.open_inference.service import OpenInference
 from encserve_server.settings import MIB, Settings
 from encserve_server.system.certificates import Certificates
@@ -28,28 +29,23 @@ from encserve_server.system.listeners import open_listeners
 from encserve_server.telemetry.metrics import Metrics
 
 _BACKLOG = 2048
-# The most token ids of a body: they take 40 ms to decode.
-_MAX_IDS = 1024 * 1024
-# Of a request's head: its line, one header, and how many headers; all together see `app`.
+# The bounds of a request's head: one line or header, and the number of headers. `app` bounds the whole head.
 _MAX_LINE_BYTES = 8190
 _MAX_HEADERS = 64
-# What is read ahead of a body; so many chunks too, divided by 16, are read at a time.
+# The bytes of a body that aiohttp reads ahead. It also reads a sixteenth of this number of chunks at a time.
 _READ_AHEAD_BYTES = 16 * 1024
-# Longer than clients and proxies keep an idle connection: a request that they send while it is closed would be lost.
-# It bounds the time of a head too.
-_IDLE_SECONDS = 75.0
-# The system ends a connection whose other end acknowledges nothing of what it is sent.
+# The operating system closes a connection if the other end acknowledges no data for this time.
 _UNACKNOWLEDGED_SECONDS = 60.0
 _CLOSE_SECONDS = 1.0
-# How long a connection may take to be encrypted.
+# The time for a TLS handshake.
 _HANDSHAKE_SECONDS = 10.0
-# How long the other end may take to say that it ends an encrypted connection too.
+# The time for the other end to confirm the end of a TLS connection.
 _SHUTDOWN_SECONDS = 1.0
-# Connections over the limit that may be encrypted at once, to be told so.
+# The TLS handshakes of connections over the limit at one time. They only get the reply 503.
 _SPARE_HANDSHAKES = 64
-# What an encrypted connection takes of an answer before it is read: as much as one in plaintext, not 512 KiB.
+# The bytes of a reply that a TLS connection buffers: as many as a plaintext connection, instead of 512 KiB.
 _UNSENT_BYTES = 64 * 1024
-# How long to wait where a connection cannot be taken, for want of descriptors; as asyncio waits.
+# The pause if a connection cannot be accepted because no descriptor is free. asyncio waits as long.
 _ACCEPT_PAUSE_SECONDS = 1.0
 
 
@@ -62,15 +58,12 @@ async def open_http(
     open_inference: OpenInference,
     certificates: Certificates | None = None,
 ) -> "HttpServer":
-    """Listens, and answers from now on; `metrics_port` is where the metrics are.
-
-    With `certificates` it speaks TLS, without them plaintext.
+    """Start the HTTP server. It uses TLS with `certificates`, and plaintext without them.
 
     Raises:
-        OSError: The port cannot be had.
+        OSError: The port is not available.
     """
-    limits = CountLimits(settings.max_http_inputs, _MAX_IDS)
-    rules = BodyRules(limits, settings.max_text_bytes, settings.http_truncate, settings.strict_http)
+    rules = BodyRules(settings.max_http_inputs, settings.max_text_bytes, settings.http_truncate, settings.strict_http)
     routes = [
         *OpenAiRoutes(calls.catalog, rules).routes(),
         *TeiRoutes(
@@ -92,19 +85,19 @@ async def open_http(
         metrics_port=metrics_port,
         cors_origins=settings.cors_allow_origin,
     )
-    server = HttpServer(app, is_serving, settings.max_connections, certificates)
+    server = HttpServer(app, is_serving, settings.max_connections, settings.http_idle_seconds, certificates)
     await server.start(settings.host, settings.http_port or 0)
     return server
 
 
 class HttpServer:
-    """Answers requests on every address of a host.
+    """Serves HTTP on every address of a host.
 
     Attributes:
-        app: What answers.
-        port: Where it listens, once started.
-        connections: Those that are open.
-        handshakes: Those that are not encrypted yet.
+        app: Answers requests.
+        port: The port, after the start.
+        connections: The open connections.
+        handshakes: The tasks of TLS handshakes.
     """
 
     def __init__(
@@ -112,9 +105,18 @@ class HttpServer:
         app: HttpApp,
         is_serving: Callable[[], bool],
         max_connections: int,
+        idle_seconds: float,
         certificates: Certificates | None = None,
     ) -> None:
-        """Takes what answers, whether every model is ready, the most connections, and what encrypts them."""
+        """Keep the parts of the server; it listens nowhere yet.
+
+        Args:
+            app: Answers requests.
+            is_serving: Returns whether every model is ready.
+            max_connections: The largest number of open connections.
+            idle_seconds: The seconds after which an idle connection is closed.
+            certificates: The TLS files; None for plaintext.
+        """
         self.app = app
         self.port = 0
         self.connections: set[Connection] = set()
@@ -122,13 +124,13 @@ class HttpServer:
         self.handshakes: set[asyncio.Task[None]] = set()
         self._max_connections = max_connections
         self._certificates = certificates
-        # aiohttp logs mistakes of callers, and callers that go, as errors.
+        # aiohttp logs mistakes and disconnects of callers as errors.
         quiet = logging.getLogger("encserve_server.http.aiohttp")
         quiet.setLevel(logging.CRITICAL)
         self._server = web.Server(
             app.answer,
             handler_cancellation=True,
-            keepalive_timeout=_IDLE_SECONDS,
+            keepalive_timeout=idle_seconds,
             max_line_size=_MAX_LINE_BYTES,
             max_field_size=_MAX_LINE_BYTES,
             max_headers=_MAX_HEADERS,
@@ -143,15 +145,15 @@ class HttpServer:
         self._accepting: dict[socket.socket, asyncio.Task[None]] = {}
 
     async def start(self, host: str, port: int) -> None:
-        """Listens; with port 0 on a free one.
+        """Listen on a port; 0 for a free one.
 
         Raises:
-            OSError: The port cannot be had.
+            OSError: The port is not available.
         """
         await self._runner.setup()
         loop = asyncio.get_running_loop()
         for listener in open_listeners(host, port, _BACKLOG):
-            if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections have it from their listener
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit this option
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_UNACKNOWLEDGED_SECONDS * 1000))
             self.port = listener.getsockname()[1]
             if self._certificates is None:
@@ -161,7 +163,7 @@ class HttpServer:
                 self._accepting[listener] = loop.create_task(self._accept(listener, self._certificates))
 
     async def close(self, grace_seconds: float) -> None:
-        """Ends connections: those without a request at once, others when they have their answer, or after a while."""
+        """Close idle connections now, and the others after their reply or after `grace_seconds`."""
         for listening in self._listening:
             listening.close()
         for task in (ending := [*self._accepting.values(), *self.handshakes]):
@@ -173,15 +175,17 @@ class HttpServer:
         await self._runner.cleanup()
 
     def _make_connection(self) -> asyncio.Protocol:
-        if len(self.connections) + len(self.handshakes) >= self._max_connections:
-            return Refusal(self._is_serving)
+        if len(self.connections) >= self._max_connections:
+            idle = connections_to_close(self.connections, 1)
+            if not idle:
+                return Refusal(self._is_serving)
+            idle[0].close()
         return Connection(self._server(), self.connections)
 
     async def _accept(self, listener: socket.socket, certificates: Certificates) -> None:
-        """Takes connections and has them encrypted, until it is cancelled.
+        """Accept connections and start their TLS handshakes, until cancelled.
 
-        asyncio's own servers with TLS tell nobody of connections whose handshake has not ended, or has failed, so
-        those could not be bounded.
+        asyncio's own TLS server does not report connections during their handshake, so these could not be bounded.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -190,15 +194,24 @@ class HttpServer:
             except OSError:
                 await asyncio.sleep(_ACCEPT_PAUSE_SECONDS)
                 continue
-            if len(self.handshakes) >= self._max_connections + _SPARE_HANDSHAKES:
+            connection = self._make_connection()
+            if isinstance(connection, Refusal) and len(self.handshakes) >= self._max_connections + _SPARE_HANDSHAKES:
                 accepted.close()
                 continue
-            handshake = loop.create_task(self._encrypt(accepted, self._make_connection(), certificates.current.context))
+            handshake = loop.create_task(self._encrypt(accepted, connection, certificates.current.context))
             self.handshakes.add(handshake)
             handshake.add_done_callback(self.handshakes.discard)
+            if isinstance(connection, Connection):
+                connection.handshake = handshake
+                handshake.add_done_callback(partial(self._end_handshake, connection))
+
+    def _end_handshake(self, connection: Connection, _: object) -> None:
+        """Forget a connection whose handshake failed."""
+        if not connection.host:
+            self.connections.discard(connection)
 
     async def _encrypt(self, accepted: socket.socket, connection: asyncio.Protocol, context: ssl.SSLContext) -> None:
-        with contextlib.suppress(OSError):  # of TLS, of the connection, or the time is up
+        with contextlib.suppress(OSError):  # TLS or the connection has failed, or the time is up
             transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: connection,
                 accepted,

@@ -14,9 +14,10 @@ import orjson
 from encserve_server import __version__
 from encserve_server.calls import Call
 from encserve_server.error_table import Failure, Status
-from encserve_server.errors import OF_OUTPUTS, EmptyInputs, FieldPath, InvalidField, NotReady, RequestError
+from encserve_server.errors import OF_OUTPUTS, EmptyInputs, FieldPath, InvalidField, NotReady
 from encserve_server.http import kinds
 from encserve_server.http.app import Dialect, Reply, Request, Route
+from encserve_server.http.decoding import STRINGS, TEXTS, TEXTS_OR_IDS, BodyDecoder, BodyRules
 from encserve_server.http.naming import HttpNaming
 from encserve_server.http.replies import (
     JSON_GROWTH,
@@ -28,8 +29,6 @@ from encserve_server.http.replies import (
 )
 from encserve_server.http.requests import (
     Body,
-    BodyDecoder,
-    BodyRules,
     EncodeBody,
     Inputs,
     PooledBody,
@@ -83,7 +82,7 @@ class EmbedSparseBody(EncodeBody):
     Attributes:
         inputs: A text, the ids of a text, or a list of these; required.
         truncation_direction: Right, because texts are cut at their end.
-        max_active_dims: How many of the largest weights are kept. Default: as the model was trained.
+        max_active_dims: The number of largest weights that are kept. Default: as the model was trained.
     """
 
     inputs: Inputs | None = None
@@ -91,7 +90,7 @@ class EmbedSparseBody(EncodeBody):
     max_active_dims: int | None = None
 
 
-class SimilarityInputs(msgspec.Struct, forbid_unknown_fields=True):
+class SimilarityInputs(msgspec.Struct):
     """The inputs of /similarity."""
 
     source_sentence: str | None = None
@@ -101,13 +100,13 @@ class SimilarityInputs(msgspec.Struct, forbid_unknown_fields=True):
 AnyPooled = TypeVar("AnyPooled", bound=PooledBody)
 
 
-class SimilarityParameters(msgspec.Struct, forbid_unknown_fields=True):
-    """How inputs are read, where this is not said beside them.
+class SimilarityParameters(msgspec.Struct):
+    """Further fields, which may also stand beside inputs.
 
     Attributes:
         truncate: Whether texts that are too long are cut, or refused.
         truncation_direction: Right, because texts are cut at their end.
-        prompt_name: Which of the model's prompts is put before every text.
+        prompt_name: The name of the model's prompt that is put before every text.
     """
 
     truncate: bool | None = None
@@ -119,8 +118,8 @@ class SimilarityBody(PooledBody):
     """The fields of /similarity.
 
     Attributes:
-        inputs: The sentence that others are compared with, and the others; required.
-        parameters: How they are read.
+        inputs: One sentence, and the sentences to compare with it; required.
+        parameters: Further fields.
     """
 
     inputs: SimilarityInputs | None = None
@@ -128,11 +127,11 @@ class SimilarityBody(PooledBody):
 
 
 class RootBody(EmbedBody):
-    """The fields of /, which is /embed, and /similarity where its inputs are sentences to compare.
+    """The fields of /, which is /embed, or /similarity if its inputs are sentences to compare.
 
     Attributes:
         inputs: A text, the ids of a text, a list of these, or sentences to compare; required.
-        parameters: How they are read.
+        parameters: Further fields.
     """
 
     inputs: Inputs | SimilarityInputs | None = None  # type: ignore[assignment]
@@ -147,7 +146,7 @@ class TokenizeBody(Body):
         add_special_tokens: With false, special tokens are left out.
     """
 
-    inputs: Inputs | None = None
+    inputs: str | list[str] | None = None
     add_special_tokens: bool | None = None
 
 
@@ -155,7 +154,7 @@ class SparseWeight(TypedDict):
     """One weight of an input.
 
     Attributes:
-        index: Its place in the vocabulary.
+        index: Its index in the vocabulary.
         value: The weight.
     """
 
@@ -168,10 +167,10 @@ class Token(TypedDict):
 
     Attributes:
         id: Its id.
-        text: What it stands for in the text, or the vocabulary's string.
+        text: The part of the text that it stands for; for a special token its string in the vocabulary.
         special: Whether it is a special token.
-        start: Where it begins in the text, in bytes of UTF-8; null for a special token.
-        stop: Where it ends.
+        start: The start in the text, in bytes of UTF-8; null for a special token.
+        stop: The end in the text, in bytes of UTF-8; null for a special token.
     """
 
     id: int
@@ -182,7 +181,7 @@ class Token(TypedDict):
 
 
 class TeiError(TypedDict):
-    """An error as text-embeddings-inference writes it.
+    """An error in the form of text-embeddings-inference.
 
     Attributes:
         error: The field and the problem, with the numbers.
@@ -199,20 +198,23 @@ class TeiRoutes:
     def __init__(
         self, serving: Callable[[], bool], rules: BodyRules, *, max_connections: int, tokenizer_threads: int
     ) -> None:
-        """Takes whether every model is ready, how bodies are read, and what /info says of the server."""
+        """Keep the rules for reading bodies, and the limits that /info reports.
+
+        `serving` returns whether every model is ready.
+        """
         self._serving = serving
         self._rules = rules
         self._max_connections = max_connections
         self._tokenizer_threads = tokenizer_threads
-        self._root = BodyDecoder(RootBody, _INPUTS, rules)
-        self._embed = BodyDecoder(EmbedBody, _INPUTS, rules)
-        self._embed_all = BodyDecoder(EmbedAllBody, _INPUTS, rules)
-        self._embed_sparse = BodyDecoder(EmbedSparseBody, _INPUTS, rules)
-        self._similarity = BodyDecoder(SimilarityBody, _INPUTS, rules)
-        self._tokenize = BodyDecoder(TokenizeBody, _INPUTS, rules)
+        self._root = BodyDecoder(RootBody, rules, inputs=TEXTS_OR_IDS, sentences=STRINGS)
+        self._embed = BodyDecoder(EmbedBody, rules, inputs=TEXTS_OR_IDS)
+        self._embed_all = BodyDecoder(EmbedAllBody, rules, inputs=TEXTS_OR_IDS)
+        self._embed_sparse = BodyDecoder(EmbedSparseBody, rules, inputs=TEXTS_OR_IDS)
+        self._similarity = BodyDecoder(SimilarityBody, rules, sentences=STRINGS)
+        self._tokenize = BodyDecoder(TokenizeBody, rules, inputs=TEXTS)
 
     def routes(self) -> list[Route]:
-        """What is answered, and by whom."""
+        """Return the routes."""
         return [
             Route("POST", "/", self.root, DIALECT, body=RootBody, reply=list[list[float] | float], example=_EXAMPLE),
             Route("POST", "/embed", self.embed, DIALECT, body=EmbedBody, reply=list[list[float]], example=_EXAMPLE),
@@ -259,7 +261,7 @@ class TeiRoutes:
         ]
 
     async def root(self, request: Request, call: Call) -> Reply:
-        """Answers huggingface_hub's client: one vector for each input, or the similarities of sentences to compare."""
+        """Return one vector for each input, or the similarities of sentences, as huggingface_hub's client expects."""
         fields = await self._root.decode(request.body, call.hold)
         if isinstance(fields.inputs, SimilarityInputs):
             return await self._compare(call, fields, fields.inputs, fields.parameters, fields.truncation_direction)
@@ -269,11 +271,11 @@ class TeiRoutes:
         )
 
     async def embed(self, request: Request, call: Call) -> Reply:
-        """Returns one vector for each input, as text-embeddings-inference does."""
+        """Return one vector for each input, as text-embeddings-inference does."""
         return await self._embed_inputs(call, await self._embed.decode(request.body, call.hold))
 
     async def embed_all(self, request: Request, call: Call) -> Reply:
-        """Returns one vector for each token of each input."""
+        """Return one vector for each token of each input."""
         return await self._encode(
             call,
             await self._embed_all.decode(request.body, call.hold),
@@ -282,7 +284,7 @@ class TeiRoutes:
         )
 
     async def embed_sparse(self, request: Request, call: Call) -> Reply:
-        """Returns the weights of each input that are not 0, with their places in the vocabulary."""
+        """Return the weights of each input that are not 0, with their indexes in the vocabulary."""
         fields = await self._embed_sparse.decode(request.body, call.hold)
         kept = positive("max_active_dims", fields.max_active_dims)
 
@@ -296,7 +298,7 @@ class TeiRoutes:
         )
 
     async def similarity(self, request: Request, call: Call) -> Reply:
-        """Returns how similar one sentence is to each of several others."""
+        """Return the similarity of one sentence to each of several others."""
         fields = await self._similarity.decode(request.body, call.hold)
         return await self._compare(call, fields, fields.inputs or SimilarityInputs(), fields.parameters)
 
@@ -316,30 +318,24 @@ class TeiRoutes:
         parameters: SimilarityParameters | None,
         direction: str | None = None,
     ) -> Reply:
-        """The cosine of the first sentence's vector with that of each of the others."""
+        """Return the cosine similarity of the first sentence to each other sentence."""
         if inputs.source_sentence is None:
             raise InvalidField("inputs.source_sentence", "must be a string; was null")
         if not inputs.sentences:
             raise EmptyInputs("inputs.sentences", "must hold at least 1 text; was empty")
         fields, its_direction = _with_parameters(fields, parameters)
         from_left = is_left("parameters.truncation_direction", its_direction or direction)
-        sent = SentInputs(_INPUTS, [inputs.source_sentence, *inputs.sentences])
-        try:
-            return await encode(
-                call,
-                fields,
-                sent,
-                lambda bundle: pooled_output(fields, bundle, normalize_default=False),
-                lambda _, reply: _cosines(reply),
-                self._rules,
-                growth=1.0,
-                from_left=from_left,
-            )
-        except RequestError as error:
-            if isinstance(error.field, FieldPath) and error.field.at is not None and error.field.part not in OF_OUTPUTS:
-                at = error.field.at
-                error.field = f"inputs.sentences[{at - 1}]" if at else "inputs.source_sentence"
-            raise
+        call.naming = _OF_SENTENCES
+        return await encode(
+            call,
+            fields,
+            SentInputs(_INPUTS, [inputs.source_sentence, *inputs.sentences]),
+            lambda bundle: pooled_output(fields, bundle, normalize_default=False),
+            lambda _, reply: _cosines(reply),
+            self._rules,
+            growth=1.0,
+            from_left=from_left,
+        )
 
     async def _encode(
         self,
@@ -361,16 +357,16 @@ class TeiRoutes:
         )
 
     async def tokenize(self, request: Request, call: Call) -> Reply:
-        """Returns the tokens of each text; computes no vectors."""
+        """Return the tokens of each text, without computing vectors."""
         fields = await self._tokenize.decode(request.body, call.hold)
-        texts = SentInputs(_INPUTS, fields.inputs).texts()
+        texts = SentInputs(_INPUTS, fields.inputs).items
         model = call.resolve(len(texts), *model_of(fields))
         asked = TokenizeCall(
             texts,
             include_token_strings=True,
             prompt_name=fields.prompt_name,
             task=task_of(fields, model.bundle),
-            most_inputs=self._rules.limits.sequences,
+            most_inputs=self._rules.max_inputs,
         )
         keeps_special = fields.add_special_tokens is not False
 
@@ -382,7 +378,7 @@ class TeiRoutes:
         return Reply(await call.tokenize(model, asked, build, JSON_GROWTH))
 
     async def info(self, request: Request, call: Call) -> Reply:
-        """Describes the default model and the limits of the server."""
+        """Describe the default model and the limits of the server."""
         del request
         model = call.resolve(0, "", "")
         bundle = model.bundle
@@ -398,7 +394,7 @@ class TeiRoutes:
                     "max_input_length": bundle.max_sequence_tokens,
                     "max_batch_tokens": model.max_batch_tokens,
                     "max_batch_requests": None,
-                    "max_client_batch_size": self._rules.limits.sequences,
+                    "max_client_batch_size": self._rules.max_inputs,
                     "auto_truncate": self._rules.truncate,
                     "tokenization_workers": self._tokenizer_threads,
                     "version": __version__,
@@ -409,10 +405,10 @@ class TeiRoutes:
         )
 
     async def health(self, request: Request, call: Call) -> Reply:
-        """Answers 200 with an empty body while every model is ready, else 503.
+        """Answer 200 with an empty body while every model is ready, else 503.
 
         Raises:
-            NotReady: One is not.
+            NotReady: A model is not ready.
         """
         del request, call
         if not self._serving():
@@ -421,7 +417,7 @@ class TeiRoutes:
 
 
 def _with_parameters(fields: AnyPooled, parameters: SimilarityParameters | None) -> tuple[AnyPooled, str | None]:
-    """The fields with what `parameters` says, and the direction in which it has texts cut."""
+    """Return the fields together with those in `parameters`, and the direction of truncation."""
     if parameters is None:
         return fields, None
     changed = msgspec.structs.replace(
@@ -433,7 +429,7 @@ def _with_parameters(fields: AnyPooled, parameters: SimilarityParameters | None)
 
 
 def _refuse(failure: Failure) -> dict[str, Any]:
-    """An error as text-embeddings-inference's clients expect it."""
+    """Return an error in the form of text-embeddings-inference."""
     return {"error": failure.text, "error_type": failure.status.tei_type}
 
 
@@ -441,11 +437,22 @@ def _status_of(status: Status) -> int:
     return status.tei
 
 
+class _SentenceNaming(HttpNaming):
+    """The names of /similarity: its first input is the source sentence."""
+
+    def field(self, path: FieldPath) -> str:
+        """Return a name such as `inputs.sentences[3]`."""
+        if path.at is None or path.part in OF_OUTPUTS:
+            return super().field(path)
+        return f"inputs.sentences[{path.at - 1}]" if path.at else "inputs.source_sentence"
+
+
+_OF_SENTENCES = _SentenceNaming(_INPUTS)
 DIALECT = Dialect(HttpNaming(_INPUTS), _status_of, _refuse, TeiError)
 
 
 def _tokens(model: ServedModel, sequence: TokenSequence, text: str, keeps_special: bool) -> Iterator[dict[str, Any]]:
-    """What is told of each token; places are counted in bytes of UTF-8."""
+    """Return the tokens of each text; starts and ends count bytes of UTF-8."""
     tokenizer, special_tokens = model.tokenizer, sequence.special
     starts, ends = sequence.char_starts, sequence.char_ends
     if tokenizer is None or special_tokens is None or starts is None or ends is None:  # only texts are tokenized
@@ -466,14 +473,14 @@ def _tokens(model: ServedModel, sequence: TokenSequence, text: str, keeps_specia
 
 
 def _pooling_of(bundle: Bundle) -> str:
-    """What text-embeddings-inference calls the pooling of a model; for those that it does not know another word."""
+    """Return the name of a model's pooling in text-embeddings-inference; for other poolings our own name."""
     if (pooling := bundle.pooling) is not None:
         return pooling.kinds[0].name.lower() if pooling.is_plain else "model"
     return "splade" if bundle.sparse is not None else "none"
 
 
 def _cosines(reply: EncodeReply) -> bytes:
-    """Those of the first vector with each of the others, as a list; of a vector of zeros 0."""
+    """Return the cosine similarities of the first vector to the others; 0 with a vector of zeros."""
     vectors = (sequence.outputs[0][0].astype(np.float64) for sequence in reply.sequences)  # one at a time: (width,)
     first = next(vectors)
     its_square = first @ first
@@ -485,7 +492,7 @@ def _cosines(reply: EncodeReply) -> bytes:
 
 
 def _lists(reply: EncodeReply, as_json: Callable[[Any], Iterator[bytes]]) -> Iterator[bytes]:
-    """A list of what was made of each input."""
+    """Write a list with one element for each input."""
     yield b"["
     for i, sequence in enumerate(reply.sequences):
         if i:

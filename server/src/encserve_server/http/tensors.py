@@ -1,46 +1,57 @@
-"""Bodies of inference requests: JSON, and behind it perhaps the bytes of tensors."""
+"""Bodies of inference requests: JSON, and after the JSON perhaps the bytes of tensors."""
 
-import asyncio
 import math
 import re
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Annotated, Any, NoReturn
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from encserve_server.errors import InvalidField, MalformedRequest, RequestTooLarge, UnknownField
-from encserve_server.http.counting import COUNTED_BYTES, CountLimits, check_counts
-from encserve_server.http.requests import IgnoredFields, decoded
+from encserve_server.errors import InvalidField, RequestTooLarge
+from encserve_server.http.decoding import (
+    TURN_BYTES,
+    Hold,
+    Int64,
+    ObjectDecoder,
+    decode,
+    is_null,
+    list_of,
+    places_of,
+    shown,
+    shown_number,
+    size_of,
+    value_at,
+)
 from encserve_server.open_inference.requests import SentOutput, SentRequest
 from encserve_server.open_inference.tensors import CHECKED_PARAMETERS, DTYPES, MAX_SHOWN, SentTensor
 from encserve_server.outputs import MAX_OUTPUTS
 
 LENGTH_HEADER = "inference-header-content-length"
-# So many bytes is what a text takes, at most, for each of its JSON.
+# Bytes of Python objects for each byte of JSON, at most: `1,` is a float of 32 bytes and its place in a list, and
+# `"a",` is a string of 64 bytes.
+_DECODED_GROWTH = 20
+# Bytes of a text for each byte of UTF-8, at most.
 _TEXT_GROWTH = 4
-# So many bytes of numbers, or so many numbers of several lists, are decoded before others have a turn.
-_PIECE_BYTES = 64 * 1024
-_TURN_NUMBERS = 16 * 1024
-# A list takes as long to decode as so many numbers.
-_NUMBERS_PER_LIST = 64
+# Data with more lists than the shape says, and so many more, are refused before they are decoded.
+_SPARE_LISTS = 1024
+_MAX_NAME = 64
+_MAX_PARAMETERS = 64
 _OPENING = re.compile(rb"[\[ \t\r\n]*")
-_PLACE = re.compile(r"\[(\d+)\]")
 
 
 class InferInput(msgspec.Struct):
     """An input tensor.
 
     Attributes:
-        name: Its name: text, input_ids, attention_mask, token_type_ids or inputs_embeds.
+        name: The name: text, input_ids, attention_mask, token_type_ids or inputs_embeds.
         datatype: BYTES for texts, INT64 or INT32 for ids and masks, FP32 for vectors.
-        shape: Its dimensions.
-        parameters: As binary_data_size: how many bytes behind the JSON are its data.
-        data: Its elements, row by row or nested as the shape says.
+        shape: The dimensions.
+        parameters: With binary_data_size, the number of bytes after the JSON that are the tensor's data.
+        data: The elements, row by row or nested as the shape says.
     """
 
     name: str
@@ -51,11 +62,11 @@ class InferInput(msgspec.Struct):
 
 
 class InferOutput(msgspec.Struct):
-    """An output that is wanted.
+    """A requested output.
 
     Attributes:
-        name: Its name.
-        parameters: As binary_data: whether it is sent as bytes behind the JSON.
+        name: The name.
+        parameters: With binary_data, whether the output is sent as bytes after the JSON.
     """
 
     name: str
@@ -67,9 +78,9 @@ class InferBody(msgspec.Struct):
 
     Attributes:
         inputs: The input tensors.
-        outputs: The outputs that are wanted; all that the model has where none is named.
-        parameters: As task, truncate, dimensions, datatype and timeout.
-        id: What the answer is marked with.
+        outputs: The requested outputs. Default: all outputs of the model.
+        parameters: For example task, truncate, dimensions, datatype and timeout.
+        id: The id of the reply.
         model_name: Ignored: the path names the model.
         model_version: Ignored: the path names the version.
     """
@@ -82,361 +93,238 @@ class InferBody(msgspec.Struct):
     model_version: str | None = None
 
 
-class _KnownBody(InferBody, forbid_unknown_fields=True):
-    """The same, and no other field."""
-
-
-class _StrictInput(InferInput, forbid_unknown_fields=True):
-    """The same, and no other field."""
-
-
-class _StrictOutput(InferOutput, forbid_unknown_fields=True):
-    """The same, and no other field."""
-
-
-class _StrictBody(InferBody, forbid_unknown_fields=True):
-    """The same, and no other field in it or below it."""
-
-    inputs: list[_StrictInput]  # type: ignore[assignment]
-    outputs: list[_StrictOutput] | None = None  # type: ignore[assignment]
-
-
-_FIELDS = frozenset(field.name for field in msgspec.structs.fields(InferBody))
-_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_ANY_BODY = msgspec.json.Decoder(InferBody)
 _SCALAR = msgspec.json.Decoder(bool | int | float | str | None)
 _TEXTS = msgspec.json.Decoder(list[str | Annotated[list[str], msgspec.Meta(min_length=1, max_length=1)]])
-_Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
-_NUMBERS: dict[str, msgspec.json.Decoder[list[Any]]] = {
-    "INT64": msgspec.json.Decoder(list[_Int64]),
-    "INT32": msgspec.json.Decoder(list[_Int32]),
-    "FP32": msgspec.json.Decoder(list[float]),
+# The decoders of numbers by their datatype and the depth of their lists, from 1.
+_NUMBERS: Mapping[tuple[str, int], msgspec.json.Decoder[list[Any]]] = {
+    (name, depth): msgspec.json.Decoder(lists)
+    for name, number in {"INT64": Int64, "INT32": _Int32, "FP32": float}.items()
+    for depth, lists in enumerate((list[number], list[list[number]], list[list[list[number]]]), 1)  # type: ignore[valid-type]
 }
-# Between the lists of nested numbers; that it is JSON is known.
-_LIST_BEGINS: re.Pattern[bytes] = re.compile(rb"[, \t\r\n]*\[")
-_LIST_ENDS: re.Pattern[bytes] = re.compile(rb"[ \t\r\n]*\]")
-_LOOKED_AT = frozenset({*CHECKED_PARAMETERS, "binary_data", "binary_data_size"})
+_NUMBER_NAMES = {"INT64": "a whole number of 64 bits", "INT32": "a whole number of 32 bits", "FP32": "a number"}
+_USED_PARAMETERS = frozenset({*CHECKED_PARAMETERS, "binary_data", "binary_data_size"})
 
 
-class LoadedData(ABC):
-    """The data of a tensor that are decoded in turns; see `TypedData`. `load` comes first."""
+class JsonData:
+    """The field `data` of a tensor, decoded when it is first used. See `TypedData`.
 
-    def __init__(self) -> None:
-        """Starts empty."""
-        self._values: npt.NDArray[Any] | list[str] = []
+    The shape has been compared with the limits of the model by then.
+    """
+
+    def __init__(self, tensor: InferInput, hold: Hold) -> None:
+        """Takes the tensor. `hold` gets the bytes of the decoded data before they exist."""
+        self._tensor = tensor
+        self._json = tensor.data
+        self._hold = hold
 
     def __len__(self) -> int:
         return len(self._values)
 
     def numbers(self, dtype: str) -> npt.NDArray[Any]:
-        """(elements,)."""
+        """Return the numbers, (elements,).
+
+        Raises:
+            InvalidField: The data do not have the tensor's datatype or shape.
+            MalformedRequest: The data are not JSON.
+            BudgetFull: There is no room for the decoded data.
+        """
         return np.asarray(self._values, dtype)
 
     def texts(self) -> Sequence[str]:
-        """As they are."""
+        """Return the texts. For errors see `numbers`."""
         return list(self._values)
 
-    @abstractmethod
-    async def load(self, tensor: SentTensor, hold: Callable[[int], None], max_text_bytes: int) -> None:
-        """Decodes the data of a tensor; `hold` is called with the bytes that they take.
+    @cached_property
+    def _values(self) -> npt.NDArray[Any] | list[str]:
+        size = size_of(self._json)
+        most = size * _DECODED_GROWTH if size > TURN_BYTES else 0
+        self._hold(most)
+        if self._tensor.datatype == "BYTES":
+            texts = self._decode_texts()
+            self._hold(sum(map(sys.getsizeof, texts)) - most if most else 0)
+            return texts
+        numbers = self._decode_numbers()
+        self._hold(numbers.nbytes - most)
+        return numbers
 
-        Raises:
-            InvalidField: The data are not of the tensor's datatype or not as its shape says, or a text is too long.
-            MalformedRequest: They are no JSON.
-            BudgetFull: `hold` has no room for them.
-        """
-
-
-class JsonData(LoadedData):
-    """The `data` of a tensor."""
-
-    def __init__(self, json: msgspec.Raw) -> None:
-        """Takes the JSON."""
-        super().__init__()
-        self._json = json
-
-    async def load(self, tensor: SentTensor, hold: Callable[[int], None], max_text_bytes: int) -> None:
-        """See `LoadedData`."""
-        del max_text_bytes  # texts in JSON are few MiB, and checked with all others
-        size = memoryview(self._json).nbytes
-        if tensor.datatype == "BYTES":
-            hold(size * _TEXT_GROWTH)
-            self._values = _texts(tensor, self._json)
-        else:
-            hold(size)
-            self._values = await _all_numbers(tensor, bytes(self._json), hold)
-        self._json = msgspec.Raw()
-
-
-class RawTexts(LoadedData):
-    """Texts as bytes behind the JSON."""
-
-    def __init__(self, data: memoryview) -> None:
-        """Takes the bytes."""
-        super().__init__()
-        self._data = data
-
-    async def load(self, tensor: SentTensor, hold: Callable[[int], None], max_text_bytes: int) -> None:
-        """See `LoadedData`."""
-        texts: list[str] = []
-        size = 0
-        for text in replace(tensor, data=self._data).texts(max_text_bytes):
-            texts.append(text)
-            size += sys.getsizeof(text)
-            if size > _PIECE_BYTES:
-                hold(size)
-                await asyncio.sleep(0)
-                size = 0
-        hold(size)
-        self._values = texts
-
-
-def _texts(tensor: SentTensor, json: msgspec.Raw) -> list[str]:
-    try:
-        found = decoded(_TEXTS, json)
-    except msgspec.ValidationError as error:
-        place = _PLACE.search(str(error))
-        field = f"{tensor.name}[{place[1]}]" if place else f"{tensor.name}.data"
-        raise InvalidField(field, "must be a string; texts may also be sent as bytes behind the JSON") from None
-    return [it if isinstance(it, str) else it[0] for it in found]
-
-
-async def _all_numbers(tensor: SentTensor, json: bytes, hold: Callable[[int], None]) -> npt.NDArray[Any]:
-    """(elements,) of the tensor's datatype."""
-    parts: list[npt.NDArray[Any]] = []
-    cost = 0
-    for index, begin, end in _lists(tensor, json):
-        count = 0
-        for part in _numbers(tensor, json, index, begin, end):
-            hold(part.nbytes)
-            parts.append(part)
-            count += len(part)
-            cost += len(part) + _NUMBERS_PER_LIST
-            if cost > _TURN_NUMBERS:
-                await asyncio.sleep(0)
-                cost = 0
-        if index and count != tensor.shape[-1]:
-            problem = f"must hold {tensor.shape[-1]} numbers for the shape {list(tensor.shape)}; was {count}"
-            raise InvalidField(_element(tensor, index), problem)
-    return np.concatenate(parts)
-
-
-def _lists(tensor: SentTensor, json: bytes) -> Iterator[tuple[tuple[int, ...], int, int]]:
-    """Each list of numbers: its place in the tensor, empty for a list of all, and where its numbers begin and end.
-
-    Raises:
-        InvalidField: They are not nested as the shape says.
-    """
-    opening = _OPENING.match(json)
-    depth = 0 if opening is None else opening[0].count(b"[")
-    if depth == 1:
-        yield from _inner_lists(tensor, json, 0, (), ())
-    elif depth == len(tensor.shape):
-        yield from _inner_lists(tensor, json, 0, tensor.shape[:-1], ())
-    else:
-        problem = f"must be a list of numbers, row by row or nested as the shape {list(tensor.shape)} says"
-        raise InvalidField(f"{tensor.name}.data", problem)
-
-
-def _inner_lists(
-    tensor: SentTensor, json: bytes, at: int, sizes: tuple[int, ...], index: tuple[int, ...]
-) -> Generator[tuple[tuple[int, ...], int, int], None, int]:
-    """See `_lists`: of a list that holds lists of these sizes, or, without sizes, numbers. Returns where it ends."""
-    problem = f"must be nested as the shape {list(tensor.shape)} says"
-    begins = _LIST_BEGINS.match(json, at)
-    if begins is None:
-        raise InvalidField(f"{tensor.name}.data", f"{problem}; {_element(tensor, index)} is no list")
-    at = begins.end()
-    if not sizes:
-        end = json.find(b"]", at)
-        yield index, at, end
-        return end + 1
-    for i in range(sizes[0]):
-        at = yield from _inner_lists(tensor, json, at, sizes[1:], (*index, i))
-    ends = _LIST_ENDS.match(json, at)
-    if ends is None:
-        raise InvalidField(f"{tensor.name}.data", f"{problem}; {_element(tensor, index)} holds more than {sizes[0]}")
-    return ends.end()
-
-
-def _numbers(
-    tensor: SentTensor, json: bytes, index: tuple[int, ...], begin: int, end: int
-) -> Iterator[npt.NDArray[Any]]:
-    """(n,) the numbers of a list, in pieces.
-
-    Raises:
-        InvalidField: One is not of the tensor's datatype.
-    """
-    done = 0
-    while begin <= end:
-        cut = json.find(b",", begin + _PIECE_BYTES, end)
-        piece_end = end if cut < 0 else cut
+    def _decode_texts(self) -> list[str]:
+        name = self._tensor.name
         try:
-            values = _NUMBERS[tensor.datatype].decode(b"[%b]" % json[begin:piece_end])
+            found = decode(_TEXTS, self._json, name)
         except msgspec.ValidationError as error:
-            place = _PLACE.search(str(error))
-            raise _no_number(tensor, index, done + int(place[1] if place else 0), error) from None
-        except msgspec.DecodeError:
-            raise InvalidField(f"{tensor.name}.data", "must be a list of numbers, or nested lists of numbers") from None
-        with np.errstate(over="ignore"):  # what is too large for 32 bits is infinite, and refused as that
-            yield np.array(values, DTYPES[tensor.datatype])
-        done += len(values)
-        begin = piece_end + 1
+            places = places_of(error)
+            field, wanted = (f"{name}[{places[0]}]", "a string") if places else (f"{name}.data", "a list of strings")
+            wrong = shown(value_at(self._json, places[:1]))
+            problem = f"must be {wanted}; was {wrong}. Texts may also be sent as bytes after the JSON"
+            raise InvalidField(field, problem) from None
+        return [it if isinstance(it, str) else it[0] for it in found]
+
+    def _decode_numbers(self) -> npt.NDArray[Any]:
+        """Return the numbers, (elements,) of the tensor's datatype."""
+        shape, datatype = self._tensor.shape, self._tensor.datatype
+        json = bytes(self._json)
+        opening = _OPENING.match(json)
+        depth = 0 if opening is None else opening[0].count(b"[")
+        if depth not in (1, len(shape)):
+            raise self._wrong_nesting()
+        if depth > 1 and json.count(b"[") > _lists_in(shape) + _SPARE_LISTS:
+            raise self._wrong_nesting(f"; was {json.count(b'[')} lists, not {_lists_in(shape)}")
+        try:
+            values = decode(_NUMBERS[datatype, depth], self._json, f"{self._tensor.name}.data")
+        except msgspec.ValidationError as error:
+            raise self._wrong_number(places_of(error), depth) from None
+        if depth > 1:
+            self._check_nesting(values, ())
+        with np.errstate(over="ignore"):  # a number beyond 32 bits becomes infinite, and is refused later
+            return np.asarray(values, DTYPES[datatype]).reshape(-1)
+
+    def _check_nesting(self, values: Sequence[Any], index: tuple[int, ...]) -> None:
+        """Refuse lists that are not nested as the shape says."""
+        wanted, *inner = self._tensor.shape[len(index) :]
+        if len(values) != wanted:
+            problem = f"must hold {wanted} {'lists' if inner else 'numbers'} for the shape {self._tensor.shape}"
+            raise InvalidField(self._place(index), f"{problem}; was {len(values)}")
+        for i, it in enumerate(values) if inner else ():
+            self._check_nesting(it, (*index, i))
+
+    def _wrong_nesting(self, more: str = "") -> InvalidField:
+        shape = self._tensor.shape
+        problem = f"must be a list of numbers, row by row or nested as the shape {shape} says{more}"
+        return InvalidField(f"{self._tensor.name}.data", problem)
+
+    def _wrong_number(self, places: Sequence[int], depth: int) -> InvalidField:
+        """Return the error for a value at `places` in lists of this depth."""
+        shape, datatype = self._tensor.shape, self._tensor.datatype
+        index = tuple(places)
+        if len(places) < depth:
+            found = shown(value_at(self._json, places))
+            return InvalidField(self._place(index), f"must be a list for the shape {shape}; was {found}")
+        if depth == 1 and len(shape) > 1 and (last := math.prod(shape) - 1) >= 0:
+            index = tuple(map(int, np.unravel_index(min(places[0], last), shape)))
+        found = shown_number(value_at(self._json, places[:-1]), places[-1])
+        return InvalidField(self._place(index), f"must be {_NUMBER_NAMES[datatype]} ({datatype}); was {found}")
+
+    def _place(self, index: Sequence[int]) -> str:
+        """Return the path of an element or a list, as in `input_ids[3, 17]`."""
+        return f"{self._tensor.name}[{', '.join(map(str, index))}]" if index else f"{self._tensor.name}.data"
 
 
-def _no_number(tensor: SentTensor, index: tuple[int, ...], place: int, error: Exception) -> InvalidField:
-    """What is wrong with one element of a list."""
-    shape = tensor.shape
-    if not index and (last := math.prod(shape) - 1) >= 0:  # a list of all
-        *index_, place = map(int, np.unravel_index(min(place, last), shape))
-        index = tuple(index_)
-    problem = f"must be {'a number' if tensor.datatype == 'FP32' else 'a whole number'} ({tensor.datatype})"
-    return InvalidField(_element(tensor, (*index, place)), f"{problem}; {str(error).partition(' - at')[0]}")
-
-
-def _element(tensor: SentTensor, index: tuple[int, ...]) -> str:
-    """As in `input_ids[3, 17]`."""
-    return f"{tensor.name}[{', '.join(map(str, index))}]" if index else f"{tensor.name}.data"
+def _lists_in(shape: Sequence[int]) -> int:
+    """Return the number of lists in nested data of this shape."""
+    return sum(math.prod(shape[:depth]) for depth in range(len(shape)))
 
 
 class InferBodies:
     """Reads the bodies of inference requests."""
 
-    def __init__(self, limits: CountLimits, max_json_bytes: int, *, strict: bool) -> None:
-        """Takes how many values JSON may hold, and bytes, and whether fields that are not known are refused."""
-        self._limits = limits
+    def __init__(self, max_json_bytes: int, *, strict: bool) -> None:
+        """Takes the most bytes of JSON, and whether unknown fields are refused."""
         self._max_json_bytes = max_json_bytes
-        self._strict = strict
-        self._decoder: msgspec.json.Decoder[InferBody] = msgspec.json.Decoder(_StrictBody if strict else _KnownBody)
-        self._ignored = IgnoredFields(InferBody)
+        self._body = ObjectDecoder(InferBody, "inputs", "outputs", strict=strict)
+        self._input = ObjectDecoder(InferInput, strict=strict)
+        self._output = ObjectDecoder(InferOutput, strict=strict)
 
-    async def read(self, body: bytes, headers: Mapping[str, str], hold: Callable[[int], None]) -> SentRequest:
-        """A request; the data of its tensors are not decoded yet. `hold` is called with the bytes that it takes.
+    def read(self, body: bytes, headers: Mapping[str, str], hold: Hold) -> SentRequest:
+        """Return a request. Its tensors and their data are decoded when they are first used.
+
+        `hold` gets the bytes that the request takes in addition to its body.
 
         Raises:
-            InvalidField: A field is not of its type, or the bytes behind the JSON are not what its tensors say.
-            BudgetFull: `hold` has no room for them.
-            MalformedRequest: The body is no JSON object.
+            InvalidField: A field has another type.
+            BudgetFull: There is no room for the request.
+            MalformedRequest: The body is not a JSON object.
             RequestTooLarge: The JSON is over the limit.
-            UnknownField: There is a field that is not known, and fields are read strictly.
-            EncserveError: Whatever `check_counts` raises.
+            UnknownField: There is an unknown field, and fields are read strictly.
         """
         size = _header_size(body, headers.get(LENGTH_HEADER))
         if size > self._max_json_bytes:
             raise RequestTooLarge(
                 "",
                 f"the JSON of an inference request must be at most {self._max_json_bytes} bytes (max_request_mib); was "
-                f"{size}: send tensors as bytes behind the JSON, or fewer inputs",
+                f"{size}: send tensors as bytes after the JSON, or fewer inputs",
             )
         if size < len(body):
             hold(size)
-        header = body[:size]
-        if size > COUNTED_BYTES:
-            await check_counts(header, "inputs", self._limits)
-        fields = self._decode(header)
-        if size > COUNTED_BYTES:
-            await asyncio.sleep(0)
-        outputs = fields.outputs or []
+        fields = self._body.decode(body[:size])
+        outputs = _members(fields.outputs, "outputs")
         return SentRequest(
-            _tensors(fields.inputs, memoryview(body)[size:]),
-            [
-                SentOutput(it.name, _scalars(f"outputs[{i}].parameters", it.parameters, _LOOKED_AT))
-                for i, it in enumerate(outputs[:MAX_OUTPUTS])
-            ],
+            self._tensors(_members(fields.inputs, "inputs"), memoryview(body)[size:], hold),
+            [self._output_of(it, f"outputs[{i}]") for i, it in enumerate(outputs[:MAX_OUTPUTS])],
             len(outputs),
             _scalars("parameters", fields.parameters).items(),
             fields.id or "",
         )
 
-    def _decode(self, header: bytes) -> InferBody:
-        try:
-            return decoded(self._decoder, header)
-        except msgspec.ValidationError as error:
-            if not _is_unknown_field(error):
-                _explain(error)
-        try:
-            unknown = sorted(decoded(_OBJECT, header).keys() - _FIELDS)
-            if self._strict:
-                there = ", ".join(sorted(_FIELDS))
-                raise UnknownField(unknown[0][:64], f"is not known; there are {there} (strict_http)")
-            self._ignored.log(unknown)
-            return decoded(_ANY_BODY, header)
-        except msgspec.ValidationError as error:
-            _explain(error)
+    def _output_of(self, json: msgspec.Raw, path: str) -> SentOutput:
+        output = self._output.decode(json, path)
+        return SentOutput(output.name, _scalars(f"{path}.parameters", output.parameters, _USED_PARAMETERS))
+
+    def _tensors(self, inputs: Sequence[msgspec.Raw], rest: memoryview, hold: Hold) -> Iterator[SentTensor]:
+        """Yield the input tensors, with their parts of the bytes after the JSON."""
+        at = 0
+        for i, json in enumerate(inputs):
+            tensor = self._input.decode(json, f"inputs[{i}]")
+            name = tensor.name[:_MAX_NAME]
+            parameters = _scalars(f"{name}.parameters", tensor.parameters, _USED_PARAMETERS)
+            has_json = size_of(tensor.data) > 0 and not is_null(tensor.data)
+            data: memoryview | JsonData
+            if "binary_data_size" in parameters:
+                size = _binary_size(name, parameters["binary_data_size"], len(rest) - at)
+                if has_json:
+                    raise InvalidField(f"{name}.data", "must be left out beside parameters.binary_data_size")
+                data, at = rest[at : at + size], at + size
+                if tensor.datatype == "BYTES" and size > TURN_BYTES:
+                    hold(size * _TEXT_GROWTH)
+            elif not has_json:
+                raise InvalidField(f"{name}.data", "is required, unless binary_data_size names bytes after the JSON")
+            else:
+                data = JsonData(tensor, hold)
+            yield SentTensor(tensor.name, tensor.datatype, tuple(tensor.shape[:MAX_SHOWN]), data, parameters)
+        if at < len(rest):
+            problem = f"must add up to the {len(rest)} bytes after the JSON; was {at}"
+            raise InvalidField("inputs.parameters.binary_data_size", problem)
 
 
-def _is_unknown_field(error: msgspec.ValidationError) -> bool:
-    """Whether the one mistake found so far is a field of the body itself that is not known."""
-    return str(error).startswith("Object contains unknown field") and " - at " not in str(error)
-
-
-def _explain(error: msgspec.ValidationError) -> NoReturn:
-    """Raises what is wrong with a body that is not as its struct wants it."""
-    problem, _, path = str(error).partition(" - at `$")
-    path = path.rstrip("`").lstrip(".")
-    if not path:
-        raise MalformedRequest("", f"the body must be a JSON object with inputs: {problem}") from None
-    raise InvalidField(path[:64], problem) from None
+def _members(json: Any, path: str) -> list[msgspec.Raw]:
+    """Return the objects in a field that `ObjectDecoder` left as it is; a field that is null or missing has none."""
+    return [] if json is None or is_null(json) else list_of(json, path, "a list of objects")
 
 
 def _header_size(body: bytes, said: str | None) -> int:
-    """How many bytes of a body are JSON.
+    """Return how many bytes of a body are JSON.
 
     Raises:
-        InvalidField: The header that says so is wrong.
+        InvalidField: The header with this number is wrong.
     """
     if said is None:
         return len(body)
     if not said.isascii() or not said.isdigit() or len(said) > 20 or not 0 < int(said) <= len(body):
-        problem = f"must be from 1 to {len(body)}, the bytes of the body that are JSON; was {said[:64]!r}"
+        problem = f"must be from 1 to {len(body)}, the bytes of the body that are JSON; was {said[:_MAX_NAME]!r}"
         raise InvalidField("Inference-Header-Content-Length", problem)
     return int(said)
 
 
-def _tensors(inputs: Sequence[InferInput], rest: memoryview) -> Iterator[SentTensor]:
-    """The input tensors, the bytes behind the JSON dealt out to them."""
-    at = 0
-    for it in inputs:
-        name = it.name[:64]
-        parameters = _scalars(f"{name}.parameters", it.parameters, _LOOKED_AT)
-        has_json = memoryview(it.data).nbytes > 0 and bytes(memoryview(it.data)[:5]) != b"null"
-        data: memoryview | LoadedData
-        if "binary_data_size" in parameters:
-            end = at + _binary_size(name, parameters["binary_data_size"], len(rest) - at)
-            if has_json:
-                raise InvalidField(f"{name}.data", "must be left out beside parameters.binary_data_size")
-            data, at = rest[at:end], end
-            if it.datatype == "BYTES":
-                data = RawTexts(data)
-        elif not has_json:
-            raise InvalidField(f"{name}.data", "is required, unless binary_data_size names bytes behind the JSON")
-        else:
-            data = JsonData(it.data)
-        yield SentTensor(it.name, it.datatype, tuple(it.shape[:MAX_SHOWN]), data, parameters)
-    if at < len(rest):
-        problem = f"must add up to the {len(rest)} bytes behind the JSON; was {at}"
-        raise InvalidField("inputs.parameters.binary_data_size", problem)
-
-
 def _binary_size(name: str, size: Any, left: int) -> int:
-    """How many bytes a tensor has behind the JSON, where so many are left."""
+    """Return how many of the `left` bytes after the JSON belong to a tensor."""
     if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= left:
-        problem = f"must be from 0 to {left}, the bytes behind the JSON that no other input has; was {str(size)[:64]!r}"
-        raise InvalidField(f"{name}.parameters.binary_data_size", problem)
+        problem = f"must be from 0 to {left}, the bytes after the JSON that no other input has"
+        raise InvalidField(f"{name}.parameters.binary_data_size", f"{problem}; was {str(size)[:_MAX_NAME]!r}")
     return size
 
 
 def _scalars(
     field: str, sent: Mapping[str, msgspec.Raw] | None, names: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """Parameters with their values, all or those of these names; those that are null are not there.
+    """Return the values of all parameters, or of the named ones. A parameter with null counts as absent.
 
     Raises:
-        InvalidField: One is neither a string, nor a number of 64 bits, nor a boolean.
+        InvalidField: A value is not a string, a number of 64 bits or a boolean, or there are too many parameters.
     """
+    if sent is not None and len(sent) > _MAX_PARAMETERS:
+        raise InvalidField(field, f"must hold at most {_MAX_PARAMETERS} parameters; was {len(sent)}")
     found = {
-        name: _scalar(f"{field}.{name[:64]}", json)
+        name: _scalar(f"{field}.{name[:_MAX_NAME]}", json)
         for name, json in (sent or {}).items()
         if names is None or name in names
     }
@@ -444,10 +332,10 @@ def _scalars(
 
 
 def _scalar(field: str, json: msgspec.Raw) -> Any:
-    problem = "must be a string, a number of 64 bits or a boolean"
+    problem = f"must be a string, a number of 64 bits or a boolean; was {shown(json)}"
     try:
-        value = _SCALAR.decode(json)
-    except (msgspec.DecodeError, ValueError):
+        value = decode(_SCALAR, json, field)
+    except msgspec.ValidationError:
         raise InvalidField(field, problem) from None
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         raise InvalidField(field, problem)

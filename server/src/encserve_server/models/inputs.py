@@ -1,8 +1,9 @@
-"""Inputs as callers send them, and the checks that make sequences of them. Knows no gRPC."""
+"""Inputs as callers send them, and the checks that turn them into sequences."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,19 +16,25 @@ from encserve_server.types.callers import ANY_SENDER, Sender
 from encserve_server.types.requests import Task
 from encserve_server.types.sequences import TokenSequence
 
-# Others have a turn after a longer text: its bytes are counted, which takes 0.2 ms of 64 KiB.
-_TURN_CHARS = 64 * 1024
-# So much text, in characters, or so many ids and inputs are checked and tokenized at a time.
+# A call with at most this much text is tokenized on the event loop: words take 0.1 ms, and a thread adds 0.2 ms. The
+# slowest text of this size, nonsense without spaces in WordPiece, takes 0.6 ms.
+_ON_LOOP_BYTES = 256
+# A thread checks and tokenizes this much at a time, in about 5 ms. Then other callers have a turn, and the text of a
+# caller that has gone is dropped.
+_TURN_SIZE = 8 * 1024
+# After this much text is counted, in 0.2 ms, other tasks of the event loop have a turn.
+_COUNTED_CHARS = 64 * 1024
+# The bounds of a piece of a large call, in characters, ids and vectors together, and in inputs.
 _PIECE_SIZE, _PIECE_INPUTS = 64 * 1024, 256
 
 
 @dataclass(frozen=True, slots=True)
 class SentIds:
-    """Ids as the caller sent them.
+    """Token ids as the caller sent them.
 
     Attributes:
         ids: (seq,) int64, as many as the model can take.
-        count: How many there were.
+        count: The number of ids that the caller sent.
     """
 
     ids: TokenIds
@@ -40,7 +47,7 @@ class SentVectors:
 
     Attributes:
         vectors: (seq, width) float32, as many as the model can take.
-        count: How many there were.
+        count: The number of vectors that the caller sent.
     """
 
     vectors: Vectors
@@ -55,11 +62,11 @@ class LengthLimit:
     """The longest sequence that a call may hold.
 
     Attributes:
-        tokens: The tokens, at most what the model can take.
-        name: Where the bound comes from, for errors; `{task}` in it stands for the task.
-        task: The task whose bound it is.
-        truncate: Whether a longer input is cut instead of refused.
-        closing: What all ids of the call end with, and keep where they are cut.
+        tokens: The most tokens; not above the model's own limit.
+        name: The source of the limit, for errors; `{task}` in it stands for the task.
+        task: The task that has the limit.
+        truncate: Whether a longer input is cut; otherwise it is refused.
+        closing: The ids at the end of all inputs of ids. A cut input keeps them.
     """
 
     tokens: int
@@ -70,33 +77,40 @@ class LengthLimit:
 
 
 class InputRules(NamedTuple):
-    """How the inputs of one call are checked; see `InputChecker.rules`.
+    """The rules for the inputs of one call; see `InputChecker.rules`.
 
     Attributes:
-        limit: The bound on their length.
-        details: Whether special tokens are to be told from others, and of texts where each token stands.
-        before: What is put before every text.
-        behind: What is put behind every text.
-        expansion: What is put behind every short text, once it has been tokenized.
+        limit: The limit on the length.
+        details: Whether sequences say which tokens are special, and where the tokens of a text begin and end.
+        before: The text before every text.
+        after: The text after every text.
+        expansion: The tokens that are added to every short text.
     """
 
     limit: LengthLimit
     details: bool
     before: str
-    behind: str
+    after: str
     expansion: Expansion | None
 
 
 class InputChecker:
-    """Turns a model's inputs into sequences that it can take, or names the first that it cannot."""
+    """Checks the inputs of one model, and turns them into sequences."""
 
     def __init__(
         self, bundle: Bundle, tokenizer: TextTokenizer | None, max_text_bytes: int, *, least_tokens: int = 1
     ) -> None:
-        """Takes the model, its tokenizer, the longest text in bytes of UTF-8, and how few tokens one may have."""
+        """Create a checker.
+
+        Args:
+            bundle: The model.
+            tokenizer: The tokenizer of its texts, if there is one.
+            max_text_bytes: The longest text, in bytes of UTF-8.
+            least_tokens: The fewest tokens of a text.
+        """
         self._bundle = bundle
         self._least_tokens = least_tokens
-        self._tokenizer = tokenizer
+        self._tokenizer = None if bundle.graph.takes_vectors else tokenizer
         self._template = None if tokenizer is None else tokenizer.template
         self._max_text_bytes = max_text_bytes
         self._special_ids = np.array(bundle.special_token_ids, np.int64)
@@ -107,134 +121,154 @@ class InputChecker:
     def rules(
         self, limit: LengthLimit, *, details: bool = False, prompt: str = "", expansion: Expansion | None = None
     ) -> InputRules:
-        """The rules of a call.
+        """Return the rules of a call.
 
         Args:
-            limit: The bound on the length of its inputs.
-            details: Whether special tokens are to be told from others, and of texts where each token stands.
-            prompt: What is put before every text.
-            expansion: What is put behind every short text.
+            limit: The limit on the length of the inputs.
+            details: Whether sequences say which tokens are special, and where the tokens of a text begin and end.
+            prompt: The prompt before every text.
+            expansion: The tokens that are added to every short text.
         """
         template = self._template
-        before, behind = (prompt, "") if template is None else (template.before_text(prompt), template.after)
-        return InputRules(limit, details, before, behind, expansion)
+        before, after = (prompt, "") if template is None else (template.before_text(prompt), template.after)
+        return InputRules(limit, details, before, after, expansion)
 
     async def check(
         self, inputs: Sequence[SentInput], rules: InputRules, sender: Sender = ANY_SENDER
     ) -> list[TokenSequence]:
-        """Checks inputs, and tokenizes texts when the sender's turn comes.
+        """Check inputs and tokenize texts: little text at once, more text in threads when the sender's turn comes.
 
         Raises:
-            InvalidField: An input is not what the model takes.
-            SequenceTooLong: One is too long, and may not be cut.
-            QueueFull: Too much text is waiting.
+            InvalidField: The model does not take an input.
+            SequenceTooLong: An input is too long, and may not be cut.
+            QueueFull: Too much text waits.
         """
-        texts: dict[int, str] = {}
-        checked: dict[int, TokenSequence] = {}
-        for i, sent in enumerate(inputs):
-            begun = self.begin(i, sent, rules)
-            if isinstance(begun, str):
-                texts[i] = begun
-                if len(begun) > _TURN_CHARS:
-                    await asyncio.sleep(0)
-            else:
-                checked[i] = begun
-        if texts and self._tokenizer is not None:
-            limit = rules.limit
-            tokenized = await self._tokenizer.tokenize(
-                list(texts.values()), limit.tokens, truncate=limit.truncate, details=rules.details, sender=sender
-            )
-            for (i, text), found in zip(texts.items(), tokenized, strict=False):  # fewer where one is refused
-                checked[i] = self.finish(i, text, found, rules)
-        if texts and len(texts) < len(inputs):
-            return [checked[i] for i in range(len(inputs))]
-        return list(checked.values())
+        text_bytes = await self._count_text(inputs, rules)
+        if text_bytes <= _ON_LOOP_BYTES or self._tokenizer is None:
+            sequences, refused = self.check_now(dict(enumerate(inputs)), rules)
+        else:
+            sequences, refused = {}, {}
+            around = len(rules.before) + len(rules.after)
+            with self._tokenizer.hold_bytes(text_bytes):
+                for begin, end in pieces(inputs, _TURN_SIZE, around):
+                    piece = {at: inputs[at] for at in range(begin, end)}
+                    cost = sum([_size(it, around) for it in piece.values()])
+                    work = partial(self.check_now, piece, rules)
+                    checked, refused = await self._tokenizer.pool.run(sender, cost, work)
+                    if refused:
+                        break
+                    sequences |= checked
+        if refused:
+            # `pop`: its traceback has this frame, and a cycle would keep the inputs in memory.
+            raise refused.pop(min(refused))
+        return list(sequences.values())
 
-    def check_here(self, inputs: Sequence[SentInput], rules: InputRules) -> list[TokenSequence | RequestError]:
-        """Checks inputs, and tokenizes texts in the caller's thread; any number of threads may call.
+    def check_now(
+        self, inputs: Mapping[int, SentInput], rules: InputRules
+    ) -> tuple[dict[int, TokenSequence], dict[int, RequestError]]:
+        """Check inputs and tokenize texts in the caller's thread. Any number of threads may call.
+
+        Args:
+            inputs: The inputs by index, in ascending order.
+            rules: The rules of the call.
 
         Returns:
-            For each input its sequence, or why it is refused, as `check` would raise it.
+            The sequences of valid inputs by index, in ascending order; and the errors of all others by index, without
+            tracebacks.
         """
-        checked: list[TokenSequence | RequestError | None] = [None] * len(inputs)
+        sequences: dict[int, TokenSequence] = {}
+        refused: dict[int, RequestError] = {}
         texts: dict[int, str] = {}
-        for i, sent in enumerate(inputs):
+        for at, sent in inputs.items():
             try:
-                begun = self.begin(i, sent, rules)
+                if isinstance(sent, str) and not self._bundle.graph.takes_vectors:
+                    self._check_text(at, sent)
+                    texts[at] = rules.before + sent + rules.after
+                else:
+                    sequences[at] = self._check_numbers(at, sent, rules)
             except RequestError as error:
-                checked[i] = error
-                continue
-            if isinstance(begun, str):
-                texts[i] = begun
-            else:
-                checked[i] = begun
+                refused[at] = error.with_traceback(None)
         if texts and self._tokenizer is not None:
-            tokenized = self._tokenizer.tokenize_here(list(texts.values()), rules.limit.tokens, details=rules.details)
-            for (i, text), found in zip(texts.items(), tokenized, strict=True):
+            is_mixed = bool(sequences)
+            tokenized = self._tokenizer.tokenize(list(texts.values()), rules.limit.tokens, details=rules.details)
+            for (at, text), tokens in zip(texts.items(), tokenized, strict=True):
                 try:
-                    checked[i] = self.finish(i, text, found, rules)
+                    sequences[at] = self._check_tokens(at, text, tokens, rules)
                 except RequestError as error:
-                    checked[i] = error
-        return [it for it in checked if it is not None]
+                    refused[at] = error.with_traceback(None)
+            if is_mixed:
+                sequences = dict(sorted(sequences.items()))
+        return sequences, refused
 
-    def begin(self, at: int, sent: SentInput, rules: InputRules) -> str | TokenSequence:
-        """Checks an input as far as it can be without a tokenizer.
-
-        Returns:
-            The sequence, or of a text what is to be tokenized.
+    async def _count_text(self, inputs: Sequence[SentInput], rules: InputRules) -> int:
+        """Count the text of a call in bytes of UTF-8, with the text around every text.
 
         Raises:
-            InvalidField: The input is not what the model takes.
-            SequenceTooLong: It is too long, and may not be cut.
+            InvalidField: A text is too long.
         """
-        if not isinstance(sent, str) or self._bundle.graph.takes_vectors:
-            return self._check_numbers(at, sent, rules)
+        if self._tokenizer is None:
+            return 0
+        around_bytes = len((rules.before + rules.after).encode())
+        text_bytes = counted_chars = 0
+        for at, sent in enumerate(inputs):
+            if isinstance(sent, str):
+                if counted_chars > _COUNTED_CHARS:
+                    counted_chars = 0
+                    await asyncio.sleep(0)
+                counted_chars += len(sent)
+                size = len(sent.encode("utf-8", "surrogatepass"))
+                if size > self._max_text_bytes:
+                    self._check_text(at, sent)
+                text_bytes += size + around_bytes
+        return text_bytes
+
+    def _check_text(self, at: int, text: str) -> None:
+        """Check a text before it is tokenized."""
         if self._tokenizer is None:
             raise InvalidField(FieldPath(Part.TEXT, at), f"model {self._bundle.name} has no tokenizer; send token ids")
         most = self._max_text_bytes
-        # A code point has at most 4 bytes, so most texts need no encoding to be known short enough.
-        if len(sent) * 4 > most and (size := len(sent.encode(errors="surrogatepass"))) > most:
+        # A character has at most 4 bytes, so most texts are short enough without a count.
+        if len(text) * 4 > most and (size := len(text.encode("utf-8", "surrogatepass"))) > most:
             raise InvalidField(FieldPath(Part.TEXT, at), f"must be at most {most} bytes (max_text_bytes); was {size}")
-        return rules.before + sent + rules.behind
 
-    def finish(self, at: int, text: str, found: TokenSequence | str, rules: InputRules) -> TokenSequence:
-        """Checks what the tokenizer made of a text.
+    def _check_tokens(self, at: int, text: str, tokens: TokenSequence | str, rules: InputRules) -> TokenSequence:
+        """Check the tokens of a text, and add the details and the expansion.
 
         Args:
-            at: Its place in the call.
-            text: What was tokenized, as `begin` gave it.
-            found: Its tokens, or what the tokenizer says where it fails.
+            at: The index of the input.
+            text: The text, with the text around it.
+            tokens: The tokens, or the tokenizer's error.
             rules: The rules of the call.
 
         Raises:
-            InvalidField: The tokenizer fails, there are no tokens, or the model has no row for a token.
-            SequenceTooLong: There are too many, and the text may not be cut.
+            InvalidField: The tokenizer failed, the text has no tokens, or the model has no row for a token.
+            SequenceTooLong: There are too many tokens, and the text may not be cut.
         """
-        if isinstance(found, str):
+        if isinstance(tokens, str):
             raise InvalidField(
                 FieldPath(Part.TEXT, at),
-                "the tokenizer of {model} fails for it: {problem}. Its vocabulary lacks something of it: leave that "
-                "out, or have the model exported with an unk token in its tokenizer.json",
+                "the tokenizer of {model} fails for it: {problem}. Its vocabulary lacks a part of the text: remove "
+                "that part, or export the model with an unk token in its tokenizer.json",
                 model=self._bundle.name,
-                problem=found,
+                problem=tokens,
             )
-        if len(found.input) < self._least_tokens:
+        if len(tokens.input) < self._least_tokens:
             raise InvalidField(FieldPath(Part.TEXT, at), "has no tokens")
         if self._without_row:
-            self._check_rows(at, found)
-        if found.original_token_count > rules.limit.tokens:
-            check_length(FieldPath(Part.TEXT, at), found.original_token_count, rules.limit)
+            self._check_rows(at, tokens)
+        if tokens.original_token_count > rules.limit.tokens:
+            check_length(FieldPath(Part.TEXT, at), tokens.original_token_count, rules.limit)
         if rules.details and self._template is not None:
-            _mark_template(found, len(rules.before), len(text) - len(rules.behind))
+            _mark_template(tokens, len(rules.before), len(text) - len(rules.after))
         if rules.details and rules.before:
-            _leave_prompt_out(found, len(rules.before))
+            _leave_prompt_out(tokens, len(rules.before))
         if rules.expansion is not None:
-            _expand(found, rules.expansion)
-        return found
+            _expand(tokens, rules.expansion)
+        return tokens
 
-    def _check_rows(self, at: int, found: TokenSequence) -> None:
+    def _check_rows(self, at: int, tokens: TokenSequence) -> None:
         """Refuse a text with an added token that the model has no row for."""
-        token_id = int(found.input.max(initial=0))
+        token_id = int(tokens.input.max(initial=0))
         if token_id >= self._bundle.vocab_size:
             raise InvalidField(
                 FieldPath(Part.TEXT, at),
@@ -243,13 +277,13 @@ class InputChecker:
             )
 
     def _check_numbers(self, at: int, sent: SentInput, rules: InputRules) -> TokenSequence:
-        """Checks an input that is no text for this model."""
+        """Check ids and vectors, and refuse a text if the model takes vectors."""
         if isinstance(sent, SentVectors):
             return self._check_vectors(at, sent, rules.limit)
         if self._bundle.graph.takes_vectors:
             part = Part.TEXT if isinstance(sent, str) else Part.IDS
             raise InvalidField(FieldPath(part, at), f"model {self._bundle.name} takes embeddings only")
-        assert isinstance(sent, SentIds)  # noqa: S101 - texts have been taken
+        assert isinstance(sent, SentIds)  # noqa: S101 - the caller handles texts
         return self._check_ids(at, sent, rules.limit, rules.details)
 
     def _check_ids(self, at: int, sent: SentIds, limit: LengthLimit, details: bool) -> TokenSequence:
@@ -260,7 +294,7 @@ class InputChecker:
         if limit.closing and sent.count > limit.tokens:
             closing = np.array(limit.closing[-limit.tokens :], np.int64)
             ids = np.concatenate([ids[: limit.tokens - len(closing)], closing])
-        # One pass for both bounds: read without their sign, numbers below 0 are the largest.
+        # One pass for both bounds: as unsigned numbers, negative ids are the largest.
         if int(ids.view(np.uint64).max()) >= self._bundle.vocab_size:
             place = int(np.argmax((ids < 0) | (ids >= self._bundle.vocab_size)))
             raise InvalidField(
@@ -294,20 +328,35 @@ class InputChecker:
         return TokenSequence(vectors, sent.count)
 
 
-def pieces(inputs: Sequence[SentInput]) -> Iterator[tuple[int, int]]:
-    """The begin and the end of runs of inputs that are prepared at a time; of a usual call there is one."""
+def pieces(inputs: Sequence[SentInput], most_size: int = _PIECE_SIZE, around: int = 0) -> Iterator[tuple[int, int]]:
+    """Cut inputs into pieces that are prepared one at a time. Most calls have one piece.
+
+    Args:
+        inputs: At least one input.
+        most_size: The largest size of a piece in characters, ids and vectors together. A larger input is one piece.
+        around: The characters that are added to every text.
+
+    Yields:
+        The begin and the end of each piece.
+    """
     begin = size = 0
     for i, it in enumerate(inputs):
-        its_size = len(it) if isinstance(it, str) else len(it.ids) if isinstance(it, SentIds) else len(it.vectors)
-        if i > begin and (size + its_size > _PIECE_SIZE or i - begin == _PIECE_INPUTS):
+        its_size = _size(it, around)
+        if i > begin and (size + its_size > most_size or i - begin == _PIECE_INPUTS):
             yield begin, i
             begin, size = i, 0
         size += its_size
     yield begin, len(inputs)
 
 
+def _size(sent: SentInput, around: int) -> int:
+    if isinstance(sent, str):
+        return len(sent) + around
+    return len(sent.ids) if isinstance(sent, SentIds) else len(sent.vectors)
+
+
 def check_length(field: FieldPath, count: int, limit: LengthLimit) -> None:
-    """Raises SequenceTooLong for an input of more tokens than the limit, unless it is to be cut."""
+    """Raise SequenceTooLong for an input of more tokens than the limit, unless longer inputs are cut."""
     if count > limit.tokens and not limit.truncate:
         raise SequenceTooLong(
             field,
@@ -319,7 +368,7 @@ def check_length(field: FieldPath, count: int, limit: LengthLimit) -> None:
 
 
 def _expand(sequence: TokenSequence, expansion: Expansion) -> None:
-    """Puts tokens behind the last one of a short sequence; they are special ones."""
+    """Add special tokens to the end of a short sequence."""
     count = len(sequence.input)
     added = expansion.min_tokens - count
     if added <= 0:
@@ -336,7 +385,7 @@ def _expand(sequence: TokenSequence, expansion: Expansion) -> None:
 
 
 def _mark_template(sequence: TokenSequence, text_start: int, text_end: int) -> None:
-    """Counts the tokens that stand wholly before or behind the text among the special ones, which have no place."""
+    """Make the tokens of the template special, without offsets."""
     if sequence.char_starts is None or sequence.char_ends is None:
         return
     starts, ends = np.array(sequence.char_starts, np.int64), np.array(sequence.char_ends, np.int64)  # (seq,)
@@ -347,7 +396,7 @@ def _mark_template(sequence: TokenSequence, text_start: int, text_end: int) -> N
 
 
 def _leave_prompt_out(sequence: TokenSequence, prompt_chars: int) -> None:
-    """Counts places from the end of the prompt: its tokens begin and end at 0."""
+    """Count offsets from the end of the prompt. The tokens of the prompt begin and end at 0."""
     if sequence.char_starts is not None and sequence.char_ends is not None:
         sequence.char_starts = [max(start - prompt_chars, 0) for start in sequence.char_starts]
         sequence.char_ends = [max(end - prompt_chars, 0) for end in sequence.char_ends]

@@ -1,9 +1,8 @@
-"""Text to token ids with the bundle's own tokenizer: short texts where they are, long ones off the event loop."""
+"""Tokenizes texts with the bundle's own tokenizer, and limits the text that waits for it."""
 
-import asyncio
+import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,33 +10,27 @@ import numpy as np
 from encserve_server.errors import BundleError, QueueFull
 from encserve_server.models.turns import TurnPool
 from encserve_server.types.bundles import TextTemplate
-from encserve_server.types.callers import ANY_SENDER, Sender
 from encserve_server.types.sequences import TokenSequence
 
-# `encode_batch` would bring threads of its own otherwise, which take the cores from the model.
+# Otherwise `encode_batch` starts its own threads, which take CPUs from the model.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 from tokenizers import Encoding, Tokenizer
 
-# So much text, in all of a call, is tokenized at once: words take 0.1 ms, and a thread's turn 0.2 ms more. What takes
-# longest, nonsense without spaces in WordPiece, takes 0.6 ms.
-_AT_ONCE_BYTES = 256
-# So much text is tokenized at a time, in some 5 ms; then other callers have a turn, and one that has gone is noticed.
-_TURN_CHARS = 8 * 1024
-# So much text is counted at a time, in 0.2 ms.
-_COUNTED_CHARS = 64 * 1024
-# What one thread tokenizes in a second, about; only to say when trying again makes sense.
+# The approximate speed of one thread, for the retry delay of errors.
 _BYTES_PER_SECOND = 1024 * 1024
 
 
 class TextTokenizer:
-    """A tokenizer.json, used as it was trained but without the truncation and padding baked into the file.
+    """A tokenizer.json. The truncation and padding in the file are ignored.
 
     Attributes:
-        largest_id: The largest id that a text without added tokens can have, special tokens around the text included.
-        added_tokens: The added tokens by id. A text has such an id only if the token is written out in the text.
-        max_token_bytes: The longest string of its vocabulary, in bytes of UTF-8.
-        special_around: The special tokens that it puts before a text, and those behind.
-        template: What stands around every text, or None; the caller of `tokenize` puts it there.
+        pool: The threads that the tokenizer shares with others.
+        largest_id: The largest id that a text without added tokens can have, with the special tokens around the text.
+        added_tokens: The added tokens by id. A text has such an id only if it contains the token as text.
+        max_token_bytes: The longest token of the vocabulary, in bytes of UTF-8.
+        max_queue_bytes: The most text that may wait or be tokenized, in bytes of UTF-8.
+        special_around: The special tokens before a text, and those after it.
+        template: The texts around every text, or None. `tokenize` does not add them.
     """
 
     def __init__(
@@ -49,21 +42,21 @@ class TextTokenizer:
         split_special_tokens: bool = False,
         template: TextTemplate | None = None,
     ) -> None:
-        """Loads the file.
+        """Load the file.
 
         Args:
             path: The file.
-            pool: Where `tokenize` has its work done.
-            max_queue_bytes: The most text that may wait or be worked on, in bytes of UTF-8.
-            split_special_tokens: Whether a special token that is written out in a text is tokenized like other text.
-            template: What stands around every text.
+            pool: The threads for texts that are not short.
+            max_queue_bytes: The most text that may wait or be tokenized, in bytes of UTF-8.
+            split_special_tokens: Whether a special token in a text is tokenized like other text.
+            template: The texts around every text.
 
         Raises:
-            BundleError: The file is no tokenizer.
+            BundleError: The file is not a tokenizer.
         """
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-            # Files often carry the settings of training, such as "cut at 128, pad to 128": they would cut in silence.
+            # Files often have the settings of training, such as "cut at 128, pad to 128", which would cut silently.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             self._tokenizer.encode_special_tokens = split_special_tokens
@@ -78,65 +71,60 @@ class TextTokenizer:
             raise BundleError(f"{path}: not a tokenizer: {error}") from None
         self.max_token_bytes = max((len(token.encode()) for token in vocabulary), default=0)
         self.template = template
-        self._kept_behind = None if template is None else template.after_tokens
-        self._pool = pool
+        self._tokens_after = None if template is None else template.after_tokens
+        self.pool = pool
         self.max_queue_bytes = max_queue_bytes
         self._queued_bytes = 0  # owned by the event loop
 
     @property
     def queued_bytes(self) -> int:
-        """The text that waits or is worked on, in bytes of UTF-8; any thread may ask."""
+        """The text that waits or is tokenized, in bytes of UTF-8; any thread may read it."""
         return self._queued_bytes
 
-    async def tokenize(
-        self,
-        texts: Sequence[str],
-        max_tokens: int,
-        *,
-        truncate: bool,
-        details: bool,
-        sender: Sender = ANY_SENDER,
-    ) -> list[TokenSequence | str]:
-        """Tokenizes texts, each cut to `max_tokens`. A few words are tokenized at once; more text waits for a thread.
+    @contextlib.contextmanager
+    def hold_bytes(self, size: int) -> Iterator[None]:
+        """Count text as queued until the end of the block; on the event loop.
+
+        Raises:
+            QueueFull: Too much text is queued. An empty queue takes text of any size.
+        """
+        excess = self._queued_bytes + size - self.max_queue_bytes
+        if self._queued_bytes and excess > 0:
+            delay_s = min(max(excess / _BYTES_PER_SECOND, 0.05), 5.0)
+            raise QueueFull("bytes of text", size, self._queued_bytes, self.max_queue_bytes, delay_s)
+        self._queued_bytes += size
+        try:
+            yield
+        finally:
+            self._queued_bytes -= size
+
+    def tokenize(self, texts: Sequence[str], max_tokens: int, *, details: bool) -> list[TokenSequence | str]:
+        """Tokenize texts in the caller's thread. Any number of threads may call.
 
         Args:
             texts: The texts.
-            max_tokens: How many tokens of each are kept.
-            truncate: Whether a text may be cut. Otherwise the work ends after the first text that is too long.
-            details: Whether to say which tokens are special, and where each begins and ends in the text.
-            sender: Whose turn the work waits for.
+            max_tokens: The number of tokens after which a text is cut.
+            details: Whether to return the special tokens and the offsets of all tokens.
 
         Returns:
-            For each text its tokens, or what the tokenizer says where it fails; fewer where the work ended early.
-
-        Raises:
-            QueueFull: Too much text is waiting already.
+            For each text the tokens, or the tokenizer's error.
         """
-        size = await _utf8_size(texts)
-        if size <= _AT_ONCE_BYTES:
-            return self.tokenize_here(texts, max_tokens, details=details)
-        if self._queued_bytes and self._queued_bytes + size > self.max_queue_bytes:
-            excess = self._queued_bytes + size - self.max_queue_bytes
-            delay_s = min(max(excess / _BYTES_PER_SECOND, 0.05), 5.0)
-            raise QueueFull("bytes of text", size, self._queued_bytes, self.max_queue_bytes, delay_s)
-        tokenized: list[TokenSequence | str] = []
-        self._queued_bytes += size
         try:
-            for turn in _turns(texts, _TURN_CHARS):
-                work = partial(self.tokenize_here, turn, max_tokens, details=details)
-                found = await self._pool.run(sender, sum(map(len, turn)), work)
-                tokenized += found
-                if any(isinstance(it, str) or (it.truncated and not truncate) for it in found):
-                    break
-        finally:
-            self._queued_bytes -= size
-        return tokenized
+            # Not `encode`, which holds the GIL: a long text takes 0.1 s. The fast variant does not compute offsets.
+            encode = self._tokenizer.encode_batch if details else self._tokenizer.encode_batch_fast
+            return [_sequence_of(it, max_tokens, details, self._tokens_after) for it in encode(texts)]
+        except BaseException as error:  # one text fails the whole batch
+            if not _is_failure(error):
+                raise
+            if len(texts) == 1:
+                return [str(error)]
+            return [it for text in texts for it in self.tokenize([text], max_tokens, details=details)]
 
     def count_prompt(self, prompt: str) -> int:
-        """The tokens of a prompt, those that stand before every text included; as sentence-transformers counts them.
+        """Count the tokens of a prompt and the special tokens before it, as sentence-transformers does.
 
         Raises:
-            BundleError: The tokenizer fails for it.
+            BundleError: The tokenizer fails for the prompt.
         """
         try:
             special = self._tokenizer.encode(prompt).special_tokens_mask
@@ -147,35 +135,22 @@ class TextTokenizer:
         return len(special) - bool(special and special[-1])
 
     def token_string(self, token_id: int) -> str:
-        """The vocabulary's string for an id; empty for an id that the tokenizer does not know."""
+        """Return the token of an id; empty if the tokenizer does not know the id."""
         return self._tokenizer.id_to_token(token_id) or ""
-
-    def tokenize_here(self, texts: Sequence[str], max_tokens: int, *, details: bool) -> list[TokenSequence | str]:
-        """As `tokenize`, all of it in the caller's thread; any number of threads may call."""
-        try:
-            # Not `encode`: it keeps Python's lock, and a long text takes a tenth of a second. The fast one leaves out
-            # where tokens stand in the text.
-            encode = self._tokenizer.encode_batch if details else self._tokenizer.encode_batch_fast
-            return [_sequence_of(it, max_tokens, details, self._kept_behind) for it in encode(texts)]
-        except BaseException as error:  # of all texts together
-            if not _is_failure(error):
-                raise
-            if len(texts) == 1:
-                return [str(error)]
-            return [it for text in texts for it in self.tokenize_here([text], max_tokens, details=details)]
 
 
 def _is_failure(error: BaseException) -> bool:
-    """Whether tokenizers failed: it raises plain Exception, and PyO3's PanicException where its Rust code panics.
+    """Return whether an error is the tokenizers library's: a plain Exception, or PyO3's PanicException.
 
-    That one derives from BaseException and cannot be imported: https://pyo3.rs/main/doc/pyo3/panic/struct.PanicException
+    PanicException is a panic of Rust code. It derives from BaseException and cannot be imported:
+    https://pyo3.rs/main/doc/pyo3/panic/struct.PanicException
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _special_around(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The special tokens before the first token of a text, and behind the last; of the first text that has others."""
-    for text in ("a", *words):  # without an unk token, only words of the vocabulary are sure to be tokenized
+    """Return the special tokens before and after a text, of the first text with other tokens."""
+    for text in ("a", *words):  # without an unk token, the tokenizer may know only the words of its vocabulary
         try:
             encoding = tokenizer.encode(text)
         except BaseException as error:
@@ -189,39 +164,12 @@ def _special_around(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[i
     return (), ()
 
 
-async def _utf8_size(texts: Sequence[str]) -> int:
-    """How many bytes texts have; of many MiB others have a turn between."""
-    size = 0
-    for turn in _turns(texts, _COUNTED_CHARS):
-        if size:
-            await asyncio.sleep(0)
-        size += len("".join(turn).encode())
-    return size
-
-
-def _turns(texts: Sequence[str], most_chars: int) -> Iterator[list[str]]:
-    """The texts in runs of at most so many characters, or of one text."""
-    turn: list[str] = []
-    size = 0
-    for text in texts:
-        if turn and size + len(text) > most_chars:
-            yield turn
-            turn, size = [], 0
-        turn.append(text)
-        size += len(text)
-    if turn:
-        yield turn
-
-
-def _sequence_of(encoding: Encoding, max_tokens: int, details: bool, kept_behind: int | None) -> TokenSequence:
-    """The tokens of a text; those over `max_tokens` are dropped before the last `kept_behind`.
-
-    Without that number they are dropped from the text's end, before the special tokens behind it.
-    """
+def _sequence_of(encoding: Encoding, max_tokens: int, details: bool, tokens_after: int | None) -> TokenSequence:
+    """Return the tokens of a text, cut to `max_tokens`; see `_cut`."""
     ids = encoding.ids
     count = len(ids)
     if count > max_tokens:
-        return _cut(encoding, max_tokens, details, kept_behind)
+        return _cut(encoding, max_tokens, details, tokens_after)
     sequence = TokenSequence(np.array(ids, np.int64), count)
     if details:
         sequence.special = np.array(encoding.special_tokens_mask, np.bool_)
@@ -230,17 +178,18 @@ def _sequence_of(encoding: Encoding, max_tokens: int, details: bool, kept_behind
     return sequence
 
 
-def _cut(encoding: Encoding, max_tokens: int, details: bool, kept_behind: int | None) -> TokenSequence:
+def _cut(encoding: Encoding, max_tokens: int, details: bool, tokens_after: int | None) -> TokenSequence:
+    """Drop tokens before the last `tokens_after`, or if it is None before the special tokens at the end."""
     ids, special = encoding.ids, encoding.special_tokens_mask
     count = len(ids)
-    closing = kept_behind
+    closing = tokens_after
     if closing is None:
-        closing = next((i for i, it in enumerate(reversed(special)) if not it), count)  # special tokens after the text
+        closing = next((i for i, it in enumerate(reversed(special)) if not it), count)
     closing = min(closing, max_tokens)
     kept = [*range(max_tokens - closing), *range(count - closing, count)]
     sequence = TokenSequence(np.array([ids[i] for i in kept], np.int64), count, kept_behind=closing)
     if details:
         sequence.special = np.array([special[i] for i in kept], np.bool_)
-        offsets = [encoding.token_to_chars(i) or (0, 0) for i in kept]  # all of them would take a long text's time
+        offsets = [encoding.token_to_chars(i) or (0, 0) for i in kept]  # `offsets` of a long text takes much time
         sequence.char_starts, sequence.char_ends = [it[0] for it in offsets], [it[1] for it in offsets]
     return sequence

@@ -1,1 +1,1 @@
-"""The Open Inference Protocol v2 without its messages: what tensors and parameters mean, over gRPC and HTTP."""
+"""The Open Inference Protocol v2 without its messages: the meaning of tensors and parameters, over gRPC and HTTP."""

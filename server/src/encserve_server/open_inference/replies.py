@@ -1,4 +1,4 @@
-"""What a model made of a call as the tensors of an answer."""
+"""The outputs of a call as tensors of a reply."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from encserve_server.types.arrays import IndexedRows
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """An output of an answer.
+    """An output tensor of a reply.
 
     Attributes:
         name: Its name.
-        datatype: As the protocol calls it.
+        datatype: The protocol's name of its datatype.
         shape: Its dimensions.
-        parts: Its bytes, row-major and little-endian, back to back; each is whole rows of numbers.
+        parts: Its bytes, row-major and little-endian, one part after the other. Each part has complete rows.
     """
 
     name: str
@@ -31,15 +31,15 @@ class OutputTensor:
 
     @property
     def size(self) -> int:
-        """How many bytes it has."""
+        """The number of bytes."""
         return sum(map(len, self.parts))
 
 
 def output_tensors(model: ServedModel, infer: InferCall, reply: EncodeReply) -> list[OutputTensor]:
-    """The outputs of an answer, in the order in which the request names them.
+    """Return the output tensors of a reply, in the order of the request.
 
     Raises:
-        ResponseTooLarge: With their padding they are over the limit.
+        ResponseTooLarge: The tensors with their padding are over the limit.
     """
     places = {kind: i for i, kind in enumerate(kinds_of(infer.outputs))}
     tensors = []
@@ -61,7 +61,7 @@ def output_tensors(model: ServedModel, infer: InferCall, reply: EncodeReply) -> 
 
 
 def _tensor(part: TensorPart, made: Sequence[Any], width: int) -> tuple[list[int], list[bytes | memoryview]]:
-    """The shape and the bytes of an output, of what was made of each sequence."""
+    """Return the shape and the bytes of one output of all sequences."""
     rows = [it.rows if isinstance(it, IndexedRows) else it for it in made]  # (rows, width) each
     lengths = [len(it) for it in rows]
     if part is TensorPart.LENGTHS:

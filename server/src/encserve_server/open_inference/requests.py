@@ -1,4 +1,4 @@
-"""A request of the protocol, whatever brought it, to a call of a model."""
+"""Decodes a request of the protocol, from gRPC or HTTP, into a call of a model."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ from encserve_server.outputs import OutputSpec
 from encserve_server.types.callers import PRIORITIES, Priority
 from encserve_server.types.requests import DataType, Detail, OutputKind, Task
 
-# What callers send and what changes nothing: whether the last answer to a request may be empty (there is one answer,
-# and it is not empty), and how MLServer's codecs made the request.
+# Parameters that clients send and that change nothing. One asks whether the last reply may be empty, but there is one
+# reply, and it is not empty. The other says which codec of MLServer has made the request.
 _IGNORED_PARAMETERS = frozenset({"triton_enable_empty_final_response", "content_type"})
 _TASKS = {task.name.lower(): task for task in Task if task}
 _NAMES = {
@@ -55,22 +55,22 @@ _VALUE_NAMES: dict[type[Enum], Mapping[Any, str]] = {
     DataType: DATATYPE_NAMES,
 }
 _OF_INPUTS = (Part.INPUT, Part.TEXT, Part.IDS, Part.VECTORS, Part.VECTORS_DATA)
-# What goes with ids or vectors, and is no input by itself.
+# Tensors that describe ids or vectors.
 _BESIDE = (ATTENTION_MASK, TOKEN_TYPE_IDS)
 
 
 class InferNaming:
-    """What the fields of a request are called, in errors."""
+    """The names of a request's fields and values in errors."""
 
     def field(self, path: FieldPath) -> str:
-        """As in `input_ids[3, 17]`."""
+        """Return a name such as `input_ids[3, 17]`."""
         name = _NAMES.get(path.part, "outputs")
         if path.at is None or path.part not in _OF_INPUTS:
             return name
         return f"{name}[{path.at}]" if path.place is None else f"{name}[{path.at}, {path.place}]"
 
     def value(self, value: Enum) -> str:
-        """As in `query`, `embedding` or `FP32`."""
+        """Return a name such as `query`, `embedding` or `FP32`."""
         return _VALUE_NAMES.get(type(value), {}).get(value) or value.name.lower()
 
 
@@ -80,7 +80,7 @@ class SentOutput:
 
     Attributes:
         name: Its name.
-        parameters: What the request says of it besides: of `CHECKED_PARAMETERS` and `binary_data` those that are there.
+        parameters: Its parameters, but only `binary_data` and the names in `CHECKED_PARAMETERS`.
     """
 
     name: str
@@ -89,14 +89,14 @@ class SentOutput:
 
 @dataclass(frozen=True, slots=True)
 class SentRequest:
-    """A request, of which nothing has been checked.
+    """A request before any check.
 
     Attributes:
-        inputs: Its inputs; read once, and no further than to the first that is wrong.
-        outputs: The outputs that it names, or the first `MAX_OUTPUTS` of them.
-        output_count: How many it names.
-        parameters: Its parameters, each with a bool, a number, a string, or None, which is as good as none.
-        request_id: What the answer is to be marked with.
+        inputs: Its inputs. They are read once, up to the first wrong one.
+        outputs: The outputs that it names, but at most the first `MAX_OUTPUTS`.
+        output_count: The number of outputs that it names.
+        parameters: Its parameters: bools, numbers and strings. None stands for a missing parameter.
+        request_id: The id that the reply repeats.
     """
 
     inputs: Iterable[SentTensor]
@@ -108,17 +108,17 @@ class SentRequest:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The parameters of a request, every default filled in.
+    """The parameters of a request, with defaults.
 
     Attributes:
-        task: What texts are to the model: "query" or "document".
-        prompt_name: What goes before every text; None for what the task, or the model, has.
-        dimensions: To how many of its first numbers `embedding` is cut; 0 for the model's own.
-        truncate: Whether an over-long input is cut instead of refused.
-        data_type: The type of the numbers returned, from the parameter `datatype`.
-        timeout_us: After how many microseconds the caller wants no answer any more; 0 for never.
-        binary_output: Whether outputs are wanted as bytes, over HTTP, from the parameter `binary_data_output`.
-        priority: How urgent the request is: "interactive" or "bulk". Triton's numbers are ignored.
+        task: The task of the texts: "query" or "document".
+        prompt_name: The prompt before every text; None for the prompt of the task or the model.
+        dimensions: The number of dimensions to which `embedding` is cut; 0 for the model's dimensions.
+        truncate: Whether an input that is too long is cut instead of refused.
+        data_type: The type of the returned numbers, from the parameter `datatype`.
+        timeout_us: The caller's timeout in microseconds; 0 for none.
+        binary_output: Whether outputs are sent as bytes over HTTP, from the parameter `binary_data_output`.
+        priority: "interactive" or "bulk". Triton's numbers are ignored.
     """
 
     task: Task = Task.NEITHER
@@ -133,15 +133,15 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class InferCall:
-    """A request for a model, decoded as far as it can be without looking at its data.
+    """A request for a model, decoded except for its data.
 
     Attributes:
         tensors: The inputs by name.
-        outputs: The names of the outputs wanted, none twice.
-        binary: Those of them that are wanted as bytes, over HTTP.
-        count: How many sequences there are.
-        parameters: What it says besides.
-        request_id: What the answer is to be marked with.
+        outputs: The names of the requested outputs, each once.
+        binary: The outputs that are sent as bytes over HTTP.
+        count: The number of sequences.
+        parameters: The parameters.
+        request_id: The id that the reply repeats.
     """
 
     tensors: dict[str, SentTensor]
@@ -153,10 +153,10 @@ class InferCall:
 
 
 def decode_request(sent: SentRequest, model: ServedModel) -> InferCall:
-    """Decodes all of a request but its data.
+    """Decode a request except for its data.
 
     Raises:
-        InvalidField: An input, output or parameter is none of the model's, or the inputs do not go together.
+        InvalidField: The model lacks an input, output or parameter, or the inputs do not match each other.
     """
     bundle = model.bundle
     tensors = check_inputs(sent.inputs, bundle)
@@ -175,17 +175,17 @@ def decode_request(sent: SentRequest, model: ServedModel) -> InferCall:
 
 
 def count_tokens(call: InferCall, longest: int) -> int | None:
-    """How many tokens a call has if each input has at most `longest`; None where that takes more than counting."""
+    """Return the number of tokens if each input has at most `longest`; None if the shapes do not tell."""
     if call.tensors.keys() & {ATTENTION_MASK, TEXT}:
         return None
     return call.count * min(_main(call.tensors).shape[1], longest)
 
 
 def check_length(call: InferCall, model: ServedModel) -> None:
-    """Refuses inputs that are too long by their shape alone, before their data are decoded.
+    """Refuse inputs whose shape shows that they are too long, before their data are decoded.
 
     Raises:
-        SequenceTooLong: They are, and may not be cut.
+        SequenceTooLong: An input is too long and may not be cut.
     """
     main = _main(call.tensors)
     if main.name == TEXT or ATTENTION_MASK in call.tensors or call.parameters.truncate:
@@ -195,11 +195,11 @@ def check_length(call: InferCall, model: ServedModel) -> None:
 
 
 def decode_call(call: InferCall, longest: int, max_text_bytes: int) -> EncodeCall:
-    """Decodes the data of a call whose inputs are not too many, of each at most `longest` tokens.
+    """Decode the data of a call, at most `longest` tokens of each input.
 
     Raises:
-        InvalidField: The data do not fit their shape, the mask is not ones followed by zeros, a token type is not 0, or
-            a text has more than `max_text_bytes`.
+        InvalidField: The data do not match their shape, the mask is not ones followed by zeros, a token type is not 0,
+            or a text has more than `max_text_bytes`.
     """
     parameters = call.parameters
     outputs = []
@@ -218,7 +218,7 @@ def decode_call(call: InferCall, longest: int, max_text_bytes: int) -> EncodeCal
 
 
 def kinds_of(names: Sequence[str]) -> list[OutputKind]:
-    """What is computed for these outputs, nothing twice."""
+    """Return the specifications of these outputs, each once."""
     return list(dict.fromkeys(OUTPUTS[name][0] for name in names))
 
 
@@ -242,7 +242,7 @@ def _decode_inputs(tensors: Mapping[str, SentTensor], longest: int, max_text_byt
 
 
 def _check_types(types: npt.NDArray[Any]) -> None:
-    """Refuses token types, (n, seq), other than 0: graphs have no input for them."""
+    """Refuse token types, (n, seq), other than 0, because graphs have no input for them."""
     if types.any():
         row, place = divmod(int(np.argmax(types != 0)), types.shape[1])
         raise InvalidField(
@@ -252,10 +252,10 @@ def _check_types(types: npt.NDArray[Any]) -> None:
 
 
 def _lengths(mask: SentTensor | None, shape: tuple[int, ...]) -> list[int]:
-    """How many tokens each sequence has: what its mask says, or all.
+    """Return the number of tokens of each sequence, from its mask. Without a mask, all are tokens.
 
     Raises:
-        InvalidField: A row is not ones followed by zeros.
+        InvalidField: A row of the mask is not ones followed by zeros.
     """
     if mask is None:
         return [shape[1]] * shape[0]
@@ -274,7 +274,7 @@ def _lengths(mask: SentTensor | None, shape: tuple[int, ...]) -> list[int]:
 def _decode_outputs(
     sent: Sequence[SentOutput], model: ServedModel, parameters: Parameters
 ) -> tuple[tuple[str, ...], Collection[str]]:
-    """The outputs wanted, and which of them as bytes."""
+    """Return the requested outputs, and the ones that are sent as bytes."""
     known = [name for name, (kind, _) in OUTPUTS.items() if kind in model.outputs.kinds]
     binary: dict[str, bool] = {}
     for i, it in enumerate(sent):
@@ -332,7 +332,7 @@ def _flag(field_name: str, value: Any, model: ServedModel) -> bool:
 
 def _priority(field_name: str, value: Any, model: ServedModel) -> Priority:
     del model
-    if isinstance(value, int) and not isinstance(value, bool):  # Triton's levels, which its server is set up with
+    if isinstance(value, int) and not isinstance(value, bool):  # a level of Triton's own priorities
         return Priority.INTERACTIVE
     if value not in PRIORITIES:
         raise InvalidField(field_name, f"must be {' or '.join(map(repr, PRIORITIES))}; was {str(value)[:64]!r}")

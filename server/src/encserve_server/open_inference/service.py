@@ -1,9 +1,9 @@
-"""What the protocol's two front ends have in common: whether models are ready, what there is, and inference."""
+"""The handlers that gRPC and HTTP share: readiness, the index of models, statistics, and inference."""
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,7 @@ from encserve_server.open_inference.requests import (
 
 PLATFORM = "encserve"
 EXTENSIONS = ("model_configuration", "statistics")
-# Ids are echoed, and are in traces.
+# An id is in the reply and in traces, so its length is bounded.
 _MAX_ID_CHARS = 1024
 
 Build = Callable[[ServedModel, InferCall, EncodeReply], bytes]
@@ -29,34 +29,34 @@ Build = Callable[[ServedModel, InferCall, EncodeReply], bytes]
 
 @dataclass(slots=True)
 class Spent:
-    """How often something was done, and how long that took."""
+    """A count and a total duration."""
 
     count: int = 0
     seconds: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """It was done once more."""
+        """Count one more, which took `seconds`."""
         self.count += 1
         self.seconds += seconds
 
     @property
     def ns(self) -> int:
-        """How long, in nanoseconds."""
+        """The total duration in nanoseconds."""
         return round(self.seconds * 1e9)
 
 
 @dataclass(slots=True)
 class Statistics:
-    """What the calls of this protocol for one model have taken; owned by the event loop.
+    """Durations of this protocol's calls for one model; owned by the event loop.
 
     Attributes:
-        success: Calls that were answered, from their arrival to their answer.
-        fail: Calls that were not.
-        queue: The longest wait of an answered call's sequences for their batch.
+        success: Successful calls, from arrival to reply.
+        fail: Failed calls.
+        queue: The longest wait of a call's sequences in the queue.
         compute_input: Tokenizing.
-        compute_infer: The longest run of a batch with a call's sequences.
-        compute_output: Building the answer.
-        last_at_ms: When the last was answered, in milliseconds since 1970.
+        compute_infer: The longest run of a batch with sequences of the call.
+        compute_output: Building the reply.
+        last_at_ms: The time of the last successful reply, in milliseconds since 1970.
     """
 
     success: Spent = field(default_factory=Spent)
@@ -68,7 +68,7 @@ class Statistics:
     last_at_ms: int = 0
 
     def answered(self, reply: EncodeReply, encode_seconds: float, seconds: float) -> None:
-        """A call has been answered after so long; building the answer of its reply is a part of that."""
+        """Count a successful call, which took `seconds`, and its parts."""
         self.last_at_ms = time.time_ns() // 1_000_000
         self.success.add(seconds)
         self.compute_input.add(reply.tokenize_seconds)
@@ -78,13 +78,13 @@ class Statistics:
         self.compute_output.add(encode_seconds)
 
 
-# What `Statistics` say of each part of a call, by the protocol's names.
+# The parts of a call in `Statistics`, by the protocol's names.
 STATISTICS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
 
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """A model as the repository's index has it.
+    """A model in the repository's index.
 
     Attributes:
         name: Its name.
@@ -100,20 +100,20 @@ class IndexEntry:
 
 
 class OpenInference:
-    """The models, as this protocol sees them; owned by the event loop."""
+    """The protocol's methods for both front ends; owned by the event loop."""
 
     def __init__(self, calls: Calls) -> None:
-        """Takes the calls of all protocols."""
+        """Keep the calls of all protocols."""
         self._calls = calls
         self._catalog = calls.catalog
         self._statistics: WeakKeyDictionary[ServedModel, Statistics] = WeakKeyDictionary()
 
     def is_ready(self) -> bool:
-        """Whether every model can be relied on; health says the same."""
+        """Return whether every model is ready, as health says."""
         return self._are_ready(self._catalog.all())
 
     def is_model_ready(self, name: str, version: str) -> bool:
-        """Whether one model can be relied on; one that is not there cannot."""
+        """Return whether a model is ready; False for an unknown model."""
         try:
             return self._are_ready([self._catalog.resolve(name, version)])
         except (ModelNotFound, NotReady):
@@ -124,11 +124,11 @@ class OpenInference:
         return bool(models) and not draining and not any(model.not_ready_reason() for model in models)
 
     def versions(self, model: ServedModel) -> list[str]:
-        """The versions of a model that are served."""
+        """Return the served versions of a model."""
         return [it.bundle.version for it in self._catalog.all() if it.bundle.name == model.bundle.name]
 
     def index(self, call: Call, *, only_ready: bool) -> list[IndexEntry]:
-        """Every version of every model that the caller may use, the default one first."""
+        """Return every version of every model that the caller may use, the default model first."""
         reasons = [(model, model.not_ready_reason()) for model in self._catalog.all() if call.may_use(model)]
         return [
             IndexEntry(*model.key, "UNAVAILABLE" if reason else "READY", reason)
@@ -137,11 +137,7 @@ class OpenInference:
         ]
 
     def statistics(self, call: Call, name: str, version: str) -> list[tuple[ServedModel, Statistics]]:
-        """What the calls of this protocol have taken; of every model that the caller may use, where none is named.
-
-        Raises:
-            EncserveError: Whatever `Call.resolve` raises.
-        """
+        """Return the durations of this protocol's calls for a model, or for every model that the caller may use."""
         found = [call.resolve(0, name, version)] if name else filter(call.may_use, self._catalog.all())
         return [(it, self._statistics.get(it, Statistics())) for it in found]
 
@@ -152,22 +148,21 @@ class OpenInference:
         sent: SentRequest,
         build: Build,
         *,
-        load: Callable[[InferCall], Awaitable[None]] | None = None,
+        check: Callable[[InferCall], None] = lambda _: None,
         growth: Callable[[InferCall], float] = lambda _: 1.0,
     ) -> bytes:
-        """Answers a request.
+        """Answer a request.
 
         Args:
             call: The call.
-            model: The model, as the call resolved it.
+            model: The model that the call has resolved.
             sent: The request.
-            build: Makes the answer's bytes; called in a thread where there are many.
-            load: Called before the data are looked at, with a request whose inputs are not too many.
-            growth: How many bytes the answer has, at most, for each of raw numbers.
+            build: Builds the bytes of the reply; called in a thread if there are many.
+            check: Refuses a request before its data are decoded.
+            growth: The largest number of bytes in the reply for each byte of raw numbers.
 
         Raises:
             DeadlineExpired: The request's timeout has passed.
-            EncserveError: Whatever `load`, and `Call.encode`, raise.
         """
         clock = self._calls.clock
         began = clock.now()
@@ -182,7 +177,7 @@ class OpenInference:
             def timed(reply: EncodeReply) -> bytes:
                 began = clock.now()
                 data = build(model, infer, reply)
-                built.append((reply, clock.now() - began))  # perhaps in a thread, which counts nothing
+                built.append((reply, clock.now() - began))  # this may run in a thread, so the call is counted later
                 return data
 
             if call.span is not None:
@@ -191,8 +186,7 @@ class OpenInference:
             model.check_counts(infer.count, count_tokens(infer, longest), sent.output_count)
             check_length(infer, model)
             async with _in_time(call, infer.parameters.timeout_us, began):
-                if load is not None:
-                    await load(infer)
+                check(infer)
                 decoded = decode_call(infer, longest, model.limits.max_text_bytes)
                 response = await call.encode(model, decoded, timed, growth(infer))
         except BaseException:
@@ -204,9 +198,9 @@ class OpenInference:
 
 @contextlib.asynccontextmanager
 async def _in_time(call: Call, timeout_us: int, now: float) -> AsyncGenerator[None]:
-    """Ends a block with DeadlineExpired after so many microseconds; 0 for never.
+    """End a block with DeadlineExpired after `timeout_us` microseconds; 0 for never.
 
-    The call's own deadline becomes the sooner one, so that what waits in the queue is dropped by it.
+    The call's deadline becomes the earlier one, so that its sequences leave the queue in time.
     """
     if not timeout_us:
         yield

@@ -1,4 +1,4 @@
-"""Tensors as requests bring them, raw or typed, and what a model has for inputs and outputs."""
+"""The tensors of requests, raw or typed, and the inputs and outputs that a model has."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,30 +16,30 @@ from encserve_server.types.requests import DataType, OutputKind
 
 INPUT_IDS, ATTENTION_MASK, TOKEN_TYPE_IDS = "input_ids", "attention_mask", "token_type_ids"
 TEXT, INPUTS_EMBEDS = "text", "inputs_embeds"
-# Of what callers send so many are looked at for an error's text.
+# The largest number of a caller's names and dimensions in the text of an error.
 MAX_SHOWN = 8
-# The largest dimension of a tensor; what is larger cannot be in any message, and has no place in NumPy.
+# The largest dimension of a tensor. No message has room for a larger one, and NumPy cannot hold it.
 _MAX_DIMENSION = 2**31
-_BYTES_LENGTH = 4  # bytes in front of each element of BYTES, its length
-# By datatype; BYTES, which are texts, have none.
+_BYTES_LENGTH = 4  # the bytes before each element of BYTES, which hold its length
+# NumPy's dtypes by datatype. BYTES are texts and have none.
 DTYPES = {"INT64": "<i8", "INT32": "<i4", "UINT32": "<u4", "FP32": "<f4", "FP16": "<f2", "INT8": "i1"}
-# What Triton's model configuration calls them.
+# The names in Triton's model configuration.
 CONFIG_TYPES = {"BYTES": "TYPE_STRING"} | {datatype: f"TYPE_{datatype}" for datatype in DTYPES}
-# Many tools make ids of 32 bits.
+# Many tools send ids with 32 bits.
 _ALSO_TAKEN = {"INT64": ("INT32",)}
 SHARED_MEMORY = ("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset")
-# Parameters of tensors that ask for what is not here; all others say only how data are sent.
+# Parameters of tensors that ask for features that this server lacks. All others only say how data are sent.
 CHECKED_PARAMETERS = (*SHARED_MEMORY, "classification", "content_type")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorKind:
-    """What a tensor is, for metadata and checks.
+    """The description of a tensor, for metadata and checks.
 
     Attributes:
         name: Its name.
-        datatype: As the protocol calls it.
-        shape: Its dimensions; -1 for one that varies.
+        datatype: The protocol's name of its datatype.
+        shape: Its dimensions; -1 for a variable dimension.
         optional: Whether a request may leave it out.
     """
 
@@ -50,13 +50,13 @@ class TensorKind:
 
 
 class TensorPart(Enum):
-    """What an output tensor holds of what a model makes; n sequences, of which the longest has `most` rows."""
+    """The contents of an output tensor for n sequences, of which the longest has `most` rows."""
 
     ROWS = "(n, most, width), padded with zeros"
     VECTOR = "(n, width)"
     WEIGHTS = "(n, most), padded with zeros"
     INDICES = "(n, most), padded with zeros, uint32"
-    LENGTHS = "(n,) how many rows are no padding, int64"
+    LENGTHS = "(n,) the numbers of rows without padding, int64"
 
 
 OUTPUTS: dict[str, tuple[OutputKind, TensorPart]] = {
@@ -75,12 +75,12 @@ _PART_DATATYPES = {TensorPart.INDICES: "UINT32", TensorPart.LENGTHS: "INT64"}
 
 
 def datatype_of(part: TensorPart, data_type: DataType) -> str:
-    """The protocol's name for the numbers of an output."""
+    """Return the protocol's datatype of an output's numbers."""
     return _PART_DATATYPES.get(part) or DATATYPE_NAMES[data_type]
 
 
 def inputs_of(bundle: Bundle) -> list[TensorKind]:
-    """What a model takes. Where there is a tokenizer, texts or ids; never both in one request."""
+    """Return the inputs of a model. With a tokenizer, a request has either texts or ids."""
     mask = TensorKind(ATTENTION_MASK, "INT64", (-1, -1), optional=True)
     if bundle.graph.takes_vectors:
         return [TensorKind(INPUTS_EMBEDS, "FP32", (-1, -1, bundle.d_model)), mask]
@@ -90,7 +90,7 @@ def inputs_of(bundle: Bundle) -> list[TensorKind]:
 
 
 def outputs_of(outputs: ModelOutputs) -> list[TensorKind]:
-    """What a model gives, as float32."""
+    """Return the outputs of a model, as float32."""
     found = []
     for name, (kind, part) in OUTPUTS.items():
         if kind in outputs.kinds:
@@ -101,16 +101,16 @@ def outputs_of(outputs: ModelOutputs) -> list[TensorKind]:
 
 
 class TypedData(Protocol):
-    """The elements of a tensor that are no raw bytes."""
+    """The elements of a tensor that came as values, not as raw bytes."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of elements."""
 
     def numbers(self, dtype: str) -> npt.NDArray[Any]:
-        """(elements,) as numbers."""
+        """Return the elements as an array of numbers, (elements,)."""
 
     def texts(self) -> Sequence[bytes | str]:
-        """As texts."""
+        """Return the elements as texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,9 @@ class SentTensor:
     Attributes:
         name: Its name.
         datatype: Its datatype.
-        shape: Its dimensions as they were sent, at most `MAX_SHOWN` of them.
+        shape: The dimensions in the request, at most the first `MAX_SHOWN`.
         data: Its bytes, or its elements.
-        parameters: What the request says of it besides: of `CHECKED_PARAMETERS` those that are there.
+        parameters: Its parameters, but only names in `CHECKED_PARAMETERS`.
     """
 
     name: str
@@ -132,10 +132,10 @@ class SentTensor:
     parameters: Mapping[str, Any]
 
     def numbers(self) -> npt.NDArray[Any]:
-        """The tensor, of its shape and its datatype.
+        """Return the tensor as an array of its shape and datatype.
 
         Raises:
-            InvalidField: There are more or fewer elements than its shape says.
+            InvalidField: The number of elements does not match the shape.
         """
         data, dtype = self.data, np.dtype(DTYPES[self.datatype])
         if not isinstance(data, bytes | memoryview):
@@ -150,10 +150,10 @@ class SentTensor:
         return flat.reshape(self.shape)
 
     def texts(self, max_text_bytes: int) -> Iterator[str]:
-        """The elements of a tensor of BYTES, one by one.
+        """Yield the elements of a tensor of BYTES.
 
         Raises:
-            InvalidField: There are more or fewer than its shape says, or one is no UTF-8, or has more bytes than that.
+            InvalidField: The number of elements does not match the shape, or an element is not UTF-8 or too long.
         """
         data, count = self.data, 0
         if not isinstance(data, bytes | memoryview):
@@ -170,11 +170,11 @@ class SentTensor:
             try:
                 yield str(element, "utf-8")
             except UnicodeDecodeError as error:
-                raise InvalidField(field, f"must be UTF-8; is not at byte {error.start}") from None
+                raise InvalidField(field, f"must be UTF-8; was something else at byte {error.start}") from None
         self.check_elements(count)
 
     def _split(self, raw: bytes | memoryview) -> Iterator[bytes | memoryview]:
-        """The elements, each of which has its length in front; of too many, one more than the shape says."""
+        """Yield the elements; each follows its length. Of too many elements, one more than the shape has."""
         at = count = 0
         most = math.prod(self.shape)
         while at < len(raw) and count <= most:
@@ -187,10 +187,10 @@ class SentTensor:
             count += 1
 
     def check_elements(self, count: int) -> None:
-        """Returns if the shape says that there are so many elements.
+        """Check that the shape has `count` elements.
 
         Raises:
-            InvalidField: It says otherwise.
+            InvalidField: The shape has another number of elements.
         """
         wanted = math.prod(self.shape)
         if count != wanted:
@@ -198,11 +198,11 @@ class SentTensor:
 
 
 def check_inputs(sent: Iterable[SentTensor], bundle: Bundle) -> dict[str, SentTensor]:
-    """The inputs of a request by name; their data are not looked at yet.
+    """Return the inputs of a request by name, without reading their data.
 
     Raises:
-        InvalidField: One is not among the model's, is there twice, has another datatype or number of dimensions, or
-            asks for what is not here.
+        InvalidField: The model lacks the input, the request has it twice, its datatype or number of dimensions is
+            wrong, or it asks for a feature that this server lacks.
     """
     told = inputs_of(bundle)
     known = {it.name: it for it in told}
@@ -221,7 +221,7 @@ def check_inputs(sent: Iterable[SentTensor], bundle: Bundle) -> dict[str, SentTe
 
 
 def _check_header(it: SentTensor, kind: TensorKind) -> None:
-    """Refuses what is not of this kind, whatever its data are."""
+    """Refuse an input with a wrong datatype, number of dimensions or encoding."""
     check_parameters(f"{it.name}.parameters", it.parameters)
     if str(it.parameters.get("content_type", "")).lower() == "base64":
         raise InvalidField(f"{it.name}.parameters.content_type", "must not be base64: send the texts as they are")
@@ -231,16 +231,16 @@ def _check_header(it: SentTensor, kind: TensorKind) -> None:
     shape = list(it.shape)
     wanted = f"must be {list(kind.shape)}, -1 for any number"
     fits = len(shape) == len(kind.shape) and all(want in (-1, got) for got, want in zip(shape, kind.shape, strict=True))
-    column = kind.name == TEXT and len(shape) == 2 and shape[1] == 1  # as clients of KServe and MLServer send it
+    column = kind.name == TEXT and len(shape) == 2 and shape[1] == 1  # clients of KServe and MLServer send this
     if not (fits or column) or not all(0 <= size < _MAX_DIMENSION for size in shape):
         raise InvalidField(f"{it.name}.shape", f"{wanted}; was {shape}")
 
 
 def check_parameters(field: str, parameters: Mapping[str, Any]) -> None:
-    """Refuses parameters of a tensor that ask for what is not here.
+    """Refuse parameters of a tensor that ask for features that this server lacks.
 
     Raises:
-        InvalidField: The tensor is in shared memory, or a classification is wanted.
+        InvalidField: The tensor is in shared memory, or a classification is requested.
     """
     if there := [name for name in SHARED_MEMORY if parameters.get(name) is not None]:
         raise InvalidField(field, f"shared memory is not served: send the data themselves; was {', '.join(there)}")

@@ -1,1 +1,1 @@
-"""What lies on disk and becomes a model: scan, bundle, loading, tuning, activation, and the manager of it all."""
+"""From a folder on disk to a served model: scan, bundle, loading, tuning, activation, and the manager."""

@@ -1,4 +1,4 @@
-"""Puts a loaded model behind a scheduler of its own."""
+"""Gives a loaded model its own scheduler."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ def serve_model(
     on_health_change: Callable[[], None],
     tracer: Tracer | None = None,
 ) -> ServedModel:
-    """Starts a model's scheduler, and gives what takes calls. To be called on the event loop."""
+    """Start a model's scheduler and return the served model. Call it on the event loop."""
     bundle, info = loaded.bundle, loaded.engine.info
     own = metrics.for_model(bundle.name, bundle.version)
     own.load_seconds.set(loaded.load_seconds)

@@ -1,4 +1,4 @@
-"""Reads a model bundle and verifies it: nothing of it is used before its checksum matched."""
+"""Reads and verifies a model bundle. No file is used before its checksum has matched."""
 
 import dataclasses
 import hashlib
@@ -29,10 +29,10 @@ _POOLING: dict[int, OutputKind] = {
 
 
 def read_bundle(directory: Path) -> Bundle:
-    """Reads and verifies the bundle in a folder, <name>/<version>/ of a model repository.
+    """Read and verify the bundle in a folder, <name>/<version>/ of a model repository.
 
     Raises:
-        BundleError: A file is missing, altered, unreadable or contradicts itself; the text says which and how.
+        BundleError: A file is missing, altered or unreadable, or fields contradict each other. The text says which.
     """
     manifest = _read_manifest(directory / MANIFEST_NAME)
     if (manifest.name, manifest.version) != (directory.parent.name, directory.name):
@@ -100,7 +100,7 @@ def read_bundle(directory: Path) -> Bundle:
 
 
 def _check_text_facts(directory: Path, manifest: manifest_pb2.Manifest) -> None:
-    """Refuses poolings that this server does not know, and a default among prompts that is none of them."""
+    """Refuse a pooling that this server does not know, and a default prompt that is not among the prompts."""
     for pooling in (manifest.pooling, *manifest.more_poolings):
         if pooling not in _POOLING and (pooling or manifest.more_poolings):
             raise BundleError(f"{directory / MANIFEST_NAME}: pooling {pooling} is not known to this server")
@@ -112,7 +112,7 @@ def _check_text_facts(directory: Path, manifest: manifest_pb2.Manifest) -> None:
 
 
 def _pooling(directory: Path, manifest: manifest_pb2.Manifest, verified_path: VerifiedPath) -> ModelPooling | None:
-    """How the model was trained to make one vector of a sequence."""
+    """Return the pooling that the model was trained with."""
     if not manifest.pooling:
         return None
     kinds = tuple(_POOLING[pooling] for pooling in (manifest.pooling, *manifest.more_poolings))
@@ -131,7 +131,7 @@ def _pooling(directory: Path, manifest: manifest_pb2.Manifest, verified_path: Ve
 
 
 def _graph(directory: Path, manifest: manifest_pb2.Manifest, path: Path) -> Graph:
-    """The interface of the ONNX file."""
+    """Return the inputs and outputs of the ONNX file."""
     graph, shape = manifest.graph, manifest.encoder
     if bool(graph.input_ids_name) == bool(graph.embeddings_name):
         raise BundleError(
@@ -155,7 +155,7 @@ def _graph(directory: Path, manifest: manifest_pb2.Manifest, path: Path) -> Grap
 def _inspect_graph(
     directory: Path, manifest: manifest_pb2.Manifest, graph: Graph, verified_path: VerifiedPath
 ) -> InspectGraph:
-    """The interface of the ONNX file for inspections."""
+    """Return the inputs and outputs of the ONNX file for inspections."""
     inspect, n_layers, position = manifest.inspect_graph, manifest.encoder.n_layers, manifest.encoder.position
     if n_layers < 1:
         raise BundleError(f"{directory / MANIFEST_NAME}: inspect_graph needs encoder.n_layers >= 1; was {n_layers}")
@@ -178,7 +178,7 @@ def _inspect_graph(
     }
     if inspect.positions_name:
         names[InspectKind.POSITIONS] = (inspect.positions_name,)
-    # Which of the other files hold its weights only ONNX Runtime knows; all are checked again before it is loaded.
+    # Only ONNX Runtime knows which files hold the graph's weights. So all files are checked again before it loads.
     files = {directory / file.path: file.sha256 for file in manifest.files}
     path = verified_path("inspect_graph.file", inspect.file)
     own = dataclasses.replace(graph, path=path, output_name=inspect.hidden_state_names[-1])
@@ -186,23 +186,23 @@ def _inspect_graph(
 
 
 def verify_unchanged(files: Mapping[Path, str]) -> None:
-    """Checks files against their SHA-256 once more: a bundle may have been replaced since it was read.
+    """Check files against their SHA-256 again, because a bundle may have been replaced since it was read.
 
     Raises:
-        BundleError: One is gone or altered.
+        BundleError: A file is missing or altered.
     """
     for path, sha256 in files.items():
         _verify_sha256(path, sha256)
 
 
 def _read_manifest(path: Path) -> manifest_pb2.Manifest:
-    """Parses a manifest and checks that this server knows its format."""
+    """Parse a manifest and check that this server knows its format."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BundleError(f"{path}: cannot be read: {error}") from error
     try:
-        # The version is looked at first: a later format may have fields that this parser does not know.
+        # The version comes first, because a later format may have fields that this parser does not know.
         version = json.loads(text).get("format_version")
         if version != FORMAT_VERSION:
             raise BundleError(f"{path}: format_version must be {FORMAT_VERSION} for this server; was {version}")
@@ -212,14 +212,14 @@ def _read_manifest(path: Path) -> manifest_pb2.Manifest:
 
 
 def _verify_listed(directory: Path, file: manifest_pb2.BundleFile) -> Path:
-    """The path of a listed file, once it is there, inside the bundle, and unaltered."""
+    """Return the path of a listed file after a check that it is inside the bundle and unaltered."""
     relative = PurePosixPath(file.path)
     if not file.path or relative.is_absolute() or ".." in relative.parts:
         raise BundleError(f"{directory / MANIFEST_NAME}: files lists {file.path!r}, which is outside the bundle")
     path = directory / relative
     try:
         if not path.resolve().is_relative_to(directory.resolve()):
-            raise BundleError(f"{path}: it leads outside the bundle")
+            raise BundleError(f"{path}: it is a link to a path outside the bundle")
         size_bytes = path.stat().st_size
         if size_bytes != file.size_bytes:
             raise BundleError(f"{path}: {size_bytes} bytes; its manifest says {file.size_bytes}")
@@ -240,7 +240,7 @@ def _verify_sha256(path: Path, wanted: str) -> None:
 
 
 def _refuse_unlisted(directory: Path, listed: set[Path]) -> None:
-    """Refuses files that no checksum covers: an ONNX file may read its weights from any file beside it."""
+    """Refuse files that no checksum covers, because an ONNX file can read weights from any file in its folder."""
     for path in sorted(directory.rglob("*")):
         if not path.is_dir() and path not in listed and path != directory / MANIFEST_NAME:
-            raise BundleError(f"{path}: the manifest does not list it, so nothing vouches for it")
+            raise BundleError(f"{path}: the manifest does not list it, so its contents cannot be verified")

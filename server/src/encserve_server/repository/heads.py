@@ -1,4 +1,4 @@
-"""Reads from a manifest what a model makes of its rows, and how it treats queries and documents."""
+"""Reads the heads of a model and its settings for queries and documents from a manifest."""
 
 import math
 from collections.abc import Callable
@@ -27,19 +27,19 @@ _SIMILARITIES = ("maxsim", "meanmaxsim")
 
 
 class ManifestReader:
-    """Reads parts of one manifest, each of whose files `verified_path` finds.
+    """Reads parts of one manifest. `verified_path` returns the path of a listed file.
 
-    Every method raises BundleError, naming the field, where the manifest contradicts itself.
+    Every method raises BundleError if fields contradict each other. The error names the field.
     """
 
     def __init__(self, path: Path, manifest: manifest_pb2.Manifest, verified_path: VerifiedPath) -> None:
-        """Takes the manifest, and its path for errors."""
+        """Keep the manifest, and its path for errors."""
         self._path = path
         self._manifest = manifest
         self._verified_path = verified_path
 
     def multi_vector(self) -> MultiVector | None:
-        """What makes the vectors of MaxSim, if anything does."""
+        """Return the head that computes vectors for MaxSim; None without one."""
         if not self._manifest.HasField("multi_vector"):
             return None
         multi_vector, d_model = self._manifest.multi_vector, self._manifest.encoder.d_model
@@ -53,7 +53,7 @@ class ManifestReader:
         return MultiVector(head, multi_vector.similarity, multi_vector.skips_first_token)
 
     def sparse(self) -> Sparse | None:
-        """What makes weights over the vocabulary, if anything does."""
+        """Return the head that computes weights over the vocabulary; None without one."""
         if not self._manifest.HasField("sparse"):
             return None
         sparse, shape = self._manifest.sparse, self._manifest.encoder
@@ -78,24 +78,27 @@ class ManifestReader:
         return Sparse(head, sparse.width, pooling, tuple(sparse.skipped_token_ids), sparse.max_active_dims)
 
     def tasks(self) -> dict[Task, TaskSettings]:
-        """How texts of each task are treated that the model knows."""
+        """Return the settings of each task that the model distinguishes."""
         manifest = self._manifest
         tasks = {
             task: self._task(field, getattr(manifest, field))
             for task, field in ((Task.QUERY, "query"), (Task.DOCUMENT, "document"))
             if manifest.HasField(field)
         }
-        self._check(not tasks or not manifest.graph.embeddings_name, "query and document are of texts, not embeddings")
+        self._check(
+            not tasks or not manifest.graph.embeddings_name,
+            "query and document need a model that takes texts, not embeddings",
+        )
         return tasks
 
     def max_text_tokens(self) -> int:
-        """The longest text of neither task; 0 for the encoder's longest sequence."""
+        """Return the longest text without a task, in tokens; 0 for the encoder's longest sequence."""
         longest, most = self._manifest.text.max_tokens, self._manifest.encoder.max_sequence_tokens
         self._check(longest <= most, f"text.max_tokens must be at most {most}, the encoder's; was {longest}")
         return longest
 
     def template(self) -> TextTemplate | None:
-        """What stands around every text."""
+        """Return the fixed tokens before and after every text."""
         if not self._manifest.text.HasField("template"):
             return None
         template, most = self._manifest.text.template, self._manifest.encoder.max_sequence_tokens

@@ -1,4 +1,4 @@
-"""What loading a bundle gives, before it is put behind a scheduler or used in this process."""
+"""A model after loading, before it has a scheduler or is used in this process."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from encserve_server.types.requests import Task
 
 
 class ServedAlready(Exception):
-    """A bundle is the one that is served: its folder was touched, or copied back."""
+    """The bundle is already served: its folder was touched, or copied again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +21,16 @@ class LoadedModel:
     """A model that has been verified, loaded and warmed up.
 
     Attributes:
-        bundle: What it is.
-        tokenizer: Its tokenizer, or None where it takes ids only.
-        outputs: What can be made of a sequence.
-        engine: What runs it.
+        bundle: The bundle.
+        tokenizer: Its tokenizer; None if it takes ids only.
+        outputs: The outputs that the model can compute.
+        engine: Runs the model.
         load_seconds: The time to verify and load it.
         warmup_seconds: The time to warm it up.
-        load_inspector: Loads what looks into it; None where its bundle has no graph for that.
-        max_batch_tokens: The budget of padded tokens in a batch; None for the settings' own.
-        job_batch_tokens: The same for a job, which no caller waits for.
-        static_tokenizers: The tokenizers of tasks whose sparse weights take no run.
+        load_inspector: Loads the graph for inspections; None if the bundle has no such graph.
+        max_batch_tokens: The budget of padded tokens in a batch; None for the value in the settings.
+        job_batch_tokens: The budget for a job, in which latency does not matter.
+        static_tokenizers: The tokenizers of tasks whose sparse weights come from a table.
     """
 
     bundle: Bundle
@@ -46,7 +46,7 @@ class LoadedModel:
 
 
 def batch_policy(settings: Settings, device: str, max_batch_tokens: int | None = None) -> BatchPolicy:
-    """The bounds of a batch on "cpu" or "cuda", with a budget or with the device's own."""
+    """Return the bounds of a batch on "cpu" or "cuda". Without a budget, the device's default is used."""
     return BatchPolicy(
         max_batch_tokens=max_batch_tokens or settings.batch_tokens_for(device),
         max_batch_sequences=settings.max_batch_sequences,

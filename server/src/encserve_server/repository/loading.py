@@ -1,4 +1,4 @@
-"""Bundle to served model: verify, load, warm up. Blocking; runs in a thread."""
+"""Verifies, loads and warms up a model. Blocking, so it runs in a thread."""
 
 import functools
 import itertools
@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 def load_model(
     directory: Path, settings: Settings, tokenize_pool: TurnPool, served_fingerprint: str = ""
 ) -> LoadedModel:
-    """Loads the bundle in a directory, unless it has the fingerprint of what is served under its name and version.
+    """Load the bundle in a directory, unless its fingerprint is already served under its name and version.
 
     Raises:
-        ServedAlready: It has; its files are good.
+        ServedAlready: The fingerprint is already served, and the files are good.
         BundleError: The bundle is missing, altered or unreadable, or its model cannot compute.
-        DeviceError: The device or the precision asked for cannot be had.
-        EngineMissing: What runs models is not installed.
+        DeviceError: The requested device or precision is not available.
+        EngineMissing: The package of the engine is not installed.
     """
     began = time.perf_counter()
     check_installed(settings.engine)
@@ -111,7 +111,7 @@ def load_model(
 
 
 def precision_advice(precision: str, device: str) -> str:
-    """What speaks against running a model of this precision on this device; empty where nothing does."""
+    """Return why a model of this precision is slow on this device; empty if it is not."""
     if precision == "float16" and device == "cpu":
         return "a float16 bundle is for GPUs: this CPU casts every number and is slower than with float32"
     if precision == "int8" and device == "cuda":
@@ -120,7 +120,7 @@ def precision_advice(precision: str, device: str) -> str:
 
 
 def _tune(engine: Engine, bundle: Bundle, settings: Settings, directory: Path, threads: int) -> tuple[int, int]:
-    """The budgets of padded tokens in a batch, a server's and a job's: set, measured, or a constant."""
+    """Return the budgets of padded tokens in a batch for a server and for a job: set, measured, or a constant."""
     device = engine.info.device
     constant = settings.batch_tokens_for(device)
     if settings.max_batch_tokens is not None or not settings.tune_batches:
@@ -145,11 +145,7 @@ def _tune(engine: Engine, bundle: Bundle, settings: Settings, directory: Path, t
 
 
 def load_outputs(bundle: Bundle, settings: Settings, engine: Engine, threads: int) -> ModelOutputs:
-    """Loads what makes outputs of rows, and tries it.
-
-    Raises:
-        BundleError: Whatever `ModelOutputs.load` raises.
-    """
+    """Load the outputs that are computed from hidden states, and run them once."""
 
     def open_one(graph: HeadGraph, *, on_device: bool, all_threads: bool) -> Head:
         device = engine.info.device if on_device else "cpu"
@@ -161,7 +157,7 @@ def load_outputs(bundle: Bundle, settings: Settings, engine: Engine, threads: in
 
 
 def load_inspector(inspect: InspectGraph, device: str, weights: PrepackedWeights | None = None) -> Inspector:
-    """Loads what looks into a model, on the device that the model runs on.
+    """Load the graph for inspections, on the model's device.
 
     Raises:
         BundleError: A file of the bundle has changed since the model was loaded, or is not usable.
@@ -174,14 +170,14 @@ def load_inspector(inspect: InspectGraph, device: str, weights: PrepackedWeights
 def _load_tokenizer(
     settings: Settings, tokenize_pool: TurnPool, path: Path, vocab_size: int, encoders: Bundle | None = None
 ) -> TextTokenizer:
-    """Loads a tokenizer of a bundle, and refuses one whose ids the model does not have.
+    """Load a tokenizer of a bundle, and refuse a tokenizer with ids that the model does not have.
 
     Args:
-        settings: The server's.
-        tokenize_pool: Where the work is done.
+        settings: The server's settings.
+        tokenize_pool: The threads that tokenize.
         path: The file.
-        vocab_size: One more than the largest id that it may give.
-        encoders: The bundle, where it is the encoder's tokenizer.
+        vocab_size: The largest allowed id, plus one.
+        encoders: The bundle if this is the encoder's tokenizer; else None.
     """
     tokenizer = TextTokenizer(
         path,
@@ -190,7 +186,8 @@ def _load_tokenizer(
         split_special_tokens=encoders is not None and encoders.split_special_tokens,
         template=None if encoders is None else encoders.template,
     )
-    # A text with an added token beyond the table is refused later. A table of static weights has no such check.
+    # If only an added token is beyond the embedding table, texts with this token are refused later. A table of static
+    # weights has no such check.
     added = tokenizer.added_tokens if encoders is None else ()
     largest_id = max((tokenizer.largest_id, *added))
     if largest_id >= vocab_size:
@@ -202,20 +199,20 @@ def _load_tokenizer(
 
 
 def warm_up(engine: Engine, bundle: Bundle, batch_tokens: int) -> None:
-    """Runs the shapes that traffic will bring, so that the first caller does not pay for kernels and memory.
+    """Run typical batch shapes, so that the first caller does not wait for kernels and memory.
 
     Raises:
-        BundleError: The model cannot compute, or gives numbers that are not finite.
+        BundleError: The model cannot compute, or returns numbers that are not finite.
     """
     longest = bundle.max_sequence_tokens
     typical = max(1, min(32, longest))
-    # With much padding, but no more of it than a batch of traffic's: of a very long text that would take minutes.
+    # Batches with as much padding as traffic has. With more padding, a very long text would take minutes.
     padded = [1, typical, min(longest, max(typical, batch_tokens // 3))]
     batches = [[1], [typical] * max(1, batch_tokens // typical), [longest], padded]
     ways = [True, False] if engine.widens else [True]
     for lengths, alone in itertools.product(batches, ways):
         try:
-            # The first id and the last: a vocabulary larger than the model's table fails here, not for a caller.
+            # The first and the last id: a vocabulary larger than the model's table fails here, not for a caller.
             sequences = [bundle.sample(length, last=i % 2 == 0) for i, length in enumerate(lengths)]
             result = engine.run(sequences, alone=alone)
         except Exception as error:  # whatever the runtime raises

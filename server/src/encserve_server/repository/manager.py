@@ -1,4 +1,4 @@
-"""Models come and go: what is new in the repository is loaded, takes over, and what it replaces is unloaded."""
+"""Follows the model repository: loads new versions, serves them, and unloads the versions that they replace."""
 
 import asyncio
 import contextlib
@@ -27,37 +27,38 @@ logger = logging.getLogger(__name__)
 Loader = Callable[[Path, Settings, TurnPool, str], LoadedModel]
 Key = tuple[str, str]  # a model's name and version, or a slot's name and pin
 
-# How long a model may take to close when it has no callers any more; a stuck engine never does.
+# The time for a model without callers to close. A stuck engine never closes.
 _CLOSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """A model that is served, and the candidate that it was made of."""
+    """A served model, and the candidate from which it was loaded."""
 
     model: ServedModel
     candidate: Candidate
 
 
 class ModelManager:
-    """Keeps what is served in step with the model repository.
+    """Serves the models that the model repository holds now.
 
     The contract:
 
-    - Of each model the newest `latest_versions` good versions are served, or the pinned one; the newest is its default.
-    - A new version is loaded, verified and warmed up beside what is served, one at a time. Then, in one turn of the
-      event loop, it takes over; a version that it pushes out of the newest is closed when the requests that it had are
-      answered, or after `grace_seconds`. So for that time both are in memory. The next version of the same model is
-      loaded after that, as soon as it is over; other models go on meanwhile.
-    - A version that cannot be loaded is refused: logged, counted, and tried again only when something was done to a
-      file of it, be it to its rights, or on `look_now`. What was served is served on, and the next older version counts
-      as the newest. At the start, too: but a model of which no version is good stops the start.
-    - A version that has vanished from the repository is unloaded if another takes its place. The last version of a
-      model stays until the server ends, and so does the order of models: the default model never changes.
-    - A folder that changes is left alone until two looks in a row find the same: somebody may still be copying. One
-      that holds again what is served is verified and changes nothing, nor does one that cannot be read.
+    - The newest `latest_versions` good versions of each model are served, or the pinned version. The newest version is
+      the model's default.
+    - A new version is loaded, verified and warmed up while the old versions are served. Only one version loads at a
+      time. Then it takes over in one turn of the event loop. The version that it replaces is closed when its requests
+      are answered, or after `grace_seconds`. Until then both are in memory, and no further version of this model loads.
+    - A version that cannot be loaded is refused, logged and counted. It is tried again if a file or the rights of a
+      file change, or on `look_now`. The served versions stay, and the next older version counts as the newest. If a
+      model has no good version at the start, the server does not start.
+    - A version that vanishes from the repository is unloaded if another version takes its place. The last version of a
+      model stays until the server ends. The order of models stays too, so the default model never changes.
+    - A folder that changes is not loaded until two looks in a row find the same files, because somebody may still be
+      copying. If its bundle is already served, it is verified, and nothing changes. A folder that cannot be read
+      changes nothing.
 
-    Who owns what: everything here belongs to the event loop. Loading blocks, so it runs in `load_pool`.
+    Everything here belongs to the event loop. Loading blocks, so it runs in `load_pool`.
     """
 
     def __init__(
@@ -73,19 +74,19 @@ class ModelManager:
         load_pool: Executor,
         tokenize_pool: TurnPool,
     ) -> None:
-        """Follows no repository before `start`.
+        """Keep the parts; `start` begins to follow the repository.
 
         Args:
-            settings: Which models, how often to look, and what loading needs.
-            catalog: Where models are published.
-            metrics: Where loads are counted.
+            settings: The models to serve, the time between looks, and the settings of loading.
+            catalog: The models that calls find.
+            metrics: Counts loads.
             clock: Tells whether a look is overdue.
-            load: Turns a bundle's directory into a model, or raises ServedAlready if it has the fingerprint that is its
-                last argument; blocks.
-            serve: Puts a loaded model behind a scheduler; on the event loop.
-            on_models_change: Called with all models that are served, whenever those change.
-            load_pool: Where loading runs, one at a time.
-            tokenize_pool: Where models tokenize.
+            load: Loads the bundle in a directory. It raises ServedAlready if the bundle's fingerprint equals its last
+                argument. It blocks.
+            serve: Gives a loaded model a scheduler; called on the event loop.
+            on_models_change: Called with all served models whenever they change.
+            load_pool: The thread that loads models, one at a time.
+            tokenize_pool: The threads that tokenize.
         """
         self._settings = settings
         self._catalog = catalog
@@ -96,24 +97,26 @@ class ModelManager:
         self._on_models_change = on_models_change
         self._load_pool = load_pool
         self._tokenize_pool = tokenize_pool
-        self._slots: dict[Key, list[Key]] = {}  # what each slot has chosen, the first its default; in their order
+        self._slots: dict[Key, list[Key]] = {}  # the chosen versions of each slot, the default first
         self._served: dict[Key, _Served] = {}
         self._refused: dict[Key, tuple[Candidate, BundleError]] = {}
         self._seen: dict[Key, Candidate] = {}  # at the last look
-        self._problems: list[str] = []  # what the last look did not find
-        self._looked_at = math.inf  # when the last look had found all that is wanted
-        self._postponed: dict[Key, bool] = {}  # slots that wait for a retirement, and whether a look was asked for
-        self._asked = False  # for a look at once
+        self._problems: list[str] = []  # models and versions that the last look did not find
+        self._looked_at = math.inf  # the time of the last look that found everything
+        self._postponed: dict[
+            Key, bool
+        ] = {}  # slots that wait until an old version is closed, and whether a look was requested
+        self._asked = False  # whether a look was requested
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._retiring: list[ServedModel] = []  # replaced in place; retire when the next models are published
+        self._retiring: list[ServedModel] = []  # to be closed when the next models are published
         self._retirements: dict[asyncio.Task[None], ServedModel] = {}
 
     async def start(self) -> None:
-        """Loads what the repository holds, publishes it, and begins to follow the repository.
+        """Load and publish the models of the repository, and begin to follow it.
 
         Raises:
-            StartupError: Something wanted is not there, or is not usable.
+            StartupError: A requested model is missing or not usable.
         """
         slots = require(self._settings.model_repository, await self._find_slots())
         for slot in slots:
@@ -129,29 +132,29 @@ class ModelManager:
         )
 
     def look_now(self) -> None:
-        """Has the repository looked at without waiting, and tries again what was refused."""
+        """Look at the repository now, and try refused versions again."""
         self._asked = True
         self._wake.set()
 
     async def stop(self) -> None:
-        """Follows the repository no more; what is served is served on."""
+        """Stop following the repository. The served models stay."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
     async def close(self) -> bool:
-        """Closes every model. Returns whether all ended; an engine that is stuck does not."""
+        """Close every model. Return whether all have closed; a stuck engine does not close."""
         models = [
             *(served.model for served in self._served.values()),
             *self._retiring,
             *self._retirements.values(),
         ]
-        # All at once: how long this takes must not depend on how many there are.
+        # All at once, so that the time does not grow with the number of models.
         return all(await asyncio.gather(*map(_close, models)))
 
     async def _look(self) -> None:
-        """Brings what is served in step with the repository."""
+        """Serve the models that the repository holds now."""
         at_once, self._asked = self._asked, False
         if at_once:
             self._refused.clear()
@@ -163,7 +166,7 @@ class ModelManager:
         gone = self._slots.keys() - {slot.key for slot in slots}
         self._tell_problems(
             [slot.problem for slot in slots if slot.problem]
-            + [f"{self._settings.model_repository / name}: no bundle in it any more" for name, _ in sorted(gone)]
+            + [f"{self._settings.model_repository / name}: the bundle is gone" for name, _ in sorted(gone)]
         )
         postponed, self._postponed = self._postponed, {}
         for slot in slots:
@@ -174,7 +177,7 @@ class ModelManager:
             self._looked_at = self._clock.now()
 
     def _remember(self, slots: Sequence[Slot]) -> None:
-        """Notes down what this look found, for the next one, for metrics and for the log."""
+        """Remember the result of this look for the next look, the metrics and the log."""
         for slot in slots:
             for candidate in slot.candidates[slot.count :]:
                 if self._seen and candidate.key not in self._seen:  # or it would seem to be ignored
@@ -186,17 +189,20 @@ class ModelManager:
             self._metrics.refused_versions.labels(name).set(len(bad))
 
     def _overdue_seconds(self) -> float:
-        """How long ago a look should have found all that is wanted; called by the thread of the metrics page."""
+        """Return the seconds by which a complete look is overdue; called by the thread of the metrics page."""
         poll_seconds = self._settings.model_poll_seconds
         return max(self._clock.now() - self._looked_at - poll_seconds, 0.0) if poll_seconds else 0.0
 
     def _tell_problems(self, problems: list[str]) -> None:
-        """Logs what is not as it should be, unless it was so at the look before."""
+        """Log problems that the look before did not find."""
         for problem in problems:
             if problem not in self._problems:
-                logger.error("not in the model repository; what is served stays", extra={"error": problem})
+                logger.error(
+                    "models or versions are missing in the model repository; the served models stay",
+                    extra={"error": problem},
+                )
         if self._problems and not problems:
-            logger.info("all that is wanted is in the model repository again")
+            logger.info("no model is missing in the model repository any longer")
         self._problems = problems
 
     async def _find_slots(self) -> list[Slot]:
@@ -206,13 +212,13 @@ class ModelManager:
         )
 
     async def _choose(self, slot: Slot, *, settled: bool) -> bool:
-        """Chooses the versions of one model, loading what is new. Returns whether anything changed.
+        """Choose the versions of one model, and load new ones. Return whether the choice has changed.
 
-        While a version of the model retires, nothing of it is loaded, and nothing changes.
+        While an old version of the model still answers requests, no version is loaded, and the choice stays.
 
         Args:
-            slot: The model, with all versions that there are now.
-            settled: Whether to load a version that was not there, or was another, at the last look.
+            slot: The model, with all its versions in the repository.
+            settled: Whether to load a version that was missing or different at the last look.
         """
         chosen: list[Key] = []
         changed = False
@@ -222,24 +228,24 @@ class ModelManager:
             key = candidate.key
             if self._is_new(candidate) and (settled or self._seen.get(key) == candidate):
                 if any(model.key[0] == slot.name for model in self._retirements.values()):
-                    self._postponed[slot.key] = settled  # or there would be more than one too many in memory
+                    self._postponed[slot.key] = settled  # else two old versions could be in memory
                     return False
                 changed |= await self._try(candidate)
-            if key in self._served:  # perhaps still what its folder held before
+            if key in self._served:  # its folder may have held this bundle before
                 chosen.append(key)
         before = self._slots.get(slot.key, [])
         self._slots[slot.key] = chosen or before
         return changed or self._slots[slot.key] != before
 
     def _is_new(self, candidate: Candidate) -> bool:
-        """Whether a candidate is neither served as it is nor known to be bad."""
+        """Return whether a candidate is not served and not refused."""
         served, refused = self._served.get(candidate.key), self._refused.get(candidate.key)
         if served is not None and candidate.files in (None, served.candidate.files):
-            return False  # other rights are no new version, nor is a volume that stutters
+            return False  # changed rights, or a volume that fails for a moment, are not a new version
         return refused is None or refused[0] != candidate
 
     async def _try(self, candidate: Candidate) -> bool:
-        """Loads a candidate and has it take over its own key. Returns whether it did."""
+        """Load a candidate, and serve it in place of the same version. Return whether it is served now."""
         name, _ = candidate.key
         self._metrics.zero_loads(name)
         if await self._load_and_serve(candidate):
@@ -248,13 +254,13 @@ class ModelManager:
         return False
 
     async def _load_and_serve(self, candidate: Candidate) -> bool:
-        """Loads a candidate, and serves it unless it is bad, or what is served already."""
+        """Load a candidate, and serve it unless it is refused or already served."""
         name, version = key = candidate.key
         loop, pool = asyncio.get_running_loop(), self._load_pool
         loaded: LoadedModel | None = None
         served = self._served.get(key)
         try:
-            # Not the event loop's own threads: those are waited for at the end, and a signal must not wait for a load.
+            # Not in the event loop's default threads: the end of the process would wait for them, and so for the load.
             loaded = await loop.run_in_executor(
                 pool,
                 self._load,
@@ -281,7 +287,7 @@ class ModelManager:
         return True
 
     def _settings_for(self, name: str) -> Settings:
-        """What a model is loaded with: while others are served nothing is measured, and its former budget is kept."""
+        """Return the settings for a load. While other models are served, no budget is measured; the old one is kept."""
         if not self._catalog.all():
             return self._settings
         budgets = [it.model.max_batch_tokens for (served, _), it in self._served.items() if served == name]
@@ -290,16 +296,16 @@ class ModelManager:
         return dataclasses.replace(self._settings, tune_batches=False)
 
     def _refuse(self, candidate: Candidate, error: Exception) -> None:
-        """Counts and logs a version that cannot be loaded.
+        """Count and log a version that cannot be loaded.
 
         Raises:
-            Exception: It is no fault of the bundle and nothing is served yet: the server cannot start.
+            Exception: The bundle is not the cause, and no model is served yet, so the server cannot start.
         """
         name, version = candidate.key
         self._metrics.model_loads.labels(name, LoadOutcome.REFUSED.value).inc()
         if not isinstance(error, BundleError) and not self._catalog.all():
             raise error
-        # Without its traceback, which would hold what was loaded.
+        # Without its traceback, which would keep the loaded model in memory.
         refusal = type(error)(str(error)) if isinstance(error, BundleError) else BundleError(repr(error))
         self._refused[candidate.key] = candidate, refusal
         logger.error(
@@ -309,7 +315,7 @@ class ModelManager:
         )
 
     def _publish(self) -> None:
-        """Has what was chosen take over, and retires the rest."""
+        """Publish the chosen versions, and retire the others."""
         keys = list(dict.fromkeys(key for chosen in self._slots.values() for key in chosen))
         models = [self._served[key].model for key in keys]
         retiring, self._retiring = self._retiring, []
@@ -325,7 +331,7 @@ class ModelManager:
             task.add_done_callback(self._retired)
 
     async def _retire(self, model: ServedModel) -> None:
-        """Waits until a model's requests are answered, and closes it."""
+        """Close a model when its requests are answered."""
         name, version = model.key
         try:
             async with asyncio.timeout(self._settings.grace_seconds):
@@ -339,7 +345,7 @@ class ModelManager:
             logger.info("model unloaded", extra={"model": name, "version": version})
 
     def _retired(self, task: "asyncio.Task[None]") -> None:
-        """Gives back the memory of a model that has retired, and wakes the follower for versions that waited."""
+        """Free the memory of a closed model, and look again for versions that waited."""
         del self._retirements[task]
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("unloading a model failed", exc_info=error)
@@ -350,7 +356,7 @@ class ModelManager:
 
 
 async def _close(model: ServedModel) -> bool:
-    """Closes a model, and says whether it did: an engine that is stuck does not."""
+    """Close a model. Return whether it has closed; a stuck engine does not close."""
     try:
         async with asyncio.timeout(_CLOSE_SECONDS):
             await model.close()

@@ -1,4 +1,4 @@
-"""What lies in the model repository, and which of it is to be served. Looks at names and dates, never into a bundle."""
+"""Lists the model repository and chooses the versions to serve. It reads names and dates, not the bundles."""
 
 import contextlib
 import os
@@ -16,14 +16,14 @@ _File = tuple[str, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A version of a model as it lies in the repository now.
+    """A version of a model in the repository at the last scan.
 
     Attributes:
         directory: <name>/<version>/ in the repository.
-        files: What each of its files looks like: differs when one was written or replaced. None where they cannot
-            be read now.
-        changed_ns: When anything was last done to each of them, in the order of `files`: also differs when rights
-            were given, or a file was mended and its date put back.
+        files: Path, size, date and inode of each file. It differs if a file was written or replaced. None if the files
+            cannot be read now.
+        changed_ns: The time of the last change of each file or of its rights, in the order of `files`. It also differs
+            if a file was repaired and its date was set back.
     """
 
     directory: Path
@@ -32,20 +32,20 @@ class Candidate:
 
     @property
     def key(self) -> tuple[str, str]:
-        """The model's name and its version."""
+        """The name and the version of the model."""
         return self.directory.parent.name, self.directory.name
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A model that is to be served.
+    """A model to serve.
 
     Attributes:
         name: The model's name.
         pinned: The version to serve; empty for the newest.
-        count: How many versions to serve: the first so many of `candidates` that are good.
-        candidates: The versions that there are, the newest first; only the pinned one where there is one.
-        problem: Why there are none, for people; empty where there are some.
+        count: The number of versions to serve: the first good ones of `candidates`.
+        candidates: The versions in the repository, the newest first; with a pin, only the pinned version.
+        problem: Why `candidates` is empty, for people; else empty.
     """
 
     name: str
@@ -56,21 +56,21 @@ class Slot:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What stays the same from one look into the repository to the next."""
+        """The identity of the slot: it stays the same from scan to scan."""
         return self.name, self.pinned
 
 
 def find_slots(repository: Path, wanted: tuple[str, ...], latest_versions: int = 1) -> list[Slot]:
-    """The models to serve. What cannot be read is left out: one such folder must not hide the others.
+    """Return the models to serve. A folder that cannot be read is left out, so that the others are still served.
 
     Args:
         repository: The directory that holds `<name>/<version>/`.
         wanted: Models as NAME (its newest versions) or NAME@VERSION; empty for the newest versions of every model.
-        latest_versions: How many of the newest versions to serve where none is named.
+        latest_versions: The number of newest versions to serve if no version is named.
 
     Raises:
-        BundleError: The repository is not there, or what is wanted makes no sense.
-        OSError: It cannot be read.
+        BundleError: The repository does not exist, or a name in `wanted` is not valid.
+        OSError: The repository cannot be read.
     """
     if not repository.is_dir():
         raise BundleError(f"--model-repository {repository}: no such directory")
@@ -83,10 +83,10 @@ def find_slots(repository: Path, wanted: tuple[str, ...], latest_versions: int =
 
 
 def require(repository: Path, slots: list[Slot]) -> list[Slot]:
-    """The same slots, if there is anything and each has something.
+    """Return the slots if each has a candidate.
 
     Raises:
-        BundleError: There is nothing, or nothing for one of them.
+        BundleError: There are no slots, or a slot has no candidate.
     """
     if not slots:
         problem = f"--model-repository {repository}: no bundle in it; expected <name>/<version>/{MANIFEST_NAME}"
@@ -102,10 +102,10 @@ def require(repository: Path, slots: list[Slot]) -> list[Slot]:
 
 
 def newest_version(model: Path) -> Path:
-    """The folder of the newest version of a model, by the order in which versions are served.
+    """Return the folder of the newest version of a model, in the order in which versions are served.
 
     Raises:
-        BundleError: There is none, or the model's folder cannot be read.
+        BundleError: The model has no version, or its folder cannot be read.
     """
     try:
         versions = _versions(model)
@@ -117,13 +117,13 @@ def newest_version(model: Path) -> Path:
 
 
 def version_key(version: str) -> list[tuple[int, int, str]]:
-    """A sort key for which 1.9 < 1.10 and 1.0-rc1 < 1.0; the text itself settles what is left."""
+    """Return a sort key with 1.9 < 1.10 and 1.0-rc1 < 1.0. Versions that are equal so far compare as texts."""
     parts = [(2, int(part), "") if part.isdigit() else (0, 0, part) for part in re.findall(r"\d+|[^\d.]+", version)]
     return [*parts, (1, 0, version)]
 
 
 def _split_wanted(text: str) -> tuple[str, str]:
-    """NAME or NAME@VERSION as (name, version), the version empty for the newest."""
+    """Parse NAME or NAME@VERSION. The version is empty for the newest."""
     name, at, version = text.partition("@")
     for part in (name, *([version] if at else [])):
         if not _VALID_NAME.fullmatch(part):
@@ -150,7 +150,7 @@ def _find_slot(repository: Path, name: str, pinned: str, latest_versions: int) -
 
 
 def _models(repository: Path) -> list[str]:
-    """The names of the models that there are; not of those that cannot be read."""
+    """Return the names of the models that can be read."""
     names = []
     for name in sorted(_names(repository)):
         with contextlib.suppress(OSError):
@@ -160,7 +160,7 @@ def _models(repository: Path) -> list[str]:
 
 
 def _versions(model: Path) -> list[str]:
-    """A model's versions, oldest first: numbers in them compare as numbers, so 10 comes after 9."""
+    """Return a model's versions, the oldest first. Numbers compare as numbers, so 10 comes after 9."""
     try:
         names = _names(model)
     except (FileNotFoundError, NotADirectoryError):
@@ -169,13 +169,13 @@ def _versions(model: Path) -> list[str]:
 
 
 def _names(directory: Path) -> list[str]:
-    """The valid names in a directory."""
+    """Return the valid names in a directory."""
     with os.scandir(directory) as entries:
         return [entry.name for entry in entries if _VALID_NAME.fullmatch(entry.name)]
 
 
 def _may_be_a_bundle(directory: Path) -> bool:
-    """Whether there is a manifest in it, or its folder cannot be read."""
+    """Return whether a folder has a manifest, or cannot be read."""
     try:
         return (directory / MANIFEST_NAME).is_file()
     except OSError:
@@ -183,7 +183,7 @@ def _may_be_a_bundle(directory: Path) -> bool:
 
 
 def _candidate(directory: Path) -> Candidate:
-    """What every file below a directory looks like now."""
+    """Return path, size, date and inode of every file below a directory, and the times of their last changes."""
     found: list[tuple[_File, int]] = []
     try:
         for parent, _, names in os.walk(directory, onerror=_raise):

@@ -1,18 +1,17 @@
-"""Finds how many tokens a batch should hold: short measured runs when a model is loaded, remembered beside its bundle.
+"""Measures the best number of tokens in a batch when a model is loaded, and stores the result beside its bundle.
 
-More tokens a batch mean fewer runs, until activations leave the device's cache; where that is depends on the model and
-the machine, and a wrong constant costs up to a quarter of the throughput. So the budgets are tried on what traffic
-looks like: texts of usual lengths, of which 64 wait, on a GPU as many as fill its largest budget a few times, batched
-the way the scheduler batches.
+More tokens in a batch mean fewer runs, until the activations no longer fit the device's cache. The best number depends
+on the model and the machine. A wrong constant costs up to a quarter of the throughput. So the budgets are tried with 64
+texts of usual lengths, in the batches that the scheduler would make. On a GPU there are enough texts for a few of the
+largest batches.
 
-Others on the machine spoil the figures, and would do so for good, since they are remembered. So every batch is run
-several times, and unless the times of most of them agree nothing is concluded.
+Other work on the machine disturbs the times, and the stored result would stay wrong. So every batch runs several times.
+If the times do not agree, no result is stored.
 """
 
 import json
 import logging
 import math
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 
 from encserve_server.engine.base import Engine
 from encserve_server.scheduling.batching import BatchPolicy, plan_batch
+from encserve_server.system.files import store_whole
 from encserve_server.types.bundles import Bundle
 
 logger = logging.getLogger(__name__)
@@ -36,32 +36,32 @@ USUAL_LENGTHS = (
     10, 8, 26, 22, 19, 43, 21, 30, 25, 39, 6, 13, 21, 23, 56, 47, 204, 27, 23, 75, 15, 32,
     120, 60, 35, 17, 16, 13, 42, 33, 256, 12, 50, 17, 69, 25, 36, 141, 82, 28, 18, 27,
 )  # fmt: skip
-# Budgets within this share of the best one are as good. The least of them is for a server, where a smaller batch makes
-# the next caller wait less; the greatest is for a job, which no caller waits for: each batch has a cost of its own.
+# Budgets within this share of the best throughput are as good. A server takes the smallest of them, because the next
+# caller waits less. A job takes the largest, because every batch has a fixed cost and no caller waits.
 _GOOD_ENOUGH = 0.98
-# Budgets are tried again, in turns, for so long; the shortest time of each batch counts, since others only disturb.
+# Budgets are tried in turns for so long. The shortest time of each batch counts, because other work only adds time.
 _MAX_SECONDS = 2.0
 _LEAST_ROUNDS = 3
-# The figures count only if the second shortest times are, in sum, at most so much longer than the shortest.
+# The result counts only if the sum of the second shortest times is at most this share longer than that of the shortest.
 _MAX_SPREAD = 0.1
-# One try of one budget should take no longer than this; on a slow machine fewer texts are tried.
+# One try of one budget should take at most this time. A slow machine tries fewer texts.
 _TRY_SECONDS = 0.3
 _LEAST_TEXTS = 8
-# On a GPU there are texts for so many batches of the largest budget, where there is time.
+# On a GPU there are texts for this number of batches of the largest budget, if time allows.
 _FILLED = 2.5
 _MOST_TEXTS = 4096
-_FORMAT = 3  # 1 was measured on too few texts for a GPU; 2 held one budget
+_FORMAT = 3  # version 1 had too few texts for a GPU; version 2 had only one budget
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What was found.
+    """The result of a measurement.
 
     Attributes:
-        max_batch_tokens: The budget for a server; None where the machine was too busy to tell.
-        job_batch_tokens: The same for a job.
-        tokens_per_second: What each budget gave.
-        remembered: Whether this is from an earlier start.
+        max_batch_tokens: The budget for a server; None if the machine was too busy to measure.
+        job_batch_tokens: The budget for a job.
+        tokens_per_second: The throughput with each budget.
+        remembered: Whether an earlier start has measured it.
     """
 
     max_batch_tokens: int | None
@@ -72,11 +72,12 @@ class Tuned:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the runs gave.
+    """The figures of all runs.
 
     Attributes:
-        tokens_per_second: By budget, from the shortest time of each batch; without those that the engine cannot run.
-        spread: How much longer the second shortest times were, as a share.
+        tokens_per_second: By budget, from the shortest time of each batch. Budgets that the engine cannot run are
+            missing.
+        spread: The share by which the second shortest times are longer than the shortest.
     """
 
     tokens_per_second: Mapping[int, float]
@@ -92,14 +93,14 @@ def tune(
     machine: Mapping[str, Any],
     now: Callable[[], float] = time.perf_counter,
 ) -> Tuned:
-    """Returns the budgets remembered for this model and machine, or measures and remembers them.
+    """Return the stored budgets for this model and machine, or measure and store them.
 
     Args:
-        engine: A model that is loaded and warm.
-        bundle: What it is.
-        policy_for: The policy for a budget.
-        path: Where it is remembered; a file that cannot be read or written changes nothing but the time this takes.
-        machine: What else the result depends on, as JSON can hold it.
+        engine: A loaded and warm model.
+        bundle: The model's bundle.
+        policy_for: Returns the batching policy for a budget.
+        path: The file of the result. If it cannot be read or written, the next start measures again.
+        machine: Properties of the machine on which the result depends, as values for JSON.
         now: A clock, in seconds.
     """
     budgets = BUDGETS_TOKENS[engine.info.device]
@@ -119,7 +120,7 @@ def tune(
         return _tuned(remembered, remembered=True)
     measured = measure(engine, bundle, [policy_for(budget) for budget in budgets], now)
     rates = measured.tokens_per_second
-    if len(rates) < len(budgets):  # the memory that was short may be there the next time
+    if len(rates) < len(budgets):  # memory that was short now may be free at the next start
         return _tuned(rates)
     if measured.spread > _MAX_SPREAD:
         return Tuned(None, None, rates, remembered=False)
@@ -133,7 +134,7 @@ def _tuned(rates: Mapping[int, float], *, remembered: bool = False) -> Tuned:
 
 
 def good_enough(tokens_per_second: Mapping[int, float]) -> list[int]:
-    """The budgets that are nearly as fast as the fastest."""
+    """Return the budgets that are nearly as fast as the fastest."""
     enough = _GOOD_ENOUGH * max(tokens_per_second.values(), default=0)
     return [budget for budget, rate in tokens_per_second.items() if rate >= enough]
 
@@ -141,8 +142,8 @@ def good_enough(tokens_per_second: Mapping[int, float]) -> list[int]:
 def measure(
     engine: Engine, bundle: Bundle, policies: Sequence[BatchPolicy], now: Callable[[], float] = time.perf_counter
 ) -> Measured:
-    """Runs usual texts under each policy, in turns."""
-    alone = engine.max_parallel_runs == 1  # what matters when much is waiting
+    """Run usual texts under each policy, in turns."""
+    alone = engine.max_parallel_runs == 1  # the throughput matters only when many texts wait
     lengths = [min(length, bundle.max_sequence_tokens) for length in USUAL_LENGTHS]
     if engine.info.device == "cuda":
         most = max(policy.max_batch_tokens for policy in policies)
@@ -160,8 +161,10 @@ def measure(
             try:
                 for times, batch in zip(seconds[budget], batches[budget], strict=True):
                     times.append(engine.run([bundle.sample(it) for it in batch], alone=alone).compute_seconds)
-            except Exception as error:  # whatever the runtime raises: memory for so many tokens cannot be had, mostly
-                logger.warning("a batch budget cannot be had", extra={"max_batch_tokens": budget, "error": repr(error)})
+            except Exception as error:  # of the runtime, mostly because memory for so many tokens is not free
+                logger.warning(
+                    "the engine cannot run a batch budget", extra={"max_batch_tokens": budget, "error": repr(error)}
+                )
                 batches = {smaller: planned for smaller, planned in batches.items() if smaller < budget}
                 break
         rounds += 1
@@ -175,7 +178,7 @@ def measure(
 
 
 def _affordable(lengths: list[int], engine: Engine, bundle: Bundle, least: BatchPolicy, *, alone: bool) -> list[int]:
-    """As many of the texts as one try has time for, by the speed of a batch of the least budget."""
+    """Return as many texts as one try has time for, by the speed of a batch of the smallest budget."""
     usual = min(43, bundle.max_sequence_tokens)
     count = max(min(least.max_batch_tokens // usual, least.max_batch_sequences), 1)
     batch = [bundle.sample(usual)] * count
@@ -186,7 +189,7 @@ def _affordable(lengths: list[int], engine: Engine, bundle: Bundle, least: Batch
 
 
 def _batches(lengths: Sequence[int], policy: BatchPolicy) -> list[list[int]]:
-    """The lengths in the batches that the scheduler would make of them."""
+    """Return the lengths in the batches that the scheduler would make."""
     waiting, taken = Counter(lengths), Counter[int]()
     batches = []
     for anchor in lengths:  # the oldest first
@@ -195,14 +198,14 @@ def _batches(lengths: Sequence[int], policy: BatchPolicy) -> list[list[int]]:
             continue
         plan = plan_batch(anchor, sorted(waiting), waiting, policy)
         taken += Counter(plan.counts)
-        waiting -= Counter(plan.counts)  # without those of which none are left
+        waiting -= Counter(plan.counts)  # drop lengths of which no text is left
         taken[anchor] -= 1
         batches.append([length for length, count in plan.counts.items() for _ in range(count)])
     return batches
 
 
 def _read(path: Path, key: Mapping[str, Any]) -> dict[int, float] | None:
-    """Tokens/s by budget as remembered for this key, or None."""
+    """Return the stored tokens per second by budget for this key; None without a stored result."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -218,16 +221,13 @@ def _read(path: Path, key: Mapping[str, Any]) -> dict[int, float] | None:
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes the file whole or not at all; a repository may well be read-only."""
-    temporary = ""
+    """Write the file completely or not at all. The repository may be read-only."""
+
+    def write(file: Path) -> None:
+        file.write_text(json.dumps(content), encoding="utf-8")
+        file.chmod(0o644)  # the next server may run as another user
+
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False, encoding="utf-8") as file:
-            temporary = file.name
-            json.dump(content, file)
-        # Temporary files are readable by their owner alone; the next server may be another.
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
+        store_whole(path, write)
     except OSError as error:
-        logger.info("the batch budget cannot be remembered", extra={"reason": error.strerror})
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
+        logger.info("the batch budget cannot be stored", extra={"reason": error.strerror})

@@ -1,1 +1,1 @@
-"""gRPC: the server, the service and its codec, errors to statuses, the guard around every RPC, health."""
+"""gRPC: the server, its services, their protobuf codecs, error statuses, health, and limits for every RPC."""

@@ -1,4 +1,4 @@
-"""Protobuf to what the server works with, and back."""
+"""Decodes requests of encserve.v1 from protobuf, and encodes replies."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -18,7 +18,7 @@ from encserve_server.models.spans import SentSpans
 from encserve_server.models.treatment import EncodeCall
 from encserve_server.outputs import FLOAT_TYPES, MAX_OUTPUTS, OutputSpec
 from encserve_server.rpc.status import code_of, details_of
-from encserve_server.rpc.wire import Part, field, join
+from encserve_server.rpc.wire import Buffer, field, join
 from encserve_server.types.arrays import IndexedRows
 from encserve_server.types.bundles import ModelPooling, TaskSettings
 from encserve_server.types.callers import Priority
@@ -28,13 +28,13 @@ from encserve_server.types.sequences import TokenSequence
 M = TypeVar("M", bound=Message)
 E = TypeVar("E")
 
-# The fields that are written by hand, by their numbers.
+# The numbers of the fields that this module writes without the protobuf library; see `wire`.
 _OUTPUTS = pb.EncodeResponse.OUTPUTS_FIELD_NUMBER
 _DATA = pb.RaggedTensor.DATA_FIELD_NUMBER
 _INDICES = pb.RaggedTensor.INDICES_FIELD_NUMBER
 _RESPONSE = pb.EncodeStreamResponse.RESPONSE_FIELD_NUMBER
 
-# By the numbers that callers send, 0 standing for a default: looking them up in the descriptors takes 10 µs a call.
+# Enum values by the numbers in a request; 0 is the default. A lookup in the protobuf descriptors takes 10 µs a call.
 _OUTPUT_KINDS = {0: OutputKind.TOKENS} | {kind.value: kind for kind in OutputKind}
 _OUTPUT_KIND_NAMES = {kind: pb.OutputKind.Name(kind.value) for kind in OutputKind}
 _SPAN_POOLINGS: dict[int, OutputKind | None] = {0: None} | {kind.value: kind for kind in OutputKind}
@@ -50,31 +50,31 @@ _PRIORITIES: dict[int, Priority] = {
 }
 _TRUNCATES: dict[int, bool] = {pb.TRUNCATION_UNSPECIFIED: False, pb.TRUNCATION_REFUSE: False, pb.TRUNCATION_END: True}
 
-# What callers send differs little, and is short.
-_MOST_OPTIONS = 256
-_MOST_OPTIONS_BYTES = 1024
-# More spans of one input take so much memory while they are pooled that a few inputs would take all of it.
+# The cache of decoded EncodeOptions. Callers send few different options, and short ones.
+_MAX_CACHED_OPTIONS = 256
+_MAX_CACHED_OPTIONS_BYTES = 1024
+# Pooling takes memory for each span. Without this limit, a few inputs could use all memory.
 _MAX_SPANS = 16_384
 
 
 def parse(message_type: type[M], data: bytes) -> M:
-    """Parses a message.
+    """Parse a message.
 
     Raises:
-        MalformedRequest: The bytes are not that message.
+        MalformedRequest: The bytes are not a message of this type.
     """
     try:
         return message_type.FromString(data)
     except DecodeError as error:
         name = message_type.DESCRIPTOR.full_name
-        raise MalformedRequest("", f"{len(data)} bytes that are not a {name}: {error}") from error
+        raise MalformedRequest("", f"the request of {len(data)} bytes is not a valid {name}: {error}") from error
 
 
 def decode_enum(name: str, value: int, values: Mapping[int, E], enum: Any) -> E:
-    """The value that a number stands for.
+    """Return the value for the number of an enum.
 
     Raises:
-        InvalidField: This server does not know it.
+        InvalidField: This server does not know the number.
     """
     if value not in values:
         last = max(enum.values())
@@ -83,17 +83,17 @@ def decode_enum(name: str, value: int, values: Mapping[int, E], enum: Any) -> E:
 
 
 def decode_truncation(name: str, value: int) -> bool:
-    """Whether inputs may be cut."""
+    """Return whether the server may truncate inputs."""
     return decode_enum(name, value, _TRUNCATES, pb.Truncation)
 
 
 def decode_task(name: str, value: int) -> Task:
-    """What texts are."""
+    """Return the task of the texts."""
     return decode_enum(name, value, _TASKS, pb.Task)
 
 
 def decode_float_type(name: str, value: int) -> DataType:
-    """The type of numbers that have more than a sign."""
+    """Return the type of floating-point numbers. Refuse int8 and binary."""
     data_type = decode_enum(name, value, _DATA_TYPES, pb.DataType)
     if data_type not in FLOAT_TYPES:
         raise InvalidField(name, f"{_DATA_TYPE_NAMES[data_type]} is only for outputs of Encode")
@@ -101,26 +101,26 @@ def decode_float_type(name: str, value: int) -> DataType:
 
 
 def check_counts(request: pb.EncodeRequest, model: ServedModel) -> int:
-    """Refuses what counting can refuse, before anything is copied; see `ServedModel.check_counts`.
+    """Check the limits on counts before any data is copied; see `ServedModel.check_counts`.
 
     Returns:
-        How many inputs have spans.
+        The number of inputs with spans.
     """
     inputs, outputs = len(request.inputs), len(request.options.outputs)
-    if inputs > model.limits.max_sequences or outputs > MAX_OUTPUTS:  # too many to look at each
+    if inputs > model.limits.max_sequences or outputs > MAX_OUTPUTS:  # too many to visit each
         model.check_counts(inputs, None, outputs)
     longest = model.bundle.max_sequence_tokens
-    tokens = texts = spans = having = 0
+    tokens = texts = spans = inputs_with_spans = 0
     for i, it in enumerate(request.inputs):
         if it.HasField("spans"):
-            having += 1
+            inputs_with_spans += 1
             spans += _count_spans(f"inputs[{i}].spans", it)
         if it.HasField("token_ids"):
             tokens += min(len(it.token_ids.ids), longest)
         else:
             texts += 1
     model.check_counts(inputs, None if texts else tokens, outputs, spans)
-    return having
+    return inputs_with_spans
 
 
 def _count_spans(name: str, it: pb.Input) -> int:
@@ -128,26 +128,26 @@ def _count_spans(name: str, it: pb.Input) -> int:
     if count > _MAX_SPANS:
         raise InvalidField(f"{name}.starts", f"must be at most {_MAX_SPANS}; was {count}")
     if len(it.spans.ends) != count:
-        raise InvalidField(f"{name}.ends", f"must be as many as starts, {count}; was {len(it.spans.ends)}")
+        raise InvalidField(f"{name}.ends", f"must have {count} values, as starts has; has {len(it.spans.ends)}")
     return count
 
 
-def decode_call(request: pb.EncodeRequest, longest: int, having_spans: int) -> EncodeCall:
-    """Decodes a request that `check_counts` lets through, filling in the protocol's defaults.
+def decode_call(request: pb.EncodeRequest, longest: int, inputs_with_spans: int) -> EncodeCall:
+    """Decode a request that passed `check_counts`, and fill in the defaults.
 
     Args:
         request: The request.
-        longest: No more tokens are copied of each input: a request of a few MiB may hold a million ids.
-        having_spans: What `check_counts` has returned.
+        longest: The most tokens to copy from each input. A request of a few MiB may hold a million ids.
+        inputs_with_spans: The result of `check_counts`.
 
     Raises:
         InvalidField: An enum has a value that this server does not know, or an input is empty or malformed.
     """
     data = request.options.SerializeToString()
-    decode = decode_options if len(data) <= _MOST_OPTIONS_BYTES else decode_options.__wrapped__
+    decode = decode_options if len(data) <= _MAX_CACHED_OPTIONS_BYTES else decode_options.__wrapped__
     options = decode(data)
     inputs = [decode_input(f"inputs[{i}]", it, longest) for i, it in enumerate(request.inputs)]
-    spans = _decode_spans(request.inputs, options.outputs) if having_spans else ()
+    spans = _decode_spans(request.inputs, options.outputs) if inputs_with_spans else ()
     return EncodeCall(
         inputs,
         options.outputs,
@@ -161,7 +161,7 @@ def decode_call(request: pb.EncodeRequest, longest: int, having_spans: int) -> E
 
 
 class Options(NamedTuple):
-    """The fields of EncodeOptions, decoded; see `EncodeCall`."""
+    """The decoded fields of EncodeOptions; see `EncodeCall`."""
 
     outputs: tuple[OutputSpec, ...]
     truncate: bool
@@ -170,9 +170,9 @@ class Options(NamedTuple):
     shape: ReplyShape
 
 
-@lru_cache(_MOST_OPTIONS)
+@lru_cache(_MAX_CACHED_OPTIONS)
 def decode_options(data: bytes) -> Options:
-    """Decodes the bytes of EncodeOptions; remembered, since callers send the same again and again.
+    """Decode the bytes of EncodeOptions. Results are cached, because callers send the same options again and again.
 
     Raises:
         InvalidField: An enum has a value that this server does not know.
@@ -190,10 +190,10 @@ def decode_options(data: bytes) -> Options:
 
 
 def decode_tokenize_call(request: pb.TokenizeRequest) -> TokenizeCall:
-    """Decodes a request whose texts are not too many, filling in every default.
+    """Decode a request, and fill in the defaults. The number of texts was checked before.
 
     Raises:
-        InvalidField: An enum has a value that this server does not know, or that is not for this.
+        InvalidField: An enum has a value that this server does not know, or that Tokenize does not accept.
     """
     return TokenizeCall(
         texts=request.texts,
@@ -206,7 +206,7 @@ def decode_tokenize_call(request: pb.TokenizeRequest) -> TokenizeCall:
 
 
 def encode_reply(model: ServedModel, call: EncodeCall, stream_request_id: str | None, reply: EncodeReply) -> bytes:
-    """The bytes of an EncodeResponse, or with a stream's request id of an EncodeStreamResponse around it."""
+    """Return the bytes of an EncodeResponse. With a stream's request id, an EncodeStreamResponse wraps it."""
     bundle, shape = model.bundle, call.shape
     queue_seconds, compute_seconds = reply.seconds()
     response = pb.EncodeResponse(
@@ -227,20 +227,20 @@ def encode_reply(model: ServedModel, call: EncodeCall, stream_request_id: str | 
         if reply.detail is Detail.TOKENS:
             text = sent if isinstance(sent, str) else None
             fill_tokens(info, sequence, model, shape.with_strings, text, shape.offset_unit)
-    parts: list[Part] = [response.SerializeToString()]
+    parts: list[Buffer] = [response.SerializeToString()]
     for i in range(len(reply.plan.outputs)):
         parts += field(_OUTPUTS, _encode_output(reply, i, shape))
     if stream_request_id is not None:
-        around = pb.EncodeStreamResponse(request_id=stream_request_id).SerializeToString()
-        parts = [around, *field(_RESPONSE, parts)]
-    return join(parts)  # the one copy of the rows
+        wrapper = pb.EncodeStreamResponse(request_id=stream_request_id).SerializeToString()
+        parts = [wrapper, *field(_RESPONSE, parts)]
+    return join(parts)  # the only copy of the rows
 
 
-def _encode_output(reply: EncodeReply, i: int, shape: ReplyShape) -> list[Part]:
-    """The parts of a RaggedTensor: one output of all sequences."""
+def _encode_output(reply: EncodeReply, i: int, shape: ReplyShape) -> list[Buffer]:
+    """Return the parts of a RaggedTensor: one output for all sequences."""
     output = reply.plan.outputs[i]
     arrays = [it.outputs[i] for it in reply.sequences]
-    indices: list[Part] = []
+    indices: list[Buffer] = []
     if isinstance(arrays[0], IndexedRows):
         indices = [it.indices.data.cast("B") for it in arrays if it.indices is not None and it.indices.size]
         arrays = [it.rows for it in arrays]
@@ -259,7 +259,7 @@ def _encode_output(reply: EncodeReply, i: int, shape: ReplyShape) -> list[Part]:
 
 
 def encode_tokens(model: ServedModel, call: TokenizeCall, reply: TokenizeReply) -> bytes:
-    """The bytes of a TokenizeResponse."""
+    """Return the bytes of a TokenizeResponse."""
     bundle = model.bundle
     response = pb.TokenizeResponse(model=bundle.name, model_version=bundle.version, fingerprint=bundle.fingerprint)
     for sequence, text in zip(reply.sequences, call.texts, strict=True):
@@ -270,7 +270,7 @@ def encode_tokens(model: ServedModel, call: TokenizeCall, reply: TokenizeReply) 
 
 
 def encode_stream_error(request_id: str, failure: Failure) -> bytes:
-    """One request's error as its answer in a stream."""
+    """Return the bytes of the reply that reports the error of one request in a stream."""
     error = pb.StreamError(
         code=code_of(failure).value[0],
         message=failure.text,
@@ -282,7 +282,7 @@ def encode_stream_error(request_id: str, failure: Failure) -> bytes:
 
 
 def encode_model_info(model: ServedModel, *, is_default: bool) -> pb.ModelInfo:
-    """Describes a model."""
+    """Describe a model."""
     bundle, limits = model.bundle, model.limits
     pooling = bundle.pooling
     reason = model.not_ready_reason()
@@ -321,7 +321,7 @@ def encode_model_info(model: ServedModel, *, is_default: bool) -> pb.ModelInfo:
         prompts=bundle.prompts,
         default_prompt_name=bundle.default_prompt_name,
         similarity=bundle.similarity,
-        tasks=[_encode_task(task, its) for task, its in bundle.tasks.items()],
+        tasks=[_encode_task(task, settings) for task, settings in bundle.tasks.items()],
         multi_vector_width=bundle.multi_vector.head.width if bundle.multi_vector else 0,
         multi_vector_similarity=bundle.multi_vector.similarity if bundle.multi_vector else "",
         sparse_width=bundle.sparse.width if bundle.sparse else 0,
@@ -343,10 +343,10 @@ def _pooling_name(pooling: ModelPooling | None) -> str:
 
 
 def decode_input(name: str, it: pb.Input, longest: int) -> SentInput:
-    """One input, of which no more than `longest` tokens are copied.
+    """Decode one input. At most `longest` tokens are copied.
 
     Raises:
-        InvalidField: It is empty or malformed.
+        InvalidField: The input is empty or malformed.
     """
     which = it.WhichOneof("input")
     if which == "text":
@@ -356,7 +356,7 @@ def decode_input(name: str, it: pb.Input, longest: int) -> SentInput:
         return SentIds(np.array(ids if len(ids) <= longest else ids[:longest], np.int64), len(ids))
     if which == "embeddings":
         return _decode_vectors(f"{name}.embeddings", it.embeddings, longest)
-    raise InvalidField(name, "must be token_ids, text or embeddings; was none of them")
+    raise InvalidField(name, "must set one of token_ids, text and embeddings; none is set")
 
 
 def _decode_vectors(name: str, it: pb.TokenEmbeddings, longest: int) -> SentVectors:
@@ -368,7 +368,7 @@ def _decode_vectors(name: str, it: pb.TokenEmbeddings, longest: int) -> SentVect
     if len(data) % row_bytes:
         raise InvalidField(
             f"{name}.data",
-            f"must be whole vectors of {width} x {dtype.itemsize} bytes; was {len(data)} bytes",
+            f"must be a multiple of {row_bytes} bytes, the size of a vector; was {len(data)} bytes",
         )
     count = len(data) // row_bytes
     numbers = np.frombuffer(data, dtype, min(count, longest) * width)
@@ -392,7 +392,7 @@ def _decode_shape(options: pb.EncodeOptions) -> ReplyShape:
     if options.include_token_strings and detail is None:
         detail = Detail.TOKENS
     if options.include_token_strings and detail is not Detail.TOKENS and detail is not None:
-        problem = f"is for DETAIL_TOKENS alone; detail is DETAIL_{detail.name}"
+        problem = f"needs DETAIL_TOKENS; options.detail is DETAIL_{detail.name}"
         raise InvalidField("options.include_token_strings", problem)
     return ReplyShape(
         detail,
@@ -403,20 +403,19 @@ def _decode_shape(options: pb.EncodeOptions) -> ReplyShape:
 
 
 def _decode_offset_unit(name: str, value: int) -> OffsetUnit:
-    """What characters are counted in."""
     unit = decode_enum(name, value, _OFFSET_UNITS, pb.OffsetUnit)
     if unit is OffsetUnit.TOKENS:
-        raise InvalidField(name, "OFFSET_UNIT_TOKENS is for spans alone")
+        raise InvalidField(name, "must not be OFFSET_UNIT_TOKENS, which only the unit of spans may be")
     return unit
 
 
 def _decode_spans(inputs: Sequence[pb.Input], outputs: Sequence[OutputSpec]) -> list[SentSpans | None]:
-    """The ranges of each input, None where one has none; at least one has some."""
-    having = [i for i, it in enumerate(inputs) if it.HasField("spans")]
+    """Return the spans of each input, or None for an input without spans. At least one input must have spans."""
+    with_spans = [i for i, it in enumerate(inputs) if it.HasField("spans")]
     if all(it.kind is not OutputKind.SPANS for it in outputs):
-        raise InvalidField(f"inputs[{having[0]}].spans", "is for OUTPUT_KIND_SPANS, which options.outputs lack")
+        raise InvalidField(f"inputs[{with_spans[0]}].spans", "needs OUTPUT_KIND_SPANS in options.outputs")
     decoded: list[SentSpans | None] = [None] * len(inputs)
-    for i in having:
+    for i in with_spans:
         decoded[i] = _decode_ranges(f"inputs[{i}].spans", inputs[i])
     return decoded
 
@@ -427,15 +426,15 @@ def _decode_ranges(name: str, it: pb.Input) -> SentSpans:
     if spans.unit:
         unit = decode_enum(f"{name}.unit", spans.unit, _OFFSET_UNITS, pb.OffsetUnit)
     starts, ends = np.array(spans.starts, np.int64), np.array(spans.ends, np.int64)  # (spans,)
-    behind = starts > ends
-    if behind.any():
-        i = int(behind.argmax())
-        raise InvalidField(f"{name}.starts[{i}]", f"must be at most the range's end, {ends[i]}; was {starts[i]}")
+    reversed_spans = starts > ends
+    if reversed_spans.any():
+        i = int(reversed_spans.argmax())
+        raise InvalidField(f"{name}.starts[{i}]", f"must be at most {ends[i]}, the end of this span; was {starts[i]}")
     return SentSpans(unit, starts, ends)
 
 
 def fill_counts(info: pb.SequenceInfo, sequence: TokenSequence) -> None:
-    """Tells how many tokens a sequence has."""
+    """Set the token counts of a sequence."""
     info.token_count = len(sequence.input)
     info.original_token_count = sequence.original_token_count
     info.truncated = sequence.truncated
@@ -451,15 +450,24 @@ def fill_tokens(
     sent: str | None = None,
     offset_unit: OffsetUnit = OffsetUnit.CODE_POINTS,
 ) -> None:
-    """Tells of every token of a sequence; `sent` is the text that it was made of. Strings only where there are any."""
+    """Set the fields that describe each token of a sequence.
+
+    Args:
+        info: The message to fill.
+        sequence: The sequence.
+        model: The model, whose tokenizer gives the token strings.
+        with_strings: Whether to set the token strings. A model without a tokenizer has none.
+        sent: The text of the sequence; None for token ids or vectors.
+        offset_unit: The unit of the character offsets.
+    """
     if sequence.special is not None:
         info.special.extend(sequence.special.tolist())
     if sequence.char_starts is not None and sequence.char_ends is not None:
         info.token_ids.extend(sequence.input.tolist())
         starts, ends = sequence.char_starts, sequence.char_ends
         if offset_unit is OffsetUnit.UTF8_BYTES and sent is not None and not sent.isascii():
-            places = utf8_offsets(sent)
-            starts, ends = places[starts].tolist(), places[ends].tolist()
+            offsets = utf8_offsets(sent)
+            starts, ends = offsets[starts].tolist(), offsets[ends].tolist()
         info.char_starts.extend(starts)
         info.char_ends.extend(ends)
     if with_strings and model.tokenizer is not None:

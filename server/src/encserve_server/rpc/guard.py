@@ -1,4 +1,4 @@
-"""Around every RPC, what gRPC has of its own: receiving and sending messages, statuses, metrics of RPCs."""
+"""The gRPC side of every RPC: receives and sends messages, converts errors to statuses, and counts calls."""
 
 import asyncio
 import contextlib
@@ -13,14 +13,16 @@ import grpc
 from encserve_server.calls import OPEN_REQUEST_BYTES, Access, Call, Calls, Method
 from encserve_server.error_table import REASONS, STATUSES, Failure, Status
 from encserve_server.errors import DeadlineExpired, MalformedRequest, Naming, PlainNaming, RequestTooLarge
-from encserve_server.ledger import Arrival, Places, Watches, current_task
-from encserve_server.rpc.sending import Sending, close_connections, seconds_to_read
+from encserve_server.ledger import Arrival, Watches, current_task
+from encserve_server.rpc.connections import close_connections
+from encserve_server.rpc.sending import Sending, seconds_to_read
 from encserve_server.rpc.status import code_label, code_of, trailers_of
 from encserve_server.telemetry.metrics import Metrics
+from encserve_server.types.callers import CertificateName, dns_name, uri_name
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Requests = AsyncIterator[bytes]
-# What is registered with gRPC: takes the requests of a call, and gives an answer's bytes or has written them.
+# A handler for gRPC: takes the requests of a call, and returns the bytes of the reply or writes the replies itself.
 Handler = Callable[[Requests, Context], Awaitable[Any]]
 UnaryMethod = Callable[[bytes, Call], Awaitable[bytes]]
 StreamMethod = Callable[["Stream", Call], Awaitable[None]]
@@ -28,23 +30,23 @@ WritingMethod = Callable[[Requests, Call, Context], Awaitable[None]]
 
 _STATUS_ATTRIBUTE = "rpc.response.status_code"
 # The properties of gRPC's auth_context that hold the names of a client certificate.
-_CERTIFICATE_NAMES = ("peer_uri", "peer_dns")
+_CERTIFICATE_NAMES = {"peer_dns": dns_name, "peer_uri": uri_name}
 # gRPC copies a reply before it sends it.
 _REPLY_COPIES = 2
-# A caller that has gone ends its requests first; so much later gRPC has cancelled its call.
+# If a caller disconnects, its requests end first. This much later, gRPC has cancelled the call.
 _GONE_SECONDS = 0.05
 _CHECK = Method("", PlainNaming(), None, answers_while_draining=True, access=Access.OPEN)
 
 
 class RpcGuard:
-    """Receives the requests of RPCs, answers them or turns their errors into statuses, and counts them."""
+    """Wraps the methods of services: receives requests, sends replies or error statuses, and counts calls."""
 
-    def __init__(self, calls: Calls, metrics: Metrics, places: Places, sending: Sending) -> None:
-        """Keep the calls of all protocols, the places of slow requests, and the bound of replies on their way."""
+    def __init__(self, calls: Calls, metrics: Metrics, sending: Sending) -> None:
+        """Keep the calls of all protocols, the metrics, and the time limits of replies."""
         self._calls = calls
         self._metrics = metrics
-        self._places = places
         self._watches = Watches()
+        self._contexts: dict[Call, Context] = {}  # of open calls
         self._sending = sending
 
     def method(
@@ -57,14 +59,14 @@ class RpcGuard:
         answers_while_draining: bool = False,
         access: Access = Access.CALLERS,
     ) -> Method:
-        """An RPC that is counted and traced; `kind` is "unary", "server_stream" or "bidi_stream"."""
+        """Return an RPC with metrics and traces. `kind` is "unary", "server_stream" or "bidi_stream"."""
         observer = _RpcObserver(self._metrics, (kind, service, name))
         return self._method(
             f"{service}/{name}", naming, observer, answers_while_draining=answers_while_draining, access=access
         )
 
     def request_method(self, service: str, name: str, naming: Naming) -> Method:
-        """The requests of a stream, whose errors count as errors of the stream's RPC."""
+        """Return a method for the requests of a stream. Their errors count as errors of the RPC."""
         observer = _RequestObserver(self._metrics, ("bidi_stream", service, name))
         return self._method("request", naming, observer, log_name=f"{service}/{name} request")
 
@@ -91,9 +93,9 @@ class RpcGuard:
         )
 
     def unary(self, method: Method, answer: UnaryMethod) -> Handler:
-        """The handler of an RPC with one request and one answer.
+        """Return the handler of an RPC with one request and one reply.
 
-        It is registered as one that reads its requests itself: gRPC would wait for the request without a bound.
+        The handler reads the request itself, because gRPC would wait for the request without a time limit.
         """
 
         async def handle(_: Requests, context: Context) -> bytes:
@@ -111,7 +113,7 @@ class RpcGuard:
         return handle
 
     def server_stream(self, method: Method, answer: Callable[[bytes, Call, Context], Awaitable[None]]) -> Handler:
-        """The handler of an RPC with one request, which writes its answers."""
+        """Return the handler of an RPC with one request and many replies. The method writes the replies."""
 
         async def write(_: Requests, call: Call, context: Context) -> None:
             await answer(await self._receive(method, call, context), call, context)
@@ -119,31 +121,34 @@ class RpcGuard:
         return self._writing(method, write)
 
     def bidi_stream(self, method: Method, answer: StreamMethod) -> Handler:
-        """The handler of an RPC with many requests, which writes its answers."""
+        """Return the handler of an RPC with many requests. The method reads requests and writes replies."""
 
         async def write(_: Requests, call: Call, context: Context) -> None:
-            with self._places.stream(call.account) as place:
-                await answer(Stream(context, self._places, place, call), call)
+            with Arrival(self._calls.places, call.account, is_stream=True) as place:
+                await answer(Stream(context, place, call), call)
 
         return self._writing(method, write)
 
     def listing_stream(self, name: str, answer: Callable[[Requests, Context], Awaitable[None]]) -> Handler:
-        """As `check`, of an RPC with many requests that tells what is served; its failures are counted and logged."""
+        """Return the handler of an RPC with many requests that lists models or services.
+
+        Only failures are counted and logged.
+        """
         method = Method(name, PlainNaming(), None, answers_while_draining=True, access=Access.LISTING)
 
         async def write(requests: Requests, call: Call, context: Context) -> None:
-            with self._places.stream(call.account, is_open=True):
-                await answer(_small(requests, call), context)
+            with Arrival(self._calls.places, call.account, is_open=True, is_stream=True):
+                await answer(_checked(requests, call), context)
 
         return self._writing(method, write)
 
     def check(self, answer: Callable[[bytes, Context], Awaitable[Any]]) -> Handler:
-        """The handler of an RPC with one request that is counted and traced nowhere, as health checks are."""
+        """Return the handler of an RPC with one request, without metrics and traces. Health checks use it."""
 
         async def handle(_: Requests, context: Context) -> Any:
-            call = self._calls.begin(_CHECK, peer=_Peer(context))
+            call = self._begin(_CHECK, context)
             data = b""
-            with call, _caller_gone():
+            with call, _cancelled_if_disconnected():
                 data = await answer(await self._read(_CHECK, call, context), context)
             if call.failure is not None:
                 await _abort(context, call.failure)
@@ -152,7 +157,7 @@ class RpcGuard:
         return handle
 
     def watch(self, answer: Callable[[bytes, Context], Awaitable[None]]) -> Handler:
-        """As `check`, for an RPC that stays open to tell of changes. The ledger bounds the number of watches."""
+        """Return the handler of a health watch, without metrics and traces. The number of watches is limited."""
 
         async def watch(data: bytes, context: Context) -> None:
             with self._watches.hold(f"address {_Peer(context).address().rpartition(':')[0]}"):
@@ -163,7 +168,7 @@ class RpcGuard:
     def _writing(self, method: Method, answer: WritingMethod) -> Handler:
         async def handle(requests: Requests, context: Context) -> None:
             call = self._begin(method, context)
-            with call, _caller_gone():
+            with call, _cancelled_if_disconnected():
                 call.accept()
                 await answer(requests, call, context)
             if call.failure is not None:
@@ -174,35 +179,41 @@ class RpcGuard:
         return handle
 
     def _begin(self, method: Method, context: Context) -> Call:
-        """The call of a context; it is released when gRPC's task for it ends, and so when the answer has left."""
+        """Begin the call of a context. It is released when gRPC's task ends, after the reply was sent."""
         calls = self._calls
         remaining_s = context.time_remaining()
         deadline = math.inf if remaining_s is None else calls.clock.now() + remaining_s
         metadata = (context.invocation_metadata() or ()) if calls.reads_metadata else ()
         call = calls.begin(method, metadata, deadline, _Peer(context))
+        self._contexts[call] = context
         current_task().add_done_callback(partial(self._end, call))
         return call
 
+    def busy_peers(self) -> set[str]:
+        """Return the peers with an open call, as gRPC names them."""
+        return {context.peer() for context in self._contexts.values()}
+
     def _end(self, call: Call, _: object) -> None:
+        del self._contexts[call]
         self._sending.end(call)
         call.release()
 
     async def _receive(self, method: Method, call: Call, context: Context) -> bytes:
-        """The one request of a call, whose bytes the call holds."""
+        """Read the only request of a call, and count its bytes for the call."""
         data = await self._read(method, call, context)
         call.hold(len(data))
         return data
 
     async def _read(self, method: Method, call: Call, context: Context) -> bytes:
-        """Read the one request of a call.
+        """Read the only request of a call.
 
         Raises:
-            BudgetFull: The request is slow, and there is no place for it.
-            DeadlineExpired: The request does not arrive.
+            BudgetFull: The request is slow, and all places for slow requests are taken.
+            DeadlineExpired: The request does not arrive in time.
             MalformedRequest: The call has no request.
         """
         is_open = method.access.is_open
-        with self._places.arriving(call.account, is_open=is_open):
+        with Arrival(self._calls.places, call.account, is_open=is_open):
             data = await context.read()
         if not isinstance(data, bytes):
             await asyncio.sleep(_GONE_SECONDS)
@@ -221,20 +232,20 @@ class _Peer:
         self._context = context
 
     def address(self) -> str:
-        """As gRPC has it, ipv4:127.0.0.1:50051, without the kind."""
+        """Return the address and port, such as 127.0.0.1:50051. gRPC writes "ipv4:" or "ipv6:" before it."""
         return urllib.parse.unquote(self._context.peer().partition(":")[2])
 
-    def certificate_names(self) -> list[str]:
-        """Those that gRPC has verified."""
+    def certificate_names(self) -> list[CertificateName]:
+        """Return the DNS and URI names of the client certificate, which gRPC has verified."""
         properties = self._context.auth_context()
-        return [name.decode() for kind in _CERTIFICATE_NAMES for name in properties.get(kind, ())]
+        return [make(name.decode()) for key, make in _CERTIFICATE_NAMES.items() for name in properties.get(key, ())]
 
 
 class _RpcObserver:
-    """Counts the calls of an RPC as go-grpc-middleware does."""
+    """Counts the calls of an RPC, with the metrics of go-grpc-middleware."""
 
     def __init__(self, metrics: Metrics, labels: tuple[str, str, str]) -> None:
-        """Looks every child up once; `labels` are the RPC's type, service and name."""
+        """Look up the metrics of the RPC. `labels` are its type, service and name."""
         metrics.zero([labels], map(code_label, grpc.StatusCode), REASONS)
         self._started = metrics.started.labels(*labels)
         self._handling_seconds = metrics.handling_seconds.labels(*labels)
@@ -243,11 +254,11 @@ class _RpcObserver:
         self._refused = {reason: metrics.refused.labels(reason) for reason in REASONS}
 
     def began(self) -> None:
-        """A call has begun."""
+        """Count a call that begins."""
         self._started.inc()
 
     def ended(self, status: Status, reason: str, seconds: float) -> None:
-        """A call has ended after so long."""
+        """Count a call that ended, with its duration."""
         self._handled[status].inc()
         self._handling_seconds.observe(seconds)
         if reason:
@@ -258,7 +269,7 @@ class _RequestObserver(_RpcObserver):
     """Counts the failed requests of a stream."""
 
     def ended(self, status: Status, reason: str, seconds: float) -> None:
-        """A request has been answered; those that were answered well are the stream's."""
+        """Count a request that failed. A successful request does not count, only its stream."""
         if reason:
             self._handled[status].inc()
             self._refused[reason].inc()
@@ -267,39 +278,38 @@ class _RequestObserver(_RpcObserver):
 class Stream:
     """The requests and answers of one stream."""
 
-    def __init__(self, context: Context, places: Places, place: Arrival, call: Call) -> None:
+    def __init__(self, context: Context, place: Arrival, call: Call) -> None:
         """Keep gRPC's context, the stream's place and the stream's call."""
         self._context = context
         self._call = call
-        self._places = places
         self._place = place
         self._unanswered = 0
 
     async def read(self) -> object:
-        """The next request's bytes; at the end of the stream gRPC's marker for it, which is not bytes.
+        """Return the bytes of the next request. At the end of the stream, return a gRPC constant that is not bytes.
 
         Raises:
-            Unauthenticated: The caller has been revoked.
+            Unauthenticated: The key of the caller was revoked.
         """
         data: object = await self._context.read()
         if isinstance(data, bytes):
             self._call.recheck()
         self._unanswered += 1
-        self._places.progress(self._place, is_idle=False)
+        self._place.progress(is_idle=False)
         return data
 
     async def write(self, data: bytes) -> None:
-        """Writes an answer; see `write_in_time`."""
+        """Write a reply; see `write_in_time`."""
         await write_in_time(self._context, data)
         self._unanswered -= 1
-        self._places.progress(self._place, is_idle=not self._unanswered)
+        self._place.progress(is_idle=not self._unanswered)
 
 
 async def write_in_time(context: Context, data: bytes) -> None:
-    """Writes a message of a stream. It holds memory, so a caller that does not read has its connection closed.
+    """Write a message of a stream. If the caller does not read the message in time, close the connection.
 
     Raises:
-        DeadlineExpired: The caller has read nothing for too long.
+        DeadlineExpired: The caller did not read the message in time.
     """
     limit_s = seconds_to_read(len(data))
     try:
@@ -310,7 +320,8 @@ async def write_in_time(context: Context, data: bytes) -> None:
         raise DeadlineExpired(f"the caller did not read a message within {limit_s:.0f} s") from None
 
 
-async def _small(requests: Requests, call: Call) -> Requests:
+async def _checked(requests: Requests, call: Call) -> Requests:
+    """Yield the requests of a stream, after checks of their size and of the caller's key."""
     async for data in requests:
         call.recheck()
         _check_small(data)
@@ -318,14 +329,14 @@ async def _small(requests: Requests, call: Call) -> Requests:
 
 
 def _check_small(data: bytes) -> None:
-    """Refuses what need not be parsed: such a request has a name, and its caller may have no key."""
+    """Refuse a large request before it is parsed. A valid request is small, and the caller may have no key."""
     if len(data) > OPEN_REQUEST_BYTES:
         raise RequestTooLarge("", f"the request must be at most {OPEN_REQUEST_BYTES} bytes; was {len(data)}")
 
 
 @contextlib.contextmanager
-def _caller_gone() -> Iterator[None]:
-    """Ends the call of a caller that went in the middle of a write."""
+def _cancelled_if_disconnected() -> Iterator[None]:
+    """Raise CancelledError if the caller disconnected during a write."""
     try:
         yield
     except grpc.aio.InternalError as error:
@@ -333,11 +344,11 @@ def _caller_gone() -> Iterator[None]:
 
 
 async def _abort(context: Context, failure: Failure) -> None:
-    """Ends a call with an error; the handler is to return at once, and grpcio then raises what `abort` raised again.
+    """End a call with an error. The handler must return after this; grpcio then raises the exception of `abort` again.
 
-    Only `abort` sends a status without a message before it, which gRPC's and Envoy's own retries depend on. But grpcio
-    keeps its exception beside the call: with a traceback, the call and the frames that handled it would be a cycle,
-    which only the collector can free, for every call that is refused.
+    The retries of gRPC clients and of Envoy need a status without a message before it, which only `abort` sends. grpcio
+    keeps the exception in the call. With its traceback, the exception and the frames of the handler would be a
+    reference cycle, so only the garbage collector could free a refused call.
     """
     try:
         await context.abort(code_of(failure), failure.text, trailers_of(failure))

@@ -1,4 +1,4 @@
-"""grpc.health.v1, driven by the state of the engines."""
+"""grpc.health.v1: reports whether models and services are ready."""
 
 import asyncio
 import contextlib
@@ -24,53 +24,53 @@ _STATUSES = {
     False: health_pb2.HealthCheckResponse.NOT_SERVING,
     None: health_pb2.HealthCheckResponse.SERVICE_UNKNOWN,
 }
-# A batch that is stuck sends no event, so health also looks by itself.
+# A stuck batch sends no event, so readiness is also polled.
 _POLL_SECONDS = 1.0
 
 
 class HealthService:
     """The handlers of grpc.health.v1.Health.
 
-    Not the library's: it holds a lock while it writes to a watcher, so that one who does not read would stop health
-    for everybody, and the server's end.
+    The class of the grpcio library holds a lock while it writes to a watcher. There, a watcher that does not read would
+    block the health checks of all callers and the stop of the server.
 
     Attributes:
-        serving: Each name, and whether it serves; any thread may read it.
+        serving: Whether each name is SERVING; any thread may read it.
     """
 
     def __init__(self) -> None:
-        """Knows no name."""
+        """Start without names."""
         self.serving: dict[str, bool] = {}
         self._changed = asyncio.Event()
         self._ending = False
 
     def handlers(self, guard: RpcGuard) -> dict[str, Handler]:
-        """The methods by their names."""
+        """Return the handlers by method name."""
         return {"Check": guard.check(self.check), "Watch": guard.watch(self.watch)}
 
     def set_status(self, serving: Mapping[str, bool]) -> None:
-        """Sets names to SERVING or NOT_SERVING; watchers are woken only by a change."""
+        """Set names to SERVING or NOT_SERVING. Watchers wake only if a status changes."""
         if not serving.items() <= self.serving.items():
             self.serving |= serving
             self._wake_watchers()
 
     def end(self) -> None:
-        """Ends the calls of watchers, each after the last status has been sent to it."""
+        """End all watches, after the last status was sent to each of them."""
         self._ending = True
         self._wake_watchers()
 
     async def check(self, data: bytes, context: Context) -> bytes:
-        """The status of a name now."""
+        """Return the status of a name."""
         del context
         name = parse(health_pb2.HealthCheckRequest, data).service
         if name not in self.serving:
-            # Not those of models: callers need no key.
+            # Without the names of models: a caller needs no key to see this error.
             services = ", ".join(repr(it) for it in self.serving if "/" not in it)
             raise ModelNotFound("service", f"must be one of {services}, or SERVICE/MODEL for one model")
         return self._response(name)
 
     async def watch(self, data: bytes, context: Context) -> None:
-        """The status of a name, now and whenever it changes."""
+        """Send the status of a name, at first and after each change."""
         name = parse(health_pb2.HealthCheckRequest, data).service
         last_sent = b""
         while True:
@@ -92,17 +92,17 @@ class HealthService:
 
 
 class ModelHealth:
-    """Keeps the health service in step with the models.
+    """Updates the health service and the metric `encserve_ready` when models become ready or stop being ready.
 
-    Two kinds of names: "" and those of services, SERVING while every model is ready; and `SERVICE/MODEL`, of the
-    encoder service, for each model alone, for balancers that route by model. `encserve_ready` says the same of each
+    "" and the names of services are SERVING while all models are ready. `SERVICE/MODEL`, with the name of the encoder
+    service, is the status of one model, for load balancers that route by model. `encserve_ready` is the status of each
     version.
     """
 
     def __init__(
         self, service: HealthService, encoder_name: str, metrics: Metrics, other_names: Sequence[str] = ()
     ) -> None:
-        """Begins with NOT_SERVING; takes the full names of the encoder service and of other services."""
+        """Start with NOT_SERVING. The names are the full names of the encoder service and of other services."""
         self._service = service
         self._names = ("", encoder_name, *other_names)
         self._service.set_status(dict.fromkeys(self._names, False))
@@ -110,29 +110,29 @@ class ModelHealth:
         self._metrics = metrics
         self._models: Sequence[ServedModel] = ()
         self._changed = asyncio.Event()
-        self._following: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     def watch(self, models: Sequence[ServedModel]) -> None:
-        """Follows these models, and no others, from now on."""
+        """Watch these models from now on, in place of those before."""
         for name, version in {model.key for model in self._models} - {model.key for model in models}:
             self._metrics.ready.labels(name, version).set(0)
         self._models = models
         self._changed.set()
-        if self._following is None:
-            self._following = asyncio.get_running_loop().create_task(
+        if self._watching is None:
+            self._watching = asyncio.get_running_loop().create_task(
                 repeat(self._look, _POLL_SECONDS, wake=self._changed), name="encserve-health"
             )
 
     def changed(self) -> None:
-        """To be called when a model's readiness may have changed."""
+        """Check the readiness of all models soon. Call this if it may have changed."""
         self._changed.set()
 
     async def shut_down(self) -> None:
-        """Sets NOT_SERVING for good."""
-        if self._following is not None:
-            self._following.cancel()
+        """Set NOT_SERVING, and stop watching the models."""
+        if self._watching is not None:
+            self._watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._following
+                await self._watching
         for model in self._models:
             self._metrics.ready.labels(*model.key).set(0)
         self._service.set_status(dict.fromkeys(self._service.serving, False))

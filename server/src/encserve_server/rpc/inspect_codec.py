@@ -1,4 +1,4 @@
-"""Inspections: protobuf to what the server works with, and back."""
+"""Decodes requests of Inspect from protobuf, and encodes replies."""
 
 from collections.abc import Iterator, Sequence
 
@@ -19,17 +19,17 @@ from encserve_server.types.bundles import Bundle
 from encserve_server.types.inspections import InspectKind, InspectTensor
 from encserve_server.types.requests import DataType
 
-# Small enough that sending one delays no other call, large enough that there are few.
+# A larger chunk would delay other calls; smaller chunks would be too many.
 _CHUNK_BYTES = 256 * 1024
 
 
 def decode_inspect_call(request: pb.InspectRequest, model: ServedModel) -> InspectCall:
-    """Decodes an inspection, filling in every default.
+    """Decode a request of Inspect, and fill in the defaults.
 
     Raises:
-        InspectUnavailable: The model cannot be inspected; then its layers may not be known either.
-        InvalidField: There is no input, an enum has a value that this server does not know, or a kind or layer is asked
-            for twice or is not in the model.
+        InspectUnavailable: The model cannot be inspected.
+        InvalidField: The input is missing or has spans, or this server does not know the value of an enum. Or a kind or
+            a layer is requested twice, or the model does not have it.
     """
     model.check_inspectable()
     if request.input.HasField("spans"):
@@ -45,7 +45,7 @@ def decode_inspect_call(request: pb.InspectRequest, model: ServedModel) -> Inspe
 
 
 def encode_inspect_header(model: ServedModel, call: InspectCall, reply: InspectReply) -> pb.InspectResponse:
-    """Builds the first message of an inspection's answer."""
+    """Return the first message of a reply."""
     bundle, inspection = model.bundle, reply.inspection
     header = pb.InspectHeader(
         model=bundle.name,
@@ -73,7 +73,7 @@ def encode_inspect_header(model: ServedModel, call: InspectCall, reply: InspectR
 
 
 def encode_chunks(tensors: Sequence[InspectTensor], data_type: DataType) -> Iterator[pb.InspectResponse]:
-    """Builds the other messages, each when it is asked for: the tensors' bytes, one after another."""
+    """Yield the messages after the header. They hold the bytes of the tensors, one tensor after another."""
     for i, tensor in enumerate(tensors):
         for part in tensor.parts:
             with np.errstate(over="ignore"):
@@ -96,7 +96,7 @@ def _decode_specs(specs: Sequence[pb.InspectSpec], bundle: Bundle) -> list[tuple
             raise InvalidField(f"{name}.kind", f"must be a value of InspectKind, 1 to {last}; was {spec.kind}")
         kind = InspectKind(spec.kind)
         if kind in wanted:
-            raise InvalidField(name, f"asks for the same kind as tensors[{list(wanted).index(kind)}]")
+            raise InvalidField(name, f"requests the same kind as tensors[{list(wanted).index(kind)}]")
         wanted[kind] = _decode_layers(name, kind, spec.layers, bundle)
     return list(wanted.items())
 
@@ -104,7 +104,7 @@ def _decode_specs(specs: Sequence[pb.InspectSpec], bundle: Bundle) -> list[tuple
 def _decode_layers(name: str, kind: InspectKind, layers: Sequence[int], bundle: Bundle) -> tuple[int, ...]:
     if kind is InspectKind.POSITIONS:
         if bundle.position not in ("learned", "sinusoidal"):
-            raise InvalidField(f"{name}.kind", f"model {bundle.name} adds nothing for a token's place")
+            raise InvalidField(f"{name}.kind", f"model {bundle.name} adds no position vectors to tokens")
         if layers:
             raise InvalidField(f"{name}.layers", f"must be empty for positions; was {list(layers[:8])}")
         return ()
@@ -113,5 +113,7 @@ def _decode_layers(name: str, kind: InspectKind, layers: Sequence[int], bundle: 
         if layer >= count:
             raise InvalidField(f"{name}.layers[{i}]", f"must be from 0 to {count - 1}; was {layer}")
         if i and layer <= layers[i - 1]:
-            raise InvalidField(f"{name}.layers[{i}]", f"must be more than the one before, {layers[i - 1]}; was {layer}")
+            raise InvalidField(
+                f"{name}.layers[{i}]", f"must be greater than {layers[i - 1]}, the layer before; was {layer}"
+            )
     return tuple(layers) or tuple(range(count))

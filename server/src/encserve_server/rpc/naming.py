@@ -1,4 +1,4 @@
-"""What the fields of encserve.v1 are called, in errors."""
+"""Names of the fields and values of encserve.v1, for error messages."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -47,14 +47,14 @@ _ENUMS: dict[type[Enum], Any] = {
 
 
 class RpcNaming:
-    """The names of one request message's fields."""
+    """The names of the fields of one request message."""
 
     def __init__(self, names: Mapping[Part, str]) -> None:
-        """Takes a name for each part that the message has; `{at}` in it stands for the input or output."""
+        """Take a name for each part of the message. `{at}` in a name is the index of the input or output."""
         self._names = names
 
     def field(self, path: FieldPath) -> str:
-        """As in `inputs[3].token_ids.ids[17]`."""
+        """Return the name of a field, such as `inputs[3].token_ids.ids[17]`."""
         name = self._names[path.part]
         name = name.replace("[{at}]", "" if path.at is None else f"[{path.at}]")
         if path.place is None:
@@ -62,7 +62,7 @@ class RpcNaming:
         return f"{name}.ids[{path.place}]" if path.part is Part.IDS else f"{name}[{path.place}]"
 
     def value(self, value: Enum) -> str:
-        """As in `TASK_QUERY`."""
+        """Return the name of an enum value, such as `TASK_QUERY`."""
         enum = _ENUMS.get(type(value))
         return value.name if enum is None else str(enum.Name(value.value))
 

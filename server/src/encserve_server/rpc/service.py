@@ -1,4 +1,4 @@
-"""The RPCs: decode → encode → build. Messages come and go as bytes, so that parsing them is guarded like the rest."""
+"""The RPCs of encserve.v1. Handlers take and return bytes, so that the guard also handles errors of parsing."""
 
 import asyncio
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from encserve_server.rpc.guard import Context, Handler, RpcGuard, Stream, write_
 from encserve_server.rpc.streams import Answer, answer_one, answer_stream
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
-# Each method with its type, as grpc_server_* metrics name it.
+# The type of each method, as in the grpc_server_* metrics.
 METHODS = {
     "Encode": "unary",
     "EncodeStream": "bidi_stream",
@@ -25,7 +25,7 @@ METHODS = {
 }
 _ACCESS = {"Inspect": Access.INSPECT, "ListModels": Access.LISTING, "GetModel": Access.LISTING}
 _MAX_REQUEST_ID_BYTES = 128
-# How long a caller of Inspect may take to read everything.
+# The time in which a caller of Inspect must read the whole reply.
 _ANSWER_SECONDS = 300.0
 
 
@@ -33,14 +33,14 @@ class EncoderService:
     """The handlers of encserve.v1.EncoderService."""
 
     def __init__(self, calls: Calls, *, inspect_pool: Executor, max_stream_in_flight: int) -> None:
-        """Takes the calls of all protocols, and the threads in which inspections are written."""
+        """Keep the calls of all protocols and the threads that encode the replies of Inspect."""
         self._calls = calls
         self._catalog = calls.catalog
         self._inspect_pool = inspect_pool
         self._max_stream_in_flight = max_stream_in_flight
 
     def handlers(self, guard: RpcGuard) -> dict[str, Handler]:
-        """The methods by their names."""
+        """Return the handlers by method name."""
         self._request = guard.request_method(SERVICE_NAME, "EncodeStream", naming.ENCODE)
         names = {"Inspect": naming.INSPECT, "Tokenize": naming.TOKENIZE}
         methods = {
@@ -63,11 +63,11 @@ class EncoderService:
         }
 
     async def encode(self, data: bytes, call: Call) -> bytes:
-        """One request, one response."""
+        """Answer one request."""
         return await self._encode(codec.parse(pb.EncodeRequest, data), call)
 
     async def encode_stream(self, stream: Stream, stream_call: Call) -> None:
-        """Many requests, each answered as soon as it is ready; at most `max_stream_in_flight` at a time."""
+        """Answer many requests, each as soon as its reply is ready; at most `max_stream_in_flight` at a time."""
 
         async def answer(data: bytes) -> Answer:
             request = codec.parse(pb.EncodeStreamRequest, data)
@@ -81,7 +81,7 @@ class EncoderService:
         await answer_stream(stream.read, answer, stream.write, max_in_flight=limit, draining=self._calls.draining)
 
     async def inspect(self, data: bytes, call: Call, context: Context) -> None:
-        """What happens inside a model: the header, then the numbers in chunks."""
+        """Send attention weights and hidden states of one input: first the header, then the numbers in chunks."""
         request = codec.parse(pb.InspectRequest, data)
         model = self._resolve(request, 1, call)
         decoded = inspect_codec.decode_inspect_call(request, model)
@@ -93,14 +93,14 @@ class EncoderService:
                 async with asyncio.timeout(_ANSWER_SECONDS):
                     await self._send(model, decoded, reply, context)
             except TimeoutError:
-                raise DeadlineExpired(f"the answer was not read within {_ANSWER_SECONDS:.0f} s") from None
+                raise DeadlineExpired(f"the caller did not read the reply within {_ANSWER_SECONDS:.0f} s") from None
             finally:
                 if call.span is not None:
                     call.span.stage("send", began, self._calls.clock.now())
 
     async def _send(self, model: ServedModel, call: InspectCall, reply: InspectReply, context: Context) -> None:
-        """Sends an inspection's answer, each chunk when the one before has left."""
-        # By itself, since grpcio cannot answer with an error while it is under way with the first message.
+        """Send the reply of an inspection. A chunk is encoded when gRPC has sent the chunk before."""
+        # Sent before the first message: grpcio cannot send an error while it sends metadata and a message together.
         await context.send_initial_metadata(())
         header = inspect_codec.encode_inspect_header(model, call, reply)
         await write_in_time(context, header.SerializeToString())
@@ -110,20 +110,20 @@ class EncoderService:
             await write_in_time(context, chunk)
 
     async def tokenize(self, data: bytes, call: Call) -> bytes:
-        """The tokens of texts, with no model run; so it is answered whether or not the engine is ready."""
+        """Return the tokens of texts. The model does not run, so the engine need not be ready."""
         request = codec.parse(pb.TokenizeRequest, data)
         model = call.resolve(len(request.texts), request.model, request.model_version)
         decoded = codec.decode_tokenize_call(request)
         return await call.tokenize(model, decoded, partial(codec.encode_tokens, model, decoded))
 
     async def list_models(self, data: bytes, call: Call) -> bytes:
-        """Every model that is loaded, and that the caller may use."""
+        """Return every loaded model that the caller may use."""
         codec.parse(pb.ListModelsRequest, data)
         models = [self._info(model) for model in self._catalog.all() if call.may_use(model)]
         return pb.ListModelsResponse(models=models).SerializeToString()
 
     async def get_model(self, data: bytes, call: Call) -> bytes:
-        """One model."""
+        """Return one model."""
         request = codec.parse(pb.GetModelRequest, data)
         model = call.resolve(0, request.model, request.model_version)
         return pb.GetModelResponse(model=self._info(model)).SerializeToString()
@@ -136,15 +136,15 @@ class EncoderService:
         return call.resolve(sequences, request.model, request.model_version, *expected)
 
     async def _encode(self, request: pb.EncodeRequest, call: Call, stream_request_id: str | None = None) -> bytes:
-        """The bytes of an EncodeResponse, or with a stream's request id of an EncodeStreamResponse around it."""
+        """Return the bytes of an EncodeResponse. With a stream's request id, an EncodeStreamResponse wraps it."""
         model = self._resolve(request, len(request.inputs), call)
-        having_spans = codec.check_counts(request, model)
-        decoded = codec.decode_call(request, model.bundle.max_sequence_tokens, having_spans)
+        inputs_with_spans = codec.check_counts(request, model)
+        decoded = codec.decode_call(request, model.bundle.max_sequence_tokens, inputs_with_spans)
         del request
         return await call.encode(model, decoded, partial(codec.encode_reply, model, decoded, stream_request_id))
 
     async def _encode_one(self, request: pb.EncodeStreamRequest, call: Call) -> bytes:
-        """The bytes of one stream request's answer."""
+        """Return the bytes of the reply to one request of a stream."""
         size = len(request.request_id.encode())
         if not 1 <= size <= _MAX_REQUEST_ID_BYTES:
             raise InvalidField("request_id", f"must be 1 to {_MAX_REQUEST_ID_BYTES} bytes; was {size}")
@@ -152,6 +152,6 @@ class EncoderService:
 
 
 def _next_chunk(chunks: Iterator[pb.InspectResponse]) -> bytes:
-    """The next message's bytes; empty at the end."""
+    """Return the bytes of the next message; empty bytes at the end."""
     chunk = next(chunks, None)
     return b"" if chunk is None else chunk.SerializeToString()

@@ -1,4 +1,4 @@
-"""Streams of requests that are answered each by itself: reading, answering and writing at once, with a bound."""
+"""Answers the requests of a stream independently. Reading, answering and writing run concurrently, with a limit."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,15 +10,15 @@ from encserve_server.calls import Call
 from encserve_server.error_table import Failure
 from encserve_server.errors import Draining
 
-# An answer, and the call that holds its memory until it has been written.
+# The bytes of a reply, and the call that accounts for their memory until they are written.
 Answer = tuple[bytes, Call]
 
 
-class _CutShort(Enum):
-    CUT_SHORT = "the server drains"
+class _Drained(Enum):
+    DRAINED = "the server is stopping"
 
 
-CUT_SHORT = _CutShort.CUT_SHORT
+_DRAINED = _Drained.DRAINED
 
 
 async def answer_stream(
@@ -29,21 +29,21 @@ async def answer_stream(
     max_in_flight: int,
     draining: asyncio.Event,
 ) -> None:
-    """Answers many requests, each as soon as it is ready; at most `max_in_flight` at a time.
+    """Answer the requests of a stream, each as soon as its reply is ready; at most `max_in_flight` at a time.
 
-    A place is given back only when an answer has been written, so a caller that does not read stops being read.
-    Only this function writes: gRPC cannot end a call with an error while a message is under way.
+    A request counts as in flight until its reply is written. So the server reads no more requests from a caller that
+    does not read replies. Only this function writes: gRPC cannot end a call with an error while it writes a message.
 
     Args:
-        read: Gives the next request, and at the end something other than bytes.
+        read: Returns the next request. At the end of the stream, returns a value that is not bytes.
         answer: Answers one request.
-        write: Writes one answer.
-        max_in_flight: How many requests are read and not yet answered, at most.
-        draining: Set from when no more requests are read.
+        write: Writes one reply.
+        max_in_flight: The most requests that are read and not yet answered.
+        draining: Set when the server stops. Then no more requests are read.
 
     Raises:
-        Draining: The server drains; what had been read is answered.
-        DeadlineExpired: The caller does not read.
+        Draining: The server is stopping. The requests that were read before are answered.
+        DeadlineExpired: The caller does not read the replies.
     """
     places = asyncio.Semaphore(max_in_flight)
     answers: asyncio.Queue[Answer | None] = asyncio.Queue()
@@ -57,24 +57,24 @@ async def answer_stream(
             finally:
                 call.release()
             places.release()
-            del ready, data  # large, and the next may be long in coming
+            del ready, data  # large, and the next reply may take long
         await answering
     finally:
-        # Not awaited: gRPC may cancel this task meanwhile, and nothing may be left behind then.
+        # Not awaited: gRPC may cancel this task during the wait, and then the replies would not be released.
         answering.add_done_callback(partial(_release_unsent, answers))
         answering.cancel()
 
 
 async def answer_one(
-    call: Call, size: int, work: Callable[[], Awaitable[bytes]], of_failure: Callable[[Failure], bytes]
+    call: Call, size: int, work: Callable[[], Awaitable[bytes]], encode_failure: Callable[[Failure], bytes]
 ) -> Answer:
-    """One request's answer; its error is an answer too.
+    """Answer one request of a stream. An error becomes a reply too.
 
     Args:
         call: The call of the request.
-        size: The bytes that the request has taken.
-        work: What answers it.
-        of_failure: Makes the answer of an error.
+        size: The size of the request in bytes.
+        work: Computes the reply.
+        encode_failure: Returns the reply for an error.
     """
     data = b""
     try:
@@ -82,7 +82,7 @@ async def answer_one(
             call.hold(size)
             data = await work()
         if call.failure is not None:
-            data = of_failure(call.failure)
+            data = encode_failure(call.failure)
     except BaseException:  # the stream has ended
         call.release()
         raise
@@ -96,36 +96,36 @@ async def _answer_all(
     answers: "asyncio.Queue[Answer | None]",
     draining: asyncio.Event,
 ) -> None:
-    """Answers a stream's requests, in the order in which they are ready, until there are no more."""
+    """Put the replies into the queue, each as soon as it is ready, until the end of the stream."""
 
-    async def give(data: bytes) -> None:
+    async def put_answer(data: bytes) -> None:
         answers.put_nowait(await answer(data))
 
-    drains = asyncio.ensure_future(draining.wait())
+    stop = asyncio.ensure_future(draining.wait())
     try:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await places.acquire()
-                data = await _next(read, drains)
-                if data is None or data is CUT_SHORT:
+                data = await _next_request(read, stop)
+                if data is None or data is _DRAINED:
                     break
-                tasks.create_task(give(data))
-                del data  # large, and the next may be long in coming
-    except ExceptionGroup as group:  # one cause is enough, and the status table knows single errors only
-        raise _first(group) from None
+                tasks.create_task(put_answer(data))
+                del data  # large, and the next request may take long
+    except ExceptionGroup as group:  # the table of errors has no groups
+        raise _first_error(group) from None
     finally:
-        drains.cancel()
-    if data is CUT_SHORT:
-        raise Draining("the server is stopping; requests that were not answered can be sent to another")
+        stop.cancel()
+    if data is _DRAINED:
+        raise Draining("the server is stopping; send the unanswered requests to another server")
 
 
-async def _next(read: Callable[[], Awaitable[object]], drains: "asyncio.Future[Any]") -> bytes | _CutShort | None:
-    """The stream's next request, None at its end, or CUT_SHORT if the server drains first."""
+async def _next_request(read: Callable[[], Awaitable[object]], stop: "asyncio.Future[Any]") -> bytes | _Drained | None:
+    """Return the next request, None at the end of the stream, or _DRAINED if the server stops first."""
     reading = asyncio.ensure_future(read())
     try:
-        await asyncio.wait((reading, drains), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((reading, stop), return_when=asyncio.FIRST_COMPLETED)
         if not reading.done():
-            return CUT_SHORT
+            return _DRAINED
         data = reading.result()
         return data if isinstance(data, bytes) else None
     finally:
@@ -133,16 +133,15 @@ async def _next(read: Callable[[], Awaitable[object]], drains: "asyncio.Future[A
 
 
 def _release_unsent(answers: "asyncio.Queue[Answer | None]", answering: "asyncio.Task[None]") -> None:
-    """The stream has ended and nothing of it runs any more: no answer that is left will be written."""
+    """Release the replies that will not be written because the stream has ended."""
     if not answering.cancelled():
-        answering.exception()  # or it would be logged, beside what has ended the stream
+        answering.exception()  # otherwise asyncio logs the error, which the stream has reported already
     while not answers.empty():
         if (unsent := answers.get_nowait()) is not None:
             unsent[1].release()
 
 
-def _first(group: ExceptionGroup[Exception]) -> Exception:
-    """The first single error of a group of groups."""
+def _first_error(group: ExceptionGroup[Exception]) -> Exception:
     error: Exception = group
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]

@@ -1,9 +1,8 @@
-"""Protobuf messages put together from parts, so that large data are copied once: into the message that is sent.
+"""Builds serialized protobuf messages from buffers, so that large data is copied only once.
 
-A library's message copies its data when they are set and again when it is serialised. In the wire format a field is its
-key, for data and messages followed by their length, and the fields of a message come in any order, so a message can be
-the bytes of one that the library made with the large fields written behind it.
-https://protobuf.dev/programming-guides/encoding/
+The protobuf library copies data twice: when a field is set, and when the message is serialized. In the wire format, the
+fields of a message may come in any order. So this module appends the large fields to the bytes of a message that the
+library serialized without these fields. https://protobuf.dev/programming-guides/encoding/
 """
 
 import io
@@ -11,14 +10,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-Part = bytes | memoryview  # of single bytes, so that len() is its size
+Buffer = bytes | memoryview  # a memoryview of bytes, so that len() is the size
 
 _LENGTH_DELIMITED = 2
 _LARGE_BYTES = 256 * 1024
 
 
 def varint(number: int) -> bytes:
-    """A number of 0 or more, 7 bits a byte, the lowest first."""
+    """Encode a number that is not negative: 7 bits in each byte, the lowest bits first."""
     out = bytearray()
     while number > 0x7F:
         out.append(number & 0x7F | 0x80)
@@ -27,24 +26,24 @@ def varint(number: int) -> bytes:
     return bytes(out)
 
 
-def field(number: int, parts: Sequence[Part]) -> list[Part]:
-    """A field of bytes, or of a message, whose value is these parts back to back."""
+def field(number: int, parts: Sequence[Buffer]) -> list[Buffer]:
+    """Return a field of bytes, or of a message. The concatenated parts are its value."""
     return [varint(number << 3 | _LENGTH_DELIMITED) + varint(sum(map(len, parts))), *parts]
 
 
-def join(parts: Sequence[Part]) -> bytes:
-    """These parts back to back. For large ones other threads run meanwhile.
+def join(parts: Sequence[Buffer]) -> bytes:
+    """Concatenate parts. Other threads can run while large parts are copied.
 
-    `bytes.join` copies a memoryview while it holds Python's lock, NumPy does not. A BytesIO of zeros that nothing else
-    refers to lends its memory to be written, and gives it back as bytes, neither of which copies it.
+    `bytes.join` holds Python's global lock while it copies; NumPy releases the lock. NumPy writes into the memory of a
+    BytesIO, which then returns this memory as bytes without a copy.
     """
     size = sum(map(len, parts))
     if size < _LARGE_BYTES:
         return b"".join(parts)
     joined = io.BytesIO(bytes(size))
     with joined.getbuffer() as view:
-        place = 0
+        offset = 0
         for part in parts:
-            np.copyto(np.frombuffer(view, np.uint8, len(part), place), np.frombuffer(part, np.uint8))
-            place += len(part)
+            np.copyto(np.frombuffer(view, np.uint8, len(part), offset), np.frombuffer(part, np.uint8))
+            offset += len(part)
     return joined.getvalue()

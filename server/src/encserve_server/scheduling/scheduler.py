@@ -23,10 +23,11 @@ from encserve_server.errors import (
 )
 from encserve_server.scheduling.admission import Admission, Throughput
 from encserve_server.scheduling.batching import BatchPolicy
-from encserve_server.scheduling.lanes import ComputeOutputs, Lanes, Outcome
+from encserve_server.scheduling.lanes import Lanes, Outcome
 from encserve_server.scheduling.queue import QueueObserver, Ticket
+from encserve_server.scheduling.runner import ComputeOutputs
 from encserve_server.system.background import repeat
-from encserve_server.system.clock import Clock
+from encserve_server.system.clock import AwakeTime, Clock
 from encserve_server.telemetry.spans import BatchTracer, RequestSpan
 from encserve_server.types.arrays import ModelInput
 from encserve_server.types.callers import ANY_SENDER, Priority, Sender
@@ -36,7 +37,11 @@ logger = logging.getLogger(__name__)
 
 # What a model that takes ids is probed with.
 _FIRST_ID = np.zeros(1, np.int64)
-_MOST_STALL_POLL_SECONDS = 1.0
+# How often the scheduler looks for a stalled run: a part of `stall_seconds`, and at least once per second.
+_STALL_LOOKS = 4
+_MAX_STALL_POLL_SECONDS = 1.0
+# A gap between two looks counts as at most this number of pauses: the whole process may have stood still.
+_MAX_GAP_PAUSES = 2
 
 
 class SchedulerObserver(QueueObserver, Protocol):
@@ -64,7 +69,8 @@ class SchedulerLimits:
             the engine's speed the longest wait.
         failures_before_probe: After how many failed runs without one success the engine is probed.
         probe_seconds: How often an unhealthy engine is probed.
-        stall_seconds: How long one run may take before the engine counts as stuck.
+        stall_seconds: How long one run may take before the engine counts as stuck. Time in which the whole process
+            stands still does not count.
     """
 
     max_queue_tokens: int
@@ -131,11 +137,14 @@ class Scheduler:
         self._on_health_change = on_health_change
         self._tracer = tracer
         self._admission = Admission(limits.max_queue_tokens)
+        self._stall_poll_seconds = min(limits.stall_seconds / _STALL_LOOKS, _MAX_STALL_POLL_SECONDS)
+        self._awake = AwakeTime(clock, _MAX_GAP_PAUSES * self._stall_poll_seconds)
         self._lanes = Lanes(
             engine,
             compute_outputs,
             policy,
             clock=clock,
+            awake=self._awake,
             deliver=self._deliver,
             probe=probe,
             failures_before_probe=limits.failures_before_probe,
@@ -161,12 +170,7 @@ class Scheduler:
         """Starts the engine's threads; call once, on the event loop."""
         self._lanes.start()
         self._stall_watch = asyncio.get_running_loop().create_task(
-            repeat(
-                self._end_stalled_calls,
-                min(self._limits.stall_seconds, _MOST_STALL_POLL_SECONDS),
-                clock=self._clock,
-            ),
-            name="encserve-stalls",
+            repeat(self._look_for_stall, self._stall_poll_seconds, clock=self._clock), name="encserve-stalls"
         )
 
     async def close(self) -> None:
@@ -184,7 +188,7 @@ class Scheduler:
             return self._unhealthy_reason
         started_at = self._lanes.oldest_start()
         if started_at is not None:
-            running_s = self._clock.now() - started_at
+            running_s = self._awake.now() - started_at
             if running_s > self._limits.stall_seconds:
                 return f"a batch has been running for {running_s:.0f} s"
         return ""
@@ -436,8 +440,9 @@ class Scheduler:
         self._set_unhealthy("")
         return True
 
-    def _end_stalled_calls(self) -> None:
+    def _look_for_stall(self) -> None:
         """End the calls that wait for a stalled run. Without a deadline they would wait forever."""
+        self._awake.tick()
         if not self._unhealthy_reason and (reason := self.not_ready_reason()):
             self._fail_all(f"the model is not available: {reason}", [])
             self._on_health_change()

@@ -1,1 +1,1 @@
-"""The machine: clock, CPUs, memory."""
+"""The machine: clock, CPUs, memory, files, sockets."""

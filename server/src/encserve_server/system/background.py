@@ -1,4 +1,4 @@
-"""Work that the server repeats in the background, for as long as it runs."""
+"""Work that the server repeats in the background."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ async def repeat(
             if inspect.isawaitable(result):
                 result = await result
             failure = ""
-        except Exception as error:  # a mistake of ours must not end a watch that nothing else replaces
+        except Exception as error:  # a bug must not end the repetition, since nothing would start it again
             if failure != repr(error):
                 failure = repr(error)
                 logger.exception("background work failed; it goes on", extra={"work": work.__qualname__})

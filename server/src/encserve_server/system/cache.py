@@ -1,12 +1,11 @@
-"""A folder of files that processes of one user make once and share: large, and easily made again.
+"""A folder of large files that processes of one user create once and share.
 
-A file may be mapped by other processes, so it is never changed in place: an entry is written into a temporary folder
-under a lock, flushed, and renamed. What a process that was killed leaves behind has no entry's name, and the next one
-that makes something removes it.
+Other processes may have mapped a file, so a file never changes in place. A process creates an entry under a lock, as a
+whole. A killed process may leave a temporary folder. The next process that creates an entry removes the folder.
 
-An entry is used if its files still have the sizes and times of when they were made. Any write through the file system
-changes st_ctime, which no call can set, so this finds what was truncated, overwritten or copied without reading the
-files; a SHA-256 of 775 MB takes longer than opening the model. A disk that alters data by itself is not found.
+An entry is valid while its files have the sizes and times of their creation. Each write through the file system
+changes st_ctime, and no call can set st_ctime. So the check finds truncated, overwritten and copied files without
+reading them. A SHA-256 of 775 MB would take longer than opening the model. The check does not find damage by the disk.
 """
 
 import contextlib
@@ -18,41 +17,41 @@ import os
 import re
 import shutil
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# Entries that no process has used for so long are removed when one is made.
+from encserve_server.system.files import TEMPORARY_PREFIX, flush, store_whole
+
+# The creation of an entry removes entries that no process has used for this time.
 KEPT_SECONDS = 30 * 24 * 3600
-# Another process that makes an entry is waited for at most so long: its disk may hang.
+# How long to wait for another process that creates an entry. The disk of that process may hang.
 _LOCK_SECONDS = 120.0
 _LOCK_POLL_SECONDS = 0.05
 _MANIFEST = "entry.json"
-_TEMPORARY = ".making-"
 _KEY_DIGITS = 32
 _ENTRY = re.compile(f"[0-9a-f]{{{_KEY_DIGITS}}}")
-_LEFT = re.compile(r"\.making-(?:\w{8}|[0-9a-f]{32})")  # what tempfile, or a removal, has called it
+_TEMPORARY = re.compile(re.escape(TEMPORARY_PREFIX) + r"(?:\w{8}|[0-9a-f]{32})")  # from tempfile, or from a removal
 
 
 class Cache:
-    """Entries, each a folder of files, in a folder of mode 0700 that belongs to this user."""
+    """A folder of mode 0700 that belongs to this user. Each entry is a folder of files."""
 
     def __init__(self, folder: Path, now: Callable[[], float] = time.time) -> None:
-        """Names the folder, which is made with the first entry; `now` is the time, in seconds since 1970."""
+        """Keep the path of the folder. The first entry creates it. `now` returns the time in seconds since 1970."""
         self._folder = folder
         self._now = now
 
     def entry(self, key: Mapping[str, str], make: Callable[[Path], None]) -> Path:
-        """The folder of the entry for a key.
+        """Return the folder of the entry for a key.
 
         Args:
-            key: Everything that the files depend on.
-            make: Writes the files into an empty folder; called if there is no undamaged entry.
+            key: All inputs of the files.
+            make: Writes the files into an empty folder. Called unless a valid entry exists.
 
         Raises:
-            OSError: The folder cannot be used, for `strerror`; or whatever `make` raises.
+            OSError: The folder cannot be used; `strerror` has the cause. Exceptions of `make` pass through.
         """
         _open_private(self._folder)
         name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:_KEY_DIGITS]
@@ -64,100 +63,93 @@ class Cache:
                     self._make(entry, key, make)
                     if not _is_intact(entry):
                         raise OSError(errno.ENOTSUP, "this file system does not keep the times of files", str(entry))
-        with contextlib.suppress(OSError):  # mounted read-only
+        with contextlib.suppress(OSError):  # the folder may be mounted read-only
             os.utime(entry, (self._now(),) * 2)
         return entry
 
-    def _make(self, entry: Path, key: Mapping[str, str], make: Callable[[Path], None]) -> None:
-        folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self._folder))
-        try:
+    @staticmethod
+    def _make(entry: Path, key: Mapping[str, str], make: Callable[[Path], None]) -> None:
+        def write(folder: Path) -> None:
+            folder.mkdir(mode=0o700)
             make(folder)
-            files = {path.name: _flushed(path) for path in folder.iterdir()}
+            files = {path.name: _flush_and_stamp(path) for path in folder.iterdir()}
             manifest = folder / _MANIFEST
             manifest.write_text(json.dumps({"key": dict(key), "files": files}), encoding="utf-8")
-            _flushed(manifest)
-            _flush(folder)
-            folder.rename(entry)
-            _flush(self._folder)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+            flush(manifest)
+
+        store_whole(entry, write)
 
     def _clean(self, damaged: Path) -> None:
-        """Removes a damaged entry, entries of long ago, and what killed processes have left; under the lock."""
+        """Remove a damaged entry, unused entries, and the temporary folders of killed processes. Needs the lock."""
         for path in self._folder.iterdir():
-            # Whatever else lies in the folder is not the cache's.
+            # Files with other names do not belong to the cache.
             is_entry = _ENTRY.fullmatch(path.name) is not None and (path / _MANIFEST).is_file()
             if path == damaged or (is_entry and path.lstat().st_mtime < self._now() - KEPT_SECONDS):
-                # Renamed first: another process finds a whole entry or none.
-                renamed = path.with_name(f"{_TEMPORARY}{path.name}")
+                # Rename first, so that another process finds a whole entry or nothing.
+                renamed = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
                 shutil.rmtree(renamed, ignore_errors=True)
                 path.rename(renamed)
                 path = renamed
-            if _LEFT.fullmatch(path.name):
+            if _TEMPORARY.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def _open_private(folder: Path) -> None:
-    """Makes a folder, and makes sure that nobody else can put files into it.
+    """Create a folder, and check that only this user can write into the folder.
 
     Raises:
-        OSError: It cannot be made or written, or others can write to it.
+        OSError: The folder cannot be created or written, or other users can write into the folder.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    its = folder.lstat()
-    if not stat.S_ISDIR(its.st_mode):
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
         raise OSError(errno.ENOTDIR, "it is a link, not a folder", str(folder))
-    if its.st_uid != os.geteuid():
-        raise OSError(errno.EPERM, f"it belongs to user {its.st_uid}, not to user {os.geteuid()}", str(folder))
-    if its.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_uid != os.geteuid():
+        raise OSError(errno.EPERM, f"it belongs to user {status.st_uid}, not to user {os.geteuid()}", str(folder))
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise OSError(errno.EPERM, "other users can write to it; chmod 700", str(folder))
 
 
 def _is_intact(entry: Path) -> bool:
-    """Whether an entry is there, and nothing has changed its files."""
+    """Return whether the entry exists and its files are unchanged."""
     try:
         if not (stat.S_ISDIR(entry.lstat().st_mode) and _is_own(entry) and _is_own(entry / _MANIFEST)):
             return False
         files = json.loads((entry / _MANIFEST).read_bytes())["files"]
         return all(_is_own(entry / name) and _stamp(entry / name) == stamp for name, stamp in files.items())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # as any damaged JSON may cause
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # a damaged manifest may cause any of these
         return False
 
 
 def _is_own(path: Path) -> bool:
-    """Whether only this user can have written a file, or what is in a folder; a link is nobody's own."""
-    its = path.lstat()
-    is_plain = stat.S_ISREG(its.st_mode) or stat.S_ISDIR(its.st_mode)
-    return is_plain and its.st_uid == os.geteuid() and not its.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    """Return whether only this user can write a file, or the files of a folder. False for links."""
+    status = path.lstat()
+    is_plain = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
+    return is_plain and status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _stamp(path: Path) -> dict[str, Any]:
-    """What any write to a file changes."""
-    its = path.lstat()
-    return {"mode": its.st_mode, "size": its.st_size, "mtime_ns": its.st_mtime_ns, "ctime_ns": its.st_ctime_ns}
+    """Return the properties of a file that each write changes."""
+    status = path.lstat()
+    return {
+        "mode": status.st_mode,
+        "size": status.st_size,
+        "mtime_ns": status.st_mtime_ns,
+        "ctime_ns": status.st_ctime_ns,
+    }
 
 
-def _flushed(path: Path) -> dict[str, Any]:
-    """Writes a file through to the disk, so that a power cut cannot leave an entry whose data is missing."""
-    _flush(path)
+def _flush_and_stamp(path: Path) -> dict[str, Any]:
+    flush(path)
     return _stamp(path)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock that the system releases if the process ends.
+    """Hold a lock. The system releases the lock if the process ends.
 
     Raises:
-        OSError: Another process holds it for too long, or the file system has no locks.
+        OSError: Another process holds the lock for too long, or the file system has no locks.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:

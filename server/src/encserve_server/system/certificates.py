@@ -1,15 +1,14 @@
 """The server's TLS files: read, validated, and read again when they change.
 
-`Certificates` owns what is in use. Every port takes `current` for each new connection, so a change needs no restart and
-leaves open connections alone. Needs encserve-server[tls].
+`Certificates` holds the files in use. Every port uses `Certificates.current` for each new connection. So a change needs
+no restart, and open connections stay open. Needs encserve-server[tls].
 """
 
-import asyncio
 import contextlib
 import logging
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +16,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from encserve_server.system.background import repeat
 from encserve_server.system.clock import Clock
-from encserve_server.system.files import read_small
+from encserve_server.system.files import FileError, read_files
+from encserve_server.system.watched_files import POLL_SECONDS, Contents, WatchedFiles
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes
@@ -25,89 +25,99 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 1.0
-# How long a caller may resume a TLS session without showing its certificate again.
+# A caller may resume a TLS session, without its certificate, for at most this time.
 _SESSION_SECONDS = 60.0
 # P-256, P-384 and P-521.
 _CURVES = frozenset({"secp256r1", "secp384r1", "secp521r1"})
 
 
-class CertificateError(ValueError):
-    """TLS files cannot be used; the text names the setting, the file and the cause."""
+class CertificateError(FileError):
+    """A TLS file has wrong contents. The text names the setting, the file and the cause."""
 
 
 class CertificateObserver(Protocol):
     """Counts changes of TLS files."""
 
     def certificates_loaded(self, expires: float, client_ca_expires: float | None) -> None:
-        """Files are in use; when they expire, in seconds since 1970, as in `Identity`."""
+        """The server uses the files. The times of expiry are as in `Identity`."""
 
     def certificates_refused(self) -> None:
-        """The files have changed and cannot be used; those from before stay in use."""
+        """The changed files cannot be used. The server keeps the identity that it has."""
 
     def certificates_as_before(self) -> None:
-        """After refused files, the files are those in use again."""
+        """After refused files, the files have the contents in use again."""
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Where the files are.
+    """The paths of the TLS files, all in PEM.
 
     Attributes:
-        cert: PEM file of the server's certificate, and of those between it and its authority.
-        key: PEM file of its private key, without a password.
-        client_ca: PEM file of the authorities of callers' certificates; None where callers need none.
+        cert: The server's certificate, and the intermediate certificates up to the authority.
+        key: The private key of the certificate, without a password.
+        client_ca: The authorities of client certificates; None if callers need no certificate.
     """
 
     cert: Path
     key: Path
     client_ca: Path | None = None
 
-    def read(self) -> tuple[bytes, bytes, bytes | None]:
-        """What is in the files: certificates, key, authorities.
-
-        Raises:
-            CertificateError: One of them cannot be read.
-        """
-        client_ca = None if self.client_ca is None else _read("tls_client_ca_file", self.client_ca)
-        return _read("tls_cert_file", self.cert), _read("tls_key_file", self.key), client_ca
+    @property
+    def paths(self) -> Mapping[str, Path]:
+        """The path of each file, by its setting."""
+        paths = {"tls_cert_file": self.cert, "tls_key_file": self.key, "tls_client_ca_file": self.client_ca}
+        return {setting: path for setting, path in paths.items() if path is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What valid files hold.
+    """The contents of valid TLS files.
 
     Attributes:
-        cert: The certificate and those between it and its authority, PEM.
-        key: The private key, PEM.
-        client_ca: The authorities of callers' certificates, PEM; None where callers need none.
-        expires: When the first of the certificates expires, in seconds since 1970.
-        client_ca_expires: When the last of the authorities expires; None without authorities.
-        context: For connections that need a certificate of the caller, if there are authorities.
-        lenient_context: For connections where the caller may show a certificate, if there are authorities.
+        contents: The bytes of the files, in the order of `TlsFiles.paths`.
+        expires: When the first certificate expires, in seconds since 1970.
+        client_ca_expires: When the last authority expires, in seconds since 1970; None without authorities.
+        context: For connections that require a client certificate, if there are authorities.
+        lenient_context: For connections where the client certificate is optional, if there are authorities.
     """
 
-    cert: bytes = field(repr=False)
-    key: bytes = field(repr=False)
-    client_ca: bytes | None = field(repr=False)
+    contents: Contents = field(repr=False)
     expires: float
     client_ca_expires: float | None
     context: ssl.SSLContext
     lenient_context: ssl.SSLContext
 
+    @property
+    def cert(self) -> bytes:
+        """The server's certificate and the intermediate certificates, PEM."""
+        return self.contents[0]
+
+    @property
+    def key(self) -> bytes:
+        """The private key, PEM."""
+        return self.contents[1]
+
+    @property
+    def client_ca(self) -> bytes | None:
+        """The authorities of client certificates, PEM; None if callers need no certificate."""
+        return self.contents[2] if len(self.contents) > 2 else None
+
 
 def load_identity(files: TlsFiles, now: float) -> Identity:
-    """Reads and validates TLS files.
+    """Read and validate TLS files. Blocks for some milliseconds.
 
     Args:
-        files: Where they are.
+        files: The paths of the files.
         now: The time, in seconds since 1970.
 
     Raises:
-        CertificateError: A file cannot be read, is no such file, has expired or is not valid yet, the key does not
-            belong to the certificate or is of a kind that gRPC does not take, or a file changed meanwhile.
+        FileError: A file cannot be read.
+        CertificateError: A file is not valid PEM, has expired or is not yet valid. Or the key does not belong to the
+            certificate, or gRPC does not support the key. Or a file changed during the call.
     """
-    cert, key, client_ca = found = files.read()
+    contents = read_files(files.paths)
+    cert, key, *rest = contents
+    client_ca = rest[0] if rest else None
     certificates = _parse("tls_cert_file", files.cert, cert)
     _check_key(files, key, certificates[0])
     for it in certificates:
@@ -115,112 +125,101 @@ def load_identity(files: TlsFiles, now: float) -> Identity:
     authorities: Sequence[Certificate] = ()
     if files.client_ca is not None and client_ca is not None:
         authorities = _parse("tls_client_ca_file", files.client_ca, client_ca)
-        # While authorities are changed, the file may have one that has expired, or is not valid yet, beside others.
+        # During a change of authorities, some authorities in the file may be expired or not yet valid.
         if not any(
             it.not_valid_before_utc.timestamp() <= now < it.not_valid_after_utc.timestamp() for it in authorities
         ):
             last = max(authorities, key=lambda it: it.not_valid_after_utc)
             _check_dates("tls_client_ca_file", files.client_ca, last, now)
     identity = Identity(
-        cert,
-        key,
-        client_ca,
+        contents,
         min(it.not_valid_after_utc.timestamp() for it in certificates),
         max((it.not_valid_after_utc.timestamp() for it in authorities), default=None),
         _make_context(files, client_ca, ssl.CERT_REQUIRED),
         _make_context(files, client_ca, ssl.CERT_OPTIONAL),
     )
-    if files.read() != found:  # OpenSSL reads files itself
+    if read_files(files.paths) != contents:  # OpenSSL has read the files again
         raise CertificateError("the TLS files changed while they were read")
     return identity
 
 
 class Certificates:
-    """The TLS files in use.
+    """The TLS files in use. Belongs to the event loop; any thread may read `current`.
 
     Attributes:
-        current: What was valid last; replaced as a whole, so any thread may read it.
+        current: The last valid identity. A change replaces the whole object.
     """
 
     def __init__(self, files: TlsFiles, observer: CertificateObserver, now: Callable[[], float] = time.time) -> None:
-        """Reads the files; `now` is the time, in seconds since 1970.
+        """Read the files. `now` returns the time in seconds since 1970.
 
         Raises:
-            CertificateError: As of `load_identity`.
+            FileError: A file cannot be read in time.
+            CertificateError: The files cannot be used; see `load_identity`.
         """
         self._files = files
         self._observer = observer
         self._now = now
-        self._refused: object = None  # what was refused last, so that it is told of once
-        self._since = time.monotonic()  # when the sessions that callers may resume began
+        self._watched = WatchedFiles(files.paths)
+        self._watched.read_first()
+        self._problem = ""  # why the server does not use the files; empty if it does
+        self._sessions_began_at = time.monotonic()
         self.current = load_identity(files, now())
-        self._loaded()
-
-    def look(self) -> None:
-        """Takes the files as they are now, if they have changed and are valid; blocks for some milliseconds."""
-        found: object = None
-        try:
-            found = self._files.read()
-            if found == (self.current.cert, self.current.key, self.current.client_ca):
-                if self._refused is not None:
-                    self._refused = None
-                    logger.info("the TLS files are those in use again")
-                    self._observer.certificates_as_before()
-                if self.current.client_ca is not None and time.monotonic() >= self._since + _SESSION_SECONDS:
-                    self._end_sessions()
-                return
-            # What is not valid yet may be a second later, so it is not enough to look at what has changed.
-            self.current, self._since = load_identity(self._files, self._now()), time.monotonic()
-        except CertificateError as error:
-            refused = found or str(error)
-            if self._refused != refused and not self._is_changing(found):
-                self._refused = refused
-                logger.error("changed TLS files are refused, and those from before stay in use: %s", error)
-                self._observer.certificates_refused()
-        else:
-            self._refused = None
-            self._loaded()
+        self._report_loaded()
 
     async def watch(self, clock: Clock) -> None:
         """Look at the files every second, until cancelled."""
-        await repeat(self._look_in_thread, _POLL_SECONDS, clock=clock)
 
-    async def _look_in_thread(self) -> None:
-        await asyncio.to_thread(self.look)
+        async def look() -> None:
+            await self.look(clock)
 
-    def _end_sessions(self) -> None:
-        """Replaces the contexts: neither OpenSSL's nor gRPC's new ones resume a session of the old ones.
+        await repeat(look, POLL_SECONDS, clock=clock)
 
-        A caller that resumes a session does not show its certificate, which may have expired since. Python's ssl has
-        no option against sessions that TLS 1.2 keeps on the server, and gRPC has none at all.
-        """
-        it = self.current
-        identity = replace(
-            it,
-            context=_make_context(self._files, it.client_ca, ssl.CERT_REQUIRED),
-            lenient_context=_make_context(self._files, it.client_ca, ssl.CERT_OPTIONAL),
-        )
-        if self._files.read() == (it.cert, it.key, it.client_ca):  # OpenSSL reads files itself
-            self.current, self._since = identity, time.monotonic()
-
-    def _is_changing(self, found: object) -> bool:
-        """Whether the files are others by now: of files that are replaced one after another, the next look decides."""
+    async def look(self, clock: Clock) -> None:
+        """Use the files if they have changed and are valid. Keep the identity in use otherwise."""
+        changed: Contents | None = None
         try:
-            return self._files.read() != found
-        except CertificateError:
-            return found is not None
+            changed = await self._watched.changed(clock)
+            if changed == self.current.contents:
+                self._report_unchanged()
+            elif changed is not None or self._problem:  # a certificate that is not valid yet may be valid now
+                self.current = await self._watched.run(lambda: load_identity(self._files, self._now()))
+                self._sessions_began_at = time.monotonic()
+                self._problem = ""
+                self._report_loaded()
+            elif self.current.client_ca is not None and time.monotonic() >= self._sessions_began_at + _SESSION_SECONDS:
+                self.current = await self._watched.run(self._with_new_contexts)
+                self._sessions_began_at = time.monotonic()
+        except FileError as error:
+            if changed is not None or self._problem != str(error):
+                logger.error("changed TLS files are refused; the former files stay in use: %s", error)
+                self._observer.certificates_refused()
+            self._problem = str(error)
 
-    def _loaded(self) -> None:
-        it = self.current
-        logger.info("TLS files are in use", extra={"expires": _as_text(it.expires)})
-        self._observer.certificates_loaded(it.expires, it.client_ca_expires)
+    def _with_new_contexts(self) -> Identity:
+        """Return the identity with new contexts. OpenSSL and gRPC resume no session of the previous contexts.
 
+        A caller that resumes a session does not show its certificate. With the same contexts, a caller with an expired
+        certificate could connect for two hours: over gRPC, and over HTTP with TLS 1.2. Python's ssl has no option
+        against sessions that TLS 1.2 keeps on the server, and gRPC has no option at all.
+        """
+        current, client_ca = self.current, self.current.client_ca
+        renewed = replace(
+            current,
+            context=_make_context(self._files, client_ca, ssl.CERT_REQUIRED),
+            lenient_context=_make_context(self._files, client_ca, ssl.CERT_OPTIONAL),
+        )
+        return renewed if read_files(self._files.paths) == current.contents else current
 
-def _read(name: str, path: Path) -> bytes:
-    try:
-        return read_small(path)
-    except OSError as error:
-        raise CertificateError(f"{name} {path} cannot be read: {error.strerror}") from error
+    def _report_unchanged(self) -> None:
+        if self._problem:
+            self._problem = ""
+            logger.info("the TLS files have the contents in use again")
+            self._observer.certificates_as_before()
+
+    def _report_loaded(self) -> None:
+        logger.info("TLS files are in use", extra={"expires": _as_text(self.current.expires)})
+        self._observer.certificates_loaded(self.current.expires, self.current.client_ca_expires)
 
 
 def _parse(name: str, path: Path, data: bytes) -> Sequence["Certificate"]:
@@ -241,7 +240,7 @@ def _check_key(files: TlsFiles, key: bytes, certificate: "Certificate") -> None:
         public = load_pem_private_key(key, None).public_key()
     except TypeError:
         raise CertificateError(f"tls_key_file {files.key} has a password; give a key without one") from None
-    except (ValueError, UnsupportedAlgorithm):  # whose text might show some of the key
+    except (ValueError, UnsupportedAlgorithm):  # the text of the error may show a part of the key
         raise CertificateError(f"tls_key_file {files.key} holds no complete PEM private key") from None
     if public != served:
         raise CertificateError(
@@ -250,7 +249,7 @@ def _check_key(files: TlsFiles, key: bytes, certificate: "Certificate") -> None:
 
 
 def _public_key(path: Path, certificate: "Certificate") -> "CertificatePublicKeyTypes":
-    """The key of the server's certificate, which OpenSSL and gRPC's BoringSSL must both be able to use."""
+    """Return the public key of the server's certificate. OpenSSL and gRPC's BoringSSL must both support the key."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -263,10 +262,10 @@ def _public_key(path: Path, certificate: "Certificate") -> "CertificatePublicKey
         if (
             isinstance(public, RSAPublicKey | Ed25519PublicKey)
             or (isinstance(public, EllipticCurvePublicKey) and public.curve.name in _CURVES)
-        ) and usual in certificate.public_bytes(Encoding.DER):  # not so: RSA for PSS alone, curves without their name
+        ) and usual in certificate.public_bytes(Encoding.DER):  # excludes RSA for PSS only, and curves without a name
             return public
     raise CertificateError(
-        f"tls_cert_file {path}: the key must be RSA, Ed25519, or of the curve P-256, P-384 or P-521, which gRPC takes"
+        f"tls_cert_file {path}: the key must be RSA, Ed25519, or of the curve P-256, P-384 or P-521, for gRPC"
     )
 
 
@@ -289,11 +288,11 @@ def _make_context(files: TlsFiles, client_ca: bytes | None, verify: ssl.VerifyMo
         if client_ca is not None:
             context.load_verify_locations(cadata=client_ca.decode())
             context.verify_mode = verify
-            # See `Certificates._end_sessions`.
+            # See `Certificates._with_new_contexts`.
             context.num_tickets = 0
             context.options |= ssl.OP_NO_TICKET
     except (OSError, ValueError) as error:
-        raise CertificateError(f"OpenSSL does not take the TLS files {files.cert}, {files.key}: {error}") from error
+        raise CertificateError(f"OpenSSL does not accept the TLS files {files.cert}, {files.key}: {error}") from error
     return context
 
 

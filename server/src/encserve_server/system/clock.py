@@ -1,4 +1,4 @@
-"""Time as a dependency, so that tests decide when it passes."""
+"""Clocks as arguments, so that tests control the time."""
 
 import asyncio
 import time
@@ -6,22 +6,49 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What the server needs of time."""
+    """The time functions of the server."""
 
     def now(self) -> float:
-        """Seconds on a clock that never goes back; only differences mean anything."""
+        """The seconds on a clock that never goes back. Only differences have a meaning."""
 
     async def sleep(self, seconds: float) -> None:
-        """Returns after `seconds`."""
+        """Return after `seconds`."""
 
 
 class MonotonicClock:
     """The machine's monotonic clock."""
 
     def now(self) -> float:
-        """Seconds since an arbitrary moment."""
+        """The seconds since an arbitrary moment."""
         return time.monotonic()
 
     async def sleep(self, seconds: float) -> None:
-        """Returns after `seconds`."""
+        """Return after `seconds`."""
         await asyncio.sleep(seconds)
+
+
+class AwakeTime:
+    """Counts the seconds in which the process runs. A longer gap between two ticks counts as `max_gap_seconds`.
+
+    SIGSTOP, a suspended machine or a blocked event loop makes such a gap. Call `tick` regularly on the event loop; any
+    thread may call `now`.
+    """
+
+    def __init__(self, clock: Clock, max_gap_seconds: float) -> None:
+        """Start at 0 seconds."""
+        self._clock = clock
+        self._max_gap_seconds = max_gap_seconds
+        self._last = clock.now(), 0.0  # the clock's time and the awake time of the last tick
+
+    def now(self) -> float:
+        """The seconds that count."""
+        return self._at(self._clock.now())
+
+    def tick(self) -> None:
+        """Count the time since the last tick."""
+        now = self._clock.now()
+        self._last = now, self._at(now)
+
+    def _at(self, now: float) -> float:
+        ticked_at, seconds = self._last
+        return seconds + min(now - ticked_at, self._max_gap_seconds)

@@ -1,20 +1,97 @@
-"""Small files that an operator gives: certificates, keys, callers."""
+"""Small files of the operator, read with bounds. Files and folders that are created as a whole or not at all."""
 
 import errno
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-# Chains of certificates take a few KiB, the authorities of a whole system 250.
+# A chain of certificates takes a few KiB, all authorities of a system 250 KiB.
 _MAX_BYTES = 4 * 1024 * 1024
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
+# The names of temporary folders begin with this.
+TEMPORARY_PREFIX = ".making-"
+
+
+class FileError(Exception):
+    """A file of the operator cannot be used. The text names the setting, the file and the cause."""
+
+
+def read_files(paths: Mapping[str, Path]) -> tuple[bytes, ...]:
+    """Return the bytes of each file.
+
+    Args:
+        paths: The path of each file, by the setting that names the file.
+
+    Raises:
+        FileError: A file cannot be read, is larger than 4 MiB, or is not a regular file.
+    """
+    contents = []
+    for setting, path in paths.items():
+        try:
+            contents.append(read_small(path))
+        except OSError as error:
+            raise FileError(f"{setting} {path} cannot be read: {error.strerror}") from error
+    return tuple(contents)
 
 
 def read_small(path: Path) -> bytes:
-    """A file's bytes, at most 4 MiB.
+    """Return the bytes of a file.
 
     Raises:
-        OSError: It cannot be read, or is larger; `strerror` says which.
+        OSError: The file cannot be read, is larger than 4 MiB, or is not a regular file; `strerror` has the cause.
     """
-    with path.open("rb") as file:
-        data = file.read(_MAX_BYTES + 1)
+    kind = stat.S_IFMT(path.stat().st_mode)
+    if kind != stat.S_IFREG:
+        raise OSError(errno.EINVAL, f"must be a regular file; is {_KINDS.get(kind, 'of another kind')}", str(path))
+    # A FIFO may replace the file just now. Without O_NONBLOCK, a FIFO without a writer would block this thread.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        data = file.read(_MAX_BYTES + 1) or b""
     if len(data) > _MAX_BYTES:
         raise OSError(errno.EFBIG, f"must be at most {_MAX_BYTES} bytes; is larger", str(path))
     return data
+
+
+def store_whole(target: Path, write: Callable[[Path], None]) -> None:
+    """Create a file or a folder. Other processes see the complete content or nothing, even after a power cut.
+
+    An existing file is replaced; an existing folder must be empty. A killed process may leave a folder with a
+    name that begins with TEMPORARY_PREFIX.
+
+    Args:
+        target: The path of the file or folder. Its parent folder exists.
+        write: Creates the file or folder at the path that it gets, in a temporary folder on the same file system.
+
+    Raises:
+        OSError: The temporary folder cannot be written. Exceptions of `write` pass through.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=target.parent))
+    try:
+        draft = folder / target.name
+        write(draft)
+        flush(draft)
+        draft.replace(target)
+        flush(target.parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def flush(path: Path) -> None:
+    """Write a file, or the list of files in a folder, through to the disk.
+
+    Raises:
+        OSError: The path cannot be opened, or the disk fails.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

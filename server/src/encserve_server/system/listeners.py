@@ -1,4 +1,4 @@
-"""Sockets that listen."""
+"""Listening sockets."""
 
 import errno
 import ipaddress
@@ -6,12 +6,12 @@ import socket
 
 
 def open_listeners(host: str, port: int, backlog: int | None = None) -> list[socket.socket]:
-    """Listens on every address of a host that this machine has, all with one port; with port 0 a free one.
+    """Listen on each address of a host that this machine has, all with the same port. Port 0 takes a free port.
 
-    `::` is every address of IPv4 too, where the system can do that.
+    `::` includes the addresses of IPv4 if the system supports that.
 
     Raises:
-        OSError: The host has no address here, or one of them is in use or not for this user.
+        OSError: The host has no address on this machine. Or the port of an address is in use or not permitted.
     """
     listeners: list[socket.socket] = []
     missing: OSError | None = None
@@ -33,7 +33,7 @@ def open_listeners(host: str, port: int, backlog: int | None = None) -> list[soc
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address; of a name, whether it is localhost."""
+    """Return whether a host is a loopback address or the name localhost."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -41,6 +41,6 @@ def is_loopback(host: str) -> bool:
 
 
 def close_all(listeners: list[socket.socket]) -> None:
-    """Closes sockets."""
+    """Close all sockets."""
     for listener in listeners:
         listener.close()

@@ -1,6 +1,6 @@
-"""Memory: the C library's is kept together and given back when a model goes, Python's is not searched in vain.
+"""Limits of memory, glibc's arenas, and Python's garbage collector.
 
-Where the C library is not glibc, nothing happens to its memory.
+With another C library than glibc, the functions for glibc do nothing.
 """
 
 import contextlib
@@ -12,15 +12,15 @@ from pathlib import Path
 _CGROUP_LIMITS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")  # v2, v1
 _M_ARENA_MAX = -8  # glibc's <malloc.h>
 _ARENAS = 2
-# Of so many collections of the middle generation one is full, not of ten.
+# One of this number of collections of the middle generation is a full collection. Python's default is 10.
 _FULL_COLLECTION_EVERY = 1000
 
 
 def limit_arenas() -> None:
-    """Has all threads allocate from two arenas, unless MALLOC_ARENA_MAX says otherwise; call before there are threads.
+    """Let all threads allocate from two arenas, unless MALLOC_ARENA_MAX is set. Call before the first thread starts.
 
-    By default there are eight for each CPU. Each model's threads would leave a few small things behind in arenas of
-    their own, which keep large pieces from being given back: some 15 % of a server's memory after 20 new versions.
+    glibc's default is eight arenas for each CPU. The threads of each model would leave small objects in different
+    arenas. Then glibc could not return large blocks: 15 % of a server's memory after 20 new versions.
     """
     if "MALLOC_ARENA_MAX" not in os.environ:
         with contextlib.suppress(OSError, AttributeError):  # another C library has no such function
@@ -28,21 +28,21 @@ def limit_arenas() -> None:
 
 
 def usable_bytes() -> int:
-    """The machine's memory in bytes, less where a container's limit allows fewer."""
+    """Return the machine's memory in bytes, or the container's limit if the limit is smaller."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in _CGROUP_LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # no cgroup of this version, or "max": no limit
+        with contextlib.suppress(OSError, ValueError):  # no cgroup of this version, or the limit is "max"
             limits.append(int(path.read_text()))
     return min(limits)
 
 
 def freeze_gc() -> None:
-    """Exempts from garbage collection what is there now, the libraries; call before there are models.
+    """Exclude all present objects, which belong to libraries, from garbage collection. Call before models are loaded.
 
-    A full collection looks at every object, and nothing else runs meanwhile: 35 to 60 ms, every few seconds, where all
-    CPUs compute. Nearly all objects, some 43,000, are the libraries' and never become garbage. Of a queue of 65,536
-    sequences it takes 55 ms, so full collections are rare too; what is young is collected as before.
-    https://docs.python.org/3/library/gc.html#gc.freeze
+    A full collection visits every object, and no other Python code runs meanwhile: 35 to 60 ms every few seconds on
+    busy CPUs. Nearly all objects, about 43,000, belong to libraries and never become garbage. With a queue of 65,536
+    sequences a full collection takes 55 ms, so full collections are rare too. Collections of young objects stay the
+    same. https://docs.python.org/3/library/gc.html#gc.freeze
     """
     gc.collect()
     gc.freeze()
@@ -51,12 +51,12 @@ def freeze_gc() -> None:
 
 
 def trim() -> None:
-    """Returns freed memory to the system; glibc would keep most of it."""
+    """Return freed memory to the system. glibc would keep most of the memory."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def give_back() -> None:
-    """Frees what is unreachable, and returns freed memory to the system; glibc would keep most of it."""
-    gc.collect()  # a scheduler and its lanes know each other, and would stay until Python happens to look
+    """Free unreachable objects, and return freed memory to the system."""
+    gc.collect()  # a scheduler and its lanes refer to each other, so only a collection frees them
     trim()

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Literal, NamedTuple
 
 
 class Priority(IntEnum):
@@ -41,6 +42,23 @@ class Sender:
 
     caller: Caller = Caller()
     priority: Priority = Priority.INTERACTIVE
+
+
+class CertificateName(NamedTuple):
+    """A name in a client certificate. A DNS name never equals a URI. Make one with `dns_name` or `uri_name`."""
+
+    kind: Literal["DNS", "URI"]
+    value: str
+
+
+def dns_name(name: str) -> CertificateName:
+    """A DNS name. Upper and lower case are equal."""
+    return CertificateName("DNS", name.lower())
+
+
+def uri_name(name: str) -> CertificateName:
+    """A URI, such as a SPIFFE id."""
+    return CertificateName("URI", name)
 
 
 ANYONE = Caller()

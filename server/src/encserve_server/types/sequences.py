@@ -97,7 +97,7 @@ class Batch:
     """
 
     sequences: list[TokenSequence]
-    closed_by: ClosedBy
+    closed_by: ClosedBy = ClosedBy.QUEUE_EMPTY
     lane: int = 0
     alone: bool = False
     began_at: float = math.nan

@@ -1,12 +1,19 @@
 """The transformer encoder of Vaswani et al. 2017, "Attention Is All You Need", and its later variants, in PyTorch.
 
-The module is for inference: it has no dropout. It computes in the dtype of its weights, float32 in a bundle.
+The module is for inference, so it has no dropout. The module computes in the dtype of its weights, which is float32 in
+a bundle.
 
-A batch is padded on the right. Only attention needs the batch's shape. All other layers run only on the real tokens, as
-rows of one matrix, so padding costs nothing there (as in ModernBERT, Warner et al. 2024).
+A batch is padded on the right. Only the embeddings and attention are computed for the padded batch. All other layers
+compute on a matrix with one row per real token, so padding costs no time in these layers. ModernBERT (Warner et al.
+2024) does the same.
 
-In the shapes, `batch` is the number of sequences, `seq` the length of the longest sequence, and `tokens` the number of
-real tokens in the batch; `heads` is `n_heads`, and `d_k` is `d_model / n_heads`.
+The names of dimensions in shapes:
+
+- `batch`: the number of sequences
+- `seq`: the length of the longest sequence
+- `tokens`: the number of real tokens in the batch
+- `heads`: `n_heads`
+- `d_k`: `d_model / n_heads`
 """
 
 import dataclasses
@@ -20,8 +27,8 @@ from torch.nn import functional
 
 from encserve_export.models.own.config import Activation, EncoderConfig
 
-# `encoder_of` builds modules on the meta device. Sinusoids are not among the loaded weights, so they are always
-# computed on the CPU.
+# `encoder_of` builds modules on the meta device, which stores no numbers. Sinusoids are not loaded with the weights, so
+# they are always computed on the CPU.
 _CPU = torch.device("cpu")
 _ACTIVATIONS: Mapping[Activation, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
@@ -41,7 +48,8 @@ def sinusoids(n_positions: int, d_model: int) -> Tensor:
         d_model: The number of columns, an even number.
 
     Returns:
-        float32 (n_positions, d_model), computed in float64. In float32 the angle of a late position is off by 1e-5.
+        float32 (n_positions, d_model). The table is computed in float64, because in float32 the angle of a late
+        position would be wrong by 1e-5.
     """
     position = torch.arange(n_positions, dtype=torch.float64, device=_CPU).unsqueeze(1)  # (n_positions, 1)
     exponent = torch.arange(0, d_model, 2, dtype=torch.float64, device=_CPU) / d_model  # (d_model / 2)
@@ -54,8 +62,8 @@ class Padding:
 
     Attributes:
         attention_bias: (batch, 1, 1, seq), added to the attention scores. It is 0 where the mask is 1, and the lowest
-            finite number where the mask is 0 or 2. Softmax turns the lowest number into 0. With -∞, a sequence of only
-            padding would result in NaN.
+            finite number where the mask is 0 or 2. Softmax turns the lowest number into 0. With -∞, a sequence that
+            has only padding would get NaN.
     """
 
     def __init__(self, attention_mask: Tensor, dtype: torch.dtype) -> None:
@@ -136,8 +144,8 @@ class Embeddings(nn.Module):
 class SelfAttention(nn.Module):
     """Multi-head self-attention, Vaswani et al. 2017, section 3.2.
 
-    head_h = softmax(Q_h·K_hᵀ / √d_k)·V_h. The heads are merged by `merge_heads` and go through one linear layer. One
-    linear layer computes Q, K and V; its output contains Q, then K, then V.
+    head_h = softmax(Q_h·K_hᵀ / √d_k)·V_h. One linear layer computes Q, K and V. The output of this layer contains Q,
+    then K, then V. The setting `merge_heads` selects how the heads are merged. A last linear layer follows.
     """
 
     def __init__(self, config: EncoderConfig) -> None:
@@ -155,12 +163,12 @@ class SelfAttention(nn.Module):
         Args:
             x: (tokens, d_model).
             padding: The positions of the tokens.
-            return_attention: Whether to return the attention weights. If so, the whole (batch, heads, seq, seq) tensor
-                is in memory.
+            return_attention: Whether to return the attention weights. They need memory for the whole tensor (batch,
+                heads, seq, seq).
 
         Returns:
-            (tokens, d_model), and the attention weights, (batch, heads, seq, seq), or None. Each row of weights sums to
-            1.
+            The output, (tokens, d_model), and the attention weights, (batch, heads, seq, seq), or None. The sum of each
+            row of attention weights is 1.
         """
         bias = padding.attention_bias  # (batch, 1, 1, seq)
         by_head = (bias.shape[0], bias.shape[3], self.n_heads, self.d_k)
@@ -240,8 +248,8 @@ class Inspection:
     """The hidden states and attention weights of one batch.
 
     Attributes:
-        hidden_states: (batch, seq, d_model) each: the input of the first block, then the output of each block. The
-            last one is the encoder's result, after the final norm.
+        hidden_states: The input of the first block, then the output of each block, (batch, seq, d_model) each. The
+            final norm is applied to the last of them, which is the encoder's result.
         attention_weights: (batch, heads, seq, seq) for each block; empty without `return_attention`.
     """
 
@@ -263,10 +271,10 @@ class Encoder(nn.Module):
         """Encode a batch.
 
         Args:
-            inputs: Token ids, int64 (batch, seq), or embeddings, (batch, seq, d_model), padded on the right with any
-                valid id or any finite numbers.
-            attention_mask: int64 (batch, seq): 1 for a token, 0 for padding, 2 for a token that has a hidden state but
-                that no other token attends to. The batch has at least one token.
+            inputs: Token ids, int64 (batch, seq), or embeddings, (batch, seq, d_model). The padding on the right may be
+                any valid id or any finite numbers.
+            attention_mask: int64 (batch, seq): 1 for a token, 0 for padding. A token with 2 gets a hidden state, but no
+                other token attends to this token. The batch has at least one token.
 
         Returns:
             The last hidden state, (batch, seq, d_model). A token's hidden state depends only on the token's own
@@ -296,7 +304,7 @@ def encoder_of(config: EncoderConfig, weights: Callable[[str, tuple[int, ...]], 
         config: The sizes and settings.
         weights: A function that returns the float32 weight with the given name and shape.
     """
-    with torch.device("meta"):  # takes no memory, even if the configuration's sizes are wrong
+    with torch.device("meta"):  # needs no memory, even if the sizes in the configuration are wrong
         encoder = Encoder(config)
     loaded = {name: weights(name, tuple(weight.shape)) for name, weight in encoder.state_dict().items()}
     encoder.load_state_dict(loaded, assign=True)

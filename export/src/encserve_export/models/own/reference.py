@@ -13,7 +13,7 @@ from encserve_proto.bundle.v1 import manifest_pb2
 class _Inspected(nn.Module):
     """Returns all hidden states of an encoder, then all attention weights.
 
-    The parameters have the same names as in the encoder.
+    This module and the encoder have the same parameter names.
     """
 
     def __init__(self, encoder: Encoder) -> None:

@@ -1,4 +1,8 @@
-"""Builds an encoder from a state dict: finds its layout and sizes, and reports settings that the user must add."""
+"""Builds an encoder from a state dict.
+
+The layout (the scheme of the weight names) and the sizes are found in the state dict. An error lists the settings that
+the user must add.
+"""
 
 import dataclasses
 import json
@@ -24,14 +28,14 @@ from encserve_export.models.own.layouts import StackLayout, known_layouts
 from encserve_export.models.own.layouts.stack import ATTENTION_NORM, QKV, Stack
 from encserve_export.models.tensors import check_values, listed
 
-# Patterns for the names of a token embedding table and of a position table, with any prefix.
+# Patterns for the names of token embedding tables and of position tables. Any prefix before the name is allowed.
 _TABLES = r"(?:.+\.)?(?:W_embed|(?:(?:tok|token|word|src|input)_)?(?:emb|embed|embedding|embeddings)\.weight)"
 _POSITIONS = r"(?:.+\.)?(?:pe|PE|(?:pos|position|positional)_(?:emb|embed|embedding|embeddings)(?:\.weight)?)"
 _TABLE_NAMES = (
-    "W_embed or embedding.weight (also emb, embed, embeddings; with tok_, token_, word_, src_ or input_ before it)"
+    "W_embed or embedding.weight (also emb, embed or embeddings, and the prefix tok_, token_, word_, src_ or input_)"
 )
 _POSITION_NAMES = (
-    "pe, PE or pos_embedding (also emb, embed, embeddings; position_ or positional_ before it; .weight behind it)"
+    "pe, PE or pos_embedding (also emb, embed or embeddings, the prefix position_ or positional_, the suffix .weight)"
 )
 _FLAG = ("true", "false")
 
@@ -44,7 +48,7 @@ class Table:
     """An embedding table or a position table.
 
     Attributes:
-        name: The table's name in its file, for errors.
+        name: The table's name in its file, for error messages.
         values: One row per token or position, (rows, d_model).
     """
 
@@ -59,7 +63,7 @@ class CheckpointEncoder:
     Attributes:
         encoder: The encoder with the weights of the checkpoint.
         layout: The name of the checkpoint's layout.
-        remarks: Messages to the user about decisions that `find_encoder` made.
+        remarks: Messages that tell the user which decisions `find_encoder` made.
     """
 
     encoder: Encoder
@@ -73,7 +77,7 @@ def rename_tensors(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> d
     Args:
         tensors: The state dict.
         names: Old parts of names and their replacements: {"blocks": "layers", "pos.weight": "pos_embedding.weight"}. An
-            old part is one or more whole words between dots, at any place in a name.
+            old part consists of one or more whole words between dots. It may be anywhere in a name.
 
     Raises:
         WeightNamesError: No name contains an old part, or two tensors would get the same name.
@@ -109,8 +113,8 @@ def find_encoder(
         embeddings: The embedding table, if the state dict has none.
         layout: The layout's name; None to detect the layout.
         model_input: The encoder's input. "embeddings" needs no embedding table, and ignores a table in the state dict.
-        max_sequence_tokens: The longest sequence in tokens. It overrides the field in `settings`. The default is 512,
-            or the length of the position table if that is shorter.
+        max_sequence_tokens: The longest sequence in tokens. This argument overrides the field in `settings`. The
+            default is 512, or the length of the position table if the table is shorter.
 
     Raises:
         ExportError: The state dict cannot be used. The subclass shows the cause.
@@ -171,20 +175,20 @@ def _find_stack(tensors: Mapping[str, Tensor], name: str | None) -> Stack:
     if len(stacks) > 1:
         places = ", ".join(f"{stack.layout.name} at {stack.root + stack.layout.marker}" for stack in stacks)
         raise UnsupportedModelError(
-            f"the checkpoint holds {len(stacks)} stacks ({places}); save the encoder alone, or choose with --layout"
+            f"the checkpoint holds {len(stacks)} stacks ({places}); save the encoder alone, or choose one with --layout"
         )
     return stacks[0]
 
 
 def _patterns(names: Iterable[str]) -> str:
-    """List the names with each number replaced by N, so that all blocks share one entry."""
+    """List the names. Each number is replaced by N, so that all blocks share one entry."""
     return ", ".join(sorted({re.sub(r"(?<=\.)[0-9]+(?=\.|$)", "N", name) for name in names}))
 
 
 def _check_names(
     tensors: Mapping[str, Tensor], stack: Stack, positions: Table | None, table: Table | None, model_input: Input
 ) -> None:
-    """Refuse missing and surplus names. The error also lists surplus weights that may be tables."""
+    """Refuse missing and surplus weight names. The error also lists surplus weights that may be tables."""
     needed = {name for sources in stack.names().values() for name in sources}
     needed |= {it.name for it in (positions, table) if it is not None} & tensors.keys()
     missing, surplus = sorted(needed - tensors.keys()), sorted(tensors.keys() - needed)
@@ -218,7 +222,7 @@ def _embedding_table(tensors: Mapping[str, Tensor], separate: Table | None) -> T
         return Table(f"--embeddings {separate.name}", separate.values)
     if len(tables) > 1:
         raise EmbeddingTableError(
-            f"the checkpoint holds several embedding tables: {', '.join(tables)}; save the encoder's alone"
+            f"the checkpoint holds several embedding tables: {', '.join(tables)}; save only the encoder's table"
         )
     return Table(tables[0], tensors[tables[0]]) if tables else None
 
@@ -227,8 +231,8 @@ def _vocab_size(table: Table | None, d_model: int) -> int:
     if table is None:
         raise EmbeddingTableError(
             "the checkpoint holds no embedding table. Give its file with --embeddings: one matrix of (vocab_size, "
-            "d_model). Or give --input embeddings, and callers send vectors instead of token ids. In the checkpoint, a "
-            f"table has one of these names: {_TABLE_NAMES}; --rename OLD=NEW renames yours"
+            "d_model). Or give --input embeddings, and callers send vectors instead of token ids. In a checkpoint, a "
+            f"table must have one of these names: {_TABLE_NAMES}; rename your table with --rename OLD=NEW"
         )
     _check_width(table, d_model)
     return len(table.values)
@@ -236,7 +240,7 @@ def _vocab_size(table: Table | None, d_model: int) -> int:
 
 def _position_table(tensors: Mapping[str, Tensor]) -> Table | None:
     """Return the position table as (rows, d_model); None without a table. A batch axis of length 1 is removed."""
-    # If several names match, this function takes the first, and `_check_names` refuses the rest as surplus.
+    # If several names match, this function takes the first name. `_check_names` refuses the other names as surplus.
     name = min((name for name in tensors if re.fullmatch(_POSITIONS, name)), default=None)
     if name is None:
         return None
@@ -262,8 +266,8 @@ def _check_width(table: Table, d_model: int) -> None:
 def _judge_positions(positions: Table, settings: Mapping[str, Any]) -> tuple[Position, str]:
     """Decide whether a position table is sinusoidal, and describe the decision.
 
-    A sinusoidal table is computed again in float64, for any length, unless the settings ask for a learned table. The
-    rows of any other table are used unchanged.
+    A sinusoidal table is computed again in float64, and can then have any length. If the settings ask for a learned
+    table, or the table is not sinusoidal, the rows of the table are used unchanged.
     """
     rows, d_model = positions.values.shape
     difference = math.inf
@@ -275,19 +279,19 @@ def _judge_positions(positions: Table, settings: Mapping[str, Any]) -> tuple[Pos
         return "sinusoidal", f"{positions.name} is the sinusoid ({figures}) and is computed again in float64"
     if settings.get("position") == "sinusoidal":
         raise ConfigError(
-            f"position is sinusoidal in --config, but {positions.name} is not the sinusoid ({figures}); without the "
-            "field its rows are used"
+            f"position is sinusoidal in --config, but {positions.name} is not the sinusoid ({figures}); remove the "
+            "field to use the rows of the table"
         )
     kind = "the sinusoid" if is_sinusoid else "not the sinusoid"
     return "learned", f"{positions.name} is {kind} ({figures}); its rows are used"
 
 
 def _join_fields(layout: StackLayout, known: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the fields that the weights show with the user's settings.
+    """Merge the user's settings with the fields that follow from the weights.
 
     Raises:
-        ConfigError: The weights and the settings contradict each other, or a field is missing from both. The message
-            lists all such fields.
+        ConfigError: The weights and the settings contradict each other, or both lack a field. The message lists all
+            such fields.
     """
     known = dict(known)
     needed: dict[str, tuple[str, ...]] = {} if "scale_embedding" in known else {"scale_embedding": _FLAG}
@@ -323,7 +327,7 @@ def _join_fields(layout: StackLayout, known: Mapping[str, Any], settings: Mappin
 
 
 def _config(fields: Mapping[str, Any], positions: Table | None, max_sequence_tokens: int | None) -> EncoderConfig:
-    """Return the configuration. The default length is 512, or the length of a shorter position table."""
+    """Return the configuration. The default of `max_sequence_tokens` is as in `find_encoder`."""
     asked = fields.get("max_sequence_tokens") if max_sequence_tokens is None else max_sequence_tokens
     longest = DEFAULT_LONGEST if asked is None else asked
     config = EncoderConfig.from_mapping({**fields, "max_sequence_tokens": longest})

@@ -1,1 +1,1 @@
-"""The Open Inference Protocol v2, and what Triton's tools ask for besides: docs/open-inference.md."""
+"""The Open Inference Protocol v2 over gRPC, and the RPCs that Triton's tools need: docs/open-inference.md."""

@@ -1,4 +1,4 @@
-"""The protocol's messages to requests, and replies to its messages."""
+"""Decodes messages of the Open Inference Protocol to requests, and encodes replies."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -39,7 +39,7 @@ class Contents:
     """The typed contents of a tensor; see `TypedData`."""
 
     def __init__(self, tensor: pb.ModelInferRequest.InferInputTensor) -> None:
-        """Takes the tensor; of a datatype that is not known there are none."""
+        """Take the tensor. For an unknown datatype the contents are empty."""
         field = _CONTENTS.get(tensor.datatype)
         self._values: Sequence[Any] = getattr(tensor.contents, field) if field else ()
 
@@ -47,24 +47,25 @@ class Contents:
         return len(self._values)
 
     def numbers(self, dtype: str) -> npt.NDArray[Any]:
-        """(elements,)."""
+        """Return the values as an array of shape (elements,)."""
         return np.array(self._values, dtype)
 
     def texts(self) -> Sequence[bytes]:
-        """As they are."""
+        """Return the values as bytes."""
         return self._values
 
 
 def read_request(request: pb.ModelInferRequest) -> SentRequest:
-    """A request as all front ends have it; nothing of it is copied yet.
+    """Convert a message to the request that gRPC and HTTP share, without a copy of the data.
 
     Raises:
-        InvalidField: Some data are raw and some are not.
+        InvalidField: Some inputs have raw data and some do not.
     """
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise InvalidField(
-            "raw_input_contents", f"must be one for each of the {len(request.inputs)} inputs, or none; was {len(raw)}"
+            "raw_input_contents",
+            f"must have a value for each of the {len(request.inputs)} inputs, or none; has {len(raw)}",
         )
     return SentRequest(
         _inputs(request.inputs, raw),
@@ -77,14 +78,14 @@ def read_request(request: pb.ModelInferRequest) -> SentRequest:
 
 def _inputs(sent: Iterable[pb.ModelInferRequest.InferInputTensor], raw: Sequence[bytes]) -> Iterator[SentTensor]:
     for i, it in enumerate(sent):
-        if raw and it.HasField("contents") and it.contents.ByteSize():  # MLServer's client sends empty ones beside
-            raise InvalidField(f"inputs[{i}].contents", "must be empty where raw_input_contents hold the data")
+        if raw and it.HasField("contents") and it.contents.ByteSize():  # MLServer's client also sends empty contents
+            raise InvalidField(f"inputs[{i}].contents", "must be empty if raw_input_contents has the data")
         data = raw[i] if raw else Contents(it)
         yield SentTensor(it.name, it.datatype, tuple(it.shape[:MAX_SHOWN]), data, _parameters(it.parameters))
 
 
 def _parameters(sent: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
-    """Those parameters of a tensor that are looked at."""
+    """Return the parameters of a tensor that the server uses."""
     return {name: _value(sent[name]) for name in CHECKED_PARAMETERS if name in sent}
 
 
@@ -94,27 +95,27 @@ def _value(parameter: pb.InferParameter) -> Any:
 
 
 def encode_reply(in_stream: bool, model: ServedModel, infer: InferCall, reply: EncodeReply) -> bytes:
-    """The bytes of a ModelInferResponse, or of a ModelStreamInferResponse around it.
+    """Return the bytes of a ModelInferResponse. In a stream, a ModelStreamInferResponse wraps it.
 
     Raises:
-        ResponseTooLarge: With its padding it is over the limit.
+        ResponseTooLarge: The reply with padding is larger than the limit.
     """
     bundle = model.bundle
     message = pb.ModelInferResponse(model_name=bundle.name, model_version=bundle.version, id=infer.request_id)
-    if in_stream:  # callers that may get several answers to a request look for the last one
+    if in_stream:  # tells the caller that no other reply follows
         message.parameters["triton_final_response"].bool_param = True
     tensors = output_tensors(model, infer, reply)
     for it in tensors:
         message.outputs.add(name=it.name, datatype=it.datatype, shape=it.shape)
-    whole: list[wire.Part] = [message.SerializeToString()]
+    whole: list[wire.Buffer] = [message.SerializeToString()]
     for it in tensors:
         whole += wire.field(_RAW_OUTPUT_CONTENTS, it.parts)
-    # The one copy of the rows.
+    # The only copy of the rows.
     return wire.join(wire.field(_INFER_RESPONSE, whole) if in_stream else whole)
 
 
 def encode_metadata(model: ServedModel, versions: Sequence[str]) -> pb.ModelMetadataResponse:
-    """Describes a model and its tensors."""
+    """Describe a model and its tensors."""
 
     def tensors(kinds: Sequence[TensorKind]) -> list[pb.ModelMetadataResponse.TensorMetadata]:
         return [pb.ModelMetadataResponse.TensorMetadata(name=k.name, datatype=k.datatype, shape=k.shape) for k in kinds]
@@ -129,7 +130,7 @@ def encode_metadata(model: ServedModel, versions: Sequence[str]) -> pb.ModelMeta
 
 
 def encode_config(model: ServedModel) -> pb.ModelConfigResponse:
-    """Describes a model as Triton's tools ask for it; max_batch_size is 0, so the first dimension is part of shapes."""
+    """Describe a model for Triton's tools. With max_batch_size 0, shapes include the batch dimension."""
     bundle = model.bundle
     config = config_pb.ModelConfig(name=bundle.name, platform=PLATFORM, backend=PLATFORM, max_batch_size=0)
     for it in inputs_of(bundle):
@@ -142,7 +143,7 @@ def encode_config(model: ServedModel) -> pb.ModelConfigResponse:
 
 
 def encode_index(entries: Iterable[IndexEntry]) -> pb.RepositoryIndexResponse:
-    """What is in the repository."""
+    """Return the models in the repository."""
     models = [
         pb.RepositoryIndexResponse.ModelIndex(name=it.name, version=it.version, state=it.state, reason=it.reason)
         for it in entries
@@ -151,7 +152,7 @@ def encode_index(entries: Iterable[IndexEntry]) -> pb.RepositoryIndexResponse:
 
 
 def encode_statistics(model: ServedModel, its: Statistics) -> pb.ModelStatistics:
-    """What a model's calls have taken; as Triton counts where max_batch_size is 0, a call is one inference."""
+    """Return the counts and durations of calls. Triton counts a call as one inference if max_batch_size is 0."""
     spent = {name: getattr(its, name) for name in STATISTICS}
     return pb.ModelStatistics(
         name=model.bundle.name,
@@ -166,6 +167,6 @@ def encode_statistics(model: ServedModel, its: Statistics) -> pb.ModelStatistics
 
 
 def encode_stream_error(request_id: str, text: str) -> bytes:
-    """One request's error as its answer in a stream."""
+    """Return the bytes of the reply that reports the error of one request in a stream."""
     response = pb.ModelInferResponse(id=request_id)
     return pb.ModelStreamInferResponse(error_message=text, infer_response=response).SerializeToString()

@@ -1,4 +1,4 @@
-"""inference.GRPCInferenceService: the six RPCs of the protocol, and four that Triton's tools insist on."""
+"""inference.GRPCInferenceService: the six RPCs of the protocol, and four that Triton's tools need."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as pb
 from encserve_server.rpc.streams import Answer, answer_one, answer_stream
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
-# Each method with its type, as grpc_server_* metrics name it.
+# The type of each method, as in the grpc_server_* metrics.
 METHODS = {
     "ServerLive": "unary",
     "ServerReady": "unary",
@@ -27,7 +27,7 @@ METHODS = {
     "ModelStatistics": "unary",
     "RepositoryIndex": "unary",
 }
-# Answered for as long as the process answers at all.
+# These methods are answered until the server has stopped.
 _STATUS_METHODS = frozenset({"ServerLive", "ServerReady", "ModelReady", "ServerMetadata"})
 _ACCESS = dict.fromkeys(("ServerLive", "ServerReady", "ModelReady"), Access.OPEN) | dict.fromkeys(
     ("ServerMetadata", "ModelMetadata", "ModelConfig", "ModelStatistics", "RepositoryIndex"), Access.LISTING
@@ -39,13 +39,13 @@ class OpenInferenceService:
     """The handlers of inference.GRPCInferenceService."""
 
     def __init__(self, calls: Calls, protocol: OpenInference, *, max_stream_in_flight: int) -> None:
-        """Takes the calls of all protocols, and what this one's front ends have in common."""
+        """Keep the calls of all protocols, and the part of the protocol that gRPC and HTTP share."""
         self._calls = calls
         self._protocol = protocol
         self._max_stream_in_flight = max_stream_in_flight
 
     def handlers(self, guard: RpcGuard) -> dict[str, Handler]:
-        """The methods by their names."""
+        """Return the handlers by method name."""
         naming = InferNaming()
         self._request = guard.request_method(SERVICE_NAME, "ModelStreamInfer", naming)
         methods = {
@@ -75,48 +75,48 @@ class OpenInferenceService:
         return handlers
 
     async def server_live(self, data: bytes, call: Call) -> bytes:
-        """Whether the process answers."""
+        """Say that the server is alive."""
         del call
         parse(pb.ServerLiveRequest, data)
         return pb.ServerLiveResponse(live=True).SerializeToString()
 
     async def server_ready(self, data: bytes, call: Call) -> bytes:
-        """Whether every model can be relied on; health says the same."""
+        """Return whether all models are ready, as the health service does."""
         del call
         parse(pb.ServerReadyRequest, data)
         return pb.ServerReadyResponse(ready=self._protocol.is_ready()).SerializeToString()
 
     async def model_ready(self, data: bytes, call: Call) -> bytes:
-        """Whether one model can be relied on; one that is not there cannot."""
+        """Return whether one model is ready. An unknown model is not ready."""
         del call
         request = parse(pb.ModelReadyRequest, data)
         ready = self._protocol.is_model_ready(request.name, request.version)
         return pb.ModelReadyResponse(ready=ready).SerializeToString()
 
     async def server_metadata(self, data: bytes, call: Call) -> bytes:
-        """What server this is."""
+        """Return the name, version and extensions of this server."""
         del call
         parse(pb.ServerMetadataRequest, data)
         message = pb.ServerMetadataResponse(name=PLATFORM, version=__version__, extensions=EXTENSIONS)
         return message.SerializeToString()
 
     async def model_metadata(self, data: bytes, call: Call) -> bytes:
-        """The inputs and outputs of a model, and its versions."""
+        """Return the inputs, outputs and versions of a model."""
         request = parse(pb.ModelMetadataRequest, data)
         model = call.resolve(0, request.name, request.version)
         return codec.encode_metadata(model, self._protocol.versions(model)).SerializeToString()
 
     async def model_config(self, data: bytes, call: Call) -> bytes:
-        """The same as Triton's tools ask for it."""
+        """Return the inputs and outputs of a model in the format of Triton's tools."""
         request = parse(pb.ModelConfigRequest, data)
         return codec.encode_config(call.resolve(0, request.name, request.version)).SerializeToString()
 
     async def model_infer(self, data: bytes, call: Call) -> bytes:
-        """One request, one response."""
+        """Answer one request."""
         return await self._infer(parse(pb.ModelInferRequest, data), call)
 
     async def model_stream_infer(self, stream: Stream, stream_call: Call) -> None:
-        """Many requests, each answered as soon as it is ready; at most `max_stream_in_flight` at a time."""
+        """Answer many requests, each as soon as its reply is ready; at most `max_stream_in_flight` at a time."""
 
         async def answer(data: bytes) -> Answer:
             request = parse(pb.ModelInferRequest, data)
@@ -128,18 +128,18 @@ class OpenInferenceService:
         await answer_stream(stream.read, answer, stream.write, max_in_flight=limit, draining=self._calls.draining)
 
     async def model_statistics(self, data: bytes, call: Call) -> bytes:
-        """What the calls of this protocol have taken; of every model where none is named."""
+        """Return counts and durations of the calls of this protocol, for one model or for all models."""
         request = parse(pb.ModelStatisticsRequest, data)
         models = [codec.encode_statistics(*it) for it in self._protocol.statistics(call, request.name, request.version)]
         return pb.ModelStatisticsResponse(model_stats=models).SerializeToString()
 
     async def repository_index(self, data: bytes, call: Call) -> bytes:
-        """What is served; there is one repository, whatever it is called."""
+        """Return the served models. There is one repository, so its name in the request is ignored."""
         request = parse(pb.RepositoryIndexRequest, data)
         return codec.encode_index(self._protocol.index(call, only_ready=request.ready)).SerializeToString()
 
     async def _infer(self, request: pb.ModelInferRequest, call: Call, *, in_stream: bool = False) -> bytes:
-        """The bytes of a ModelInferResponse, or of a ModelStreamInferResponse around it."""
+        """Return the bytes of a ModelInferResponse. In a stream, a ModelStreamInferResponse wraps it."""
         model = call.resolve(0, request.model_name, request.model_version)
         return await self._protocol.infer(
             call, model, codec.read_request(request), partial(codec.encode_reply, in_stream)

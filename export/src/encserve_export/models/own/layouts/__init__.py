@@ -1,7 +1,7 @@
 """The layouts that `encserve-export checkpoint` recognises, one module per layout.
 
 A layout is the naming scheme of one family of hand-written checkpoints. `known_layouts` imports every module of this
-package and takes its `LAYOUT`. To add a layout, add a module.
+package and collects the modules' `LAYOUT` constants. To add a layout, add a module.
 """
 
 import functools

@@ -1,6 +1,6 @@
-"""Layout of matrices and vectors that are not inside modules: `layers.0.W_Q`, `layers.0.gamma1`.
+"""Layout of bare matrices and vectors instead of `nn.Linear` and `nn.LayerNorm`: `layers.0.W_Q`, `layers.0.gamma1`.
 
-Matrices are stored for x @ W. Attention has no biases.
+Matrices are stored for the product x @ W. Attention has no biases.
 """
 
 from encserve_export.models.own.layouts.stack import Part, StackLayout, matrix

@@ -1,4 +1,4 @@
-"""Describes checkpoints of equal transformer blocks, and recognises them by the names of their weights.
+"""Describes checkpoints of equal transformer blocks, and recognises such checkpoints by the names of the weights.
 
 A template is a weight name with placeholders: `{layer}` for the index of the block, `{head}` for the index of the
 attention head.
@@ -22,12 +22,12 @@ ATTENTION_NORM, INNER = "attention_norm", "feed_forward.inner"
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The names of one linear layer or norm in a checkpoint.
+    """The weight names of one linear layer or one norm in a checkpoint.
 
     Attributes:
-        weight: Templates of the weight's names. Several matrices are concatenated along the output axis.
-        bias: Templates of the bias's names; empty for a layer without a bias.
-        transposed: Whether the weight is stored as (in, out), for x @ W.
+        weight: Templates of the names of the weight matrices. Several matrices are concatenated along the output axis.
+        bias: Templates of the names of the biases; empty for a layer without a bias.
+        transposed: Whether a matrix has the shape (in, out), so that the layer computes x @ W.
     """
 
     weight: tuple[str, ...]
@@ -41,7 +41,7 @@ def linear(*names: str) -> Part:
 
 
 def matrix(*names: str, bias: tuple[str, ...] = ()) -> Part:
-    """Return the `Part` of one or several matrices W that are stored for x @ W."""
+    """Return the `Part` of one or several matrices W for layers that compute x @ W."""
     return Part(names, bias, transposed=True)
 
 
@@ -52,11 +52,12 @@ class StackLayout:
     Attributes:
         name: The layout's name for `--layout`.
         summary: One line that describes the layout to users.
-        block: The template of a block's prefix, such as "layers.{layer}."; "" for a checkpoint of one block.
+        block: The template of a block's prefix, such as "layers.{layer}."; "" for a checkpoint with only one block.
         parts: The parts of a block, by their names in our `Encoder`. A layout without feed-forward parts has d_ff 0. A
             layout without norms has the norm "none".
-        final_norm: The LayerNorm after the last block. A checkpoint may lack this LayerNorm.
-        interleaved: Whether the projection to Q, K and V is ordered by head: Q, K and V of head 0, then of head 1.
+        final_norm: The LayerNorm after the last block. It is optional in a checkpoint.
+        interleaved: Whether the rows of the projection to Q, K and V are ordered by head: first Q, K and V of head 0,
+            then Q, K and V of head 1.
         merge_heads: The default of `EncoderConfig.merge_heads`, as in the code that trained these checkpoints.
     """
 
@@ -96,7 +97,7 @@ class StackLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """A stack of blocks in a checkpoint.
+    """A stack of blocks that was found in a checkpoint.
 
     Attributes:
         layout: The layout of the weight names.
@@ -115,12 +116,12 @@ class Stack:
     final_norm: bool
 
     def sources(self, layer: int, part: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the names of the weight and of the bias in the checkpoint, for one part of a block."""
+        """Return the names that the weight and the bias of one part of a block have in the checkpoint."""
         names, prefix = self.layout.parts[part], self.root + self.layout.block
         return self._filled(prefix, names.weight, layer), self._filled(prefix, names.bias, layer)
 
     def names(self) -> dict[str, tuple[str, ...]]:
-        """Return the names in the checkpoint for each weight of the Encoder, except the embeddings."""
+        """Return the checkpoint's names for each weight of the Encoder, except the embeddings."""
         names: dict[str, tuple[str, ...]] = {}
         for layer in range(self.n_layers):
             for part in self.layout.parts:
@@ -155,11 +156,11 @@ class Stack:
         Args:
             config: The encoder's sizes and settings.
             tensors: The state dict. It contains every tensor that `names` lists.
-            tables: The embedding and position tables, by their names in the Encoder. Each value is a pair: the table's
-                name for errors, and its numbers.
+            tables: The embedding and position tables, by their names in the Encoder. Each value is a pair: the name of
+                the table for error messages, and the numbers of the table.
 
         Raises:
-            WeightValueError: A tensor contains NaN, infinity, or numbers that are not floating-point.
+            WeightValueError: A tensor contains NaN or infinity, or its type is not a floating-point type.
             WeightShapeError: The shape of a tensor does not match the configuration.
         """
         names = self.names()
@@ -179,7 +180,7 @@ class Stack:
         return encoder_of(config, weight)
 
     def _size(self, tensors: Mapping[str, Tensor], part: str, axis: int) -> int:
-        """Return the number of outputs (axis 0) or inputs (axis 1) of the first matrix of a part."""
+        """Return how many outputs (axis 0) or inputs (axis 1) the first matrix of a part has."""
         name = self.sources(0, part)[0][0]
         shape = tuple(tensors[name].shape)
         if len(shape) != 2 or 0 in shape:

@@ -4,7 +4,7 @@ from encserve_export.models.own.layouts.stack import Part, StackLayout, linear
 
 LAYOUT = StackLayout(
     name="torch-native",
-    summary="torch.nn.TransformerEncoder, norm_first or not",
+    summary="torch.nn.TransformerEncoder, with or without norm_first",
     block="layers.{layer}.",
     parts={
         "attention.qkv": Part(("self_attn.in_proj_weight",), ("self_attn.in_proj_bias",)),

@@ -1,0 +1,339 @@
+"""The `Embedder`: a loaded bundle that computes the outputs of inputs in threads.
+
+The inputs of a call are checked and tokenized in the tokenizer's threads, and cut into batches by length, within the
+same limits as in the server. The batches of all calls run in one pool, with a thread for each batch that the engine can
+run at a time. A batch that fails runs again in halves, so that only the input that causes the failure is refused.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar, Unpack
+
+import numpy as np
+
+from encserve_server.errors import EncserveError, InferenceFailed, RequestError
+from encserve_server.models.inputs import SentInput, pieces
+from encserve_server.models.treatment import Treatment, Treatments
+from encserve_server.models.turns import TurnPool
+from encserve_server.offline.options import EmbedOptions, Input, LoadOptions, OutputName, to_call, to_sent
+from encserve_server.offline.results import Embedded, OnBatch, RowCollector, reason_of
+from encserve_server.outputs import static_weights
+from encserve_server.repository.bundle import MANIFEST_NAME
+from encserve_server.repository.loaded import batch_policy
+from encserve_server.repository.loading import load_model
+from encserve_server.repository.scan import newest_version
+from encserve_server.scheduling.batching import BatchPolicy
+from encserve_server.scheduling.runner import in_halves, probe, run_batch, start_thread
+from encserve_server.settings import Settings
+from encserve_server.system.cpus import usable_cpus
+from encserve_server.types.arrays import OutputArrays, TokenIds
+from encserve_server.types.bundles import Bundle
+from encserve_server.types.sequences import Batch, TokenSequence
+
+logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+
+class Stopped(Exception):
+    """The embedder has been stopped."""
+
+
+class Embedder:
+    """A loaded bundle. Any number of threads may use it. `close` it, or use it as a context manager.
+
+    If the engine can run several batches at a time, no batch gets the whole device. So the batches and the results do
+    not depend on timing.
+
+    Attributes:
+        bundle: The loaded bundle.
+        info: The device and the runtime of the model.
+        policy: The limits of a batch.
+        intra_op_threads: The number of CPU threads that run batches.
+        parallel_batches: The number of batches that run at a time.
+    """
+
+    def __init__(self, bundle: Path | str, **options: Unpack[LoadOptions]) -> None:
+        """Verify a bundle, load and warm up its model, and measure the best size of a batch.
+
+        Args:
+            bundle: The folder of a bundle, NAME/VERSION; or NAME, for its newest version.
+            **options: See `LoadOptions`.
+
+        Raises:
+            ValueError: An option is out of range.
+            BundleError: The bundle is missing, altered or unreadable, or its model cannot compute.
+            DeviceError: The device or the precision is not available.
+            EngineMissing: The package of the engine is not installed.
+        """
+        folder = Path(bundle).absolute()
+        if not (folder / MANIFEST_NAME).is_file():
+            folder = newest_version(folder)
+        settings = Settings(model_repository=folder.parent.parent, **options)
+        loaded = load_model(folder, settings, TurnPool(1))  # without work: `check_now` runs in the threads below
+        self._engine, self._outputs = loaded.engine, loaded.outputs
+        self._run = partial(run_batch, loaded.engine, loaded.outputs.compute)
+        self.bundle: Bundle = loaded.bundle
+        self.info = loaded.engine.info
+        self.policy: BatchPolicy = batch_policy(settings, self.info.device, loaded.job_batch_tokens)
+        self.intra_op_threads: int = settings.intra_op_threads or usable_cpus()
+        self.parallel_batches: int = loaded.engine.max_parallel_runs
+        self._treatments = Treatments(
+            self.bundle, loaded.tokenizer, loaded.outputs, settings.max_text_bytes, loaded.static_tokenizers
+        )
+        self._tokenizing = ThreadPoolExecutor(settings.tokenizer_threads, "encserve-tokenize")
+        self._computing = ThreadPoolExecutor(self.parallel_batches, "encserve-engine", start_thread)
+        self._stopped = False  # not an Event: a signal handler may call `stop`
+        self._closing = threading.Lock()
+        self._closed = False
+
+    @property
+    def trained_kind(self) -> OutputName:
+        """The kind of output that the model was trained for: "model", "multi_vector" or "sparse"."""
+        bundle = self.bundle
+        if bundle.pooling is None and bundle.multi_vector is not None:
+            return "multi_vector"
+        if bundle.pooling is None and bundle.sparse is not None:
+            return "sparse"
+        return "model"
+
+    def embed(self, inputs: Iterable[Input], **options: Unpack[EmbedOptions]) -> Any:
+        """Compute the outputs of inputs as arrays.
+
+        Args:
+            inputs: Texts, (seq,) token ids, or (seq, d_model) float32 vectors, as the model takes them.
+            **options: See `EmbedOptions`.
+
+        Returns:
+            (inputs, width) for outputs of one vector; for "tokens" and "multi_vector" a list of (rows, width), and for
+            "sparse" a list of SparseVector.
+
+        Raises:
+            RequestError: The model does not have the output, or refuses an input; the error is of the first one.
+            InferenceFailed: The model cannot compute an input.
+            EngineUnhealthy: The engine fails for every input.
+            Stopped: `stop` was called.
+        """
+        made = self._make(inputs, None, options, raises=True)
+        if made.kind == "sparse":
+            return made.sparse_vectors()
+        return made.arrays() if made.kind in ("tokens", "multi_vector") else made.rows
+
+    def run(
+        self, inputs: Iterable[Input], on_batch: OnBatch | None = None, **options: Unpack[EmbedOptions]
+    ) -> Embedded:
+        """Compute the outputs of inputs for a job. Unlike in `embed`, a refused input does not fail the call.
+
+        The options are checked even without inputs.
+
+        Args:
+            inputs: As for `embed`.
+            on_batch: Receives the figures of each batch. If it raises an error, the call fails with this error.
+            **options: See `EmbedOptions`.
+
+        Raises:
+            RequestError: The model does not have the output.
+            EngineUnhealthy: The engine fails for every input.
+            Stopped: `stop` was called. Batches that were running have been finished.
+        """
+        return self._make(inputs, on_batch, options, raises=False)
+
+    def tokenize(self, texts: Iterable[str], **options: Unpack[EmbedOptions]) -> list[TokenIds | str]:
+        """Return the ids that the model gets for each text, without running the model.
+
+        Args:
+            texts: The texts.
+            **options: See `EmbedOptions`. The prompt, the task and `truncate` change the ids.
+
+        Returns:
+            For each text (seq,) int64 ids, or the reason why the text is refused.
+
+        Raises:
+            RequestError: The model does not have the output, the prompt or the task of the options.
+            Stopped: `stop` was called.
+        """
+        self._check_running()
+        sent: dict[int, SentInput] = dict(enumerate(texts))
+        call = to_call(list(sent.values()), options.get("output") or "tokens", options)
+        sequences, refused = self._check(self._treatments.treat(call), sent)
+        ids = {it.index: np.asarray(it.input, np.int64) for it in sequences}
+        return [reason_of(refused[at]) if at in refused else ids[at] for at in sent]
+
+    def stop(self) -> None:
+        """Make calls raise Stopped after their running batches, for good. Any thread may call."""
+        self._stopped = True
+
+    def close(self) -> None:
+        """Stop, wait for the running batches, and free the model. Later calls do nothing."""
+        self.stop()
+        with self._closing:
+            if not self._closed:
+                self._tokenizing.shutdown()
+                self._computing.shutdown()
+                self._engine.close()
+                self._closed = True
+
+    def __enter__(self) -> "Embedder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _make(
+        self, inputs: Iterable[Input], on_batch: OnBatch | None, options: EmbedOptions, *, raises: bool
+    ) -> Embedded:
+        """Compute the outputs. If `raises` is true, raise the error of the first refused input."""
+        if isinstance(inputs, str):
+            raise TypeError(f"inputs must be a list; for one text pass [{inputs[:20]!r}]")
+        self._check_running()
+        given = list(inputs)
+        sent: dict[int, SentInput] = {}
+        refused: dict[int, EncserveError] = {}
+        for at, value in enumerate(given):
+            try:
+                sent[at] = to_sent(at, value, self.bundle)
+            except RequestError as error:
+                refused[at] = error.with_traceback(None)  # the frames would keep all inputs in memory
+        kind = options.get("output") or self.trained_kind
+        treatment = self._treatments.treat(to_call(list(sent.values()), kind, options))
+        sequences, invalid = self._check(treatment, sent)
+        refused |= invalid
+        if raises and refused:
+            raise refused.pop(min(refused))
+        rows = RowCollector(treatment, len(given), sequences, refused, on_batch)
+        self._compute(treatment, sequences, rows)
+        if raises and refused:
+            raise refused.pop(min(refused))
+        return rows.embedded(kind, self.bundle)
+
+    def _check(
+        self, treatment: Treatment, sent: dict[int, SentInput]
+    ) -> tuple[list[TokenSequence], dict[int, RequestError]]:
+        """Check and tokenize inputs in threads. Return the sequences in order, and the errors by index."""
+        items = list(sent.items())
+        work = [partial(self._check_piece, treatment, dict(items[a:b])) for a, b in pieces(list(sent.values()))]
+        sequences: list[TokenSequence] = []
+        refused: dict[int, RequestError] = {}
+        for checked, errors in self._in_threads(self._tokenizing, work):
+            sequences += checked
+            refused |= errors
+        return sequences, refused
+
+    def _check_piece(
+        self, treatment: Treatment, sent: dict[int, SentInput]
+    ) -> tuple[list[TokenSequence], dict[int, RequestError]]:
+        self._check_running()
+        plan = treatment.plan
+        checked, refused = treatment.checker.check_now(sent, treatment.rules)
+        for at, sequence in checked.items():
+            sequence.index, sequence.wanted = at, plan.outputs
+            if plan.bounds_length:
+                try:
+                    self._outputs.check_lengths(plan.outputs, [len(sequence.input)])
+                except RequestError as error:
+                    error.move(at)
+                    refused[at] = error.with_traceback(None)
+        return [it for at, it in checked.items() if at not in refused], refused
+
+    def _compute(self, treatment: Treatment, sequences: Sequence[TokenSequence], rows: RowCollector) -> None:
+        """Compute the outputs of sequences, and add them to the rows."""
+        if treatment.static is not None:
+            static, outputs = treatment.static, treatment.plan.outputs
+            rows.add(sequences, [static_weights(static, it.input, outputs) for it in sequences], 0)
+            return
+        empty = [it for it in sequences if not len(it.input)]
+        if empty:
+            rows.add(empty, self._compute_empty(empty), 0)
+        full = [it for it in sequences if len(it.input)]
+        cut = batches([len(it.input) for it in full], self.policy)
+        work = [partial(self._compute_batch, [full[i] for i in places], rows) for places in cut]
+        self._in_threads(self._computing, work)
+
+    def _compute_empty(self, sequences: Sequence[TokenSequence]) -> list[OutputArrays | None]:
+        """Return the outputs of sequences without tokens; None if they are not finite."""
+        try:
+            with np.errstate(all="ignore"):
+                self._outputs.compute_empty(sequences)
+        except InferenceFailed:  # all of them, because they are equal
+            return [None] * len(sequences)
+        return [it.outputs for it in sequences]
+
+    def _compute_batch(self, sequences: list[TokenSequence], rows: RowCollector) -> None:
+        """Run a batch, or its halves if it fails, and add the outputs to the rows.
+
+        Raises:
+            Stopped: `stop` was called.
+            EngineUnhealthy: The engine fails for every input.
+        """
+
+        def run(part: Batch) -> None:
+            self._check_running()
+            self._run(part)
+            if part.outputs.count(None) == len(part.outputs):
+                probe(self._run, self.bundle.sample(1))
+            rows.add(part.sequences, part.outputs, part.padded_tokens)
+
+        def on_failure(part: Batch, error: BaseException | None) -> None:
+            logger.warning("a batch failed", extra={"sequences": len(part.sequences), "error": repr(error)})
+            if len(part.sequences) == 1:
+                probe(self._run, self.bundle.sample(1))
+                rows.refuse(part.sequences[0], "the model could not compute it")
+
+        in_halves(Batch(sequences, alone=not self._engine.widens), run, on_failure)
+
+    def _check_running(self) -> None:
+        if self._stopped:
+            raise Stopped("the embedder has been stopped")
+
+    def _in_threads(self, pool: ThreadPoolExecutor, work: Iterable[Callable[[], _Result]]) -> list[_Result]:
+        """Do work in threads, and return the results in order.
+
+        If a piece of work raises an error, the error is raised after the end of the pieces that run.
+        """
+        futures: list[Future[_Result]] = []
+        try:
+            futures.extend(map(pool.submit, work))
+            return [it.result() for it in futures]
+        except RuntimeError:
+            self._check_running()  # a pool that was shut down raises RuntimeError
+            raise
+        finally:
+            wait([it for it in futures if not it.cancel()])
+
+
+def batches(lengths: Sequence[int], policy: BatchPolicy) -> list[list[int]]:
+    """Cut inputs into batches, from the longest input to the shortest.
+
+    Inputs of the same length stay in their order. A batch ends before the input that would exceed a limit. Later inputs
+    are not longer than this input, so none of them would fit better. An input that exceeds a limit alone is a batch.
+
+    Args:
+        lengths: The tokens of each input, at least 1.
+        policy: The limits.
+
+    Returns:
+        The indices of the inputs of each batch. They depend on the arguments only.
+    """
+    cut: list[list[int]] = []
+    longest = real = 0
+    for at in sorted(range(len(lengths)), key=lambda i: -lengths[i]):  # a stable sort
+        count = len(cut[-1]) + 1 if cut else 1
+        padded = longest * count
+        real += lengths[at]
+        if (
+            not cut
+            or count > policy.max_batch_sequences
+            or padded > policy.max_batch_tokens
+            or padded - real > policy.max_padding_fraction * padded
+        ):
+            cut.append([])
+            longest = real = lengths[at]
+        cut[-1].append(at)
+    return cut

@@ -1,0 +1,135 @@
+"""The inputs and options of an `Embedder`, and their conversion to a call of the server."""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from encserve_server.errors import FieldPath, InvalidField, Part
+from encserve_server.models.inputs import SentIds, SentInput, SentVectors
+from encserve_server.models.reply_size import ReplyShape
+from encserve_server.models.treatment import EncodeCall
+from encserve_server.outputs import OutputSpec
+from encserve_server.types.bundles import Bundle
+from encserve_server.types.requests import DataType, Detail, OutputKind, Task
+
+Input = str | Sequence[int] | npt.NDArray[Any]
+"""A text, (seq,) token ids, or (seq, d_model) vectors."""
+OutputName = Literal[
+    "model", "mean", "cls", "max", "last_token", "weighted_mean", "mean_sqrt_length", "tokens", "multi_vector", "sparse"
+]
+
+
+class LoadOptions(TypedDict, total=False):
+    """Settings of the server, with the same meaning and defaults; see docs/settings.md."""
+
+    engine: Literal["onnxruntime", "openvino"]
+    precision: Literal["model", "float32", "bfloat16"]
+    device: Literal["auto", "cpu", "cuda"]
+    cache_dir: Path | None
+    max_batch_tokens: int | None
+    max_batch_sequences: int
+    max_padding_fraction: float | None
+    tune_batches: bool
+    intra_op_threads: int | None
+    parallel_batches: int | None
+    tokenizer_threads: int
+    max_text_bytes: int
+    max_vocabulary_mib: int
+
+
+class EmbedOptions(TypedDict, total=False):
+    """The output of a call and the treatment of the inputs, as for the client's `run`.
+
+    Attributes:
+        output: The kind of output. Default: `Embedder.trained_kind`.
+        l2_normalize: Whether each row is scaled to Euclidean length 1, after `dimensions` has cut the row.
+        dtype: The type of the numbers.
+        dimensions: The number of dimensions of a row. The first ones are kept.
+        max_active_dims: The number of weights of "sparse" that are kept.
+        pool_factor: The number of vectors of "multi_vector" that are joined to one.
+        task: "query" or "document".
+        prompt_name: The prompt before every text; "" for none. Default: the prompt of the task, or of the model.
+        truncate: Whether an input that is too long is cut; otherwise it is refused.
+        exclude_special_tokens: Whether "tokens" leaves out the rows of special tokens.
+    """
+
+    output: OutputName | None
+    l2_normalize: bool
+    dtype: Literal["float32", "float16", "int8", "binary"]
+    dimensions: int | None
+    max_active_dims: int | None
+    pool_factor: float | None
+    task: Literal["query", "document"] | None
+    prompt_name: str | None
+    truncate: bool
+    exclude_special_tokens: bool
+
+
+def to_call(inputs: Sequence[SentInput], output: OutputName, options: EmbedOptions) -> EncodeCall:
+    """Convert inputs and options to a call of the server.
+
+    Raises:
+        InvalidField: An option has an invalid value.
+    """
+    dtype, task = options.get("dtype", "float32"), options.get("task")
+    _check_choice("output", output, get_args(OutputName))
+    _check_choice("dtype", dtype, [it.name.lower() for it in DataType])
+    _check_choice("task", task, [None, *(it.name.lower() for it in Task if it)])
+    without_special = options.get("exclude_special_tokens", False) and output == "tokens"
+    spec = OutputSpec(
+        OutputKind[output.upper()],
+        l2_normalize=options.get("l2_normalize", False),
+        data_type=DataType[dtype.upper()],
+        dimensions=_check_count("dimensions", options.get("dimensions")),
+        max_active_dims=_check_count("max_active_dims", options.get("max_active_dims")),
+        pool_factor=options.get("pool_factor") or 0.0,
+    )
+    return EncodeCall(
+        inputs,
+        (spec,),
+        truncate=options.get("truncate", False),
+        prompt_name=options.get("prompt_name"),
+        task=Task.NEITHER if task is None else Task[task.upper()],
+        shape=ReplyShape(Detail.COUNTS, without_special=without_special),
+    )
+
+
+def to_sent(at: int, value: Input, bundle: Bundle) -> SentInput:
+    """Convert the input with index `at`.
+
+    Raises:
+        InvalidField: The input is neither a text, nor token ids, nor vectors.
+    """
+    if isinstance(value, str):
+        return value
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of different lengths
+        array = np.empty(0, object)
+    if not array.size and array.dtype != object:
+        if bundle.graph.takes_vectors:
+            return SentVectors(np.empty((0, bundle.d_model), np.float32), 0)
+        return SentIds(np.empty(0, np.int64), 0)
+    if array.ndim == 1 and array.dtype.kind in "iu":
+        return SentIds(array.astype(np.int64, copy=False), len(array))
+    if array.ndim == 2 and array.dtype.kind in "iuf":
+        return SentVectors(array.astype(np.float32, copy=False), len(array))
+    raise InvalidField(
+        FieldPath(Part.INPUT, at),
+        "must be a text, a list of ids of 64 bits, or a (seq, d_model) array of numbers; was "
+        f"{type(value).__name__} of {array.dtype} {array.shape}",
+    )
+
+
+def _check_choice(field: str, value: object, choices: Collection[object]) -> None:
+    if value not in choices:
+        raise InvalidField(field, f"must be one of {', '.join(map(repr, choices))}; was {value!r}")
+
+
+def _check_count(field: str, value: int | None) -> int:
+    if value is not None and value < 0:
+        raise InvalidField(field, f"must be at least 1, or left out; was {value}")
+    return value or 0

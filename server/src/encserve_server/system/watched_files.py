@@ -1,0 +1,113 @@
+"""Files that are read again and again: keys, callers, certificates.
+
+A read from a network mount may never return. So each read runs in a daemon thread and has a time limit. The event loop
+goes on during the read, and the process can end before the thread does.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from encserve_server.system.clock import Clock
+from encserve_server.system.files import FileError, read_files
+
+# How often the owners of watched files call `WatchedFiles.changed`.
+POLL_SECONDS = 1.0
+# Changed files are used after they have stayed the same for this time. Until then they may be half written.
+SETTLE_SECONDS = 0.1
+READ_SECONDS = 5.0
+
+Contents = tuple[bytes, ...]
+Result = TypeVar("Result")
+
+
+class WatchedFiles:
+    """One or several files that change together. Belongs to the event loop."""
+
+    def __init__(self, paths: Mapping[str, Path]) -> None:
+        """Keep the path of each file, by the setting that names the file."""
+        self._paths = paths
+        self._last: Contents | str | None = None  # the contents, or the problem, at the last change
+        self._running: asyncio.Future[Any] | None = None  # the work of the daemon thread
+
+    def read_first(self) -> Contents:
+        """Read the files at the start of the server. Blocks for at most READ_SECONDS.
+
+        Raises:
+            FileError: A file cannot be read in time.
+        """
+        try:
+            self._last = contents = _start_thread(self._read).result(READ_SECONDS)
+        except TimeoutError:
+            raise self._timeout() from None
+        return contents
+
+    async def changed(self, clock: Clock) -> Contents | None:
+        """Return the contents if they have changed and settled since the last call, else None.
+
+        Args:
+            clock: The clock of the pause in which the files must not change.
+
+        Raises:
+            FileError: A file cannot be read in time. Raised once for each change of the problem.
+        """
+        found = await self._look()
+        if found == self._last:
+            return None
+        await clock.sleep(SETTLE_SECONDS)
+        if await self._look() != found:
+            return None  # the next call decides
+        self._last = found
+        if isinstance(found, str):
+            raise FileError(found)
+        return found
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Return the result of work that may read the files. The work runs in a daemon thread, one at a time.
+
+        Raises:
+            FileError: The work, or unfinished work of an earlier call, takes longer than READ_SECONDS. Exceptions of
+                `work` pass through.
+        """
+        try:
+            async with asyncio.timeout(READ_SECONDS):
+                if self._running is not None:
+                    await asyncio.wait([self._running])
+                running = asyncio.wrap_future(_start_thread(work))
+                self._running = running
+                await asyncio.wait([running])
+        except TimeoutError:
+            raise self._timeout() from None
+        self._running = None
+        return running.result()
+
+    async def _look(self) -> Contents | str:
+        try:
+            return await self.run(self._read)
+        except FileError as error:
+            return str(error)
+
+    def _read(self) -> Contents:
+        return read_files(self._paths)
+
+    def _timeout(self) -> FileError:
+        names = ", ".join(f"{setting} {path}" for setting, path in self._paths.items())
+        return FileError(f"{names} could not be read in {READ_SECONDS:g} s; look at the file system")
+
+
+def _start_thread(work: Callable[[], Result]) -> "Future[Result]":
+    future: Future[Result] = Future()
+    threading.Thread(target=partial(_run, work, future), name="encserve-files", daemon=True).start()
+    return future
+
+
+def _run(work: Callable[[], Result], future: "Future[Result]") -> None:
+    future.set_running_or_notify_cancel()  # from now on, no reader can cancel the future
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
