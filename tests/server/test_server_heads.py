@@ -362,7 +362,7 @@ async def test_queries_with_static_weights_need_no_run(serve: Serve) -> None:
     assert server.sample("encserve_batches_total", model="tiny", version="1", closed_by="drained") == 0
     for it, specs, problem in (
         (text(*range(5, 12)), [SPARSE], r"inputs\[0\].text: .* 6 tokens"),
-        ([5], [SPARSE], r"inputs\[0\]: .* texts only"),
+        ([5], [SPARSE], r"inputs\[0\]: .* needs a text"),
         (text(5), [SPARSE, pb.OutputSpec()], r"options.outputs\[1\].kind: .* OUTPUT_KIND_TOKENS in another call"),
     ):
         with pytest.raises(Failed, match=problem):

@@ -19,7 +19,7 @@ from output_models import POOL, head_graph, rich_bundle
 from encserve_server.engine.base import BatchResult
 from encserve_server.outputs import FLOAT_TYPES, SPAN_POOLINGS, ModelOutputs, OutputSpec, static_weights
 from encserve_server.outputs import rows as rows_module
-from encserve_server.outputs.rows import normalized, quantized
+from encserve_server.outputs.rows import l2_normalized, quantized
 from encserve_server.outputs.spans import pool_spans
 from encserve_server.outputs.token_pooling import linkage, pool_tokens
 from encserve_server.types.arrays import ModelInput, Numbers, OutputArrays, OutputRows, Rows, TokenSpans
@@ -292,7 +292,7 @@ def test_int8_changes_an_angle_by_less_than_2_degrees(width: int, seed: int, nea
     """
     made = np.random.default_rng(seed).uniform(-1, 1, (2, 20, width)).astype(np.float32)
     made[1] += np.float32(nearness) * made[0]
-    left, right = (normalized(it)[0] for it in made)
+    left, right = (l2_normalized(it)[0] for it in made)
     fits = np.abs(np.concatenate([left, right], axis=1)).max(axis=1) * np.sqrt(width) < 4
     turned = np.abs(angles(quantized(left), quantized(right)) - angles(left, right))
     assert (turned[fits] <= 2 * np.arcsin(2 / 127) + 1e-6).all()

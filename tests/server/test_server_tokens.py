@@ -159,7 +159,9 @@ async def test_binary_vectors(shared: FakeServer, dimensions: int) -> None:
 
 @pytest.mark.parametrize("data_type", [pb.DATA_TYPE_BINARY, pb.DATA_TYPE_INT8])
 async def test_rows_of_tokens_are_never_binary_or_int8(shared: FakeServer, data_type: pb.DataType) -> None:
-    problem = f"options.data_type: {pb.DataType.Name(data_type)} is not for OUTPUT_KIND_TOKENS, see options.outputs"
+    problem = (
+        f"options.data_type: {pb.DataType.Name(data_type)} is not available for OUTPUT_KIND_TOKENS, see options.outputs"
+    )
     for outputs, index in (([], 0), ([MEAN, pb.OutputSpec()], 1)):
         options = pb.EncodeOptions(outputs=outputs, data_type=data_type)
         with pytest.raises(Failed, match=rf"{problem}\[{index}\]"):

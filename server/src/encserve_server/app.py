@@ -232,7 +232,7 @@ class App:
             trusts_proxy=settings.trust_fairness_id,
             asks_for_certificates=settings.tls_client_ca_file is not None,
             on_read=self.metrics.callers_read,
-            on_change=observer.only,
+            on_change=observer.set_names,
         )
         self._tasks.append(asyncio.get_running_loop().create_task(calls.callers.watch(), name="encserve-callers"))
 

@@ -1,4 +1,4 @@
-"""What callers can have of a sequence: one class for each kind of output, from the check to the numbers."""
+"""The outputs of a sequence. One class for each kind of output checks, sizes and computes it."""
 
 from encserve_server.outputs.kind import Kind
 from encserve_server.outputs.loading import OpenHead

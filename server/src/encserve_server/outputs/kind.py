@@ -1,4 +1,4 @@
-"""What every kind of output has: a check of what is asked for, the bytes of a reply, the work, and the numbers."""
+"""The base class of the kinds of output: it checks requests, and gives the size, the cost and the arrays."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -9,12 +9,10 @@ from encserve_server.outputs.rows import BatchRows, Column
 from encserve_server.outputs.spec import OutputSpec
 from encserve_server.types.requests import DataType, Output, OutputKind, Task
 
-Wanted = Mapping[Output, Sequence[int]]  # the places of the sequences that want each output, which ascend
+# For each output, the sequences that need it. A sequence is named by its place: its index in the batch. Places ascend.
+Wanted = Mapping[Output, Sequence[int]]
 
-# What a CPU of two cores was seen to compute in a model's products: 132 µs for a token of MiniLM, which takes 21 MFLOP.
-FLOP_PER_US = 160_000.0
-
-# The fields of an OutputSpec that one kind has, and the names of these in requests.
+# The fields of an OutputSpec that only one kind has, and their names in requests.
 _OWN_FIELDS = (
     ("max_active_dims", OutputKind.SPARSE, Part.OUTPUT_MAX_ACTIVE_DIMS),
     ("span_pooling", OutputKind.SPANS, Part.OUTPUT_SPAN_POOLING),
@@ -27,107 +25,97 @@ class Kind(ABC):
 
     Attributes:
         kind: The kind.
-        width: The numbers of a row before it is cut.
-        per_token: Whether the output tells something of each token.
-        data_types: The types that its numbers can have.
+        width: The length of a row before it is cut to the requested dimensions.
+        per_token: Whether a row belongs to a token.
+        data_types: The data types that a request may ask for.
     """
 
     per_token: ClassVar[bool] = False
     data_types: ClassVar[Collection[DataType]] = tuple(DataType)
 
     def __init__(self, kind: OutputKind, width: int) -> None:
-        """Takes the kind and the width of a row."""
+        """Set the kind and the width of a row."""
         self.kind = kind
         self.width = width
 
     def check(self, spec: OutputSpec, at: int, task: Task) -> Output:
-        """The output that is asked for as number `at`, every default filled in.
+        """Return output number `at` of a request, with all defaults filled in.
 
         Raises:
-            InvalidField: The output cannot be had.
+            InvalidField: The kind does not support a field's value.
         """
         if spec.max_active_dims or spec.pool_factor or spec.span_pooling is not None:
             self._check_own_fields(spec, at)
         if spec.dimensions > self.width:
             raise InvalidField(
                 FieldPath(Part.OUTPUT_DIMENSIONS, at),
-                "must be at most {width}, the numbers of a row; was {dimensions}",
+                "must be at most {width}, the length of a row; was {dimensions}",
                 width=self.width,
                 dimensions=spec.dimensions,
             )
         if spec.data_type not in self.data_types:
             raise InvalidField(
                 FieldPath(Part.DATA_TYPE),
-                "{data_type} is not for {kind}, see {output}",
+                "{data_type} is not available for {kind}, see {output}",
                 data_type=spec.data_type,
                 kind=self.kind,
                 output=FieldPath(Part.OUTPUT, at),
             )
-        if spec.data_type is DataType.INT8 and not spec.l2_normalize:  # its range is that of rows of length 1
+        if spec.data_type is DataType.INT8 and not spec.l2_normalize:  # quantization to int8 needs rows of norm 1
             spec = spec._replace(l2_normalize=True)
         return self._output(spec, at, task)
 
     def _check_own_fields(self, spec: OutputSpec, at: int) -> None:
-        """Refuses what other kinds have."""
         for name, kind, part in _OWN_FIELDS:
             value = getattr(spec, name)
             if value and kind is not self.kind:
                 was = f"{value:g}" if isinstance(value, float) else value
-                raise InvalidField(FieldPath(part, at), "is for {kind} alone; was {was}", kind=kind, was=was)
+                raise InvalidField(FieldPath(part, at), "is available for {kind} only; was {was}", kind=kind, was=was)
 
     def _output(self, spec: OutputSpec, at: int, task: Task) -> Output:
-        """The output, with the fields that only this kind has.
+        """Return the output, with the fields that only this kind has.
 
         Raises:
-            InvalidField: One of these has a value that it must not have.
+            InvalidField: One of these fields has a value that is not allowed.
         """
         return Output(self.kind, spec.l2_normalize, spec.data_type, spec.dimensions)
 
     def row_bytes(self, output: Output) -> int:
-        """The bytes of one row."""
+        """Return the bytes of one row."""
         return output.data_type.row_bytes(output.dimensions or self.width)
 
     def reply_bytes(self, output: Output, tokens: int, token_rows: int, spans: int) -> int:
-        """The bytes of the rows of one sequence, for all that is known before these are made.
+        """Return the bytes of one sequence's rows, or an upper bound, before the rows exist.
 
         Args:
             output: The output.
-            tokens: The tokens of the sequence.
-            token_rows: Of these the ones that have rows in OutputKind.TOKENS.
-            spans: The ranges of the sequence.
+            tokens: The number of tokens of the sequence.
+            token_rows: The number of tokens that have a row in OutputKind.TOKENS.
+            spans: The number of spans of the sequence.
         """
         return self.row_bytes(output)
 
-    def head_us(self, tokens: int) -> float:
-        """What the head takes for one sequence, whatever outputs are made of that, in µs."""
-        return 0.0
-
-    @abstractmethod
-    def finish_us(self, output: Output, tokens: int) -> float:
-        """What one output of one sequence takes beside others, without a head, in µs on the CPU."""
-
-    def extra_us(self, outputs: Sequence[Output], tokens: int, spans: int) -> float:
-        """What outputs of this kind take of one sequence that no ordinary output does, in µs on the CPU."""
-        return 0.0
+    def extra_cost(self, output: Output, tokens: int, spans: int) -> int:
+        """Return the cost of an output that is more expensive than others, in tokens; see `ModelOutputs.cost`."""
+        return 0
 
     @abstractmethod
     def compute(self, batch: BatchRows, wanted: Wanted) -> Mapping[Output, Column]:
-        """Makes all outputs of this kind, of the sequences that want each; what is alike is made once.
+        """Compute all outputs of this kind for a batch. Outputs share their common work.
 
-        Sequences that have failed are not among these, and ones whose numbers turn out as lost are added to those that
-        have failed.
+        `wanted` names no sequence of `batch.failed`. The method adds the sequences with invalid rows to `batch.failed`.
         """
 
 
-def by_place(wanted: Wanted) -> dict[int, list[Output]]:
-    """The outputs of each sequence, by places that ascend."""
-    found: dict[int, list[Output]] = {}
+def outputs_by_place(wanted: Wanted) -> dict[int, list[Output]]:
+    """Return the outputs of each sequence, in ascending order of the places."""
+    outputs: dict[int, list[Output]] = {}
     for output, places in wanted.items():
         for i in places:
-            found.setdefault(i, []).append(output)
-    return dict(sorted(found.items()))
+            outputs.setdefault(i, []).append(output)
+    return dict(sorted(outputs.items()))
 
 
 def all_places(wanted: Iterable[Sequence[int]]) -> list[int]:
-    """The places of all sequences that want any of several outputs; these ascend."""
+    """Return the places of all sequences that need at least one of several outputs, in ascending order."""
     return sorted(set().union(*wanted))

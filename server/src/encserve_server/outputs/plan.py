@@ -1,4 +1,4 @@
-"""What a call asks for, checked once: callers ask for the same again and again."""
+"""The outputs of a call, checked once and kept, because callers ask for the same outputs again and again."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,19 +8,20 @@ from encserve_server.types.requests import Detail, Output
 
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
-    """The outputs of a call, every default filled in, and what they take of each sequence.
+    """The outputs of a call, with all defaults filled in, and their size and cost for each sequence.
 
     Attributes:
         outputs: The outputs.
-        widths: For each output the numbers of a row.
-        unit: For each output whether all rows have length 1, asked for or not.
-        detail: How much a reply says of each sequence where a caller does not ask for more or less.
-        row_bytes: The bytes of a sequence's rows, where they do not depend on the sequence; None where they do.
-        is_ordinary: Whether a sequence costs no more than its tokens.
-        has_sparse: Whether there are sparse weights, whose bytes are known only when they are made.
-        bounds_length: Whether the outputs can be made of short sequences only.
-        cost: Of so many tokens and spans, in tokens; see `ModelOutputs.cost`.
-        reply_bytes: Of so many tokens, rows of tokens, and spans; see `ModelOutputs.reply_bytes`.
+        widths: The length of a row, for each output.
+        unit: Whether all rows have norm 1, requested or not, for each output.
+        detail: The default detail of the reply.
+        row_bytes: The bytes of a sequence's rows; None if the number depends on the sequence.
+        is_ordinary: Whether the cost of a sequence is its number of tokens.
+        has_sparse: Whether an output has sparse weights. Their number is known only after the run.
+        bounds_length: Whether an output has a limit on the length of a sequence.
+        cost: Returns the cost of a sequence from its tokens and spans; see `ModelOutputs.cost`.
+        reply_bytes: Returns the bytes of a sequence's rows from its tokens, token rows and spans; see
+            `ModelOutputs.reply_bytes`.
     """
 
     outputs: tuple[Output, ...]

@@ -1,30 +1,27 @@
-"""A row for each range of a sequence."""
+"""A row for each span of a sequence. A span is a range of tokens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from encserve_server.errors import FieldPath, InvalidField, Part
-from encserve_server.outputs.kind import Kind, Wanted, by_place
+from encserve_server.outputs.kind import Kind, Wanted, outputs_by_place
 from encserve_server.outputs.rows import BatchRows, Column, finish
 from encserve_server.outputs.spec import SPAN_POOLINGS, OutputSpec
 from encserve_server.types.arrays import Numbers, Rows, TokenSpans
 from encserve_server.types.requests import Output, OutputKind, Task
 
-Places = npt.NDArray[np.int64]  # (spans,)
+Indices = npt.NDArray[np.int64]  # (spans,)
 
-# So many ranges are made at a time: what is between fits into a CPU's caches.
-_AT_A_TIME = 64
+# Spans pooled at a time. The intermediate arrays fit into the CPU's caches.
+_SPANS_AT_A_TIME = 64
 _FLOAT_BYTES = 4
-_COUNT_BYTES = 5  # of a range's number of tokens in a reply, at most
+_COUNT_BYTES = 5  # at most, for the number of tokens of a span in a reply
 _NO_SPANS = np.empty((0, 2), np.int64)
-# Measured at 384 numbers a row: the sums before each token; a range pooled from these; a range cut and normalised.
-_TOKEN_NUMBER_US = 0.005
-_SPAN_NUMBER_US = 0.002
-_FINISHED_NUMBER_US = 0.0015
-_SEQUENCE_US = 20.0
+# Spans that cost as much as one token. A small model needs 132 µs for a token on a CPU, and 1.4 µs for a span.
+_SPANS_PER_TOKEN = 100
 
 
 class Spans(Kind):
@@ -35,50 +32,42 @@ class Spans(Kind):
         if pooling is not None and pooling not in SPAN_POOLINGS:
             raise InvalidField(
                 FieldPath(Part.OUTPUT_SPAN_POOLING, at),
-                "must be one of {there}; was {was}",
-                there=SPAN_POOLINGS,
+                "must be one of {allowed}; was {was}",
+                allowed=SPAN_POOLINGS,
                 was=pooling,
             )
         return super()._output(spec, at, task)._replace(span_pooling=pooling)
 
     def reply_bytes(self, output: Output, tokens: int, token_rows: int, spans: int) -> int:
-        """As the rows are made, before they are cut: the number of ranges has no other bound in all."""
+        """Return the bytes of the rows before cutting. So the limit for replies also limits the number of spans."""
         return spans * (self.width * _FLOAT_BYTES + _COUNT_BYTES)
 
-    def finish_us(self, output: Output, tokens: int) -> float:
-        """Of the sequence alone: `extra_us` has the ranges."""
-        return _SEQUENCE_US
-
-    def extra_us(self, outputs: Sequence[Output], tokens: int, spans: int) -> float:
-        """Of every range, and of the tokens below it for each pooling."""
-        if not spans:
-            return 0.0
-        poolings = len({output.span_pooling for output in outputs})
-        pooled = tokens * _TOKEN_NUMBER_US + spans * _SPAN_NUMBER_US
-        return self.width * (poolings * pooled + len(outputs) * spans * _FINISHED_NUMBER_US)
+    def extra_cost(self, output: Output, tokens: int, spans: int) -> int:
+        """Return the cost of the spans."""
+        return -(-spans // _SPANS_PER_TOKEN)
 
     def compute(self, batch: BatchRows, wanted: Wanted) -> Mapping[Output, Column]:
-        """The ranges of each sequence pooled once, however many outputs are made of these."""
+        """Pool the spans of each sequence once for all outputs with the same pooling."""
         rows = batch.result.rows
         columns: dict[Output, list[Any]] = {output: [None] * len(rows) for output in wanted}
-        for i, outputs in by_place(wanted).items():
+        for i, outputs in outputs_by_place(wanted).items():
             spans = batch.sequences[i].token_spans
             pooled: dict[OutputKind, Numbers] = {}
             for output in outputs:
                 pooling = output.span_pooling or OutputKind.MEAN
                 if pooling not in pooled:
                     pooled[pooling] = pool_spans(rows[i], _NO_SPANS if spans is None else spans, pooling)
-                columns[output][i], lost = finish(pooled[pooling], output)
-                if lost is not None:
+                columns[output][i], invalid = finish(pooled[pooling], output)
+                if invalid is not None:
                     batch.failed.add(i)
         return columns
 
 
 def pool_spans(rows: Rows, spans: TokenSpans, kind: OutputKind) -> Numbers:
-    """(seq, d_model) rows and (spans, 2) ranges of them to (spans, d_model) float32; zeros where a range is empty.
+    """Pool the (spans, 2) spans of (seq, d_model) rows into (spans, d_model) float32 vectors. Empty spans give zeros.
 
-    What it takes grows with the rows and the ranges, not with how much these overlap: of sums there is one for all
-    rows before each place, in float64, and of maxima one for each run of 2, 4, 8, … rows.
+    The time grows with the number of rows and of spans, but not with their overlap. For sums, the function computes the
+    sum of all rows before each row, in float64. For maxima, it computes the maxima of all runs of 2, 4, 8, … rows.
     """
     starts, ends = spans[:, 0], spans[:, 1]
     counts = (ends - starts)[:, None]  # (spans, 1)
@@ -96,34 +85,38 @@ def pool_spans(rows: Rows, spans: TokenSpans, kind: OutputKind) -> Numbers:
     return _means(rows, starts, ends, divisors, weighted=kind is OutputKind.WEIGHTED_MEAN)
 
 
-def _means(rows: Rows, starts: Places, ends: Places, divisors: npt.NDArray[np.float64], *, weighted: bool) -> Numbers:
-    """(spans, d_model): of each range the sum of its rows, perhaps weighted by 1, 2, …, by its (spans, 1) divisor."""
+def _means(rows: Rows, starts: Indices, ends: Indices, divisors: npt.NDArray[np.float64], *, weighted: bool) -> Numbers:
+    """Divide the sum of each span's rows, with weights 1, 2, … if `weighted`, by the span's divisor.
+
+    Returns:
+        (spans, d_model).
+    """
     before = _sums_before(rows)
     weighted_before = _sums_before(rows * np.arange(1.0, len(rows) + 1)[:, None]) if weighted else None
     means = np.empty((len(starts), rows.shape[1]), np.float32)
-    for i in range(0, len(starts), _AT_A_TIME):
-        part = slice(i, i + _AT_A_TIME)
-        first, behind = starts[part], ends[part]
-        sums = before[behind] - before[first]
+    for i in range(0, len(starts), _SPANS_AT_A_TIME):
+        part = slice(i, i + _SPANS_AT_A_TIME)
+        start, end = starts[part], ends[part]
+        sums = before[end] - before[start]
         if weighted_before is not None:
-            sums = weighted_before[behind] - weighted_before[first] - first[:, None] * sums
+            sums = weighted_before[end] - weighted_before[start] - start[:, None] * sums
         means[part] = sums / divisors[part]
     return means
 
 
 def _sums_before(rows: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
-    """(seq + 1, d_model): the sum of all rows before each place. Row by row: `cumsum` takes up to ten times as long."""
+    """Return (seq + 1, d_model) sums of all rows before each row. `cumsum` can take ten times as long as this loop."""
     before = np.zeros((len(rows) + 1, rows.shape[1]))
     for i, row in enumerate(rows):
         np.add(before[i], row, out=before[i + 1])
     return before
 
 
-def _maxima(rows: Rows, starts: Places, ends: Places) -> Numbers:
-    """(spans, d_model): of each range the larger of two runs that cover it, each of a power of 2 rows."""
+def _maxima(rows: Rows, starts: Indices, ends: Indices) -> Numbers:
+    """Return the (spans, d_model) maxima. Two runs of the same length cover a span; the length is a power of 2."""
     maxima = np.zeros((len(starts), rows.shape[1]), np.float32)
-    levels = np.frexp(ends - starts)[1] - 1  # (spans,), log2 of the runs' length; -1 for a range that is empty
-    runs = rows  # (seq + 1 - 2**level, d_model), of each run that begins at a place
+    levels = np.frexp(ends - starts)[1] - 1  # (spans,): log2 of the runs' length; -1 for an empty span
+    runs = rows  # (seq + 1 - 2**level, d_model): the maxima of the run that begins at each row
     for level in range(max(levels, default=-1) + 1):
         if level:
             half = 1 << (level - 1)

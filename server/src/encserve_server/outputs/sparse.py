@@ -1,4 +1,4 @@
-"""Weights over the vocabulary, of a batch's rows or of the tokens of a text alone."""
+"""Sparse weights over the vocabulary, from the rows of a batch or from a table of token weights."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,55 +9,51 @@ import numpy.typing as npt
 
 from encserve_server.engine.base import Head
 from encserve_server.errors import FieldPath, InvalidField, Part
-from encserve_server.outputs.kind import FLOP_PER_US, Kind, Wanted, by_place
+from encserve_server.outputs.kind import Kind, Wanted, outputs_by_place
 from encserve_server.outputs.rows import BatchRows, Column
 from encserve_server.outputs.spec import FLOAT_TYPES, OutputSpec
 from encserve_server.types.arrays import IndexedRows, ModelInput, Numbers
 from encserve_server.types.bundles import Sparse, SparsePooling, StaticSparse
 from encserve_server.types.requests import Output, OutputKind, Task
 
-Weights = tuple[int, npt.NDArray[np.int64], Numbers]  # the place of a sequence; (n,) places in the vocabulary; (n,)
+Weights = tuple[int, npt.NDArray[np.int64], Numbers]  # the place of a sequence; (n,) token ids; (n,) weights
 
-# What a head holds at a time for every token: its logits, and what is made of them. ONNX Runtime was seen to take that.
+# The memory of a head's run, in vectors of the vocabulary's size. For each token: the logits, and the activations.
 _VECTORS_PER_TOKEN = 2
-# And for every text: it pooled, once more where it goes through in slices, and the places and weights made of it.
+# For each text: the pooled weights, the pooled weights of a slice, and the ids and weights that are not 0.
 _VECTORS_PER_TEXT = 6
-# The share of the memory that is left to the weights of texts that have been made, and to the reply.
-_FOR_RESULTS = 1 / 8
+# The share of the memory for finished weights and the reply.
+_RESULT_SHARE = 1 / 8
 _INDEX_BYTES = 4
-# NumPy's calls for one sequence, and of each weight that may be kept the sorting, cutting and writing.
-_SEQUENCE_US = 10.0
-_WEIGHT_US = 0.02
 
 
 class SparseWeights(Kind):
     """OutputKind.SPARSE.
 
-    A token has a number for every word of the vocabulary before they are pooled: 120 kB for 30,522 words. So the rows
-    go through the head in parts, each of them once, however many outputs are made of the weights.
+    Before pooling, a token has a number for each token of the vocabulary: 120 kB for 30,522 tokens. So the head runs on
+    one part of the batch at a time. All outputs share the run.
     """
 
     per_token = True
     data_types = FLOAT_TYPES
 
     def __init__(self, sparse: Sparse, head: Head, max_bytes: int) -> None:
-        """Takes what the model says of its weights, what makes them of its rows, and the memory for one run."""
+        """Set the model's description of the weights, the head, and the memory for one run of the head in bytes."""
         super().__init__(OutputKind.SPARSE, 1)
         self._sparse = sparse
         self._own_id = sparse.pooling is SparsePooling.OWN_ID
         self._skipped_ids = np.array(sparse.skipped_token_ids, np.int64)
         self._head = head
-        # At a time, of the vocabulary's width.
-        self._most_vectors = int(max_bytes * (1 - _FOR_RESULTS)) // (sparse.width * 4)
+        self._max_vectors = int(max_bytes * (1 - _RESULT_SHARE)) // (sparse.width * 4)
 
     def check(self, spec: OutputSpec, at: int, task: Task) -> Output:
-        """See the base class; a row is a single weight."""
+        """See `Kind.check`. A row is a single weight, so it cannot be cut or normalized."""
         for part, value in (
             (Part.OUTPUT_NORMALIZE, spec.l2_normalize),
             (Part.OUTPUT_DIMENSIONS, spec.dimensions),
         ):
             if value:
-                problem = "is not for {kind}, whose rows are single weights; was {was}"
+                problem = "is not available for {kind}, which has single weights as rows; was {was}"
                 raise InvalidField(FieldPath(part, at), problem, kind=self.kind, was=value)
         return super().check(spec, at, task)
 
@@ -65,30 +61,17 @@ class SparseWeights(Kind):
         output = super()._output(spec, at, task)
         return output._replace(max_active_dims=spec.max_active_dims or self._sparse.max_active_dims)
 
-    def most_weights(self, output: Output, tokens: int) -> int:
-        """The most weights that a sequence can have."""
-        most = output.max_active_dims or self._sparse.width
-        return min(most, self._sparse.width, tokens if self._own_id else most)
-
     def weight_bytes(self, output: Output) -> int:
-        """The bytes of one weight and its place in the vocabulary."""
+        """Return the bytes of one weight and its token id."""
         return self.row_bytes(output) + _INDEX_BYTES
 
     def reply_bytes(self, output: Output, tokens: int, token_rows: int, spans: int) -> int:
-        """Nothing: how many weights there are is known only when they are there."""
+        """Return 0, because the number of weights is known only after the run."""
         return 0
 
-    def head_us(self, tokens: int) -> float:
-        """A product with every word of the vocabulary for each token."""
-        return 2.0 * tokens * self._sparse.head.input_width * self._sparse.head.width / FLOP_PER_US
-
-    def finish_us(self, output: Output, tokens: int) -> float:
-        """Of each weight that may be kept."""
-        return _SEQUENCE_US + self.most_weights(output, tokens) * _WEIGHT_US
-
     def compute(self, batch: BatchRows, wanted: Wanted) -> Mapping[Output, Column]:
-        """One run of the head for each part of the batch; the largest weights are found after it."""
-        outputs_at = by_place(wanted)
+        """Run the head once for each part of the batch, and keep the largest weights for each output."""
+        outputs_at = outputs_by_place(wanted)
         columns: dict[Output, list[Any]] = {output: [None] * len(batch.sequences) for output in wanted}
         weigh = self._weigh_own_ids if self._own_id else self._weigh
         for i, indices, weights in weigh(batch, list(outputs_at)):
@@ -100,58 +83,67 @@ class SparseWeights(Kind):
         return columns
 
     def _weigh(self, batch: BatchRows, places: list[int]) -> Iterator[Weights]:
-        """The weights that are not 0."""
-        for part in _parts(places, batch.result.lengths, self._most_vectors):
+        """Yield the weights that are not 0, for models that pool the vocabulary's weights of all tokens."""
+        for part in _parts(places, batch.result.lengths, self._max_vectors):
             for i, vector in zip(part, self._run(batch, part), strict=True):
                 indices = vector.nonzero()[0]
                 yield i, indices, vector[indices]
 
     def _run(self, batch: BatchRows, places: list[int]) -> Numbers:
-        """(batch, seq, d_model) to (places, width); what is too long for one run goes through in slices."""
+        """Run the head for the sequences at `places`: (batch, seq, d_model) to (places, width).
+
+        A sequence that is too long for one run is run in slices.
+        """
         lengths = np.array([[batch.result.lengths[i]] for i in places])  # (places, 1)
         longest = int(lengths.max())
-        slice_tokens = max((self._most_vectors // len(places) - _VECTORS_PER_TEXT) // _VECTORS_PER_TOKEN, 1)
+        slice_tokens = max((self._max_vectors // len(places) - _VECTORS_PER_TEXT) // _VECTORS_PER_TOKEN, 1)
         combine = np.maximum if self._sparse.pooling is SparsePooling.MAX else np.add
         pooled = None
         for start in range(0, longest, slice_tokens):
             stop = min(start + slice_tokens, longest)
             mask = np.arange(start, stop) < lengths  # (places, seq)
             rows = batch.result.output[places, start:stop]  # (places, seq, d_model), a copy
-            rows[~mask] = 0  # what stands there means nothing, and may not even be finite
+            rows[~mask] = 0  # padding may hold numbers that are not finite
             part = self._head.run(rows, mask.astype(np.float32))  # (places, width)
             pooled = part if pooled is None else combine(pooled, part, out=pooled)
         assert pooled is not None  # noqa: S101 - a sequence has at least one token
         return pooled
 
     def _weigh_own_ids(self, batch: BatchRows, places: list[int]) -> Iterator[Weights]:
-        """Every token's weight under its own id, the largest where an id stands twice."""
+        """Yield the weight of each token under its own id. If an id occurs twice, the larger weight counts."""
         result, width = batch.result, self._sparse.width
         ids = np.concatenate([batch.sequences[i].input for i in places])  # (tokens,)
-        whose = np.repeat(np.arange(len(places)), [result.lengths[i] for i in places])  # (tokens,)
+        owners = np.repeat(np.arange(len(places)), [result.lengths[i] for i in places])  # (tokens,)
         weights = self._head.run(result.output[result.tokens_of(places)])[:, 0]  # (tokens,)
-        counts = ~(weights <= 0) & ~np.isin(ids, self._skipped_ids)  # NaN counts, to be found
-        keys, where = np.unique((whose * width + ids)[counts], return_inverse=True)
+        counts = ~(weights <= 0) & ~np.isin(ids, self._skipped_ids)  # NaN counts too, so that `compute` finds it
+        keys, positions = np.unique((owners * width + ids)[counts], return_inverse=True)
         largest = np.zeros(len(keys), np.float32)
-        np.maximum.at(largest, where, weights[counts])
+        np.maximum.at(largest, positions, weights[counts])
         bounds = np.searchsorted(keys, np.arange(len(places) + 1) * width)
         for i, (start, end) in zip(places, itertools.pairwise(bounds), strict=True):
             yield i, keys[start:end] % width, largest[start:end]
 
 
 def static_weights(static: StaticSparse, ids: ModelInput, outputs: Sequence[Output]) -> tuple[IndexedRows, ...]:
-    """The weights of the tokens that occur in a text: of (seq,) ids those that are not 0, for each output."""
+    """Return, for each output, the weights of the tokens of a text from a table.
+
+    Args:
+        static: The table.
+        ids: (seq,) the token ids of the text.
+        outputs: The outputs.
+    """
     present = np.unique(ids).astype(np.int64)
     weights = static.weights[present]
     return tuple(_largest(present[weights != 0], weights[weights != 0], outputs))
 
 
-def _parts(places: Sequence[int], lengths: Sequence[int], most_vectors: int) -> Iterator[list[int]]:
-    """Neighbours that go through the head at once, or one sequence that may have to be sliced."""
+def _parts(places: Sequence[int], lengths: Sequence[int], max_vectors: int) -> Iterator[list[int]]:
+    """Yield groups of sequences for one run of the head. A single sequence may be too long for one run."""
     part: list[int] = []
     longest = 0
     for i in places:
         longest = max(longest, lengths[i])
-        if part and (longest * _VECTORS_PER_TOKEN + _VECTORS_PER_TEXT) * (len(part) + 1) > most_vectors:
+        if part and (longest * _VECTORS_PER_TOKEN + _VECTORS_PER_TEXT) * (len(part) + 1) > max_vectors:
             yield part
             part, longest = [], lengths[i]
         part.append(i)
@@ -160,7 +152,7 @@ def _parts(places: Sequence[int], lengths: Sequence[int], most_vectors: int) -> 
 
 
 def _largest(indices: npt.NDArray[np.int64], weights: Numbers, outputs: Iterable[Output]) -> Iterator[IndexedRows]:
-    """(n,) places and weights, cut to the largest weights of each output; of equal ones the first are kept."""
+    """Yield the largest of (n,) weights for each output. Of equal weights, the first ones stay."""
     order = None  # from the largest weight to the smallest, sorted once
     for output in outputs:
         kept: Any = slice(None)

@@ -1,15 +1,15 @@
-"""What a caller asks for, and the bounds of that."""
+"""The outputs that a caller asks for, and their limits."""
 
 from typing import NamedTuple
 
 from encserve_server.types.requests import DataType, OutputKind
 
-# Each distinct output costs time and memory of its own; no caller is known that wants more than a few.
+# Each output costs time and memory. Known callers ask for a few outputs.
 MAX_OUTPUTS = 16
-# The vectors of a sequence that can be joined: the memory for that grows with the square, and is 50 MB for so many.
+# Vectors of a sequence that can be joined. The memory for joining grows with the square: 50 MB for 2,048 vectors.
 MAX_POOLED_VECTORS = 2_048
 FLOAT_TYPES = (DataType.FLOAT32, DataType.FLOAT16)
-# The kinds that make one row of several.
+# The kinds that pool several rows into one.
 SPAN_POOLINGS = (
     OutputKind.MEAN,
     OutputKind.CLS,
@@ -21,16 +21,16 @@ SPAN_POOLINGS = (
 
 
 class OutputSpec(NamedTuple):
-    """One thing that a caller asks for; 0 and None stand for what the caller does not say.
+    """One output that a caller asks for. 0 and None stand for the default.
 
     Attributes:
         kind: The kind of output.
-        l2_normalize: Whether each row is scaled to Euclidean length 1, after it has been cut.
-        data_type: The type of the numbers.
-        dimensions: To how many of its first numbers a row is cut.
-        pool_factor: How many vectors of OutputKind.MULTI_VECTOR become one.
-        max_active_dims: How many weights of OutputKind.SPARSE are kept.
-        span_pooling: How OutputKind.SPANS pools.
+        l2_normalize: Whether to scale each row to norm 1, after cutting.
+        data_type: The data type of the rows.
+        dimensions: The number of dimensions to keep, from the first.
+        pool_factor: For OutputKind.MULTI_VECTOR: the average number of vectors to join into one.
+        max_active_dims: For OutputKind.SPARSE: the number of weights to keep.
+        span_pooling: For OutputKind.SPANS: the pooling.
     """
 
     kind: OutputKind

@@ -1,7 +1,7 @@
-"""Fewer vectors of many: hierarchical clustering, as HierarchicalTokenPooling of sentence-transformers does it.
+"""Joins similar vectors by hierarchical clustering, like HierarchicalTokenPooling of sentence-transformers.
 
-SciPy's linkage holds Python's lock until it is done, 0.2 s for 2,048 vectors, and nothing else of the server runs
-meanwhile. So the linkage is made here, of calls of NumPy that are short; SciPy cuts the tree.
+SciPy's linkage holds Python's global lock for 0.2 s for 2,048 vectors, and stops the rest of the server. So this module
+computes the linkage with short NumPy calls. SciPy cuts the tree.
 """
 
 import importlib.util
@@ -9,7 +9,7 @@ import importlib.util
 import numpy as np
 import numpy.typing as npt
 
-from encserve_server.outputs.rows import normalized
+from encserve_server.outputs.rows import l2_normalized
 from encserve_server.types.arrays import Numbers
 from encserve_server.types.bundles import TokenPooling
 
@@ -19,32 +19,32 @@ Distances = npt.NDArray[np.float64]
 
 
 def can_pool() -> bool:
-    """Whether what cuts trees is installed."""
+    """Return whether SciPy is installed."""
     return importlib.util.find_spec("scipy") is not None
 
 
 def pool_tokens(vectors: Numbers, pooling: TokenPooling) -> Numbers:
-    """`PooledTokens.joined` of vectors that are joined once."""
-    return PooledTokens(vectors).joined(pooling)
+    """Join vectors once; see `TokenPooler.pool`."""
+    return TokenPooler(vectors).pool(pooling)
 
 
-class PooledTokens:
-    """The vectors of one sequence, which are joined in several ways; one tree serves all that protect as many."""
+class TokenPooler:
+    """Joins the vectors of one sequence. Poolings that protect the same number of vectors share one tree."""
 
     def __init__(self, vectors: Numbers) -> None:
-        """Takes (n, width) float32 vectors, of length 1 and finite."""
+        """Set the (n, width) float32 vectors, which are finite and have norm 1."""
         self._vectors = vectors
         self._trees: dict[int, Distances] = {}
 
-    def joined(self, pooling: TokenPooling) -> Numbers:
-        """Joins vectors that are alike: Ward's linkage on 1 - dot product, each cluster replaced by its mean.
+    def pool(self, pooling: TokenPooling) -> Numbers:
+        """Cluster the vectors by Ward's linkage on 1 - dot product, and replace each cluster by its mean.
 
         Args:
-            pooling: Into how many clusters, max(1, floor(n / factor)) of the n that are not protected.
+            pooling: The factor. The n vectors that are not protected become max(1, floor(n / factor)) clusters.
 
         Returns:
-            (n or fewer, width) float32: the protected vectors, then the clusters in the order of their numbers. A
-            vector is zero where those of a cluster cancel each other out, and NaN where a norm overflows.
+            (n or fewer, width) float32: the protected vectors, then the clusters in the order of their numbers. The
+            mean is zero if the vectors of a cluster cancel each other out, and NaN if a norm overflows.
         """
         vectors, protected = self._vectors, pooling.protected_tokens
         rest = vectors[protected:]
@@ -55,37 +55,37 @@ class PooledTokens:
             if protected not in self._trees:
                 self._trees[protected] = linkage(_distances(rest))
             labels = hierarchy.fcluster(self._trees[protected], t=count, criterion="maxclust")  # (n,)
-            found, places, sizes = np.unique(labels, return_inverse=True, return_counts=True)
-            sums = np.zeros((len(found), vectors.shape[1]), np.float32)
-            np.add.at(sums, places, rest)
+            clusters, cluster_of, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+            sums = np.zeros((len(clusters), vectors.shape[1]), np.float32)
+            np.add.at(sums, cluster_of, rest)
             vectors = np.concatenate([vectors[:protected], sums / sizes[:, None].astype(np.float32)])
         if pooling.l2_normalize:
-            vectors, lost = normalized(vectors)
-            if lost is not None:
-                vectors[lost] = np.nan
+            vectors, invalid = l2_normalized(vectors)
+            if invalid is not None:
+                vectors[invalid] = np.nan
         return vectors
 
 
 def _distances(vectors: Numbers) -> Distances:
-    """(n, width) to (n, n): 1 - dot product, from 0 to 2."""
-    distances = vectors @ vectors.T  # float32, as sentence-transformers has it
+    """Return the (n, n) distances, 1 - dot product from 0 to 2, of (n, width) vectors."""
+    distances = vectors @ vectors.T  # float32, like sentence-transformers
     np.subtract(1, distances, out=distances)
-    np.fmin(np.fmax(distances, 0, out=distances), 2, out=distances)  # none is NaN, for which no chain would end
+    np.fmin(np.fmax(distances, 0, out=distances), 2, out=distances)  # removes NaN, which would make a chain endless
     return distances.astype(np.float64)
 
 
 def linkage(distances: Distances) -> Distances:
-    """Ward's linkage by chains of nearest neighbours (Müllner, arXiv:1109.2378, figure 6).
+    """Compute Ward's linkage by chains of nearest neighbours (Müllner, arXiv:1109.2378, figure 6).
 
     Args:
-        distances: (n, n), symmetric, n at least 2; overwritten.
+        distances: (n, n), symmetric, with n at least 2. The function overwrites them.
 
     Returns:
-        (n - 1, 4) the tree, to the last bit that of `scipy.cluster.hierarchy.linkage(…, "ward")`: two clusters that
-        become one, their distance, and the size of the one.
+        The (n - 1, 4) tree, with the same bits as `scipy.cluster.hierarchy.linkage(…, "ward")`. A row has the two
+        clusters that are merged, their distance, and the size of the new cluster.
     """
     count = len(distances)
-    sizes = np.ones(count)  # 0 for a cluster that is part of another
+    sizes = np.ones(count)  # 0 for a cluster that was merged into another
     np.fill_diagonal(distances, np.inf)
     merges = np.empty((count - 1, 4))
     chain: list[int] = []
@@ -104,7 +104,7 @@ def linkage(distances: Distances) -> Distances:
 
 
 def _extend(chain: list[int], distances: Distances) -> tuple[int, int]:
-    """Extends a chain, each of which is nearest to the one before, to two that are nearest to each other."""
+    """Append nearest neighbours until the last two clusters are nearest to each other. Return the two."""
     while True:
         row = distances[chain[-1]]
         nearest = int(row.argmin())
@@ -114,7 +114,7 @@ def _extend(chain: list[int], distances: Distances) -> tuple[int, int]:
 
 
 def _merged(distances: Distances, sizes: Distances, first: int, second: int) -> Distances:
-    """(n,) the distance of every cluster from two that become one (Lance and Williams), in SciPy's order."""
+    """Return the (n,) distances of all clusters from the merged cluster (Lance and Williams), in SciPy's order."""
     share = 1.0 / (sizes[first] + sizes[second] + sizes)
     merged: Distances = (sizes + sizes[first]) * share * distances[first] * distances[first]
     merged += (sizes + sizes[second]) * share * distances[second] * distances[second]
@@ -124,7 +124,7 @@ def _merged(distances: Distances, sizes: Distances, first: int, second: int) -> 
 
 
 def _tree(merges: Distances) -> Distances:
-    """Merges in the order of their distances, each of two vectors, to merges of clusters, numbered from n on."""
+    """Number the merged clusters from n on. `merges` names a vector of each cluster, in the order of the distances."""
     count = len(merges) + 1
     parents = list(range(2 * count - 1))
     sizes = [1] * count + [0] * (count - 1)
@@ -136,9 +136,9 @@ def _tree(merges: Distances) -> Distances:
     return merges
 
 
-def _root(parents: list[int], place: int) -> int:
-    """The cluster that a vector is part of; makes the way there short for the next search."""
-    while parents[place] != place:
-        parents[place] = parents[parents[place]]
-        place = parents[place]
-    return place
+def _root(parents: list[int], node: int) -> int:
+    """Return the cluster that contains a vector, and shorten the path for the next search."""
+    while parents[node] != node:
+        parents[node] = parents[parents[node]]
+        node = parents[node]
+    return node
