@@ -52,8 +52,8 @@ def answered(server: FakeServer) -> int:
 def set_health(server: FakeServer, *, serving: bool) -> None:
     """Set the health status that a server reports. After this, the state of its models has no effect on the status."""
     health = server.app._health
-    assert health._following is not None
-    health._following.cancel()
+    assert health._watching is not None
+    health._watching.cancel()
     server.app._health_service.set_status({SERVICE_NAME: serving})
 
 

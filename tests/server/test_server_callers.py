@@ -16,7 +16,19 @@ import httpx
 import pytest
 import pytest_asyncio
 from fake_clock import FakeClock
-from fake_server import INFER_SERVICE, SERVICE, Failed, FakeServer, StartServer, make_input, refusal, start_fake_server
+from fake_server import (
+    D_MODEL,
+    INFER_SERVICE,
+    N_HEADS,
+    N_LAYERS,
+    SERVICE,
+    Failed,
+    FakeServer,
+    StartServer,
+    make_input,
+    refusal,
+    start_fake_server,
+)
 from grpc_health.v1 import health_pb2
 from http_calls import connect, raw
 from open_inference import infer_request, text_tensor
@@ -578,8 +590,8 @@ async def test_a_call_that_fails_midway_costs_the_parts_that_ran(serve: Serve, m
     server = await serve(text, max_queue_tokens=64, max_batch_sequences=1)
     server.engine.hold()
     async with connect(server) as client:
-        texts = ["hello brave new world hello brave"] * 2
-        body = {"input": [*texts, "hello brave new world hello brave new world"], "model": "tiny"}
+        inputs = [[5] * 8, [5] * 8, [5] * 10]
+        body = {"input": inputs, "model": "tiny", "add_special_tokens": False}
         call = asyncio.create_task(client.post("/v1/embeddings", json=body, headers=dict(bearer(RIGHT))))
         await until(lambda: server.queued() == 8)
         filling = asyncio.create_task(server.encode(*[[5] * 4] * 14, metadata=bearer(OTHER)))
@@ -598,17 +610,17 @@ async def test_a_call_that_fails_midway_costs_the_parts_that_ran(serve: Serve, m
 @pytest.mark.parametrize(
     "outcome", ["ENGINE_UNHEALTHY", "DEADLINE_EXCEEDED", "CANCELLED", "REQUEST_TOO_LARGE", "QUEUE_FULL"]
 )
-async def test_a_call_that_ends_before_it_runs_costs_nothing(serve: Serve, outcome: str) -> None:
+async def test_a_call_of_ids_that_ends_before_it_runs_costs_nothing(serve: Serve, outcome: str) -> None:
     text = entry("search", RIGHT, tokens_per_second=1) + entry("other", OTHER)
     stall_seconds = 0.1 if outcome == "ENGINE_UNHEALTHY" else 60
     server = await serve(text, max_queue_tokens=64, stall_seconds=stall_seconds)
     others = [await server.start_held(server.encode([1], metadata=bearer(OTHER)))]
-    texts = ["hello"] * (22 if outcome == "REQUEST_TOO_LARGE" else 10)  # each text has 3 tokens
+    inputs = [[1, 4, 2]] * (22 if outcome == "REQUEST_TOO_LARGE" else 10)
     if outcome == "QUEUE_FULL":
         others.append(asyncio.create_task(server.encode([5] * 20, [5] * 20, metadata=bearer(OTHER))))
         await until(lambda: server.queued() == 40)
     timeout = 0.1 if outcome == "DEADLINE_EXCEEDED" else None
-    call = asyncio.create_task(server.encode(*texts, metadata=bearer(RIGHT), timeout=timeout))
+    call = asyncio.create_task(server.encode(*inputs, metadata=bearer(RIGHT), timeout=timeout))
     if outcome == "CANCELLED":
         await until(lambda: server.queued() == 30)
         call.cancel()
@@ -622,8 +634,9 @@ async def test_a_call_that_ends_before_it_runs_costs_nothing(serve: Serve, outco
 
 @pytest.mark.parametrize("method", ["Tokenize", "Inspect", "/tokenize"])
 async def test_tokenize_and_inspect_count_against_the_rate(serve: Serve, method: str) -> None:
+    """An inspection costs its tokens, and more for the numbers that it returns."""
     server = await serve(entry("search", RIGHT, tokens_per_second=10))
-    text = " ".join(["hello"] * 28)  # with [CLS] and [SEP], 30 tokens: 2 s more than the burst
+    text = " ".join(["hello"] * 28)  # with [CLS] and [SEP], 30 tokens
     if method == "Tokenize":
         await server.call(method, pb.TokenizeRequest(texts=[text]), metadata=bearer(RIGHT))
     elif method == "Inspect":
@@ -634,7 +647,9 @@ async def test_tokenize_and_inspect_count_against_the_rate(serve: Serve, method:
         assert answer.status_code == 200
     error = await refused(server, metadata=bearer(RIGHT))
     assert error.reason == "RATE_LIMITED"
-    assert 1000 < int(error.pushback_ms or 0) <= 2000
+    cost = 30 if method != "Inspect" else 30 + 30 + -(-N_LAYERS * N_HEADS * 30 * 30 // ((N_LAYERS + 1) * D_MODEL))
+    seconds = (cost - 10) / 10
+    assert (seconds - 1) * 1000 < int(error.pushback_ms or 0) <= seconds * 1000
 
 
 async def test_a_refused_inspection_costs_nothing(serve: Serve) -> None:
@@ -648,6 +663,68 @@ async def test_a_refused_inspection_costs_nothing(serve: Serve) -> None:
     server.inspector.let_go()
     await running
     await server.encode("hello", metadata=bearer(RIGHT))
+
+
+async def test_inspections_take_turns_between_callers(serve: Serve) -> None:
+    """One caller may hold half of the places, and its inspections wait behind those of another caller."""
+    server = await serve(BOTH, max_inspections=6)
+    server.inspector.hold()
+
+    def inspect(key: str, length: int) -> "asyncio.Task[Any]":
+        request = pb.InspectRequest(input=make_input([5] * length))
+        return asyncio.create_task(server.inspect(request, metadata=bearer(key)))
+
+    tasks = []
+    for key, length, waiting in ((RIGHT, 1, 1), (RIGHT, 2, 2), (RIGHT, 3, 3), (OTHER, 4, 4)):
+        if length == 4:
+            error = await refusal(inspect(RIGHT, 9))
+            assert (error.reason, "3 inspections" in error.text) == ("SHARE_EXCEEDED", True)
+        tasks.append(inspect(key, length))
+        await until(lambda: server.sample("encserve_inspections", model="tiny", version="2") == waiting)  # noqa: B023
+    server.inspector.let_go()
+    await asyncio.gather(*tasks)
+    assert server.inspector.lengths.index(4) == 1, "behind the inspection that runs"
+
+
+@pytest.mark.parametrize(("reason", "status"), [("RESPONSE_TOO_LARGE", 413), ("BUDGET_FULL", 429)])
+async def test_tokenize_ends_when_the_tokens_so_far_have_no_room(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, reason: str, status: int
+) -> None:
+    """The server tokenizes in pieces, and the caller pays for the tokens that were made."""
+    texts: list[str] = []
+    real = TextTokenizer.tokenize
+
+    def tokenize(self: TextTokenizer, some: Sequence[str], *args: Any, details: bool) -> Any:
+        texts.extend(some)
+        return real(self, some, *args, details=details)
+
+    monkeypatch.setattr(TextTokenizer, "tokenize", tokenize)
+    callers = entry("search", RIGHT, tokens_per_second=10_000) + entry("other", OTHER)
+    limits = {"max_response_mib": 1} if reason == "RESPONSE_TOO_LARGE" else {"max_in_flight_mib": 100}
+    server = await serve(callers, **limits)
+    async with server.queue_of(10, metadata=bearer(OTHER)), connect(server) as client:
+        client.headers["api-key"] = RIGHT
+        answer = await client.post("/tokenize", json={"inputs": ["hello " * 40_000] * 20})
+        assert (answer.status_code, answer.headers["encserve-error-reason"]) == (status, reason)
+        assert 0 < len(texts) < 15
+        answer = await client.post("/tokenize", json={"inputs": "hello"})
+        assert (answer.status_code, answer.headers["encserve-error-reason"]) == (429, "RATE_LIMITED")
+    await until(lambda: server.held_bytes() == 0)
+
+
+@pytest.mark.parametrize("reason", ["QUEUE_FULL", "SEQUENCE_TOO_LONG"])
+async def test_a_refused_call_costs_the_tokens_of_its_texts(serve: Serve, reason: str) -> None:
+    """Tokenizing takes time, whatever becomes of the call."""
+    text = entry("search", RIGHT, tokens_per_second=10) + entry("other", OTHER)
+    server = await serve(text, max_queue_tokens=64)
+    words = 28 if reason == "QUEUE_FULL" else 31
+    request = pb.EncodeRequest(inputs=[make_input([5] * 30), make_input(" ".join(["hello"] * words))])
+    async with server.queue_of(30, metadata=bearer(OTHER)):
+        error = await refused(server, data=request.SerializeToString(), metadata=bearer(RIGHT))
+        assert error.reason == reason
+        error = await refused(server, metadata=bearer(RIGHT))
+        assert error.reason == "RATE_LIMITED"
+        assert 1000 < int(error.pushback_ms or 0) <= 2200
 
 
 async def test_tokenize_takes_turns_between_callers(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

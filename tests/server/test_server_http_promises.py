@@ -19,7 +19,7 @@ from waiting import until
 
 from encserve_server.app import App
 from encserve_server.errors import StartupError
-from encserve_server.models.turns import TurnPool
+from encserve_server.models.turns import FairThreadPool
 from encserve_server.repository.loaded import LoadedModel
 from encserve_server.settings import Settings
 
@@ -249,7 +249,7 @@ async def test_requests_before_the_models_are_loaded(tmp_path: Path) -> None:
     (tmp_path / "tiny" / "1").mkdir(parents=True)
     (tmp_path / "tiny" / "1" / "manifest.json").touch()
 
-    def load(directory: Path, settings: Settings, tokenize_pool: TurnPool, served: str) -> LoadedModel:
+    def load(directory: Path, settings: Settings, tokenize_pool: FairThreadPool, served: str) -> LoadedModel:
         del settings
         asyncio.run_coroutine_threadsafe(loading.wait(), loop).result()
         return fake_model(directory, tokenize_pool, FakeEngine(D_MODEL))

@@ -399,7 +399,8 @@ async def test_unloading_ends_waiting_inspections_and_finishes_the_running_one(s
     ran: list[int] = []
 
     async def inspect(length: int) -> None:
-        async with lane.inspect(np.zeros(length, np.int64), [(InspectKind.HIDDEN_STATES, (0,))]) as inspection:
+        with lane.place() as place:
+            inspection = await lane.run(place, np.zeros(length, np.int64), [(InspectKind.HIDDEN_STATES, (0,))])
             ran.append(len(inspection.tensors[0].parts[0]))
 
     await inspect(1)

@@ -25,7 +25,7 @@ from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.app import App
 from encserve_server.errors import BundleError, StartupError
 from encserve_server.models.tokenizing import TextTokenizer
-from encserve_server.models.turns import TurnPool
+from encserve_server.models.turns import FairThreadPool
 from encserve_server.repository.loaded import LoadedModel
 from encserve_server.settings import Settings
 from encserve_server.telemetry import lag
@@ -308,7 +308,7 @@ async def test_computing_threads_have_a_lower_priority_than_the_event_loop(start
             look("run")
             return super().run(*args, **kwargs)
 
-    def load(directory: Path, settings: Settings, tokenize_pool: TurnPool, served: str) -> LoadedModel:
+    def load(directory: Path, settings: Settings, tokenize_pool: FairThreadPool, served: str) -> LoadedModel:
         started = threading.Thread(target=look, args=("load",))
         started.start()
         started.join()

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_server.errors import BundleError, InvalidField
-from encserve_server.models.turns import TurnPool
+from encserve_server.models.turns import FairThreadPool
 from encserve_server.offline import Embedder
 from encserve_server.repository import loading
 from encserve_server.repository.loaded import LoadedModel, ServedAlready
@@ -24,7 +24,9 @@ FAR = 2**32 - 1  # the largest id that a tokenizer can have
 
 def load(directory: Path, **settings: Any) -> LoadedModel:
     """Load a bundle in the same way as a server."""
-    return load_model(directory, Settings(model_repository=directory, tune_batches=False, **settings), TurnPool(1))
+    return load_model(
+        directory, Settings(model_repository=directory, tune_batches=False, **settings), FairThreadPool(1)
+    )
 
 
 def words(count: int, processor: processors.PostProcessor | None = None) -> Tokenizer:
@@ -53,7 +55,7 @@ def test_a_served_bundle_is_verified_and_not_loaded(tmp_path: Path, monkeypatch:
     directory = write_bundle(tmp_path)
     served = load(directory)
     monkeypatch.setattr(loading, "open_engine", lambda *_, **__: pytest.fail("a model was loaded"))
-    arguments = directory, Settings(model_repository=tmp_path), TurnPool(1), served.bundle.fingerprint
+    arguments = directory, Settings(model_repository=tmp_path), FairThreadPool(1), served.bundle.fingerprint
     with pytest.raises(ServedAlready):
         load_model(*arguments)
     (directory / "model.onnx").write_bytes(b"altered")

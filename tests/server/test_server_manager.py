@@ -23,7 +23,7 @@ from waiting import until
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.app import App
 from encserve_server.errors import BundleError, DeviceError
-from encserve_server.models.turns import TurnPool
+from encserve_server.models.turns import FairThreadPool
 from encserve_server.repository import manager
 from encserve_server.repository.loaded import LoadedModel, ServedAlready
 from encserve_server.repository.scan import find_slots
@@ -94,7 +94,7 @@ class Repository:
         (self.path / name / version / "manifest.json").unlink()
         (self.path / name / version).rmdir()
 
-    def load(self, directory: Path, settings: Settings, tokenize_pool: TurnPool, served: str) -> LoadedModel:
+    def load(self, directory: Path, settings: Settings, tokenize_pool: FairThreadPool, served: str) -> LoadedModel:
         """Load a fake model, or fail as the manifest says.
 
         The server calls this method instead of its own loader. The method checks the permission bits of the manifest,
@@ -475,7 +475,7 @@ async def test_a_refused_version_leaves_nothing_in_memory(repository: Repository
     """
     engines: list[weakref.ref[FakeEngine]] = []
 
-    def load(directory: Path, settings: Settings, tokenize_pool: TurnPool, served: str) -> LoadedModel:
+    def load(directory: Path, settings: Settings, tokenize_pool: FairThreadPool, served: str) -> LoadedModel:
         if directory.name == "2":
             engine = FakeEngine(D_MODEL)
             engines.append(weakref.ref(engine))
@@ -626,7 +626,7 @@ async def test_an_inspection_after_the_folder_was_removed_is_refused(repository:
     If the file of the graph is gone, the call fails with INSPECT_UNAVAILABLE and not as an internal error.
     """
 
-    def load(directory: Path, settings: Settings, tokenize_pool: TurnPool, served: str) -> LoadedModel:
+    def load(directory: Path, settings: Settings, tokenize_pool: FairThreadPool, served: str) -> LoadedModel:
         def fail() -> FakeInspector:
             raise BundleError(f"{directory}: cannot be read")
 
@@ -729,7 +729,7 @@ async def test_a_version_replaced_in_place_serves_until_its_successor_is_loaded(
     """
     gate = threading.Event()
 
-    def load(directory: Path, settings: Settings, tokenize_pool: TurnPool, served: str) -> LoadedModel:
+    def load(directory: Path, settings: Settings, tokenize_pool: FairThreadPool, served: str) -> LoadedModel:
         if served and directory.name == "1":
             assert gate.wait(60)
         return repository.load(directory, settings, tokenize_pool, served)

@@ -40,7 +40,7 @@ from encserve_server.errors import (
 from encserve_server.models import tokenizing
 from encserve_server.models.inputs import InputChecker, LengthLimit, SentIds
 from encserve_server.models.tokenizing import TextTokenizer
-from encserve_server.models.turns import TurnPool
+from encserve_server.models.turns import FairThreadPool
 from encserve_server.repository import loading
 from encserve_server.rpc import status, wire
 from encserve_server.settings import MIB, Settings
@@ -214,12 +214,12 @@ CUT = LengthLimit(LONGEST, "", truncate=True)
 
 
 @pytest.fixture(scope="module")
-def pool() -> TurnPool:
-    return TurnPool(1)
+def pool() -> FairThreadPool:
+    return FairThreadPool(1)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory, pool: TurnPool) -> TextTokenizer:
+def tokenizer(tmp_path_factory: pytest.TempPathFactory, pool: FairThreadPool) -> TextTokenizer:
     return TextTokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"), pool, 2**20)
 
 
@@ -231,7 +231,7 @@ def checker_of(tokenizer: TextTokenizer, **limits: int) -> InputChecker:
 
 
 @pytest.fixture(scope="module")
-def template_checker(tmp_path_factory: pytest.TempPathFactory, pool: TurnPool) -> InputChecker:
+def template_checker(tmp_path_factory: pytest.TempPathFactory, pool: FairThreadPool) -> InputChecker:
     """Return a checker whose tokenizer adds no special tokens, and whose template adds words."""
     path = write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"post_processor": None}))
@@ -296,7 +296,7 @@ def test_special_tokens_in_a_text_are_split_if_the_bundle_says_so(tmp_path: Path
     tokenizer.add_special_tokens(["[SEP]"])
     tokenizer.save(str(path))
     found = [
-        TextTokenizer(path, TurnPool(1), 2**20, split_special_tokens=split).tokenize(["[SEP]"], 99, details=False)
+        TextTokenizer(path, FairThreadPool(1), 2**20, split_special_tokens=split).tokenize(["[SEP]"], 99, details=False)
         for split in (False, True)
     ]
     assert [it.input.tolist() for (it,) in found if isinstance(it, TokenSequence)] == [[1, 2, 2], [1, 3, 3, 3, 2]]
@@ -314,12 +314,12 @@ def test_the_special_tokens_around_a_text_are_known(tmp_path: Path, around: str 
     else:
         changed.post_processor = processors.Sequence([])
     changed.save(str(path))
-    before, behind = TextTokenizer(path, TurnPool(1), 2**20).special_around
+    before, behind = TextTokenizer(path, FairThreadPool(1), 2**20).special_around
     assert before == ((1,) if "[CLS]" in (around or "") else ())
     assert behind == ((2,) if "[SEP]" in (around or "") else ())
 
 
-async def test_other_threads_run_while_a_long_text_is_tokenized(tokenizer: TextTokenizer, pool: TurnPool) -> None:
+async def test_other_threads_run_while_a_long_text_is_tokenized(tokenizer: TextTokenizer, pool: FairThreadPool) -> None:
     """The event loop runs while a thread tokenizes a long text.
 
     The test compares CPU times, because wall times depend on the load of the machine.
@@ -336,7 +336,7 @@ async def test_other_threads_run_while_a_long_text_is_tokenized(tokenizer: TextT
     assert took > (await pool.run(ANY_SENDER, 0, time.thread_time) - before) / 8
 
 
-async def test_a_few_words_do_not_wait_behind_a_long_text(tokenizer: TextTokenizer, pool: TurnPool) -> None:
+async def test_a_few_words_do_not_wait_behind_a_long_text(tokenizer: TextTokenizer, pool: FairThreadPool) -> None:
     release = threading.Event()
     busy = asyncio.create_task(pool.run(ANY_SENDER, 0, release.wait))  # keeps the thread busy, as a long text does
     try:
@@ -398,7 +398,7 @@ def test_a_text_that_makes_the_tokenizer_panic_fails_alone(panicking_file: Path)
 
     For a panic in Rust code, PyO3 raises a BaseException that is not an Exception, like KeyboardInterrupt.
     """
-    tokenizer = TextTokenizer(panicking_file, TurnPool(1), 2**20)
+    tokenizer = TextTokenizer(panicking_file, FairThreadPool(1), 2**20)
     before, panicked, after = tokenizer.tokenize(["hello", PANICS, "world"], LONGEST, details=False)
     assert isinstance(before, TokenSequence)
     assert isinstance(panicked, str)
@@ -429,7 +429,7 @@ def test_an_interrupt_is_not_an_error_of_a_text(tmp_path: Path, monkeypatch: pyt
             return getattr(self.real, name)
 
     monkeypatch.setattr(tokenizing, "Tokenizer", Interrupted)
-    tokenizer = TextTokenizer(write_tokenizer(tmp_path / "tokenizer.json"), TurnPool(1), 2**20)
+    tokenizer = TextTokenizer(write_tokenizer(tmp_path / "tokenizer.json"), FairThreadPool(1), 2**20)
     with pytest.raises(KeyboardInterrupt):
         tokenizer.tokenize(["hello"], LONGEST, details=False)
 
@@ -457,7 +457,7 @@ def test_a_file_that_the_library_cannot_load_is_refused(
     path = write_tokenizer(tmp_path / "tokenizer.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {part: content} if part else {}))
     with pytest.raises(BundleError, match=rf"tokenizer.json: not a tokenizer: .*{problem}"):
-        TextTokenizer(path, TurnPool(1), 2**20)
+        TextTokenizer(path, FairThreadPool(1), 2**20)
 
 
 # Messages, CPUs, advice and logs

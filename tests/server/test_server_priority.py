@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_server import Failed, FakeServer, StartServer, make_input
+from fake_server import Failed, FakeServer, StartServer, make_input, refusal
 from http_calls import connect, post
 from open_inference import ask, infer_request
 from waiting import until
@@ -28,6 +28,17 @@ name = "jobs"
 key_sha256 = ["{hashlib.sha256(JOBS_KEY.encode()).hexdigest()}"]
 priority = "bulk"
 """
+
+BULK_CALLERS = "\n".join(
+    f"""
+[[caller]]
+name = "{name}"
+key_sha256 = ["{hashlib.sha256(key.encode()).hexdigest()}"]
+weight = {weight}
+priority = "bulk"
+"""
+    for name, key, weight in (("jobs", JOBS_KEY, 0.01), ("search", SEARCH_KEY, 1.0))
+)
 
 
 async def grpc(server: FakeServer, ids: list[int], priority: str) -> None:
@@ -120,3 +131,30 @@ async def test_a_bulk_caller_waits_for_others_and_keeps_its_share(start_server: 
     await asyncio.gather(*tasks)
     assert server.engine.batches == [[1], [20], [30]]
     assert server.sample("encserve_caller_calls_total", caller="jobs", outcome="SHARE_EXCEEDED") == 1
+
+
+async def test_bulk_callers_share_the_half_of_the_queue_that_bulk_may_take(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    """One bulk caller sends as much as it can. Another bulk caller still finds room."""
+    file = tmp_path / "callers.toml"
+    file.write_text(BULK_CALLERS)
+    server = await start_server(callers=file, max_queue_tokens=80)
+    tasks = []
+
+    def send(key: str, tokens: int) -> "asyncio.Task[bytes]":
+        data = pb.EncodeRequest(inputs=[make_input([5] * tokens)]).SerializeToString()
+        return asyncio.create_task(server.call("Encode", data, metadata=(("authorization", f"Bearer {key}"),)))
+
+    server.engine.hold()
+    tasks.append(send(SEARCH_KEY, 1))
+    await asyncio.to_thread(server.engine.started.acquire, timeout=60)
+    for waiting in (10, 20):
+        tasks.append(send(JOBS_KEY, 10))
+        await until(lambda: server.queued() == waiting)  # noqa: B023
+    refused = await refusal(send(JOBS_KEY, 10))
+    assert (refused.reason, "caller jobs has 20 tokens" in refused.text) == ("SHARE_EXCEEDED", True)
+    tasks.append(send(SEARCH_KEY, 15))
+    await until(lambda: server.queued() == 35)
+    server.engine.let_go()
+    await asyncio.gather(*tasks)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tickets import ticket_of
 
 from encserve_server.scheduling.batching import BatchPolicy
-from encserve_server.scheduling.queue import BULK_TURN, MOST_AHEAD_TOKENS, SLACK_TOKENS, PendingQueue
+from encserve_server.scheduling.fairness import BULK_TURN
+from encserve_server.scheduling.queue import MOST_AHEAD_TOKENS, SLACK_TOKENS, PendingQueue
 from encserve_server.types.callers import Caller, Priority
 from encserve_server.types.sequences import TokenSequence
 

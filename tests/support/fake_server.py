@@ -16,7 +16,7 @@ from waiting import until
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.app import App
 from encserve_server.models.tokenizing import TextTokenizer
-from encserve_server.models.turns import TurnPool
+from encserve_server.models.turns import FairThreadPool
 from encserve_server.outputs import ModelOutputs
 from encserve_server.repository.loaded import LoadedModel
 from encserve_server.repository.manager import Loader
@@ -111,13 +111,13 @@ class FakeServer:
         return task
 
     @contextlib.asynccontextmanager
-    async def queue_of(self, tokens: int) -> AsyncIterator[None]:
+    async def queue_of(self, tokens: int, **call: Any) -> AsyncIterator[None]:
         """Keep a call of `tokens` tokens in the queue until the end of the block.
 
-        During this time, the engine is busy with another call.
+        During this time, the engine is busy with another call. `call` has options of both calls, such as metadata.
         """
-        running = await self.start_held(self.encode([1]))
-        waiting = asyncio.create_task(self.encode([2] * tokens))
+        running = await self.start_held(self.encode([1], **call))
+        waiting = asyncio.create_task(self.encode([2] * tokens, **call))
         try:
             await until(lambda: self.queued() == tokens)
             yield
@@ -201,7 +201,7 @@ StartServer = Callable[..., Awaitable[FakeServer]]
 
 def fake_model(
     bundle_directory: Path,
-    tokenize_pool: TurnPool,
+    tokenize_pool: FairThreadPool,
     engine: FakeEngine,
     *,
     fingerprint: str = "f" * 32,
@@ -272,7 +272,9 @@ async def start_fake_server(
     with_tokenizer = with_tokenizer and not takes_vectors
     tokenizer_file = write_tokenizer(directory / "tokenizer.json", unknown)
 
-    def load_fake(bundle_directory: Path, settings: Settings, tokenize_pool: TurnPool, served: str) -> LoadedModel:
+    def load_fake(
+        bundle_directory: Path, settings: Settings, tokenize_pool: FairThreadPool, served: str
+    ) -> LoadedModel:
         return fake_model(
             bundle_directory,
             tokenize_pool,

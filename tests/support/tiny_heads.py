@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.models.turns import TurnPool
+from encserve_server.models.turns import FairThreadPool
 from encserve_server.repository.loaded import LoadedModel
 from encserve_server.repository.loading import load_model
 from encserve_server.repository.manager import Loader
@@ -205,7 +205,7 @@ def every_kind() -> dict[str, Any]:
 def loader(bundle: Path, engine: Any = "onnxruntime") -> Loader:
     """Return a loader that always loads `bundle`, and ignores the directory argument."""
 
-    def load(_: Path, settings: Settings, pool: TurnPool, served: str) -> LoadedModel:
+    def load(_: Path, settings: Settings, pool: FairThreadPool, served: str) -> LoadedModel:
         return load_model(bundle, replace(settings, engine=engine), pool)
 
     return load

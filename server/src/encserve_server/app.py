@@ -27,7 +27,7 @@ from encserve_server.calls import Calls
 from encserve_server.errors import StartupError
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import ServedModel
-from encserve_server.models.turns import TurnPool
+from encserve_server.models.turns import FairThreadPool
 from encserve_server.open_inference.service import OpenInference
 from encserve_server.repository.activation import serve_model
 from encserve_server.repository.loaded import LoadedModel
@@ -85,7 +85,7 @@ class App:
         self.metrics = Metrics(self.registry)
         self.catalog = Catalog(settings.aliases, accept_any_name=settings.accept_any_model_name)
         self._clock = MonotonicClock()
-        self._tokenize_pool = TurnPool(settings.tokenizer_threads, "encserve-tokenize")
+        self._tokenize_pool = FairThreadPool(settings.tokenizer_threads, "encserve-tokenize")
         # Low priority, because loading is not urgent. Engines create their threads in this thread.
         self._load_pool = ThreadPoolExecutor(1, thread_name_prefix="encserve-load", initializer=lower_thread_priority)
         self._encode_pool = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="encserve-encode")

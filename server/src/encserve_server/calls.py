@@ -256,9 +256,10 @@ class Call:
     """
 
     __slots__ = (
-        "_account", "_began", "_calls", "_charged", "_generation", "_held_bytes", "_identity", "_inputs", "_is_open",
-        "_known", "_metadata", "_method", "_model", "_model_name", "_priority", "_seconds", "_tokens", "caller",
-        "deadline", "failure", "is_of_stream", "naming", "peer", "span",
+        "_account", "_began", "_calls", "_charged", "_charged_text_tokens", "_charged_tokens", "_generation",
+        "_held_bytes", "_identity", "_inputs", "_is_open", "_known", "_metadata", "_method", "_model", "_model_name",
+        "_prepaid_tokens", "_priority", "_seconds", "_tokens", "caller", "deadline", "failure", "is_of_stream",
+        "naming", "peer", "span",
     )  # fmt: skip
 
     def __init__(
@@ -289,7 +290,9 @@ class Call:
         self._identity: Identity | None = None
         self._known: KnownCaller | None = None
         self._generation = 0
-        self._charged: list[TokenSequence] = []  # those that have been counted against the caller's rate
+        self._charged: list[TokenSequence] = []  # sequences that count against the caller's rate
+        self._charged_tokens = self._charged_text_tokens = 0  # all tokens that count, and the tokens of texts
+        self._prepaid_tokens = 0  # of texts whose sequences `charge` has not counted yet
         self._model_name, self._inputs, self._tokens = "", 0, 0  # what is counted and logged
         self._seconds = 0.0, 0.0  # in the queue and in compute
         self._priority: Priority | None = None  # of a call that encodes
@@ -434,26 +437,46 @@ class Call:
         if delay_s := known.bucket.delay_seconds(self._calls.clock.now()):
             raise RateLimited(known.rules.caller.name, known.rules.tokens_per_second, delay_s)
 
-    def charge(self, sequences: Sequence[TokenSequence]) -> None:
-        """Counts what a call, or a part of it, costs against its caller's rate.
-
-        If the call fails, what no batch has been begun with is given back when the call ends.
+    def charge_text(self, tokens: int) -> None:
+        """Count the tokens of texts against the caller's rate as soon as they are made, even if the call fails later.
 
         Raises:
-            RateLimited: Other calls have used the rate up meanwhile; not of a call of which a part has been counted.
+            RateLimited: Other calls have used up the rate meanwhile, and this call has not counted before.
+        """
+        self._charged_text_tokens += tokens
+        self._prepaid_tokens += tokens
+        self._take_from_rate(tokens)
+
+    def charge(self, sequences: Sequence[TokenSequence]) -> None:
+        """Count the cost of sequences against the caller's rate.
+
+        If the call fails, sequences that have not started to run cost only the tokens of texts.
+
+        Raises:
+            RateLimited: Other calls have used up the rate meanwhile, and this call has not counted before.
         """
         if self._known is None or self._known.bucket is None:
             return
-        if not self._charged:
-            self._check_rate()
-        self._known.bucket.take(sum([it.cost for it in sequences]), self._calls.clock.now())
         self._charged += sequences
+        due, self._prepaid_tokens = sum([it.cost for it in sequences]) - self._prepaid_tokens, 0
+        self._take_from_rate(due)
+
+    def _take_from_rate(self, tokens: int) -> None:
+        if self._known is None or self._known.bucket is None:
+            return
+        has_counted, self._charged_tokens = self._charged_tokens > 0, self._charged_tokens + tokens
+        try:
+            if not has_counted:
+                self._check_rate()
+        finally:
+            self._known.bucket.take(tokens, self._calls.clock.now())
 
     def _give_rate_back(self) -> None:
-        """The call has failed: what has not been begun has cost nothing."""
-        cost = sum([it.cost for it in self._charged if math.isnan(it.started_at)])
-        if cost and self._known is not None and self._known.bucket is not None:
-            self._known.bucket.take(-cost, self._calls.clock.now())
+        """Give back the cost of work that the failed call has not started."""
+        if self._charged_tokens and self._known is not None and self._known.bucket is not None:
+            started = sum([it.cost for it in self._charged if not math.isnan(it.started_at)])
+            cost = max(started, self._charged_text_tokens)
+            self._known.bucket.take(cost - self._charged_tokens, self._calls.clock.now())
 
     def may_use(self, model: ServedModel) -> bool:
         """Whether the caller may use a model."""
@@ -520,9 +543,7 @@ class Call:
             ResponseTooLarge: The reply is larger than estimated.
             EncserveError: Whatever `ServedModel.prepare` and `run` raise.
         """
-        sender = self._sender(request.priority)
-        model.check_share(sender)
-        self._check_rate()
+        sender = self._begin_encode(model, request.priority)
         reply = await model.prepare(request, self.span, sender)
         estimated = reply.estimated_bytes
         self.hold(round(estimated * (1 + growth)))  # the rows, and the reply made of them
@@ -548,15 +569,13 @@ class Call:
         Raises:
             EncserveError: Whatever `encode` and `PartedCall.run` raise.
         """
-        clock, span, sender = self._calls.clock, self.span, self._sender(request.priority)
-        model.check_share(sender)
+        clock, span, sender = self._calls.clock, self.span, self._begin_encode(model, request.priority)
         if more_bytes:
             self.hold(more_bytes)
 
         def hold(estimated_bytes: int) -> None:
             self.hold(round(estimated_bytes * (1 + growth)))
 
-        self._check_rate()
         parted = PartedCall(
             model,
             request,
@@ -571,22 +590,38 @@ class Call:
         self.note(reply.sequences, reply.seconds)
         return await self._build(model, partial(build, reply), reply.estimated_bytes, growth, more_bytes)
 
+    def _begin_encode(self, model: ServedModel, priority: Priority) -> Sender:
+        """Refuse a call whose caller has used up its rate or its share, before any work.
+
+        Raises:
+            RateLimited: The caller is over its rate.
+            ShareExceeded: The caller, or bulk, has its share of the queue waiting.
+        """
+        sender = self._sender(priority)
+        model.check_share(sender)
+        if self.is_of_stream:  # other calls were checked on arrival
+            self._check_rate()
+        return sender
+
     def _sender(self, priority: Priority) -> Sender:
-        """Whose turn a call waits for that says it is so urgent; no call is more urgent than its caller may be."""
+        """The sender of a call with this priority, or with its caller's priority if that is less urgent."""
         self._priority = max(priority, self.caller.priority)
-        if self.caller is ANYONE and priority is Priority.INTERACTIVE:
+        has_rate = self._known is not None and self._known.bucket is not None
+        if self.caller is ANYONE and priority is Priority.INTERACTIVE and not has_rate:
             return ANY_SENDER
-        return Sender(self.caller, self._priority)
+        return Sender(self.caller, self._priority, self.charge_text if has_rate else None)
 
     async def tokenize(
         self, model: ServedModel, request: TokenizeCall, build: Callable[[TokenizeReply], bytes], growth: float = 1.0
     ) -> bytes:
-        """Answers a call that only tokenizes, whether or not the model is ready; for the rest see `encode`."""
-        self._check_rate()
-        reply = await model.tokenize(request, self.span, self._sender(Priority.INTERACTIVE))
+        """Answer a call that only tokenizes, even if the model is not ready. For the rest see `encode`."""
+        reply = await model.tokenize(
+            request,
+            lambda estimated_bytes: self.hold(round(estimated_bytes * (1 + growth))),
+            self.span,
+            self._sender(Priority.INTERACTIVE),
+        )
         self.note(reply.sequences, lambda: (0.0, 0.0))
-        self.hold(round(reply.estimated_bytes * (1 + growth)))
-        self.charge(reply.sequences)
         return await self._build(model, partial(build, reply), reply.estimated_bytes, growth)
 
     def inspect(self, model: ServedModel, request: InspectCall) -> AbstractAsyncContextManager[InspectReply]:

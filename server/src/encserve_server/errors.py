@@ -278,20 +278,23 @@ class QueueFull(EncserveError):
 class ShareExceeded(QueueFull):
     """A caller, or all bulk calls together, has used its share of a queue."""
 
-    def __init__(self, owner: str, asked: int, waiting: int, share: int, retry_delay_s: float) -> None:
+    def __init__(
+        self, owner: str, asked: int, waiting: int, share: int, retry_delay_s: float, unit: str = "tokens"
+    ) -> None:
         """Build the text.
 
         Args:
             owner: The owner of the share: a caller, or bulk.
-            asked: The tokens of the request.
-            waiting: The waiting tokens of the owner.
-            share: The share of the queue, in tokens.
+            asked: The amount that the request needs.
+            waiting: The waiting amount of the owner.
+            share: The share of the queue.
             retry_delay_s: The seconds after which a retry may succeed.
+            unit: The unit of the amounts.
         """
         self.retry_delay_s = retry_delay_s
         EncserveError.__init__(
             self,
-            f"{owner} has {waiting} tokens waiting, its share of the queue is {share}, and this request has {asked}; "
+            f"{owner} has {waiting} {unit} waiting, its share of the queue is {share}, and this request has {asked}; "
             f"try again in {retry_delay_s:.2f} s",
         )
 

@@ -94,6 +94,20 @@ class InputRules(NamedTuple):
     expansion: Expansion | None
 
 
+class Checked(NamedTuple):
+    """The result of a check.
+
+    Attributes:
+        sequences: The sequences of valid inputs by index, in ascending order.
+        refused: The errors of all other inputs by index, without tracebacks.
+        text_tokens: The tokens that were made of texts.
+    """
+
+    sequences: dict[int, TokenSequence]
+    refused: dict[int, RequestError]
+    text_tokens: int
+
+
 class InputChecker:
     """Checks the inputs of one model, and turns them into sequences."""
 
@@ -142,10 +156,13 @@ class InputChecker:
             InvalidField: The model does not take an input.
             SequenceTooLong: An input is too long, and may not be cut.
             QueueFull: Too much text waits.
+            RateLimited: The tokens of texts have used up the caller's rate.
         """
         text_bytes = await self._count_text(inputs, rules)
         if text_bytes <= _ON_LOOP_BYTES or self._tokenizer is None:
-            sequences, refused = self.check_now(dict(enumerate(inputs)), rules)
+            sequences, refused, text_tokens = self.check_now(dict(enumerate(inputs)), rules)
+            if text_tokens and sender.charge_text is not None:
+                sender.charge_text(text_tokens)
         else:
             sequences, refused = {}, {}
             around = len(rules.before) + len(rules.after)
@@ -154,7 +171,9 @@ class InputChecker:
                     piece = {at: inputs[at] for at in range(begin, end)}
                     cost = sum([_size(it, around) for it in piece.values()])
                     work = partial(self.check_now, piece, rules)
-                    checked, refused = await self._tokenizer.pool.run(sender, cost, work)
+                    checked, refused, text_tokens = await self._tokenizer.pool.run(sender, cost, work)
+                    if sender.charge_text is not None:
+                        sender.charge_text(text_tokens)
                     if refused:
                         break
                     sequences |= checked
@@ -163,22 +182,18 @@ class InputChecker:
             raise refused.pop(min(refused))
         return list(sequences.values())
 
-    def check_now(
-        self, inputs: Mapping[int, SentInput], rules: InputRules
-    ) -> tuple[dict[int, TokenSequence], dict[int, RequestError]]:
+    def check_now(self, inputs: Mapping[int, SentInput], rules: InputRules) -> Checked:
         """Check inputs and tokenize texts in the caller's thread. Any number of threads may call.
 
         Args:
             inputs: The inputs by index, in ascending order.
             rules: The rules of the call.
 
-        Returns:
-            The sequences of valid inputs by index, in ascending order; and the errors of all others by index, without
-            tracebacks.
         """
         sequences: dict[int, TokenSequence] = {}
         refused: dict[int, RequestError] = {}
         texts: dict[int, str] = {}
+        text_tokens = 0
         for at, sent in inputs.items():
             try:
                 if isinstance(sent, str) and not self._bundle.graph.takes_vectors:
@@ -191,6 +206,7 @@ class InputChecker:
         if texts and self._tokenizer is not None:
             is_mixed = bool(sequences)
             tokenized = self._tokenizer.tokenize(list(texts.values()), rules.limit.tokens, details=rules.details)
+            text_tokens = sum([len(it.input) for it in tokenized if not isinstance(it, str)])
             for (at, text), tokens in zip(texts.items(), tokenized, strict=True):
                 try:
                     sequences[at] = self._check_tokens(at, text, tokens, rules)
@@ -198,7 +214,7 @@ class InputChecker:
                     refused[at] = error.with_traceback(None)
             if is_mixed:
                 sequences = dict(sorted(sequences.items()))
-        return sequences, refused
+        return Checked(sequences, refused, text_tokens)
 
     async def _count_text(self, inputs: Sequence[SentInput], rules: InputRules) -> int:
         """Count the text of a call in bytes of UTF-8, with the text around every text.

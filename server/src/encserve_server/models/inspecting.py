@@ -1,10 +1,11 @@
-"""Looking into a model: a lane of its own, so that it never holds up encoding."""
+"""Inspections of a model, in a thread of their own, so that they never delay encoding."""
 
 import asyncio
 import contextlib
 import logging
+import math
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,38 +21,45 @@ from encserve_server.errors import (
     InspectUnavailable,
     Part,
     QueueFull,
+    ShareExceeded,
 )
+from encserve_server.ledger import Pool
+from encserve_server.models.turns import FairSemaphore
 from encserve_server.system.cpus import lower_thread_priority
 from encserve_server.types.arrays import ModelInput
+from encserve_server.types.bundles import Bundle
+from encserve_server.types.callers import ANY_SENDER, Sender
 from encserve_server.types.inspections import InspectKind, InspectTensor
 
 logger = logging.getLogger(__name__)
 
 Wanted = Sequence[tuple[InspectKind, tuple[int, ...]]]
 
-_NOT_LOADABLE = "the model cannot be inspected: its graph for it cannot be loaded any more; the server's log says why"
-# Until one has run, when trying again may help.
+_NOT_LOADABLE = "the model cannot be inspected: the server cannot load its inspection graph; see the server's log"
+# The retry delay until the first inspection has run.
 _TYPICAL_SECONDS = 0.2
+# A named caller may hold as many places as are free: at most half of them if it is alone.
+_SHARE = 1
 
 
 class InspectObserver(Protocol):
-    """Receives what becomes of inspections; called on the event loop."""
+    """Receives the events of inspections on the event loop."""
 
     def inspections_changed(self, pending: int, limit: int) -> None:
-        """So many are waiting, running, or being sent now, of at most `limit`."""
+        """The number of inspections that wait, run or are being sent has changed."""
 
     def inspected(self, compute_seconds: float) -> None:
-        """One has run for so long."""
+        """An inspection has run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What an inspection gave.
+    """The result of an inspection.
 
     Attributes:
-        tensors: One for each kind that was wanted.
-        queue_seconds: How long it waited for its turn; of the first one the model's second graph was loaded meanwhile.
-        compute_seconds: How long the model ran.
+        tensors: One for each wanted kind.
+        queue_seconds: The wait for the thread. The first inspection also waits for the load of the graph.
+        compute_seconds: The duration of the run.
     """
 
     tensors: list[InspectTensor]
@@ -59,83 +67,141 @@ class Inspection:
     compute_seconds: float
 
 
+def inspection_cost(bundle: Bundle, tokens: int, wanted: Wanted) -> int:
+    """Return the cost of an inspection in tokens.
+
+    The run costs its tokens. The numbers of the result cost one token for each `(n_layers + 1) * d_model` of them: so
+    many hidden states belong to one token.
+
+    Args:
+        bundle: The model.
+        tokens: The length of the sequence.
+        wanted: The kinds, each with its layers.
+    """
+    numbers = 0
+    for kind, layers in wanted:
+        if kind is InspectKind.ATTENTION_WEIGHTS:
+            numbers += len(layers) * bundle.n_heads * tokens * tokens
+        elif kind is InspectKind.HIDDEN_STATES:
+            numbers += len(layers) * tokens * bundle.d_model
+        else:
+            numbers += bundle.max_sequence_tokens * bundle.d_model
+    return tokens + math.ceil(numbers / ((bundle.n_layers + 1) * bundle.d_model))
+
+
+@dataclass(slots=True, eq=False)
+class InspectPlace:
+    """A place in the lane of inspections.
+
+    Attributes:
+        sender: The caller and the priority.
+        running: The run; None before its start.
+    """
+
+    sender: Sender
+    running: "asyncio.Future[Inspection] | None" = None
+
+
 class InspectLane:
     """Runs inspections of one model, one at a time, in a thread and a session of their own.
 
-    - An inspection is admitted or refused at once: no more than `max_pending` are waiting, running, or being sent to
-      their callers, whose memory this bounds too.
-    - The graph is loaded when the first one comes; if that fails, so does the inspection, and the next one tries again.
-    - A caller that goes while it waits is forgotten at once; a run is never interrupted, and keeps its place.
+    - An inspection holds a place from its arrival until its reply is sent. There are `max_pending` places, which also
+      bound the memory of replies. A named caller holds at most half of them, so that another caller finds a place.
+    - Callers take turns by weight.
+    - The first inspection loads the graph. If that fails, the inspection fails, and the next one tries again.
+    - If a caller goes while it waits, its place is free at once. A run is never interrupted, and keeps its place.
 
-    Everything here belongs to the event loop but `_inspector`, which only the one thread of `_thread` touches.
+    The event loop owns everything except `_inspector`, which only the one thread of `_thread` uses.
     """
 
     def __init__(self, load: Callable[[], Inspector], max_pending: int, observer: InspectObserver) -> None:
-        """`load` loads the graph; it blocks, and is called in the lane's thread."""
+        """`load` loads the graph. It blocks, so the lane's thread calls it."""
         self._load = load
-        self._max_pending = max_pending
         self._observer = observer
-        self._pending = 0
-        self._count(0)
+        self._places = Pool(max_pending)
+        self._count("", 0)
         self._closed = False
         self._last_seconds = _TYPICAL_SECONDS
         self._inspector: Inspector | None = None
         self._thread = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="encserve-inspect", initializer=lower_thread_priority
         )
-        # The callers wait here, not in the thread's own queue, which would keep the inputs of those that went.
-        self._turn = asyncio.Semaphore(1)
+        self._turns = FairSemaphore(1)  # callers wait here: the thread's own queue would keep inputs of gone callers
 
-    @contextlib.asynccontextmanager
-    async def inspect(
-        self, sequence: ModelInput, wanted: Wanted, attended: int = 0, on_start: Callable[[], None] = lambda: None
-    ) -> AsyncGenerator[Inspection]:
-        """Runs one sequence; its place in the lane is given back when the block ends, and nothing of it runs any more.
-
-        Args:
-            sequence: (seq,) int64 ids or (seq, d_model) float32 vectors, checked by the caller.
-            wanted: Kinds that the model has, each with its layers.
-            attended: How many of its first tokens all of its tokens see; 0 for all.
-            on_start: Called when its turn has come.
+    @contextlib.contextmanager
+    def place(self, sender: Sender = ANY_SENDER) -> Iterator[InspectPlace]:
+        """Hold a place until the end of the block. A run that has started keeps the place until its end.
 
         Raises:
-            QueueFull: Too many are pending.
-            InferenceFailed: The model gives numbers that are not finite.
-            InspectUnavailable: The graph cannot be loaded: the bundle's files are gone or altered.
-            EngineUnhealthy: The lane is closed.
-            Exception: Whatever loading or running raises.
+            QueueFull: There is no place.
+            ShareExceeded: The caller holds its share of the places.
+            EngineUnhealthy: The model is being unloaded.
         """
         self._check_open()
-        if self._pending >= self._max_pending:
-            raise QueueFull("inspections", 1, self._pending, self._max_pending, self._last_seconds)
-        self._count(1)
-        run: asyncio.Future[Inspection] | None = None
+        name, places, delay_s = sender.caller.name, self._places, self._last_seconds
+        if places.held >= places.limit:
+            raise QueueFull("inspections", 1, places.held, places.limit, delay_s)
+        if name and not places.has_room(name, 1, _SHARE):
+            held = places.held_by(name)
+            raise ShareExceeded(f"caller {name}", 1, held, held, delay_s, "inspections")
+        place = InspectPlace(sender)
+        self._count(name, 1)
         try:
-            came_at = time.perf_counter()
-            await self._turn.acquire()
-            self._check_open()
-            on_start()
-            run = asyncio.get_running_loop().run_in_executor(
-                self._thread, self._run, sequence, wanted, attended, came_at
-            )
-            run.add_done_callback(lambda _: self._turn.release())
-            inspection = await asyncio.shield(run)
-            self._last_seconds = min(max(inspection.compute_seconds, 0.01), 5.0)
-            self._observer.inspected(inspection.compute_seconds)
-            yield inspection
+            yield place
         finally:
-            if run is None or run.done():
-                self._count(-1)
+            if place.running is None or place.running.done():
+                self._count(name, -1)
             else:
-                run.add_done_callback(lambda _: self._count(-1))
+                place.running.add_done_callback(lambda _: self._count(name, -1))
+
+    async def run(
+        self,
+        place: InspectPlace,
+        sequence: ModelInput,
+        wanted: Wanted,
+        attended: int = 0,
+        *,
+        cost: int = 1,
+        on_start: Callable[[], None] = lambda: None,
+    ) -> Inspection:
+        """Run one sequence when the caller's turn comes.
+
+        Args:
+            place: The place of the inspection.
+            sequence: (seq,) int64 ids or (seq, d_model) float32 vectors, checked by the caller.
+            wanted: Kinds that the model has, each with its layers.
+            attended: The number of first tokens that all tokens attend to; 0 for all.
+            cost: The cost, see `inspection_cost`.
+            on_start: Called when the turn has come.
+
+        Raises:
+            InferenceFailed: The numbers of the model are not finite.
+            InspectUnavailable: The graph cannot be loaded: the bundle's files are missing or have changed.
+            EngineUnhealthy: The model is being unloaded.
+        """
+        came_at = time.perf_counter()
+        await self._turns.acquire(place.sender, cost)
+        self._check_open()
+        on_start()
+        place.running = asyncio.get_running_loop().run_in_executor(
+            self._thread, self._run, sequence, wanted, attended, came_at
+        )
+        place.running.add_done_callback(lambda _: self._turns.release())
+        inspection = await asyncio.shield(place.running)
+        self._last_seconds = min(max(inspection.compute_seconds, 0.01), 5.0)
+        self._observer.inspected(inspection.compute_seconds)
+        return inspection
 
     async def close(self) -> None:
-        """Fails what waits, waits for what runs, but not for a load, and frees the session. Callable again."""
+        """End waiting inspections, wait for the running one, and free the session. Do not wait for a load.
+
+        A second call does nothing.
+        """
         if self._closed:
             return
         self._closed = True
-        for _ in range(self._pending):
-            self._turn.release()  # all that wait wake up, and find the lane closed
+        for _ in range(self._places.held):
+            self._turns.release()  # all waiting inspections wake up, and find the lane closed
         freed = None if self._inspector is None else self._thread.submit(self._inspector.close)
         self._thread.shutdown(wait=False)
         if freed is not None:
@@ -150,8 +216,8 @@ class InspectLane:
             began = time.perf_counter()
             try:
                 self._inspector = self._load()
-            except BundleError as error:  # its files are gone or altered since the model was loaded
-                logger.error("the graph for inspections cannot be loaded", extra={"error": str(error)})
+            except BundleError as error:  # the files have changed since the model was loaded
+                logger.error("the inspection graph cannot be loaded", extra={"error": str(error)})
                 raise InspectUnavailable(_NOT_LOADABLE) from None
             logger.info("inspector loaded", extra={"load_seconds": round(time.perf_counter() - began, 3)})
         queue_seconds = time.perf_counter() - came_at
@@ -159,17 +225,17 @@ class InspectLane:
         _check_finite(tensors)
         return Inspection(tensors, queue_seconds, compute_seconds)
 
-    def _count(self, change: int) -> None:
-        self._pending += change
-        self._observer.inspections_changed(self._pending, self._max_pending)
+    def _count(self, caller: str, change: int) -> None:
+        self._places.add(caller, change)
+        self._observer.inspections_changed(self._places.held, self._places.limit)
 
 
 def _check_finite(tensors: Sequence[InspectTensor]) -> None:
-    """Refuses NaN and infinity, and says of which tensor and layer; in the lane's thread, because it takes time."""
+    """Raise InferenceFailed for NaN and infinity. The lane's thread calls this, because it takes time."""
     for tensor in tensors:
         for i, part in enumerate(tensor.parts):
             if not np.isfinite(part).all():
                 layer = f" of layer {tensor.layers[i]}" if tensor.layers else ""
-                what = tensor.kind.name.lower().replace("_", " ")
-                problem = "{input}: the model's numbers for it are not finite: {what}"
-                raise InferenceFailed(problem, input=FieldPath(Part.INPUT, 0), what=what + layer)
+                kind = tensor.kind.name.lower().replace("_", " ")
+                problem = "{input}: the model's numbers for it are not finite: {tensor}"
+                raise InferenceFailed(problem, input=FieldPath(Part.INPUT, 0), tensor=kind + layer)

@@ -59,7 +59,7 @@ class ReplySize:
             sizes = [self._sequence_bytes(it, plan, shape) + len(it.input) * info_bytes for it in sequences]
         if shape.padded:
             sizes = [max(sizes)] * len(sizes)
-        return self._sum(sizes, _ADVICE)
+        return self._sum(sizes, len(sizes), _ADVICE)
 
     def check_rows(self, row_bytes: int, inputs: int) -> int:
         """What a reply without details takes whose rows take so much for each input.
@@ -67,16 +67,21 @@ class ReplySize:
         Raises:
             ResponseTooLarge: It is over the limit.
         """
-        return self._sum([row_bytes] * inputs, _ADVICE)
+        return self._sum([row_bytes] * inputs, inputs, _ADVICE)
 
-    def check_tokens(self, sequences: Sequence[TokenSequence], with_strings: bool) -> int:
-        """What a reply without rows takes.
+    def check_tokens(self, sequences: Sequence[TokenSequence], inputs: int, with_strings: bool) -> int:
+        """Return the bytes of a reply without rows.
+
+        Args:
+            sequences: The sequences that are known so far.
+            inputs: The number of all inputs.
+            with_strings: Whether the reply has the vocabulary's strings.
 
         Raises:
-            ResponseTooLarge: It is over the limit.
+            ResponseTooLarge: The sequences so far are over the limit.
         """
         info_bytes = self._info_bytes(with_strings)
-        return self._sum([len(it.input) * info_bytes for it in sequences])
+        return self._sum([len(it.input) * info_bytes for it in sequences], inputs)
 
     def check_sparse(
         self, reply_bytes: int, plan: OutputPlan, sequences: Sequence[TokenSequence], *, padded: bool
@@ -125,7 +130,7 @@ class ReplySize:
         spans = 0 if sequence.token_spans is None else len(sequence.token_spans)
         return plan.reply_bytes(tokens, token_rows, spans)
 
-    def _sum(self, sizes: Sequence[int], advice: str = "") -> int:
+    def _sum(self, sizes: Sequence[int], inputs: int, advice: str = "") -> int:
         total = sum(sizes) + len(sizes) * _INFO_BYTES_PER_SEQUENCE + _INFO_BYTES_PER_REPLY
         if total <= self._limit:
             return total
@@ -133,8 +138,9 @@ class ReplySize:
         for size in sizes:
             running += size + _INFO_BYTES_PER_SEQUENCE
             fitting += running <= self._limit
+        part = "" if len(sizes) == inputs else f" for the first {len(sizes)} inputs"
         raise ResponseTooLarge(
             FieldPath(Part.INPUTS),
-            f"the reply would take {total} bytes, over the limit of {self._limit} (max_response_bytes); the first "
-            f"{fitting} of {len(sizes)} inputs would fit{advice}",
+            f"the reply{part} would take {total} bytes, over the limit of {self._limit} (max_response_bytes); the "
+            f"first {fitting} of {inputs} inputs would fit{advice}",
         )

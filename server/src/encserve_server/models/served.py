@@ -14,12 +14,13 @@ from encserve_server.errors import (
     InspectUnavailable,
     InvalidField,
     Part,
+    RequestError,
     SequenceTooLong,
     TooManyInputs,
     TooManyOutputs,
 )
-from encserve_server.models.inputs import InputChecker, InputRules, LengthLimit, SentInput, check_length
-from encserve_server.models.inspecting import Inspection, InspectLane, InspectObserver, Wanted
+from encserve_server.models.inputs import InputChecker, InputRules, LengthLimit, SentInput, check_length, pieces
+from encserve_server.models.inspecting import Inspection, InspectLane, InspectObserver, Wanted, inspection_cost
 from encserve_server.models.reply_size import ReplySize
 from encserve_server.models.spans import place_spans
 from encserve_server.models.tokenizing import TextTokenizer
@@ -352,22 +353,43 @@ class ServedModel:
             sequence.outputs = static_weights(static, sequence.input, reply.plan.outputs)
 
     async def tokenize(
-        self, call: TokenizeCall, span: RequestSpan | None = None, sender: Sender = ANY_SENDER
+        self,
+        call: TokenizeCall,
+        hold: Callable[[int], None],
+        span: RequestSpan | None = None,
+        sender: Sender = ANY_SENDER,
     ) -> TokenizeReply:
-        """Says what the model would see of texts, when the sender's turn comes; nothing is queued but the text.
+        """Tokenize texts in pieces, each when the sender's turn comes. Only text is queued.
+
+        Args:
+            call: The texts.
+            hold: Called with the estimated bytes of each piece of the reply, before the next piece is tokenized.
+            span: Traces the call.
+            sender: The caller and the priority.
 
         Raises:
-            RequestError: The call cannot succeed; the text names the text and the numbers.
+            RequestError: The call cannot succeed. The error names the text and the numbers.
+            ResponseTooLarge: The reply is over the limit.
             QueueFull: Too much text is waiting.
         """
-        self._check_number(len(call.texts), call.most_inputs)
+        texts = call.texts
+        self._check_number(len(texts), call.most_inputs)
         if self.tokenizer is None:
             raise InvalidField(FieldPath(Part.INPUTS), f"model {self.bundle.name} has no tokenizer")
-        checker, rules = self._treatments.rules(call.texts, call.task, call.prompt_name, truncate=call.truncate)
-        sequences, _ = await self._check_inputs(checker, call.texts, rules, span, sender)
-        for it in sequences:
-            it.cost = len(it.input)
-        return TokenizeReply(sequences, self._reply_size.check_tokens(sequences, call.include_token_strings))
+        checker, rules = self._treatments.rules(texts, call.task, call.prompt_name, truncate=call.truncate)
+        sequences: list[TokenSequence] = []
+        reply_bytes = 0
+        for begin, end in pieces(texts):
+            try:
+                found, _ = await self._check_inputs(checker, texts[begin:end], rules, span, sender)
+            except RequestError as error:
+                error.move(begin)
+                raise
+            sequences += found
+            size = self._reply_size.check_tokens(sequences, len(texts), call.include_token_strings)
+            hold(size - reply_bytes)
+            reply_bytes = size
+        return TokenizeReply(sequences, reply_bytes)
 
     def check_length(self, field: FieldPath, count: int, task: Task) -> None:
         """Raises SequenceTooLong for an input that is too long for its task and may not be cut."""
@@ -387,15 +409,16 @@ class ServedModel:
         sender: Sender = ANY_SENDER,
         charge: Callable[[Sequence[TokenSequence]], None] = lambda _: None,
     ) -> AsyncGenerator[InspectReply]:
-        """Looks into what the model does with one input; the reply's memory is given back when the block ends.
+        """Run one input and return the numbers inside the model. The reply's memory is free when the block ends.
 
-        A text is tokenized when the sender's turn comes. `charge` is called with the sequence before it is run.
+        A text is tokenized when the sender's turn comes. `charge` is called with the sequence before its run.
 
         Raises:
             InspectUnavailable: The bundle has no graph for it, or the server has it turned off.
-            RequestError: The call cannot succeed; the text names the field and the numbers.
+            RequestError: The call cannot succeed. The error names the field and the numbers.
             QueueFull: Too many inspections are pending.
-            InferenceFailed: The model gives numbers that are not finite.
+            ShareExceeded: Too many inspections of this caller are pending.
+            InferenceFailed: The numbers of the model are not finite.
         """
         lane = self.check_inspectable()
         checker, rules = self._treatments.rules([call.input], call.task, call.prompt_name, truncate=call.truncate)
@@ -403,25 +426,29 @@ class ServedModel:
             name = f"max_inspect_tokens of {self.bundle.name}"
             limit = LengthLimit(self.max_inspect_tokens, name, call.task, call.truncate)
             rules = rules._replace(limit=limit)
-        (sequence,), tokenize_seconds = await self._check_inputs(checker, [call.input], rules, span, sender)
-        if len(sequence.input) > self.max_inspect_tokens:
-            raise SequenceTooLong(
-                FieldPath(Part.TASK),
-                "{task} makes texts {tokens} tokens long, and at most {most} can be inspected (max_inspect_tokens of "
-                "{model})",
-                task=call.task,
-                tokens=len(sequence.input),
-                most=self.max_inspect_tokens,
-                model=self.bundle.name,
+        with lane.place(sender) as place:
+            (sequence,), tokenize_seconds = await self._check_inputs(checker, [call.input], rules, span, sender)
+            tokens = len(sequence.input)
+            if tokens > self.max_inspect_tokens:
+                raise SequenceTooLong(
+                    FieldPath(Part.TASK),
+                    "{task} makes texts {tokens} tokens long, and at most {most} can be inspected (max_inspect_tokens "
+                    "of {model})",
+                    task=call.task,
+                    tokens=tokens,
+                    most=self.max_inspect_tokens,
+                    model=self.bundle.name,
+                )
+            sequence.cost = inspection_cost(self.bundle, tokens, call.wanted)
+            charge([sequence])
+            came_at = self._clock.now()
+
+            def on_start() -> None:
+                sequence.started_at = self._clock.now()
+
+            inspection = await lane.run(
+                place, sequence.input, call.wanted, sequence.attended, cost=sequence.cost, on_start=on_start
             )
-        sequence.cost = len(sequence.input)
-        charge([sequence])
-        came_at = self._clock.now()
-
-        def on_start() -> None:
-            sequence.started_at = self._clock.now()
-
-        async with lane.inspect(sequence.input, call.wanted, sequence.attended, on_start) as inspection:
             if span is not None:
                 began = came_at + inspection.queue_seconds
                 span.stage("queue", came_at, began)

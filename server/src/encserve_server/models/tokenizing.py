@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from encserve_server.errors import BundleError, QueueFull
-from encserve_server.models.turns import TurnPool
+from encserve_server.models.turns import FairThreadPool
 from encserve_server.types.bundles import TextTemplate
 from encserve_server.types.sequences import TokenSequence
 
@@ -36,7 +36,7 @@ class TextTokenizer:
     def __init__(
         self,
         path: Path,
-        pool: TurnPool,
+        pool: FairThreadPool,
         max_queue_bytes: int,
         *,
         split_special_tokens: bool = False,

@@ -1,139 +1,116 @@
-"""Threads that callers share in turn."""
+"""Threads and places that callers share fairly."""
 
 import asyncio
-import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
-from encserve_server.scheduling.queue import BULK_TURN
+from encserve_server.scheduling.fairness import BulkTurn, FairQueue
 from encserve_server.types.callers import Caller, Priority, Sender
 
 Done = TypeVar("Done")
 
 
 @dataclass(slots=True, eq=False)
-class _Flow:
-    """What waits of one caller, of one priority.
+class _Waiter:
+    """A task that waits for a place.
 
     Attributes:
-        weight: Its caller's.
-        next_turn: Where its turns have come to.
-        waiting: What each piece of work costs, the oldest first, by what tells it to begin.
+        caller: The caller.
+        cost: The cost of the task's work.
+        ready: Fires when the task has a place.
+        virtual_start: See `FairQueue`.
     """
 
-    weight: float
-    next_turn: float = 0.0
-    waiting: "dict[asyncio.Future[None], float]" = field(default_factory=dict)
+    caller: Caller
+    cost: int
+    ready: "asyncio.Future[None]"
+    virtual_start: float = 0.0
 
 
-class _Line:
-    """What waits of one priority."""
+class FairSemaphore:
+    """A semaphore that callers share by weight and priority, as they share the queue; see `scheduling.fairness`.
 
-    def __init__(self) -> None:
-        self.flows: dict[str, _Flow] = {}  # by name, of all callers so far: as many as have names
-        self.active: dict[_Flow, None] = {}  # those with something that waits
-        self._clock = 0.0  # the turn of what was begun last
-
-    def add(self, caller: Caller, waiter: "asyncio.Future[None]", cost: float) -> None:
-        flow = self.flows.setdefault(caller.name, _Flow(caller.weight))
-        flow.weight = caller.weight
-        if not flow.waiting:
-            flow.next_turn = max(flow.next_turn, self._clock)
-            self.active[flow] = None
-        flow.waiting[waiter] = cost
-
-    def remove(self, flow: _Flow, waiter: "asyncio.Future[None]") -> None:
-        if flow.waiting.pop(waiter, None) is not None and not flow.waiting:
-            del self.active[flow]
-
-    def next_cost(self) -> float:
-        """The cost of what has the next turn."""
-        return next(iter(self._next_flow().waiting.values()))
-
-    def begin(self) -> bool:
-        """Has the oldest work of the caller begin whose turn it is; False if that has been given up."""
-        flow = self._next_flow()
-        waiter, cost = next(iter(flow.waiting.items()))
-        self.remove(flow, waiter)
-        if waiter.done():
-            return False
-        self._clock = flow.next_turn
-        flow.next_turn += cost / flow.weight
-        waiter.set_result(None)
-        return True
-
-    def _next_flow(self) -> _Flow:
-        return min(self.active, key=lambda flow: flow.next_turn)
-
-
-class TurnPool:
-    """Threads; owned by the event loop.
-
-    Callers share them as they share the queue (see `scheduling.queue`): what is begun next is the oldest work of the
-    caller whose turns have come least far. Each piece of work that is begun moves its caller's turns by cost / weight,
-    and the turns of a caller that was away begin at the turn of what was begun last. Interactive work goes before bulk,
-    but bulk is begun once `BULK_TURN - 1` times its cost has been begun before it while it waited.
+    The event loop owns it.
     """
 
-    def __init__(self, threads: int, name: str = "") -> None:
-        """Starts threads when they are needed; `name` is the beginning of theirs."""
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
-        # One more than threads is handed over, so that no thread waits for the event loop.
-        self._free = threads + 1
-        self._lines = {priority: _Line() for priority in Priority}
-        self._bulk_passed_over = 0.0  # cost of what was begun since the last bulk work, or since bulk began to wait
+    def __init__(self, places: int) -> None:
+        """Start with all places free."""
+        self._free = places
+        self._queues = {priority: FairQueue[_Waiter]() for priority in Priority}
+        self._bulk_turn = BulkTurn()
 
-    async def run(self, sender: Sender, cost: float, work: Callable[[], Done]) -> Done:
-        """What `work` returns, which is done in a thread when the sender's turn comes; `cost` is in any unit.
-
-        Raises:
-            Exception: Whatever `work` raises.
-        """
-        line = self._lines[sender.priority]
-        waiter = asyncio.get_running_loop().create_future()
-        line.add(sender.caller, waiter, cost)
+    async def acquire(self, sender: Sender, cost: int) -> None:
+        """Wait for a place. `cost` is the cost of the work, in any unit."""
+        queue = self._queues[sender.priority]
+        waiter = _Waiter(sender.caller, cost, asyncio.get_running_loop().create_future())
+        flow = queue.add([waiter], sender.caller)
         if self._free:
             self._free -= 1
-            self._begin_next()
+            self.release()
         try:
-            await waiter
+            await waiter.ready
         except asyncio.CancelledError:
-            if waiter.cancelled():
-                line.remove(line.flows[sender.caller.name], waiter)
-            else:
-                self._begin_next()
+            if not waiter.ready.cancelled():  # the place came together with the cancellation
+                self.release()
+            elif waiter in flow.items:
+                queue.remove(waiter, sender.caller, starts=False)
             raise
+
+    def release(self) -> None:
+        """Give a place to the next task."""
+        interactive, bulk = self._queues[Priority.INTERACTIVE], self._queues[Priority.BULK]
+        while interactive.active or bulk.active:
+            bulk_cost = bulk.first().cost if bulk.active else 0
+            is_bulk = self._bulk_turn.is_bulk_next(interactive, bulk, bulk_cost)
+            queue = bulk if is_bulk else interactive
+            waiter = queue.first()
+            is_waiting = not waiter.ready.done()
+            queue.remove(waiter, waiter.caller, starts=is_waiting)
+            if is_waiting:
+                queue.advance(waiter)
+                self._bulk_turn.note_start(is_bulk=is_bulk, bulk=bulk, cost=waiter.cost)
+                waiter.ready.set_result(None)
+                return
+        self._free += 1
+
+    def close(self) -> None:
+        """Cancel the tasks that wait."""
+        for queue in self._queues.values():
+            for flow in queue.active:
+                for waiter in flow.items:
+                    waiter.ready.cancel()
+
+
+class FairThreadPool:
+    """Threads that callers share by weight and priority. The event loop owns it."""
+
+    def __init__(self, threads: int, name: str = "") -> None:
+        """Start no thread yet. `name` is the prefix of their names."""
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._places = FairSemaphore(threads + 1)  # one more than threads, so that no thread waits for the event loop
+
+    async def run(self, sender: Sender, cost: int, work: Callable[[], Done]) -> Done:
+        """Run `work` in a thread and return its result. `cost` is the cost of the work, in any unit.
+
+        If the caller goes, work that a thread has started continues and keeps its place.
+        """
+        await self._places.acquire(sender, cost)
         try:
             running = self._executor.submit(work)
-        except RuntimeError:  # there is no thread for it
-            self._begin_next()
+        except RuntimeError:  # the threads have ended, or none could start
+            self._places.release()
             raise
-        place = asyncio.wrap_future(running)
-        place.add_done_callback(lambda _: self._begin_next())
+        result = asyncio.wrap_future(running)
+        result.add_done_callback(lambda _: self._places.release())
         try:
-            return await asyncio.shield(place)
+            return await asyncio.shield(result)
         except asyncio.CancelledError:
-            running.cancel()  # but what a thread has begun goes on, and keeps its place
+            running.cancel()
             raise
 
     def close(self) -> None:
-        """Ends the threads; work that waits is dropped."""
-        for line in self._lines.values():
-            for flow in line.active:
-                for waiter in flow.waiting:
-                    waiter.cancel()
+        """End the threads, and cancel waiting work."""
+        self._places.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
-
-    def _begin_next(self) -> None:
-        """Hands over what has the next turn, in the place of what has been done."""
-        interactive, bulk = self._lines[Priority.INTERACTIVE], self._lines[Priority.BULK]
-        while interactive.active or bulk.active:
-            enough = (BULK_TURN - 1) * bulk.next_cost() if bulk.active else math.inf
-            line = bulk if not interactive.active or self._bulk_passed_over >= enough else interactive
-            cost = line.next_cost()
-            if line.begin():
-                self._bulk_passed_over = self._bulk_passed_over + cost if line is interactive and bulk.active else 0.0
-                return
-        self._free += 1

@@ -19,7 +19,7 @@ import numpy as np
 from encserve_server.errors import EncserveError, InferenceFailed, RequestError
 from encserve_server.models.inputs import SentInput, pieces
 from encserve_server.models.treatment import Treatment, Treatments
-from encserve_server.models.turns import TurnPool
+from encserve_server.models.turns import FairThreadPool
 from encserve_server.offline.options import EmbedOptions, Input, LoadOptions, OutputName, to_call, to_sent
 from encserve_server.offline.results import Embedded, OnBatch, RowCollector, reason_of
 from encserve_server.outputs import static_weights
@@ -75,7 +75,7 @@ class Embedder:
         if not (folder / MANIFEST_NAME).is_file():
             folder = newest_version(folder)
         settings = Settings(model_repository=folder.parent.parent, **options)
-        loaded = load_model(folder, settings, TurnPool(1))  # without work: `check_now` runs in the threads below
+        loaded = load_model(folder, settings, FairThreadPool(1))  # without work: `check_now` runs in the threads below
         self._engine, self._outputs = loaded.engine, loaded.outputs
         self._run = partial(run_batch, loaded.engine, loaded.outputs.compute)
         self.bundle: Bundle = loaded.bundle
@@ -231,7 +231,7 @@ class Embedder:
     ) -> tuple[list[TokenSequence], dict[int, RequestError]]:
         self._check_running()
         plan = treatment.plan
-        checked, refused = treatment.checker.check_now(sent, treatment.rules)
+        checked, refused, _ = treatment.checker.check_now(sent, treatment.rules)
         for at, sequence in checked.items():
             sequence.index, sequence.wanted = at, plan.outputs
             if plan.bounds_length:

@@ -13,7 +13,7 @@ from encserve_server.engine.opening import check_installed, open_engine, open_he
 from encserve_server.engine.prepacked import PrepackedWeights, open_weights
 from encserve_server.errors import BundleError
 from encserve_server.models.tokenizing import TextTokenizer
-from encserve_server.models.turns import TurnPool
+from encserve_server.models.turns import FairThreadPool
 from encserve_server.outputs import ModelOutputs
 from encserve_server.repository.bundle import read_bundle, verify_unchanged
 from encserve_server.repository.loaded import LoadedModel, ServedAlready, batch_policy
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_model(
-    directory: Path, settings: Settings, tokenize_pool: TurnPool, served_fingerprint: str = ""
+    directory: Path, settings: Settings, tokenize_pool: FairThreadPool, served_fingerprint: str = ""
 ) -> LoadedModel:
     """Load the bundle in a directory, unless its fingerprint is already served under its name and version.
 
@@ -168,7 +168,7 @@ def load_inspector(inspect: InspectGraph, device: str, weights: PrepackedWeights
 
 
 def _load_tokenizer(
-    settings: Settings, tokenize_pool: TurnPool, path: Path, vocab_size: int, encoders: Bundle | None = None
+    settings: Settings, tokenize_pool: FairThreadPool, path: Path, vocab_size: int, encoders: Bundle | None = None
 ) -> TextTokenizer:
     """Load a tokenizer of a bundle, and refuse a tokenizer with ids that the model does not have.
 

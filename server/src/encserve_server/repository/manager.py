@@ -13,7 +13,7 @@ from pathlib import Path
 from encserve_server.errors import BundleError
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import ServedModel
-from encserve_server.models.turns import TurnPool
+from encserve_server.models.turns import FairThreadPool
 from encserve_server.repository.loaded import LoadedModel, ServedAlready
 from encserve_server.repository.scan import Candidate, Slot, find_slots, require
 from encserve_server.settings import Settings
@@ -24,7 +24,7 @@ from encserve_server.telemetry.metrics import LoadOutcome, Metrics
 
 logger = logging.getLogger(__name__)
 
-Loader = Callable[[Path, Settings, TurnPool, str], LoadedModel]
+Loader = Callable[[Path, Settings, FairThreadPool, str], LoadedModel]
 Key = tuple[str, str]  # a model's name and version, or a slot's name and pin
 
 # The time for a model without callers to close. A stuck engine never closes.
@@ -72,7 +72,7 @@ class ModelManager:
         serve: Callable[[LoadedModel], ServedModel],
         on_models_change: Callable[[Sequence[ServedModel]], None],
         load_pool: Executor,
-        tokenize_pool: TurnPool,
+        tokenize_pool: FairThreadPool,
     ) -> None:
         """Keep the parts; `start` begins to follow the repository.
 

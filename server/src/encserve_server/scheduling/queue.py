@@ -1,45 +1,43 @@
 """The queue: sequences that wait for a batch, by priority, caller and length, counted against its bound.
 
-Callers share the model by start-time fair queueing (Goyal et al., SIGCOMM '96), with the cost that admission counts
-as length, as VTC does for tokens (Sheng et al., OSDI '24). When a sequence arrives, its *turn* is set: where its
-caller's turns have come to, each of its sequences adding cost / weight, and never before the clock, which stands at the
-turn of the last anchor. So a caller that was away has saved nothing up, and one that was alone owes nothing. The cost
-of a sequence that leaves before it runs is given back. The anchor of a batch is the oldest sequence of the caller whose
-oldest has the earliest turn. Its neighbours in length come from any caller; among sequences of one length, the earliest
-turns go first. No caller is charged twice: the turn of a neighbour was set, and its cost counted, when it arrived.
+Callers share the model by the fair choice of `fairness`. The cost is the cost that admission counts, in tokens, as in
+VTC (Sheng et al., OSDI '24). The first sequence of a batch, the anchor, is the oldest sequence of the next caller. The
+others are neighbours in length, from any caller. Of one length, the earliest virtual starts go first. Each caller pays
+for its own sequences, because their virtual starts and costs are set on arrival.
 
-Interactive sequences go before bulk ones and are in batches of their own, but every `BULK_TURN`-th batch is a bulk one
-while both wait.
+Interactive and bulk sequences have batches of their own.
 """
 
 import asyncio
 import heapq
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 from typing import Protocol
 
 from encserve_server.errors import EncserveError
 from encserve_server.scheduling.batching import BatchPolicy, plan_batch
+from encserve_server.scheduling.fairness import BulkTurn, FairQueue, Flow
 from encserve_server.telemetry.spans import RequestSpan
 from encserve_server.types.callers import ANYONE, Caller, Priority
 from encserve_server.types.sequences import Batch, ClosedBy, TokenSequence
 
-# While interactive and bulk sequences wait, one batch in so many is a bulk one.
-BULK_TURN = 9
-# The most by which a caller's next turn may lie behind the cost of what the caller has waiting, in tokens. Sequences
-# that run as neighbours move their caller's turns forward too: without this bound, a caller whose short sequences
-# always run as neighbours would never have its long ones run.
+# The most tokens by which a caller's virtual end may exceed the cost of its waiting sequences. Sequences that run as
+# neighbours move the virtual end of their caller too. Without this bound, a caller whose short sequences always run as
+# neighbours would never have its long sequences run.
 MOST_AHEAD_TOKENS = 8192
-# The most by which a caller is ahead of its share before its sequences wait for that, in tokens. Neighbours run out of
-# order, so the clock stands still for some batches and then leaps; without slack, a caller of a few short texts waits.
+# The tokens by which a caller may be ahead of its share before its sequences wait. Neighbours run out of order, so the
+# virtual time stands still for some batches and then jumps. Without slack, a caller of a few short texts would wait.
 SLACK_TOKENS = 512
+
+_virtual_start = attrgetter("virtual_start")
 
 
 class QueueObserver(Protocol):
-    """Hears what becomes of the queue."""
+    """Receives the events of the queue."""
 
     def register_queue_gauges(
         self,
@@ -48,29 +46,29 @@ class QueueObserver(Protocol):
         tokens: Callable[[], int],
         bulk_tokens: Callable[[], int],
     ) -> None:
-        """Takes functions, callable from any thread, that say how much waits; the last two what it costs."""
+        """Take functions that return how much waits. Any thread may call them. The last two return costs."""
 
     def expired(self) -> None:
-        """A sequence's deadline passed in the queue."""
+        """The deadline of a sequence passed in the queue."""
 
     def cancelled(self, stage: str) -> None:
-        """A sequence's caller went away while it was "queued" or "running"."""
+        """The caller of a sequence went away while the sequence was "queued" or "running"."""
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One call in the scheduler; owned by the event loop, but for `queued`, which the queue's lock guards.
+    """A pending call of the scheduler. The event loop owns it, and the queue's lock guards `queued`.
 
     Attributes:
         sequences: The sequences of the call; empty once the call has ended.
         done: Fires when all sequences have their outputs, or at the first error.
-        missing: How many sequences have no outputs yet.
-        queued: How many sequences count against the queue's bound.
-        caller: Whose call it is.
-        priority: Whether it goes before others.
-        span: Traces the call; None where nothing does.
-        error: Why the call failed, until it is raised. `done` would keep it, and an error refers to the frames that it
-            passed, and these to the sequences: the memory of a failed call would wait for the cycle collector.
+        missing: The number of sequences without outputs.
+        queued: The number of sequences that count against the queue's bound.
+        caller: The caller.
+        priority: The priority.
+        span: Traces the call; None without tracing.
+        error: Why the call failed, until it is raised. `done` cannot keep it: an error refers to frames, and these to
+            the sequences, so the memory of a failed call would wait for the cycle collector.
     """
 
     sequences: list[TokenSequence]
@@ -83,7 +81,7 @@ class Ticket:
     error: EncserveError | None = None
 
     def fail(self, error: EncserveError) -> None:
-        """Ends the call with an error, unless it has ended."""
+        """End the call with an error, unless it has ended."""
         if not self.done.done():
             self.error = error
             self.done.set_result(None)
@@ -91,10 +89,10 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What left the queue.
+    """Sequences that left the queue.
 
     Attributes:
-        batch: What runs now; None if nothing live waits.
+        batch: The batch that runs now; None if no live sequence waits.
         expired: Sequences whose deadline has passed.
     """
 
@@ -102,50 +100,19 @@ class Taken:
     expired: list[TokenSequence]
 
 
-@dataclass(slots=True, eq=False)
-class _Flow:
-    """What waits of one caller, of one priority.
-
-    Attributes:
-        weight: Its caller's.
-        next_turn: Where its turns have come to.
-        cost: What its sequences cost, in tokens.
-        arrivals: Its sequences, the oldest first.
-    """
-
-    weight: float
-    next_turn: float = 0.0
-    cost: int = 0
-    arrivals: OrderedDict[TokenSequence, None] = field(default_factory=OrderedDict)
-
-    @property
-    def oldest(self) -> TokenSequence:
-        return next(iter(self.arrivals))
-
-
-class _Line:
-    """What waits of one priority."""
+class _LengthQueue(FairQueue[TokenSequence]):
+    """The waiting sequences of one priority, by caller and by length."""
 
     def __init__(self) -> None:
-        self.cost = 0
+        super().__init__(slack=SLACK_TOKENS, max_lead=MOST_AHEAD_TOKENS)
         self.lengths: list[int] = []  # of the buckets, ascending
-        self.waiting: dict[int, int] = {}  # how many there are of each length
-        # By length, and by who waits with it, the oldest first; neither is ever empty.
-        self.buckets: dict[int, dict[_Flow, OrderedDict[TokenSequence, None]]] = {}
-        self.flows: dict[str, _Flow] = {}  # by name, of all callers so far: as many as have names
-        self.active: dict[_Flow, None] = {}  # those with something that waits
-        self.clock = 0.0  # the turn of the last anchor
+        self.waiting: dict[int, int] = {}  # the number of sequences of each length
+        # By length and caller, the oldest first. No bucket is empty, and no caller in a bucket.
+        self.buckets: dict[int, dict[Flow[TokenSequence], OrderedDict[TokenSequence, None]]] = {}
 
-    def add(self, sequences: Sequence[TokenSequence], caller: Caller) -> None:
-        flow = self.flows.setdefault(caller.name, _Flow(caller.weight))
-        flow.weight = caller.weight
-        self.active[flow] = None
-        for sequence in sequences:
-            latest = self.clock + (flow.cost + MOST_AHEAD_TOKENS) / flow.weight
-            newest = next(reversed(flow.arrivals)).turn if flow.arrivals else self.clock
-            start = max(newest, self.clock, min(flow.next_turn, latest))
-            sequence.turn = max(newest, self.clock, start - SLACK_TOKENS / flow.weight)
-            flow.next_turn = start + sequence.cost / flow.weight
+    def add(self, items: Sequence[TokenSequence], caller: Caller) -> Flow[TokenSequence]:
+        flow = super().add(items, caller)
+        for sequence in items:
             length = len(sequence.input)
             if length not in self.buckets:
                 self.buckets[length] = {}
@@ -153,136 +120,125 @@ class _Line:
                 insort(self.lengths, length)
             self.buckets[length].setdefault(flow, OrderedDict())[sequence] = None
             self.waiting[length] += 1
-            flow.arrivals[sequence] = None
-            flow.cost += sequence.cost
-            self.cost += sequence.cost
+        return flow
 
-    def remove(self, sequence: TokenSequence, caller: Caller, *, to_run: bool) -> None:
-        flow = self.flows[caller.name]
-        if not to_run:
-            flow.next_turn -= sequence.cost / flow.weight
-        length = len(sequence.input)
+    def remove(self, item: TokenSequence, caller: Caller, *, starts: bool) -> Flow[TokenSequence]:
+        flow = super().remove(item, caller, starts=starts)
+        length = len(item.input)
         bucket = self.buckets[length]
-        del flow.arrivals[sequence], bucket[flow][sequence]
+        del bucket[flow][item]
         self.waiting[length] -= 1
-        flow.cost -= sequence.cost
-        self.cost -= sequence.cost
-        if not flow.arrivals:
-            del self.active[flow]
         if not bucket[flow]:
             del bucket[flow]
         if not bucket:
             del self.buckets[length], self.waiting[length]
             del self.lengths[bisect_left(self.lengths, length)]
-
-    def first(self) -> TokenSequence:
-        """The oldest sequence of the caller whose turn it is; of equal turns, of the caller with least waiting."""
-        if len(self.active) == 1:
-            return next(iter(self.active)).oldest
-        return min(self.active, key=lambda flow: (flow.oldest.turn, flow.cost)).oldest
+        return flow
 
     def members(self, anchor: TokenSequence, counts: Mapping[int, int]) -> list[TokenSequence]:
-        """As many sequences of each length as planned, the anchor first."""
+        """Return as many sequences of each length as planned, the anchor first."""
         found: list[TokenSequence] = []
         for length, count in counts.items():
             flows = self.buckets[length].values()
             if len(flows) == 1:
                 found += islice(next(iter(flows)), count)
             elif found:
-                found += islice(heapq.merge(*flows, key=_turn), count)
+                found += islice(heapq.merge(*flows, key=_virtual_start), count)
             else:
-                others = (it for it in heapq.merge(*flows, key=_turn) if it is not anchor)
+                others = (it for it in heapq.merge(*flows, key=_virtual_start) if it is not anchor)
                 found += [anchor, *islice(others, count - 1)]
         return found
 
 
-def _turn(sequence: TokenSequence) -> float:
-    return sequence.turn
-
-
 class PendingQueue:
-    """Sequences that wait. It has no lock: the caller of each method holds the scheduler's.
+    """Waiting sequences. The queue has no lock: the caller of each method holds the scheduler's.
 
-    A sequence that is withdrawn leaves at once. Deadlines are looked at when a sequence is to be taken.
+    A withdrawn sequence leaves at once. The queue checks a deadline when it is about to take the sequence.
+
+    Attributes:
+        requests: The number of calls with at least one waiting sequence.
+        cost: The cost of all waiting sequences, in tokens.
     """
 
     def __init__(self) -> None:
-        """Starts empty."""
-        self.requests = 0  # with at least one sequence that waits
-        self.cost = 0  # in tokens
+        """Start empty."""
+        self.requests = 0
+        self.cost = 0
         self._count = 0
-        self._lines = {priority: _Line() for priority in Priority}
-        self._bulk_passed_over = 0  # batches since the last bulk one, or since bulk began to wait
+        self._queues = {priority: _LengthQueue() for priority in Priority}
+        self._bulk_turn = BulkTurn()
 
     def __len__(self) -> int:
         return self._count
 
     def cost_of(self, priority: Priority) -> int:
-        """What waits of one priority, in tokens."""
-        return self._lines[priority].cost
+        """Return the cost of the waiting sequences of one priority, in tokens."""
+        return self._queues[priority].cost
 
-    def share_of(self, caller: Caller) -> tuple[int, float]:
-        """What waits of a caller, in tokens, and the weight of all others that have something waiting."""
+    def share_of(self, caller: Caller, priorities: Iterable[Priority] = Priority) -> tuple[int, float]:
+        """Return a caller's waiting cost, and the total weight of the other callers with waiting sequences.
+
+        Args:
+            caller: The caller.
+            priorities: The priorities that count.
+        """
         own, others = 0, {}
-        for line in self._lines.values():
-            for name, flow in line.flows.items():
+        for priority in priorities:
+            for name, flow in self._queues[priority].flows.items():
                 if name == caller.name:
                     own += flow.cost
-                elif flow.arrivals:
+                elif flow.items:
                     others[name] = flow.weight
         return own, sum(others.values())
 
     def add(self, ticket: Ticket) -> None:
-        """Appends all sequences of a call."""
+        """Append all sequences of a call."""
         self.requests += 1
         ticket.queued = len(ticket.sequences)
-        line = self._lines[ticket.priority]
-        self.cost -= line.cost
-        line.add(ticket.sequences, ticket.caller)
-        self.cost += line.cost
+        queue = self._queues[ticket.priority]
+        self.cost -= queue.cost
+        queue.add(ticket.sequences, ticket.caller)
+        self.cost += queue.cost
         self._count += ticket.queued
 
     def withdraw(self, ticket: Ticket) -> None:
-        """Frees the room of a call that has ended."""
-        arrivals = self._lines[ticket.priority].flows[ticket.caller.name].arrivals
+        """Free the room of a call that has ended."""
+        items = self._queues[ticket.priority].flows[ticket.caller.name].items
         for sequence in ticket.sequences:
-            if sequence in arrivals:
+            if sequence in items:
                 self._remove(sequence)
 
     def take(self, policy: BatchPolicy, now: float) -> Taken:
-        """Takes the next batch out; see `batching`. A sequence with `deadline <= now` has expired."""
+        """Take the next batch; see `batching`. A sequence with `deadline <= now` has expired."""
         expired: list[TokenSequence] = []
         while self._count:
-            line = self._next_line()
-            anchor = line.first()
+            queue = self._next_queue()
+            anchor = queue.first()
             if not self._is_live(anchor, now, expired):
                 continue
-            plan = plan_batch(len(anchor.input), line.lengths, line.waiting, policy)
-            planned = line.members(anchor, plan.counts)
+            plan = plan_batch(len(anchor.input), queue.lengths, queue.waiting, policy)
+            planned = queue.members(anchor, plan.counts)
             live = [it for it in planned if self._is_live(it, now, expired)]
-            if len(live) == len(planned):  # else what is left is planned again, so that the bounds hold
-                line.clock = max(line.clock, anchor.turn)
-                return Taken(self._take_planned(line, planned, plan.closed_by, policy.max_batch_tokens, now), expired)
+            if len(live) == len(planned):  # otherwise plan again, so that the bounds hold
+                queue.advance(anchor)
+                return Taken(self._take_planned(queue, planned, plan.closed_by, policy.max_batch_tokens, now), expired)
         return Taken(None, expired)
 
-    def _next_line(self) -> _Line:
-        """Interactive before bulk, but for bulk's turn."""
-        interactive, bulk = self._lines[Priority.INTERACTIVE], self._lines[Priority.BULK]
-        is_bulk = not interactive.active or (bulk.active and self._bulk_passed_over >= BULK_TURN - 1)
-        return bulk if is_bulk else interactive
+    def _next_queue(self) -> _LengthQueue:
+        interactive, bulk = self._queues[Priority.INTERACTIVE], self._queues[Priority.BULK]
+        return bulk if self._bulk_turn.is_bulk_next(interactive, bulk) else interactive
 
     def _take_planned(
         self,
-        line: _Line,
+        queue: _LengthQueue,
         planned: list[TokenSequence],
         closed_by: ClosedBy,
         max_batch_tokens: int,
         now: float,
     ) -> Batch:
-        """Takes sequences out, in the order in which a batch grew, as far as their outputs are not too much for it.
+        """Take sequences in the planned order, until their outputs cost too much for one batch.
 
-        What outputs cost beside the tokens is in tokens too, and a batch has at most as much of it as of tokens. The
-        first sequence runs whatever its outputs cost.
+        A batch has at most as much cost of outputs as tokens. The first sequence runs at any cost.
         """
         batch = Batch([], closed_by)
         extra = 0
@@ -291,22 +247,22 @@ class PendingQueue:
             if extra > max_batch_tokens and batch.sequences:
                 batch.closed_by = ClosedBy.TOKENS
                 break
-            self._remove(sequence, to_run=True)
+            self._remove(sequence, starts=True)
             sequence.started_at = now
             batch.sequences.append(sequence)
-        bulk = self._lines[Priority.BULK]
-        self._bulk_passed_over = self._bulk_passed_over + 1 if bulk.active and line is not bulk else 0
+        bulk = self._queues[Priority.BULK]
+        self._bulk_turn.note_start(is_bulk=queue is bulk, bulk=bulk)
         return batch
 
     def take_all(self) -> list[TokenSequence]:
-        """Takes everything out."""
-        sequences = [it for line in self._lines.values() for flow in line.active for it in flow.arrivals]
+        """Take all sequences."""
+        sequences = [it for queue in self._queues.values() for flow in queue.active for it in flow.items]
         for sequence in sequences:
             self._remove(sequence)
         return sequences
 
     def _is_live(self, sequence: TokenSequence, now: float, expired: list[TokenSequence]) -> bool:
-        """Whether a caller waits for a sequence; otherwise the sequence leaves."""
+        """Return whether a caller waits for a sequence. If no caller waits, the sequence leaves the queue."""
         if not sequence.ticket.done.done():
             if sequence.deadline > now:
                 return True
@@ -314,9 +270,9 @@ class PendingQueue:
         self._remove(sequence)
         return False
 
-    def _remove(self, sequence: TokenSequence, *, to_run: bool = False) -> None:
+    def _remove(self, sequence: TokenSequence, *, starts: bool = False) -> None:
         ticket = sequence.ticket
-        self._lines[ticket.priority].remove(sequence, ticket.caller, to_run=to_run)
+        self._queues[ticket.priority].remove(sequence, ticket.caller, starts=starts)
         self.cost -= sequence.cost
         self._count -= 1
         ticket.queued -= 1

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,7 +30,7 @@ from encserve_server.system.background import repeat
 from encserve_server.system.clock import AwakeTime, Clock
 from encserve_server.telemetry.spans import BatchTracer, RequestSpan
 from encserve_server.types.arrays import ModelInput
-from encserve_server.types.callers import ANY_SENDER, Priority, Sender
+from encserve_server.types.callers import ANY_SENDER, Caller, Priority, Sender
 from encserve_server.types.sequences import Batch, TokenSequence
 
 logger = logging.getLogger(__name__)
@@ -212,17 +212,27 @@ class Scheduler:
             self._check_room(tokens, queued)
 
     def check_share(self, sender: Sender, cost: int = 1) -> None:
-        """Returns unless a call of so much cost would take more than its caller's share of the queue, or than bulk's.
+        """Check that a call of this cost keeps to the shares of the queue.
+
+        A call that takes from the queue, or from the half that bulk may take, keeps to the shares of callers there.
 
         Raises:
-            ShareExceeded: It would; something of the caller, or of bulk, waits already.
+            ShareExceeded: The call exceeds its caller's share, or bulk's share, and more waits there already.
         """
-        pending, limit, caller = self._pending, self._limits.max_queue_tokens, sender.caller
+        pending, caller, size = self._pending, sender.caller, self._limits.max_queue_tokens
+        self._check_caller_share(caller, cost, size, pending.cost, Priority)
         if sender.priority is Priority.BULK:
-            self._refuse_over_share("bulk", cost, pending.cost_of(Priority.BULK), limit // 2)
-        if caller.name and pending.cost + cost > limit // 2:
-            own, weight_of_others = pending.share_of(caller)
-            share = int(limit * caller.weight / (2 * caller.weight + weight_of_others))  # with room for one more
+            size, waiting = size // 2, pending.cost_of(Priority.BULK)
+            self._check_caller_share(caller, cost, size, waiting, [Priority.BULK])
+            self._refuse_over_share("bulk", cost, waiting, size)
+
+    def _check_caller_share(
+        self, caller: Caller, cost: int, size: int, waiting: int, priorities: Iterable[Priority]
+    ) -> None:
+        """Check a caller's share of a room for `size` tokens, once more than half of the room is taken."""
+        if caller.name and waiting + cost > size // 2:
+            own, weight_of_others = self._pending.share_of(caller, priorities)
+            share = int(size * caller.weight / (2 * caller.weight + weight_of_others))  # with room for one more
             self._refuse_over_share(f"caller {caller.name}", cost, own, share)
 
     def _refuse_over_share(self, whose: str, cost: int, waiting: int, share: int) -> None:

@@ -1,5 +1,6 @@
 """Callers, and the priority of their calls."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, NamedTuple
@@ -32,15 +33,17 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Whose turn a call waits for.
+    """The caller of a call, as the queues see it.
 
     Attributes:
-        caller: Who calls.
-        priority: How urgent the call is.
+        caller: The caller.
+        priority: The priority of the call.
+        charge_text: Counts tokens of the call's texts against the caller's rate; None without a rate.
     """
 
     caller: Caller = Caller()
     priority: Priority = Priority.INTERACTIVE
+    charge_text: Callable[[int], None] | None = None
 
 
 class CertificateName(NamedTuple):

@@ -29,7 +29,7 @@ class TokenSequence:
         wanted: The outputs to compute.
         cost: The cost in tokens; see `ModelOutputs.cost`.
         ticket: The call, while it is scheduled; owned by `scheduling`.
-        turn: When its caller's turn comes for it; owned by `scheduling`.
+        virtual_start: The start time in the virtual time of its priority; owned by `scheduling`.
         index: The index in the call.
         deadline: The time at which the caller stops waiting, in the clock's seconds; infinity without a deadline.
         enqueued_at: The time at which the sequence was queued, in the clock's seconds.
@@ -49,7 +49,7 @@ class TokenSequence:
     wanted: tuple[Output, ...] = ()
     cost: int = 0
     ticket: Any = None
-    turn: float = 0.0
+    virtual_start: float = 0.0
     index: int = 0
     deadline: float = math.inf
     enqueued_at: float = math.nan

@@ -1,0 +1,144 @@
+"""The fair choice: which caller's item starts next. Pure: no clock, no threads.
+
+Callers share a resource by start-time fair queueing (Goyal et al., SIGCOMM '96). Each item has a virtual start: the
+virtual end of the caller's item before it, and never before the virtual time. The virtual end is cost / weight later.
+The item with the earliest virtual start is next, and the virtual time moves to that start. So a caller that was idle
+has no credit, and a caller that was alone has no debt. An item that leaves without a start gives its cost back.
+
+Interactive items start before bulk items, but `BulkTurn` gives bulk a bounded part.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from encserve_server.types.callers import Caller
+
+# While both priorities wait, bulk gets one part of so many.
+BULK_TURN = 9
+
+
+class FairItem(Protocol):
+    """Work that waits.
+
+    Attributes:
+        cost: Its cost, in any unit.
+        virtual_start: When it may start, in virtual time. `FairQueue.add` sets it.
+    """
+
+    cost: int
+    virtual_start: float
+
+
+Item = TypeVar("Item", bound=FairItem)
+
+
+@dataclass(slots=True, eq=False)
+class Flow(Generic[Item]):
+    """The waiting items of one caller.
+
+    Attributes:
+        weight: The caller's weight.
+        virtual_end: When the newest item ends, in virtual time.
+        cost: The cost of all items.
+        items: The items, the oldest first.
+    """
+
+    weight: float
+    virtual_end: float = 0.0
+    cost: int = 0
+    items: OrderedDict[Item, None] = field(default_factory=OrderedDict)
+
+    @property
+    def oldest(self) -> Item:
+        """The item that arrived first."""
+        return next(iter(self.items))
+
+
+class FairQueue(Generic[Item]):
+    """The waiting items of one priority.
+
+    Attributes:
+        cost: The cost of all items.
+        flows: Each caller that ever had an item, by name. The number of names is bounded.
+        active: The flows with items.
+        virtual_time: The latest virtual start of an item that has started.
+    """
+
+    def __init__(self, *, slack: int = 0, max_lead: float = math.inf) -> None:
+        """Start empty.
+
+        Args:
+            slack: The cost by which a caller may be ahead of its share before its items wait for that.
+            max_lead: The most by which a caller's virtual end may exceed the cost of its waiting items. Items that
+                start out of order make it grow.
+        """
+        self.cost = 0
+        self.flows: dict[str, Flow[Item]] = {}
+        self.active: dict[Flow[Item], None] = {}
+        self.virtual_time = 0.0
+        self._slack = slack
+        self._max_lead = max_lead
+
+    def add(self, items: Sequence[Item], caller: Caller) -> Flow[Item]:
+        """Append items of a caller."""
+        flow = self.flows.setdefault(caller.name, Flow(caller.weight))
+        weight = flow.weight = caller.weight
+        self.active[flow] = None
+        now, slack = self.virtual_time, self._slack / weight
+        newest = next(reversed(flow.items)).virtual_start if flow.items else now
+        for item in items:
+            latest = now + (flow.cost + self._max_lead) / weight
+            start = max(newest, now, min(flow.virtual_end, latest))
+            item.virtual_start = newest = max(newest, now, start - slack)
+            flow.virtual_end = start + item.cost / weight
+            flow.items[item] = None
+            flow.cost += item.cost
+            self.cost += item.cost
+        return flow
+
+    def remove(self, item: Item, caller: Caller, *, starts: bool) -> Flow[Item]:
+        """Remove an item of a caller, which starts now or never."""
+        flow = self.flows[caller.name]
+        if not starts:
+            flow.virtual_end -= item.cost / flow.weight
+        del flow.items[item]
+        flow.cost -= item.cost
+        self.cost -= item.cost
+        if not flow.items:
+            del self.active[flow]
+        return flow
+
+    def first(self) -> Item:
+        """Return the oldest item of the next caller. If two callers are equal, the one with less waiting is next."""
+        if len(self.active) == 1:
+            return next(iter(self.active)).oldest
+        return min(self.active, key=lambda flow: (flow.oldest.virtual_start, flow.cost)).oldest
+
+    def advance(self, item: Item) -> None:
+        """Move the virtual time to the start of an item."""
+        self.virtual_time = max(self.virtual_time, item.virtual_start)
+
+
+class BulkTurn:
+    """Decides between interactive and bulk work.
+
+    Interactive work starts first. Bulk work starts once interactive work of `BULK_TURN - 1` times its cost has started
+    while it waited.
+    """
+
+    def __init__(self) -> None:
+        """Start without a debt to bulk."""
+        self._passed_over = 0.0  # the cost of interactive work since the last bulk work, or since bulk began to wait
+
+    def is_bulk_next(self, interactive: FairQueue[Item], bulk: FairQueue[Item], bulk_cost: float = 1.0) -> bool:
+        """Return whether bulk work of this cost starts next. One of the queues has items."""
+        if not bulk.active:
+            return False
+        return not interactive.active or self._passed_over >= (BULK_TURN - 1) * bulk_cost
+
+    def note_start(self, *, is_bulk: bool, bulk: FairQueue[Item], cost: float = 1.0) -> None:
+        """Count work that has left its queue."""
+        self._passed_over = self._passed_over + cost if bulk.active and not is_bulk else 0.0
