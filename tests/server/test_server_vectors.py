@@ -51,7 +51,11 @@ BAD_REQUESTS: list[tuple[pb.EncodeRequest, str, str]] = [  # request, field that
     (embeddings(width=4), "inputs[0].embeddings", "at least 1 vector"),
     (embeddings(data=bytes(16)), "inputs[0].embeddings.width", "was 0"),
     (embeddings(width=8, data=bytes(32)), "inputs[0].embeddings.width", "must be 4 (d_model of tiny); was 8"),
-    (embeddings(width=4, data=bytes(24)), "inputs[0].embeddings.data", "a multiple of 16 bytes, the size of a vector; was 24"),
+    (
+        embeddings(width=4, data=bytes(24)),
+        "inputs[0].embeddings.data",
+        "a multiple of 16 bytes, the size of a vector; was 24",
+    ),
     (embeddings(width=4, data=bytes(16), data_type=5), "inputs[0].embeddings.data_type", "0 to 4; was 5"),
     (
         pb.EncodeRequest(inputs=[make_input(vectors(1)), make_input(vectors(*range(33)))]),
