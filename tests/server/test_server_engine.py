@@ -69,7 +69,7 @@ def test_parallel_batches_keep_their_own_rows(bundle: Bundle, engine: str) -> No
     rng = np.random.default_rng(0)
     batches = [[rng.integers(0, VOCAB_SIZE, length) for length in rng.integers(1, 40, 5)] for _ in range(50)]
     with contextlib.closing(opened(bundle.graph, engine, 4, 4)) as opened_, ThreadPoolExecutor(4) as threads:
-        assert (opened_.max_parallel_runs, opened_.widens) == (4, True)
+        assert (opened_.max_parallel_runs, opened_.has_wide_session) == (4, True)
         for batch, result in zip(batches, threads.map(partial(opened_.run, alone=False), batches), strict=True):
             assert_rows(result, batch)
 
@@ -141,7 +141,7 @@ def test_a_batch_has_the_same_bits_with_all_threads_and_with_some(bundle: Bundle
 
 
 @pytest.mark.parametrize(
-    ("threads", "asked", "parallel", "widens", "sessions"),
+    ("threads", "asked", "parallel", "has_wide_session", "sessions"),
     [
         (1, 4, 1, False, [1]),
         (2, 1, 1, False, [2]),
@@ -151,7 +151,7 @@ def test_a_batch_has_the_same_bits_with_all_threads_and_with_some(bundle: Bundle
     ],
 )
 def test_parallel_batches_use_every_thread_once(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, threads: int, asked: int, parallel: int, *, widens: bool,
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, threads: int, asked: int, parallel: int, *, has_wide_session: bool,
     sessions: list[int],
 ) -> None:  # fmt: skip
     """Parallel batches together use the chosen number of threads.
@@ -166,7 +166,7 @@ def test_parallel_batches_use_every_thread_once(
 
     monkeypatch.setattr(ort, "InferenceSession", note)
     with contextlib.closing(opened(bundle.graph, threads=threads, parallel=asked)) as engine:
-        assert (engine.max_parallel_runs, engine.widens) == (parallel, widens)
+        assert (engine.max_parallel_runs, engine.has_wide_session) == (parallel, has_wide_session)
         assert (engine.info.provider, engine.info.device) == ("CPUExecutionProvider", "cpu")
     assert opened_with == sessions
 

@@ -146,7 +146,7 @@ STATIC = manifest_pb2.TaskSettings(
         ({"multi_vector": multi_vector(input_name="x")}, "'rows'.*; the manifest names"),
         ({"sparse": sparse(width=49)}, r"sparse.onnx: .* \(2, 50\); .* \(2, 49\)"),
         ({"sparse": sparse(file="query.json")}, "query.json: ONNX Runtime cannot load it"),
-        ({"sparse": sparse(), "encoder__d_model": 9}, "sparse.onnx: .* vectors of width 9"),
+        ({"sparse": sparse(), "encoder__d_model": 9}, "sparse.onnx: .* width 9"),
         ({"query": STATIC, "sparse": sparse()}, "query.json: .* 50, .* 49"),
     ],
 )

@@ -225,9 +225,9 @@ async def settle() -> None:
 
 
 @contextlib.asynccontextmanager
-async def bench_of(lanes: int, *, widens: bool = True, **how: Any) -> AsyncIterator[Bench]:
+async def bench_of(lanes: int, *, has_wide_session: bool = True, **how: Any) -> AsyncIterator[Bench]:
     bench = Bench(lanes, **how)
-    bench.engine.widens = widens
+    bench.engine.has_wide_session = has_wide_session
     bench.scheduler.start()
     try:
         yield bench
@@ -256,7 +256,7 @@ async def two_lanes() -> AsyncIterator[Bench]:
 
 @pytest.fixture
 async def two_narrow_lanes() -> AsyncIterator[Bench]:
-    async with bench_of(2, widens=False) as bench:
+    async with bench_of(2, has_wide_session=False) as bench:
         yield bench
 
 
@@ -661,7 +661,7 @@ async def test_a_scheduler_that_crashed_never_becomes_healthy(monkeypatch: pytes
 
     Later the engine works again, but the scheduler stays stopped.
     """
-    async with bench_of(2, widens=False, failures_before_probe=1) as bench:
+    async with bench_of(2, has_wide_session=False, failures_before_probe=1) as bench:
         bench.raise_for(monkeypatch, lambda sequences: CRASH in sequences[0])
         first = await bench.busy()
         with pytest.raises(EngineUnhealthy):
@@ -797,7 +797,7 @@ async def test_several_batches_run_side_by_side(two_lanes: Bench) -> None:
 async def test_a_probe_runs_in_an_idle_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     """A probe in an idle lane makes the engine healthy again, although a run in the other lane does not end."""
     bench = Bench(2, stall_seconds=math.inf)
-    bench.engine.widens = False
+    bench.engine.has_wide_session = False
     bench.scheduler.start()
     began, ends = threading.Event(), threading.Event()
 

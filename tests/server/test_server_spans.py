@@ -70,7 +70,7 @@ def tokenized(text: str, longest: int) -> tuple[TokenSequence, list[tuple[int, i
         char_ends=[0, *(end for _, end in kept), 0],
         special=np.array([True, *[False] * len(kept), True]),
         original_token_count=len(words) + 2,
-        kept_behind=1 if len(kept) < len(words) else 0,
+        kept_after=1 if len(kept) < len(words) else 0,
     )
     return sequence, kept
 
@@ -124,12 +124,12 @@ def test_tokens_may_be_in_another_order_than_the_text() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 3), st.data())
 def test_a_range_of_tokens_selects_the_same_tokens_after_truncation(
-    count: int, longest: int, kept_behind: int, data: st.DataObject
+    count: int, longest: int, kept_after: int, data: st.DataObject
 ) -> None:
     kept = min(count, longest)
-    kept_behind = min(kept_behind, kept) if kept < count else 0
-    seen = [*range(kept - kept_behind), *range(count - kept_behind, count)]
-    sequence = TokenSequence(np.array(seen), count, kept_behind=kept_behind)
+    kept_after = min(kept_after, kept) if kept < count else 0
+    seen = [*range(kept - kept_after), *range(count - kept_after, count)]
+    sequence = TokenSequence(np.array(seen), count, kept_after=kept_after)
     start, end = sorted(data.draw(st.tuples(st.integers(0, count), st.integers(0, count))))
     [[first, behind]] = place_spans(0, sent([(start, end)], OffsetUnit.TOKENS), "", sequence).tolist()
     assert seen[first:behind] == [place for place in seen if start <= place < end]

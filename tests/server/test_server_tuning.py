@@ -37,7 +37,7 @@ class Device:
 
     info = EngineInfo(provider="FakeExecutionProvider", device="cpu", precision="float32", runtime="fake 1")
     max_parallel_runs = 1
-    widens = False
+    has_wide_session = False
 
     def __init__(self, seconds: Callable[[int, int], float]) -> None:
         """Take the function for the seconds of a run. It gets the padded tokens and the number of the run, from 1."""

@@ -45,14 +45,14 @@ class Engine:
         run_seconds: The fixed time of a run.
         token_seconds: The time for a padded token.
         lanes: The number of batches that can run at once.
-        widens: Whether a batch that runs alone uses all lanes, so that it runs `lanes` times faster.
+        has_wide_session: Whether a batch that runs alone uses all lanes, so that it runs `lanes` times faster.
         longest_run: The longest run so far, in seconds.
     """
 
     run_seconds: float
     token_seconds: float
     lanes: int = 1
-    widens: bool = False
+    has_wide_session: bool = False
     longest_run: float = field(default=0.0)
 
     def run(self, batch: list[Entry], *, alone: bool) -> float:
@@ -85,7 +85,7 @@ def simulate(entries: list[Entry], policy: BatchPolicy, engine: Engine) -> None:
             if taken is None:
                 break
             batch = [pending.pop(sequence) for sequence in taken.sequences]
-            alone = engine.widens and not running and not len(queue)
+            alone = engine.has_wide_session and not running and not len(queue)
             running.append(now + engine.run(batch, alone=alone))
             alone_until = running[-1] if alone else -math.inf
             for entry in batch:

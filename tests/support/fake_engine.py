@@ -42,14 +42,14 @@ class FakeEngine:
         poison: int | None = None,
         nan_id: int | None = None,
         max_parallel_runs: int = 1,
-        widens: bool = True,
+        has_wide_session: bool = True,
     ) -> None:
         """Create an engine. The hidden state of a token has `d_model` numbers.
 
-        The engine only reports `max_parallel_runs` and `widens` to the server, and does not use them.
+        The engine only reports `max_parallel_runs` and `has_wide_session` to the server, and does not use them.
         """
         self.max_parallel_runs = max_parallel_runs
-        self.widens = widens
+        self.has_wide_session = has_wide_session
         self.alone: list[bool] = []
         self.d_model = d_model
         self.poison = poison

@@ -1,1 +1,1 @@
-"""What runs the model: the interface (`base`), ONNX Runtime (`onnx`), OpenVINO (`openvino`), and a fake (`fake`)."""
+"""The engines that run models: the interface (`base`), ONNX Runtime (`onnx`) and OpenVINO (`openvino`)."""

@@ -1,7 +1,7 @@
-"""Moves the weights of a model that ONNX Runtime saved to addresses that the CPU's kernels can load from.
+"""Aligns the weights of a model that ONNX Runtime saved.
 
-ONNX Runtime writes tensors and prepacked weights one directly after another. Kernels with AVX-512 load prepacked
-weights by instructions for aligned memory: at an address that is not a multiple of 64 the process ends with SIGSEGV.
+ONNX Runtime writes tensors and prepacked weights without gaps. Kernels with AVX-512 need aligned prepacked weights: if
+an address is not a multiple of 64, the process ends with SIGSEGV.
 """
 
 import mmap
@@ -16,7 +16,7 @@ ALIGNMENT_BYTES = 64
 
 _PREPACKED = "prepacked_"
 _Field = descriptor_pb2.FieldDescriptorProto
-# The part of onnx.proto that leads to external data, with ONNX's field numbers; other fields are kept as they are.
+# The messages of onnx.proto that lead to external data, with ONNX's field numbers. Other fields stay unchanged.
 _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "Model": {"graph": (7, "Graph")},
     "Graph": {"node": (1, "Node"), "initializer": (5, "Tensor")},
@@ -29,10 +29,10 @@ _SINGULAR = ("graph", "g", "key", "value")
 
 
 def align_weights(model_path: Path) -> None:
-    """Rewrites a saved model and its one file of weights so that all offsets are multiples of `ALIGNMENT_BYTES`.
+    """Rewrite a saved model and its file of weights. Make all offsets multiples of `ALIGNMENT_BYTES`.
 
     Args:
-        model_path: The ONNX file. The weights lie in the file of the same folder that the model names.
+        model_path: The ONNX file. It names one file of weights in the same folder.
 
     Raises:
         OSError: A file cannot be read or written.
@@ -79,14 +79,14 @@ def _tensors(graph: Any) -> Iterator[Any]:
 
 
 def _model_type() -> Any:
-    """The message class of an ONNX model, as far as `_MESSAGES` knows the model."""
+    """Return the message class of an ONNX model, with the fields of `_MESSAGES`."""
     file = descriptor_pb2.FileDescriptorProto(name="encserve/saved_model.proto", package="encserve.saved_model")
     for message, fields in _MESSAGES.items():
-        described = file.message_type.add(name=message)
+        descriptor = file.message_type.add(name=message)
         for name, (number, kind) in fields.items():
             label = _Field.LABEL_OPTIONAL if name in _SINGULAR else _Field.LABEL_REPEATED
             if kind:
-                described.field.add(
+                descriptor.field.add(
                     name=name,
                     number=number,
                     label=label,
@@ -94,7 +94,7 @@ def _model_type() -> Any:
                     type_name=f".{file.package}.{kind}",
                 )
             else:
-                described.field.add(name=name, number=number, label=label, type=_Field.TYPE_STRING)
+                descriptor.field.add(name=name, number=number, label=label, type=_Field.TYPE_STRING)
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{file.package}.Model"))

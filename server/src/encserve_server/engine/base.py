@@ -1,4 +1,4 @@
-"""The interface between the scheduler and whatever runs the model."""
+"""The interface between the scheduler and the engines."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from encserve_server.types.inspections import InspectKind, InspectTensor
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """What a batch gave; it belongs to whoever had it run.
+    """The result of a batch. The caller of `Engine.run` owns it.
 
     Attributes:
-        output: (batch, seq, d_model) float32; what it holds behind the end of a sequence means nothing.
-        lengths: The tokens of each sequence.
-        collate_seconds: How long laying out the batch took.
-        compute_seconds: How long the model ran.
+        output: (batch, seq, d_model) float32. The rows of padding have no meaning.
+        lengths: The number of tokens of each sequence.
+        collate_seconds: The time for padding the sequences into one array.
+        compute_seconds: The time for running the model.
     """
 
     output: Numbers
@@ -28,11 +28,11 @@ class BatchResult:
 
     @property
     def rows(self) -> list[Rows]:
-        """For each sequence its (seq, d_model) rows without padding, views of the output."""
-        return [its[:length] for its, length in zip(self.output, self.lengths, strict=True)]
+        """The (seq, d_model) rows of each sequence without padding, as views of the output."""
+        return [rows[:length] for rows, length in zip(self.output, self.lengths, strict=True)]
 
-    def tokens_of(self, places: Sequence[int]) -> Mask:
-        """(batch, seq), whether there is a token of one of the sequences at these places, which ascend."""
+    def token_mask(self, places: Sequence[int]) -> Mask:
+        """Return a (batch, seq) mask of the tokens of the sequences at `places`."""
         lengths = np.zeros((len(self.lengths), 1), np.int64)
         lengths[places, 0] = [self.lengths[i] for i in places]
         tokens: Mask = np.arange(self.output.shape[1]) < lengths
@@ -40,20 +40,20 @@ class BatchResult:
 
     @property
     def padded_tokens(self) -> int:
-        """The tokens that were laid out, padding included."""
+        """The number of tokens with padding."""
         batch, seq, _ = self.output.shape
         return int(batch * seq)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the model really runs on.
+    """The runtime and the device in use.
 
     Attributes:
-        provider: ONNX Runtime's execution provider in use, e.g. "CUDAExecutionProvider", or "OpenVINO".
+        provider: The execution provider of ONNX Runtime, such as "CUDAExecutionProvider", or "OpenVINO".
         device: "cpu" or "cuda".
-        precision: The type it really computes in, e.g. "float32".
-        runtime: What runs it, with its version, e.g. "onnxruntime 1.31.1".
+        precision: The data type of the computation, such as "float32".
+        runtime: The runtime and its version, such as "onnxruntime 1.31.1".
     """
 
     provider: str
@@ -62,77 +62,78 @@ class EngineInfo:
     runtime: str
 
 
-# On the CPU, where nobody says otherwise. Each batch needs memory for its activations.
-_MOST_PARALLEL_RUNS = 8
+# The default on the CPU. Each parallel batch needs memory for its activations.
+_MAX_DEFAULT_RUNS = 8
 
 
-def cpu_parallel_runs(asked: int | None, threads: int) -> int:
-    """How many batches run at once on the CPU: as many as asked for, or a few; no more than there are threads."""
-    return min(asked or _MOST_PARALLEL_RUNS, threads)
+def cpu_parallel_runs(requested: int | None, threads: int) -> int:
+    """Return the number of parallel batches on the CPU: the requested number or a default, at most one per thread."""
+    return min(requested or _MAX_DEFAULT_RUNS, threads)
 
 
 class Engine(Protocol):
-    """Runs one model. At most `max_parallel_runs` threads are in `run` at a time."""
+    """Runs one model. At most `max_parallel_runs` threads call `run` at the same time."""
 
     @property
     def info(self) -> EngineInfo:
-        """What the model really runs on."""
+        """The runtime and the device in use."""
 
     @property
     def max_parallel_runs(self) -> int:
-        """How many batches it can run at once, at least 1."""
+        """The number of batches that can run at the same time, at least 1."""
 
     @property
-    def widens(self) -> bool:
-        """Whether a batch that runs alone is done sooner because it has the whole device."""
+    def has_wide_session(self) -> bool:
+        """Whether a batch that runs alone can use all threads, and so ends sooner."""
 
     def run(self, sequences: Sequence[ModelInput], *, attended: Sequence[int] = (), alone: bool = True) -> BatchResult:
-        """Runs one batch; blocks until it is done.
+        """Run one batch, and block until its end.
 
         Args:
-            sequences: One or more (seq,) int64 arrays of ids, or (seq, d_model) float32 arrays of vectors, whichever
-                the model takes; each checked.
-            attended: For each how many of its first tokens all of its tokens see, 0 for all; or nothing.
-            alone: Whether no other batch will begin before this one is done, so that it may have the whole device.
+            sequences: One or more validated (seq,) int64 arrays of ids or (seq, d_model) float32 arrays of vectors, as
+                the model needs.
+            attended: For each sequence, the number of first tokens that all tokens attend to, 0 for all tokens. Empty
+                if this is 0 for all sequences.
+            alone: Whether no other batch starts before the end of this one, so that the batch may use all threads.
 
         Raises:
-            Exception: Whatever the runtime raises; the scheduler then tries smaller batches.
+            Exception: The runtime failed. The scheduler then tries smaller batches.
         """
 
     def close(self) -> None:
-        """Frees what the engine holds; `run` is never called again."""
+        """Free the engine's memory. `run` is never called again."""
 
 
 class Head(Protocol):
-    """What a model makes of its rows, or of pooled ones. Any number of threads may use it at a time."""
+    """The head of a model, which runs on rows or on pooled vectors. All threads may use it at the same time."""
 
     def run(self, *inputs: Numbers) -> Numbers:
-        """Its inputs, in order, to its output, all float32: see `HeadGraph`.
+        """Compute the output from the inputs of `HeadGraph`, in order.
 
         Raises:
-            Exception: Whatever the runtime raises.
+            Exception: The runtime failed.
         """
 
 
 class Inspector(Protocol):
-    """Looks into one model. Used from one thread at a time."""
+    """Returns attention weights and hidden states of one model. One thread uses it at a time."""
 
     def run(
         self, sequence: ModelInput, wanted: Sequence[tuple[InspectKind, tuple[int, ...]]], *, attended: int = 0
     ) -> tuple[list[InspectTensor], float]:
-        """Runs one sequence; blocks until it is done.
+        """Run one sequence, and block until its end.
 
         Args:
-            sequence: As for `Engine.run`.
-            wanted: Kinds that the model has, each with its layers.
-            attended: How many of its first tokens all of its tokens see; 0 for all.
+            sequence: The sequence, as for `Engine.run`.
+            wanted: The kinds of tensors, which the model supports, each with the layers.
+            attended: The number of first tokens that all tokens attend to, 0 for all tokens.
 
         Returns:
-            A tensor for each of `wanted`, and how long the model ran, in seconds.
+            A tensor for each of `wanted`, and the time for running the model in seconds.
 
         Raises:
-            Exception: Whatever the runtime raises.
+            Exception: The runtime failed.
         """
 
     def close(self) -> None:
-        """Frees what it holds; `run` is never called again."""
+        """Free the inspector's memory. `run` is never called again."""

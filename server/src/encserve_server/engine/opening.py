@@ -1,4 +1,4 @@
-"""Opens the engine that the settings name. What runs it is imported here, so a server needs only what it uses."""
+"""Opens the engine of the settings. The engine's package is imported here, so a server needs only one package."""
 
 from types import ModuleType
 
@@ -7,7 +7,7 @@ from encserve_server.engine.prepacked import PrepackedWeights
 from encserve_server.errors import BundleError, EngineMissing
 from encserve_server.types.bundles import Graph, HeadGraph, InspectGraph
 
-# What each engine needs, by its module: the package, and the extras of this distribution that bring it.
+# For each engine module, the package that it needs and the extras that install the package.
 _NEEDS = {
     "onnx": ("onnxruntime", "encserve-server[cpu], or encserve-server[gpu] on a machine with CUDA"),
     "openvino": ("openvino", "encserve-server[openvino]"),
@@ -24,22 +24,22 @@ def open_engine(
     parallel_runs: int | None = 1,
     weights: PrepackedWeights | None = None,
 ) -> Engine:
-    """Loads a model into an engine.
+    """Load a model into an engine.
 
     Args:
         graph: The ONNX file and its interface.
         engine: "onnxruntime" or "openvino".
-        precision: "model" for what the file has, "float32", or with OpenVINO "bfloat16".
-        device: "cpu", "cuda" or "auto"; OpenVINO takes the CPU.
-        intra_op_threads: The CPU's threads that run batches.
-        parallel_runs: How many batches run at once, on the CPU no more than there are threads; None for what suits the
-            device.
-        weights: Where sessions of ONNX Runtime on the CPU share the weights; None if each has its own.
+        precision: "model" for the precision of the file, "float32", or with OpenVINO "bfloat16".
+        device: "cpu", "cuda" or "auto". OpenVINO always uses the CPU.
+        intra_op_threads: The number of CPU threads that run batches.
+        parallel_runs: The number of parallel batches, on the CPU at most `intra_op_threads`; None for the device's
+            default.
+        weights: The prepacked weights that sessions of ONNX Runtime on the CPU share; None if they do not share.
 
     Raises:
-        EngineMissing: Its package is not installed.
-        DeviceError: The device or the precision cannot be had on this machine.
-        BundleError: The file cannot be used, or not in this precision.
+        EngineMissing: The engine's package is not installed.
+        DeviceError: The machine does not support the device or the precision.
+        BundleError: The engine cannot run the file, or not in this precision.
     """
     opened: Engine
     if engine == "openvino":
@@ -51,8 +51,8 @@ def open_engine(
         onnx = _module("onnx")
         if precision not in ("model", graph.precision):
             raise BundleError(
-                f"{graph.path}: --precision {precision} cannot be had from a model of {graph.precision}; ONNX Runtime "
-                "computes in what the file has"
+                f"{graph.path}: --precision {precision} is not possible for a model of {graph.precision}, because "
+                "ONNX Runtime uses the precision of the file: use --precision model"
             )
         opened = onnx.OnnxEngine(
             graph, device=device, intra_op_threads=intra_op_threads, parallel_runs=parallel_runs, weights=weights
@@ -67,16 +67,16 @@ def open_head(
     device: str = "cpu",
     threads: int = 1,
 ) -> Head:
-    """Loads what comes after the encoder or after pooling.
+    """Load a head into an engine.
 
     Args:
         head: The ONNX file and its interface.
-        engine: As for `open_engine`.
+        engine: "onnxruntime" or "openvino".
         device: "cpu" or "cuda".
-        threads: On the CPU those that run a batch, the caller's own among them.
+        threads: The number of CPU threads that run a batch, including the calling thread.
 
     Raises:
-        EngineMissing, DeviceError, BundleError: As for `open_engine`.
+        EngineMissing, DeviceError, BundleError: See `open_engine`.
     """
     if engine == "openvino":
         openvino_head: Head = _module("openvino").OpenVinoHead(head, threads=threads)
@@ -86,28 +86,24 @@ def open_head(
 
 
 def open_inspector(inspect: InspectGraph, *, device: str, weights: PrepackedWeights | None = None) -> Inspector:
-    """Loads what looks into a model; that is ONNX Runtime, whichever engine runs the model.
+    """Load the inspector of a model. Inspectors always use ONNX Runtime.
 
-    `weights` is as for `open_engine`.
-
-    Raises:
-        EngineMissing, DeviceError, BundleError: As for `open_engine`.
+    See `open_engine` for `weights` and for the errors.
     """
     inspector: Inspector = _module("onnx").OnnxInspector(inspect, device=device, weights=weights)
     return inspector
 
 
 def check_installed(engine: str) -> None:
-    """Makes sure that an engine can be imported, before anything is read for it.
+    """Check that an engine can be imported, before the server reads a bundle.
 
     Raises:
-        EngineMissing: Its package is not installed, or is broken.
+        EngineMissing: The engine's package is not installed or is broken.
     """
     _module("openvino" if engine == "openvino" else "onnx")
 
 
 def _module(name: str) -> ModuleType:
-    """The engine's module, imported when it is first needed."""
     package, extras = _NEEDS[name]
     try:
         if name == "openvino":
@@ -121,5 +117,5 @@ def _module(name: str) -> ModuleType:
         if (error.name or "").partition(".")[0] != package:
             raise
         raise EngineMissing(f"the Python package {package} is not installed; install {extras}") from error
-    except ImportError as error:  # a library that it links is missing, for one
+    except ImportError as error:  # for example, a shared library is missing
         raise EngineMissing(f"the Python package {package} cannot be imported: {error}") from error

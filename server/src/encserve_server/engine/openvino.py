@@ -1,4 +1,4 @@
-"""The engine on OpenVINO: the same ONNX file on the CPU, in float32 or in bfloat16."""
+"""The engine and the heads on OpenVINO: the same ONNX files on the CPU, in float32 or bfloat16."""
 
 import sys
 import time
@@ -12,15 +12,15 @@ from encserve_server.errors import BundleError, DeviceError
 from encserve_server.types.arrays import ModelInput, Numbers
 from encserve_server.types.bundles import Graph, HeadGraph
 
-# Importing openvino reports that to Intel through Google Analytics, and writes into the home directory, unless the
-# package that does so cannot be imported.
+# The package openvino_telemetry reports each import of openvino to Intel, and writes to the home directory. This makes
+# its import fail.
 sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
 import openvino as ov  # noqa: E402
 
 _CPU = "CPU"
-# What the CPU must be able to do, as OpenVINO calls it, for each precision that can be asked for.
+# For each precision, the capability that the CPU must have, by OpenVINO's name.
 _CAPABILITIES = {"float32": "FP32", "bfloat16": "BF16"}
-# What leaves ids as they are, but elsewhere or in another type.
+# The operators that only move or convert ids.
 _MOVES = {"Convert", "Gather", "Reshape", "Squeeze", "Unsqueeze"}
 _TYPES = {"float32": ov.Type.f32, "bfloat16": ov.Type.bf16}
 
@@ -28,36 +28,35 @@ _TYPES = {"float32": ov.Type.f32, "bfloat16": ov.Type.bf16}
 class OpenVinoEngine:
     """Runs one model in OpenVINO.
 
-    Where batches run side by side it is compiled twice: *wide*, where all threads share the batch that runs alone, and
-    *narrow*, where each of several batches has a part of the threads.
+    For parallel batches, the model is compiled twice. In the *wide* model, all threads share one batch. In the *narrow*
+    model, each of several batches has a part of the threads.
     """
 
     def __init__(self, graph: Graph, *, precision: str, intra_op_threads: int, parallel_runs: int | None = 1) -> None:
-        """Loads the model.
+        """Load the model.
 
-        Args:
-            graph: The ONNX file and its interface.
-            precision: "float32" or "bfloat16" to compute in that whatever floating-point type the file has, or "model":
-                float32 for what the file has in any floating-point type, 8 bit where it has that.
-            intra_op_threads: The threads that run batches.
-            parallel_runs: How many batches run at once, no more than there are threads; None for what suits the CPU.
+        See `opening.open_engine` for the arguments. The precision "model" means float32 for a floating-point model. A
+        quantized model needs the precision "model", and its 8-bit operators stay at 8 bits.
 
         Raises:
-            DeviceError: The CPU has no instructions for the precision, or OpenVINO takes another one.
-            BundleError: The file is no model that this OpenVINO can run, its inputs and outputs are others, or it is
-                quantized and another precision was asked for.
+            DeviceError: The CPU has no instructions for the precision, or OpenVINO uses another precision.
+            BundleError: OpenVINO cannot run the file, or not in this precision, or the file's interface differs from
+                the manifest.
         """
         floating = "float" in graph.precision  # float32, float16 or bfloat16
         if precision != "model" and not floating:
-            raise BundleError(f"{graph.path}: --precision {precision} cannot be had from a model of {graph.precision}")
+            raise BundleError(
+                f"{graph.path}: --precision {precision} is not possible for a model of {graph.precision}: use "
+                "--precision model"
+            )
         computed = "float32" if precision == "model" else precision
         self._graph = graph
         model = _read(graph)
         self.max_parallel_runs = cpu_parallel_runs(parallel_runs, intra_op_threads)
-        self.widens = self.max_parallel_runs > 1
+        self.has_wide_session = self.max_parallel_runs > 1
         self._compiled = _compile(model, graph, computed, intra_op_threads, 1)
         self._wide = self._narrow = _requests(self._compiled, 1)
-        if self.widens:
+        if self.has_wide_session:
             narrow = _compile(model, graph, computed, intra_op_threads, self.max_parallel_runs)
             self._narrow = _requests(narrow, self.max_parallel_runs)
         self.info = EngineInfo(
@@ -68,7 +67,7 @@ class OpenVinoEngine:
         )
 
     def run(self, sequences: Sequence[ModelInput], *, attended: Sequence[int] = (), alone: bool = True) -> BatchResult:
-        """Pads the sequences to the longest, and runs them."""
+        """See `Engine.run`."""
         began = time.perf_counter()
         feeds, lengths = lay_out(self._graph, sequences, attended)
         collate_seconds = time.perf_counter() - began
@@ -76,7 +75,7 @@ class OpenVinoEngine:
         request = requests.get()
         try:
             began = time.perf_counter()
-            # The inputs are read where they lie; the output is copied, because the next run writes into its memory.
+            # The inputs are not copied. The output is copied, because the next run overwrites its memory.
             output = request.infer(feeds, share_inputs=True, share_outputs=False)[0]  # (batch, seq, d_model)
             ran = time.perf_counter()
         finally:
@@ -85,18 +84,18 @@ class OpenVinoEngine:
         return BatchResult(output, lengths, collate_seconds=collate_seconds, compute_seconds=ran - began)
 
     def close(self) -> None:
-        """Frees the model and its memory."""
+        """See `Engine.close`."""
         del self._wide, self._narrow, self._compiled
 
 
 class OpenVinoHead:
-    """What comes after the encoder or after pooling, in float32."""
+    """The head of a model, in float32."""
 
     def __init__(self, head: HeadGraph, *, threads: int) -> None:
-        """Loads the graph, to run in so many threads.
+        """Load the head.
 
         Raises:
-            BundleError: It is no model that this OpenVINO can run, or its inputs and output are others.
+            BundleError: OpenVINO cannot run the file, or the file's interface differs from the manifest.
         """
         self._head = head
         options = {"INFERENCE_PRECISION_HINT": ov.Type.f32, "INFERENCE_NUM_THREADS": threads}
@@ -109,7 +108,7 @@ class OpenVinoHead:
             raise BundleError(f"{head.path}: OpenVINO cannot use it: {_brief(error)}") from error
 
     def run(self, *inputs: Numbers) -> Numbers:
-        """Runs a batch, in a request of its own."""
+        """See `Head.run`."""
         request = self._compiled.create_infer_request()
         feeds = dict(zip(self._head.input_names, inputs, strict=True))
         vectors: Numbers = request.infer(feeds, share_outputs=False)[self._head.output_name]
@@ -117,7 +116,7 @@ class OpenVinoHead:
 
 
 def _read(graph: Graph) -> Any:
-    """Reads the file, checks its interface, and leaves only the output that is wanted."""
+    """Read the file, check its interface, and remove the other outputs."""
     try:
         model = ov.Core().read_model(graph.path)
     except Exception as error:  # OpenVINO's exceptions are RuntimeErrors of many kinds
@@ -128,7 +127,7 @@ def _read(graph: Graph) -> Any:
     )
     check_interface(graph, inputs, outputs, int64="i64", float32="f32")
     for rows in _table_rows(model.input(graph.input_name)):
-        # OpenVINO would look up zeros for the ids beyond.
+        # OpenVINO would return zeros for larger ids.
         if rows < graph.vocab_size:
             raise BundleError(
                 f"{graph.path}: its table of tokens has {rows} rows; the manifest's encoder.vocab_size is "
@@ -141,7 +140,7 @@ def _read(graph: Graph) -> Any:
 
 
 def _table_rows(ids: Any) -> Iterator[int]:
-    """The rows of each table that ids look up, whatever has only moved or converted them before."""
+    """Yield the number of rows of each table from which ids select rows."""
     for target in ids.get_target_inputs():
         node = target.get_node()
         if node.get_type_name() == "Gather" and target.get_index() == 1:
@@ -153,7 +152,7 @@ def _table_rows(ids: Any) -> Iterator[int]:
 
 
 def _requests(compiled: Any, count: int) -> SimpleQueue[Any]:
-    """As many requests as runs at once; each holds the memory of one, so who runs a batch takes one out meanwhile."""
+    """Return a queue of `count` requests. A request has the memory for one run. A run takes a request out."""
     requests: SimpleQueue[Any] = SimpleQueue()
     for _ in range(count):
         requests.put(compiled.create_infer_request())
@@ -161,20 +160,20 @@ def _requests(compiled: Any, count: int) -> SimpleQueue[Any]:
 
 
 def _compile(model: Any, graph: Graph, precision: str, threads: int, parallel_runs: int) -> Any:
-    """Compiles for the CPU, and makes sure that it computes in the precision asked for."""
+    """Compile the model for the CPU, and check that it uses the requested precision."""
     core = ov.Core()
     if _CAPABILITIES[precision] not in core.get_property(_CPU, "OPTIMIZATION_CAPABILITIES"):
-        # OpenVINO would take it all the same: slower than float32, or float32 in silence.
+        # OpenVINO would accept the precision, and run slower than in float32, or use float32 without an error.
         raise DeviceError(
             f"--precision {precision}: this CPU ({core.get_property(_CPU, 'FULL_DEVICE_NAME')}) has no instructions "
-            "for it (AVX512-BF16 or AMX); --precision model or float32 runs"
+            "for it (AVX512-BF16 or AMX): use --precision model or float32"
         )
     config = {
         "INFERENCE_PRECISION_HINT": _TYPES[precision],
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # nothing is rounded to 8 bit that the file does not have so
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # do not quantize floating-point parts to 8 bits
         "NUM_STREAMS": parallel_runs,
         "INFERENCE_NUM_THREADS": threads,
-        # Several models, and other processes, share the CPUs: threads that are tied to one would wait for each other.
+        # Models and other processes share the CPUs. Threads pinned to the same CPU would wait for each other.
         "ENABLE_CPU_PINNING": False,
     }
     try:
@@ -188,6 +187,6 @@ def _compile(model: Any, graph: Graph, precision: str, threads: int, parallel_ru
 
 
 def _brief(error: Exception) -> str:
-    """What an OpenVINO error says, without the places in its sources."""
+    """Return the text of an OpenVINO error without its source locations."""
     lines = [line.strip() for line in str(error).splitlines()]
     return " ".join(line for line in lines if line and not line.startswith(("Exception from", "Check '"))) or "?"

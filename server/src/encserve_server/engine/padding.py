@@ -1,4 +1,4 @@
-"""What every engine does: a graph's interface is checked, and sequences are laid out as one padded array."""
+"""Common parts of the engines: they check the interface of a graph, and pad sequences into one array."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,23 +10,23 @@ from encserve_server.errors import BundleError
 from encserve_server.types.arrays import ModelInput
 from encserve_server.types.bundles import Graph
 
-Feeds = dict[str, npt.NDArray[Any]]  # by the names of the graph's inputs
+Feeds = dict[str, npt.NDArray[Any]]  # the inputs of a graph, by name
 
 
 def check_interface(
     graph: Graph, inputs: Mapping[str, str], outputs: Mapping[str, str], *, int64: str, float32: str
 ) -> None:
-    """Compares a file's inputs and outputs, by name and type, with what the manifest says.
+    """Compare the names and types of a file's inputs and outputs with the manifest.
 
     Args:
-        graph: What the manifest says.
-        inputs: What the file takes.
-        outputs: What it gives.
-        int64: What the runtime calls that type.
-        float32: What it calls that one.
+        graph: The interface in the manifest.
+        inputs: The types of the file's inputs, by name.
+        outputs: The types of the file's outputs, by name.
+        int64: The runtime's name of int64.
+        float32: The runtime's name of float32.
 
     Raises:
-        BundleError: They differ.
+        BundleError: The file and the manifest differ.
     """
     wanted = {graph.input_name: float32 if graph.takes_vectors else int64, graph.attention_mask_name: int64}
     if graph.token_type_ids_name:
@@ -40,19 +40,16 @@ def check_interface(
 
 
 def lay_out(graph: Graph, sequences: Sequence[ModelInput], attended: Sequence[int] = ()) -> tuple[Feeds, list[int]]:
-    """Pads to the longest.
+    """Pad sequences to the length of the longest one.
 
-    Args:
-        graph: Whose inputs they become.
-        sequences: One or more (seq,) int64 arrays of ids or (seq, d_model) float32 arrays of vectors.
-        attended: As for `Engine.run`.
+    See `Engine.run` for `sequences` and `attended`.
 
     Returns:
-        What the graph is fed, and the lengths.
+        The inputs of the graph, and the lengths of the sequences.
     """
     lengths = [len(it) for it in sequences]
-    if len(sequences) == 1 and not attended:  # the fastest way for a caller that waits for nothing else
-        return feeds_of(graph, sequences[0][None], np.ones((1, *lengths), np.int64)), lengths
+    if len(sequences) == 1 and not attended:  # faster for a single sequence
+        return make_feeds(graph, sequences[0][None], np.ones((1, *lengths), np.int64)), lengths
     is_token = np.arange(max(lengths)) < np.array(lengths)[:, None]  # (batch, seq)
     first = sequences[0]
     fill = 0 if graph.takes_vectors else graph.pad_token_id
@@ -60,13 +57,13 @@ def lay_out(graph: Graph, sequences: Sequence[ModelInput], attended: Sequence[in
     padded[is_token] = np.concatenate(sequences)
     mask = is_token.astype(np.int64)
     if attended:
-        seen = np.array([[count or mask.shape[1]] for count in attended])  # (batch, 1)
-        mask[is_token & (np.arange(mask.shape[1]) >= seen)] = 2
-    return feeds_of(graph, padded, mask), lengths
+        counts = np.array([[count or mask.shape[1]] for count in attended])  # (batch, 1)
+        mask[is_token & (np.arange(mask.shape[1]) >= counts)] = 2
+    return make_feeds(graph, padded, mask), lengths
 
 
-def feeds_of(graph: Graph, padded: ModelInput, mask: npt.NDArray[np.int64]) -> Feeds:
-    """What a graph is fed for (batch, seq) ids or (batch, seq, d_model) vectors, and their (batch, seq) mask."""
+def make_feeds(graph: Graph, padded: ModelInput, mask: npt.NDArray[np.int64]) -> Feeds:
+    """Return the inputs of a graph for (batch, seq) ids or (batch, seq, d_model) vectors, with a (batch, seq) mask."""
     feeds = {graph.input_name: padded, graph.attention_mask_name: mask}
     if graph.token_type_ids_name:
         feeds[graph.token_type_ids_name] = np.zeros_like(mask)  # (batch, seq)
@@ -74,11 +71,11 @@ def feeds_of(graph: Graph, padded: ModelInput, mask: npt.NDArray[np.int64]) -> F
 
 
 def check_shape(graph: Graph, output: npt.NDArray[Any], lengths: Sequence[int]) -> None:
-    """Makes sure that a batch of these lengths gave a (batch, seq, d_model) output.
+    """Check that the output of a batch has the shape (batch, seq, d_model).
 
     Raises:
-        RuntimeError: It has another shape.
+        RuntimeError: The shape is different.
     """
     expected = (len(lengths), max(lengths), graph.d_model)
     if output.shape != expected:
-        raise RuntimeError(f"the model gave an output of shape {output.shape} where {expected} was due")
+        raise RuntimeError(f"the model returned an output of shape {output.shape}, expected {expected}")

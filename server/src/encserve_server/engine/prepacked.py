@@ -1,7 +1,7 @@
-"""Where ONNX Runtime's weights are, in the layout of its kernels: in files that every session and process maps.
+"""Files of prepacked weights, which have the layout of ONNX Runtime's kernels. All sessions and processes map them.
 
-ONNX Runtime lays weights out for the CPU's kernels when it opens a model, in private memory, for every session. From a
-model that it saved with `session.save_external_prepacked_constant_initializers` it maps them instead.
+When ONNX Runtime opens a usual model, it copies the weights into this layout, in private memory, for every session. It
+maps the weights of a model that it saved with `session.save_external_prepacked_constant_initializers`.
 """
 
 import logging
@@ -29,7 +29,7 @@ class PrepackedWeights:
     def __init__(
         self, folder: Path, fingerprint: str, bundle: Path, is_unchanged: Callable[[], bool] = lambda: True
     ) -> None:
-        """Names the cache's folder, the bundle and its folder, and what checks that its files still are those."""
+        """See `open_weights`."""
         self._folder = folder
         self._bundle = bundle
         self._key = {"fingerprint": fingerprint, "cpu": cpu_model(), "features": cpu_features()}
@@ -43,16 +43,16 @@ class PrepackedWeights:
         write_prepacked: Callable[[Path, Path], None],
         open_prepacked: Callable[[Path], Session],
     ) -> Session | None:
-        """Opens the prepacked model of one of the bundle's graphs, which is made if there is none.
+        """Open the prepacked model of a graph of the bundle. If the cache has no such model, write it first.
 
         Args:
-            graph: Its ONNX file.
-            options: What else the result depends on: the runtime, and how it writes.
+            graph: The ONNX file of the graph.
+            options: The version and the options of the runtime. The prepacked model depends on them.
             write_prepacked: Writes the prepacked model of a graph to a path in an empty folder.
-            open_prepacked: Opens one.
+            open_prepacked: Opens a prepacked model.
 
         Returns:
-            What opened it; None where there cannot be one, which the log says once.
+            The result of `open_prepacked`; None if the weights cannot be prepacked. The log gives the reason once.
         """
         if not self._usable:
             return None
@@ -72,7 +72,7 @@ class PrepackedWeights:
             return open_prepacked(Cache(self._folder).entry(key, make) / _MODEL_NAME)
         except BundleError:
             raise
-        except Exception as error:  # of the file system, or whatever the runtime raises
+        except Exception as error:  # an error of the file system or of the runtime
             self._usable = False
             extra = {"graph": str(graph), "cache_dir": str(self._folder), "reason": str(error)}
             logger.warning("every session has its own copy of the weights", extra=extra)
@@ -82,13 +82,13 @@ class PrepackedWeights:
 def open_weights(
     cache_dir: Path | None, fingerprint: str, bundle: Path, is_unchanged: Callable[[], bool]
 ) -> PrepackedWeights | None:
-    """The prepacked graphs of a bundle; None if they are switched off.
+    """Return the prepacked graphs of a bundle; None if the cache is off.
 
     Args:
-        cache_dir: The cache's folder; None for the user's own, "off" for none.
-        fingerprint: What identifies the bundle.
-        bundle: Its folder.
-        is_unchanged: Whether its files still are those that have this fingerprint; called when weights were written.
+        cache_dir: The folder of the cache; None for the user's cache folder, "off" for no cache.
+        fingerprint: The fingerprint of the bundle.
+        bundle: The folder of the bundle.
+        is_unchanged: Returns whether the files still have this fingerprint. Called after weights were written.
     """
     try:
         folder = Path(cache_dir) if cache_dir else _default_folder()
@@ -99,7 +99,7 @@ def open_weights(
 
 
 def _default_folder() -> Path:
-    """What the environment says: also for an `Embedder`, which has no flags."""
+    """Read the environment here, because an `Embedder` has no flags."""
     if given := os.environ.get("ENCSERVE_CACHE_DIR"):
         return Path(given)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # by the XDG specification a relative path is ignored

@@ -391,7 +391,7 @@ def _expand(sequence: TokenSequence, expansion: Expansion) -> None:
         return
     sequence.input = np.concatenate([sequence.input, np.full(added, expansion.token_id)])
     sequence.original_token_count += added
-    sequence.kept_behind = 0
+    sequence.kept_after = 0
     sequence.attended = 0 if expansion.attended else count
     if sequence.special is not None:
         sequence.special = np.concatenate([sequence.special, np.ones(added, np.bool_)])

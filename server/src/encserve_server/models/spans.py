@@ -44,11 +44,11 @@ def place_spans(at: int, sent: SentSpans, input_: object, sequence: TokenSequenc
     if sent.unit is OffsetUnit.TOKENS:
         count = sequence.original_token_count
         _check_ends(at, sent, count, "the tokens before truncation")
-        kept_behind = sequence.kept_behind
-        kept_before = len(sequence.input) - kept_behind
+        kept_after = sequence.kept_after
+        kept_before = len(sequence.input) - kept_after
         # A place among what is cut off is that of the cut.
         bounds = np.stack([sent.starts, sent.ends], axis=1)  # (spans, 2)
-        spans = np.minimum(bounds, kept_before) + np.maximum(bounds - (count - kept_behind), 0)
+        spans = np.minimum(bounds, kept_before) + np.maximum(bounds - (count - kept_after), 0)
     else:
         if not isinstance(input_, str):
             raise InvalidField(

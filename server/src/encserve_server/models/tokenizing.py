@@ -187,7 +187,7 @@ def _cut(encoding: Encoding, max_tokens: int, details: bool, tokens_after: int |
         closing = next((i for i, it in enumerate(reversed(special)) if not it), count)
     closing = min(closing, max_tokens)
     kept = [*range(max_tokens - closing), *range(count - closing, count)]
-    sequence = TokenSequence(np.array([ids[i] for i in kept], np.int64), count, kept_behind=closing)
+    sequence = TokenSequence(np.array([ids[i] for i in kept], np.int64), count, kept_after=closing)
     if details:
         sequence.special = np.array([special[i] for i in kept], np.bool_)
         offsets = [encoding.token_to_chars(i) or (0, 0) for i in kept]  # `offsets` of a long text takes much time

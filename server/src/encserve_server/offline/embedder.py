@@ -286,7 +286,7 @@ class Embedder:
                 probe(self._run, self.bundle.sample(1))
                 rows.refuse(part.sequences[0], "the model could not compute it")
 
-        in_halves(Batch(sequences, alone=not self._engine.widens), run, on_failure)
+        in_halves(Batch(sequences, alone=not self._engine.has_wide_session), run, on_failure)
 
     def _check_running(self) -> None:
         if self._stopped:

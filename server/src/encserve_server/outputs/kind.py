@@ -26,7 +26,7 @@ class Kind(ABC):
     Attributes:
         kind: The kind.
         width: The length of a row before it is cut to the requested dimensions.
-        per_token: Whether a row belongs to a token.
+        per_token: Whether callers need the tokens to read the output, so that replies have tokens by default.
         data_types: The data types that a request may ask for.
     """
 

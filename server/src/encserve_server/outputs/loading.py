@@ -72,5 +72,7 @@ def _load(
     except Exception as error:  # any error of the runtime
         raise BundleError(f"{graph.path}: the head fails for vectors of width {graph.input_width}: {error}") from error
     if found != (2, graph.width):
-        raise BundleError(f"{graph.path}: the head's output has shape {found}; the manifest says (2, {graph.width})")
+        raise BundleError(
+            f"{graph.path}: the output for a batch of 2 has shape {found}; the manifest says (2, {graph.width})"
+        )
     return head

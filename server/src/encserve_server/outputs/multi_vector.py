@@ -95,7 +95,7 @@ class MultiVectors(Kind):
 
     def _vectors(self, batch: BatchRows, task: Task, places: list[int]) -> "_TaskVectors":
         """Run the head for the sequences of one task."""
-        counts = batch.result.tokens_of(places)  # (batch, seq)
+        counts = batch.result.token_mask(places)  # (batch, seq)
         ids = self._counting[task]
         if ids is not None:
             counts[counts] = ids[np.concatenate([batch.sequences[i].input for i in places])]

@@ -174,7 +174,7 @@ def l2_normalized(rows: Numbers) -> tuple[Numbers, Mask | None]:
 def quantized(rows: Numbers) -> npt.NDArray[np.int8]:
     """Quantize (rows, width) rows of norm 1: multiply by 127 · √width / 4, round half to even, clip to -128 … 127.
 
-    A number of a random vector of norm 1 has the standard deviation 1 / √width, and the range of int8 is 4 standard
+    A number of a random vector of norm 1 has the standard deviation 1 / √width, and int8 covers ±4 standard
     deviations. All rows have the same factor, so dot products are proportional to cosines. A factor for each row would
     have to be sent with the row. With a factor learned from a corpus, vectors of two corpora could not be compared.
     """

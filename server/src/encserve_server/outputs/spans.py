@@ -113,7 +113,7 @@ def _sums_before(rows: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
 
 
 def _maxima(rows: Rows, starts: Indices, ends: Indices) -> Numbers:
-    """Return the (spans, d_model) maxima. Two runs of the same length cover a span; the length is a power of 2."""
+    """Return the (spans, d_model) maxima. Two runs of the same length, a power of 2, cover a span."""
     maxima = np.zeros((len(starts), rows.shape[1]), np.float32)
     levels = np.frexp(ends - starts)[1] - 1  # (spans,): log2 of the runs' length; -1 for an empty span
     runs = rows  # (seq + 1 - 2**level, d_model): the maxima of the run that begins at each row

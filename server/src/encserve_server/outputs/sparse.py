@@ -114,7 +114,7 @@ class SparseWeights(Kind):
         result, width = batch.result, self._sparse.width
         ids = np.concatenate([batch.sequences[i].input for i in places])  # (tokens,)
         owners = np.repeat(np.arange(len(places)), [result.lengths[i] for i in places])  # (tokens,)
-        weights = self._head.run(result.output[result.tokens_of(places)])[:, 0]  # (tokens,)
+        weights = self._head.run(result.output[result.token_mask(places)])[:, 0]  # (tokens,)
         counts = ~(weights <= 0) & ~np.isin(ids, self._skipped_ids)  # NaN counts too, so that `compute` finds it
         keys, positions = np.unique((owners * width + ids)[counts], return_inverse=True)
         largest = np.zeros(len(keys), np.float32)

@@ -209,7 +209,7 @@ def warm_up(engine: Engine, bundle: Bundle, batch_tokens: int) -> None:
     # Batches with as much padding as traffic has. With more padding, a very long text would take minutes.
     padded = [1, typical, min(longest, max(typical, batch_tokens // 3))]
     batches = [[1], [typical] * max(1, batch_tokens // typical), [longest], padded]
-    ways = [True, False] if engine.widens else [True]
+    ways = [True, False] if engine.has_wide_session else [True]
     for lengths, alone in itertools.product(batches, ways):
         try:
             # The first and the last id: a vocabulary larger than the model's table fails here, not for a caller.

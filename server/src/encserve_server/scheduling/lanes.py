@@ -215,7 +215,7 @@ class Lanes:
             else:
                 left = len(self.pending)
                 batch.lane = lane.number
-                batch.alone = self._alone = self._engine.widens and only and not left
+                batch.alone = self._alone = self._engine.has_wide_session and only and not left
                 if left:
                     self.wake()
         if taken is not None and taken.expired:

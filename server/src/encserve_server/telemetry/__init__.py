@@ -1,1 +1,1 @@
-"""What the server says about its work: metrics, log lines, spans."""
+"""Metrics, log lines and traces of the server."""

@@ -1,4 +1,4 @@
-"""The access log, with a line for each call, and the log lines that sum up refused and failed calls."""
+"""The access log, with a line for each call, and log lines that count refused and failed calls."""
 
 import asyncio
 import json
@@ -18,22 +18,22 @@ _LINE_SECONDS = 1.0
 
 
 class CallRecord(NamedTuple):
-    """What the access log says of a call; the names are those of its fields.
+    """A call in the access log. A line of the log has the same names.
 
     Attributes:
-        ended_at: When it ended, in seconds since 1970.
-        caller: Who called; empty where nobody is named.
-        peer: The other end of the connection.
-        method: The RPC, or the method and the route.
-        model: NAME@VERSION; empty where no model was found.
-        inputs: How many.
-        tokens: How many these have; 0 where they were not counted.
-        status: The gRPC status code's name, or the HTTP status.
-        reason: Why the call failed; empty where it did not.
-        seconds: From its arrival to its answer.
-        queue_seconds: The longest wait of its sequences.
-        compute_seconds: The longest run of a batch with its sequences.
-        trace_id: That of its trace; empty where it is not traced.
+        ended_at: The end of the call, in seconds since 1970.
+        caller: The caller's name; empty if callers have no names.
+        peer: The address of the other end of the connection.
+        method: The RPC, or the HTTP method and the route.
+        model: NAME@VERSION; empty if the call named no known model.
+        inputs: The number of inputs.
+        tokens: The number of tokens; 0 if the tokens were not counted.
+        status: The name of the gRPC status code, or the HTTP status.
+        reason: The reason of the error; empty without an error.
+        seconds: The time from arrival to answer.
+        queue_seconds: The longest time of a sequence in the queue.
+        compute_seconds: The longest run of a batch with sequences of the call.
+        trace_id: The id of the trace; empty if the call is not traced.
     """
 
     ended_at: float
@@ -52,12 +52,12 @@ class CallRecord(NamedTuple):
 
 
 def open_access_log() -> LineWriter[CallRecord]:
-    """Return the access log: a JSON object for each call, one a line, on standard output."""
+    """Return the access log, which writes a line with a JSON object for each call to standard output."""
     return LineWriter("access", sys.stdout, line_of, max_waiting=_MAX_WAITING)
 
 
 def line_of(record: CallRecord) -> str:
-    """A record as a line: the time in RFC 3339, UTC, first."""
+    """Return the JSON line of a record. The first field is the time in UTC, in the format of RFC 3339."""
     fields = record._asdict()
     ended_at = datetime.fromtimestamp(fields.pop("ended_at"), UTC)
     for name in ("seconds", "queue_seconds", "compute_seconds"):
@@ -66,17 +66,17 @@ def line_of(record: CallRecord) -> str:
 
 
 class RefusalLog:
-    """At most one line a second for each caller and reason, with how many calls it stands for.
+    """Logs refused and failed calls: for each caller and reason, at most one line a second with the number of calls.
 
-    What is kept is bounded by callers and reasons. Owned by the event loop.
+    The memory is limited by the number of callers and reasons. Only the event loop uses the log.
     """
 
     def __init__(self) -> None:
-        """Starts empty."""
-        self._counts: dict[tuple[str, str], int] = {}  # since the last line; there for a second after each
+        """Start without counts."""
+        self._counts: dict[tuple[str, str], int] = {}  # calls since the last line; removed after a second without calls
 
     def add(self, caller: str, reason: str, method: str, text: str, *, is_callers_mistake: bool) -> None:
-        """A call was refused, or has failed; the first of a kind is logged at once."""
+        """Count a refused or failed call. The first call of a caller and reason is logged immediately."""
         key = caller, reason
         if key in self._counts:
             self._counts[key] += 1
@@ -86,7 +86,7 @@ class RefusalLog:
         self._wait(level, key)
 
     def close(self) -> None:
-        """Logs what has not been logged."""
+        """Log the remaining counts."""
         for key, count in self._counts.items():
             if count:
                 _log(logging.WARNING, key, count, {})
@@ -94,9 +94,9 @@ class RefusalLog:
 
     def _wait(self, level: int, key: tuple[str, str]) -> None:
         self._counts[key] = 0
-        asyncio.get_running_loop().call_later(_LINE_SECONDS, self._look, level, key)
+        asyncio.get_running_loop().call_later(_LINE_SECONDS, self._log_count, level, key)
 
-    def _look(self, level: int, key: tuple[str, str]) -> None:
+    def _log_count(self, level: int, key: tuple[str, str]) -> None:
         if count := self._counts.pop(key, 0):
             _log(level, key, count, {})
             self._wait(level, key)
@@ -110,5 +110,5 @@ def _log(level: int, key: tuple[str, str], count: int, more: Mapping[str, str]) 
 
 
 def now() -> float:
-    """Seconds since 1970, as a record has them."""
+    """Return the seconds since 1970."""
     return time.time()

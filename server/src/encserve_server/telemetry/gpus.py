@@ -1,4 +1,4 @@
-"""The memory of the GPUs that this process can see, read through NVIDIA's management library when the page is."""
+"""The memory of the GPUs, read with NVIDIA's management library whenever the metrics page is read."""
 
 import logging
 import math
@@ -11,10 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 def watch_gpus(metrics: Metrics) -> None:
-    """Puts every GPU on the metrics page; nothing where there is none, or no nvidia-ml-py (the extra `gpu` brings it).
+    """Add every GPU to the metrics page. Without a GPU or nvidia-ml-py (of the extra `gpu`), do nothing.
 
-    GPUs are numbered as nvidia-smi does, which knows nothing of CUDA_VISIBLE_DEVICES; in a container they are those
-    that it was given. May take a second: the driver wakes the GPUs.
+    GPUs have the numbers of nvidia-smi, which ignores CUDA_VISIBLE_DEVICES. A container sees only the GPUs that it was
+    given. The call may take a second, because the driver wakes the GPUs.
     """
     try:
         import pynvml as nvml
@@ -24,7 +24,7 @@ def watch_gpus(metrics: Metrics) -> None:
         nvml.nvmlInit()
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         totals = [nvml.nvmlDeviceGetMemoryInfo(handle).total for handle in handles]
-    except nvml.NVMLError as error:  # no driver, most of all
+    except nvml.NVMLError as error:  # mostly because no driver is installed
         logger.info("no GPU memory on the metrics page", extra={"reason": str(error)})
         return
     for i, (handle, total) in enumerate(zip(handles, totals, strict=True)):
@@ -33,7 +33,7 @@ def watch_gpus(metrics: Metrics) -> None:
 
 
 def _used_bytes(nvml: Any, handle: Any) -> float:
-    """The bytes in use on one GPU; NaN while the driver does not say: a lost GPU must not take the page along."""
+    """Return the bytes in use on a GPU, or NaN if the driver fails. A lost GPU must not break the page."""
     try:
         return float(nvml.nvmlDeviceGetMemoryInfo(handle).used)
     except nvml.NVMLError:

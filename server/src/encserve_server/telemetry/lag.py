@@ -1,11 +1,11 @@
-"""How late the event loop is: every caller waits for what it does meanwhile."""
+"""Measures the delay of the event loop. This delay adds to the time of every call."""
 
 from collections.abc import Callable
 
 from encserve_server.system.clock import Clock
 
 _PERIOD_SECONDS = 0.1
-# A loop without a tick for so long is dead. Whatever takes long, loading most of all, is done in threads.
+# A loop without a tick for this time is dead. Long work, such as loading a model, runs in threads.
 STANDSTILL_SECONDS = 5.0
 
 
@@ -13,21 +13,20 @@ class LoopWatch:
     """Ticks on the event loop ten times a second."""
 
     def __init__(self, clock: Clock, observe: Callable[[float], None]) -> None:
-        """`observe` gets the seconds that a tick was late."""
+        """Set the clock, and the function that gets the delay of each tick in seconds."""
         self._clock = clock
         self._observe = observe
         self._ticked_at = clock.now()
 
     def is_alive(self) -> bool:
-        """Whether the loop has ticked in the last `STANDSTILL_SECONDS`; callable in any thread."""
+        """Return whether the loop ticked in the last `STANDSTILL_SECONDS`. Any thread may call this."""
         return self._clock.now() - self._ticked_at < STANDSTILL_SECONDS
 
     async def run(self) -> None:
-        """Observes how late each tick is, until it is cancelled.
+        """Observe the delay of each tick, until cancelled.
 
-        A loop that stands still for long is late for every tick that it missed, not for one. So the observations are
-        what something that becomes due at any moment has to wait, and a second's standstill is not lost among a
-        thousand good ticks.
+        A blocked loop is late for every tick that it missed. So the observations are the delays of work that is due at
+        a random time. A block of one second gives ten observations, not one among a thousand good ticks.
         """
         due = self._clock.now() + _PERIOD_SECONDS
         while True:

@@ -33,7 +33,7 @@ class LineWriter(Generic[Item]):
             name: The name of the log, for reports and for the thread.
             file: The file.
             format_item: Returns the line of an item, without its end. Called in the thread.
-            max_waiting: The number of items that may wait.
+            max_waiting: The maximum number of waiting items.
         """
         self.on_lost: Callable[[int], object] = lambda _: None
         self._name = name
@@ -53,7 +53,7 @@ class LineWriter(Generic[Item]):
     def put(self, item: Item) -> None:
         """Add a line. Never waits."""
         if len(self._waiting) >= self._max_waiting:
-            self._lose(1, "nobody reads it fast enough")
+            self._lose(1, "the reader is too slow")
             return
         self._waiting.append(item)
         if not self._has_more.is_set():

@@ -19,7 +19,7 @@ _MAX_WAITING = 10_000  # lines
 
 
 class _LineHandler(logging.Handler):
-    """Formats a record in the thread that logs, and hands the line to a writer."""
+    """Formats a record in the logging thread, and passes the line to a writer."""
 
     def __init__(self, lines: LineWriter[str]) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class _LineHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._lines.put(self.format(record))
-        except Exception:  # logging's rule: an error in a handler stops no program
+        except Exception:  # a rule of logging: an error in a handler does not stop the program
             self.handleError(record)
 
     def close(self) -> None:
@@ -37,22 +37,22 @@ class _LineHandler(logging.Handler):
 
 
 class _TextFormatter(logging.Formatter):
-    """`time level message key=value …`, and on further lines a traceback."""
+    """Writes `time level message key=value …`, and a traceback on the following lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         line = super().formatMessage(record)
         extras = {key: it for key, it in vars(record).items() if key not in _STANDARD and not key.startswith("_")}
-        return "  ".join([line, " ".join(f"{key}={_shown(it)}" for key, it in extras.items())]) if extras else line
+        return "  ".join([line, " ".join(f"{key}={_printable(it)}" for key, it in extras.items())]) if extras else line
 
 
-def _shown(value: object) -> str:
-    """A value on one line: some are callers' words."""
+def _printable(value: object) -> str:
+    """Return a value as one line without control characters, because some values come from callers."""
     text = str(value)
     return text if text.isprintable() else repr(text)
 
 
 def _add_ids(record: logging.LogRecord) -> bool:
-    """Adds to a line the ids of the request that it is about, where requests are traced."""
+    """Add the ids of the current request to a log record, if requests are traced."""
     if ids := spans.current_ids():
         record.trace_id, record.span_id = ids
     return True
@@ -81,11 +81,11 @@ def configure(level: str, log_format: str) -> LineWriter[str]:
 
 
 def log_unexpected(error: BaseException) -> str:
-    """Logs an unexpected error; returns the text for the caller, which is not the error's own."""
+    """Log an unexpected error. Return a text for the caller that does not contain the error."""
     error_id = secrets.token_hex(8)
     logger.error("unexpected error", exc_info=error, extra={"error_id": error_id})
     return f"internal error; the server's log has it under the id {error_id}"
 
 
 def _log_uncaught(error: BaseException | None, where: object) -> None:
-    logger.critical("nobody caught an exception", exc_info=error, extra={"where": str(where)})
+    logger.critical("uncaught exception", exc_info=error, extra={"where": str(where)})

@@ -433,7 +433,7 @@ class ModelMetrics:
         child(metrics.model_default)
         self.load_seconds = child(metrics.load_seconds)
         self.warmup_seconds = child(metrics.warmup_seconds)
-        # These observer methods only pass a number on.
+        # Methods of the observers that only pass on a number.
         self.tokenized = self._stage_seconds["tokenize"].observe
         self.waited = self._stage_seconds["queue"].observe
         self.inspected = self._stage_seconds["inspect"].observe

@@ -1,4 +1,4 @@
-"""The metrics page: an HTTP server for Prometheus, and for probes that know no gRPC."""
+"""The metrics page: an HTTP server for Prometheus, and for health probes without gRPC."""
 
 import contextlib
 import logging
@@ -18,28 +18,28 @@ from encserve_server.system.listeners import open_listeners
 
 logger = logging.getLogger(__name__)
 
-# A thread each. Probes and scrapers need a few.
+# Each connection has a thread. Probes and scrapers need a few.
 _MAX_CONNECTIONS = 64
-# How long a connection may take, whatever comes on it.
+# The maximum duration of a connection.
 _CONNECTION_SECONDS = 30.0
 _HANDSHAKE_SECONDS = 5.0
-# How long a new connection waits for the end of the oldest one, if there are too many.
+# If there are too many connections, the oldest one is closed. A new connection waits this time for its end.
 _PLACE_SECONDS = 0.5
 _SHUTDOWN_SECONDS = 1.0
 _STOP_SECONDS = 0.1
 
 
 class _Handler(MetricsHandler):
-    """Answers /metrics and /healthz, and nothing else."""
+    """Answers /metrics and /healthz."""
 
     timeout = _CONNECTION_SECONDS
 
     def do_HEAD(self) -> None:  # noqa: N802 - the library's name
-        """Answers a request of the many that ask for health so: GET without the body."""
+        """Answer like GET, without the body. Many health probes use HEAD."""
         self.do_GET()
 
     def do_GET(self) -> None:  # noqa: N802 - the library's name
-        """Answers one request."""
+        """Answer one request."""
         path = self.path.partition("?")[0]
         if path == "/metrics" and not self._may_read():
             self._send(403, "/metrics needs a client certificate of an authority of --tls-client-ca-file")
@@ -54,10 +54,10 @@ class _Handler(MetricsHandler):
             else:
                 self._send(503, "NOT_SERVING")
         else:
-            self._send(404, "there are /metrics and /healthz")
+            self._send(404, "unknown path; the paths are /metrics and /healthz")
 
     def _may_read(self) -> bool:
-        """Whether the caller has shown a certificate, where one is needed."""
+        """Return whether the caller has a certificate or does not need one."""
         if not isinstance(self.connection, ssl.SSLSocket) or self.connection.context.verify_mode is ssl.CERT_NONE:
             return True
         return bool(self.connection.getpeercert())
@@ -73,7 +73,7 @@ class _Handler(MetricsHandler):
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """Serves on one listener. No HTTPServer: that asks a name server for the machine's name."""
+    """Serves on one listener. HTTPServer is not suitable, because it asks a name server for the host name."""
 
     daemon_threads = True
 
@@ -90,12 +90,12 @@ class _Server(socketserver.ThreadingTCPServer):
         self.is_serving = is_serving
         self._certificates = certificates
         self._places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
-        # By the accepted sockets, the oldest first: what is to be ended, and when.
+        # For each accepted socket, the oldest first: the socket to close, and the time at which to close it.
         self._open: dict[socket.socket, tuple[socket.socket, float]] = {}
         threading.Thread(target=self.serve_forever, args=(_STOP_SECONDS,), name="encserve-metrics", daemon=True).start()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Starts the thread of a connection; where there are too many, the oldest one ends for it."""
+        """Start the thread of a connection. If there are too many connections, close the oldest one."""
         if not self._places.acquire(blocking=False):
             for connection, _ in list(self._open.values())[:1]:
                 _shut(connection)
@@ -105,19 +105,19 @@ class _Server(socketserver.ThreadingTCPServer):
         self._open[request] = request, time.monotonic() + _CONNECTION_SECONDS
         try:
             super().process_request(request, client_address)
-        except BaseException:  # there is no thread that would
+        except BaseException:  # the thread did not start, so it cannot do this
             self._ended(request)
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answers one connection, in its own thread."""
+        """Answer one connection. Called in the connection's thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._ended(request)
 
     def service_actions(self) -> None:
-        """Ends connections that have taken too long; called every `_STOP_SECONDS`."""
+        """Close connections that have taken too long. Called every `_STOP_SECONDS`."""
         now = time.monotonic()
         for connection, ends in list(self._open.values()):
             if ends > now:
@@ -125,7 +125,7 @@ class _Server(socketserver.ThreadingTCPServer):
             _shut(connection)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Answers one connection, in its own thread, in which its handshake runs too."""
+        """Make the TLS handshake, and answer one connection. Called in the connection's thread."""
         if self._certificates is None:
             super().finish_request(request, client_address)
             return
@@ -136,7 +136,7 @@ class _Server(socketserver.ThreadingTCPServer):
             encrypted.do_handshake()
             super().finish_request(encrypted, client_address)
             encrypted.settimeout(_SHUTDOWN_SECONDS)
-            with contextlib.suppress(OSError):  # a caller without it could not tell the end from a broken connection
+            with contextlib.suppress(OSError):  # tells the caller that the answer is complete
                 encrypted.unwrap()
 
     def _ended(self, request: socket.socket) -> None:
@@ -144,7 +144,7 @@ class _Server(socketserver.ThreadingTCPServer):
         self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Logs what went wrong with one request, in one line; the library would print it."""
+        """Log the error of a request in one line. The library would print a traceback."""
         del request
         gone = isinstance(sys.exception(), ConnectionError | ssl.SSLError | TimeoutError)
         logger.log(
@@ -156,17 +156,17 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 def _shut(connection: socket.socket) -> None:
-    """Ends a connection, whose thread then finds that it has ended."""
-    with contextlib.suppress(OSError):  # it has ended meanwhile
-        # Not that of ssl.SSLSocket: its thread would then go on in plaintext.
+    """Close a connection, so that its thread ends."""
+    with contextlib.suppress(OSError):  # it is already closed
+        # After ssl.SSLSocket.shutdown, the thread would continue in plaintext.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 class MetricsPage:
-    """Serves a registry's metrics and `/healthz` in threads of its own, until it is closed.
+    """Serves the metrics of a registry and `/healthz` in separate threads, until closed.
 
     Attributes:
-        port: The port; of port 0 the one that was free.
+        port: The port. If the requested port was 0, a free port.
     """
 
     def __init__(
@@ -177,10 +177,10 @@ class MetricsPage:
         is_serving: Callable[[], bool],
         certificates: Certificates | None = None,
     ) -> None:
-        """Begins to serve on every address of the host, with `certificates` in TLS.
+        """Start to serve on every address of the host. With `certificates`, use TLS.
 
         Raises:
-            OSError: The port cannot be had.
+            OSError: The port is not available.
         """
         handler = _Handler.factory(registry)
         self._servers = [
@@ -189,7 +189,7 @@ class MetricsPage:
         self.port: int = self._servers[0].socket.getsockname()[1]
 
     def close(self) -> None:
-        """Closes the port."""
+        """Close the port."""
         for server in self._servers:
             server.shutdown()
             server.server_close()

@@ -1,4 +1,4 @@
-"""The way of ended spans to their receiver, with every one of them counted."""
+"""Sends ended spans to their receiver, and counts them."""
 
 import logging
 import math
@@ -15,27 +15,27 @@ from encserve_server.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-_MAX_QUEUE_SPANS = 2048  # as the SDK has it; a span takes about 1 KiB
-# How often it is said that spans are dropped.
-_COMPLAINT_SECONDS = 60.0
+_MAX_QUEUE_SPANS = 2048  # the default of the SDK; a span takes about 1 KiB
+# The minimum time between two warnings about dropped spans.
+_WARNING_SECONDS = 60.0
 
 
 class CountingExporter(OTLPSpanExporter):
-    """Counts what is sent and what could not be; used by the SDK's thread.
+    """Sends spans, and counts sent and failed spans. The SDK's thread uses it.
 
     Attributes:
-        taken: Spans that have left the queue.
+        taken: The number of spans that have left the queue.
     """
 
     def __init__(self, endpoint: str, metrics: Metrics) -> None:
-        """Takes where to send them: http://HOST:PORT, or https:// for TLS."""
+        """Set the receiver: http://HOST:PORT, or https:// for TLS."""
         super().__init__(endpoint, insecure=endpoint.startswith("http://"))
         self.taken = 0
         self._exported = metrics.trace_spans.labels("exported")
         self._failed = metrics.trace_spans.labels("failed")
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Sends spans; blocks, for as long as OTEL_EXPORTER_OTLP_TIMEOUT at most."""
+        """Send spans. Block for at most OTEL_EXPORTER_OTLP_TIMEOUT."""
         self.taken += len(spans)
         result = SpanExportResult.FAILURE
         try:
@@ -47,23 +47,23 @@ class CountingExporter(OTLPSpanExporter):
 
 
 class BoundedProcessor(BatchSpanProcessor):
-    """The SDK's queue, with what does not fit into it counted: the SDK tells that to OpenTelemetry's own metrics alone.
+    """The SDK's queue of spans, which also counts dropped spans. The SDK reports them to OpenTelemetry's metrics only.
 
     Spans may end in any thread.
     """
 
     def __init__(self, exporter: CountingExporter, metrics: Metrics) -> None:
-        """At most OTEL_BSP_MAX_QUEUE_SIZE spans wait for the exporter."""
+        """Create a queue of at most OTEL_BSP_MAX_QUEUE_SIZE spans."""
         self._max_spans = int(os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE", _MAX_QUEUE_SPANS))
         super().__init__(exporter, self._max_spans)
         self._exporter = exporter
         self._ending = threading.Lock()
         self._queued = 0
-        self._complained_at = -math.inf
+        self._warned_at = -math.inf
         self._dropped = metrics.trace_spans.labels("dropped")
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Queues a span, or drops it."""
+        """Queue a span, or drop it if the queue is full."""
         with self._ending:
             fits = self._queued - self._exporter.taken < self._max_spans
             self._queued += fits
@@ -72,9 +72,9 @@ class BoundedProcessor(BatchSpanProcessor):
             return
         self._dropped.inc()
         now = time.monotonic()
-        if now - self._complained_at >= _COMPLAINT_SECONDS:
-            self._complained_at = now
+        if now - self._warned_at >= _WARNING_SECONDS:
+            self._warned_at = now
             logger.warning(
-                "spans are dropped: their receiver does not keep up; encserve_trace_spans_total counts them",
+                "spans are dropped because their receiver is too slow; encserve_trace_spans_total counts them",
                 extra={"max_spans": self._max_spans},
             )

@@ -1,22 +1,22 @@
-"""OpenTelemetry spans of requests and of batches, made by its SDK and sent by OTLP over gRPC.
+"""Traces requests and batches with OpenTelemetry's SDK, and sends the spans by OTLP over gRPC.
 
     caller's span
-    └── encserve.v1.EncoderService/Encode     SERVER, one for each RPC, or request over HTTP
-        ├── tokenize                          where there is text
-        ├── queue                             until its first batch was taken
-        ├── compute ─ ─ link ─ ─▶ batch       one for each batch that held sequences of it
-        └── encode                            the reply
-    batch                                     a trace of its own: it belongs to many requests
+    └── encserve.v1.EncoderService/Encode     SERVER, one for each RPC or HTTP request
+        ├── tokenize                          only for texts
+        ├── queue                             until the first batch of the request was formed
+        ├── compute ─ ─ link ─ ─▶ batch       one for each batch with sequences of the request
+        └── encode                            building the reply
+    batch                                     a separate trace, because a batch has many requests
         └─ ─ links ─ ─▶ the requests
 
-A request on a stream has a span "request" under the stream's, which then has those parts.
+A request on a stream has a span "request" below the span of the stream. This span has the stages.
 
-The caller decides whether a request is sampled; where it says nothing, chance does. A batch is if a request in it is.
-Spans are made on the event loop, and a thread of the SDK sends them. What that thread cannot keep up with is dropped
-and counted.
+The caller decides whether a request is sampled. Otherwise the sample ratio decides. A batch is sampled if one of its
+requests is sampled. Spans start and end on the event loop, and a thread of the SDK sends them. If the thread is too
+slow, spans are dropped and counted.
 
-Names and attributes are those of OpenTelemetry's semantic conventions 1.44.0, where RPCs are a release candidate, and
-our own under `encserve.`.
+Names and attributes follow OpenTelemetry's semantic conventions 1.44.0, in which RPCs are a release candidate. The
+server's own attributes begin with `encserve.`.
 """
 
 import asyncio
@@ -56,16 +56,16 @@ from encserve_server.types.sequences import Batch
 logger = logging.getLogger(__name__)
 
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
-# A request of hundreds of sequences runs in dozens of batches: the last span stands for all further ones.
+# A request of hundreds of sequences runs in dozens of batches. The last span stands for all further batches.
 MAX_COMPUTE_SPANS = 16
-# A stream may go on for days, and its requests are all in one trace.
+# A stream may last for days, and one trace has all its requests.
 MAX_STREAM_REQUESTS = 1000
-# A span begins before its request id is checked, and thousands of spans may wait to be sent.
+# Thousands of spans may wait in memory, and a span begins before its request id is validated.
 MAX_REQUEST_ID_CHARS = 128
-# How long the end of the process waits for what has not been sent.
+# At the end, the process waits this time for the remaining spans.
 FLUSH_SECONDS = 3.0
 _GIVE_UP_SECONDS = 0.5
-# What these say about a caller's headers could be said as often as a caller likes, and each retry is no news.
+# Callers could fill the log with warnings about headers. The exporter would log every retry.
 _NOISY_LOGGERS = (
     "opentelemetry.trace.propagation.tracecontext",
     "opentelemetry.trace.span",
@@ -74,40 +74,40 @@ _NOISY_LOGGERS = (
 
 
 def open_otlp(endpoint: str, sample_ratio: float, clock: Clock, metrics: Metrics) -> "OtlpTracer":
-    """Traces to an OTLP receiver, which need not be there: what cannot be sent is lost, and nothing else happens.
+    """Return a tracer that sends spans to an OTLP receiver. Without a receiver, the spans are lost.
 
     Args:
         endpoint: http://HOST:PORT, or https:// for TLS.
-        sample_ratio: How many of the requests whose callers say nothing about it are traced, from 0 to 1.
-        clock: The clock of all times that spans are given.
-        metrics: Where spans are counted.
+        sample_ratio: The share of requests to sample, from 0 to 1, if the caller does not decide.
+        clock: The clock of the spans' times.
+        metrics: The metrics that count spans.
 
     Raises:
-        StartupError: One of OpenTelemetry's own environment variables is wrong.
+        StartupError: An environment variable of OpenTelemetry is not valid.
     """
     for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         exporter = CountingExporter(endpoint, metrics)
         return OtlpTracer(exporter, BoundedProcessor(exporter, metrics), sample_ratio, clock)
-    except Exception as error:  # a number that is none, a certificate that cannot be read, …
-        raise StartupError(f"tracing: OpenTelemetry does not take its settings (OTEL_…): {error}") from error
+    except Exception as error:  # such as an invalid number, or a certificate file that cannot be read
+        raise StartupError(f"tracing: OpenTelemetry refuses its settings (OTEL_…): {error}") from error
 
 
 class OtlpTracer:
-    """See `spans.Tracer`. Everything belongs to the event loop but what the SDK's thread does with `_exporter`."""
+    """See `spans.Tracer`. Only the event loop uses it, but the SDK's thread also uses `_exporter`."""
 
     def __init__(
         self, exporter: CountingExporter, processor: BoundedProcessor, sample_ratio: float, clock: Clock
     ) -> None:
-        """Takes where ended spans go, and how many requests have any whose callers say nothing about it."""
+        """See `open_otlp`."""
         self._exporter = exporter
         self._processor = processor
         self._clock = clock
         self._propagator = TraceContextTextMapPropagator()
         resource = _resource()
         self._requests = _open_tracer(ParentBased(TraceIdRatioBased(sample_ratio)), resource, processor)
-        self._sampled = _open_tracer(ALWAYS_ON, resource, processor)  # what belongs to requests that are sampled
+        self._sampled = _open_tracer(ALWAYS_ON, resource, processor)  # for the stages and batches of sampled requests
 
     def begin(self, name: str, metadata: Metadata, attributes: Mapping[str, str]) -> RequestSpan | None:
         """See `spans.Tracer`."""
@@ -130,13 +130,13 @@ class OtlpTracer:
 
     async def close(self) -> None:
         """See `spans.Tracer`."""
-        # A daemon: it may wait for the receiver for as long as the SDK does.
+        # A daemon thread, because the SDK may wait long for the receiver.
         flush = threading.Thread(target=self._processor.shutdown, name="encserve-flush", daemon=True)
         flush.start()
         await asyncio.to_thread(flush.join, FLUSH_SECONDS)
         if flush.is_alive():
             logger.warning("some spans could not be sent", extra={"waited_seconds": FLUSH_SECONDS})
-            self._exporter.shutdown()  # ends what is being sent, and the wait before the next try
+            self._exporter.shutdown()  # stops sending and retrying
             await asyncio.to_thread(flush.join, _GIVE_UP_SECONDS)
 
 
@@ -147,20 +147,20 @@ def _open_tracer(sampler: Sampler, resource: Resource, processor: BoundedProcess
 
 
 def _resource() -> Resource:
-    """Who sends the spans: what OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say, and ours where they say nothing."""
-    ours = {
+    """Describe the server. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override the defaults."""
+    defaults = {
         "service.name": "encserve",
         "service.version": __version__,
         "service.instance.id": str(uuid.uuid4()),
     }
-    return Resource.create(ours).merge(OTELResourceDetector().detect())
+    return Resource.create(defaults).merge(OTELResourceDetector().detect())
 
 
 class _Moments:
-    """Nanoseconds since 1970 of what the clock says, which never goes back; at the beginning the wall's clock is right.
+    """Converts the clock's seconds to nanoseconds since 1970.
 
-    Every request has one of its own: so its spans fit into each other whatever happens to the wall's clock meanwhile,
-    and a server that has been up for months is not months' drift away.
+    Each request has one converter, which compares the clock with the wall clock once. So changes of the wall clock do
+    not change the order of the request's spans, and drift does not add up over months.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -187,8 +187,8 @@ class _RequestSpan:
         self._tokens = 0
         self._stages: set[str] = set()
         self._computed = 0
-        self._further: list[tuple[float, float, SpanContext]] = []  # batches that have no span of their own
-        self._requests = 0  # of a stream
+        self._further: list[tuple[float, float, SpanContext]] = []  # batches without a separate span
+        self._requests = 0  # of this stream
 
     def about(self, model: str, version: str, sequences: int) -> None:
         """See `spans.RequestSpan`."""
@@ -203,13 +203,15 @@ class _RequestSpan:
 
     def stage(self, name: str, began_at: float, ended_at: float) -> None:
         """See `spans.RequestSpan`."""
-        if self._span.is_recording() and name not in self._stages:  # a request in parts could have hundreds
+        if (
+            self._span.is_recording() and name not in self._stages
+        ):  # a request that is split into parts could have hundreds of stages
             self._stages.add(name)
             self._child(name, began_at, ended_at)
 
     def computed(self, began_at: float, ended_at: float, batch: SpanContext) -> None:
-        """A batch has run that holds sequences of this request."""
-        if not self._span.is_recording():  # its caller may have gone while the batch ran
+        """Record a batch with sequences of this request."""
+        if not self._span.is_recording():  # the caller may have disconnected during the batch
             return
         self._computed += 1
         if self._computed < MAX_COMPUTE_SPANS:
@@ -228,7 +230,9 @@ class _RequestSpan:
             attributes={"encserve.request_id": request_id[:MAX_REQUEST_ID_CHARS]},
             start_time=self._moments.now_ns(),
         )
-        child = _RequestSpan(self._tracer, span, self._moments)  # the stream's moments, so that it lies within it
+        child = _RequestSpan(
+            self._tracer, span, self._moments
+        )  # the times of the stream, so that the span lies within the stream's span
         spans.enter(child, _ids_of(span))
         return child
 

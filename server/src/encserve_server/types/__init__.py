@@ -1,1 +1,1 @@
-"""The data that flow through the server: shapes and dtypes stated, and names that say what has been checked."""
+"""The data types of the server, with the shapes and dtypes of arrays."""

@@ -1,4 +1,4 @@
-"""Arrays, with their shapes and dtypes."""
+"""Types of arrays, with their shapes and dtypes."""
 
 from typing import Any, NamedTuple
 
@@ -8,24 +8,24 @@ import numpy.typing as npt
 TokenIds = npt.NDArray[np.int64]  # (seq,)
 Rows = npt.NDArray[np.float32]  # (seq, d_model)
 Vectors = npt.NDArray[np.float32]  # (seq, d_model)
-ModelInput = TokenIds | Vectors  # one sequence, whichever its model takes; len() is its tokens
+ModelInput = TokenIds | Vectors  # the input of one sequence, as its model needs it; len() is the number of tokens
 Numbers = npt.NDArray[np.float32]
-OutputRows = npt.NDArray[np.floating[Any] | np.uint8 | np.int8]  # (rows, width), C-contiguous; bits are (rows, bytes)
+OutputRows = npt.NDArray[np.floating[Any] | np.uint8 | np.int8]  # (rows, width), C-contiguous; of BINARY (rows, bytes)
 Mask = npt.NDArray[np.bool_]
-TokenSpans = npt.NDArray[np.int64]  # (spans, 2): where each begins and ends, exclusive, among a sequence's tokens
+TokenSpans = npt.NDArray[np.int64]  # (spans, 2): start and exclusive end, as token indices
 
 
 class IndexedRows(NamedTuple):
-    """Rows that are not one for each token, or for each sequence.
+    """Rows of MULTI_VECTOR or SPARSE, each with an index.
 
     Attributes:
         rows: (rows, width), C-contiguous.
-        indices: (rows,) little-endian uint32: the token that each comes from, or its place in the vocabulary; None
-            where it comes from several.
+        indices: (rows,) little-endian uint32: the index of the row's token in the sequence (MULTI_VECTOR), or the
+            token id of the weight (SPARSE). None if a row joins several tokens.
     """
 
     rows: OutputRows
     indices: npt.NDArray[np.uint32] | None
 
 
-OutputArrays = tuple[Any, ...]  # of one sequence, for each of its outputs: OutputRows, or IndexedRows
+OutputArrays = tuple[Any, ...]  # an OutputRows or IndexedRows for each output of one sequence

@@ -1,4 +1,4 @@
-"""What a model bundle says of its model."""
+"""The content of a model bundle."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,15 +18,15 @@ class Graph:
 
     Attributes:
         path: The ONNX file.
-        input_name: Its input of ids, int64 (batch, seq), or of vectors, float32 (batch, seq, d_model).
-        takes_vectors: Whether that is vectors.
-        attention_mask_name: Its input of 1 for a token and 0 for padding, int64 (batch, seq).
-        output_name: Its output of rows, float32 (batch, seq, d_model).
-        pad_token_id: What fills a short sequence; the mask hides it.
+        input_name: The input of ids, int64 (batch, seq), or of vectors, float32 (batch, seq, d_model).
+        takes_vectors: Whether the input is vectors.
+        attention_mask_name: The attention mask, 1 for a token and 0 for padding, int64 (batch, seq).
+        output_name: The output of rows, float32 (batch, seq, d_model).
+        pad_token_id: The id of padding tokens. The mask hides them.
         d_model: The width of a row.
-        precision: The type it computes in.
-        token_type_ids_name: An input that is filled with zeros, int64 (batch, seq); empty where there is none.
-        vocab_size: One more than the largest id; 0 where it takes vectors.
+        precision: The data type of the computation.
+        token_type_ids_name: An input of zeros, int64 (batch, seq); empty if the graph has no such input.
+        vocab_size: The largest id plus 1; 0 for vectors.
     """
 
     path: Path
@@ -43,14 +43,14 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class HeadGraph:
-    """An ONNX file of what comes after the encoder, or after pooling, and its interface. All of it is float32.
+    """The ONNX file of a head, which runs after the encoder or after pooling, and its interface. All types are float32.
 
     Attributes:
         path: The ONNX file.
-        input_names: Its input of vectors, (…, input_width), and after it that of a mask, (…), where it has one.
-        output_name: Its output, (batch, width).
-        input_width: The numbers of a vector that goes in.
-        width: The numbers of one that comes out.
+        input_names: The input of vectors, (…, input_width), and then the mask, (…), if the head has one.
+        output_name: The output, (batch, width).
+        input_width: The width of an input vector.
+        width: The width of an output vector.
     """
 
     path: Path
@@ -62,15 +62,15 @@ class HeadGraph:
 
 @dataclass(frozen=True, slots=True)
 class ModelPooling:
-    """How a model was trained to make one vector of a sequence: what OutputKind.MODEL stands for.
+    """The pooling that a model was trained for. It computes OutputKind.MODEL.
 
     Attributes:
-        kinds: The poolings, whose vectors are joined in this order.
-        l2_normalize: Whether the vector is scaled to Euclidean length 1, before it is cut.
-        width: Its numbers, before it is cut.
-        head: What comes between; None for nothing.
+        kinds: The poolings. Their vectors are concatenated in this order.
+        l2_normalize: Whether the vector is scaled to norm 1, before cutting.
+        width: The width of the vector before cutting.
+        head: The head that runs after pooling; None without a head.
         skips_prompt: Whether the tokens of a prompt are left out of pooling.
-        dimensions: To how many numbers it is cut where nothing else is asked for; 0 for all.
+        dimensions: The default number of dimensions to keep, from the first; 0 for all.
     """
 
     kinds: tuple[OutputKind, ...]
@@ -82,18 +82,18 @@ class ModelPooling:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one pooling over all tokens, and normalising at most."""
+        """Whether the vector is one pooling over all tokens, perhaps normalized."""
         return len(self.kinds) == 1 and self.head is None and not self.skips_prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """Tokens behind the last one of a short text, which have vectors in MaxSim.
+    """Tokens that are appended to a short text and that have vectors in MaxSim.
 
     Attributes:
-        min_tokens: To how many tokens it is made longer.
-        token_id: The token.
-        attended: Whether other tokens see it.
+        min_tokens: The length after the expansion.
+        token_id: The id of the appended tokens.
+        attended: Whether other tokens attend to the appended tokens.
     """
 
     min_tokens: int
@@ -103,12 +103,12 @@ class Expansion:
 
 @dataclass(frozen=True, slots=True)
 class TokenPooling:
-    """Fewer vectors of many: see `outputs.token_pooling`.
+    """The joining of similar vectors; see `outputs.token_pooling`.
 
     Attributes:
-        factor: How many vectors become one on average, at least 1.
-        protected_tokens: How many vectors at the beginning stay as they are.
-        l2_normalize: Whether all vectors are scaled to Euclidean length 1 afterwards.
+        factor: The average number of vectors that become one, at least 1.
+        protected_tokens: The number of first vectors that are not joined.
+        l2_normalize: Whether all vectors are scaled to norm 1 afterwards.
     """
 
     factor: float
@@ -118,12 +118,12 @@ class TokenPooling:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StaticSparse:
-    """Sparse weights without a run of the model: for every token that occurs in a text its own.
+    """A table of token weights, which gives sparse weights without a run of the model.
 
     Attributes:
-        tokenizer_file: A tokenizer of its own.
-        weights: (width,) float32, the weight of each token.
-        max_tokens: The longest text; 0 for any.
+        tokenizer_file: The tokenizer of the table.
+        weights: (width,) float32, the weight of each token id.
+        max_tokens: The maximum number of tokens of a text; 0 for no limit.
     """
 
     tokenizer_file: Path
@@ -133,16 +133,16 @@ class StaticSparse:
 
 @dataclass(frozen=True, slots=True)
 class TaskSettings:
-    """How texts of one task are treated.
+    """The settings for texts of one task.
 
     Attributes:
-        prompt_name: The prompt that is put before them; empty for none.
-        max_tokens: The longest.
-        expansion: What is put behind a short one.
-        skipped_token_ids: Tokens that have no vector in MaxSim.
-        kept_token_ids: The only ones that have; empty for all.
-        token_pooling: What makes fewer vectors of many.
-        static_sparse: What answers OutputKind.SPARSE in place of the model.
+        prompt_name: The name of the prompt before a text; empty without a prompt.
+        max_tokens: The maximum number of tokens of a text.
+        expansion: The tokens to append to a short text.
+        skipped_token_ids: The ids of tokens without a vector in MaxSim.
+        kept_token_ids: If not empty, only tokens with these ids have a vector in MaxSim.
+        token_pooling: The joining of similar vectors.
+        static_sparse: The table that gives OutputKind.SPARSE without the model.
     """
 
     prompt_name: str
@@ -156,10 +156,10 @@ class TaskSettings:
 
 @dataclass(frozen=True, slots=True)
 class MultiVector:
-    """What makes of a token's row the vector that MaxSim compares.
+    """The vectors that MaxSim compares.
 
     Attributes:
-        head: Rows to vectors, each by itself.
+        head: The head, which turns each row into a vector.
         similarity: "maxsim" or "meanmaxsim".
         skips_first_token: Whether the first token has no vector.
     """
@@ -170,24 +170,24 @@ class MultiVector:
 
 
 class SparsePooling(Enum):
-    """How tokens become one sparse vector; the values are those of the protobuf enum of the same name."""
+    """The pooling of tokens into one sparse vector, with the values of the protobuf enum of the same name."""
 
     MAX = 1
     SUM = 2
-    OWN_ID = 3  # every token has one weight, under its own id; the largest where an id stands twice
+    OWN_ID = 3  # a token has one weight, under its own id; of several tokens with this id, the largest weight
 
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """What makes of rows the weights over the vocabulary.
+    """Sparse weights over the vocabulary.
 
     Attributes:
-        head: Rows and mask to weights, (batch, seq, d_model) to (batch, width); for SparsePooling.OWN_ID (tokens,
-            d_model) to (tokens, 1).
-        width: The numbers of a vector, zeros included.
-        pooling: How it pools.
-        skipped_token_ids: Tokens that have no weight, for SparsePooling.OWN_ID.
-        max_active_dims: How many of the largest weights are kept; 0 for all.
+        head: The head, from rows and mask, (batch, seq, d_model), to weights, (batch, width). For SparsePooling.OWN_ID:
+            from (tokens, d_model) to (tokens, 1).
+        width: The size of the vocabulary.
+        pooling: The pooling.
+        skipped_token_ids: For SparsePooling.OWN_ID: the ids of tokens without a weight.
+        max_active_dims: The number of largest weights to keep; 0 for all.
     """
 
     head: HeadGraph
@@ -199,14 +199,14 @@ class Sparse:
 
 @dataclass(frozen=True, slots=True)
 class TextTemplate:
-    """What stands around every text.
+    """The template around every text.
 
     Attributes:
-        before: Before a text that has no prompt.
-        before_prompt: Before the prompt of a text.
-        after_prompt: Between the prompt of a text and the text.
-        after: Behind every text.
-        after_tokens: How many tokens at the end stay where a text is cut.
+        before: The string before a text without a prompt.
+        before_prompt: The string before the prompt.
+        after_prompt: The string between the prompt and the text.
+        after: The string after the text.
+        after_tokens: The number of last tokens that truncation keeps.
     """
 
     before: str
@@ -216,20 +216,20 @@ class TextTemplate:
     after_tokens: int
 
     def before_text(self, prompt: str) -> str:
-        """What stands before a text, its prompt included."""
+        """Return the string before a text, including the prompt."""
         return self.before_prompt + prompt + self.after_prompt if prompt else self.before
 
 
 @dataclass(frozen=True, slots=True)
 class InspectGraph:
-    """The ONNX file that also gives what happens inside a model.
+    """The ONNX file that also returns the model's inner values.
 
     Attributes:
-        graph: The file and its inputs; its output is the last hidden state.
-        names: For each kind its outputs, one for each layer: attention weights (1, heads, seq, seq), hidden states
-            (1, seq, d_model), positions (max_sequence_tokens, d_model). A kind that the model does not have is left
-            out.
-        files: The SHA-256 of each file that it is made of, by path, to be checked before it is loaded.
+        graph: The file and its inputs. The output is the last hidden state.
+        names: The names of the outputs of each kind, one for each layer: attention weights (1, heads, seq, seq), hidden
+            states (1, seq, d_model), positions (max_sequence_tokens, d_model). Kinds that the model does not have are
+            left out.
+        files: The SHA-256 of each file of the graph, by path. The server checks them before it loads the graph.
     """
 
     graph: Graph
@@ -246,29 +246,29 @@ class Bundle:
         version: The model's version.
         fingerprint: Identifies the bundle.
         d_model: The width of a row.
-        n_layers: The encoder's blocks.
-        n_heads: The heads of a block.
-        vocab_size: One more than the largest id; 0 where the model takes vectors.
-        max_sequence_tokens: The longest sequence.
-        special_token_ids: Ids that the tokenizer puts around a text, and the padding id.
-        pooling: How the model was trained to make one vector of a sequence, or None where the manifest does not say.
-        tokenizer_file: The tokenizer, or None where the model takes ids only.
+        n_layers: The number of blocks of the encoder.
+        n_heads: The number of attention heads of a block.
+        vocab_size: The largest id plus 1; 0 if the input is vectors.
+        max_sequence_tokens: The maximum number of tokens of a sequence.
+        special_token_ids: The ids that the tokenizer adds to a text, and the padding id.
+        pooling: The pooling that the model was trained for; None if unknown.
+        tokenizer_file: The tokenizer; None if the model has no tokenizer.
         graph: The ONNX file and its interface.
-        inspect_graph: The ONNX file that gives what happens inside, or None where there is none.
-        position: Where a token's place comes from; empty where the manifest does not say.
-        parameters: How many numbers the model has, by part.
-        prompts: What may be put before a text, by name.
-        default_prompt_name: Which of them is where nobody asks for another; empty for none.
-        similarity: How vectors are meant to be compared; empty where the manifest does not say.
-        space_id: Identifies the vector space; empty where the manifest does not say.
-        tasks: How texts of the tasks that the model knows are treated.
-        multi_vector: What makes OutputKind.MULTI_VECTOR, or None.
-        sparse: What makes OutputKind.SPARSE, or None.
-        takes_empty_texts: Whether a text without tokens is pooled as a row of zeros; otherwise it is refused.
-        split_special_tokens: Whether a special token that is written out in a text is tokenized like any other text.
-        max_text_tokens: The longest text of neither task; 0 for max_sequence_tokens.
-        template: What stands around every text, or None.
-        repository: The model's id on the hub that it came from; empty where the manifest does not say.
+        inspect_graph: The ONNX file for inspections; None if the bundle has none.
+        position: The kind of position encoding; empty if unknown.
+        parameters: The number of parameters of each part of the model.
+        prompts: The prompts for texts, by name.
+        default_prompt_name: The name of the default prompt; empty without a default.
+        similarity: The function that compares vectors; empty if unknown.
+        space_id: Identifies the vector space; empty if unknown.
+        tasks: The settings of the tasks that the model supports.
+        multi_vector: The description of OutputKind.MULTI_VECTOR; None if not supported.
+        sparse: The description of OutputKind.SPARSE; None if not supported.
+        takes_empty_texts: Whether a text without tokens is pooled as a row of zeros. Otherwise the text is refused.
+        split_special_tokens: Whether the name of a special token in a text is tokenized like other text.
+        max_text_tokens: The maximum number of tokens of a text without a task; 0 for max_sequence_tokens.
+        template: The template around every text; None without a template.
+        repository: The model's id on its hub; empty if unknown.
     """
 
     name: str
@@ -300,7 +300,7 @@ class Bundle:
     repository: str = ""
 
     def treatment(self, task: Task) -> TaskSettings:
-        """How texts of a task that the model knows, or of neither, are treated."""
+        """Return the settings of a task that the model supports, or of Task.NEITHER."""
         if task is not Task.NEITHER:
             return self.tasks[task]
         document = self.tasks.get(Task.DOCUMENT, TaskSettings("", 0))
@@ -308,7 +308,7 @@ class Bundle:
         return replace(document, prompt_name=self.default_prompt_name, max_tokens=longest)
 
     def sample(self, length: int, *, last: bool = False) -> ModelInput:
-        """A sequence that the model can compute: of its first id or its last, or of vectors of 0 or 1."""
+        """Return a valid sequence of the first or the last id, or of vectors of 0 or 1."""
         if self.graph.takes_vectors:
             return np.full((length, self.d_model), float(last), np.float32)
         return np.full(length, self.vocab_size - 1 if last else 0, np.int64)

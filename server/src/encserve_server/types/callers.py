@@ -1,4 +1,4 @@
-"""Who calls, and how urgent a call is."""
+"""Callers, and the priority of their calls."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,24 +7,23 @@ from typing import Literal, NamedTuple
 
 
 class Priority(IntEnum):
-    """Which calls go first; the names are those of the contract."""
+    """The priority of a call. Requests and files use the names in lower case."""
 
     INTERACTIVE = 0
     BULK = 1
 
 
-# By their names in files and in requests.
 PRIORITIES = {it.name.lower(): it for it in Priority}
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls.
+    """A caller.
 
     Attributes:
-        name: As the callers file has it; "" where nobody is named.
-        weight: Its share of the model, beside the weights of others.
-        priority: The highest that its calls may have.
+        name: The name in the callers file; empty if callers have no names.
+        weight: The weight of the caller's share of a model, relative to other callers.
+        priority: The highest priority that the caller's calls may have.
     """
 
     name: str = ""

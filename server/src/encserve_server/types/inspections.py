@@ -1,4 +1,4 @@
-"""What an inspection gives."""
+"""The result of an inspection of a model."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,7 +7,7 @@ from encserve_server.types.arrays import Numbers
 
 
 class InspectKind(Enum):
-    """What one tensor of an inspection holds; the values are those of the protobuf enum of the same name."""
+    """The content of one tensor of an inspection, with the values of the protobuf enum of the same name."""
 
     ATTENTION_WEIGHTS = 1
     HIDDEN_STATES = 2
@@ -19,9 +19,9 @@ class InspectTensor:
     """One tensor of an inspection.
 
     Attributes:
-        kind: What it holds.
-        layers: The layers along its first axis; empty for positions.
-        parts: Its numbers, float32: an array for each layer, or one array.
+        kind: The content.
+        layers: The layers along the first axis; empty for positions.
+        parts: An array of float32 for each layer; for positions, one array.
     """
 
     kind: InspectKind
@@ -30,5 +30,5 @@ class InspectTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole."""
+        """The shape of the tensor."""
         return (len(self.layers), *self.parts[0].shape) if self.layers else self.parts[0].shape

@@ -1,4 +1,4 @@
-"""What callers can ask for."""
+"""The choices in a request: outputs, tasks, data types, units and details."""
 
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -7,23 +7,23 @@ import numpy as np
 
 
 class OutputKind(IntEnum):
-    """What one output holds; the values are those of the protobuf enum of the same name."""
+    """The kind of an output, with the values of the protobuf enum of the same name."""
 
     TOKENS = 1
     MEAN = 2
     CLS = 3
     MAX = 4
-    MODEL = 5  # as the model was trained to make one vector; see ModelPooling
+    MODEL = 5  # the vector that the model was trained for; see ModelPooling
     LAST_TOKEN = 6
     WEIGHTED_MEAN = 7
     MEAN_SQRT_LENGTH = 8
-    MULTI_VECTOR = 9  # a vector for each token that counts in MaxSim
+    MULTI_VECTOR = 9  # a vector for each token that MaxSim compares
     SPARSE = 10  # weights over the vocabulary
-    SPANS = 11  # of each range of the sequence its rows, pooled
+    SPANS = 11  # a pooled row for each span of the sequence
 
 
 class Task(IntEnum):
-    """What a text is to a model that treats the two differently; the values are those of the protobuf enum."""
+    """Whether a text is a query or a document, with the values of the protobuf enum of the same name."""
 
     NEITHER = 0
     QUERY = 1
@@ -31,20 +31,20 @@ class Task(IntEnum):
 
 
 class DataType(IntEnum):
-    """The type of the numbers returned; the values are those of the protobuf enum of the same name."""
+    """The data type of an output, with the values of the protobuf enum of the same name."""
 
     FLOAT32 = 1
     FLOAT16 = 2
-    BINARY = 3  # whether a number is more than 0: 8 in a byte
-    INT8 = 4  # of rows of length 1; see `outputs.rows.quantized`
+    BINARY = 3  # one bit for each number: whether it is above 0
+    INT8 = 4  # for rows of norm 1; see `outputs.rows.quantized`
 
     @property
     def dtype(self) -> np.dtype[np.floating[Any] | np.uint8 | np.int8]:
-        """The type as NumPy has it, little-endian whatever this machine is; of BINARY that of the bytes."""
+        """The NumPy dtype, always little-endian. BINARY has the dtype of the packed bytes."""
         return _DTYPES[self]
 
     def row_bytes(self, width: int) -> int:
-        """The bytes of a row of so many numbers."""
+        """Return the bytes of a row of `width` numbers."""
         return (width * _BITS[self] + 7) // 8
 
 
@@ -54,11 +54,11 @@ _DTYPES: dict[DataType, np.dtype[np.floating[Any] | np.uint8 | np.int8]] = {
     DataType.BINARY: np.dtype(np.uint8),
     DataType.INT8: np.dtype(np.int8),
 }
-_BITS = (0, 32, 16, 1, 8)  # of a number, by the types' values
+_BITS = (0, 32, 16, 1, 8)  # bits of a number, indexed by the value of the data type
 
 
 class OffsetUnit(IntEnum):
-    """What places in a sequence are counted in; the values are those of the protobuf enum of the same name."""
+    """The unit of offsets into a text, with the values of the protobuf enum of the same name."""
 
     CODE_POINTS = 1
     UTF8_BYTES = 2
@@ -66,7 +66,7 @@ class OffsetUnit(IntEnum):
 
 
 class Detail(IntEnum):
-    """How much a reply says about each sequence; the values are those of the protobuf enum of the same name."""
+    """The detail of a reply about each sequence, with the values of the protobuf enum of the same name."""
 
     NONE = 1
     COUNTS = 2
@@ -74,18 +74,19 @@ class Detail(IntEnum):
 
 
 class Output(NamedTuple):
-    """One thing to return for every sequence, with every default filled in.
+    """One output of a call, with all defaults filled in.
 
     Attributes:
-        kind: What it is.
-        l2_normalize: Whether each row is scaled to Euclidean length 1, after it has been cut.
-        data_type: The type of its numbers; a float16 beyond its range becomes infinite.
-        dimensions: To how many of its first numbers a row is cut; 0 for all.
-        skipped_tokens: How many tokens at the beginning OutputKind.MODEL leaves out of pooling: those of a prompt.
-        task: Whose tokens OutputKind.MULTI_VECTOR has a vector for, and whose pooling.
-        pool_factor: How many of its vectors become one, after what the model does of this itself; 0 for no pooling.
-        max_active_dims: How many weights of OutputKind.SPARSE are kept, the largest ones; 0 for all.
-        span_pooling: How OutputKind.SPANS pools: a kind of `outputs.SPAN_POOLINGS`; None for MEAN.
+        kind: The kind.
+        l2_normalize: Whether to scale each row to norm 1, after cutting.
+        data_type: The data type. Numbers that overflow float16 become infinite.
+        dimensions: The number of dimensions to keep, from the first; 0 for all.
+        skipped_tokens: For MODEL: the number of prompt tokens to leave out of pooling.
+        task: For MULTI_VECTOR: the task, which selects the tokens and the model's own joining of vectors.
+        pool_factor: For MULTI_VECTOR: the average number of vectors to join into one, after the model's own joining;
+            0 for no further joining.
+        max_active_dims: For SPARSE: the number of largest weights to keep; 0 for all.
+        span_pooling: For SPANS: the pooling, a kind of `outputs.SPAN_POOLINGS`; None for MEAN.
     """
 
     kind: OutputKind

@@ -1,4 +1,4 @@
-"""The records of a call on its way: a sequence, and the batch that it runs in."""
+"""A sequence of a call, and the batch in which the sequence runs."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,31 +11,31 @@ from encserve_server.types.requests import Output
 
 @dataclass(slots=True, eq=False)
 class TokenSequence:
-    """One sequence of a call, from its check to its delivery; each stage fills its part in.
+    """One sequence of a call, from validation to delivery. Each stage sets some of the fields.
 
-    The event loop owns it. While a batch runs, the engine's thread that runs the batch reads it and sets nothing; what
-    the batch gave is set on the event loop, at delivery.
+    The event loop owns the sequence. An engine thread that runs its batch only reads the fields. At delivery, the event
+    loop sets the results.
 
     Attributes:
-        input: (seq,) int64 ids, or (seq, d_model) float32 vectors, whichever the model takes.
-        original_token_count: The tokens before truncation.
-        special: (seq,) which tokens are special, or None where nothing asked for it.
-        char_starts: (seq,) where each token begins in the text, in code points, 0 for special tokens; None where the
-            input is not a text, or nothing asked for it.
-        char_ends: (seq,) where each token ends, exclusive.
-        kept_behind: How many of the tokens stood behind those that were cut off; 0 where none were.
-        attended: How many of its first tokens all of its tokens see; 0 for all.
-        token_spans: What OutputKind.SPANS has rows for; None for nothing.
-        wanted: What to make of it.
-        cost: What it counts against the queue's bound, in tokens: its own, and what its outputs take beside them.
+        input: (seq,) int64 ids or (seq, d_model) float32 vectors, as the model needs.
+        original_token_count: The number of tokens before truncation.
+        special: A (seq,) mask of the special tokens; None if the call does not need the mask.
+        char_starts: (seq,) the start of each token in the text, in code points, 0 for special tokens; None if the input
+            is not a text or the call does not need offsets.
+        char_ends: (seq,) the exclusive end of each token.
+        kept_after: The number of kept tokens after the removed ones; 0 without truncation.
+        attended: The number of first tokens that all tokens attend to; 0 for all tokens.
+        token_spans: The spans for OutputKind.SPANS; None without spans.
+        wanted: The outputs to compute.
+        cost: The cost in tokens; see `ModelOutputs.cost`.
         ticket: The call, while it is scheduled; owned by `scheduling`.
-        virtual_start: When it may start, in the virtual time of its priority; owned by `scheduling`.
-        index: Its place in the call.
-        deadline: When its caller stops waiting, in the clock's seconds; infinity for never.
-        enqueued_at: When it was queued, in the clock's seconds.
-        started_at: When its batch was taken; NaN before.
-        outputs: What was made of it: for each of `wanted` (rows, width) of the type that was wanted.
-        compute_seconds: How long the model ran on its batch.
+        virtual_start: The start time in the virtual time of its priority; owned by `scheduling`.
+        index: The index in the call.
+        deadline: The time at which the caller stops waiting, in the clock's seconds; infinity without a deadline.
+        enqueued_at: The time at which the sequence was queued, in the clock's seconds.
+        started_at: The time at which its batch was formed; NaN before.
+        outputs: For each of `wanted`, the (rows, width) array of the requested data type.
+        compute_seconds: The time for which the model ran on the batch.
     """
 
     input: ModelInput
@@ -43,7 +43,7 @@ class TokenSequence:
     special: Mask | None = None
     char_starts: list[int] | None = None
     char_ends: list[int] | None = None
-    kept_behind: int = 0
+    kept_after: int = 0
     attended: int = 0
     token_spans: TokenSpans | None = None
     wanted: tuple[Output, ...] = ()
@@ -59,41 +59,41 @@ class TokenSequence:
 
     @property
     def truncated(self) -> bool:
-        """Whether anything was cut off."""
+        """Whether tokens were removed."""
         return self.original_token_count > len(self.input)
 
     @property
     def token_ids(self) -> list[int] | None:
-        """The ids, or None for vectors."""
+        """The token ids; None for vectors."""
         return self.input.tolist() if self.input.ndim == 1 else None
 
 
 class ClosedBy(StrEnum):
-    """Why a batch took no more sequences."""
+    """The reason why a batch was closed. The values are labels of encserve_batches."""
 
-    QUEUE_EMPTY = "drained"  # nothing else was pending; the value is a label of encserve_batches
-    TOKENS = "tokens"  # one more would exceed max_batch_tokens
-    SEQUENCES = "sequences"  # max_batch_sequences reached
-    PADDING = "padding"  # one more would exceed max_padding_fraction
+    QUEUE_EMPTY = "drained"  # no other sequence was in the queue
+    TOKENS = "tokens"  # one more sequence would exceed max_batch_tokens
+    SEQUENCES = "sequences"  # the batch has max_batch_sequences
+    PADDING = "padding"  # one more sequence would exceed max_padding_fraction
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Sequences that run together, with what becomes of them; the engine's thread that runs it owns it until delivery.
+    """Sequences that run together, and the results. The engine thread that runs the batch owns it until delivery.
 
     Attributes:
         sequences: The sequences.
-        closed_by: Why it took no more.
-        lane: Which of the engine's threads runs it, from 0.
-        alone: Whether it has the whole device.
-        began_at: When the run began, in the clock's seconds.
-        ended_at: When its outputs were made.
-        tokens: The tokens that were laid out, padding excluded.
-        padded_tokens: The same, padding included.
-        collate_seconds: Laying out the sequences as one array.
-        compute_seconds: Running the model.
-        split_seconds: Making of its rows what each sequence is wanted for, and looking whether that is finite.
-        outputs: For each sequence what was wanted of it, None where its numbers are not all finite.
+        closed_by: The reason why the batch was closed.
+        lane: The index of the engine thread that runs the batch.
+        alone: Whether the batch uses the whole device.
+        began_at: The time at which the run began, in the clock's seconds.
+        ended_at: The time at which the outputs were complete, in the clock's seconds.
+        tokens: The number of tokens without padding.
+        padded_tokens: The number of tokens with padding.
+        collate_seconds: The time for padding the sequences into one array.
+        compute_seconds: The time for running the model.
+        split_seconds: The time for computing and checking the outputs.
+        outputs: The outputs of each sequence; None for a sequence with invalid rows.
     """
 
     sequences: list[TokenSequence]
