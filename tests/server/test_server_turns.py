@@ -28,7 +28,7 @@ class Bench:
         await asyncio.sleep(0)
         return tasks
 
-    def send(self, name: str, sender: Sender = ANY_SENDER, cost: float = 1) -> "asyncio.Task[None]":
+    def send(self, name: str, sender: Sender = ANY_SENDER, cost: int = 1) -> "asyncio.Task[None]":
         return asyncio.create_task(self.pool.run(sender, cost, partial(self.done.append, name)))
 
     async def release(self) -> None:

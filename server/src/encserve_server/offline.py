@@ -34,7 +34,7 @@ from encserve_server.errors import (
 )
 from encserve_server.models.inputs import SentIds, SentInput, SentVectors, pieces
 from encserve_server.models.reply_size import ReplyShape
-from encserve_server.models.treatment import EncodeCall, Treatment, Treatments
+from encserve_server.models.treatment import CallPlan, CallPlanner, EncodeCall
 from encserve_server.models.turns import FairThreadPool
 from encserve_server.outputs import OutputPlan, OutputSpec, static_weights
 from encserve_server.repository.bundle import MANIFEST_NAME
@@ -211,7 +211,7 @@ class Embedder:
         self.policy: BatchPolicy = batch_policy(settings, self.info.device, loaded.job_batch_tokens)
         self.intra_op_threads: int = settings.intra_op_threads or usable_cpus()
         self.parallel_batches: int = loaded.engine.max_parallel_runs
-        self._treatments = Treatments(
+        self._planner = CallPlanner(
             self.bundle, loaded.tokenizer, loaded.outputs, settings.max_text_bytes, loaded.static_tokenizers
         )
         self._tokenizing = ThreadPoolExecutor(settings.tokenizer_threads, "encserve-tokenize")
@@ -266,7 +266,7 @@ class Embedder:
         self._check_running()
         sent: dict[int, SentInput] = dict(enumerate(texts))
         call, _ = _call(list(sent.values()), "tokens", **options)
-        checked = self._check(self._treatments.treat(call), sent)
+        checked = self._check(self._planner.plan_call(call), sent)
         return [
             _reason(it) if isinstance(it, EncserveError) else np.asarray(it.input, np.int64) for it in checked.values()
         ]
@@ -324,7 +324,7 @@ class Embedder:
             except RequestError as problem:
                 refused[i] = problem
         call, name = _call(list(sent.values()), self.trained_kind, **options)
-        treatment = self._treatments.treat(call)
+        treatment = self._planner.plan_call(call)
         checked = self._check(treatment, sent)
         refused |= {i: it for i, it in checked.items() if isinstance(it, EncserveError)}
         for error in refused.values():
@@ -338,7 +338,7 @@ class Embedder:
             raise refused[min(refused)]
         return rows.embedded(name, self.bundle)
 
-    def _check(self, treatment: Treatment, sent: Mapping[int, SentInput]) -> dict[int, TokenSequence | RequestError]:
+    def _check(self, treatment: CallPlan, sent: Mapping[int, SentInput]) -> dict[int, TokenSequence | RequestError]:
         """Checks and tokenizes inputs; for each its sequence, or why it is refused, by its place."""
         places, values = list(sent), list(sent.values())
 
@@ -369,7 +369,7 @@ class Embedder:
         checked.move(place - among)
         return checked
 
-    def _compute_all(self, treatment: Treatment, sequences: Sequence[TokenSequence], rows: "_Rows") -> None:
+    def _compute_all(self, treatment: CallPlan, sequences: Sequence[TokenSequence], rows: "_Rows") -> None:
         """Makes the outputs of sequences, and puts them among the rows."""
         if treatment.static is not None:
             static, outputs = treatment.static, treatment.plan.outputs
@@ -476,7 +476,7 @@ class _Rows:
 
     def __init__(
         self,
-        treatment: Treatment,
+        treatment: CallPlan,
         inputs: int,
         sequences: Sequence[TokenSequence],
         refused: dict[int, EncserveError],
