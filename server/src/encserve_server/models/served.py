@@ -1,4 +1,4 @@
-"""What is served: one model's way from a decoded call to rows. Knows no protocol."""
+"""One served model, from a decoded call to rows. Knows no protocol."""
 
 import asyncio
 import contextlib
@@ -33,15 +33,15 @@ from encserve_server.types.callers import ANY_SENDER, Sender
 from encserve_server.types.requests import DataType, Detail, OffsetUnit, Task
 from encserve_server.types.sequences import TokenSequence
 
-# Static weights of so many texts are looked up before other calls have a turn.
+# Other calls run after each lookup of this many texts in a table of static weights.
 _STATIC_TEXTS_AT_ONCE = 16
 
 
 class ModelObserver(InspectObserver, Protocol):
-    """Hears what a model does; called on the event loop."""
+    """Receives the events of a model on the event loop."""
 
     def register_text_queue_gauges(self, queued_bytes: Callable[[], int], limit_bytes: int) -> None:
-        """Takes a function, callable from any thread, that says how much text waits, and the bound on it."""
+        """Take a function that returns how much text waits, and the bound. Any thread may call the function."""
 
     def tokenized(self, seconds: float) -> None:
         """The texts of a call have been tokenized, or refused."""
@@ -57,10 +57,10 @@ class RequestLimits:
     Attributes:
         max_sequences: The most inputs.
         max_text_bytes: The longest text, in bytes of UTF-8.
-        max_request_bytes: The largest request; gRPC holds it, and callers are told.
+        max_request_bytes: The largest request; gRPC enforces it, and GetModel reports it.
         max_response_bytes: The largest reply.
         max_tokens: The most tokens: the bound of the queue.
-        max_inspect_tokens: The longest sequence that is inspected.
+        max_inspect_tokens: The longest sequence of an inspection.
     """
 
     max_sequences: int
@@ -73,16 +73,16 @@ class RequestLimits:
 
 @dataclass(slots=True)
 class EncodeReply:
-    """What a model makes of a call.
+    """The reply to a call.
 
     Attributes:
         sequences: One for each input, in order; with outputs once the call has run.
-        plan: What is made of each.
-        detail: How much the reply says of each sequence.
-        padded: Whether every sequence has as many rows in the reply as the longest.
-        static: What answers the call in place of the model, if anything does.
-        tokenize_seconds: How long tokenizing took, waiting for its thread included.
-        estimated_bytes: The reply's size, at most; of sparse weights what they take once they are there.
+        plan: The outputs of each sequence.
+        detail: The detail of the reply for each sequence.
+        padded: Whether each sequence has as many rows as the longest.
+        static: The table that answers the call instead of the model; None if the model answers.
+        tokenize_seconds: The time for tokenizing, with the wait for a thread.
+        estimated_bytes: The most bytes of the reply. Sparse weights count once they are computed.
     """
 
     sequences: list[TokenSequence]
@@ -167,7 +167,7 @@ class InspectReply:
     Attributes:
         sequence: The sequence as the model saw it.
         inspection: What happened inside.
-        tokenize_seconds: How long tokenizing took, waiting for its thread included.
+        tokenize_seconds: The time for tokenizing, with the wait for a thread.
     """
 
     sequence: TokenSequence

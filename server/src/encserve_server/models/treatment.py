@@ -153,7 +153,13 @@ class CallPlanner:
     def rules(
         self, inputs: Sequence[SentInput], task: Task, prompt_name: str | None, *, truncate: bool | None
     ) -> tuple[InputChecker, InputRules]:
-        """How inputs are checked whose tokens are told in detail; `truncate` is None to take texts of any length.
+        """Return the checker and the rules for a reply with details of tokens.
+
+        Args:
+            inputs: The inputs.
+            task: The task.
+            prompt_name: As in EncodeCall.
+            truncate: Whether to cut an over-long text; None takes texts of any length.
 
         Raises:
             InvalidField: The model does not know the task or the prompt, or they are not for these inputs.
@@ -164,7 +170,7 @@ class CallPlanner:
         return self._checker, self._checker.rules(limit, details=True, prompt=prompt, expansion=settings.expansion)
 
     def _check_shape(self, call: EncodeCall) -> None:
-        """Refuses what the reply cannot say."""
+        """Refuse a shape that a reply of this model cannot have."""
         if call.shape.with_strings and self._tokenizer is None:
             problem = f"model {self._bundle.name} has no tokenizer, so no strings for its ids"
             raise InvalidField(FieldPath(Part.TOKEN_STRINGS), problem)
