@@ -4,6 +4,7 @@ The quick tests belong to the test tier `system`, and the other tests to the tes
 latencies, so no other test may run at the same time.
 """
 
+import hashlib
 import signal
 import time
 import urllib.error
@@ -111,6 +112,11 @@ def call(requests: Callable[[], list[bytes]], callers: int = 1) -> MakeDriver:
     return lambda server: (ask_grpc, server.target, ENCODE, requests(), callers)
 
 
+def tokenize(texts: Callable[[], list[str]], callers: int) -> MakeDriver:
+    """Return callers of POST /tokenize."""
+    return lambda server: (ask_http, server.http_port, post("/tokenize", {"inputs": texts()}), callers)
+
+
 def flooding(first: bytes, block: bytes, connections: int) -> MakeDriver:
     """Return connections that send `first` once, then `block` again and again."""
     return lambda server: (flood, server.http_port, first, block, connections)
@@ -195,6 +201,12 @@ SLOW = {
         write_words,
         embed(lambda: ["a dog"] * 64, 4),
         embed(lambda: [("a dog on a cat " * 267)[:4000]] * 2048, 4),
+        seconds=15,
+    ),
+    "millions of tokens to tokenize": Row(
+        write_words,
+        tokenize(lambda: ["a dog on a cat"] * 64, 2),
+        tokenize(lambda: ["a " * 100_000] * 20, 2),
         seconds=15,
     ),
     "largest body, escapes": Row(write_words, LARGE_CONTROL, largest_body(b'"%s"' % (rb"\u00e9" * 650))),
@@ -390,6 +402,31 @@ def first_status(stream: Any) -> str:
         return str(stream.code().name)
     names = {code.value[0]: code.name for code in grpc.StatusCode}
     return names[reply.error.code]
+
+
+def test_a_bulk_caller_leaves_room_for_another(tmp_path: Path) -> None:
+    """A bulk caller sends more than the queue takes. The ordinary calls are bulk calls of another caller."""
+    write_slow(tmp_path, STEPS_PER_RUN)
+    file = tmp_path.with_name(f"{tmp_path.name}-callers.toml")
+    file.write_text(
+        "\n".join(
+            f'[[caller]]\nname = "{name}"\nkey_sha256 = ["{hashlib.sha256(key.encode()).hexdigest()}"]\n'
+            f'weight = {weight}\npriority = "bulk"\n'
+            for name, key, weight in (("flood", "encserve-flooding", 0.01), ("ordinary", KEY, 1.0))
+        )
+    )
+
+    def flood_bulk(server: RealServer, inputs: int, callers: int) -> Driver:
+        body = orjson.dumps({"inputs": [[1]] * inputs, "pooling": "mean"})
+        request = head("/embed", f"api-key: encserve-flooding\r\ncontent-length: {len(body)}") + body
+        return ask_http, server.http_port, request, callers
+
+    flags = ("--callers", str(file), "--max-queue-tokens", "2048", "--parallel-batches", "1")
+    with hostile_server(tmp_path, *flags) as server:
+        outcome = measure(server, flood_bulk(server, 1, 2), flood_bulk(server, 64, 64))
+        outcome.check()
+        assert set(outcome.report) <= {"200", "429", "connections ended"}, outcome.report
+        assert outcome.report["429"] > 0
 
 
 # A batch takes about 30 ms. The number of waiting inputs does not matter.

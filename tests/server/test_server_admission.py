@@ -26,7 +26,7 @@ def test_a_call_is_refused_only_if_it_does_not_fit_or_the_queue_was_full(events:
             continue
         tokens = min(event, limit)
         reopens_at = admission.reopens_at_tokens
-        closed = admission.shut_to_all(queued)
+        closed = admission.is_closed(queued)
         assert closed == (reopens_at is not None and queued > reopens_at)
         assert admission.reopens_at_tokens == reopens_at, "the check of a call changed the result of the next check"
         excess = admission.excess(tokens, queued)

@@ -677,7 +677,7 @@ async def test_inspections_take_turns_between_callers(serve: Serve) -> None:
     tasks = []
     for key, length, waiting in ((RIGHT, 1, 1), (RIGHT, 2, 2), (RIGHT, 3, 3), (OTHER, 4, 4)):
         if length == 4:
-            error = await refusal(inspect(RIGHT, 9))
+            error = await asyncio.wait_for(refusal(inspect(RIGHT, 9)), 30)
             assert (error.reason, "3 inspections" in error.text) == ("SHARE_EXCEEDED", True)
         tasks.append(inspect(key, length))
         await until(lambda: server.sample("encserve_inspections", model="tiny", version="2") == waiting)  # noqa: B023

@@ -152,7 +152,7 @@ async def test_bulk_callers_share_the_half_of_the_queue_that_bulk_may_take(
     for waiting in (10, 20):
         tasks.append(send(JOBS_KEY, 10))
         await until(lambda: server.queued() == waiting)  # noqa: B023
-    refused = await refusal(send(JOBS_KEY, 10))
+    refused = await asyncio.wait_for(refusal(send(JOBS_KEY, 10)), 30)
     assert (refused.reason, "caller jobs has 20 tokens" in refused.text) == ("SHARE_EXCEEDED", True)
     tasks.append(send(SEARCH_KEY, 15))
     await until(lambda: server.queued() == 35)

@@ -428,7 +428,7 @@ async def test_special_tokens_of_texts_are_known_without_the_manifest(start_serv
     """For texts, the tokenizer marks the special tokens. For token ids, the manifest must list the special tokens."""
     server = await start_server()
     model = server.app.catalog.resolve("", "")
-    model._treatments._bundle = replace(model.bundle, special_token_ids=())
+    model._planner._bundle = replace(model.bundle, special_token_ids=())
     options = pb.EncodeOptions(exclude_special_tokens=True)
     assert list((await server.encode("hello world", options=options)).outputs[0].lengths) == [2]
     assert (await refusal(server.encode([1, 2], options=options))).text.startswith("options.exclude_special_tokens")

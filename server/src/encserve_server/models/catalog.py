@@ -1,4 +1,4 @@
-"""The map of all models that are served."""
+"""The served models by name and version."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -18,15 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 class Catalog:
-    """The models by name and version. A name is only ever a key of this map, never a path."""
+    """The served models by name and version. A name is a key of this map, and never a path."""
 
     def __init__(self, aliases: Mapping[str, str] | None = None, *, accept_any_name: bool = False) -> None:
-        """Starts empty: every call gets NotReady until `publish`.
+        """Start empty. Every call gets NotReady until `publish`.
 
         Args:
             aliases: Other names of models: NAME or NAME@VERSION by alias.
-            accept_any_name: Whether a name that is not known is taken for the default model's, where there is one
-                model.
+            accept_any_name: If there is one model, whether an unknown name means that model.
         """
         self._aliases = dict(aliases or {})
         self._accept_any_name = accept_any_name
@@ -36,9 +35,9 @@ class Catalog:
         self._default_name = ""
 
     def publish(self, models: Sequence[ServedModel]) -> None:
-        """Makes these models available, and no others.
+        """Make these models available, and no others.
 
-        The first is the default, and the first of a name is that name's default version.
+        The first model is the default. The first model of a name is the default version of that name.
         """
         self._models = {model.key: model for model in models}
         self._default_name = models[0].bundle.name
@@ -50,24 +49,24 @@ class Catalog:
             hub_name = model.bundle.repository
             if hub_name and hub_name not in self._default_version:
                 self._hub_names.setdefault(hub_name, model.bundle.name)
-        for alias, its in self._aliases.items():
-            found, _, version = its.partition("@")
+        for alias, target in self._aliases.items():
+            found, _, version = target.partition("@")
             if alias in self._default_version:
                 logger.warning(
-                    "--served-model-name is the name of another model, which is served under it",
-                    extra={"alias": alias, "of": its},
+                    "--served-model-name is the name of another model; the name means that model",
+                    extra={"alias": alias, "of": target},
                 )
             if found not in self._default_version or (version and (found, version) not in self._models):
-                logger.warning("no model for --served-model-name", extra={"alias": alias, "of": its})
+                logger.warning("no model for --served-model-name", extra={"alias": alias, "of": target})
 
     def check_use(self, name: str, caller: str, allowed: Collection[str]) -> None:
-        """Refuses a name of a model that a caller may not use; empty for the default one.
+        """Check that a caller may use the model of a name; empty for the default model.
 
-        The error has the name that was sent. What model the name stands for, the caller is not told.
+        The error has the name that the caller sent, and not the model's own name.
 
         Raises:
             NotReady: The models are still being loaded.
-            ModelNotFound: It is no name of a model.
+            ModelNotFound: No model has this name.
             PermissionDenied: The caller may not use the model.
         """
         self._check_loaded()
@@ -75,8 +74,8 @@ class Catalog:
         if own not in self._default_version:
             own, _ = self._other_name(own, "", allowed)
         if own not in allowed:
-            what = _shown(name) if name else "the default model"
-            problem = f"caller {caller} may not use {what}; it may use {', '.join(sorted(allowed))}"
+            model = _quoted(name) if name else "the default model"
+            problem = f"caller {caller} may not use {model}; it may use {', '.join(sorted(allowed))}"
             raise PermissionDenied(FieldPath(Part.MODEL), problem)
 
     def resolve(
@@ -85,44 +84,49 @@ class Catalog:
         version: str,
         expected_fingerprint: str = "",
         expected_space_id: str = "",
-        told: Collection[str] | None = None,
+        visible: Collection[str] | None = None,
     ) -> ServedModel:
-        """The model of a name and version, either empty for its default; an id that is empty expects nothing.
+        """Return the model of a name and version.
 
-        `told` are the models that the caller may know of; None for all. Errors name no others.
+        Args:
+            name: The name; empty for the default model.
+            version: The version; empty for the default version of the name.
+            expected_fingerprint: The fingerprint that the model must have; empty for any.
+            expected_space_id: The space_id that the model must have; empty for any.
+            visible: The models that errors may name; None for all.
 
         Raises:
             NotReady: The models are still being loaded.
-            ModelNotFound: There is none.
-            FingerprintMismatch: It has another fingerprint than expected.
-            SpaceMismatch: It has another space_id than expected, or none.
+            ModelNotFound: There is no such model or version.
+            FingerprintMismatch: The model has another fingerprint.
+            SpaceMismatch: The model has another space_id, or none.
         """
         self._check_loaded()
         name = name or self._default_name
         if name not in self._default_version:
-            name, version = self._other_name(name, version, told)
+            name, version = self._other_name(name, version, visible)
         version = version or self._default_version[name]
         model = self._models.get((name, version))
         if model is None:
             versions = ", ".join(v for n, v in self._models if n == name)
-            problem = f"no version {_shown(version)} of {name}; there are {versions}"
+            problem = f"no version {_quoted(version)} of {name}; there are {versions}"
             raise ModelNotFound(FieldPath(Part.MODEL_VERSION), problem)
         found, of = model.bundle, f"{name}@{version}"
         if expected_fingerprint and expected_fingerprint != found.fingerprint:
             raise FingerprintMismatch(
-                "{field}: {expected} is expected, but {of} has {found}: it is another bundle; name the version that "
-                "has it, or expect the space_id that your vectors have",
+                "{field}: {expected} is expected, but {of} has {found}: it is another bundle; name the version with "
+                "this fingerprint, or expect the space_id of your vectors",
                 field=FieldPath(Part.FINGERPRINT),
-                expected=_shown(expected_fingerprint),
+                expected=_quoted(expected_fingerprint),
                 of=of,
                 found=found.fingerprint,
             )
         if expected_space_id and expected_space_id != found.space_id:
             raise SpaceMismatch(
-                "{field}: {expected} is expected, but {of} has {found}: its vectors do not belong into one space with "
-                "those; name the version that has it, or encode all texts again",
+                "{field}: {expected} is expected, but {of} has {found}: the vectors of the two are not comparable; "
+                "name the version with this space_id, or encode all texts again",
                 field=FieldPath(Part.SPACE_ID),
-                expected=_shown(expected_space_id),
+                expected=_quoted(expected_space_id),
                 of=of,
                 found=found.space_id or "none (export it again)",
             )
@@ -132,53 +136,58 @@ class Catalog:
         if not self._models:
             raise NotReady("the server is still loading its models")
 
-    def _other_name(self, name: str, version: str, told: Collection[str] | None) -> tuple[str, str]:
-        """The name and version of the model that an alias or a hub's name stands for.
+    def _other_name(self, name: str, version: str, visible: Collection[str] | None) -> tuple[str, str]:
+        """Return the name and version of the model behind an alias or a hub's name.
 
         Raises:
-            ModelNotFound: It is no name of a model.
+            ModelNotFound: No model has this name.
         """
-        found, _, its_version = (self._aliases.get(name) or self._hub_names.get(name, "")).partition("@")
+        found, _, alias_version = (self._aliases.get(name) or self._hub_names.get(name, "")).partition("@")
         if not found and self._accept_any_name and len(self._default_version) == 1:
             return self._default_name, ""
         if found not in self._default_version:
             names = dict.fromkeys([*self._default_version, *self._aliases, *self._hub_names])
-            there = ", ".join(it for it in names if told is None or self._meant(it) in told)
-            there = there or "none that this caller may use"
-            raise ModelNotFound(FieldPath(Part.MODEL), f"no model {_shown(name)}; there are {there}")
-        return found, version or its_version
+            known = ", ".join(it for it in names if visible is None or self._target_of(it) in visible)
+            known = known or "none that this caller may use"
+            raise ModelNotFound(FieldPath(Part.MODEL), f"no model {_quoted(name)}; there are {known}")
+        return found, version or alias_version
 
-    def _meant(self, name: str) -> str:
-        """The model's own name behind one of its names."""
+    def _target_of(self, name: str) -> str:
+        """Return the own name of the model behind a name."""
         return (self._aliases.get(name) or self._hub_names.get(name, name)).partition("@")[0]
 
     def names(self, model: ServedModel) -> list[str]:
-        """The names of a model: its own, with the version unless that is the default one, aliases, and the hub's."""
+        """Return the names of a model: its own, aliases, and the hub's.
+
+        If the version is not the default version, the own name is NAME@VERSION.
+        """
         name, version = model.key
         is_default = self.is_default_version(model)
         own = name if is_default else f"{name}@{version}"
         aliases = self._aliases
         others = [it for it in aliases if aliases[it] in {own, f"{name}@{version}"} and it not in self._default_version]
-        others += [hub for hub, its in self._hub_names.items() if its == name and is_default and hub not in aliases]
+        others += [
+            hub for hub, target in self._hub_names.items() if target == name and is_default and hub not in aliases
+        ]
         return list(dict.fromkeys([own, *others]))
 
     def all(self) -> list[ServedModel]:
-        """Every model, the default one first, then by name and version."""
+        """Return all models: the default model first, then by name and version."""
         return sorted(
             self._models.values(),
             key=lambda model: (not self.is_default(model), model.bundle.name, model.bundle.version),
         )
 
     def is_default(self, model: ServedModel) -> bool:
-        """Whether requests that name no model get this one."""
+        """Return whether requests without a model name get this model."""
         return model.bundle.name == self._default_name and self.is_default_version(model)
 
     def is_default_version(self, model: ServedModel) -> bool:
-        """Whether requests that name the model but no version get this one."""
+        """Return whether requests with the model's name and no version get this model."""
         name, version = model.key
         return self._default_version.get(name) == version
 
 
-def _shown(text: str) -> str:
-    """A caller's text, quoted and cut to what an error can hold."""
+def _quoted(text: str) -> str:
+    """Return a caller's text in quotes, cut to 64 characters for errors."""
     return repr(text if len(text) <= 64 else text[:64] + "…")

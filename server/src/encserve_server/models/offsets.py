@@ -1,11 +1,11 @@
-"""Places in a text, counted in code points and in bytes."""
+"""Positions in a text, in code points and in bytes."""
 
 import numpy as np
 import numpy.typing as npt
 
 
 def utf8_offsets(text: str) -> npt.NDArray[np.int64]:
-    """(len(text) + 1,) how many bytes of UTF-8 there are before each code point, and in all."""
+    """Return (len(text) + 1,): the UTF-8 bytes before each code point, and of the whole text."""
     code_points = np.frombuffer(text.encode("utf-32-le"), "<u4")  # (len(text),)
     sizes = 1 + (code_points >= 0x80) + (code_points >= 0x800) + (code_points >= 0x10000)
     offsets = np.zeros(len(text) + 1, np.int64)

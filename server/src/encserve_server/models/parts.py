@@ -1,4 +1,4 @@
-"""Calls of many inputs, worked on in parts, so that other calls have their turns in between."""
+"""Calls with many inputs run in parts, so that other calls run in between."""
 
 import asyncio
 import math
@@ -19,19 +19,19 @@ from encserve_server.types.sequences import TokenSequence
 
 Done = TypeVar("Done")
 
-# Two parts are in the queue at a time, so that the engine need not wait for the next one. Together they cost at most a
-# quarter of what the queue may hold, and no more than keeps the engine busy: who comes meanwhile waits for them.
-_PARTS_AT_ONCE, _PARTS_OF_QUEUE, _BATCHES_OF_PART = 2, 8, 2
-# How long a part waits for room in the queue, once one before it has been run.
+# Two parts are in the queue at a time, so that the engine does not wait for the next part. Together they cost at most a
+# quarter of the queue's bound, and no more than keeps the engine busy, because later calls wait for them.
+_PARTS_AT_ONCE, _QUEUE_SHARE_DIVISOR, _BATCHES_PER_PART = 2, 8, 2
+# The longest wait of a part for room in the queue, after an earlier part has started.
 _ROOM_SECONDS = 30.0
 
 
 class PartedCall:
-    """One call; owned by the event loop.
+    """One call. The event loop owns it.
 
-    A piece of the inputs is prepared while parts of the sequences before it are run. The queue holds two parts at a
-    time, each of at most an eighth of what it may hold and of 2 batches, or of one sequence. The first part that finds
-    a queue full fails the call, as any call that is refused at the door; a later one waits, since work has been done.
+    The call prepares a piece of its inputs while earlier sequences run. The queue holds two parts at a time. A part is
+    at most an eighth of the queue's bound and 2 batches, or one sequence. If the queue has no room for the first part,
+    the call fails. Later parts wait for room, because work has been done for the call.
     """
 
     def __init__(
@@ -46,10 +46,17 @@ class PartedCall:
         sender: Sender = ANY_SENDER,
         charge: Callable[[Sequence[TokenSequence]], None] = lambda _: None,
     ) -> None:
-        """Takes a call without spans or details of tokens.
+        """Prepare nothing yet.
 
-        `hold` is called with the estimated bytes of the reply, or of one part of it after the other, and `charge` with
-        the sequences of each piece before they are run.
+        Args:
+            model: The model.
+            call: The call, without spans and without details of tokens.
+            hold: Called with the estimated bytes of the reply, or of each of its parts.
+            clock: The time.
+            deadline: The time after which the caller does not wait.
+            span: Traces the call.
+            sender: The caller and the priority.
+            charge: Called with the sequences of each piece before they run.
         """
         self._model = model
         self._call = call
@@ -59,21 +66,21 @@ class PartedCall:
         self._span = span
         self._sender = sender
         self._charge = charge
-        self._most_cost = model.limits.max_tokens // _PARTS_OF_QUEUE
+        self._most_cost = model.limits.max_tokens // _QUEUE_SHARE_DIVISOR
         if model.max_batch_tokens:
-            self._most_cost = min(self._most_cost, model.max_batch_tokens * _BATCHES_OF_PART)
+            self._most_cost = min(self._most_cost, model.max_batch_tokens * _BATCHES_PER_PART)
         self._reply: EncodeReply | None = None
         self._waiting: list[TokenSequence] = []
         self._running: deque[asyncio.Task[int]] = deque()
         self._parts_run = 0
 
     async def run(self) -> EncodeReply:
-        """Prepares and runs all inputs.
+        """Prepare and run all inputs.
 
         Raises:
-            QueueFull: The first part found no room in the queue, or a later one none for 30 s.
+            QueueFull: The first part found no room in the queue, or a later part found none for 30 s.
             ResponseTooLarge: The reply is over the limit.
-            EncserveError: Whatever `hold`, `ServedModel.prepare` and `run` raise, of the first part that fails.
+            EncserveError: Another error of the first part that fails.
         """
         try:
             for begin, end in pieces(self._call.inputs):
@@ -83,7 +90,7 @@ class PartedCall:
                 await self._run_waiting()
                 while self._running:
                     await self._finish_oldest()
-            else:  # the usual call is of one part
+            else:  # the usual call has one part
                 await self._run_all(self._reply)
         finally:
             for task in self._running:  # another part has failed, or the caller has gone
@@ -106,7 +113,7 @@ class PartedCall:
             raise
         row_bytes = piece.plan.row_bytes
         if row_bytes is not None and end - begin < len(self._call.inputs):
-            # What all inputs take is known from the first piece on, and held before anything is computed.
+            # The first piece shows the bytes of all inputs. Hold them before any computation.
             piece.estimated_bytes = 0 if begin else self._model.check_rows(row_bytes, len(self._call.inputs))
         for sequence in piece.sequences:
             sequence.index += begin
@@ -115,7 +122,7 @@ class PartedCall:
         return piece
 
     async def _add(self, piece: EncodeReply) -> None:
-        """Adds a piece to the reply, and runs what is more than one part."""
+        """Add a piece to the reply, and run all but the last part."""
         reply = self._reply
         if reply is None:
             self._reply = replace(piece, sequences=list(piece.sequences))
@@ -142,17 +149,17 @@ class PartedCall:
             )
 
     async def _run_all(self, reply: EncodeReply) -> None:
-        """Runs all sequences at once."""
+        """Run all sequences at once."""
         estimated = reply.estimated_bytes
         await self._model.run(reply, self._deadline, self._span, self._sender)
         if reply.estimated_bytes > estimated:
             self._hold(reply.estimated_bytes - estimated)
 
     async def _run_waiting(self) -> None:
-        """Begins to run the sequences that wait, once there are not too many parts before them."""
+        """Start to run the waiting sequences. First wait until there is room for another part."""
         if len(self._running) == _PARTS_AT_ONCE:
             await self._finish_oldest()
-        assert self._reply is not None  # noqa: S101 - something waits
+        assert self._reply is not None  # noqa: S101 - there are waiting sequences
         part, self._waiting = replace(self._reply, sequences=self._waiting), []
         self._running.append(asyncio.create_task(self._run_part(part, may_wait=self._parts_run > 0)))
         self._parts_run += 1
@@ -166,18 +173,18 @@ class PartedCall:
             self._check_size(self._reply)
 
     async def _run_part(self, part: EncodeReply, *, may_wait: bool) -> int:
-        """Runs sequences; how many bytes more than estimated their outputs take in the reply."""
+        """Run sequences. Return how many bytes more than estimated their outputs take in the reply."""
         estimated = part.estimated_bytes
         run = partial(self._model.run, part, self._deadline, self._span, self._sender)
         try:
             await self._when_there_is_room(run, may_wait=may_wait)
-        except RequestTooLarge as error:  # several sequences are never too many for the queue, but one may be
+        except RequestTooLarge as error:  # only a part of one sequence can be too large for the queue
             error.field = FieldPath(Part.INPUT, part.sequences[0].index)
             raise
         return part.estimated_bytes - estimated
 
     async def _when_there_is_room(self, work: Callable[[], Awaitable[Done]], *, may_wait: bool) -> Done:
-        """Does what may find a queue full; a call that has been begun waits for room."""
+        """Do work that needs room in the queue. With `may_wait`, wait for the room."""
         gives_up_at = self._clock.now() + _ROOM_SECONDS
         while True:
             try:

@@ -1,4 +1,4 @@
-"""How large a reply will be, so that one over the limit is refused before any compute."""
+"""Estimates the size of a reply, so that a reply over the limit is refused before any computation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from encserve_server.outputs import ModelOutputs, OutputPlan
 from encserve_server.types.requests import Detail, OffsetUnit, Output, OutputKind
 from encserve_server.types.sequences import TokenSequence
 
-# What a reply holds besides its rows, at most: an id, two offsets and a flag for each token, and a little more.
+# The most bytes of a reply besides its rows: for each token an id, two offsets and a flag, and some overhead.
 _INFO_BYTES_PER_TOKEN = 24
 _STRING_OVERHEAD_BYTES = 6
 _INFO_BYTES_PER_SEQUENCE = 64
@@ -19,14 +19,14 @@ _ADVICE = ", and float16 or pooled outputs take less"
 
 @dataclass(frozen=True, slots=True)
 class ReplyShape:
-    """How a reply is to be written; its rows are the same whatever is said here.
+    """The form of a reply. The values of its rows do not depend on it.
 
     Attributes:
-        detail: How much the reply says of each sequence; None for tokens where every token matters, else counts.
-        with_strings: Whether it holds the vocabulary's strings.
-        without_special: Whether special tokens have no rows in OutputKind.TOKENS.
-        offset_unit: What it counts places in a text in.
-        padded: Whether every sequence has as many rows in it as the longest.
+        detail: The detail for each sequence. None means tokens if an output has a row for each token, else counts.
+        with_strings: Whether the reply has the vocabulary's strings.
+        without_special: Whether OutputKind.TOKENS leaves out the rows of special tokens.
+        offset_unit: The unit of positions in a text.
+        padded: Whether each sequence has as many rows as the longest.
     """
 
     detail: Detail | None = None
@@ -37,20 +37,20 @@ class ReplyShape:
 
 
 class ReplySize:
-    """Estimates what a model's replies take, in bytes, at most."""
+    """Estimates the most bytes of a model's replies."""
 
     def __init__(self, outputs: ModelOutputs, tokenizer: TextTokenizer | None, limit: int) -> None:
-        """Takes what the model makes, its tokenizer, and the largest reply in bytes."""
+        """`limit` is the largest reply in bytes."""
         self._outputs = outputs
         self._string_bytes = 0 if tokenizer is None else tokenizer.max_token_bytes + _STRING_OVERHEAD_BYTES
         self._limit = limit
         self._span_bytes = outputs.reply_bytes((Output(OutputKind.SPANS, False),), 0, token_rows=0, spans=1)
 
     def check(self, sequences: Sequence[TokenSequence], plan: OutputPlan, detail: Detail, shape: ReplyShape) -> int:
-        """What a reply with these outputs takes, but for sparse weights.
+        """Return the bytes of a reply with these outputs, without sparse weights.
 
         Raises:
-            ResponseTooLarge: It is over the limit.
+            ResponseTooLarge: The reply is over the limit.
         """
         info_bytes = self._info_bytes(shape.with_strings) if detail is Detail.TOKENS else 0
         if plan.row_bytes is not None:
@@ -62,10 +62,10 @@ class ReplySize:
         return self._sum(sizes, len(sizes), _ADVICE)
 
     def check_rows(self, row_bytes: int, inputs: int) -> int:
-        """What a reply without details takes whose rows take so much for each input.
+        """Return the bytes of a reply without details, with `row_bytes` for each input.
 
         Raises:
-            ResponseTooLarge: It is over the limit.
+            ResponseTooLarge: The reply is over the limit.
         """
         return self._sum([row_bytes] * inputs, inputs, _ADVICE)
 
@@ -86,10 +86,10 @@ class ReplySize:
     def check_sparse(
         self, reply_bytes: int, plan: OutputPlan, sequences: Sequence[TokenSequence], *, padded: bool
     ) -> int:
-        """What a reply takes with sparse weights, whose number is known only when they are there.
+        """Return the bytes of a reply with its sparse weights. Their number is known after the run.
 
         Raises:
-            ResponseTooLarge: With them it is over the limit.
+            ResponseTooLarge: The reply is over the limit.
         """
         sizes = [self._outputs.sparse_bytes(plan.outputs, it.outputs) for it in sequences]
         size = reply_bytes + (max(sizes) * len(sizes) if padded else sum(sizes))
@@ -105,10 +105,10 @@ class ReplySize:
         return size
 
     def check_spans(self, spans: int) -> None:
-        """Refuses more spans than any reply holds, before they are looked at.
+        """Refuse more spans than a reply can hold, before the spans are decoded.
 
         Raises:
-            ResponseTooLarge: There are.
+            ResponseTooLarge: There are too many spans.
         """
         size = spans * self._span_bytes
         if size > self._limit:
@@ -119,11 +119,10 @@ class ReplySize:
             )
 
     def _info_bytes(self, with_strings: bool) -> int:
-        """What is told of a token."""
         return _INFO_BYTES_PER_TOKEN + (self._string_bytes if with_strings else 0)
 
     def _sequence_bytes(self, sequence: TokenSequence, plan: OutputPlan, shape: ReplyShape) -> int:
-        """The rows of one sequence."""
+        """Return the bytes of one sequence's rows."""
         tokens = token_rows = len(sequence.input)
         if shape.without_special and sequence.special is not None:
             token_rows -= int(sequence.special.sum())

@@ -1,4 +1,4 @@
-"""What is served: one model's way from a decoded call to rows. Knows no protocol."""
+"""One served model, from a decoded call to rows. Knows no protocol."""
 
 import asyncio
 import contextlib
@@ -17,15 +17,14 @@ from encserve_server.errors import (
     RequestError,
     SequenceTooLong,
     TooManyInputs,
-    TooManyOutputs,
 )
 from encserve_server.models.inputs import InputChecker, InputRules, LengthLimit, SentInput, check_length, pieces
 from encserve_server.models.inspecting import Inspection, InspectLane, InspectObserver, Wanted, inspection_cost
 from encserve_server.models.reply_size import ReplySize
 from encserve_server.models.spans import place_spans
 from encserve_server.models.tokenizing import TextTokenizer
-from encserve_server.models.treatment import EncodeCall, Treatments
-from encserve_server.outputs import MAX_OUTPUTS, ModelOutputs, OutputPlan, static_weights
+from encserve_server.models.treatment import CallPlanner, EncodeCall
+from encserve_server.outputs import ModelOutputs, OutputPlan, check_output_count, static_weights
 from encserve_server.scheduling.scheduler import Scheduler
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry.spans import RequestSpan
@@ -34,15 +33,15 @@ from encserve_server.types.callers import ANY_SENDER, Sender
 from encserve_server.types.requests import DataType, Detail, OffsetUnit, Task
 from encserve_server.types.sequences import TokenSequence
 
-# Static weights of so many texts are looked up before other calls have a turn.
+# Other calls run after each lookup of this many texts in a table of static weights.
 _STATIC_TEXTS_AT_ONCE = 16
 
 
 class ModelObserver(InspectObserver, Protocol):
-    """Hears what a model does; called on the event loop."""
+    """Receives the events of a model on the event loop."""
 
     def register_text_queue_gauges(self, queued_bytes: Callable[[], int], limit_bytes: int) -> None:
-        """Takes a function, callable from any thread, that says how much text waits, and the bound on it."""
+        """Take a function that returns how much text waits, and the bound. Any thread may call the function."""
 
     def tokenized(self, seconds: float) -> None:
         """The texts of a call have been tokenized, or refused."""
@@ -58,10 +57,10 @@ class RequestLimits:
     Attributes:
         max_sequences: The most inputs.
         max_text_bytes: The longest text, in bytes of UTF-8.
-        max_request_bytes: The largest request; gRPC holds it, and callers are told.
+        max_request_bytes: The largest request; gRPC enforces it, and GetModel reports it.
         max_response_bytes: The largest reply.
         max_tokens: The most tokens: the bound of the queue.
-        max_inspect_tokens: The longest sequence that is inspected.
+        max_inspect_tokens: The longest sequence of an inspection.
     """
 
     max_sequences: int
@@ -74,16 +73,16 @@ class RequestLimits:
 
 @dataclass(slots=True)
 class EncodeReply:
-    """What a model makes of a call.
+    """The reply to a call.
 
     Attributes:
         sequences: One for each input, in order; with outputs once the call has run.
-        plan: What is made of each.
-        detail: How much the reply says of each sequence.
-        padded: Whether every sequence has as many rows in the reply as the longest.
-        static: What answers the call in place of the model, if anything does.
-        tokenize_seconds: How long tokenizing took, waiting for its thread included.
-        estimated_bytes: The reply's size, at most; of sparse weights what they take once they are there.
+        plan: The outputs of each sequence.
+        detail: The detail of the reply for each sequence.
+        padded: Whether each sequence has as many rows as the longest.
+        static: The table that answers the call instead of the model; None if the model answers.
+        tokenize_seconds: The time for tokenizing, with the wait for a thread.
+        estimated_bytes: The most bytes of the reply. Sparse weights count once they are computed.
     """
 
     sequences: list[TokenSequence]
@@ -168,7 +167,7 @@ class InspectReply:
     Attributes:
         sequence: The sequence as the model saw it.
         inspection: What happened inside.
-        tokenize_seconds: How long tokenizing took, waiting for its thread included.
+        tokenize_seconds: The time for tokenizing, with the wait for a thread.
     """
 
     sequence: TokenSequence
@@ -207,7 +206,7 @@ class ServedModel:
         self.max_batch_tokens = max_batch_tokens
         if tokenizer is not None:  # read when the page is, so that a request costs nothing
             observer.register_text_queue_gauges(lambda: tokenizer.queued_bytes, tokenizer.max_queue_bytes)
-        self._treatments = Treatments(bundle, tokenizer, outputs, limits.max_text_bytes, static_tokenizers or {})
+        self._planner = CallPlanner(bundle, tokenizer, outputs, limits.max_text_bytes, static_tokenizers or {})
         self._has_tables = bool(static_tokenizers)
         self._reply_size = ReplySize(outputs, tokenizer, limits.max_response_bytes)
         self._users = 0
@@ -264,10 +263,7 @@ class ServedModel:
             EncserveError: Whatever `Scheduler.check_open` raises.
         """
         self._check_number(inputs, most_inputs)
-        if outputs > MAX_OUTPUTS:
-            raise TooManyOutputs(
-                FieldPath(Part.OUTPUTS), f"must be at most {MAX_OUTPUTS} (max_outputs); was {outputs}: make more calls"
-            )
+        check_output_count(outputs)
         if spans:
             self._reply_size.check_spans(spans)
         if not self._has_tables:  # tables answer whether or not the engine does
@@ -290,7 +286,7 @@ class ServedModel:
             RequestError: The call cannot succeed; the text names the input and the numbers.
             QueueFull: Too much text is waiting.
         """
-        checker, rules, plan, detail, static = self._treatments.treat(call)
+        checker, rules, plan, detail, static = self._planner.plan_call(call)
         sequences, tokenize_seconds = await self._check_inputs(checker, call.inputs, rules, span, sender)
         for i, (sent, sent_spans) in enumerate(zip(call.inputs, call.spans, strict=False)):  # of all, or of none
             if sent_spans is not None:
@@ -376,7 +372,7 @@ class ServedModel:
         self._check_number(len(texts), call.most_inputs)
         if self.tokenizer is None:
             raise InvalidField(FieldPath(Part.INPUTS), f"model {self.bundle.name} has no tokenizer")
-        checker, rules = self._treatments.rules(texts, call.task, call.prompt_name, truncate=call.truncate)
+        checker, rules = self._planner.rules(texts, call.task, call.prompt_name, truncate=call.truncate)
         sequences: list[TokenSequence] = []
         reply_bytes = 0
         for begin, end in pieces(texts):
@@ -393,7 +389,7 @@ class ServedModel:
 
     def check_length(self, field: FieldPath, count: int, task: Task) -> None:
         """Raises SequenceTooLong for an input that is too long for its task and may not be cut."""
-        if (limit := self._treatments.limits.get((task, False))) is not None:  # else the model refuses the task
+        if (limit := self._planner.limits.get((task, False))) is not None:  # else the model refuses the task
             check_length(field, count, limit)
 
     @property
@@ -421,7 +417,7 @@ class ServedModel:
             InferenceFailed: The numbers of the model are not finite.
         """
         lane = self.check_inspectable()
-        checker, rules = self._treatments.rules([call.input], call.task, call.prompt_name, truncate=call.truncate)
+        checker, rules = self._planner.rules([call.input], call.task, call.prompt_name, truncate=call.truncate)
         if rules.limit.tokens > self.max_inspect_tokens:
             name = f"max_inspect_tokens of {self.bundle.name}"
             limit = LengthLimit(self.max_inspect_tokens, name, call.task, call.truncate)

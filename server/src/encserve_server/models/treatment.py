@@ -1,4 +1,4 @@
-"""How a model treats a call: what goes around its texts, how long they may be, what is made of them. Pure decisions."""
+"""Plans a call: the prompt, the limit of length, and the outputs. Pure decisions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from encserve_server.types.bundles import Bundle, StaticSparse, TaskSettings
 from encserve_server.types.callers import Priority
 from encserve_server.types.requests import Detail, OutputKind, Task
 
-# A bound that no text reaches.
+# More tokens than any text has.
 _ANY_TOKENS = 2**62
 _ALL_TOKENS = LengthLimit(_ANY_TOKENS, "")
 _PLAIN_SHAPE = ReplyShape()
@@ -22,20 +22,20 @@ _PLAIN_SHAPE = ReplyShape()
 
 @dataclass(frozen=True, slots=True)
 class EncodeCall:
-    """One request, decoded but not checked against its model.
+    """A decoded request, not yet checked against its model.
 
     Attributes:
         inputs: Texts, ids, or vectors.
-        outputs: What to return; empty for the rows of tokens.
-        truncate: Whether an over-long input is cut instead of refused.
-        prompt_name: What to put before every text; empty for nothing, None for what the task, or the model, has.
-        task: What the texts are.
-        spans: For each input what OutputKind.SPANS has rows for, None for nothing; or nothing for all.
-        shape: How the reply is to be written.
-        max_tokens: The most tokens of an input; 0 for as many as the model, or the task, takes.
-        priority: How urgent it says it is.
-        closing: What all ids end with, and keep where they are cut.
-        part_of: All inputs of the call, where these are a part of them.
+        outputs: The outputs to return; empty for the rows of tokens.
+        truncate: Whether to cut an over-long input instead of refusing it.
+        prompt_name: The prompt before each text; empty for no prompt, None for the prompt of the task or the model.
+        task: The task of the texts.
+        spans: For each input the ranges of OutputKind.SPANS, or None; empty if no input has ranges.
+        shape: The form of the reply.
+        max_tokens: The most tokens of an input; 0 for the limit of the model or the task.
+        priority: The priority that the request asks for.
+        closing: The ids at the end of each input of ids. A cut keeps them.
+        part_of: All inputs of the call, if `inputs` is a part of them.
     """
 
     inputs: Sequence[SentInput]
@@ -51,15 +51,15 @@ class EncodeCall:
     part_of: Sequence[SentInput] = ()
 
 
-class Treatment(NamedTuple):
-    """What is to be done with a call.
+class CallPlan(NamedTuple):
+    """The plan of a call.
 
     Attributes:
-        checker: What checks its inputs, and has the tokenizer of its texts.
-        rules: How they are checked.
-        plan: What is made of each.
-        detail: How much the reply says of each sequence.
-        static: What answers the call in place of the model, if anything does.
+        checker: Checks the inputs, and tokenizes the texts.
+        rules: The rules of the checks.
+        plan: The outputs of each sequence.
+        detail: The detail of the reply for each sequence.
+        static: The table that answers the call instead of the model; None if the model answers.
     """
 
     checker: InputChecker
@@ -69,11 +69,11 @@ class Treatment(NamedTuple):
     static: StaticSparse | None
 
 
-class Treatments:
-    """How one model treats calls.
+class CallPlanner:
+    """Plans the calls of one model.
 
     Attributes:
-        limits: The longest sequence of each task that the model knows, by whether a longer one is cut.
+        limits: The limit of length by task, and by whether a longer input is cut.
     """
 
     limits: Mapping[tuple[Task, bool], LengthLimit]
@@ -86,7 +86,14 @@ class Treatments:
         max_text_bytes: int,
         static_tokenizers: Mapping[Task, TextTokenizer],
     ) -> None:
-        """Takes the parts of a model, and the longest text in bytes of UTF-8.
+        """Count the tokens of prompts.
+
+        Args:
+            bundle: The model.
+            tokenizer: The model's tokenizer, if it has one.
+            outputs: The outputs that the model can make.
+            max_text_bytes: The longest text in bytes of UTF-8.
+            static_tokenizers: The tokenizers of tasks that a table answers.
 
         Raises:
             BundleError: The tokenizer fails for a prompt.
@@ -97,7 +104,7 @@ class Treatments:
         least_tokens = 0 if bundle.takes_empty_texts else 1
         self._checker = InputChecker(bundle, tokenizer, max_text_bytes, least_tokens=least_tokens)
         self._static_checkers = {
-            task: InputChecker(bundle, its, max_text_bytes, least_tokens=0) for task, its in static_tokenizers.items()
+            task: InputChecker(bundle, own, max_text_bytes, least_tokens=0) for task, own in static_tokenizers.items()
         }
         self._tasks = {task: bundle.treatment(task) for task in (Task.NEITHER, *bundle.tasks)}
         self.limits = {
@@ -105,19 +112,19 @@ class Treatments:
             for task, settings in self._tasks.items()
             for truncate in (False, True)
         }
-        self._skipped_tokens: dict[str, int] = {}  # of each prompt, where it is left out of pooling
+        self._skipped_tokens: dict[str, int] = {}  # by prompt, if pooling leaves out the prompt
         if tokenizer is not None and bundle.pooling is not None and bundle.pooling.skips_prompt:
             longest = bundle.max_sequence_tokens - 1
             self._skipped_tokens = {
                 name: min(tokenizer.count_prompt(text), longest) if text else 0 for name, text in bundle.prompts.items()
             }
 
-    def treat(self, call: EncodeCall) -> Treatment:
-        """What is to be done with a call.
+    def plan_call(self, call: EncodeCall) -> CallPlan:
+        """Plan a call.
 
         Raises:
-            InvalidField: The model does not have what the call asks for.
-            TooManyOutputs: It asks for too many outputs.
+            InvalidField: The model does not have an output, a task or a prompt of the call.
+            TooManyOutputs: The call asks for too many outputs.
         """
         shape, task, inputs = call.shape, call.task, call.inputs
         if shape.with_strings or shape.without_special:
@@ -141,12 +148,18 @@ class Treatments:
             prompt=self._bundle.prompts[prompt_name] if prompt_name else "",
             expansion=expansion,
         )
-        return Treatment(checker, rules, plan, detail, static)
+        return CallPlan(checker, rules, plan, detail, static)
 
     def rules(
         self, inputs: Sequence[SentInput], task: Task, prompt_name: str | None, *, truncate: bool | None
     ) -> tuple[InputChecker, InputRules]:
-        """How inputs are checked whose tokens are told in detail; `truncate` is None to take texts of any length.
+        """Return the checker and the rules for a reply with details of tokens.
+
+        Args:
+            inputs: The inputs.
+            task: The task.
+            prompt_name: As in EncodeCall.
+            truncate: Whether to cut an over-long text; None takes texts of any length.
 
         Raises:
             InvalidField: The model does not know the task or the prompt, or they are not for these inputs.
@@ -157,7 +170,7 @@ class Treatments:
         return self._checker, self._checker.rules(limit, details=True, prompt=prompt, expansion=settings.expansion)
 
     def _check_shape(self, call: EncodeCall) -> None:
-        """Refuses what the reply cannot say."""
+        """Refuse a shape that a reply of this model cannot have."""
         if call.shape.with_strings and self._tokenizer is None:
             problem = f"model {self._bundle.name} has no tokenizer, so no strings for its ids"
             raise InvalidField(FieldPath(Part.TOKEN_STRINGS), problem)
@@ -168,7 +181,7 @@ class Treatments:
             raise InvalidField(FieldPath(Part.EXCLUDE_SPECIAL_TOKENS), problem)
 
     def _refuse_task(self, task: Task) -> TaskSettings:
-        """Refuses a task that the model does not know."""
+        """Raise InvalidField for a task that the model does not know."""
         known = tuple(self._bundle.tasks)
         raise InvalidField(
             FieldPath(Part.TASK),
@@ -179,11 +192,10 @@ class Treatments:
         )
 
     def _prompt_name(self, name: str | None, inputs: Sequence[SentInput], task: Task) -> str:
-        """The prompt that a call's texts get; empty for none.
+        """Return the name of the prompt before a call's texts; empty for no prompt.
 
         Raises:
-            InvalidField: The model has no such prompt, or there are inputs that prompt or task would change, and which
-                are no texts.
+            InvalidField: The model has no such prompt, or the prompt or task changes inputs that are not texts.
         """
         bundle, settings = self._bundle, self._tasks[task]
         if name and name not in bundle.prompts:
@@ -191,7 +203,7 @@ class Treatments:
             problem = f"model {bundle.name} has no prompt {name[:64]!r}; it has {there}"
             raise InvalidField(FieldPath(Part.PROMPT_NAME), problem)
         chosen = settings.prompt_name if name is None else name
-        if not (name or task):  # without being asked, a prompt goes before the texts, and other inputs stay as they are
+        if not (name or task):  # a default prompt goes before texts only
             return chosen
         changes = ["puts a prompt before texts"] if bundle.prompts.get(chosen) else []
         if task and settings.expansion:
@@ -216,7 +228,7 @@ class Treatments:
         return chosen
 
     def _skipped_by(self, prompt_name: str, call: EncodeCall) -> int:
-        """How many tokens of a prompt are left out of pooling, for a model that was trained so.
+        """Return how many tokens of a prompt pooling leaves out, for a model that was trained so.
 
         Raises:
             InvalidField: Only some of the inputs have a prompt.
@@ -238,19 +250,19 @@ class Treatments:
 
 
 def _first_not_text(inputs: Sequence[SentInput]) -> int | None:
-    """The place of the first input that is not a text; None where all are."""
+    """Return the index of the first input that is not a text; None if all are texts."""
     return next((i for i, it in enumerate(inputs) if not isinstance(it, str)), None)
 
 
 def _limit_name(task: Task, bundle: Bundle) -> str:
-    """What bounds the texts of a task, for errors."""
+    """Return the name of a task's limit, for errors."""
     if task:
         return f"max_tokens of {{task}} of {bundle.name}"
     return f"{'text.max_tokens' if bundle.max_text_tokens else 'max_sequence_tokens'} of {bundle.name}"
 
 
 def _narrowed(limit: LengthLimit, call: EncodeCall) -> LengthLimit:
-    """A limit with what the call itself says of it."""
+    """Return the limit with the `max_tokens` and `closing` of the call."""
     if 0 < call.max_tokens < limit.tokens:
         limit = replace(limit, tokens=call.max_tokens, name="max_tokens")
     return replace(limit, closing=call.closing)

@@ -18,7 +18,7 @@ import numpy as np
 
 from encserve_server.errors import EncserveError, InferenceFailed, RequestError
 from encserve_server.models.inputs import SentInput, pieces
-from encserve_server.models.treatment import Treatment, Treatments
+from encserve_server.models.treatment import CallPlan, CallPlanner
 from encserve_server.models.turns import FairThreadPool
 from encserve_server.offline.options import EmbedOptions, Input, LoadOptions, OutputName, to_call, to_sent
 from encserve_server.offline.results import Embedded, OnBatch, RowCollector, reason_of
@@ -83,7 +83,7 @@ class Embedder:
         self.policy: BatchPolicy = batch_policy(settings, self.info.device, loaded.job_batch_tokens)
         self.intra_op_threads: int = settings.intra_op_threads or usable_cpus()
         self.parallel_batches: int = loaded.engine.max_parallel_runs
-        self._treatments = Treatments(
+        self._planner = CallPlanner(
             self.bundle, loaded.tokenizer, loaded.outputs, settings.max_text_bytes, loaded.static_tokenizers
         )
         self._tokenizing = ThreadPoolExecutor(settings.tokenizer_threads, "encserve-tokenize")
@@ -160,7 +160,7 @@ class Embedder:
         self._check_running()
         sent: dict[int, SentInput] = dict(enumerate(texts))
         call = to_call(list(sent.values()), options.get("output") or "tokens", options)
-        sequences, refused = self._check(self._treatments.treat(call), sent)
+        sequences, refused = self._check(self._planner.plan_call(call), sent)
         ids = {it.index: np.asarray(it.input, np.int64) for it in sequences}
         return [reason_of(refused[at]) if at in refused else ids[at] for at in sent]
 
@@ -202,23 +202,23 @@ class Embedder:
             except RequestError as error:
                 refused[at] = error.with_traceback(None)  # the frames would keep all inputs in memory
         kind = options.get("output") or self.trained_kind
-        treatment = self._treatments.treat(to_call(list(sent.values()), kind, options))
-        sequences, invalid = self._check(treatment, sent)
+        call_plan = self._planner.plan_call(to_call(list(sent.values()), kind, options))
+        sequences, invalid = self._check(call_plan, sent)
         refused |= invalid
         if raises and refused:
             raise refused.pop(min(refused))
-        rows = RowCollector(treatment, len(given), sequences, refused, on_batch)
-        self._compute(treatment, sequences, rows)
+        rows = RowCollector(call_plan, len(given), sequences, refused, on_batch)
+        self._compute(call_plan, sequences, rows)
         if raises and refused:
             raise refused.pop(min(refused))
         return rows.embedded(kind, self.bundle)
 
     def _check(
-        self, treatment: Treatment, sent: dict[int, SentInput]
+        self, call_plan: CallPlan, sent: dict[int, SentInput]
     ) -> tuple[list[TokenSequence], dict[int, RequestError]]:
         """Check and tokenize inputs in threads. Return the sequences in order, and the errors by index."""
         items = list(sent.items())
-        work = [partial(self._check_piece, treatment, dict(items[a:b])) for a, b in pieces(list(sent.values()))]
+        work = [partial(self._check_piece, call_plan, dict(items[a:b])) for a, b in pieces(list(sent.values()))]
         sequences: list[TokenSequence] = []
         refused: dict[int, RequestError] = {}
         for checked, errors in self._in_threads(self._tokenizing, work):
@@ -227,11 +227,11 @@ class Embedder:
         return sequences, refused
 
     def _check_piece(
-        self, treatment: Treatment, sent: dict[int, SentInput]
+        self, call_plan: CallPlan, sent: dict[int, SentInput]
     ) -> tuple[list[TokenSequence], dict[int, RequestError]]:
         self._check_running()
-        plan = treatment.plan
-        checked, refused, _ = treatment.checker.check_now(sent, treatment.rules)
+        plan = call_plan.plan
+        checked, refused, _ = call_plan.checker.check_now(sent, call_plan.rules)
         for at, sequence in checked.items():
             sequence.index, sequence.wanted = at, plan.outputs
             if plan.bounds_length:
@@ -242,10 +242,10 @@ class Embedder:
                     refused[at] = error.with_traceback(None)
         return [it for at, it in checked.items() if at not in refused], refused
 
-    def _compute(self, treatment: Treatment, sequences: Sequence[TokenSequence], rows: RowCollector) -> None:
+    def _compute(self, call_plan: CallPlan, sequences: Sequence[TokenSequence], rows: RowCollector) -> None:
         """Compute the outputs of sequences, and add them to the rows."""
-        if treatment.static is not None:
-            static, outputs = treatment.static, treatment.plan.outputs
+        if call_plan.static is not None:
+            static, outputs = call_plan.static, call_plan.plan.outputs
             rows.add(sequences, [static_weights(static, it.input, outputs) for it in sequences], 0)
             return
         empty = [it for it in sequences if not len(it.input)]

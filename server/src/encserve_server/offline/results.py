@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from encserve_server.errors import EncserveError, FieldPath, InferenceFailed, Part, PlainNaming, RequestError
-from encserve_server.models.treatment import Treatment
+from encserve_server.models.treatment import CallPlan
 from encserve_server.offline.options import OutputName
 from encserve_server.types.arrays import IndexedRows, OutputArrays, OutputRows
 from encserve_server.types.bundles import Bundle
@@ -87,7 +87,7 @@ class RowCollector:
 
     def __init__(
         self,
-        treatment: Treatment,
+        call_plan: CallPlan,
         inputs: int,
         sequences: Sequence[TokenSequence],
         refused: dict[int, EncserveError],
@@ -96,13 +96,13 @@ class RowCollector:
         """Allocate the rows.
 
         Args:
-            treatment: The rules and outputs of the call.
+            call_plan: The rules and outputs of the call.
             inputs: The number of inputs.
             sequences: The sequences that will be computed.
             refused: The errors of all other inputs. `refuse` adds errors.
             on_batch: Receives the figures of each batch.
         """
-        plan = treatment.plan
+        plan = call_plan.plan
         self._output = plan.outputs[0]
         self._is_l2_normalized = plan.unit[0]
         self._sequences = sequences
@@ -111,7 +111,7 @@ class RowCollector:
         self._lock = threading.Lock()
         self._tokens = self._padded_tokens = 0
         self._has_tokens = self._output.kind is OutputKind.TOKENS
-        self._without_special = self._has_tokens and treatment.rules.details
+        self._without_special = self._has_tokens and call_plan.rules.details
         # "multi_vector" and "sparse" have an unknown number of rows, so their rows are joined at the end.
         self._indexed: dict[int, IndexedRows] | None = None
         if self._output.kind in (OutputKind.MULTI_VECTOR, OutputKind.SPARSE):

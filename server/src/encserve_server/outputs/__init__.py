@@ -6,7 +6,14 @@ from encserve_server.outputs.model import ModelOutputs
 from encserve_server.outputs.plan import OutputPlan
 from encserve_server.outputs.rows import HasOutputs
 from encserve_server.outputs.sparse import static_weights
-from encserve_server.outputs.spec import FLOAT_TYPES, MAX_OUTPUTS, MAX_POOLED_VECTORS, SPAN_POOLINGS, OutputSpec
+from encserve_server.outputs.spec import (
+    FLOAT_TYPES,
+    MAX_OUTPUTS,
+    MAX_POOLED_VECTORS,
+    SPAN_POOLINGS,
+    OutputSpec,
+    check_output_count,
+)
 
 __all__ = [
     "FLOAT_TYPES",
@@ -19,5 +26,6 @@ __all__ = [
     "OpenHead",
     "OutputPlan",
     "OutputSpec",
+    "check_output_count",
     "static_weights",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from encserve_server.engine.base import BatchResult, Head
-from encserve_server.errors import FieldPath, InferenceFailed, InvalidField, Part, TooManyOutputs
+from encserve_server.errors import FieldPath, InferenceFailed, InvalidField, Part
 from encserve_server.outputs.kind import Kind
 from encserve_server.outputs.loading import NotLoaded, OpenHead, load_heads
 from encserve_server.outputs.multi_vector import MultiVectors
@@ -18,7 +18,7 @@ from encserve_server.outputs.pooled import ModelVector, Pooled
 from encserve_server.outputs.rows import BatchRows, Column, HasOutputs
 from encserve_server.outputs.spans import Spans
 from encserve_server.outputs.sparse import SparseWeights
-from encserve_server.outputs.spec import MAX_OUTPUTS, SPAN_POOLINGS, OutputSpec
+from encserve_server.outputs.spec import SPAN_POOLINGS, OutputSpec, check_output_count
 from encserve_server.outputs.tokens import Tokens
 from encserve_server.types.arrays import OutputArrays
 from encserve_server.types.bundles import Bundle, StaticSparse
@@ -84,7 +84,6 @@ class ModelOutputs:
             skipped_tokens: The number of prompt tokens to leave out of OutputKind.MODEL.
 
         Raises:
-            TooManyOutputs: There are more than MAX_OUTPUTS.
             InvalidField: The model does not support an output, or the call asks for an output twice.
         """
         specs = specs or [_DEFAULT_SPEC]
@@ -265,10 +264,8 @@ def _by_kind(
 
 
 def _check_distinct(specs: Sequence[OutputSpec]) -> None:
-    """Refuses more outputs than a call may have, and what is asked for twice."""
-    if len(specs) > MAX_OUTPUTS:
-        problem = "must hold at most {most} outputs; was {count}"
-        raise TooManyOutputs(FieldPath(Part.OUTPUTS), problem, most=MAX_OUTPUTS, count=len(specs))
+    """Refuse too many outputs, and an output that a call asks for twice."""
+    check_output_count(len(specs))
     seen: dict[OutputSpec, int] = {}
     for i, spec in enumerate(specs):
         first = seen.setdefault(spec, i)

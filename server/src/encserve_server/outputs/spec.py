@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from encserve_server.errors import FieldPath, Part, TooManyOutputs
 from encserve_server.types.requests import DataType, OutputKind
 
 # Each output costs time and memory. Known callers ask for a few outputs.
@@ -40,3 +41,15 @@ class OutputSpec(NamedTuple):
     pool_factor: float = 0.0
     max_active_dims: int = 0
     span_pooling: OutputKind | None = None
+
+
+def check_output_count(count: int) -> None:
+    """Refuse a call with too many outputs.
+
+    Raises:
+        TooManyOutputs: There are more than MAX_OUTPUTS.
+    """
+    if count > MAX_OUTPUTS:
+        raise TooManyOutputs(
+            FieldPath(Part.OUTPUTS), f"must be at most {MAX_OUTPUTS} (max_outputs); was {count}: make more calls"
+        )

@@ -1,16 +1,16 @@
-"""Which sequences run together: a pure decision, without asyncio, threads or a clock of its own.
+"""Which sequences run together. A pure decision: no asyncio, no threads, no clock.
 
-The cost of a batch is its *padded* tokens, longest sequence × number of sequences, so neighbours in length belong
-together. But the sequence that waits longest must not wait for a neighbour of its own length. Hence:
+The cost of a batch is its *padded* tokens: longest sequence × number of sequences. So sequences of similar length run
+together. But the oldest sequence must not wait for others of its length. The rules:
 
-1. The oldest live sequence, the *anchor*, is always in the batch. So a sequence that has k live ones before it runs in
-   the (k + 1)-th batch from now at the latest, whatever arrives after it: nothing starves.
-2. From the anchor the batch grows along the pending lengths, each time by that neighbour, of the same length, the next
-   shorter or the next longer one, which adds less padding; of one length the oldest come first.
-3. It stops at the budget of padded tokens, at the greatest number of sequences, or where padding would take too great
-   a share. The anchor itself runs even if it alone exceeds the budget.
+1. The oldest live sequence, the *anchor*, is always in the batch. So a sequence with k live sequences before it runs in
+   the (k + 1)-th batch from now at the latest, and later arrivals cannot delay it.
+2. The batch grows from the anchor along the pending lengths. Each step adds a sequence of the same length, or of the
+   next shorter or next longer length, whichever adds less padding. Of one length, the oldest come first.
+3. The batch stops at the budget of padded tokens, at the most sequences, or at the greatest share of padding. The
+   anchor runs even if it alone exceeds the budget.
 
-The decision sees only how many sequences wait of each length. So its cost grows with the batch and with the lengths
+The decision needs only the number of sequences of each length. So its time grows with the batch and with the lengths
 that it passes, not with the queue.
 """
 
@@ -26,12 +26,12 @@ class BatchPolicy:
     """The bounds of a batch.
 
     Attributes:
-        max_batch_tokens: The most padded tokens (longest × count). More fills the device better, until activations
-            leave its cache.
-        max_batch_sequences: The most sequences, whatever their length.
+        max_batch_tokens: The most padded tokens (longest × count). A larger batch uses the device better, until its
+            activations no longer fit the cache.
+        max_batch_sequences: The most sequences, of any length.
         max_padding_fraction: The greatest share of padding among the padded tokens, from 0 (only equal lengths run
-            together) to 1 (no bound). Low suits a CPU, where a padded token costs as much as a real one; high suits a
-            GPU, where a second run costs more than padding.
+            together) to 1 (no bound). A low value suits a CPU, where a padded token costs as much as a real one. A high
+            value suits a GPU, where a second run costs more than padding.
     """
 
     max_batch_tokens: int
@@ -39,7 +39,7 @@ class BatchPolicy:
     max_padding_fraction: float
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a bound that no batch could meet."""
+        """Raise ValueError for a bound that no batch can keep."""
         for name in ("max_batch_tokens", "max_batch_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1; was {getattr(self, name)}")
@@ -49,11 +49,11 @@ class BatchPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A batch to be made.
+    """The contents of a batch.
 
     Attributes:
-        counts: How many sequences of each length, the anchor among them.
-        closed_by: Why it takes no more.
+        counts: The number of sequences of each length, with the anchor.
+        closed_by: Why the batch takes no more.
     """
 
     counts: dict[int, int]
@@ -61,27 +61,27 @@ class Plan:
 
 
 def plan_batch(anchor: int, lengths: Sequence[int], waiting: Mapping[int, int], policy: BatchPolicy) -> Plan:
-    """Decides which lengths run next.
+    """Decide which lengths run next.
 
     Args:
         anchor: The length of the oldest sequence.
-        lengths: The lengths that wait, the anchor's among them, ascending, each once.
-        waiting: How many sequences of each length wait, the anchor among them; at least 1 each.
+        lengths: The waiting lengths with the anchor's length, ascending and unique.
+        waiting: The number of waiting sequences of each length, with the anchor; at least 1 each.
         policy: The bounds.
     """
     counts = {anchor: 1}
-    low = high = bisect_left(lengths, anchor)  # the batch has sequences of lengths[low] to lengths[high]
-    real = longest = anchor  # tokens without padding, and the longest sequence
+    low = high = bisect_left(lengths, anchor)  # the batch has lengths[low] to lengths[high]
+    real = longest = anchor  # tokens without padding; the longest sequence
     count = 1
     while True:
         shorter = _next(lengths, waiting, counts, low, -1)
         longer = _next(lengths, waiting, counts, high, 1)
         if shorter < 0 and longer < 0:
             return Plan(counts, ClosedBy.QUEUE_EMPTY)
-        # The padding that a candidate adds: its own if it is shorter, that of all others if it is longer.
+        # A shorter candidate adds its own padding. A longer candidate adds padding to all others.
         add_longer = shorter < 0 or (longer >= 0 and (lengths[longer] - longest) * count < longest - lengths[shorter])
         refusal = None
-        for at in (longer, shorter) if add_longer else (shorter,):  # where a longer one does not fit, a shorter may
+        for at in (longer, shorter) if add_longer else (shorter,):  # if the longer does not fit, the shorter may
             if at < 0:
                 continue
             length = lengths[at]
@@ -98,7 +98,7 @@ def plan_batch(anchor: int, lengths: Sequence[int], waiting: Mapping[int, int], 
 
 
 def _next(lengths: Sequence[int], waiting: Mapping[int, int], counts: Mapping[int, int], at: int, step: int) -> int:
-    """The place of the nearest length from `at` on that has sequences left; -1 for no such length."""
+    """Return the index of the nearest length from `at` on that has sequences left, or -1."""
     while 0 <= at < len(lengths):
         if counts.get(lengths[at], 0) < waiting[lengths[at]]:
             return at
@@ -107,7 +107,7 @@ def _next(lengths: Sequence[int], waiting: Mapping[int, int], counts: Mapping[in
 
 
 def _refusal(longest: int, real: int, count: int, policy: BatchPolicy) -> ClosedBy | None:
-    """The bound that a batch of these numbers would break, if any."""
+    """Return the bound that a batch of these numbers would exceed; None if it keeps all."""
     padded = longest * count
     if count > policy.max_batch_sequences:
         return ClosedBy.SEQUENCES

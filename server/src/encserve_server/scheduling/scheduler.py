@@ -35,7 +35,7 @@ from encserve_server.types.sequences import Batch, TokenSequence
 
 logger = logging.getLogger(__name__)
 
-# What a model that takes ids is probed with.
+# The probe of a model that takes ids.
 _FIRST_ID = np.zeros(1, np.int64)
 # How often the scheduler looks for a stalled run: a part of `stall_seconds`, and at least once per second.
 _STALL_LOOKS = 4
@@ -45,19 +45,19 @@ _MAX_GAP_PAUSES = 2
 
 
 class SchedulerObserver(QueueObserver, Protocol):
-    """Hears what the scheduler does; called on the event loop."""
+    """Receives the events of the scheduler on the event loop."""
 
     def batch_ran(self, batch: Batch) -> None:
         """A batch ran."""
 
     def batch_failed(self) -> None:
-        """The engine raised for a batch."""
+        """The engine raised an error for a batch."""
 
     def was_busy(self, seconds: float) -> None:
-        """At least one batch ran for so long, since this was last called."""
+        """At least one batch ran for this time since the last call."""
 
     def waited(self, queue_seconds: float) -> None:
-        """A sequence that has run had waited so long in the queue."""
+        """A sequence has run. Its wait in the queue was `queue_seconds`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,11 @@ class SchedulerLimits:
     """The bounds of a scheduler.
 
     Attributes:
-        max_queue_tokens: The most that pending sequences cost, in tokens; more are refused. It bounds memory, and with
-            the engine's speed the longest wait.
-        failures_before_probe: After how many failed runs without one success the engine is probed.
-        probe_seconds: How often an unhealthy engine is probed.
-        stall_seconds: How long one run may take before the engine counts as stuck. Time in which the whole process
+        max_queue_tokens: The most tokens that pending sequences may cost; more are refused. This bounds memory and the
+            longest wait.
+        failures_before_probe: The failed runs without a success before the scheduler probes the engine.
+        probe_seconds: The time between two probes of an unhealthy engine.
+        stall_seconds: The longest time of a run before the engine counts as stuck. Time in which the whole process
             stands still does not count.
     """
 
@@ -84,33 +84,32 @@ class Scheduler:
 
     The contract:
 
-    - `run` never blocks the event loop. A call is admitted or refused at once: the pending cost of all calls never
-      exceeds `max_queue_tokens` (QueueFull), and all sequences of a call are admitted or none. Once a call has been
-      refused for want of room, so are all until a quarter of the queue is free (see `admission`).
-    - Each named caller has a share of the queue: its weight, divided by the weights of all callers that have something
-      waiting, its own counted twice, so that one more caller finds room. While more than half of the queue is taken, a
-      caller that has its share waiting is refused (ShareExceeded). Bulk takes at most half of the queue and leaves a
-      quarter of it free.
-    - There is no timer. When the engine is free, whatever is pending is batched and run; while it runs, more gathers.
-      The engine's threads take the next batch themselves the moment that one is done; the event loop delivers
-      meanwhile. An engine that can runs several batches at once (see `lanes`).
-    - With one caller and one priority, a sequence with k live ones before it at its arrival starts in the (k + 1)-th
-      batch after those that are running, at the latest (see `batching`). So the longest wait is bounded by the queue's
-      bound and the engine's speed, never by later arrivals.
-    - Beside other callers it starts, at the latest, when each of them has been served its weight / this caller's weight
-      times as much as this caller has waiting before it and MOST_AHEAD_TOKENS more, and a batch (see `queue`).
-    - Interactive sequences go before bulk ones, but while both wait one batch in BULK_TURN is a bulk one. So bulk waits
-      at most BULK_TURN times as long as it would alone, and interactive at most one bulk batch longer in BULK_TURN.
-    - A sequence whose caller has gone or whose deadline has passed is dropped before it is run. A batch that runs is
-      never interrupted; a caller that goes meanwhile touches no other.
-    - A batch that fails is run again in halves, down to single sequences: only a sequence that fails alone fails its
-      call (InferenceFailed). After several failures without a success a probe tells whether the engine itself is
-      broken; then all calls get EngineUnhealthy at once until a probe succeeds again.
-    - While a run takes longer than `stall_seconds`, calls that come or wait get EngineUnhealthy; those that are in it
-      may still have their answer.
+    - `run` never blocks the event loop. It admits or refuses a call at once, with all sequences or none. The cost of
+      pending calls never exceeds `max_queue_tokens` (QueueFull). After a refusal, the queue refuses all calls until a
+      quarter of it is free (see `admission`).
+    - Each named caller has a share of the queue: its weight, divided by the weights of all callers with waiting
+      sequences and once more its own weight, so that another caller finds room. While more than half of the queue is
+      taken, a caller whose share waits is refused (ShareExceeded). Bulk takes at most half of the queue and leaves a
+      quarter of it free. Bulk callers have the same shares of bulk's half.
+    - There is no timer. When the engine is free, it runs a batch of pending sequences. The engine's threads take the
+      next batch at once, and meanwhile the event loop delivers. Some engines run several batches at once (see `lanes`).
+    - With one caller and one priority, a sequence with k live sequences before it starts in the (k + 1)-th batch after
+      the running ones, at the latest (see `batching`). So the queue's bound and the engine's speed bound the longest
+      wait, and later arrivals do not.
+    - With other callers, a bound holds for the service of each other caller before a sequence starts. The bound is the
+      ratio of the weights, times this caller's waiting cost plus MOST_AHEAD_TOKENS, plus a batch (see `queue`).
+    - Interactive sequences run before bulk sequences. While both wait, one batch in BULK_TURN is a bulk batch. So bulk
+      waits at most BULK_TURN times as long as alone.
+    - The queue drops a sequence whose caller has gone or whose deadline has passed. A running batch is never
+      interrupted, and a caller that goes does not affect others.
+    - A failed batch runs again in halves, down to single sequences. Only a sequence that fails alone fails its call
+      (InferenceFailed). After several failures without a success, a probe shows whether the engine is broken. Then all
+      calls get EngineUnhealthy until a probe succeeds.
+    - While a run takes longer than `stall_seconds`, new and waiting calls get EngineUnhealthy. Calls in the running
+      batch may still succeed.
 
-    Who owns what: everything here belongs to the event loop. The engine belongs to the threads of `_lanes`, which take
-    from their queue under the one lock of this package, and hand over what came of it to `_deliver`, on the event loop.
+    The event loop owns everything here. The threads of `_lanes` own the engine. They take from the queue under the one
+    lock of this package, and hand over results to `_deliver` on the event loop.
     """
 
     def __init__(
@@ -126,10 +125,7 @@ class Scheduler:
         probe: ModelInput = _FIRST_ID,
         tracer: BatchTracer | None = None,
     ) -> None:
-        """Takes the engine and what hears of it; `start` sets it going.
-
-        `probe` is a sequence that the model can compute, so that its failure is the engine's fault.
-        """
+        """`start` starts the threads. `probe` is a sequence that any working engine can compute."""
         self._engine = engine
         self._limits = limits
         self._clock = clock
@@ -160,30 +156,30 @@ class Scheduler:
         self._throughput = Throughput()
         self._recovery: asyncio.Task[None] | None = None
         self._stall_watch: asyncio.Task[None] | None = None
-        self._over = False  # closed, or crashed: nothing will run any more
+        self._over = False  # closed or crashed: nothing will run
 
     def __repr__(self) -> str:
         state = self._unhealthy_reason or ("running" if self._lanes.oldest_start() is not None else "free")
         return f"<Scheduler [{len(self._pending)} queued, {self._pending.cost} tokens | engine {state}]>"
 
     def start(self) -> None:
-        """Starts the engine's threads; call once, on the event loop."""
+        """Start the engine's threads. Call this once, on the event loop."""
         self._lanes.start()
         self._stall_watch = asyncio.get_running_loop().create_task(
             repeat(self._look_for_stall, self._stall_poll_seconds, clock=self._clock), name="encserve-stalls"
         )
 
     async def close(self) -> None:
-        """Stops the engine; calls that are not done get EngineUnhealthy. Waits for running batches."""
+        """Stop the engine. Pending calls get EngineUnhealthy. Wait for running batches."""
         self._end("it is being unloaded")
         self._lanes.stop()
         self._fail_all("the model is being unloaded", self._lanes.running())
         await self._lanes.ended()
-        # Not on the event loop: giving hundreds of megabytes back takes tens of milliseconds.
+        # Not on the event loop: to free hundreds of megabytes takes tens of milliseconds.
         await asyncio.get_running_loop().run_in_executor(None, self._engine.close)
 
     def not_ready_reason(self) -> str:
-        """Why the engine cannot be relied on now, for people; empty if it can."""
+        """Return why the engine is not ready, for people; empty if it is ready."""
         if self._unhealthy_reason:
             return self._unhealthy_reason
         started_at = self._lanes.oldest_start()
@@ -194,21 +190,21 @@ class Scheduler:
         return ""
 
     def check_open(self, tokens: int | None) -> None:
-        """Returns unless a call of so many tokens would be refused now, so that no work is done for it in vain.
+        """Check that the queue would admit a call now, before any work is done for the call.
 
         Args:
-            tokens: The tokens of the call, as far as counting tells; None where it takes more than counting.
+            tokens: The tokens of the call; None if they are not known yet.
 
         Raises:
             QueueFull: There is no room for any call.
-            RequestTooLarge: More tokens than the whole queue may hold.
-            EngineUnhealthy: The engine fails for everything.
+            RequestTooLarge: The call has more tokens than the whole queue may hold.
+            EngineUnhealthy: The engine fails for all calls.
         """
         self._check_ready()
         if tokens is not None:
             self._check_size(tokens, tokens)
         queued = self._pending.cost
-        if self._admission.shut_to_all(queued):
+        if self._admission.is_closed(queued):
             self._check_room(tokens, queued)
 
     def check_share(self, sender: Sender, cost: int = 1) -> None:
@@ -246,28 +242,27 @@ class Scheduler:
         span: RequestSpan | None = None,
         sender: Sender = ANY_SENDER,
     ) -> None:
-        """Runs the sequences of a call, and sets the outputs of each.
+        """Run the sequences of a call, and set the outputs of each.
 
         Args:
-            sequences: One or more, each checked, with what is wanted of it and its cost; the list is kept until the
-                call has ended.
-            deadline: The clock's seconds after which no caller waits any more.
+            sequences: One or more checked sequences with wanted outputs and costs. The list is kept until the end.
+            deadline: The time on the clock after which the caller does not wait.
             span: Traces the call.
-            sender: Whose turn the call waits for.
+            sender: The caller and the priority.
 
         Raises:
-            QueueFull: No room now.
-            ShareExceeded: No room for more of this caller, or of bulk.
-            RequestTooLarge: More than the whole queue may hold.
+            QueueFull: The queue has no room now.
+            ShareExceeded: The queue has no room for more of this caller, or for more bulk.
+            RequestTooLarge: The call costs more than the whole queue may hold.
             DeadlineExpired: The deadline passed in the queue.
             InferenceFailed: The engine cannot compute one of the sequences.
-            EngineUnhealthy: The engine fails for everything.
+            EngineUnhealthy: The engine fails for all calls.
         """
         ticket = self._admit(sequences, deadline, span, sender)
         try:
             await ticket.done
             if ticket.error is not None:
-                raise ticket.error.with_traceback(None)  # several calls may have it
+                raise ticket.error.with_traceback(None)  # several calls may share this error
         except (asyncio.CancelledError, DeadlineExpired) as end:
             self._count_dropped(ticket, is_cancelled=isinstance(end, asyncio.CancelledError))
             raise
@@ -283,7 +278,7 @@ class Scheduler:
     def _admit(
         self, sequences: list[TokenSequence], deadline: float, span: RequestSpan | None, sender: Sender
     ) -> Ticket:
-        """Queues all sequences of a call, or refuses it."""
+        """Queue all sequences of a call, or refuse the call."""
         cost = sum([it.cost for it in sequences])
         self._check_ready()
         self._check_size(cost, sum([len(it.input) for it in sequences]))
@@ -309,17 +304,17 @@ class Scheduler:
             raise EngineUnhealthy(f"the model is not available: {reason}")
 
     def _check_size(self, cost: int, tokens: int) -> None:
-        """Refuses a call that could never be admitted."""
+        """Refuse a call that is larger than the queue."""
         limit = self._limits.max_queue_tokens
         if cost <= limit:
             return
-        what = f"{tokens}" if cost == tokens else f"{tokens}, and with its outputs it costs as much as {cost}"
+        size = f"{tokens}" if cost == tokens else f"{tokens}, and with its outputs it costs as much as {cost}"
         raise RequestTooLarge(
-            FieldPath(Part.INPUTS), f"must be at most {limit} tokens in all (max_queue_tokens); was {what}"
+            FieldPath(Part.INPUTS), f"must be at most {limit} tokens in all (max_queue_tokens); was {size}"
         )
 
     def _check_room(self, cost: int | None, queued: int, priority: Priority = Priority.INTERACTIVE) -> None:
-        """Decides about a call of so much cost, None for at least one token."""
+        """Refuse a call that has no room. A cost of None means at least one token."""
         is_bulk = priority is Priority.BULK
         if excess := (self._admission.bulk_excess if is_bulk else self._admission.excess)(cost or 1, queued):
             delay_s = self._throughput.seconds_for(excess)
@@ -327,12 +322,12 @@ class Scheduler:
             raise QueueFull("tokens", cost, queued, limit, delay_s, self._admission.reopens_at_tokens)
 
     def _count_dropped(self, ticket: Ticket, *, is_cancelled: bool) -> None:
-        """Counts the sequences of a call whose caller went away, or whose deadline passed, before their delivery."""
+        """Count the undelivered sequences of a call whose caller went away, or whose deadline passed."""
         with self._lanes.lock:
-            self._pending.withdraw(ticket)  # from now on no lane takes one of them
-        # A lane may have dropped some of them already, so where they are tells nothing: whether they were taken does.
+            self._pending.withdraw(ticket)  # from now on no lane takes them
+        # A lane may have dropped some of them already. Only `started_at` shows whether a lane took them.
         unstarted = sum([math.isnan(it.started_at) for it in ticket.sequences])
-        # gRPC cancels a call whose deadline has passed: no caller has changed its mind then.
+        # gRPC cancels a call whose deadline has passed: that is not a cancellation by the caller.
         expired = ticket.sequences[0].deadline <= self._clock.now()
         for _ in range(unstarted):
             if expired:
@@ -342,10 +337,10 @@ class Scheduler:
         for _ in range(ticket.missing - unstarted if is_cancelled else 0):
             self._observer.cancelled("running")
 
-    # What the lanes hand over
+    # Deliveries of the lanes
 
     def _deliver(self, outcome: Outcome, batch: Batch, error: BaseException | None) -> None:
-        """Tells the callers of a batch what became of it."""
+        """Deliver the outcome of a batch to its calls."""
         if outcome is Outcome.RAN:
             self._deliver_outputs(batch)
         elif outcome is Outcome.EXPIRED:
@@ -367,7 +362,7 @@ class Scheduler:
             logger.warning("a batch failed" if failed else "the engine failed a probe", extra={"error": repr(error)})
 
     def _deliver_outputs(self, batch: Batch) -> None:
-        """Gives every sequence its own outputs."""
+        """Give each sequence its outputs."""
         for sequence, outputs in zip(batch.sequences, batch.outputs, strict=True):
             ticket = sequence.ticket
             if ticket.done.done():
@@ -381,13 +376,13 @@ class Scheduler:
             if not ticket.missing:
                 ticket.done.set_result(None)
         batch.outputs = []
-        # Counted when the callers of these outputs have had their turn, but traced before: a span ends with its call.
+        # Trace now, because a span ends with its call. Count after the callers of these outputs have run.
         if self._tracer is not None:
             self._trace(batch, self._tracer)
         asyncio.get_running_loop().call_soon(self._count, batch)
 
     def _trace(self, batch: Batch, tracer: BatchTracer) -> None:
-        """Traces a batch; what goes wrong there is not its callers' concern."""
+        """Trace a batch. An error in tracing does not affect the calls."""
         traced = {it.ticket.span: None for it in batch.sequences if it.ticket.span is not None}
         if traced:
             try:
@@ -396,9 +391,9 @@ class Scheduler:
                 logger.exception("a batch could not be traced")
 
     def _count(self, batch: Batch) -> None:
-        """Tells the observer of a batch that ran."""
-        beside = 1 if batch.alone else self._engine.max_parallel_runs  # how many runs share the device, at most
-        cost = sum([it.cost for it in batch.sequences])  # what the queue is counted in
+        """Report a batch to the observer."""
+        beside = 1 if batch.alone else self._engine.max_parallel_runs  # the most runs that share the device
+        cost = sum([it.cost for it in batch.sequences])  # the unit of the queue
         self._throughput.add(cost, (batch.compute_seconds + batch.split_seconds) / beside)
         for sequence in batch.sequences:
             self._observer.waited(sequence.started_at - sequence.enqueued_at)
@@ -406,7 +401,7 @@ class Scheduler:
         self._observer.was_busy(self._lanes.take_busy_seconds())
 
     def _on_broken(self, batch: Batch, error: BaseException | None) -> None:
-        """Fails all calls, and begins to look whether the engine comes back."""
+        """Fail all calls, and start to probe the engine."""
         if not self._over:
             times = self._limits.failures_before_probe
             self._set_unhealthy(f"the engine failed {times} times in a row, and then with a known good input", error)
@@ -423,7 +418,7 @@ class Scheduler:
         sequence.ticket.fail(InferenceFailed("{input}: {problem}", input=input_, problem=problem))
 
     def _fail_all(self, why: str, running: Sequence[TokenSequence]) -> None:
-        """Ends the calls of these sequences and of all that are pending."""
+        """Fail the calls of these sequences and all pending calls."""
         with self._lanes.lock:
             sequences = [*running, *self._pending.take_all()]
         error: EncserveError = EngineUnhealthy(why)
@@ -431,7 +426,7 @@ class Scheduler:
             sequence.ticket.fail(error)
 
     def _end(self, reason: str, error: BaseException | None = None) -> None:
-        """From now on every call is refused, for good."""
+        """Refuse all calls from now on."""
         self._over = True
         for task in (self._recovery, self._stall_watch):
             if task is not None:
@@ -458,7 +453,7 @@ class Scheduler:
             self._on_health_change()
 
     def _set_unhealthy(self, reason: str, error: BaseException | None = None) -> None:
-        """Sets or clears the reason, which callers see; the error itself is for the log."""
+        """Set or clear the reason, which callers see. The error goes to the log."""
         if reason:
             logger.error("the engine is unhealthy", extra={"reason": reason, "error": repr(error)})
         changed = reason != self._unhealthy_reason
