@@ -59,8 +59,8 @@ class WatchedFiles:
         if found == self._last:
             return None
         await clock.sleep(SETTLE_SECONDS)
-        if await self._look() != found:
-            return None  # the next call decides
+        if await self._look() != found or found == self._last:
+            return None  # the next call decides, or another call has reported the change
         self._last = found
         if isinstance(found, str):
             raise FileError(found)
