@@ -105,6 +105,7 @@ def main(context: click.Context, /, **values: Any) -> None:
         settings = Settings(**values, api_key=os.environ.get(_API_KEY))
     except ValueError as error:
         raise click.UsageError(f"{error}{_set_by(context, str(error))}") from error
+    descriptors.make_messages_of_libraries_nonblocking()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something that can look again
     memory.limit_arenas()
     memory.freeze_gc()
@@ -144,8 +145,12 @@ def hash_key() -> None:
 
 
 def exit_process(status: int) -> None:
-    """Ends the process whatever its threads do: a stuck engine, or a long text, must not outlive the grace period."""
-    logging.shutdown()
+    """Ends the process whatever its threads do: a stuck engine, or a long text, must not outlive the grace period.
+
+    Not with `logging.shutdown`: it flushes `sys.stderr`, and waits if nobody reads that.
+    """
+    for handler in logging.getLogger().handlers:
+        handler.close()
     os._exit(status)
 
 

@@ -96,7 +96,8 @@ class App:
         self._most_held_bytes = 0  # since memory was last given back
         self._sending = Sending(self._clock)
         self._places = Places(self._calls.budget, self._clock, self._calls.draining, settings.max_request_mib * MIB)
-        self._guard = RpcGuard(self._calls, self.metrics, self._places, self._sending)
+        self._connections = Connections(settings.max_connections, lambda: self.grpc_port, self._clock)
+        self._guard = RpcGuard(self._calls, self.metrics, self._places, self._sending, self._connections)
         self.metrics.in_flight.set_function(lambda: self._calls.in_flight)  # read when the page is, which costs no call
         self.metrics.in_flight_bytes.set_function(lambda: self._calls.budget.held)
         self.metrics.in_flight_limit_bytes.set(max_held_bytes)
@@ -268,7 +269,7 @@ class App:
         watches = [
             self._places.watch(),
             self._sending.watch(),
-            Connections(settings.max_connections, lambda: self.grpc_port, self._guard.busy_peers, self._clock).watch(),
+            self._connections.watch(),
             repeat(self._give_memory_back, _HELD_LOOK_SECONDS, clock=self._clock),
         ]
         if self._certificates is not None:
