@@ -70,6 +70,27 @@ async def test_connections_are_bounded(start_server: StartServer) -> None:
     await asyncio.gather(*pending)
 
 
+async def test_connections_with_calls_outlast_silent_ones(start_server: StartServer) -> None:
+    """Beyond the limit, a connection that had a call stays, even if the connection is the oldest and has no call now.
+
+    This holds for health checks too. The connection with an accepted call stays the longest.
+    """
+    server = await start_server(max_connections=3)
+    await server.encode([1])
+    own = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}", own) as channel:
+        check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+        await check(b"")
+        connections = [await asyncio.open_connection("127.0.0.1", server.app.grpc_port) for _ in range(5)]
+        pending = {asyncio.create_task(reader.read()) for reader, _ in connections}
+        while len(pending) > 1:
+            done, pending = await asyncio.wait(pending, timeout=PATIENCE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            assert done, f"{len(pending)} are open"
+    for _, writer in connections:
+        writer.close()
+    await asyncio.gather(*pending)
+
+
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
 async def test_compressed_requests_are_refused(server: FakeServer, compression: grpc.Compression) -> None:
     """The server refuses compressed requests.

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import pickle
+import random
 import selectors
 import signal
 import socket
@@ -26,13 +27,19 @@ import h2.config
 import h2.connection
 import h2.errors
 import h2.events
+import hpack
+
+from encserve_proto.v1 import encoder_pb2
 
 ENCODE = "/encserve.v1.EncoderService/Encode"
 ENCODE_STREAM = "/encserve.v1.EncoderService/EncodeStream"
 MODEL_INFER = "/inference.GRPCInferenceService/ModelInfer"
 MODEL_STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
+WATCH = "/grpc.health.v1.Health/Watch"
 _NICENESS = 10
 _END_SECONDS = 30
+# A closed connection is opened again after 0.5 to 1.5 s.
+_RECONNECT_SECONDS = 0.5
 _READ_BYTES = 1 << 20
 _PACKET_BYTES = 1 << 16
 # A slow sender sends one byte of the last 64 KiB of a request each second.
@@ -187,9 +194,13 @@ async def _unary(call: Any, request: bytes) -> str:
     try:
         await call(request)
     except grpc.aio.AioRpcError as error:
-        reasons = [str(value) for key, value in error.trailing_metadata() if key == "encserve-error-reason"]
-        return " ".join([error.code().name, *reasons])
+        return _status(error)
     return "OK"
+
+
+def _status(error: grpc.aio.AioRpcError) -> str:
+    reasons = [str(value) for key, value in error.trailing_metadata() if key == "encserve-error-reason"]
+    return " ".join([error.code().name, *reasons])
 
 
 def stream_grpc(over: threading.Event, target: str, path: str, request: bytes, count: int) -> Report:
@@ -218,6 +229,128 @@ def stream_grpc(over: threading.Event, target: str, path: str, request: bytes, c
     return {"answers": asyncio.run(run())}
 
 
+def rest(over: threading.Event) -> Report:
+    """Do nothing."""
+    over.wait()
+    return {"calls": 0}
+
+
+def silent(over: threading.Event, ports: Sequence[int], connections: int, hello: bytes, seconds: float) -> Report:
+    """Open connections to each port within some seconds. Each connection sends `hello` and nothing more.
+
+    If a connection ends, open a new connection after a pause.
+    """
+    counts = Counter[str]()
+
+    async def keep(port: int, number: int) -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(number / connections * seconds)
+        while True:
+            with contextlib.suppress(OSError), contextlib.closing(await _connect(port)) as opened:
+                counts[f"connections to {port}"] += 1
+                await loop.sock_sendall(opened, hello)
+                while await loop.sock_recv(opened, _PACKET_BYTES):
+                    pass
+            await asyncio.sleep(_RECONNECT_SECONDS + random.random())
+
+    async def run() -> None:
+        keeping = asyncio.gather(*(keep(port, number) for port in ports for number in range(connections)))
+        await asyncio.to_thread(over.wait)
+        keeping.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await keeping
+
+    asyncio.run(run())
+    return counts
+
+
+def open_watches(over: threading.Event, port: int, connections: int, streams: int, seconds: float) -> Report:
+    """Open `streams` streams of Health.Watch on each connection within some seconds, and keep them open.
+
+    This function writes the frames of HTTP/2 itself, because a library needs more CPU time than the server.
+    """
+    counts = Counter[str]()
+    fields = {":method": "POST", ":scheme": "http", ":path": WATCH, ":authority": "a", "te": "trailers"}
+    headers = hpack.Encoder().encode([*fields.items(), ("content-type", "application/grpc")])
+
+    def frame(kind: int, flags: int, stream: int, data: bytes) -> bytes:
+        return len(data).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + data
+
+    async def run() -> None:
+        pairs = [await asyncio.open_connection("127.0.0.1", port) for _ in range(connections)]
+        reading = [asyncio.create_task(read(reader)) for reader, _ in pairs]
+        for _, writer in pairs:  # the last frame is a larger window for the replies
+            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b""))
+            writer.write(frame(8, 0, 0, (2**30).to_bytes(4, "big")))
+        began = time.monotonic()
+        for number in range(streams):
+            stream = 2 * number + 1
+            for _, writer in pairs:
+                writer.write(frame(1, 4, stream, headers) + frame(0, 1, stream, bytes(5)))
+                await writer.drain()
+                counts["streams"] += 1
+            await asyncio.sleep(began + number / streams * seconds - time.monotonic())
+            if over.is_set():
+                return
+        await asyncio.to_thread(over.wait)
+        for task in reading:
+            task.cancel()
+
+    async def read(reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(_READ_BYTES):
+                counts["received_bytes"] += len(data)
+        counts["connections ended"] += 1
+
+    asyncio.run(run())
+    return counts
+
+
+def keep_streams(
+    over: threading.Event, target: str, path: str, request: bytes, streams: int, key: str, pause_seconds: float
+) -> Report:
+    """Open streams, and then repeat a request on each stream after each reply and a pause.
+
+    Count the replies by status. If a stream ends, open a new stream.
+    """
+    counts = Counter[str]()
+
+    async def keep(method: Any) -> None:
+        while True:
+            stream = method(metadata=(("api-key", key),))
+            await asyncio.sleep(_DRIP_SECONDS)  # all streams are open before the first request
+            try:
+                await stream.write(request)
+                while (reply := await stream.read()) is not grpc.aio.EOF:
+                    counts[_stream_status(reply)] += 1
+                    await asyncio.sleep(pause_seconds)
+                    await stream.write(request)
+                counts["streams ended"] += 1
+            except grpc.aio.AioRpcError as error:
+                counts[f"stream ended: {_status(error)}"] += 1
+            except asyncio.InvalidStateError:  # the server ended the stream before a write
+                counts[f"stream ended: {await stream.code()}"] += 1
+            await asyncio.sleep(pause_seconds)
+
+    async def run() -> None:
+        async with grpc.aio.insecure_channel(target, options=_ANY_SIZE) as channel:
+            method: Any = channel.stream_stream(path)
+            keeping = asyncio.gather(*(keep(method) for _ in range(streams)))
+            while not over.is_set() and not keeping.done():
+                await asyncio.sleep(0.05)
+            keeping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await keeping
+
+    asyncio.run(run())
+    return counts
+
+
+def _stream_status(data: bytes) -> str:
+    reply = encoder_pb2.EncodeStreamResponse.FromString(data)
+    return f"status {reply.error.code}" if reply.HasField("error") else "OK"
+
+
 @dataclass(frozen=True)
 class Holder:
     """A group of callers that keep calls open. Each caller has its own connection.
@@ -230,6 +363,7 @@ class Holder:
         messages: The messages of a gRPC call, or one HTTP body.
         is_grpc: Whether the callers use gRPC. If not, the callers use HTTP/1.1.
         is_slow: Whether the callers send the last 64 KiB slowly. If not, the callers send everything and read nothing.
+        key: The key of the callers. Empty for a server without keys.
     """
 
     name: str
@@ -239,6 +373,7 @@ class Holder:
     messages: tuple[bytes, ...]
     is_grpc: bool
     is_slow: bool
+    key: str = ""
 
     def body(self) -> bytes:
         """Return the bytes after the head of the request."""
@@ -277,7 +412,7 @@ async def _connect(port: int) -> socket.socket:
 
 async def _hold_http(over: threading.Event, holder: Holder, body: bytes) -> str:
     loop = asyncio.get_running_loop()
-    head = f"POST {holder.path} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST {holder.path} HTTP/1.1\r\nhost: a\r\napi-key: {holder.key}\r\ncontent-length: {len(body)}\r\n\r\n"
     fast = memoryview(body)[: len(body) - _HELD_BACK_BYTES if holder.is_slow else len(body)]
     with contextlib.closing(await _connect(holder.port)) as opened:
         try:
@@ -314,6 +449,7 @@ async def _hold_grpc(over: threading.Event, holder: Holder, body: bytes) -> str:
                 (":authority", "a"),
                 ("te", "trailers"),
                 ("content-type", "application/grpc"),
+                ("api-key", holder.key),
             ],
         )
         place, fast_bytes = 0, len(body) - (_HELD_BACK_BYTES if holder.is_slow else 0)

@@ -55,15 +55,16 @@ def infer_text(text: str) -> bytes:
     return serialized(infer_request(model="", outputs=["last_hidden_state"], text=text_tensor(text)))
 
 
-def post(path: str, fields: object) -> bytes:
+def post(path: str, fields: object, *headers: str) -> bytes:
     """Return an HTTP POST request with a JSON body."""
     body = orjson.dumps(fields)
-    return head(path, f"content-length: {len(body)}") + body
+    return head(path, f"content-length: {len(body)}", *headers) + body
 
 
-def head(path: str, field: str) -> bytes:
-    """Return the head of an HTTP POST request with one additional header."""
-    return f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n{field}\r\n\r\n".encode()
+def head(path: str, *fields: str) -> bytes:
+    """Return the head of an HTTP POST request with additional headers."""
+    lines = [f"POST {path} HTTP/1.1", "host: a", "content-type: application/json", *fields]
+    return "".join(f"{line}\r\n" for line in [*lines, ""]).encode()
 
 
 def serialized(message: Message) -> bytes:

@@ -28,10 +28,13 @@ Driver = tuple[Any, ...]
 
 
 @contextmanager
-def hostile_server(repository: Path, *flags: str) -> Iterator[RealServer]:
-    """Run a server with all protocols and a memory budget. Kill the server at the end of the block."""
+def hostile_server(repository: Path, *flags: str, **options: Any) -> Iterator[RealServer]:
+    """Run a server with all protocols and a memory budget. Kill the server at the end of the block.
+
+    `options` are those of `real_server`.
+    """
     budget = ("--max-in-flight-mib", str(BUDGET_MIB))
-    with real_server(repository, "--http-port", "0", *budget, *flags) as server:
+    with real_server(repository, "--http-port", "0", *budget, *flags, **options) as server:
         try:
             yield server
         finally:
@@ -100,15 +103,25 @@ def measure(
     """
     with attack(*(warm_up or control)):
         time.sleep(WARM_UP_SECONDS)
-    outcome = _measure_once(server, control, attacking, attack_seconds)
+    outcome = measure_once(server, control, attacking, attack_seconds)
     if is_latency_bound and outcome.attacked.health.p99_ms > outcome.allowed_ms:
-        outcome = _measure_once(server, control, attacking, attack_seconds)
+        outcome = measure_once(server, control, attacking, attack_seconds)
     return outcome
 
 
-def _measure_once(server: RealServer, control: Driver, attacking: Driver, attack_seconds: float) -> Outcome:
-    with watching(server, BUDGET_MIB) as watch:
-        first, _ = _drive(watch, "control", control, CONTROL_SECONDS)
+def measure_once(
+    server: RealServer,
+    control: Driver,
+    attacking: Driver,
+    attack_seconds: float,
+    *,
+    control_seconds: float = CONTROL_SECONDS,
+    on_all_paths: bool = False,
+    ca: Path | None = None,
+) -> Outcome:
+    """Run the control and the attack. `on_all_paths` and `ca` are those of `watching`."""
+    with watching(server, BUDGET_MIB, on_all_paths=on_all_paths, ca=ca) as watch:
+        first, _ = _drive(watch, "control", control, control_seconds)
         time.sleep(SETTLE_SECONDS)
         second, report = _drive(watch, "attack", attacking, attack_seconds)
         after_bytes = watch.wait_for_level(second.level_bytes + SLACK_BYTES // 2)

@@ -5,17 +5,20 @@ separate process, so that the attack does not delay the checks.
 """
 
 import contextlib
+import http.client
 import json
 import logging
 import os
 import signal
+import ssl
 import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +32,8 @@ logger = logging.getLogger("hostile")
 
 MIB = 2**20
 CHECK_SECONDS, ORDINARY_SECONDS, MEMORY_SECONDS = 0.01, 0.1, 0.2
+# The pause of calls on all paths: 20 calls a second on each path.
+PATH_SECONDS = 0.05
 ANSWER_SECONDS = 10.0
 SLACK_BYTES = 100 * MIB
 # If the server exceeds the test's memory limit by this much, the watch kills the server. The machine has other users.
@@ -36,6 +41,9 @@ _KILLED_BEYOND_BYTES = 1024 * MIB
 # The key of the ordinary caller. Servers without keys ignore it.
 KEY = "encserve-ordinary"
 _CHECK, _ENCODE = "/grpc.health.v1.Health/Check", "/encserve.v1.EncoderService/Encode"
+_ENCODE_STREAM = "/encserve.v1.EncoderService/EncodeStream"
+_HTTP_REQUEST = b'{"inputs": ["a"], "pooling": "mean"}'
+_OK = 200
 _SERVING = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING).SerializeToString()
 
 
@@ -66,9 +74,11 @@ class Health(NamedTuple):
         p50_ms: The median latency of health checks.
         p99_ms: The 99th percentile of the latency of health checks.
         max_ms: The maximum latency of health checks.
-        answers: The number of health replies other than SERVING, by the text of the reply.
-        ordinary: The number of replies to the ordinary caller, by the text of the reply.
+        answers: The number of health replies other than SERVING, by path and reply.
+        ordinary: The number of replies to the ordinary caller: OK, or the path and another reply.
         ordinary_max_ms: The duration of the ordinary caller's longest call.
+        ordinary_p99_ms: The 99th percentile of the ordinary caller's latency on all paths together.
+        path_p99_ms: The 99th percentile of the latency on each path of both.
     """
 
     p50_ms: float
@@ -77,32 +87,64 @@ class Health(NamedTuple):
     answers: dict[str, int]
     ordinary: dict[str, int]
     ordinary_max_ms: float
+    ordinary_p99_ms: float
+    path_p99_ms: dict[str, float]
 
     @classmethod
-    def of(cls, checks: Sequence[Sample], ordinary: Sequence[Sample]) -> "Health":
-        """Compute the percentiles and counts of these calls."""
-        latencies = sorted(_as_sent_in_time(checks))
-        assert len(latencies) >= 100, "too few health checks"
+    def of(cls, samples: Mapping[str, Sequence[Sample]]) -> "Health":
+        """Compute the percentiles and counts of calls by path."""
+        latencies = {path: sorted(_as_sent_in_time(calls, _pause_seconds(path))) for path, calls in samples.items()}
+        checks = latencies["check"]
+        assert len(checks) >= 100, "too few health checks"
+        ordinary = sorted(it for path, seconds in latencies.items() if not _is_check(path) for it in seconds)
         return cls(
-            p50_ms=round(latencies[len(latencies) // 2] * 1000, 1),
-            p99_ms=round(latencies[len(latencies) * 99 // 100] * 1000, 1),
-            max_ms=round(latencies[-1] * 1000, 1),
-            answers=dict(Counter(check.answer for check in checks if check.answer != "SERVING")),
-            ordinary=dict(Counter(call.answer for call in ordinary)),
-            ordinary_max_ms=round(max((call.seconds for call in ordinary), default=0) * 1000, 1),
+            p50_ms=round(checks[len(checks) // 2] * 1000, 1),
+            p99_ms=_p99_ms(checks),
+            max_ms=round(checks[-1] * 1000, 1),
+            answers=dict(
+                Counter(
+                    f"{path}: {call.answer}"
+                    for path, calls in samples.items()
+                    for call in calls
+                    if _is_check(path) and call.answer != "SERVING"
+                )
+            ),
+            ordinary=dict(
+                Counter(
+                    call.answer if call.answer == "OK" else f"{path}: {call.answer}"
+                    for path, calls in samples.items()
+                    for call in calls
+                    if not _is_check(path)
+                )
+            ),
+            ordinary_max_ms=round(max(ordinary, default=0) * 1000, 1),
+            ordinary_p99_ms=_p99_ms(ordinary),
+            path_p99_ms={path: _p99_ms(seconds) for path, seconds in latencies.items()},
         )
 
 
-def _as_sent_in_time(checks: Sequence[Sample]) -> Iterator[float]:
-    """Return the latencies that the checks would have if each check was sent on time, in seconds.
+def _is_check(path: str) -> bool:
+    return path.startswith("check")
 
-    A late reply delays the next checks. For each delayed check, add the time from the planned start to the late reply.
+
+def _pause_seconds(path: str) -> float:
+    return {"check": CHECK_SECONDS, "encode": ORDINARY_SECONDS}.get(path, PATH_SECONDS)
+
+
+def _p99_ms(latencies: Sequence[float]) -> float:
+    return round(latencies[len(latencies) * 99 // 100] * 1000, 1) if latencies else 0.0
+
+
+def _as_sent_in_time(calls: Sequence[Sample], pause_seconds: float) -> Iterator[float]:
+    """Return the latencies that the calls would have if each call was sent on time, in seconds.
+
+    A late reply delays the next calls. For each delayed call, add the time from the planned start to the late reply.
     """
-    for check in checks:
-        left = check.seconds
+    for call in calls:
+        left = call.seconds
         while left > 0:
             yield left
-            left -= CHECK_SECONDS
+            left -= pause_seconds
 
 
 class Phase:
@@ -130,15 +172,16 @@ class Phase:
 class Watch:
     """Watches a server from construction until `end`."""
 
-    def __init__(self, server: RealServer, budget_bytes: int) -> None:
+    def __init__(self, server: RealServer, budget_bytes: int, *, on_all_paths: bool, ca: Path | None) -> None:
         self._pid = server.process.pid
         self._kill = server.process.kill
         self._bound_bytes = self.resident_bytes() + budget_bytes + SLACK_BYTES + _KILLED_BEYOND_BYTES
         self._phases: list[Phase] = []
         self._over = threading.Event()
         self._sampler = threading.Thread(target=self._sample)
+        args = [server.target, f"{server.http_port if on_all_paths else 0}", f"{ca or ''}"]
         self._prober = subprocess.Popen(
-            [sys.executable, __file__, server.target], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__, *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._sampler.start()
 
@@ -160,9 +203,9 @@ class Watch:
             output, _ = self._prober.communicate("", timeout=2 * ANSWER_SECONDS)
         finally:
             self._prober.kill()
-        checks, ordinary = ([Sample(*call) for call in calls] for calls in json.loads(output))
+        samples = {path: [Sample(*call) for call in calls] for path, calls in json.loads(output).items()}
         for phase in self._phases:
-            phase.health = Health.of(_within(phase, checks), _within(phase, ordinary))
+            phase.health = Health.of({path: _within(phase, calls) for path, calls in samples.items()})
             logger.info("%s", phase)
 
     def resident_bytes(self) -> int:
@@ -194,9 +237,19 @@ def _within(phase: Phase, samples: Sequence[Sample]) -> list[Sample]:
 
 
 @contextlib.contextmanager
-def watching(server: RealServer, budget_mib: int) -> Iterator[Watch]:
-    """Watch a server until the end of the block. After the block, `health` is set in each phase."""
-    watch = Watch(server, budget_mib * MIB)
+def watching(
+    server: RealServer, budget_mib: int, *, on_all_paths: bool = False, ca: Path | None = None
+) -> Iterator[Watch]:
+    """Watch a server until the end of the block. After the block, `health` is set in each phase.
+
+    Args:
+        server: The server.
+        budget_mib: The memory budget for requests and replies.
+        on_all_paths: Whether to call over gRPC and HTTP, on kept and on new connections. If not, the calls use gRPC on
+            kept connections.
+        ca: The certificate authority of a server with TLS.
+    """
+    watch = Watch(server, budget_mib * MIB, on_all_paths=on_all_paths, ca=ca)
     try:
         yield watch
     finally:
@@ -206,20 +259,27 @@ def watching(server: RealServer, budget_mib: int) -> Iterator[Watch]:
 class _Prober:
     """Sends calls at a fixed rate until stdin ends."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, http_port: str, ca: str) -> None:
         self._target = target
+        self._http_port = int(http_port)
+        self._credentials = grpc.ssl_channel_credentials(Path(ca).read_bytes()) if ca else None
+        self._tls = ssl.create_default_context(cafile=ca) if ca else None
         self._over = threading.Event()
-        request = encoder_pb2.EncodeRequest()
-        request.inputs.add().token_ids.ids.append(1)
-        request.options.outputs.add(kind=encoder_pb2.OUTPUT_KIND_MEAN)
-        self._checks: list[Sample] = []
-        self._ordinary: list[Sample] = []
-        self._threads = [
-            threading.Thread(target=self._call, args=(_CHECK, b"", CHECK_SECONDS, self._checks)),
-            threading.Thread(
-                target=self._call, args=(_ENCODE, request.SerializeToString(), ORDINARY_SECONDS, self._ordinary)
-            ),
-        ]
+        by_path: dict[str, Callable[[], str]] = {
+            "check": partial(_check, self._channel()),
+            "encode": partial(_encode, self._channel()),
+        }
+        if self._http_port:
+            by_path |= {
+                "check, new connection": partial(self._on_new_channel, _check),
+                "check over HTTP, new connection": self._check_http,
+                "encode, new connection": partial(self._on_new_channel, _encode),
+                "stream": partial(_stream, self._channel()),
+                "http": partial(_ask_http, self._http_connection()),
+                "http, new connection": lambda: _ask_http(self._http_connection(), is_last=True),
+            }
+        self._samples: dict[str, list[Sample]] = {path: [] for path in by_path}
+        self._threads = [threading.Thread(target=self._call, args=(path, ask)) for path, ask in by_path.items()]
 
     def run(self) -> None:
         """Send calls until stdin ends, then write the samples to stdout as JSON."""
@@ -229,32 +289,94 @@ class _Prober:
         self._over.set()
         for thread in self._threads:
             thread.join()
-        json.dump([self._checks, self._ordinary], sys.stdout)
+        json.dump(self._samples, sys.stdout)
 
-    def _call(self, path: str, request: bytes, pause_seconds: float, samples: list[Sample]) -> None:
+    def _call(self, path: str, ask: Callable[[], str]) -> None:
         """Send calls one after another.
 
-        The time between the starts of two calls is a multiple of `pause_seconds`.
+        The time between the starts of two calls is a multiple of the path's pause.
         """
+        pause_seconds = _pause_seconds(path)
+        while not self._over.is_set():
+            began = time.monotonic()
+            answer = ask()
+            ended = time.monotonic()
+            self._samples[path].append(Sample(began, ended - began, answer))
+            self._over.wait(pause_seconds - (ended - began) % pause_seconds)
+
+    def _channel(self) -> grpc.Channel:
         options = [("grpc.use_local_subchannel_pool", 1)]  # the channel does not share a connection
-        with grpc.insecure_channel(self._target, options=options) as channel:
-            call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)
-            while not self._over.is_set():
-                began = time.monotonic()
-                answer = _answer(call, request)
-                ended = time.monotonic()
-                samples.append(Sample(began, ended - began, answer))
-                self._over.wait(pause_seconds - (ended - began) % pause_seconds)
+        if self._credentials is not None:
+            return grpc.secure_channel(self._target, self._credentials, options=options)
+        return grpc.insecure_channel(self._target, options=options)
+
+    def _on_new_channel(self, ask: Callable[[grpc.Channel], str]) -> str:
+        with self._channel() as channel:
+            return ask(channel)
+
+    def _http_connection(self) -> http.client.HTTPConnection:
+        if self._tls is not None:
+            return http.client.HTTPSConnection("127.0.0.1", self._http_port, timeout=ANSWER_SECONDS, context=self._tls)
+        return http.client.HTTPConnection("127.0.0.1", self._http_port, timeout=ANSWER_SECONDS)
+
+    def _check_http(self) -> str:
+        answer = _ask_http(self._http_connection(), "GET", "/health", None, is_last=True)
+        return "SERVING" if answer == "OK" else answer
 
 
-def _answer(call: "grpc.UnaryUnaryMultiCallable[bytes, bytes]", request: bytes) -> str:
-    answer: Any = call.future(request, timeout=ANSWER_SECONDS, metadata=(("api-key", KEY),))
-    if (code := answer.code()) is not grpc.StatusCode.OK:
-        reasons = [str(value) for key, value in answer.trailing_metadata() or () if key == "encserve-error-reason"]
-        return " ".join([code.name, *reasons])
-    if request:
-        return "OK"
+def _check(channel: grpc.Channel) -> str:
+    call: Any = channel.unary_unary(_CHECK)
+    answer = call.future(b"", timeout=ANSWER_SECONDS)
+    if answer.code() is not grpc.StatusCode.OK:
+        return _failure(answer)
     return "SERVING" if answer.result() == _SERVING else "NOT_SERVING"
+
+
+def _encode(channel: grpc.Channel) -> str:
+    request = encoder_pb2.EncodeRequest()
+    request.inputs.add().token_ids.ids.append(1)
+    request.options.outputs.add(kind=encoder_pb2.OUTPUT_KIND_MEAN)
+    call: Any = channel.unary_unary(_ENCODE)
+    answer = call.future(request.SerializeToString(), timeout=ANSWER_SECONDS, metadata=(("api-key", KEY),))
+    return "OK" if answer.code() is grpc.StatusCode.OK else _failure(answer)
+
+
+def _stream(channel: grpc.Channel) -> str:
+    """Open a stream for one request with a text."""
+    request = encoder_pb2.EncodeStreamRequest(request_id="a")
+    request.request.inputs.add().text = "a"
+    call: Any = channel.stream_stream(_ENCODE_STREAM)
+    stream = call(iter([request.SerializeToString()]), timeout=ANSWER_SECONDS, metadata=(("api-key", KEY),))
+    try:
+        replies = [encoder_pb2.EncodeStreamResponse.FromString(data) for data in stream]
+    except grpc.RpcError:
+        return _failure(stream)
+    return "OK" if [reply.HasField("response") for reply in replies] == [True] else f"{replies}"
+
+
+def _failure(answer: Any) -> str:
+    reasons = [str(value) for key, value in answer.trailing_metadata() or () if key == "encserve-error-reason"]
+    return " ".join([answer.code().name, *reasons])
+
+
+def _ask_http(
+    connection: http.client.HTTPConnection,
+    method: str = "POST",
+    path: str = "/embed",
+    body: bytes | None = _HTTP_REQUEST,
+    *,
+    is_last: bool = False,
+) -> str:
+    try:
+        connection.request(method, path, body, {"api-key": KEY, "content-type": "application/json"})
+        reply = connection.getresponse()
+        reply.read()
+    except (OSError, http.client.HTTPException) as error:
+        connection.close()
+        return type(error).__name__
+    if is_last:
+        connection.close()
+    return "OK" if reply.status == _OK else f"{reply.status} {reply.headers.get('encserve-error-reason', '')}".strip()
 
 
 if __name__ == "__main__":

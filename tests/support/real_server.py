@@ -28,9 +28,15 @@ class RealServer:
         log: The parsed log lines so far. If a line is not JSON, the test fails.
     """
 
-    def __init__(self, process: "subprocess.Popen[str]", start_seconds: float = 120) -> None:
-        """Wait until the server logs that it is ready for requests."""
+    def __init__(
+        self, process: "subprocess.Popen[str]", start_seconds: float = 120, *, is_log_read: bool = True
+    ) -> None:
+        """Wait until the server logs that it is ready for requests.
+
+        If `is_log_read` is false, nobody reads the log after that.
+        """
         self.process = process
+        self._is_log_read = is_log_read
         self.tls: ssl.SSLContext | None = None
         self.log: list[dict[str, Any]] = []
         self._serving = threading.Event()
@@ -51,6 +57,8 @@ class RealServer:
             self.log.append(json.loads(line))
             if self.log[-1]["message"] == "serving":
                 self._serving.set()
+                if not self._is_log_read:
+                    return
         self._serving.set()
 
     def terminate(self) -> None:
@@ -92,20 +100,25 @@ def real_server(
     program: Path = COMMAND,
     start_seconds: float = 120,
     variables: Mapping[str, str] | None = None,
+    log_bytes: int | None = None,
 ) -> Iterator[RealServer]:
     """Run a server. At the end of the block, stop the process if the server still runs.
 
     By default, the server does not measure the batch budget, because this takes seconds for each model. A flag can turn
     the measurement on.
+
+    If `log_bytes` is given, the log is a pipe of this size that nobody reads after the start.
     """
     cache = "ENCSERVE_CACHE_DIR"  # this variable is passed on, so all tests share one cache
     environment = {key: value for key, value in os.environ.items() if not key.startswith("ENCSERVE_") or key == cache}
     environment |= variables or {}
     command: list[str | Path] = [program, "--model-repository", model_repository, "--no-tune-batches"]
     command += ["--grpc-port", "0", "--metrics-port", "0", *flags]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, pipesize=log_bytes or -1, text=True, env=environment
+    ) as process:
         try:
-            yield RealServer(process, start_seconds)
+            yield RealServer(process, start_seconds, is_log_read=log_bytes is None)
         finally:
             if process.poll() is None:
                 process.terminate()

@@ -105,6 +105,7 @@ def main(context: click.Context, /, **values: Any) -> None:
         settings = Settings(**values, api_key=os.environ.get(_API_KEY))
     except ValueError as error:
         raise click.UsageError(f"{error}{_origin_of(context, str(error))}") from error
+    descriptors.make_messages_of_libraries_nonblocking()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the server can reload models
     memory.limit_arenas()
     memory.freeze_gc()
@@ -144,8 +145,12 @@ def hash_key() -> None:
 
 
 def exit_process(status: int) -> None:
-    """End the process at once, even if a thread is busy with a stuck engine or a long text."""
-    logging.shutdown()
+    """End the process at once, even if a thread is busy with a stuck engine or a long text.
+
+    `logging.shutdown` would flush `sys.stderr`, and wait for ever if it is a pipe that is not read.
+    """
+    for handler in logging.getLogger().handlers:
+        handler.close()
     os._exit(status)
 
 

@@ -102,7 +102,8 @@ class App:
         self._calls.answer_times = self.metrics.answer_times
         self._peak_held_bytes = 0  # since memory was last returned to the system
         self._sending = Sending(self._clock)
-        self._guard = RpcGuard(self._calls, self.metrics, self._sending)
+        self._connections = Connections(settings.max_connections, lambda: self.grpc_port, self._clock)
+        self._guard = RpcGuard(self._calls, self.metrics, self._sending, self._connections)
         self.metrics.in_flight.set_function(lambda: self._calls.in_flight)  # computed only for /metrics
         self.metrics.in_flight_bytes.set_function(lambda: self._calls.budget.held)
         self.metrics.in_flight_limit_bytes.set(max_held_bytes)
@@ -274,7 +275,7 @@ class App:
         watches = [
             self._calls.places.watch(),
             self._sending.watch(),
-            Connections(settings.max_connections, lambda: self.grpc_port, self._guard.busy_peers, self._clock).watch(),
+            self._connections.watch(),
             repeat(self._trim_memory, _TRIM_CHECK_SECONDS, clock=self._clock),
         ]
         if self._certificates is not None:

@@ -10,6 +10,7 @@ A front end takes from a pool and gives back; it decides nothing. Everything her
 
 import asyncio
 import contextlib
+import heapq
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -337,7 +338,7 @@ def connections_to_close(connections: Collection[AnyConnection], count: int) -> 
     """
     idle = [it for it in connections if it.idle_since < math.inf]
     hosts = Counter(it.host for it in idle)
-    return sorted(idle, key=lambda it: (it.has_called, -hosts[it.host], it.idle_since))[:count]
+    return heapq.nsmallest(count, idle, key=lambda it: (it.has_called, -hosts[it.host], it.idle_since))
 
 
 class Watches:

@@ -243,8 +243,9 @@ class HttpApp:
         """
         try:
             call.accept()
-            connection.has_called = True
-            limit = OPEN_REQUEST_BYTES if _access(route).is_open else self._max_body_bytes
+            is_open = _access(route).is_open
+            connection.has_called = connection.has_called or not is_open
+            limit = OPEN_REQUEST_BYTES if is_open else self._max_body_bytes
             body = await read_body(request, connection, head_bytes, limit, call, self._calls.places)
             return await route.handle(Request(body, request.headers, values), call)
         except ConnectionError as error:

@@ -157,7 +157,7 @@ class HttpServer:
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_UNACKNOWLEDGED_SECONDS * 1000))
             self.port = listener.getsockname()[1]
             if self._certificates is None:
-                self._listening.append(await loop.create_server(self._make_connection, sock=listener))
+                self._listening.append(await loop.create_server(self._make_connection, sock=listener, backlog=_BACKLOG))
             else:
                 listener.setblocking(False)
                 self._accepting[listener] = loop.create_task(self._accept(listener, self._certificates))

@@ -1,6 +1,8 @@
 """Finds and closes gRPC connections among the sockets of the process, because grpcio gives no access. Linux only."""
 
 import contextlib
+import errno
+import functools
 import ipaddress
 import logging
 import math
@@ -9,7 +11,7 @@ import socket
 import stat
 import sys
 import urllib.parse
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +24,11 @@ logger = logging.getLogger(__name__)
 _FDS = Path("/proc/self/fd")
 # gRPC accepts this many times the limit. So it accepts new connections until `Connections` closes old ones.
 HEADROOM = 2
-_LOOK_SECONDS = 0.2
+_LOOK_SECONDS = 0.1
+# After a look that found too many connections, the next look follows soon: after so many times the look's duration. Not
+# in a thread: a busy event loop takes the GIL at each system call, and the look would take seconds.
+_PAUSE_PART = 4
+_LEAST_PAUSE_SECONDS = 0.01
 
 Endpoint = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]
 
@@ -31,6 +37,7 @@ Endpoint = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]
 class _Connection:
     """One connection; see `ledger.OpenConnection`."""
 
+    descriptor: int
     endpoint: Endpoint
     host: str
     has_called: bool
@@ -43,51 +50,105 @@ class Connections:
     The sockets are checked only while the process has more descriptors than the limit. Owned by the event loop.
     """
 
-    def __init__(
-        self, limit: int, port: Callable[[], int], busy_peers: Callable[[], Collection[str]], clock: Clock
-    ) -> None:
+    def __init__(self, limit: int, port: Callable[[], int], clock: Clock) -> None:
         """Keep the limit.
 
         Args:
             limit: The largest number of connections.
             port: Returns the port on which gRPC listens.
-            busy_peers: Returns the peers with a call, as gRPC names them.
             clock: The time.
         """
         self._limit = limit
         self._port = port
-        self._busy_peers = busy_peers
         self._clock = clock
-        self._known: dict[Endpoint, _Connection] = {}
+        self._open: dict[Hashable, str] = {}  # the peer of each open call
+        # When peers last had a call, the latest last: peers with an accepted call, and others.
+        self._accepted: dict[str, float] = {}
+        self._others: dict[str, float] = {}
+        self._seen: dict[Endpoint, float] = {}  # each connection's earliest possible begin
+        self._looked_at = -math.inf
+        self._sockets: dict[int, tuple[int, Endpoint | None]] = {}  # by descriptor, see `_find`
+
+    def begin(self, call: Hashable, peer: str) -> None:
+        """Note an open call of a peer, as gRPC names it."""
+        self._open[call] = peer
+
+    def accept(self, call: Hashable) -> None:
+        """Note that a call was accepted."""
+        self._note(self._accepted, self._open[call])
+
+    def peer_of(self, call: Hashable) -> str:
+        """Return the peer of an open call."""
+        return self._open[call]
+
+    def end(self, call: Hashable) -> None:
+        """Note the end of a call."""
+        peer = self._open.pop(call)
+        self._note(self._accepted if peer in self._accepted else self._others, peer)
 
     async def watch(self) -> None:
         """Close connections beyond the limit, until cancelled."""
         if sys.platform == "linux":
             await repeat(self._look, _LOOK_SECONDS, clock=self._clock)
 
-    def _look(self) -> None:
+    def _note(self, last: dict[str, float], peer: str) -> None:
+        last.pop(peer, None)
+        last[peer] = self._clock.now()
+        if len(last) > self._limit * HEADROOM:
+            del last[next(iter(last))]
+
+    async def _look(self) -> None:
+        began = self._clock.now()
+        while self._close_excess():
+            await self._clock.sleep(max((self._clock.now() - began) * _PAUSE_PART, _LEAST_PAUSE_SECONDS))
+            began = self._clock.now()
+
+    def _close_excess(self) -> bool:
+        """Close connections beyond the limit. Return whether there were any."""
+        since, self._looked_at = self._looked_at, self._clock.now()
         with contextlib.suppress(OSError):  # no descriptor is free
             if len(os.listdir(_FDS)) > self._limit:  # noqa: PTH208 - Path.iterdir takes four times as long
-                self._update()
-                excess = len(self._known) - self._limit
+                connections = self._known(self._find(), since)
+                excess = len(connections) - self._limit
                 if excess > 0:
-                    _shut_down({it.endpoint for it in connections_to_close(self._known.values(), excess)})
-                return
-        self._known.clear()
+                    for it in connections_to_close(connections, excess):
+                        _shut_down(it.descriptor, {it.endpoint})
+                return excess > 0
+        self._seen.clear()
+        self._sockets.clear()
+        return False
 
-    def _update(self) -> None:
-        """Bring the known connections up to date."""
-        busy = {endpoint_of(peer) for peer in self._busy_peers()}
-        now, known = self._clock.now(), {}
-        for connection in _sockets():
-            if connection.getsockname()[1] == self._port() and (end := _endpoint(*connection.getpeername()[:2])):
-                it = self._known.get(end) or _Connection(end, str(end[0]), False, now)
-                if end in busy:
-                    it.has_called, it.idle_since = True, math.inf
-                elif it.idle_since == math.inf:
-                    it.idle_since = now
-                known[end] = it
-        self._known = known
+    def _find(self) -> dict[int, Endpoint]:
+        """Return the peer of each connection by its descriptor. An unchanged socket is not asked again."""
+        port, sockets = self._port(), {}
+        for name in os.listdir(_FDS):  # noqa: PTH208 - see above
+            with contextlib.suppress(OSError):  # closed meanwhile
+                descriptor = int(name)
+                status = os.fstat(descriptor)
+                if stat.S_ISSOCK(status.st_mode):
+                    known = self._sockets.get(descriptor)
+                    is_same = known is not None and known[0] == status.st_ino
+                    sockets[descriptor] = known if is_same and known else (status.st_ino, _peer(descriptor, port))
+        self._sockets = sockets
+        return {descriptor: peer for descriptor, (_, peer) in sockets.items() if peer is not None}
+
+    def _known(self, peers: Mapping[int, Endpoint], since: float) -> list[_Connection]:
+        """Return connections with all that is known of them. Connections that are new have come after `since`."""
+        busy = {endpoint_of(peer) for peer in self._open.values()}
+        accepted, others = (
+            {endpoint_of(peer): at for peer, at in last.items()} for last in (self._accepted, self._others)
+        )
+        self._seen = {peer: self._seen.get(peer, since) for peer in peers.values()}
+        return [
+            _Connection(
+                descriptor,
+                peer,
+                str(peer[0]),
+                peer in accepted,
+                math.inf if peer in busy else accepted.get(peer) or others.get(peer) or self._seen[peer],
+            )
+            for descriptor, peer in peers.items()
+        ]
 
 
 def close_connections(peers: Collection[str]) -> None:
@@ -95,31 +156,46 @@ def close_connections(peers: Collection[str]) -> None:
     for peer in peers:
         logger.warning("a caller does not read its replies; its connection is closed", extra={"peer": peer})
     if sys.platform == "linux":
+        wanted = {endpoint_of(peer) for peer in peers}
         with contextlib.suppress(OSError):
-            _shut_down({endpoint_of(peer) for peer in peers})
+            for name in os.listdir(_FDS):  # noqa: PTH208 - see above
+                _shut_down(int(name), wanted)
 
 
+@functools.lru_cache(maxsize=4096)
 def endpoint_of(peer: str) -> Endpoint | None:
     """Return the address and the port of a peer, as gRPC names it; None if it has none."""
     return _endpoint(*urllib.parse.unquote(peer).partition(":")[2].rpartition(":")[::2])
 
 
-def _shut_down(wanted: Collection[Endpoint | None]) -> None:
-    for connection in _sockets():
+def _shut_down(descriptor: int, wanted: Collection[Endpoint | None]) -> None:
+    """Close a connection to one of these peers."""
+    with contextlib.suppress(OSError), _socket(descriptor) as connection:
         if _endpoint(*connection.getpeername()[:2]) in wanted:
-            with contextlib.suppress(OSError):  # the other end has closed it
-                connection.shutdown(socket.SHUT_RDWR)
+            connection.shutdown(socket.SHUT_RDWR)
 
 
-def _sockets() -> Iterator[socket.socket]:
-    """Yield a copy of each connected TCP socket of this process. The copy is open until the next one."""
-    for name in os.listdir(_FDS):  # noqa: PTH208 - see above
-        with contextlib.suppress(OSError):  # not a socket, not connected, or closed meanwhile
-            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as connection:
-                    if connection.family in (socket.AF_INET, socket.AF_INET6):
-                        connection.getpeername()
-                        yield connection
+def _peer(descriptor: int, port: int) -> Endpoint | None:
+    """Return the peer of a connection to a port; None for other sockets."""
+    with contextlib.suppress(OSError), _socket(descriptor) as connection:
+        if connection.getsockname()[1] == port:
+            return _endpoint(*connection.getpeername()[:2])
+    return None
+
+
+def _socket(descriptor: int) -> socket.socket:
+    """Return a copy of a TCP socket of this process.
+
+    Raises:
+        OSError: The descriptor is closed, or belongs to something else.
+    """
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
+    connection = socket.socket(fileno=os.dup(descriptor))
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        connection.close()
+        raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+    return connection
 
 
 def _endpoint(host: str, port: str | int) -> Endpoint | None:

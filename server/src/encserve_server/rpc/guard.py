@@ -14,7 +14,7 @@ from encserve_server.calls import OPEN_REQUEST_BYTES, Access, Call, Calls, Metho
 from encserve_server.error_table import REASONS, STATUSES, Failure, Status
 from encserve_server.errors import DeadlineExpired, MalformedRequest, Naming, PlainNaming, RequestTooLarge
 from encserve_server.ledger import Arrival, Watches, current_task
-from encserve_server.rpc.connections import close_connections
+from encserve_server.rpc.connections import Connections, close_connections
 from encserve_server.rpc.sending import Sending, seconds_to_read
 from encserve_server.rpc.status import code_label, code_of, trailers_of
 from encserve_server.telemetry.metrics import Metrics
@@ -41,13 +41,13 @@ _CHECK = Method("", PlainNaming(), None, answers_while_draining=True, access=Acc
 class RpcGuard:
     """Wraps the methods of services: receives requests, sends replies or error statuses, and counts calls."""
 
-    def __init__(self, calls: Calls, metrics: Metrics, sending: Sending) -> None:
-        """Keep the calls of all protocols, the metrics, and the time limits of replies."""
+    def __init__(self, calls: Calls, metrics: Metrics, sending: Sending, connections: Connections) -> None:
+        """Keep the calls of all protocols, the metrics, and the limits of replies and connections."""
         self._calls = calls
         self._metrics = metrics
         self._watches = Watches()
-        self._contexts: dict[Call, Context] = {}  # of open calls
         self._sending = sending
+        self._connections = connections
 
     def method(
         self,
@@ -102,12 +102,12 @@ class RpcGuard:
             call = self._begin(method, context)
             data = b""
             with call:
-                call.accept()
+                self._accept(call)
                 data = await answer(await self._receive(method, call, context), call)
             if call.failure is not None:
                 await _abort(context, call.failure)
             elif data:
-                self._sending.begin(call, context.peer(), len(data))
+                self._sending.begin(call, self._connections.peer_of(call), len(data))
             return data
 
         return handle
@@ -169,7 +169,7 @@ class RpcGuard:
         async def handle(requests: Requests, context: Context) -> None:
             call = self._begin(method, context)
             with call, _cancelled_if_disconnected():
-                call.accept()
+                self._accept(call)
                 await answer(requests, call, context)
             if call.failure is not None:
                 if method.observer is None:
@@ -185,16 +185,16 @@ class RpcGuard:
         deadline = math.inf if remaining_s is None else calls.clock.now() + remaining_s
         metadata = (context.invocation_metadata() or ()) if calls.reads_metadata else ()
         call = calls.begin(method, metadata, deadline, _Peer(context))
-        self._contexts[call] = context
+        self._connections.begin(call, context.peer())
         current_task().add_done_callback(partial(self._end, call))
         return call
 
-    def busy_peers(self) -> set[str]:
-        """Return the peers with an open call, as gRPC names them."""
-        return {context.peer() for context in self._contexts.values()}
+    def _accept(self, call: Call) -> None:
+        call.accept()
+        self._connections.accept(call)
 
     def _end(self, call: Call, _: object) -> None:
-        del self._contexts[call]
+        self._connections.end(call)
         self._sending.end(call)
         call.release()
 

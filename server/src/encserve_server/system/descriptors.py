@@ -1,8 +1,10 @@
 """The descriptors of the process: standard input, output and error, and the limit of their number."""
 
+import contextlib
 import logging
 import os
 import resource
+import stat
 import sys
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,20 @@ def open_standard_descriptors() -> None:
     os.close(descriptor)
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: PTH123, SIM115 - stays open until the process ends
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: PTH123, SIM115
+
+
+def make_messages_of_libraries_nonblocking() -> None:
+    """Let libraries lose their messages instead of waiting, if standard error is a pipe that nobody reads.
+
+    Libraries in C and Rust write to descriptor 2 themselves, for example if the tokenizer panics. Python's
+    `sys.stderr` gets another descriptor, which waits as before: the server's log has a thread for that.
+    """
+    with contextlib.suppress(OSError):  # nobody can read the pipe any more, or the system has no /proc
+        if stat.S_ISFIFO(os.fstat(_STANDARD_ERROR).st_mode):
+            again = os.open(f"/proc/self/fd/{_STANDARD_ERROR}", os.O_WRONLY | os.O_NONBLOCK)
+            sys.stderr = os.fdopen(os.dup(_STANDARD_ERROR), "w", buffering=1, errors="backslashreplace")
+            os.dup2(again, _STANDARD_ERROR)
+            os.close(again)
 
 
 def allowed_connections(wanted: int) -> int:
