@@ -81,12 +81,18 @@ async def test_connections_with_calls_outlast_silent_ones(start_server: StartSer
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}", own) as channel:
         check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
         await check(b"")
-        connections = [await asyncio.open_connection("127.0.0.1", server.app.grpc_port) for _ in range(5)]
-        pending = {asyncio.create_task(reader.read()) for reader, _ in connections}
-        while len(pending) > 1:
-            done, pending = await asyncio.wait(pending, timeout=PATIENCE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            assert done, f"{len(pending)} are open"
-    for _, writer in connections:
+        writers = []
+        pending: set[asyncio.Task[bytes]] = set()
+        for _ in range(4):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.app.grpc_port)
+            writers.append(writer)
+            pending.add(asyncio.create_task(reader.read()))
+            while len(pending) > 1:
+                done, pending = await asyncio.wait(
+                    pending, timeout=PATIENCE_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
+                assert done, f"{len(pending)} are open"
+    for writer in writers:
         writer.close()
     await asyncio.gather(*pending)
 

@@ -38,8 +38,8 @@ MODEL_STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
 WATCH = "/grpc.health.v1.Health/Watch"
 _NICENESS = 10
 _END_SECONDS = 30
-# A closed connection is opened again after 0.5 to 1.5 s.
-_RECONNECT_SECONDS = 0.5
+# A closed connection is opened again after 2 to 4 s.
+_RECONNECT_SECONDS = 2.0
 _READ_BYTES = 1 << 20
 _PACKET_BYTES = 1 << 16
 # A slow sender sends one byte of the last 64 KiB of a request each second.
@@ -251,7 +251,7 @@ def silent(over: threading.Event, ports: Sequence[int], connections: int, hello:
                 await loop.sock_sendall(opened, hello)
                 while await loop.sock_recv(opened, _PACKET_BYTES):
                     pass
-            await asyncio.sleep(_RECONNECT_SECONDS + random.random())
+            await asyncio.sleep(_RECONNECT_SECONDS * (1 + random.random()))
 
     async def run() -> None:
         keeping = asyncio.gather(*(keep(port, number) for port in ports for number in range(connections)))
