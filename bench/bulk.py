@@ -1,4 +1,4 @@
-"""Compares an embed job with the fastest batches of the same model and with sentence-transformers.
+"""Compares the speed of an embed job with the speed of the inference engine alone, and with sentence-transformers.
 
     python bench/bulk.py MODEL_REPOSITORY --checkpoint DIRECTORY [--model NAME] [--rounds 7] [--texts 3000]
                          [--part-rows 750] [--max-batch-tokens TOKENS] [--json FILE]
@@ -64,7 +64,7 @@ ENGINES = {
     "": EngineOptions("onnxruntime", "float32", "cpu"),
     BFLOAT16: EngineOptions("openvino", "bfloat16", "cpu"),
 }
-LEAST_COSINE = 0.99  # the limit for a text's vectors in bfloat16 and in float32
+LEAST_COSINE = 0.99  # the lowest allowed cosine between a text's vectors in bfloat16 and in float32
 BATCH_SIZES = (8, 16, 32, 64, 128)
 SWEEP_TEXTS = 600
 

@@ -181,8 +181,8 @@ FAULTS: dict[str, tuple[Change, str]] = {
 }
 
 
-# A route is one way to export a directory. By default, the exporter tries each route. The ONNX route reads the
-# directory with the same functions, so only the slow tests, marked "system", use the ONNX route.
+# A route is one way to export a directory. By default, the exporter tries each route. The ONNX route and the default
+# route read the directory with the same functions, so only the slow tests, marked "system", use the ONNX route.
 @pytest.mark.parametrize(
     ("name", "via"),
     [pytest.param("BERT", None, id="default"), pytest.param("ELECTRA", "onnx", id="onnx", marks=pytest.mark.system)],

@@ -1,7 +1,7 @@
 """Compares a bundle's token ids and vectors with those of sentence-transformers or transformers, for the same texts.
 
-The bundle runs in `encserve_server.offline`, so the comparison covers the code that serves the bundle. A bundle is
-compared with sentence-transformers if its directory has modules.json. Other bundles are compared with transformers.
+The bundle runs in `encserve_server.offline`, so the comparison covers the code that serves the bundle. If the exported
+directory has modules.json, its bundle is compared with sentence-transformers, else with transformers.
 """
 
 import contextlib
@@ -150,8 +150,8 @@ def prepare_comparison(
         progress: Called with each step.
 
     Raises:
-        UnsupportedModelError: A prompt fills the longest text, and pooling leaves out the prompt. Pooling would then
-            have no tokens.
+        UnsupportedModelError: A prompt has as many tokens as a text may have, and pooling leaves out the prompt. Then
+            pooling would have no tokens.
         ParityError: sentence-transformers fails for the directory. The returned function raises a ParityError if ids or
             vectors differ.
     """

@@ -54,9 +54,9 @@ _CODE_OF_ITS_OWN = (
     "config.json names Python code (auto_map), and the exporter never runs such code. If the weights are for the model "
     f"in that code, {pretrained.OWN_ONNX}"
 )
-# The model types for which transformers reads position_embedding_type "rotary". Models of other types ignore a value
-# that is not in `_KNOWN_POSITION_TYPES`.
+# The model types for which transformers reads position_embedding_type "rotary".
 _READ_POSITION_TYPES = ("esm", "evolla")
+# For other model types, transformers ignores every position_embedding_type except these values.
 _KNOWN_POSITION_TYPES = ("absolute", "rope")
 
 
