@@ -1,4 +1,4 @@
-"""Around every call of every protocol: whether it is taken, what it holds, and how it is traced, counted and answered.
+"""The frame around every call of every protocol: admission, held bytes, traces, counts and errors.
 
 method = Method(…)                                     once, for each RPC or route
 call = calls.begin(method, metadata, deadline)
@@ -56,25 +56,25 @@ from encserve_server.telemetry.spans import SERVER_ERROR_CODES, RequestSpan, Tra
 from encserve_server.types.callers import ANY_SENDER, ANYONE, CertificateName, Priority, Sender
 from encserve_server.types.sequences import TokenSequence
 
-# A reply larger than this is built in a thread: on the event loop it would delay all other calls.
+# A larger reply is built in a thread, because on the event loop it would delay all other calls.
 _INLINE_REPLY_BYTES = 256 * 1024
-# Health checks, and questions for what is served, are shorter; their callers may have no key.
+# The largest request that needs no key: health checks, and requests for lists of models.
 OPEN_REQUEST_BYTES = 4096
-# These end the task that they are raised in; every other exception is an answer.
+# These exceptions end the task. Every other exception becomes an error reply.
 _NOT_ANSWERS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
 class Access(Enum):
-    """Who may call a method, where keys or certificates are asked for."""
+    """The callers that may use a method, if the server asks for keys or certificates."""
 
-    OPEN = auto()  # everybody: health checks
-    LISTING = auto()  # tells what is served; everybody, where a setting says so
-    CALLERS = auto()  # those who are known
-    INSPECT = auto()  # those of them who may inspect
+    OPEN = auto()  # all: health checks
+    LISTING = auto()  # callers with a key, or all if a setting says so: lists of models
+    CALLERS = auto()  # callers with a key
+    INSPECT = auto()  # callers with a key that may inspect
 
     @property
     def is_open(self) -> bool:
-        """Whether callers without a key may get in: their requests have at most OPEN_REQUEST_BYTES."""
+        """Whether callers without a key may call. Such requests have at most OPEN_REQUEST_BYTES."""
         return self in (Access.OPEN, Access.LISTING)
 
 
@@ -82,38 +82,38 @@ class Peer(Protocol):
     """The other end of a connection."""
 
     def address(self) -> str:
-        """Its address and port; empty where it has gone."""
+        """Return its address and port; empty if it has disconnected."""
 
     def certificate_names(self) -> Collection[CertificateName]:
-        """The DNS and URI names of its verified certificate."""
+        """Return the DNS and URI names of its verified certificate."""
 
 
 class CallerObserver(Protocol):
     """Counts the calls of each caller; called on the event loop."""
 
     def ended(self, caller: str, outcome: str, tokens: int) -> None:
-        """A call with so many tokens has ended: with a reason, or with OK, CANCELLED or DEADLINE_EXCEEDED."""
+        """Count a call that has ended. `outcome` is a reason, or OK, CANCELLED or DEADLINE_EXCEEDED."""
 
 
 class AnswerTimes(Protocol):
-    """Keeps how long calls that encode take, of all protocols; called on the event loop."""
+    """Records the durations of encode calls of all protocols; called on the event loop."""
 
     def observe(self, seconds: float) -> None:
-        """A call of one priority has ended after so long."""
+        """Record the duration of a call."""
 
 
 class CallObserver(Protocol):
     """Counts the calls of one RPC or route, in the protocol's own metrics; called on the event loop."""
 
     def began(self) -> None:
-        """A call has begun."""
+        """Count a call that begins."""
 
     def ended(self, status: Status, reason: str, seconds: float) -> None:
-        """A call has ended after so long; of an error the reason is given."""
+        """Count a call that has ended, with its duration, and with the reason of an error."""
 
 
 class Method:
-    """One RPC, or one HTTP route, as calls of it are traced, counted and answered."""
+    """One RPC or HTTP route, with the settings for its calls."""
 
     def __init__(
         self,
@@ -130,20 +130,20 @@ class Method:
         access: Access = Access.CALLERS,
         log_name: str = "",
     ) -> None:
-        """Takes what the protocol says of the method.
+        """Keep the settings.
 
         Args:
             name: The name of its spans.
-            naming: What its fields and values are called in errors.
-            observer: Counts its calls; None for those that are counted nowhere and traced nowhere, as health checks.
-            attributes: Those of its spans, of OpenTelemetry's conventions for the protocol.
+            naming: The names of fields and values in its errors.
+            observer: Counts its calls; None for health checks, which are not counted and not traced.
+            attributes: The attributes of its spans, by OpenTelemetry's conventions for the protocol.
             status_attribute: The attribute of its spans that holds the code.
-            code_of: The protocol's code for a status.
-            is_failure: Whether a status counts as the server's error in traces.
-            answers_while_draining: Whether it is answered while the server stops.
-            reply_copies: How many times a reply is in memory while it is sent.
-            access: Who may call it.
-            log_name: Its name in the access log, where that of its spans does not say enough.
+            code_of: Returns the protocol's code for a status.
+            is_failure: Returns whether a status counts as the server's error in traces.
+            answers_while_draining: Whether the server answers it while it stops.
+            reply_copies: The number of copies of a reply in memory while it is sent.
+            access: The callers that may use it.
+            log_name: Its name in the access log; by default the name of its spans.
         """
         self.name = name
         self.naming = naming
@@ -162,16 +162,16 @@ class Calls:
     """The calls of all protocols together; owned by the event loop.
 
     Attributes:
-        in_flight: How many calls are being worked on, or have their answer on its way; any thread may read it.
+        in_flight: The number of calls whose reply has not been sent completely; any thread may read it.
         idle: Set while no call is in flight.
-        draining: Set from when new calls are refused.
+        draining: Set when the server begins to refuse new calls.
         budget: The bytes of requests and replies that calls hold.
         places: The places of slow requests and open streams.
-        callers: Who may call; None where everybody may, and nobody is named.
-        caller_observer: Counts the calls of each caller; None where callers are not told apart.
-        answer_times: Keep how long calls that encode take, by priority.
-        access_log: Where each call is written; None for nowhere.
-        refusals: Where refused and failed calls are told together; None for nowhere.
+        callers: The known callers; None if all may call and no caller has a name.
+        caller_observer: Counts the calls of each caller; None if no caller has a name.
+        answer_times: Record the durations of encode calls, by priority.
+        access_log: Writes a line for each call; None without an access log.
+        refusals: Logs refused and failed calls, many in one line; None without this log.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Calls:
         max_request_bytes: int = 4 * MIB,
         tracer: Tracer | None = None,
     ) -> None:
-        """Takes the models, and the threads in which large replies are built."""
+        """Keep the models, and the threads that build large replies."""
         self.catalog = catalog
         self.clock = clock
         self.encode_pool = encode_pool
@@ -207,7 +207,7 @@ class Calls:
         return self.callers is not None or self.tracer is not None
 
     def drain(self) -> None:
-        """From now on new calls get Draining."""
+        """Refuse new calls with Draining from now on."""
         self.draining.set()
 
     def begin(
@@ -217,12 +217,12 @@ class Calls:
         deadline: float = math.inf,
         peer: Peer | None = None,
     ) -> "Call":
-        """A call has come.
+        """Begin a call.
 
         Args:
-            method: What is called.
-            metadata: The headers of the request, their names in lower case; needed where `reads_metadata` says so.
-            deadline: When the caller is gone, on the clock; infinity for never.
+            method: The method.
+            metadata: The headers of the request, with names in lower case; needed if `reads_metadata` is true.
+            deadline: The clock's time at which the caller stops waiting; infinity for none.
             peer: The other end of the connection.
         """
         span = None
@@ -235,7 +235,7 @@ class Calls:
         return Call(self, method, deadline, span, metadata, peer)
 
     def begin_request(self, stream: "Call", method: Method, request_id: str) -> "Call":
-        """A request of a stream has come, which is answered by itself; of the calls in flight the stream is one."""
+        """Begin one request of a stream. Only the stream counts as a call in flight."""
         call = Call(self, method, stream.deadline, spans.begin_request(request_id), (), stream.peer)
         call.is_of_stream = True
         call.inherit(stream)
@@ -243,16 +243,16 @@ class Calls:
 
 
 class Call:
-    """One call, from its arrival until its answer has left; see the module.
+    """One call, from its arrival until its reply is sent; see the module.
 
     Attributes:
-        deadline: When the caller is gone, on the clock; infinity for never.
-        span: Traces it; None where nothing does.
+        deadline: The clock's time at which the caller stops waiting; infinity for none.
+        span: Its span; None without tracing.
         naming: The names of fields and values in its errors. A handler may replace it.
-        failure: Why it failed, once its block has ended; None where it did not.
+        failure: The error, after the end of the block; None if the call succeeded.
         is_of_stream: Whether it is one request of a stream.
-        caller: Who calls, once the call is accepted.
-        peer: The other end of the connection; None once the call has ended, or where nobody said.
+        caller: The caller, after `accept`.
+        peer: The other end of the connection; None after the end of the block, or if unknown.
     """
 
     __slots__ = (
@@ -293,9 +293,9 @@ class Call:
         self._charged: list[TokenSequence] = []  # sequences that count against the caller's rate
         self._charged_tokens = self._charged_text_tokens = 0  # all tokens that count, and the tokens of texts
         self._prepaid_tokens = 0  # of texts whose sequences `charge` has not counted yet
-        self._model_name, self._inputs, self._tokens = "", 0, 0  # what is counted and logged
+        self._model_name, self._inputs, self._tokens = "", 0, 0  # for counts and logs
         self._seconds = 0.0, 0.0  # in the queue and in compute
-        self._priority: Priority | None = None  # of a call that encodes
+        self._priority: Priority | None = None  # of an encode call
 
     def __enter__(self) -> "Call":
         return self
@@ -303,7 +303,7 @@ class Call:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        """Ends the work: what failed is kept as `failure`, unless the caller has gone or the process ends."""
+        """End the work. Keep an error as `failure`, unless the caller has disconnected or the process ends."""
         if self._model is not None:
             self._model.leave()
             self._model = None
@@ -325,11 +325,11 @@ class Call:
             self.span.end(code, reason, failed=method.is_failure(status))
         if method.observer is not None or (self.failure is not None and method.access is not Access.OPEN):
             self._tell(status, reason, now - self._began)
-        self.peer, self._metadata = None, ()  # which hold what holds this call
+        self.peer, self._metadata = None, ()  # to break reference cycles
         return is_answer
 
     def _tell(self, status: Status, reason: str, seconds: float) -> None:
-        """Counts the call for its caller, and writes of it where that is asked for."""
+        """Count the call for its caller, and write it to the access log if there is one."""
         calls, method, failure = self._calls, self._method, self.failure
         times = None if self._priority is None or self.is_of_stream else calls.answer_times.get(self._priority)
         if times is not None:
@@ -359,7 +359,7 @@ class Call:
             calls.refusals.add(self.caller.name, reason, method.log_name, failure.text, is_callers_mistake=is_mistake)
 
     def release(self, *_: object) -> None:
-        """The answer has left, or never will: gives back what the call holds. Callable again."""
+        """Give back the bytes that the call holds. Call it when the reply is sent or will never be. Callable again."""
         if not self._is_open:
             return
         self._is_open = False
@@ -372,7 +372,7 @@ class Call:
                 calls.idle.set()
 
     def accept(self) -> None:
-        """To be called before anything is done for a call, and before any of its body is looked at.
+        """Check the caller. Call this before any other work, and before the body is read.
 
         Raises:
             Draining: The server is stopping.
@@ -402,7 +402,7 @@ class Call:
             self._check_rate()
 
     def _recognise(self, callers: Callers) -> None:
-        """Sets who calls, as the callers file says now."""
+        """Set the caller from the current callers file."""
         self._generation = callers.generation
         self._known = callers.known(self._identity)
         self.caller = callers.caller(self._known, self._metadata)
@@ -416,21 +416,21 @@ class Call:
         return self._account
 
     def inherit(self, stream: "Call") -> None:
-        """The call is a request of this stream: its caller is the stream's."""
+        """Take the caller of a stream, because the call is a request of this stream."""
         self.caller, self._known, self._account = stream.caller, stream._known, stream.account
 
     def recheck(self) -> None:
-        """To be called with each message of a stream: the caller may have been revoked since the last one.
+        """Check the caller again. Call this for each message of a stream.
 
         Raises:
-            Unauthenticated: It has.
+            Unauthenticated: The key or certificate was revoked after the last message.
         """
         callers = self._calls.callers
         if callers is not None and callers.generation != self._generation:
             self._recognise(callers)
 
     def _check_rate(self) -> None:
-        """Refuses a caller that is over its rate."""
+        """Refuse a caller that is over its rate."""
         known = self._known
         if known is None or known.bucket is None or known.rules.tokens_per_second is None:
             return
@@ -479,12 +479,15 @@ class Call:
             self._known.bucket.take(cost - self._charged_tokens, self._calls.clock.now())
 
     def may_use(self, model: ServedModel) -> bool:
-        """Whether the caller may use a model."""
+        """Return whether the caller may use a model."""
         allowed = None if self._known is None else self._known.rules.models
         return allowed is None or model.bundle.name in allowed
 
     def note(self, sequences: Sequence[TokenSequence], seconds: Callable[[], tuple[float, float]]) -> None:
-        """Keeps what is counted and logged of an answered call; `seconds` gives those in the queue and in compute."""
+        """Keep the numbers of a successful call for counts and logs.
+
+        `seconds` returns the times in the queue and in compute.
+        """
         calls = self._calls
         if calls.caller_observer is not None or calls.access_log is not None:
             self._tokens = sum([len(it.input) for it in sequences])
@@ -504,17 +507,16 @@ class Call:
     def resolve(
         self, sequences: int, name: str, version: str, fingerprint: str = "", space_id: str = ""
     ) -> ServedModel:
-        """The model that so many sequences are for, as `Catalog.resolve` finds it; it stays open until the call ends.
+        """Return the model of a call; see `Catalog.resolve`. The model stays open until the call ends.
 
         Raises:
-            PermissionDenied: The caller may not use it.
-            EncserveError: Whatever `Catalog.resolve` raises.
+            PermissionDenied: The caller may not use the model.
         """
         rules = None if self._known is None else self._known.rules
         allowed = None if rules is None else rules.models
         self._inputs = sequences
         catalog = self._calls.catalog
-        if rules is not None and allowed is not None:  # before anything else of the model could be told
+        if rules is not None and allowed is not None:  # first, so that no other error tells about the model
             catalog.check_use(name, rules.caller.name, allowed)
         model = catalog.resolve(name, version, fingerprint, space_id, allowed)
         if self._model is not None:
@@ -529,24 +531,23 @@ class Call:
     async def encode(
         self, model: ServedModel, request: EncodeCall, build: Callable[[EncodeReply], bytes], growth: float = 1.0
     ) -> bytes:
-        """Answers a call.
+        """Answer an encode call.
 
         Args:
-            model: The model, as `resolve` gave it.
-            request: What is asked of it.
-            build: Makes the reply's bytes; called in a thread where there are many.
-            growth: How many bytes those are, at most, for each that a model estimates: 1 for raw numbers.
+            model: The model from `resolve`.
+            request: The request.
+            build: Builds the bytes of the reply; called in a thread if there are many.
+            growth: The largest number of bytes in the reply for each byte that the model estimates; 1 for raw numbers.
 
         Raises:
             BudgetFull: There is no room for the reply.
             RateLimited: The caller is over its rate.
             ResponseTooLarge: The reply is larger than estimated.
-            EncserveError: Whatever `ServedModel.prepare` and `run` raise.
         """
         sender = self._begin_encode(model, request.priority)
         reply = await model.prepare(request, self.span, sender)
         estimated = reply.estimated_bytes
-        self.hold(round(estimated * (1 + growth)))  # the rows, and the reply made of them
+        self.hold(round(estimated * (1 + growth)))  # the outputs, and the reply built from them
         self.charge(reply.sequences)
         await model.run(reply, self.deadline, self.span, sender)
         self.note(reply.sequences, reply.seconds)
@@ -562,12 +563,10 @@ class Call:
         growth: float = 1.0,
         more_bytes: int = 0,
     ) -> bytes:
-        """Answers a call of any number of inputs, in parts where they are many or long; see `encode` and `PartedCall`.
+        """Answer an encode call with any number of inputs, in parts if they are many or long; see `PartedCall`.
 
-        `more_bytes` are those of the reply that are not made of rows, at most; no limit of replies counts them.
-
-        Raises:
-            EncserveError: Whatever `encode` and `PartedCall.run` raise.
+        `more_bytes` is the largest number of bytes in the reply that are not outputs. They do not count for the limit
+        of replies.
         """
         clock, span, sender = self._calls.clock, self.span, self._begin_encode(model, request.priority)
         if more_bytes:
@@ -604,7 +603,7 @@ class Call:
         return sender
 
     def _sender(self, priority: Priority) -> Sender:
-        """The sender of a call with this priority, or with its caller's priority if that is less urgent."""
+        """Return the sender of a call with this priority, or with its caller's priority if that is less urgent."""
         self._priority = max(priority, self.caller.priority)
         has_rate = self._known is not None and self._known.bucket is not None
         if self.caller is ANYONE and priority is Priority.INTERACTIVE and not has_rate:
@@ -625,11 +624,10 @@ class Call:
         return await self._build(model, partial(build, reply), reply.estimated_bytes, growth)
 
     def inspect(self, model: ServedModel, request: InspectCall) -> AbstractAsyncContextManager[InspectReply]:
-        """Answers an inspection; the reply's memory is given back when the block ends.
+        """Answer an inspection. The memory of the reply is free when the block ends.
 
         Raises:
             RateLimited: The caller is over its rate.
-            EncserveError: Whatever `ServedModel.inspect` raises.
         """
         return model.inspect(request, self.span, self._sender(Priority.INTERACTIVE), self.charge)
 
@@ -641,7 +639,7 @@ class Call:
         growth: float,
         more_bytes: int = 0,
     ) -> bytes:
-        """What `build` makes, in a thread where that is much. From now on the call holds what it is."""
+        """Build the reply, in a thread if it is large. From now on the call holds the bytes of the reply."""
         began = self._calls.clock.now()
         if estimated_bytes * growth + more_bytes <= _INLINE_REPLY_BYTES:
             data = build()
@@ -651,7 +649,7 @@ class Call:
         if self.span is not None:
             self.span.stage("encode", began, ended)
         limit = round(model.limits.max_response_bytes * growth) + more_bytes
-        if len(data) > limit:  # the estimate was wrong; callers' own limits would fail the call without a reason
+        if len(data) > limit:  # the estimate was wrong; the client's own limit would fail the call without a reason
             problem = f"the reply takes {len(data)} bytes, over the limit of {limit} (max_response_bytes)"
             raise ResponseTooLarge(FieldPath(Part.INPUTS), problem)
         model.answered(ended - began, len(data))
@@ -662,6 +660,6 @@ class Call:
 
 
 def failure_of(error: BaseException, naming: Naming) -> Failure:
-    """What a caller sees of an error. Anything but our own errors becomes a fixed text and an id that is logged."""
+    """Return the error for a caller. An unexpected exception becomes a fixed text with an id, which the log has too."""
     failure = to_failure(error, naming) if isinstance(error, EncserveError) else None
     return failure or Failure(UNKNOWN, EncserveError.reason, log_unexpected(error))
