@@ -1,4 +1,4 @@
-"""One served model, from a decoded call to rows. Knows no protocol."""
+"""One served model: from a decoded call to its outputs. It knows no protocol."""
 
 import asyncio
 import contextlib
@@ -94,18 +94,18 @@ class EncodeReply:
     estimated_bytes: int
 
     def seconds(self) -> tuple[float, float]:
-        """The longest wait of a sequence for its batch, and the longest run of a batch with one of them."""
+        """The longest time of a sequence in the queue, and the longest run of a batch with sequences of the call."""
         queue, compute = 0.0, 0.0
         for it in self.sequences:
             compute = max(compute, it.compute_seconds)
-            if it.compute_seconds:  # a table has answered otherwise
+            if it.compute_seconds:  # 0 if a table has answered
                 queue = max(queue, it.started_at - it.enqueued_at)
         return queue, compute
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizeCall:
-    """Texts that are to be tokenized and nothing else, decoded but not checked against their model.
+    """A tokenize call: decoded, but not yet checked by the model.
 
     Attributes:
         texts: The texts.
@@ -128,11 +128,11 @@ class TokenizeCall:
 
 @dataclass(frozen=True, slots=True)
 class TokenizeReply:
-    """What a model would see of texts.
+    """The tokens of texts.
 
     Attributes:
         sequences: One for each text, in order.
-        estimated_bytes: The reply's size, at most.
+        estimated_bytes: The largest possible size of the reply.
     """
 
     sequences: Sequence[TokenSequence]
@@ -141,13 +141,13 @@ class TokenizeReply:
 
 @dataclass(frozen=True, slots=True)
 class InspectCall:
-    """One inspection, decoded but its input not yet checked.
+    """An inspection call: decoded, but its input is not yet checked.
 
     Attributes:
         input: A text, ids, or vectors.
-        wanted: Kinds that the model has, each with its layers.
-        data_type: The type of the numbers returned.
-        truncate: Whether an over-long input is cut instead of refused.
+        wanted: The requested kinds, each with its layers. The model has these kinds.
+        data_type: The type of the returned numbers.
+        truncate: Whether an input that is too long is cut instead of refused.
         prompt_name: As of an EncodeCall.
         task: As of an EncodeCall.
     """
@@ -162,11 +162,11 @@ class InspectCall:
 
 @dataclass(frozen=True, slots=True)
 class InspectReply:
-    """What a model did with one input.
+    """The result of an inspection.
 
     Attributes:
-        sequence: The sequence as the model saw it.
-        inspection: What happened inside.
+        sequence: The tokens or vectors that the model saw.
+        inspection: The numbers inside the model.
         tokenize_seconds: The time for tokenizing, with the wait for a thread.
     """
 
@@ -176,7 +176,7 @@ class InspectReply:
 
 
 class ServedModel:
-    """One loaded model: checks a call, tokenizes it, and has it scheduled."""
+    """One loaded model: checks a call, tokenizes its texts, and schedules its sequences."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class ServedModel:
         max_batch_tokens: int = 0,
         static_tokenizers: Mapping[Task, TextTokenizer] | None = None,
     ) -> None:
-        """Takes the parts, all of the same bundle; without a lane the model cannot be inspected."""
+        """Keep the parts, all from the same bundle. Without a lane, the model cannot be inspected."""
         self.bundle = bundle
         self.tokenizer = tokenizer
         self.outputs = outputs
@@ -204,7 +204,7 @@ class ServedModel:
         self._observer = observer
         self._inspect_lane = inspect_lane
         self.max_batch_tokens = max_batch_tokens
-        if tokenizer is not None:  # read when the page is, so that a request costs nothing
+        if tokenizer is not None:  # computed only for /metrics
             observer.register_text_queue_gauges(lambda: tokenizer.queued_bytes, tokenizer.max_queue_bytes)
         self._planner = CallPlanner(bundle, tokenizer, outputs, limits.max_text_bytes, static_tokenizers or {})
         self._has_tables = bool(static_tokenizers)
@@ -216,79 +216,80 @@ class ServedModel:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Its name and version."""
+        """The name and the version of the model."""
         return self.bundle.name, self.bundle.version
 
     def enter(self) -> None:
-        """A call uses the model: it is not closed before `leave`, even if another takes its place."""
+        """Note that a call uses the model. The model stays open until `leave`, even if another version replaces it."""
         self._users += 1
         self._unused.clear()
 
     def leave(self) -> None:
-        """A call that has entered does not use the model any more."""
+        """Note that a call no longer uses the model."""
         self._users -= 1
         if not self._users:
             self._unused.set()
 
     async def unused(self) -> None:
-        """Returns when no request uses the model."""
+        """Wait until no call uses the model."""
         await self._unused.wait()
 
     def not_ready_reason(self) -> str:
-        """Why the model cannot be relied on now, for people; empty if it can."""
+        """Return why the model is not ready, for people; empty if it is ready."""
         return self._scheduler.not_ready_reason()
 
     def answered(self, encode_seconds: float, response_bytes: int) -> None:
-        """Counts a reply that has been built: how long that took, and how large it is. To be called on the loop."""
+        """Count a reply: the time to build it, and its size. Call it on the event loop."""
         self._observer.answered(encode_seconds, response_bytes)
 
     def check_counts(
         self, inputs: int, tokens: int | None = None, outputs: int = 1, spans: int = 0, *, most_inputs: int = 0
     ) -> None:
-        """Refuses what counting can refuse, before the contents of a call are copied.
+        """Check the counts of a call before its contents are copied. The scheduler also checks that it can take calls.
 
         Args:
-            inputs: How many inputs there are.
-            tokens: How many tokens they have, each at most the model's longest; None where that takes more than
-                counting, or where the call is worked on in parts.
-            outputs: How many outputs are wanted.
-            spans: How many spans there are.
-            most_inputs: The most inputs, `max_http_inputs`; 0 for `max_request_sequences`.
+            inputs: The number of inputs.
+            tokens: The number of tokens, at most the model's longest sequence for each input. None for texts, and for
+                calls that run in parts.
+            outputs: The number of requested outputs.
+            spans: The number of spans.
+            most_inputs: The largest number of inputs, `max_http_inputs`; 0 for `max_request_sequences`.
 
         Raises:
-            EmptyInputs: There are no inputs.
-            TooManyInputs: There are too many.
-            TooManyOutputs: There are too many.
-            ResponseTooLarge: The rows of the spans alone are over the limit.
-            EncserveError: Whatever `Scheduler.check_open` raises.
+            EmptyInputs: The call has no inputs.
+            TooManyInputs: The call has too many inputs.
+            TooManyOutputs: The call has too many outputs.
+            ResponseTooLarge: The vectors of the spans alone are over the limit of a reply.
         """
         self._check_number(inputs, most_inputs)
         check_output_count(outputs)
         if spans:
             self._reply_size.check_spans(spans)
-        if not self._has_tables:  # tables answer whether or not the engine does
+        if not self._has_tables:  # tables answer even if the engine fails
             self._scheduler.check_open(tokens)
 
     def check_rows(self, row_bytes: int, inputs: int) -> int:
-        """What a reply without details takes whose rows take so much for each input.
+        """Return the size of a reply without details, from the bytes of each input's outputs.
 
         Raises:
-            ResponseTooLarge: It is over the limit.
+            ResponseTooLarge: The reply is over the limit.
         """
         return self._reply_size.check_rows(row_bytes, inputs)
 
     async def prepare(
         self, call: EncodeCall, span: RequestSpan | None = None, sender: Sender = ANY_SENDER
     ) -> EncodeReply:
-        """Checks all of a call, and tokenizes its texts when the sender's turn comes.
+        """Check a call, and tokenize its texts when the sender's turn comes.
 
         Raises:
-            RequestError: The call cannot succeed; the text names the input and the numbers.
+            RequestError: The call cannot succeed. The error names the input and the numbers.
             QueueFull: Too much text is waiting.
         """
         checker, rules, plan, detail, static = self._planner.plan_call(call)
         sequences, tokenize_seconds = await self._check_inputs(checker, call.inputs, rules, span, sender)
-        for i, (sent, sent_spans) in enumerate(zip(call.inputs, call.spans, strict=False)):  # of all, or of none
+        for i, (sent, sent_spans) in enumerate(
+            zip(call.inputs, call.spans, strict=False)
+        ):  # all inputs have spans, or none
             if sent_spans is not None:
                 sequences[i].token_spans = place_spans(i, sent_spans, sent, sequences[i])
         if plan.bounds_length:
@@ -304,12 +305,12 @@ class ServedModel:
         return EncodeReply(sequences, plan, detail, call.shape.padded, static, tokenize_seconds, estimated_bytes)
 
     def check_share(self, sender: Sender) -> None:
-        """Refuses a call before anything is done for it, if its caller has its share of the queue waiting.
+        """Refuse a call before any work, if its caller already fills its share of the queue.
 
         Raises:
-            ShareExceeded: The caller, or bulk, has.
+            ShareExceeded: The share of the caller, or of bulk calls, is full.
         """
-        if not self._has_tables:  # tables answer without the queue
+        if not self._has_tables:  # tables need no queue
             self._scheduler.check_share(sender)
 
     async def run(
@@ -319,11 +320,10 @@ class ServedModel:
         span: RequestSpan | None = None,
         sender: Sender = ANY_SENDER,
     ) -> None:
-        """Runs what `prepare` gave, so that its sequences have outputs.
+        """Compute the outputs of prepared sequences; see `Scheduler.run` for further errors.
 
         Raises:
-            ResponseTooLarge: With sparse weights the reply is over the limit.
-            EncserveError: Whatever `Scheduler.run` raises.
+            ResponseTooLarge: With sparse weights, the reply is over the limit.
         """
         if reply.static is not None:
             await self._look_up(reply, reply.static)
@@ -342,7 +342,7 @@ class ServedModel:
             )
 
     async def _look_up(self, reply: EncodeReply, static: StaticSparse) -> None:
-        """Gives the sequences of a call the weights of a table."""
+        """Look up the weights of each sequence in a table."""
         for i, sequence in enumerate(reply.sequences):
             if i and not i % _STATIC_TEXTS_AT_ONCE:
                 await asyncio.sleep(0)
@@ -388,13 +388,19 @@ class ServedModel:
         return TokenizeReply(sequences, reply_bytes)
 
     def check_length(self, field: FieldPath, count: int, task: Task) -> None:
-        """Raises SequenceTooLong for an input that is too long for its task and may not be cut."""
-        if (limit := self._planner.limits.get((task, False))) is not None:  # else the model refuses the task
+        """Check the length of an input that may not be cut.
+
+        Raises:
+            SequenceTooLong: The input is too long for its task.
+        """
+        if (
+            limit := self._planner.limits.get((task, False))
+        ) is not None:  # without a limit, the model lacks the task and refuses it later
             check_length(field, count, limit)
 
     @property
     def max_inspect_tokens(self) -> int:
-        """The longest sequence that can be inspected; 0 where none can."""
+        """The longest sequence for an inspection, in tokens; 0 if the model cannot be inspected."""
         return 0 if self._inspect_lane is None else min(self.limits.max_inspect_tokens, self.bundle.max_sequence_tokens)
 
     @contextlib.asynccontextmanager
@@ -452,7 +458,7 @@ class ServedModel:
             yield InspectReply(sequence, inspection, tokenize_seconds)
 
     async def close(self) -> None:
-        """Stops the engines; waits for what runs in them. Callable again, also if it was not waited for."""
+        """Stop the engines, and wait for their current work. Callable again, even during the first call."""
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close())
         await asyncio.shield(self._closing)
@@ -463,7 +469,7 @@ class ServedModel:
             await self._inspect_lane.close()
 
     def check_inspectable(self) -> InspectLane:
-        """The lane of inspections.
+        """Return the lane of inspections.
 
         Raises:
             InspectUnavailable: The bundle has no graph for it, or the server has it turned off.
@@ -481,7 +487,7 @@ class ServedModel:
         span: RequestSpan | None,
         sender: Sender,
     ) -> tuple[list[TokenSequence], float]:
-        """The sequences of inputs, and how long texts took to tokenize, which is counted and traced."""
+        """Return the sequences of inputs, and the time for tokenizing texts. Metrics and the span get this time."""
         began = ended = self._clock.now()
         try:
             sequences = await checker.check(inputs, rules, sender)
@@ -496,7 +502,7 @@ class ServedModel:
         return sequences, ended - began
 
     def _check_number(self, count: int, most_over_http: int = 0) -> None:
-        """Refuses so many inputs."""
+        """Refuse a wrong number of inputs."""
         if count == 0:
             raise EmptyInputs(FieldPath(Part.INPUTS), "must hold at least 1 sequence; was empty")
         limit = most_over_http or self.limits.max_sequences
