@@ -167,6 +167,15 @@ async def test_a_chunked_body_does_not_count_as_waiting(server: FakeServer) -> N
         assert [connection.has_more for connection in server.app._http.connections] == [False]
 
 
+async def test_a_body_in_chunks_of_one_byte_is_read(shared: FakeServer) -> None:
+    """Each byte of the body takes six bytes on the connection. The server does not count them as an attack."""
+    body = b'{"inputs": "hello"' + b" " * 400_000 + b"}"
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    async with raw(shared) as (reader, writer):
+        writer.write(CHUNKED + chunks)
+        assert b" 200 " in await reader.readline()
+
+
 async def test_a_malformed_chunk_ends_as_a_body_that_does_not_arrive(
     shared: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

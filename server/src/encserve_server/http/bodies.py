@@ -56,7 +56,7 @@ async def read_body(
         return b""
     if request.headers.get("expect", "").lower() == "100-continue" and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    connection.wants_body(content)
+    connection.wants_body(content if declared is None else None)
     body = await _read_parts(content, limit, call, places)
     connection.received(None if declared is None else head_bytes + declared)
     return body

@@ -14,9 +14,10 @@ MAX_WAITING_BYTES = 64 * 1024
 _CORRECTION_SECONDS = 1.0
 # The time for the head of a request to arrive, from its first byte.
 HEAD_SECONDS = 30.0
-# A body in chunks may take this many bytes on the connection for each of its bytes, and some more.
+# A body in chunks may take this many bytes on the connection for each of its bytes, and some more. aiohttp may keep
+# received bytes unparsed for a while.
 _MOST_OVERHEAD = 8
-_FREE_OVERHEAD_BYTES = 256 * 1024
+_FREE_OVERHEAD_BYTES = 1024 * 1024
 # The time for a connection over the limit to send its request.
 _REFUSAL_SECONDS = 1.0
 # Health checks always get a reply. Otherwise an orchestrator would restart a server that is full.
