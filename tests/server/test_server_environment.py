@@ -120,7 +120,7 @@ def test_the_health_check_ignores_a_service_link(monkeypatch: pytest.MonkeyPatch
         ([], {"ENCSERVE_GRPC_PORT": "abc"}, "ENCSERVE_GRPC_PORT"),
         ([], {"ENCSERVE_MAX_PADDING_FRACTION": "2"}, "<= 1; was 2.0 (set by ENCSERVE_MAX_PADDING_FRACTION)"),
         (["--max-padding-fraction", "2"], {}, "<= 1; was 2.0 (set by --max-padding-fraction)"),
-        ([], {"ENCSERVE_PRECISION": "bfloat16"}, "bundle has (set by ENCSERVE_PRECISION)"),
+        ([], {"ENCSERVE_PRECISION": "bfloat16"}, "of the bundle (set by ENCSERVE_PRECISION)"),
         (["--http-port", "9464"], {}, "must differ; both were 9464 (set by --http-port)"),
         (["--device", "gpu"], {}, "'cpu', 'cuda'. Did you mean 'cuda'?"),
         ([], {"ENCSERVE_LOG_LEVEL": "warn"}, "Did you mean 'warning'?"),

@@ -372,7 +372,7 @@ async def test_a_caller_that_reads_too_slowly_is_ended(server: FakeServer, monke
         await asyncio.sleep(0.05)
     error = await end_of(call)
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert "not read within" in (error.details() or "")
+    assert "did not read the reply within" in (error.details() or "")
 
 
 async def test_a_caller_that_goes_during_a_write_is_not_an_error_of_the_server(

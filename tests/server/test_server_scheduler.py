@@ -359,7 +359,7 @@ async def test_a_full_queue_refuses_the_whole_call_until_a_quarter_is_free(bench
         await bench.encode(ids(1), tokens(10))
     assert caught.value.retry_delay_s > 0
     assert bench.seen.queue == (2, 90), "part of the refused call was queued"
-    with pytest.raises(QueueFull, match="at most 75"):
+    with pytest.raises(QueueFull, match="requests again at 75 tokens"):
         await bench.encode(ids(1, 2))
     for known in (None, 2):
         with pytest.raises(QueueFull, match="holds 90"):
@@ -443,7 +443,7 @@ async def test_only_the_caller_over_its_share_is_refused(bench: Bench) -> None:
         bench.scheduler.check_share(flood)
     bench.scheduler.check_share(other)
     waiting += await bench.queue([tokens(25)], [tokens(10)], sender=other)
-    with pytest.raises(ShareExceeded, match="of the 40"):
+    with pytest.raises(ShareExceeded, match="share of the queue is 40"):
         await bench.encode(tokens(6), sender=other)
     bench.engine.let_go()
     await asyncio.gather(first, *waiting)

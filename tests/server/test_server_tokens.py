@@ -74,7 +74,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"texts": ["a", "x" * 262145]}, r"texts\[1\]: .* 262144 .* was 262145"),
     ({"texts": ["a"], "prompt_name": "q"}, "prompt_name: .* 'q'"),
     ({"texts": ["a"], "task": pb.TASK_QUERY}, "task: .* TASK_QUERY"),
-    ({"texts": ["a"], "offset_unit": pb.OFFSET_UNIT_TOKENS}, "offset_unit: OFFSET_UNIT_TOKENS"),
+    ({"texts": ["a"], "offset_unit": pb.OFFSET_UNIT_TOKENS}, "offset_unit: must not be OFFSET_UNIT_TOKENS"),
     ({"texts": ["a"], "offset_unit": 9}, "offset_unit: .* OffsetUnit, 0 to 3; was 9"),
     ({"texts": ["a"], "truncation": 7}, "truncation: .* Truncation, 0 to 2; was 7"),
 ]
