@@ -113,7 +113,7 @@ class EncoderServiceServicer(object):
 
     def Tokenize(self, request, context):
         """Tokenize returns the tokens that the model would get for texts. The model does not run, so Tokenize also answers
-        while the model is not ready. The errors are those of Encode, with the field names of TokenizeRequest.
+        while the model is not ready. The errors are the same as for Encode, with the field names of TokenizeRequest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -131,7 +131,7 @@ class EncoderServiceServicer(object):
         states of each layer. It has a separate queue and engine, so that it does not delay Encode. The first message of
         the reply is the header. The numbers follow in chunks.
 
-        The errors are those of Encode, with the field names of InspectRequest, and in addition:
+        The errors are the same as for Encode, with the field names of InspectRequest, and in addition:
         FAILED_PRECONDITION: the bundle of the model has no graph for inspections, or this server has disabled them.
         RESOURCE_EXHAUSTED: too many inspections are waiting; retry after the delay in RetryInfo.
         DEADLINE_EXCEEDED: the caller reads nothing for 30 seconds, or does not read the whole reply within 5 minutes.

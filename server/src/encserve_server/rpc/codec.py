@@ -455,7 +455,7 @@ def fill_tokens(
     Args:
         info: The message to fill.
         sequence: The sequence.
-        model: The model, whose tokenizer gives the token strings.
+        model: The model. Its tokenizer gives the token strings.
         with_strings: Whether to set the token strings. A model without a tokenizer has none.
         sent: The text of the sequence; None for token ids or vectors.
         offset_unit: The unit of the character offsets.
