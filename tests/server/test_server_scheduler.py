@@ -365,7 +365,7 @@ async def test_a_full_queue_refuses_the_whole_call_until_a_quarter_is_free(bench
         await bench.encode(ids(1), tokens(10))
     assert caught.value.retry_delay_s > 0
     assert bench.seen.queue == (2, 90), "part of the refused call was queued"
-    with pytest.raises(QueueFull, match="at 75 tokens"):
+    with pytest.raises(QueueFull, match="requests again at 75 tokens"):
         await bench.encode(ids(1, 2))
     for known in (None, 2):
         with pytest.raises(QueueFull, match="holds 90"):

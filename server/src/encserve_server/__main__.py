@@ -40,7 +40,7 @@ class _Option(click.Option):
 
 
 class _Choice(click.Choice[str]):
-    """A choice whose error suggests the nearest value."""
+    """A choice that suggests the nearest value in its error."""
 
     def get_invalid_choice_message(self, value: str, ctx: click.Context | None) -> str:
         near = _SYNONYMS.get(value.lower()) or next(iter(get_close_matches(value.lower(), self.choices, 1)), "")

@@ -7,7 +7,7 @@ Stop: Health reports NOT_SERVING. After a delay for load balancers, new calls ar
 Then health watches end, and gRPC and HTTP stop. Last, schedulers and engines are closed.
 
     EncoderService ──▶ Catalog ──▶ ServedModel ──▶ TextTokenizer (threads)
-                         ▲              └────────▶ Scheduler ──▶ Engine (threads of its own)
+                         ▲              └────────▶ Scheduler ──▶ Engine (own threads)
                          └─ ModelManager ◀── the model repository
 """
 
@@ -303,7 +303,7 @@ class App:
         self.http_port = self._http.port
 
     async def _trim_memory(self) -> None:
-        """Return memory to the system after calls have released many bytes. The C library would keep most of it."""
+        """Return memory to the system after calls have released many bytes. The C library would keep most memory."""
         held = self._calls.budget.held
         self._peak_held_bytes = max(self._peak_held_bytes, held)
         if self._peak_held_bytes - held >= _TRIM_BYTES:

@@ -3,7 +3,7 @@
     EncserveError
     ├── RequestError              the request can never succeed as it is
     │   ├── InvalidField          one field is wrong: an empty sequence, an id outside the vocabulary, …
-    │   │   ├── EmptyInputs       there are no inputs; text-embeddings-inference has an error type for this
+    │   │   ├── EmptyInputs       the request has no inputs; text-embeddings-inference has an error type for this
     │   │   └── UnknownField      a field that this server does not know
     │   ├── MalformedRequest      the bytes are not a valid message of the method
     │   ├── TooManyInputs         more sequences than one request may hold

@@ -5,7 +5,7 @@ without a name. One rule gives shares: an account may hold at most a fixed multi
 So one account alone cannot fill a pool, and an account that holds nothing finds room. Shared-memory switches bound
 their queues with this rule (Choudhury and Hahne, "Dynamic queue length thresholds", 1998).
 
-A front end takes from a pool and gives back; it decides nothing. Everything here belongs to the event loop.
+Front ends only take from pools and give back; the rules are in this module. Use it only on the event loop.
 """
 
 import asyncio
@@ -91,7 +91,7 @@ class ByteBudget(Pool):
             own: The bytes that the call holds already. A call that is alone always has room.
 
         Raises:
-            BudgetFull: The budget, or the part of it that one account may hold, has no room.
+            BudgetFull: The budget or the share of the account has no room.
         """
         share = _SHARE if own + size <= SMALL_BYTES else _LARGE_SHARE
         if self.held > own and not self.has_room(account, size, share):

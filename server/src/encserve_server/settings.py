@@ -43,7 +43,7 @@ class Settings:
         "Model to serve: NAME for its newest version, or NAME@VERSION. May be given several times; the first model is "
         "the default. Without this setting, all models in the repository are served.",
     )
-    cache_dir: Path | None = _setting(  # noqa: RUF009 - a field, as all of them
+    cache_dir: Path | None = _setting(  # noqa: RUF009 - a dataclass field
         None,
         "Folder for weights in the layout of ONNX Runtime's CPU kernels. All sessions and all processes of this user "
         "map these files, so the weights are in memory only once. For each graph, the files take about 1.8 times the "
@@ -96,16 +96,16 @@ class Settings:
         minimum=0,
         maximum=65535,
     )
-    tls_cert_file: Path | None = _setting(  # noqa: RUF009 - a field, as all of them
+    tls_cert_file: Path | None = _setting(  # noqa: RUF009 - a dataclass field
         None,
         "PEM file with the certificate of the server and the intermediate certificates. With it, gRPC, HTTP and the "
         "metrics page accept only TLS 1.2 or later (docs/security.md). The file is reloaded when it changes. Needs "
         "encserve-server[tls]. Default: plaintext.",
     )
-    tls_key_file: Path | None = _setting(  # noqa: RUF009
+    tls_key_file: Path | None = _setting(  # noqa: RUF009 - a dataclass field
         None, "PEM file with the private key for --tls-cert-file, without a password."
     )
-    tls_client_ca_file: Path | None = _setting(  # noqa: RUF009 - a field, as all of them
+    tls_client_ca_file: Path | None = _setting(  # noqa: RUF009 - a dataclass field
         None,
         "PEM file with the certificate authorities of the callers. With it, callers of gRPC, HTTP and /metrics need a "
         "certificate from one of these authorities; /healthz needs none. Default: callers need no certificate.",
@@ -299,12 +299,12 @@ class Settings:
         "Default: no key is needed.",
         is_secret=True,
     )
-    api_key_file: Path | None = _setting(  # noqa: RUF009 - a dataclasses.field
+    api_key_file: Path | None = _setting(  # noqa: RUF009 - a dataclass field
         None,
         "File with the key that every call must present, or with several keys, one on each line. It is reloaded when "
         "it changes. Use it in place of ENCSERVE_API_KEY.",
     )
-    callers: Path | None = _setting(  # noqa: RUF009 - as above
+    callers: Path | None = _setting(  # noqa: RUF009 - a dataclass field
         None,
         "TOML file of callers, with the keys, certificates, models and rate of each caller (docs/callers.md). It is "
         "reloaded when it changes. Use it in place of a single key.",

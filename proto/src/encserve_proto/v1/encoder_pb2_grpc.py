@@ -31,11 +31,11 @@ if _version_not_supported:
 
 
 class EncoderServiceStub(object):
-    """EncoderService turns token sequences, or text, into one vector per token.
+    """EncoderService turns token ids, texts or vectors into vectors of an encoder model.
 
-    Errors carry, besides the status code and a text for people: `google.rpc.ErrorInfo` (domain "encserve", a
-    machine-readable reason), `google.rpc.BadRequest` naming the field for every INVALID_ARGUMENT, and
-    `google.rpc.RetryInfo` where trying again later helps. The reason is also in the trailer `encserve-error-reason`.
+    Each error has a status code, a text for people, and details for programs: `google.rpc.ErrorInfo` (domain "encserve",
+    a machine-readable reason), for each INVALID_ARGUMENT a `google.rpc.BadRequest` with the name of the field, and
+    `google.rpc.RetryInfo` if a later retry can help. The trailer `encserve-error-reason` also has the reason.
     """
 
     def __init__(self, channel):
@@ -77,72 +77,72 @@ class EncoderServiceStub(object):
 
 
 class EncoderServiceServicer(object):
-    """EncoderService turns token sequences, or text, into one vector per token.
+    """EncoderService turns token ids, texts or vectors into vectors of an encoder model.
 
-    Errors carry, besides the status code and a text for people: `google.rpc.ErrorInfo` (domain "encserve", a
-    machine-readable reason), `google.rpc.BadRequest` naming the field for every INVALID_ARGUMENT, and
-    `google.rpc.RetryInfo` where trying again later helps. The reason is also in the trailer `encserve-error-reason`.
+    Each error has a status code, a text for people, and details for programs: `google.rpc.ErrorInfo` (domain "encserve",
+    a machine-readable reason), for each INVALID_ARGUMENT a `google.rpc.BadRequest` with the name of the field, and
+    `google.rpc.RetryInfo` if a later retry can help. The trailer `encserve-error-reason` also has the reason.
     """
 
     def Encode(self, request, context):
-        """Encode runs the model over one or many sequences and answers when all of them are done. It succeeds or fails as
-        a whole.
+        """Encode runs the model over one or many sequences. It replies when all sequences are done, and it succeeds or fails
+        as a whole.
 
         INVALID_ARGUMENT: an input or option is wrong; the text names the field, the index and the numbers.
-        NOT_FOUND: no such model or version.
-        FAILED_PRECONDITION: the model has another fingerprint than expected_fingerprint, or another space than
-        expected_space_id.
-        RESOURCE_EXHAUSTED: the queue is full; nothing was computed; try again after the delay in RetryInfo.
-        DEADLINE_EXCEEDED: the caller's deadline passed; sequences still queued then are never computed.
+        NOT_FOUND: the model or version does not exist.
+        FAILED_PRECONDITION: the model does not have the expected_fingerprint or expected_space_id of the request.
+        RESOURCE_EXHAUSTED: the queue is full, and nothing was computed; retry after the delay in RetryInfo.
+        DEADLINE_EXCEEDED: the deadline of the caller passed; sequences that were still in the queue are not computed.
         UNAVAILABLE: the server is stopping or its engine is failing; try another replica.
-        INTERNAL: the model could not compute one of these sequences.
+        INTERNAL: the model could not compute one of the sequences.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EncodeStream(self, request_iterator, context):
-        """EncodeStream answers many requests over one stream, each as soon as it is ready and so in any order; the caller
-        matches answers to requests by `request_id`. One request's error is its own answer and does not end the stream;
-        only bytes that are no EncodeStreamRequest do, since nobody knows whose they are. The server reads ahead only a
-        bounded number of requests (64 by default): a caller that reads slowly is slowed down by flow control, not cut off.
+        """EncodeStream answers many requests over one stream, each as soon as its reply is ready. So replies come in any
+        order, and the caller matches them to requests by `request_id`. The error of a request is its reply and does not
+        end the stream. Only bytes that are not an EncodeStreamRequest end the stream, because they have no request_id. The
+        server reads a limited number of requests ahead (64 by default). So flow control slows down a caller that reads
+        replies slowly.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Tokenize says which tokens the model would see of texts, with nothing computed: it waits for no engine, and answers
-        while the model is not ready. The errors are those of Encode, naming fields of TokenizeRequest.
+        """Tokenize returns the tokens that the model would get for texts. The model does not run, so Tokenize also answers
+        while the model is not ready. The errors are the same as for Encode, with the field names of TokenizeRequest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """ListModels lists every model and version this server has loaded, the default first.
+        """ListModels returns all loaded models and versions, the default model first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Inspect(self, request, context):
-        """Inspect runs the model over one sequence and answers with what happened inside: attention weights and hidden states
-        of every layer. It has a queue and an engine of its own, so that it never holds up Encode. The first message of the
-        answer is the header; after it come the numbers, in chunks.
+        """Inspect runs the model over one sequence and returns values from inside the model: attention weights and hidden
+        states of each layer. It has a separate queue and engine, so that it does not delay Encode. The first message of
+        the reply is the header. The numbers follow in chunks.
 
-        The errors are those of Encode, naming fields of InspectRequest, and besides:
-        FAILED_PRECONDITION: also if the model's bundle has no graph for it, or this server has it turned off.
-        RESOURCE_EXHAUSTED: too many inspections are waiting; try again after the delay in RetryInfo.
-        DEADLINE_EXCEEDED: also if the caller reads nothing of the answer for 30 seconds, or has not read it in 5 minutes.
+        The errors are the same as for Encode, with the field names of InspectRequest, and in addition:
+        FAILED_PRECONDITION: the bundle of the model has no graph for inspections, or this server has disabled them.
+        RESOURCE_EXHAUSTED: too many inspections are waiting; retry after the delay in RetryInfo.
+        DEADLINE_EXCEEDED: the caller reads nothing for 30 seconds, or does not read the whole reply within 5 minutes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """GetModel describes one model: its sizes, the limits on what may be sent, and what it really runs on.
-        NOT_FOUND: no such model or version.
+        """GetModel returns the sizes of one model, the limits for its requests, and the device and precision that it uses.
+        NOT_FOUND: the model or version does not exist.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -189,11 +189,11 @@ def add_EncoderServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EncoderService(object):
-    """EncoderService turns token sequences, or text, into one vector per token.
+    """EncoderService turns token ids, texts or vectors into vectors of an encoder model.
 
-    Errors carry, besides the status code and a text for people: `google.rpc.ErrorInfo` (domain "encserve", a
-    machine-readable reason), `google.rpc.BadRequest` naming the field for every INVALID_ARGUMENT, and
-    `google.rpc.RetryInfo` where trying again later helps. The reason is also in the trailer `encserve-error-reason`.
+    Each error has a status code, a text for people, and details for programs: `google.rpc.ErrorInfo` (domain "encserve",
+    a machine-readable reason), for each INVALID_ARGUMENT a `google.rpc.BadRequest` with the name of the field, and
+    `google.rpc.RetryInfo` if a later retry can help. The trailer `encserve-error-reason` also has the reason.
     """
 
     @staticmethod

@@ -128,7 +128,7 @@ def _count_spans(name: str, it: pb.Input) -> int:
     if count > _MAX_SPANS:
         raise InvalidField(f"{name}.starts", f"must be at most {_MAX_SPANS}; was {count}")
     if len(it.spans.ends) != count:
-        raise InvalidField(f"{name}.ends", f"must have {count} values, as starts has; has {len(it.spans.ends)}")
+        raise InvalidField(f"{name}.ends", f"must have as many values as starts, {count}; was {len(it.spans.ends)}")
     return count
 
 
@@ -356,7 +356,7 @@ def decode_input(name: str, it: pb.Input, longest: int) -> SentInput:
         return SentIds(np.array(ids if len(ids) <= longest else ids[:longest], np.int64), len(ids))
     if which == "embeddings":
         return _decode_vectors(f"{name}.embeddings", it.embeddings, longest)
-    raise InvalidField(name, "must set one of token_ids, text and embeddings; none is set")
+    raise InvalidField(name, "must set token_ids, text or embeddings; none is set")
 
 
 def _decode_vectors(name: str, it: pb.TokenEmbeddings, longest: int) -> SentVectors:
@@ -368,7 +368,7 @@ def _decode_vectors(name: str, it: pb.TokenEmbeddings, longest: int) -> SentVect
     if len(data) % row_bytes:
         raise InvalidField(
             f"{name}.data",
-            f"must be a multiple of {row_bytes} bytes, the size of a vector; was {len(data)} bytes",
+            f"must be a multiple of {width} x {dtype.itemsize} bytes; was {len(data)} bytes",
         )
     count = len(data) // row_bytes
     numbers = np.frombuffer(data, dtype, min(count, longest) * width)
@@ -429,7 +429,7 @@ def _decode_ranges(name: str, it: pb.Input) -> SentSpans:
     reversed_spans = starts > ends
     if reversed_spans.any():
         i = int(reversed_spans.argmax())
-        raise InvalidField(f"{name}.starts[{i}]", f"must be at most {ends[i]}, the end of this span; was {starts[i]}")
+        raise InvalidField(f"{name}.starts[{i}]", f"must be at most the end of this span, {ends[i]}; was {starts[i]}")
     return SentSpans(unit, starts, ends)
 
 
@@ -455,7 +455,7 @@ def fill_tokens(
     Args:
         info: The message to fill.
         sequence: The sequence.
-        model: The model, whose tokenizer gives the token strings.
+        model: The model. Its tokenizer gives the token strings.
         with_strings: Whether to set the token strings. A model without a tokenizer has none.
         sent: The text of the sequence; None for token ids or vectors.
         offset_unit: The unit of the character offsets.

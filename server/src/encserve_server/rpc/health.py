@@ -55,7 +55,7 @@ class HealthService:
             self._wake_watchers()
 
     def end(self) -> None:
-        """End all watches, after the last status was sent to each of them."""
+        """End all watches, after each watcher got the last status."""
         self._ending = True
         self._wake_watchers()
 

@@ -20,8 +20,8 @@ def seconds_to_read(size: int) -> float:
 class Sending:
     """The replies of unary calls that gRPC is sending; owned by the event loop.
 
-    gRPC for asyncio cannot end a call whose handler has returned, or whose message is being sent. So the server closes
-    the caller's connection, which frees everything that gRPC keeps for this caller.
+    gRPC for asyncio cannot end a call after its handler has returned, or while a message is being sent. So the server
+    closes the connection, which frees all memory that gRPC holds for this caller.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -18,7 +18,7 @@ _KINDS: dict[str, Callable[[Any], "grpc.RpcMethodHandler[Any, Any]"]] = {
     "bidi_stream": grpc.stream_stream_rpc_method_handler,
 }
 
-# A stream adds a few bytes to a reply, whose size may be equal to the limit.
+# A stream adds a few bytes to a reply, and the size of the reply alone may be equal to the limit.
 _MESSAGE_HEADROOM_BYTES = 64 * 1024
 # The most open calls of one connection, each with its request in memory. No normal caller has so many. gRPC clients
 # hold back further calls, but near the limit some calls still get UNAVAILABLE.
