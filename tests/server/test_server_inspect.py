@@ -150,7 +150,7 @@ async def test_a_text_gets_the_prompt_that_encoding_gives_it(start_server: Start
 # Refusals
 
 BAD_REQUESTS = [
-    (pb.InspectRequest(), "input", "token_ids, text and embeddings"),
+    (pb.InspectRequest(), "input", "token_ids, text or embeddings"),
     (request([]), "input.token_ids", "was empty"),
     (request([1, 1000]), "input.token_ids.ids[1]", "from 0 to 999 .*; was 1000"),
     (request([1] * 21), "input.token_ids", "20 tokens .max_inspect_tokens of tiny.; was 21"),

@@ -54,7 +54,7 @@ BAD_REQUESTS: list[tuple[pb.EncodeRequest, str, str]] = [  # request, field that
     (
         embeddings(width=4, data=bytes(24)),
         "inputs[0].embeddings.data",
-        "a multiple of 16 bytes, the size of a vector; was 24",
+        "4 x 4 bytes; was 24",
     ),
     (embeddings(width=4, data=bytes(16), data_type=5), "inputs[0].embeddings.data_type", "0 to 4; was 5"),
     (
