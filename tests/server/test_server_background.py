@@ -50,7 +50,7 @@ async def test_an_event_ends_the_pause() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "look"),
-    [(ledger.Places, "_check_all"), (sending.Sending, "_look"), (health.ModelHealth, "_look")],
+    [(ledger.Places, "_look"), (sending.Sending, "_look"), (health.ModelHealth, "_look")],
     ids=["slow requests", "unread replies", "health"],
 )
 async def test_a_watch_survives_an_error(
