@@ -73,7 +73,7 @@ def test_a_replaced_bundle_is_never_mixed_with_the_running_one(tmp_path: Path) -
         data, backup = path / "model.onnx.data", tmp_path / "backup"
         data.rename(backup)
         data.write_bytes(bytes(backup.stat().st_size))
-        with pytest.raises(InspectUnavailableError, match="its graph for it cannot be loaded any more"):
+        with pytest.raises(InspectUnavailableError, match="the server cannot load its inspection graph"):
             client.inspect([1, 2, 3])
         np.testing.assert_array_equal(client.encode([[1, 2, 3]])[0], before)
         backup.replace(data)
