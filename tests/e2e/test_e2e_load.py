@@ -15,7 +15,7 @@ from real_server import RealServer, real_server
 
 from encserve_client import EncoderClient
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as triton
+from encserve_server.protocols.open_inference.triton import grpc_service_pb2 as triton
 
 
 class Encode:

@@ -22,7 +22,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from encserve_cli.commands import cli
-from encserve_server.rpc.service import SERVICE_NAME
+from encserve_server.protocols.encserve.service import SERVICE_NAME
 from encserve_server.settings import MIB, Settings
 from encserve_server.telemetry.metrics import Metrics
 

@@ -23,7 +23,7 @@ def _short_waits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("encserve_server.app._REFUSING_SECONDS", 0.0)
         patch.setattr("encserve_server.app._STOP_SECONDS", 0.1)
-        patch.setattr("encserve_server.rpc.health._POLL_SECONDS", 0.05)
+        patch.setattr("encserve_server.transport.grpc.health._POLL_SECONDS", 0.05)
         yield
 
 

@@ -10,8 +10,8 @@ from fake_server import StartServer
 from waiting import until
 
 from encserve_server import ledger
-from encserve_server.rpc import health, sending
 from encserve_server.system.background import repeat
+from encserve_server.transport.grpc import health, sending
 
 
 async def test_an_error_is_logged_once_and_the_work_goes_on(caplog: pytest.LogCaptureFixture) -> None:

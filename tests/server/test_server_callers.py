@@ -38,12 +38,12 @@ from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.callers import registry
 from encserve_server.callers.file import CallersError
 from encserve_server.errors import QueueFull, StartupError, Unauthenticated
-from encserve_server.http import app, bodies
 from encserve_server.models import parts
 from encserve_server.models.tokenizing import TextTokenizer
-from encserve_server.rpc.guard import _Peer
-from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as infer_pb
+from encserve_server.protocols.open_inference.triton import grpc_service_pb2 as infer_pb
 from encserve_server.system import watched_files
+from encserve_server.transport.grpc.guard import _Peer
+from encserve_server.transport.http import app, bodies
 from encserve_server.types.callers import Caller, Priority
 
 RIGHT, OTHER, WRONG = "encserve-right-key", "encserve-other-key", "encserve-wrong-key"

@@ -19,11 +19,12 @@ from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server import ledger
 from encserve_server.errors import BundleError, FieldPath, InvalidField, Part, PlainNaming
 from encserve_server.models.tokenizing import TextTokenizer
-from encserve_server.open_inference import requests as infer_requests
-from encserve_server.open_inference import service as infer_service
-from encserve_server.rpc import codec, connections, inspect_codec, naming, sending
-from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as infer_pb
-from encserve_server.rpc.streams import answer_stream
+from encserve_server.protocols.encserve import codec, inspect_codec, naming
+from encserve_server.protocols.open_inference import requests as infer_requests
+from encserve_server.protocols.open_inference import service as infer_service
+from encserve_server.protocols.open_inference.triton import grpc_service_pb2 as infer_pb
+from encserve_server.transport.grpc import connections, sending
+from encserve_server.transport.grpc.streams import answer_stream
 
 MIB = 2**20
 SHARED_SETTINGS = {"max_queue_tokens": 100}
@@ -716,7 +717,7 @@ async def test_a_panic_outside_the_requests_of_a_stream_ends_it(
     def fail(*_: Any) -> Any:
         raise Panic
 
-    monkeypatch.setattr(codec, "parse", fail)
+    monkeypatch.setattr("encserve_server.protocols.encserve.service.parse", fail)
     call = stream_of(server)
     await call.write(stream_request("a", [1]))
     assert (await refusal(call.read())).reason == "INTERNAL"

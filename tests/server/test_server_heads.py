@@ -30,7 +30,7 @@ from tiny_heads import (
 
 from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.rpc import codec
+from encserve_server.protocols.encserve import codec
 
 MASK, PROMPT, DOT = 3, 7, 9  # token ids; the word "w7" has the id 7
 MULTI = pb.OutputSpec(kind=pb.OUTPUT_KIND_MULTI_VECTOR)

@@ -15,7 +15,7 @@ from http_calls import connect, get, post
 from http_calls import vectors_over_grpc as over_grpc
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.http.replies import joined, rows_as_json
+from encserve_server.protocols.http_json.replies import joined, rows_as_json
 
 SHARED_SETTINGS = {"http_port": 0}
 TEXTS = ["hello brave new world", "new world", "hello"]

@@ -11,10 +11,10 @@ from fake_server import Failed, FakeServer, StartServer
 from http_calls import connect, get, post, raw
 from waiting import PATIENCE_SECONDS, until
 
-from encserve_server.http import connection as http_connection
-from encserve_server.http.connection import MAX_WAITING_BYTES, Connection
-from encserve_server.http.decoding import TEXTS_OR_IDS, BodyDecoder, BodyRules
-from encserve_server.http.tei import EmbedBody
+from encserve_server.protocols.http_json.decoding import TEXTS_OR_IDS, BodyDecoder, BodyRules
+from encserve_server.protocols.tei import EmbedBody
+from encserve_server.transport.http import connection as http_connection
+from encserve_server.transport.http.connection import MAX_WAITING_BYTES, Connection
 
 TEXT = b'{"inputs": "hello"}'
 ONE = b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(TEXT), TEXT)

@@ -20,7 +20,7 @@ from waiting import until
 
 from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.http.cohere import _GROWTH, _pieces
+from encserve_server.protocols.cohere import _GROWTH, _pieces
 from encserve_server.types.requests import DataType
 
 TEXTS = ["hello brave new world", "new world", "hello"]

@@ -12,8 +12,8 @@ from http_calls import connect, get, post
 from tiny_bundle import write_bundle
 from tiny_heads import SERVE_TINY, every_kind, loader, words
 
-from encserve_server.http.app import Route
-from encserve_server.http.openapi import descriptions_of
+from encserve_server.endpoints.routes import Route
+from encserve_server.protocols.openapi import descriptions_of
 
 REF = "#/components/schemas/"
 
@@ -55,7 +55,7 @@ async def test_every_route_is_described(shared_docs: FakeServer) -> None:
             validator(document, content["schema"]).validate(content["example"])
             assert {"400", "404", "408", "413", "429", "503"} <= operation["responses"].keys()
         answer = operation["responses"]["200"].get("content", {})
-        assert answer or route.is_check, route.path
+        assert answer or route.check, route.path
     assert len(ids) == len(routes_of(shared_docs))
     assert sum(map(len, document["paths"].values())) == len(routes_of(shared_docs))
 

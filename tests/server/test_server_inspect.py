@@ -14,7 +14,8 @@ from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.errors import BundleError, EngineUnhealthy
-from encserve_server.rpc import sending, service
+from encserve_server.protocols.encserve import service
+from encserve_server.transport.grpc import sending
 from encserve_server.types.inspections import InspectKind
 
 ATTENTION = pb.INSPECT_KIND_ATTENTION_WEIGHTS
@@ -118,7 +119,7 @@ async def test_vectors_have_no_ids_and_no_tokens(start_server: StartServer) -> N
 
 
 async def test_large_tensors_come_in_chunks(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encserve_server.rpc.inspect_codec._CHUNK_BYTES", 100)
+    monkeypatch.setattr("encserve_server.protocols.encserve.inspect_codec._CHUNK_BYTES", 100)
     parts = await server.inspect(request([1] * 20))
     # A chunk has 100 bytes. The attention weights of a layer have 20 x 20 x 2 heads x 4 bytes, so they need 32 chunks.
     # The hidden states of a layer have 20 x 4 x 4 bytes, so they need 4 chunks.

@@ -92,7 +92,7 @@ async def test_health_follows_the_engine(server: FakeServer) -> None:
 
 
 async def test_health_follows_a_stuck_batch(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encserve_server.rpc.health._POLL_SECONDS", 0.05)
+    monkeypatch.setattr("encserve_server.transport.grpc.health._POLL_SECONDS", 0.05)
     server = await start_server(stall_seconds=0.1)
     server.engine.hold()
     call = asyncio.create_task(server.encode([1]))

@@ -15,13 +15,15 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from waiting import until
 
+from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.error_table import REASONS
-from encserve_server.rpc.service import METHODS, SERVICE_NAME
+from encserve_server.protocols.encserve.service import SERVICE_NAME
 from encserve_server.telemetry.gpus import watch_gpus
 from encserve_server.telemetry.lag import STANDSTILL_SECONDS, LoopWatch
 from encserve_server.telemetry.metrics import Metrics
 
 MODEL = {"model": "tiny", "version": "2"}
+METHODS = pb.DESCRIPTOR.services_by_name["EncoderService"]
 
 
 def page(server: FakeServer, accept: str = "text/plain") -> str:
@@ -194,7 +196,7 @@ def test_a_page_of_three_models_stays_small() -> None:
     """
     registry = CollectorRegistry()
     metrics = Metrics(registry)
-    metrics.zero([(kind, SERVICE_NAME, name) for name, kind in METHODS.items()], map(str, range(17)), REASONS)
+    metrics.zero([("unary", SERVICE_NAME, name) for name in METHODS.methods_by_name], map(str, range(17)), REASONS)
     for version in ("1", "2", "3"):
         metrics.for_model("tiny", version)
     assert len(generate_latest(registry).splitlines()) < 1200

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import encserve_server
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.errors import FieldPath, Part
-from encserve_server.open_inference.requests import InferNaming
-from encserve_server.rpc import naming
-from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as triton
+from encserve_server.protocols.encserve import naming
+from encserve_server.protocols.open_inference.requests import InferNaming
+from encserve_server.protocols.open_inference.triton import grpc_service_pb2 as triton
 from encserve_server.types.requests import DataType, OffsetUnit, OutputKind, Task
 
 PACKAGES = ("models", "outputs", "scheduling", "engine")

@@ -41,11 +41,12 @@ from encserve_server.models import tokenizing
 from encserve_server.models.inputs import InputChecker, LengthLimit, SentIds
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.models.turns import FairThreadPool
+from encserve_server.protocols import wire
 from encserve_server.repository import loading
-from encserve_server.rpc import status, wire
 from encserve_server.settings import MIB, Settings
 from encserve_server.system import cpus
 from encserve_server.telemetry import logs
+from encserve_server.transport.grpc import status
 from encserve_server.types.bundles import TextTemplate
 from encserve_server.types.callers import ANY_SENDER
 from encserve_server.types.requests import Task

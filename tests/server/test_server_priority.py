@@ -14,7 +14,7 @@ from open_inference import ask, infer_request
 from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as infer_pb
+from encserve_server.protocols.open_inference.triton import grpc_service_pb2 as infer_pb
 
 BULK_TOKENS, URGENT_TOKENS = 7, 3
 SEARCH_KEY, JOBS_KEY = "encserve-search-key", "encserve-jobs-key"

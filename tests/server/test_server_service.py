@@ -16,7 +16,7 @@ from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.errors import InvalidField
-from encserve_server.rpc import codec
+from encserve_server.protocols.encserve import codec
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 KINDS = (pb.OUTPUT_KIND_TOKENS, pb.OUTPUT_KIND_MEAN, pb.OUTPUT_KIND_CLS, pb.OUTPUT_KIND_MAX)
@@ -375,7 +375,7 @@ async def test_an_unknown_error_becomes_a_fixed_text_and_an_id(
     def explode(*_: object) -> None:
         raise KeyError("/secret/path")
 
-    monkeypatch.setattr("encserve_server.rpc.codec.decode_call", explode)
+    monkeypatch.setattr("encserve_server.protocols.encserve.codec.decode_call", explode)
     failed = await refusal(server.encode([1]))
     assert failed.code is grpc.StatusCode.INTERNAL
     assert "secret" not in failed.text

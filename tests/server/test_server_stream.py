@@ -11,7 +11,7 @@ from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, make_
 from waiting import PATIENCE_SECONDS, until
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.rpc import codec
+from encserve_server.protocols.encserve import codec
 
 
 class Stream:

@@ -32,13 +32,13 @@ from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.errors import StartupError
-from encserve_server.http import server as http_server
 from encserve_server.settings import Settings
 from encserve_server.system import certificates as certificate_files
 from encserve_server.system.certificates import TlsFiles, load_identity
 from encserve_server.system.clock import MonotonicClock
 from encserve_server.system.files import FileError
 from encserve_server.telemetry import page
+from encserve_server.transport.http import server as http_server
 
 PORTS = ("grpc_port", "http_port", "metrics_port")
 EMBED = {"model": "tiny", "input": "hello"}

@@ -29,7 +29,7 @@ from waiting import until
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.app import _open_tracer
 from encserve_server.errors import StartupError
-from encserve_server.rpc.open_inference.service import SERVICE_NAME
+from encserve_server.protocols.open_inference.rpcs import SERVICE_NAME
 from encserve_server.settings import Settings
 from encserve_server.system.clock import MonotonicClock
 from encserve_server.telemetry import logs, spans, tracing

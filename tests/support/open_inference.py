@@ -10,7 +10,7 @@ import numpy.typing as npt
 from fake_engine import fake_rows
 from fake_server import D_MODEL, INFER_SERVICE, FakeServer
 
-from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as pb
+from encserve_server.protocols.open_inference.triton import grpc_service_pb2 as pb
 
 LENGTH = "Inference-Header-Content-Length"
 DTYPES = {"INT64": "<i8", "INT32": "<i4", "UINT32": "<u4", "FP32": "<f4", "FP16": "<f2", "INT8": "i1"}

@@ -17,6 +17,7 @@ import logging
 import signal
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import grpc
@@ -24,21 +25,16 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 
 from encserve_server.callers.registry import Callers, open_source
 from encserve_server.calls import Calls
+from encserve_server.endpoints.host import Host
 from encserve_server.errors import StartupError
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import ServedModel
 from encserve_server.models.turns import FairThreadPool
-from encserve_server.open_inference.service import OpenInference
+from encserve_server.protocols import over_grpc
 from encserve_server.repository.activation import serve_model
 from encserve_server.repository.loaded import LoadedModel
 from encserve_server.repository.loading import load_model
 from encserve_server.repository.manager import Loader, ModelManager
-from encserve_server.rpc import health, reflection, service
-from encserve_server.rpc.connections import Connections
-from encserve_server.rpc.guard import RpcGuard
-from encserve_server.rpc.open_inference import service as open_inference
-from encserve_server.rpc.sending import Sending
-from encserve_server.rpc.server import add_service, listen, make_server
 from encserve_server.settings import MIB, Settings
 from encserve_server.system import memory
 from encserve_server.system.background import repeat
@@ -54,9 +50,14 @@ from encserve_server.telemetry.lines import LineWriter
 from encserve_server.telemetry.metrics import CallerMetrics, Metrics
 from encserve_server.telemetry.page import MetricsPage
 from encserve_server.telemetry.spans import Tracer
+from encserve_server.transport.grpc import health, reflection
+from encserve_server.transport.grpc.connections import Connections
+from encserve_server.transport.grpc.guard import RpcGuard
+from encserve_server.transport.grpc.sending import Sending
+from encserve_server.transport.grpc.server import add_service, listen, make_server
 
 if TYPE_CHECKING:
-    from encserve_server.http.server import HttpServer
+    from encserve_server.transport.http.server import HttpServer
 
 logger = logging.getLogger(__name__)
 
@@ -103,24 +104,20 @@ class App:
         self._peak_held_bytes = 0  # since memory was last returned to the system
         self._sending = Sending(self._clock)
         self._connections = Connections(settings.max_connections, lambda: self.grpc_port, self._clock)
-        self._guard = RpcGuard(self._calls, self.metrics, self._sending, self._connections)
+        self._guard = RpcGuard(
+            self._calls,
+            self.metrics,
+            self._sending,
+            self._connections,
+            max_stream_in_flight=settings.max_stream_in_flight,
+        )
         self.metrics.in_flight.set_function(lambda: self._calls.in_flight)  # computed only for /metrics
         self.metrics.in_flight_bytes.set_function(lambda: self._calls.budget.held)
         self.metrics.in_flight_limit_bytes.set(max_held_bytes)
+        self._host = Host(self._calls, settings, self._is_serving, self._inspect_pool)
+        self._services = over_grpc.services(self._host)
         self._health_service = health.HealthService()
-        self._health = health.ModelHealth(
-            self._health_service,
-            service.SERVICE_NAME,
-            self.metrics,
-            (open_inference.SERVICE_NAME,) * settings.open_inference,
-        )
-        self._service = service.EncoderService(
-            self._calls, inspect_pool=self._inspect_pool, max_stream_in_flight=settings.max_stream_in_flight
-        )
-        self._inference = OpenInference(self._calls)
-        self._open_inference = open_inference.OpenInferenceService(
-            self._calls, self._inference, max_stream_in_flight=settings.max_stream_in_flight
-        )
+        self._health = health.ModelHealth(self._health_service, [it.name for it in self._services], self.metrics)
         self.manager = ModelManager(
             settings,
             self.catalog,
@@ -255,13 +252,11 @@ class App:
     async def _start_grpc(self) -> None:
         settings = self.settings
         server = make_server(settings)
-        names = [health.SERVICE_NAME]
         add_service(server, health.SERVICE_NAME, health.METHODS, self._health_service.handlers(self._guard))
-        protocols = [(service, self._service)] + [(open_inference, self._open_inference)] * settings.open_inference
-        for protocol, servicer in protocols:
-            add_service(server, protocol.SERVICE_NAME, protocol.METHODS, servicer.handlers(self._guard))
-            names.append(protocol.SERVICE_NAME)
+        for it in self._services:
+            add_service(server, it.name, {rpc.name: rpc.kind for rpc in it.rpcs}, self._guard.handlers(it))
         if settings.reflection:
+            names = [health.SERVICE_NAME, *(it.name for it in self._services)]
             reflection_handlers = reflection.handlers(names, self._guard)
             for name in reflection.SERVICE_NAMES:
                 add_service(server, name, reflection.METHODS, reflection_handlers)
@@ -287,16 +282,15 @@ class App:
         settings = self.settings
         if settings.http_port is None:
             return
-        open_http = _import_http()
+        over_http, open_http = _import_http()
         try:
             self._http = await open_http(
-                settings,
-                self._calls,
+                self._host,
+                over_http.routes(self._host),
                 self.metrics,
-                self._is_serving,
-                self.metrics_port,
-                self._inference,
-                self._certificates,
+                elsewhere=over_http.DEFAULT_DIALECT,
+                metrics_port=self.metrics_port,
+                certificates=self._certificates,
             )
         except OSError as error:
             raise StartupError(f"--http-port {settings.http_port} on {settings.host}: {error.strerror}") from error
@@ -369,21 +363,22 @@ def _report_start(starting: "asyncio.Task[None]") -> bool:
     return error is not None
 
 
-def _import_http() -> "Callable[..., Awaitable[HttpServer]]":
-    """Return the function that starts the HTTP server.
+def _import_http() -> "tuple[ModuleType, Callable[..., Awaitable[HttpServer]]]":
+    """Return the module of the protocols over HTTP, and the function that starts the HTTP server.
 
     Raises:
         StartupError: A package that HTTP needs is not installed.
     """
     try:
-        from encserve_server.http.server import open_http
+        from encserve_server.protocols import over_http
+        from encserve_server.transport.http.server import open_http
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("aiohttp", "msgspec", "orjson"):
             raise
         raise StartupError(
             f"--http-port: the Python package {error.name} is not installed; install encserve-server[http]"
         ) from error
-    return open_http
+    return over_http, open_http
 
 
 def _open_certificates(settings: Settings, metrics: Metrics) -> Certificates | None:

@@ -1,0 +1,286 @@
+"""Cohere's protocol: /v2/embed, and /v1/embed of its first clients.
+
+https://docs.cohere.com/reference/embed
+"""
+
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypedDict
+
+import numpy as np
+import orjson
+
+from encserve_server.calls import Call
+from encserve_server.endpoints.host import Host
+from encserve_server.endpoints.routes import Dialect, Reply, Request, Route
+from encserve_server.error_table import Failure
+from encserve_server.errors import InvalidField, Part
+from encserve_server.models.served import EncodeReply
+from encserve_server.protocols.http_json.decoding import ANYTHING, STRINGS, BodyDecoder, BodyRules
+from encserve_server.protocols.http_json.naming import HttpNaming, text_of
+from encserve_server.protocols.http_json.replies import joined, row_as_json, rows_as_json
+from encserve_server.protocols.http_json.requests import (
+    Body,
+    PooledBody,
+    SentInputs,
+    choice,
+    encode,
+    pooled_output,
+    positive,
+)
+from encserve_server.types.arrays import OutputRows
+from encserve_server.types.requests import DataType
+
+_INPUT_TYPES = ("search_query", "search_document", "classification", "clustering")
+_IMAGE = "this server takes only texts"
+# The source of each type of embedding, and the conversion: uint8 is int8 + 128, binary is ubinary - 128.
+_TYPES: Mapping[str, tuple[DataType, Callable[[Any], OutputRows]]] = {
+    "float": (DataType.FLOAT32, lambda rows: rows),
+    "int8": (DataType.INT8, lambda rows: rows),
+    "uint8": (DataType.INT8, lambda rows: rows.view(np.uint8) ^ np.uint8(128)),
+    "binary": (DataType.BINARY, lambda rows: (rows ^ np.uint8(128)).view(np.int8)),
+    "ubinary": (DataType.BINARY, lambda rows: rows),
+    "base64": (DataType.FLOAT32, lambda rows: rows),
+}
+# Characters per number, at most: 17 for a float32, 6 of them in base64; for a byte those of -128 or 255 and a comma.
+_GROWTH = 10.0
+
+_EXAMPLE = {"texts": ["a cat", "a dog"], "input_type": "search_document", "embedding_types": ["float", "int8"]}
+
+
+class CohereBody(Body):
+    """The fields of /v2/embed and /v1/embed.
+
+    Attributes:
+        texts: The texts; required, or inputs.
+        inputs: Instead of texts, objects {"content": [{"type": "text", "text": "…"}]}. Several texts of one object are
+            joined by line breaks.
+        images: Refused, because this server takes only texts.
+        input_type: search_query and search_document select the tasks of models that have them. classification and
+            clustering select no task.
+        embedding_types: One or several of float, int8, uint8, binary, ubinary and base64. Default: float.
+        output_dimension: The number of dimensions to which a vector is cut.
+        max_tokens: The number of tokens to which a text is cut, if the model takes more.
+        truncate: END cuts texts that are too long, NONE refuses them. Default: END, unless a setting of the server says
+            otherwise.
+        normalize: Whether float vectors are scaled to length 1.
+        pooling: The pooling, instead of the one that the model was trained with: mean, cls, max, last_token,
+            weighted_mean or mean_sqrt_length.
+    """
+
+    texts: list[str] | None = None
+    inputs: list[Any] | None = None
+    images: list[Any] | None = None
+    embedding_types: list[str] | None = None
+    output_dimension: int | None = None
+    max_tokens: int | None = None
+    truncate: str | None = None
+    normalize: bool | None = None
+    pooling: str | None = None
+
+
+class CohereEmbeddings(TypedDict, total=False):
+    """The vectors of all inputs by type, in the order of the inputs."""
+
+    float: list[list[float]]
+    int8: list[list[int]]
+    uint8: list[list[int]]
+    binary: list[list[int]]
+    ubinary: list[list[int]]
+    base64: list[str]
+
+
+class CohereReply(TypedDict):
+    """The vectors of a request.
+
+    Attributes:
+        id: A new id.
+        embeddings: The vectors by type. On /v1/embed without embedding_types, the list of float vectors.
+        texts: The texts of the request.
+        meta: The version of the API, and the number of tokens that the model saw.
+        response_type: embeddings_by_type, or embeddings_floats for a list.
+    """
+
+    id: str
+    embeddings: CohereEmbeddings | list[list[float]]
+    texts: list[str]
+    meta: dict[str, Any]
+    response_type: str
+
+
+class CohereError(TypedDict):
+    """An error in Cohere's form.
+
+    Attributes:
+        id: A new id.
+        message: The field and the problem, with the numbers.
+    """
+
+    id: str
+    message: str
+
+
+class CohereRoutes:
+    """The handlers of Cohere's routes."""
+
+    def __init__(self, host: Host) -> None:
+        """Keep the rules for reading bodies."""
+        self._rules = rules = BodyRules.of(host.settings)
+        self._body = BodyDecoder(
+            CohereBody,
+            rules,
+            embedding_types=STRINGS,
+            texts=STRINGS,
+            inputs=replace(ANYTHING, convert=_text_of),
+            images=ANYTHING,
+        )
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [
+            Route("POST", "/v2/embed", self.embed, DIALECT, body=CohereBody, reply=CohereReply, example=_EXAMPLE),
+            Route("POST", "/v1/embed", self.embed_v1, DIALECT, body=CohereBody, reply=CohereReply, example=_EXAMPLE),
+        ]
+
+    async def embed(self, request: Request, call: Call) -> Reply:
+        """Return one vector for each input, in each requested type, as Cohere's API does."""
+        fields = await self._body.decode(request.body, call.hold)
+        return await self._embed(request, fields, call, version="2", by_type=True)
+
+    async def embed_v1(self, request: Request, call: Call) -> Reply:
+        """Return one vector for each input, as version 1 of Cohere's API does.
+
+        Without `embedding_types`, the vectors are a list instead of lists by type.
+        """
+        fields = await self._body.decode(request.body, call.hold)
+        return await self._embed(request, fields, call, version="1", by_type=bool(fields.embedding_types))
+
+    async def _embed(self, request: Request, fields: CohereBody, call: Call, *, version: str, by_type: bool) -> Reply:
+        texts = _texts_of(fields)
+        types = _types_of(fields.embedding_types)
+        data_types = list(dict.fromkeys(_TYPES[name][0] for name in types))
+        _check_input_type(fields.input_type)
+        pooled = PooledBody(
+            model=fields.model,
+            prompt_name=fields.prompt_name,
+            task=fields.task,
+            input_type=fields.input_type,
+            dimensions=positive("output_dimension", fields.output_dimension) or None,
+            normalize=fields.normalize,
+            pooling=fields.pooling,
+        )
+
+        def answer(reply: EncodeReply) -> Iterator[bytes]:
+            yield b'{"id":"%s","embeddings":' % str(uuid.uuid4()).encode()
+            pieces = {name: _pieces(name, reply, data_types) for name in types}
+            yield from _by_type(pieces) if by_type else pieces["float"]
+            yield b',"texts":['
+            for i, text in enumerate(texts):
+                yield b"," + orjson.dumps(text) if i else orjson.dumps(text)
+            tokens = {"input_tokens": sum(len(it.input) for it in reply.sequences)}
+            meta = {"api_version": {"version": version}, "billed_units": tokens, "tokens": tokens}
+            response_type = "embeddings_by_type" if by_type else "embeddings_floats"
+            yield b"]," + orjson.dumps({"meta": meta, "response_type": response_type})[1:]
+
+        if fields.inputs is not None:
+            call.naming = _OF_INPUTS
+        return await encode(
+            call,
+            pooled,
+            SentInputs("texts" if fields.inputs is None else "inputs", list(texts)),
+            lambda bundle: pooled_output(pooled, bundle),
+            lambda _, reply: joined(answer(reply)),
+            self._rules,
+            growth=_GROWTH,
+            more_bytes=len(request.body),  # the reply repeats the texts
+            data_types=data_types,
+            cut=(_truncates(fields.truncate, self._rules), positive("max_tokens", fields.max_tokens)),
+        )
+
+
+def _texts_of(fields: CohereBody) -> Sequence[str]:
+    """Return the texts of a request, from `texts` or `inputs`.
+
+    Raises:
+        InvalidField: Both fields are set, or neither.
+    """
+    if fields.images:
+        raise InvalidField("images", f"must be left out: {_IMAGE}")
+    if fields.inputs is None:
+        if fields.texts is None:
+            raise InvalidField("texts", "must be a list of strings; was null")
+        return fields.texts
+    if fields.texts:
+        raise InvalidField("texts", f"must be left out if inputs is set; was {len(fields.texts)} texts")
+    return fields.inputs
+
+
+def _text_of(field: str, item: Any) -> str:
+    """Return the text of one of `inputs`: its contents, one on each line."""
+    contents = item.get("content") if isinstance(item, dict) else None
+    if not isinstance(contents, list) or not contents:
+        raise InvalidField(f"{field}.content", 'must be a list of {"type": "text", "text": "…"}')
+    texts = []
+    for i, content in enumerate(contents):
+        at = f"{field}.content[{i}]"
+        kind = content.get("type") if isinstance(content, dict) else None
+        if kind != "text":
+            shown = f"{kind[:64]!r}" if isinstance(kind, str) else "no string"
+            raise InvalidField(f"{at}.type", f"must be 'text', {_IMAGE}; was {shown}")
+        if not isinstance(content.get("text"), str):
+            raise InvalidField(f"{at}.text", "must be a string")
+        texts.append(content["text"])
+    return "\n".join(texts)
+
+
+def _types_of(names: Sequence[str] | None) -> list[str]:
+    """Return the requested types, each once."""
+    found = [str(choice(f"embedding_types[{i}]", name, _TYPES)) for i, name in enumerate(names or ["float"])]
+    return list(dict.fromkeys(found))
+
+
+def _check_input_type(name: str | None) -> None:
+    """Refuse images and input types that Cohere does not have."""
+    if name == "image":
+        raise InvalidField("input_type", f"must be one of {', '.join(_INPUT_TYPES)}; was 'image', and {_IMAGE}")
+    choice("input_type", name, _INPUT_TYPES)
+
+
+def _truncates(name: str | None, rules: BodyRules) -> bool:
+    """Return whether texts that are too long are cut."""
+    if choice("truncate", name, ("none", "end", "start")) == "start":
+        raise InvalidField("truncate", "must be END or NONE; was START, and this server cuts texts at their end")
+    return rules.truncate if name is None else name.lower() == "end"
+
+
+def _pieces(name: str, reply: EncodeReply, data_types: Sequence[DataType]) -> Iterator[bytes]:
+    """Write the vectors of all inputs as one type of embedding. A reply has an output for each data type."""
+    data_type, convert = _TYPES[name]
+    place = data_types.index(data_type)
+    rows = convert(np.concatenate([sequence.outputs[place] for sequence in reply.sequences]))  # (inputs, width)
+    if name != "base64":
+        yield from rows_as_json(rows)
+        return
+    for i, row in enumerate(rows):
+        yield b"," if i else b"["
+        yield row_as_json(row, as_base64=True)
+    yield b"]"
+
+
+def _by_type(pieces: Mapping[str, Iterator[bytes]]) -> Iterator[bytes]:
+    """Write an object of lists of vectors."""
+    for i, (name, its) in enumerate(pieces.items()):
+        yield b'%s"%s":' % (b"," if i else b"{", name.encode())
+        yield from its
+    yield b"}"
+
+
+def _refuse(failure: Failure) -> dict[str, Any]:
+    """Return an error in Cohere's form: a CohereError."""
+    return {"id": str(uuid.uuid4()), "message": text_of(failure)}
+
+
+_FIELDS = {Part.OUTPUT_DIMENSIONS: "output_dimension", Part.DATA_TYPE: "embedding_types", Part.TASK: "input_type"}
+_OF_INPUTS = HttpNaming("inputs", _FIELDS)
+DIALECT = Dialect(HttpNaming("texts", _FIELDS), _refuse, CohereError)

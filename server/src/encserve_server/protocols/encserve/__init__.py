@@ -1,0 +1,1 @@
+"""encserve.v1: our own protocol, over gRPC."""

@@ -1,0 +1,1 @@
+"""What JSON routes of several protocols share: reading bodies, fields, names of fields, writing numbers."""

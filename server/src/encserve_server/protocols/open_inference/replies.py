@@ -1,0 +1,80 @@
+"""The outputs of a call as tensors of a reply."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from encserve_server.errors import FieldPath, Part, ResponseTooLarge
+from encserve_server.models.served import EncodeReply, ServedModel
+from encserve_server.protocols.open_inference.requests import InferCall, kinds_of
+from encserve_server.protocols.open_inference.tensors import OUTPUTS, TensorPart, datatype_of
+from encserve_server.types.arrays import IndexedRows
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """An output tensor of a reply.
+
+    Attributes:
+        name: Its name.
+        datatype: The protocol's name of its datatype.
+        shape: Its dimensions.
+        parts: Its bytes, row-major and little-endian, one part after the other. Each part has complete rows.
+    """
+
+    name: str
+    datatype: str
+    shape: Sequence[int]
+    parts: Sequence[bytes | memoryview]
+
+    @property
+    def size(self) -> int:
+        """The number of bytes."""
+        return sum(map(len, self.parts))
+
+
+def output_tensors(model: ServedModel, infer: InferCall, reply: EncodeReply) -> list[OutputTensor]:
+    """Return the output tensors of a reply, in the order of the request.
+
+    Raises:
+        ResponseTooLarge: The tensors with their padding are over the limit.
+    """
+    places = {kind: i for i, kind in enumerate(kinds_of(infer.outputs))}
+    tensors = []
+    for name in infer.outputs:
+        kind, part = OUTPUTS[name]
+        place = places[kind]
+        made = [sequence.outputs[place] for sequence in reply.sequences]
+        shape, parts = _tensor(part, made, reply.plan.widths[place])
+        datatype = datatype_of(part, reply.plan.outputs[place].data_type)
+        tensors.append(OutputTensor(name, datatype, shape, parts))
+    limit = model.limits.max_response_bytes
+    if (size := sum(it.size for it in tensors)) > limit:
+        raise ResponseTooLarge(
+            FieldPath(Part.INPUTS),
+            f"the reply would take {size} bytes with its padding, over the limit of {limit} (max_response_bytes); "
+            "fewer sequences, those of one length together, or the output embedding take less",
+        )
+    return tensors
+
+
+def _tensor(part: TensorPart, made: Sequence[Any], width: int) -> tuple[list[int], list[bytes | memoryview]]:
+    """Return the shape and the bytes of one output of all sequences."""
+    rows = [it.rows if isinstance(it, IndexedRows) else it for it in made]  # (rows, width) each
+    lengths = [len(it) for it in rows]
+    if part is TensorPart.LENGTHS:
+        return [len(rows)], [np.array(lengths, "<i8").tobytes()]
+    if part is TensorPart.VECTOR:
+        return [len(rows), width], [it.data.cast("B") for it in rows]
+    most = max(lengths)
+    shape = [len(rows), most, width] if part is TensorPart.ROWS else [len(rows), most]
+    arrays = [it.indices for it in made] if part is TensorPart.INDICES else rows
+    row_bytes = arrays[0].itemsize * (width if part is TensorPart.ROWS else 1)
+    padding = memoryview(bytes((most - min(lengths)) * row_bytes))
+    parts: list[bytes | memoryview] = []
+    for array, length in zip(arrays, lengths, strict=True):
+        parts += [array.data.cast("B")] if length else []
+        parts.append(padding[: (most - length) * row_bytes])
+    return shape, parts

@@ -1,0 +1,375 @@
+"""Decodes a request of the protocol, from gRPC or HTTP, into a call of a model."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from encserve_server.errors import FieldPath, InvalidField, Part
+from encserve_server.models.inputs import SentIds, SentInput, SentVectors
+from encserve_server.models.reply_size import ReplyShape
+from encserve_server.models.served import ServedModel
+from encserve_server.models.treatment import EncodeCall
+from encserve_server.outputs import OutputSpec
+from encserve_server.protocols.open_inference.tensors import (
+    ATTENTION_MASK,
+    DATATYPE_NAMES,
+    DATATYPES,
+    INPUT_IDS,
+    INPUTS_EMBEDS,
+    OUTPUTS,
+    TEXT,
+    TOKEN_TYPE_IDS,
+    SentTensor,
+    check_inputs,
+    check_parameters,
+    inputs_of,
+)
+from encserve_server.types.callers import PRIORITIES, Priority
+from encserve_server.types.requests import DataType, Detail, OutputKind, Task
+
+# Parameters that clients send and that change nothing. One asks whether the last reply may be empty, but there is one
+# reply, and it is not empty. The other says which codec of MLServer has made the request.
+_IGNORED_PARAMETERS = frozenset({"triton_enable_empty_final_response", "content_type"})
+_TASKS = {task.name.lower(): task for task in Task if task}
+_NAMES = {
+    Part.INPUTS: "inputs",
+    Part.INPUT: "inputs",
+    Part.TEXT: TEXT,
+    Part.IDS: INPUT_IDS,
+    Part.VECTORS: INPUTS_EMBEDS,
+    Part.VECTORS_DATA: INPUTS_EMBEDS,
+    Part.VECTORS_WIDTH: f"{INPUTS_EMBEDS}.shape",
+    Part.OUTPUT_DIMENSIONS: "parameters.dimensions",
+    Part.DATA_TYPE: "parameters.datatype",
+    Part.TASK: "parameters.task",
+    Part.PROMPT_NAME: "parameters.prompt_name",
+    Part.MODEL: "model_name",
+    Part.MODEL_VERSION: "model_version",
+}
+_VALUE_NAMES: dict[type[Enum], Mapping[Any, str]] = {
+    OutputKind: {kind: name for name, (kind, _) in reversed(OUTPUTS.items())},  # the first of each kind
+    DataType: DATATYPE_NAMES,
+}
+_OF_INPUTS = (Part.INPUT, Part.TEXT, Part.IDS, Part.VECTORS, Part.VECTORS_DATA)
+# Tensors that describe ids or vectors.
+_BESIDE = (ATTENTION_MASK, TOKEN_TYPE_IDS)
+
+
+class InferNaming:
+    """The names of a request's fields and values in errors."""
+
+    def field(self, path: FieldPath) -> str:
+        """Return a name such as `input_ids[3, 17]`."""
+        name = _NAMES.get(path.part, "outputs")
+        if path.at is None or path.part not in _OF_INPUTS:
+            return name
+        return f"{name}[{path.at}]" if path.place is None else f"{name}[{path.at}, {path.place}]"
+
+    def value(self, value: Enum) -> str:
+        """Return a name such as `query`, `embedding` or `FP32`."""
+        return _VALUE_NAMES.get(type(value), {}).get(value) or value.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class SentOutput:
+    """An output that a request names.
+
+    Attributes:
+        name: Its name.
+        parameters: Its parameters, but only `binary_data` and the names in `CHECKED_PARAMETERS`.
+    """
+
+    name: str
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SentRequest:
+    """A request before any check.
+
+    Attributes:
+        inputs: Its inputs. They are read once, up to the first wrong one.
+        outputs: The outputs that it names, but at most the first `MAX_OUTPUTS`.
+        output_count: The number of outputs that it names.
+        parameters: Its parameters: bools, numbers and strings. None stands for a missing parameter.
+        request_id: The id that the reply repeats.
+    """
+
+    inputs: Iterable[SentTensor]
+    outputs: Sequence[SentOutput]
+    output_count: int
+    parameters: Iterable[tuple[str, Any]]
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """The parameters of a request, with defaults.
+
+    Attributes:
+        task: The task of the texts: "query" or "document".
+        prompt_name: The prompt before every text; None for the prompt of the task or the model.
+        dimensions: The number of dimensions to which `embedding` is cut; 0 for the model's dimensions.
+        truncate: Whether an input that is too long is cut instead of refused.
+        data_type: The type of the returned numbers, from the parameter `datatype`.
+        timeout_us: The caller's timeout in microseconds; 0 for none.
+        binary_output: Whether outputs are sent as bytes over HTTP, from the parameter `binary_data_output`.
+        priority: "interactive" or "bulk". Triton's numbers are ignored.
+    """
+
+    task: Task = Task.NEITHER
+    prompt_name: str | None = None
+    dimensions: int = 0
+    truncate: bool = False
+    data_type: DataType = DataType.FLOAT32
+    timeout_us: int = 0
+    binary_output: bool = False
+    priority: Priority = Priority.INTERACTIVE
+
+
+@dataclass(frozen=True, slots=True)
+class InferCall:
+    """A request for a model, decoded except for its data.
+
+    Attributes:
+        tensors: The inputs by name.
+        outputs: The names of the requested outputs, each once.
+        binary: The outputs that are sent as bytes over HTTP.
+        count: The number of sequences.
+        parameters: The parameters.
+        request_id: The id that the reply repeats.
+    """
+
+    tensors: dict[str, SentTensor]
+    outputs: tuple[str, ...]
+    binary: Collection[str]
+    count: int
+    parameters: Parameters
+    request_id: str
+
+
+def decode_request(sent: SentRequest, model: ServedModel) -> InferCall:
+    """Decode a request except for its data.
+
+    Raises:
+        InvalidField: The model lacks an input, output or parameter, or the inputs do not match each other.
+    """
+    bundle = model.bundle
+    tensors = check_inputs(sent.inputs, bundle)
+    main = [name for name in tensors if name not in _BESIDE]
+    if len(main) != 1:
+        wanted = " or ".join(it.name for it in inputs_of(bundle) if it.name != ATTENTION_MASK)
+        raise InvalidField("inputs", f"must hold {wanted}; was {', '.join(tensors) or 'empty'}")
+    shape = tensors[main[0]].shape
+    for name in _BESIDE:
+        if (beside := tensors.get(name)) is not None and (main[0] == TEXT or beside.shape != shape[:2]):
+            why = f"goes with {INPUT_IDS} only" if main[0] == TEXT else f"must have the shape of {main[0]}, {shape[:2]}"
+            raise InvalidField(f"{name}.shape", f"{why}; was {beside.shape}")
+    parameters = _decode_parameters(sent.parameters, model)
+    outputs, binary = _decode_outputs(sent.outputs, model, parameters)
+    return InferCall(tensors, outputs, binary, shape[0], parameters, sent.request_id)
+
+
+def count_tokens(call: InferCall, longest: int) -> int | None:
+    """Return the number of tokens if each input has at most `longest`; None if the shapes do not tell."""
+    if call.tensors.keys() & {ATTENTION_MASK, TEXT}:
+        return None
+    return call.count * min(_main(call.tensors).shape[1], longest)
+
+
+def check_length(call: InferCall, model: ServedModel) -> None:
+    """Refuse inputs whose shape shows that they are too long, before their data are decoded.
+
+    Raises:
+        SequenceTooLong: An input is too long and may not be cut.
+    """
+    main = _main(call.tensors)
+    if main.name == TEXT or ATTENTION_MASK in call.tensors or call.parameters.truncate:
+        return
+    part = Part.IDS if main.name == INPUT_IDS else Part.VECTORS
+    model.check_length(FieldPath(part, 0), main.shape[1], call.parameters.task)
+
+
+def decode_call(call: InferCall, longest: int, max_text_bytes: int) -> EncodeCall:
+    """Decode the data of a call, at most `longest` tokens of each input.
+
+    Raises:
+        InvalidField: The data do not match their shape, the mask is not ones followed by zeros, a token type is not 0,
+            or a text has more than `max_text_bytes`.
+    """
+    parameters = call.parameters
+    outputs = []
+    for kind in kinds_of(call.outputs):
+        dimensions = parameters.dimensions if kind is OutputKind.MODEL else 0
+        outputs.append(OutputSpec(kind, data_type=parameters.data_type, dimensions=dimensions))
+    return EncodeCall(
+        inputs=_decode_inputs(call.tensors, longest, max_text_bytes),
+        outputs=tuple(outputs),
+        truncate=parameters.truncate,
+        prompt_name=parameters.prompt_name,
+        task=parameters.task,
+        shape=ReplyShape(Detail.NONE, padded=True),
+        priority=parameters.priority,
+    )
+
+
+def kinds_of(names: Sequence[str]) -> list[OutputKind]:
+    """Return the specifications of these outputs, each once."""
+    return list(dict.fromkeys(OUTPUTS[name][0] for name in names))
+
+
+def _main(tensors: Mapping[str, SentTensor]) -> SentTensor:
+    (found,) = (tensor for name, tensor in tensors.items() if name not in _BESIDE)
+    return found
+
+
+def _decode_inputs(tensors: Mapping[str, SentTensor], longest: int, max_text_bytes: int) -> list[SentInput]:
+    sent = _main(tensors)
+    if sent.name == TEXT:
+        return list(sent.texts(max_text_bytes))
+    lengths = _lengths(tensors.get(ATTENTION_MASK), sent.shape)
+    if (types := tensors.get(TOKEN_TYPE_IDS)) is not None:
+        _check_types(types.numbers())
+    numbers = sent.numbers()
+    if sent.name == INPUT_IDS:  # (n, seq)
+        ids = ((row[: min(n, longest)], n) for row, n in zip(numbers, lengths, strict=True))
+        return [SentIds(row.astype("<i8", copy=False), n) for row, n in ids]
+    return [SentVectors(rows[: min(n, longest)], n) for rows, n in zip(numbers, lengths, strict=True)]  # (n, seq, d)
+
+
+def _check_types(types: npt.NDArray[Any]) -> None:
+    """Refuse token types, (n, seq), other than 0, because graphs have no input for them."""
+    if types.any():
+        row, place = divmod(int(np.argmax(types != 0)), types.shape[1])
+        raise InvalidField(
+            f"{TOKEN_TYPE_IDS}[{row}, {place}]",
+            f"must be 0: the model takes single texts, whose tokens are all of type 0; was {types[row, place]}",
+        )
+
+
+def _lengths(mask: SentTensor | None, shape: tuple[int, ...]) -> list[int]:
+    """Return the number of tokens of each sequence, from its mask. Without a mask, all are tokens.
+
+    Raises:
+        InvalidField: A row of the mask is not ones followed by zeros.
+    """
+    if mask is None:
+        return [shape[1]] * shape[0]
+    lengths = []
+    for i, row in enumerate(mask.numbers()):  # (seq,)
+        length = int(np.count_nonzero(row))
+        if not (row[:length] == 1).all():
+            raise InvalidField(
+                f"{ATTENTION_MASK}[{i}]",
+                "must be 1 for each token and 0 for the padding behind them; was something else: pad on the right",
+            )
+        lengths.append(length)
+    return lengths
+
+
+def _decode_outputs(
+    sent: Sequence[SentOutput], model: ServedModel, parameters: Parameters
+) -> tuple[tuple[str, ...], Collection[str]]:
+    """Return the requested outputs, and the ones that are sent as bytes."""
+    known = [name for name, (kind, _) in OUTPUTS.items() if kind in model.outputs.kinds]
+    binary: dict[str, bool] = {}
+    for i, it in enumerate(sent):
+        if it.name not in known:
+            there = ", ".join(known)
+            raise InvalidField(f"outputs[{i}].name", f"model {model.bundle.name} has {there}; was {it.name[:64]!r}")
+        check_parameters(f"outputs[{i}].parameters", it.parameters)
+        as_bytes = it.parameters.get("binary_data")
+        binary[it.name] = (
+            parameters.binary_output
+            if as_bytes is None
+            else _flag(f"outputs[{i}].parameters.binary_data", as_bytes, model)
+        )
+    wanted = tuple(binary) or tuple(known)
+    if parameters.dimensions and "embedding" not in wanted:
+        raise InvalidField("parameters.dimensions", "is for embedding, which is not among the outputs")
+    return wanted, frozenset(name for name in wanted if binary.get(name, parameters.binary_output))
+
+
+def _decode_parameters(sent: Iterable[tuple[str, Any]], model: ServedModel) -> Parameters:
+    found: dict[str, Any] = {}
+    for name, value in sent:
+        if name in _IGNORED_PARAMETERS:
+            continue
+        if name not in _PARAMETERS:
+            there = ", ".join(_PARAMETERS)
+            raise InvalidField("parameters", f"there are {there}; was {name[:64]!r}")
+        if value is not None:
+            own_name, decode = _PARAMETERS[name]
+            found[own_name] = decode(f"parameters.{name}", value, model)
+    return Parameters(**found)
+
+
+def _task(field_name: str, value: Any, model: ServedModel) -> Task:
+    known = [name for name, task in _TASKS.items() if task in model.bundle.tasks]
+    if value not in known:
+        otherwise = f"must be {' or '.join(map(repr, known))}" if known else "must be left out: this model has no tasks"
+        raise InvalidField(field_name, f"{otherwise}; was {str(value)[:64]!r}")
+    return _TASKS[value]
+
+
+def _text(field_name: str, value: Any, model: ServedModel) -> str:
+    del model
+    if not isinstance(value, str):
+        raise InvalidField(field_name, f"must be a string; was {value!r}")
+    return value
+
+
+def _flag(field_name: str, value: Any, model: ServedModel) -> bool:
+    del model
+    if not isinstance(value, bool):
+        raise InvalidField(field_name, f"must be true or false; was {str(value)[:64]!r}")
+    return value
+
+
+def _priority(field_name: str, value: Any, model: ServedModel) -> Priority:
+    del model
+    if isinstance(value, int) and not isinstance(value, bool):  # a level of Triton's own priorities
+        return Priority.INTERACTIVE
+    if value not in PRIORITIES:
+        raise InvalidField(field_name, f"must be {' or '.join(map(repr, PRIORITIES))}; was {str(value)[:64]!r}")
+    return PRIORITIES[value]
+
+
+def _dimensions(field_name: str, value: Any, model: ServedModel) -> int:
+    if OutputKind.MODEL not in model.outputs.kinds:
+        raise InvalidField(field_name, f"is for embedding, which model {model.bundle.name} does not have")
+    width = model.outputs.kinds[OutputKind.MODEL].width
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= width:
+        raise InvalidField(field_name, f"must be from 1 to {width}, the numbers of embedding; was {str(value)[:64]!r}")
+    return value
+
+
+def _data_type(field_name: str, value: Any, model: ServedModel) -> DataType:
+    del model
+    if value not in DATATYPES:
+        raise InvalidField(field_name, f"must be {' or '.join(DATATYPES)}; was {str(value)[:64]!r}")
+    return DATATYPES[value]
+
+
+def _timeout(field_name: str, value: Any, model: ServedModel) -> int:
+    del model
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        problem = f"must be microseconds, a whole number of at least 0; 0 means no limit; was {str(value)[:64]!r}"
+        raise InvalidField(field_name, problem)
+    return value
+
+
+_PARAMETERS: dict[str, tuple[str, Callable[[str, Any, ServedModel], Any]]] = {
+    "task": ("task", _task),
+    "prompt_name": ("prompt_name", _text),
+    "dimensions": ("dimensions", _dimensions),
+    "truncate": ("truncate", _flag),
+    "datatype": ("data_type", _data_type),
+    "timeout": ("timeout_us", _timeout),
+    "binary_data_output": ("binary_output", _flag),
+    "priority": ("priority", _priority),
+}

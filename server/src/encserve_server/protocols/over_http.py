@@ -1,0 +1,27 @@
+"""The protocols over HTTP, one line each. They need the packages of the extra `http`."""
+
+from encserve_server.endpoints.host import Host
+from encserve_server.endpoints.routes import Route
+from encserve_server.protocols.cohere import CohereRoutes
+from encserve_server.protocols.open_inference.routes import OpenInferenceRoutes
+from encserve_server.protocols.openai import DIALECT, OpenAiRoutes
+from encserve_server.protocols.openapi import DocsRoutes
+from encserve_server.protocols.tei import TeiRoutes
+from encserve_server.protocols.vllm import VllmRoutes
+
+# Writes the errors of paths that do not exist.
+DEFAULT_DIALECT = DIALECT
+
+
+def routes(host: Host) -> list[Route]:
+    """Return the routes of all protocols, and of their description."""
+    return DocsRoutes(
+        [
+            *OpenAiRoutes(host).routes(),
+            *TeiRoutes(host).routes(),
+            *VllmRoutes(host).routes(),
+            *CohereRoutes(host).routes(),
+            *(OpenInferenceRoutes(host).routes() if host.settings.open_inference else ()),
+        ],
+        DEFAULT_DIALECT,
+    ).routes()

@@ -1,0 +1,496 @@
+"""The protocol of Hugging Face's text-embeddings-inference, with inputs of one model unless a request names another.
+
+https://huggingface.github.io/text-embeddings-inference
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, TypedDict, TypeVar
+
+import msgspec
+import numpy as np
+import orjson
+
+from encserve_server import __version__
+from encserve_server.calls import Call
+from encserve_server.endpoints.host import Host
+from encserve_server.endpoints.routes import Check, Dialect, Reply, Request, Route
+from encserve_server.error_table import Failure, Status
+from encserve_server.errors import OF_OUTPUTS, EmptyInputs, FieldPath, InvalidField, NotReady
+from encserve_server.models.offsets import utf8_offsets
+from encserve_server.models.served import EncodeReply, ServedModel, TokenizeCall, TokenizeReply
+from encserve_server.outputs import OutputSpec
+from encserve_server.protocols.http_json import kinds
+from encserve_server.protocols.http_json.decoding import STRINGS, TEXTS, TEXTS_OR_IDS, BodyDecoder, BodyRules
+from encserve_server.protocols.http_json.naming import HttpNaming, text_of
+from encserve_server.protocols.http_json.replies import (
+    JSON_GROWTH,
+    SPARSE_GROWTH,
+    joined,
+    pooled_rows,
+    rows_as_json,
+    sparse_as_json,
+)
+from encserve_server.protocols.http_json.requests import (
+    Body,
+    EncodeBody,
+    Inputs,
+    PooledBody,
+    SentInputs,
+    encode,
+    is_left,
+    model_of,
+    pooled_output,
+    positive,
+    task_of,
+)
+from encserve_server.types.bundles import Bundle
+from encserve_server.types.requests import OutputKind
+from encserve_server.types.sequences import TokenSequence
+
+_TOKENS = OutputSpec(OutputKind.TOKENS)
+_INPUTS = "inputs"
+_EXAMPLE = {"inputs": ["a cat", "a dog"]}
+
+
+class EmbedBody(PooledBody):
+    """The fields of /embed.
+
+    Attributes:
+        inputs: A text, the ids of a text, or a list of these; required.
+        truncation_direction: Right, because texts are cut at their end.
+    """
+
+    inputs: Inputs | None = None
+    truncation_direction: str | None = None
+
+
+class EmbedAllBody(EncodeBody):
+    """The fields of /embed_all.
+
+    Attributes:
+        inputs: A text, the ids of a text, or a list of these; required.
+        truncation_direction: Right, because texts are cut at their end.
+    """
+
+    inputs: Inputs | None = None
+    truncation_direction: str | None = None
+
+
+class EmbedSparseBody(EncodeBody):
+    """The fields of /embed_sparse.
+
+    Attributes:
+        inputs: A text, the ids of a text, or a list of these; required.
+        truncation_direction: Right, because texts are cut at their end.
+        max_active_dims: The number of largest weights that are kept. Default: as the model was trained.
+    """
+
+    inputs: Inputs | None = None
+    truncation_direction: str | None = None
+    max_active_dims: int | None = None
+
+
+class SimilarityInputs(msgspec.Struct):
+    """The inputs of /similarity."""
+
+    source_sentence: str | None = None
+    sentences: list[str] | None = None
+
+
+AnyPooled = TypeVar("AnyPooled", bound=PooledBody)
+
+
+class SimilarityParameters(msgspec.Struct):
+    """Further fields, which may also stand beside inputs.
+
+    Attributes:
+        truncate: Whether texts that are too long are cut, or refused.
+        truncation_direction: Right, because texts are cut at their end.
+        prompt_name: The name of the model's prompt that is put before every text.
+    """
+
+    truncate: bool | None = None
+    truncation_direction: str | None = None
+    prompt_name: str | None = None
+
+
+class SimilarityBody(PooledBody):
+    """The fields of /similarity.
+
+    Attributes:
+        inputs: One sentence, and the sentences to compare with it; required.
+        parameters: Further fields.
+    """
+
+    inputs: SimilarityInputs | None = None
+    parameters: SimilarityParameters | None = None
+
+
+class RootBody(EmbedBody):
+    """The fields of /, which is /embed, or /similarity if its inputs are sentences to compare.
+
+    Attributes:
+        inputs: A text, the ids of a text, a list of these, or sentences to compare; required.
+        parameters: Further fields.
+    """
+
+    inputs: Inputs | SimilarityInputs | None = None  # type: ignore[assignment]
+    parameters: SimilarityParameters | None = None
+
+
+class TokenizeBody(Body):
+    """The fields of /tokenize.
+
+    Attributes:
+        inputs: A text, or a list of texts; required.
+        add_special_tokens: With false, special tokens are left out.
+    """
+
+    inputs: str | list[str] | None = None
+    add_special_tokens: bool | None = None
+
+
+class SparseWeight(TypedDict):
+    """One weight of an input.
+
+    Attributes:
+        index: Its index in the vocabulary.
+        value: The weight.
+    """
+
+    index: int
+    value: float
+
+
+class Token(TypedDict):
+    """A token of a text.
+
+    Attributes:
+        id: Its id.
+        text: The part of the text that it stands for; for a special token its string in the vocabulary.
+        special: Whether it is a special token.
+        start: The start in the text, in bytes of UTF-8; null for a special token.
+        stop: The end in the text, in bytes of UTF-8; null for a special token.
+    """
+
+    id: int
+    text: str
+    special: bool
+    start: int | None
+    stop: int | None
+
+
+class TeiError(TypedDict):
+    """An error in the form of text-embeddings-inference.
+
+    Attributes:
+        error: The field and the problem, with the numbers.
+        error_type: Validation, Empty, Tokenizer, Backend, Overloaded or Unhealthy.
+    """
+
+    error: str
+    error_type: str
+
+
+class TeiRoutes:
+    """The handlers."""
+
+    def __init__(self, host: Host) -> None:
+        """Keep the rules for reading bodies, and the settings that /info reports."""
+        self._is_serving = host.is_serving
+        self._settings = host.settings
+        self._rules = rules = BodyRules.of(host.settings)
+        self._root = BodyDecoder(RootBody, rules, inputs=TEXTS_OR_IDS, sentences=STRINGS)
+        self._embed = BodyDecoder(EmbedBody, rules, inputs=TEXTS_OR_IDS)
+        self._embed_all = BodyDecoder(EmbedAllBody, rules, inputs=TEXTS_OR_IDS)
+        self._embed_sparse = BodyDecoder(EmbedSparseBody, rules, inputs=TEXTS_OR_IDS)
+        self._similarity = BodyDecoder(SimilarityBody, rules, sentences=STRINGS)
+        self._tokenize = BodyDecoder(TokenizeBody, rules, inputs=TEXTS)
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [
+            Route("POST", "/", self.root, DIALECT, body=RootBody, reply=list[list[float] | float], example=_EXAMPLE),
+            Route("POST", "/embed", self.embed, DIALECT, body=EmbedBody, reply=list[list[float]], example=_EXAMPLE),
+            Route(
+                "POST",
+                "/embed_all",
+                self.embed_all,
+                DIALECT,
+                body=EmbedAllBody,
+                reply=list[list[list[float]]],
+                example=_EXAMPLE,
+            ),
+            Route(
+                "POST",
+                "/embed_sparse",
+                self.embed_sparse,
+                DIALECT,
+                body=EmbedSparseBody,
+                reply=list[list[SparseWeight]],
+                example=_EXAMPLE,
+            ),
+            Route(
+                "POST",
+                "/similarity",
+                self.similarity,
+                DIALECT,
+                body=SimilarityBody,
+                reply=list[float],
+                example={"inputs": {"source_sentence": "a cat", "sentences": ["a kitten", "a car"]}},
+            ),
+            Route(
+                "POST",
+                "/tokenize",
+                self.tokenize,
+                DIALECT,
+                body=TokenizeBody,
+                reply=list[list[Token]],
+                example=_EXAMPLE,
+            ),
+            Route("GET", "/info", self.info, DIALECT, is_listing=True, reply=dict[str, Any]),
+            Route("GET", "/health", self.health, DIALECT, check=Check.READY),
+            Route("GET", "/ping", self.health, DIALECT, check=Check.READY),
+            Route("GET", "/", self.health, DIALECT, check=Check.READY),
+        ]
+
+    async def root(self, request: Request, call: Call) -> Reply:
+        """Return one vector for each input, or the similarities of sentences, as huggingface_hub's client expects."""
+        fields = await self._root.decode(request.body, call.hold)
+        if isinstance(fields.inputs, SimilarityInputs):
+            return await self._compare(call, fields, fields.inputs, fields.parameters, fields.truncation_direction)
+        fields, direction = _with_parameters(fields, fields.parameters)
+        return await self._embed_inputs(
+            call, msgspec.structs.replace(fields, truncation_direction=direction or fields.truncation_direction)
+        )
+
+    async def embed(self, request: Request, call: Call) -> Reply:
+        """Return one vector for each input, as text-embeddings-inference does."""
+        return await self._embed_inputs(call, await self._embed.decode(request.body, call.hold))
+
+    async def embed_all(self, request: Request, call: Call) -> Reply:
+        """Return one vector for each token of each input."""
+        return await self._encode(
+            call,
+            await self._embed_all.decode(request.body, call.hold),
+            lambda _: _TOKENS,
+            lambda reply: joined(_lists(reply, rows_as_json)),
+        )
+
+    async def embed_sparse(self, request: Request, call: Call) -> Reply:
+        """Return the weights of each input that are not 0, with their indexes in the vocabulary."""
+        fields = await self._embed_sparse.decode(request.body, call.hold)
+        kept = positive("max_active_dims", fields.max_active_dims)
+
+        def output(bundle: Bundle) -> OutputSpec:
+            if bundle.sparse is None:
+                raise kinds.lacks(bundle, kinds.SPARSE)
+            return OutputSpec(OutputKind.SPARSE, max_active_dims=kept)
+
+        return await self._encode(
+            call, fields, output, lambda reply: joined(_lists(reply, sparse_as_json)), SPARSE_GROWTH
+        )
+
+    async def similarity(self, request: Request, call: Call) -> Reply:
+        """Return the similarity of one sentence to each of several others."""
+        fields = await self._similarity.decode(request.body, call.hold)
+        return await self._compare(call, fields, fields.inputs or SimilarityInputs(), fields.parameters)
+
+    async def _embed_inputs(self, call: Call, fields: EmbedBody) -> Reply:
+        return await self._encode(
+            call,
+            fields,
+            lambda bundle: pooled_output(fields, bundle, normalize_default=True),
+            lambda reply: joined(rows_as_json(pooled_rows(reply))),
+        )
+
+    async def _compare(
+        self,
+        call: Call,
+        fields: PooledBody,
+        inputs: SimilarityInputs,
+        parameters: SimilarityParameters | None,
+        direction: str | None = None,
+    ) -> Reply:
+        """Return the cosine similarity of the first sentence to each other sentence."""
+        if inputs.source_sentence is None:
+            raise InvalidField("inputs.source_sentence", "must be a string; was null")
+        if not inputs.sentences:
+            raise EmptyInputs("inputs.sentences", "must hold at least 1 text; was empty")
+        fields, its_direction = _with_parameters(fields, parameters)
+        from_left = is_left("parameters.truncation_direction", its_direction or direction)
+        call.naming = _OF_SENTENCES
+        return await encode(
+            call,
+            fields,
+            SentInputs(_INPUTS, [inputs.source_sentence, *inputs.sentences]),
+            lambda bundle: pooled_output(fields, bundle, normalize_default=False),
+            lambda _, reply: _cosines(reply),
+            self._rules,
+            growth=1.0,
+            from_left=from_left,
+        )
+
+    async def _encode(
+        self,
+        call: Call,
+        fields: EmbedBody | EmbedAllBody | EmbedSparseBody,
+        output: Callable[[Bundle], OutputSpec],
+        build: Callable[[EncodeReply], bytes],
+        growth: float = JSON_GROWTH,
+    ) -> Reply:
+        return await encode(
+            call,
+            fields,
+            SentInputs(_INPUTS, fields.inputs),
+            output,
+            lambda _, reply: build(reply),
+            self._rules,
+            growth=growth,
+            from_left=is_left("truncation_direction", fields.truncation_direction),
+        )
+
+    async def tokenize(self, request: Request, call: Call) -> Reply:
+        """Return the tokens of each text, without computing vectors."""
+        fields = await self._tokenize.decode(request.body, call.hold)
+        texts = SentInputs(_INPUTS, fields.inputs).items
+        model = call.resolve(len(texts), *model_of(fields))
+        asked = TokenizeCall(
+            texts,
+            include_token_strings=True,
+            prompt_name=fields.prompt_name,
+            task=task_of(fields, model.bundle),
+            most_inputs=self._rules.max_inputs,
+        )
+        keeps_special = fields.add_special_tokens is not False
+
+        def build(reply: TokenizeReply) -> bytes:
+            tokenized = zip(reply.sequences, texts, strict=True)
+            lists = [orjson.dumps(list(_tokens(model, it, text, keeps_special))) for it, text in tokenized]
+            return b"[" + b",".join(lists) + b"]"
+
+        return Reply(await call.tokenize(model, asked, build, JSON_GROWTH))
+
+    async def info(self, request: Request, call: Call) -> Reply:
+        """Describe the default model and the limits of the server."""
+        del request
+        model = call.resolve(0, "", "")
+        bundle = model.bundle
+        return Reply(
+            orjson.dumps(
+                {
+                    "model_id": bundle.repository or bundle.name,
+                    "model_sha": bundle.fingerprint,
+                    "model_dtype": model.engine_info.precision,
+                    "served_model_name": bundle.name,
+                    "model_type": {"embedding": {"pooling": _pooling_of(bundle)}},
+                    "max_concurrent_requests": self._settings.max_connections,  # a connection has one request at a time
+                    "max_input_length": bundle.max_sequence_tokens,
+                    "max_batch_tokens": model.max_batch_tokens,
+                    "max_batch_requests": None,
+                    "max_client_batch_size": self._rules.max_inputs,
+                    "auto_truncate": self._rules.truncate,
+                    "tokenization_workers": self._settings.tokenizer_threads,
+                    "version": __version__,
+                    "sha": None,
+                    "docker_label": None,
+                }
+            )
+        )
+
+    async def health(self, request: Request, call: Call) -> Reply:
+        """Answer 200 with an empty body while every model is ready, else 503.
+
+        Raises:
+            NotReady: A model is not ready.
+        """
+        del request, call
+        if not self._is_serving():
+            raise NotReady("not every model is ready")
+        return Reply(b"")
+
+
+def _with_parameters(fields: AnyPooled, parameters: SimilarityParameters | None) -> tuple[AnyPooled, str | None]:
+    """Return the fields together with those in `parameters`, and the direction of truncation."""
+    if parameters is None:
+        return fields, None
+    changed = msgspec.structs.replace(
+        fields,
+        truncate=fields.truncate if parameters.truncate is None else parameters.truncate,
+        prompt_name=fields.prompt_name if parameters.prompt_name is None else parameters.prompt_name,
+    )
+    return changed, parameters.truncation_direction
+
+
+def _refuse(failure: Failure) -> dict[str, Any]:
+    """Return an error in the form of text-embeddings-inference."""
+    return {"error": text_of(failure), "error_type": failure.status.tei_type}
+
+
+def _status_of(status: Status) -> int:
+    return status.tei
+
+
+class _SentenceNaming(HttpNaming):
+    """The names of /similarity: its first input is the source sentence."""
+
+    def field(self, path: FieldPath) -> str:
+        """Return a name such as `inputs.sentences[3]`."""
+        if path.at is None or path.part in OF_OUTPUTS:
+            return super().field(path)
+        return f"inputs.sentences[{path.at - 1}]" if path.at else "inputs.source_sentence"
+
+
+_OF_SENTENCES = _SentenceNaming(_INPUTS)
+DIALECT = Dialect(HttpNaming(_INPUTS), _refuse, TeiError, _status_of)
+
+
+def _tokens(model: ServedModel, sequence: TokenSequence, text: str, keeps_special: bool) -> Iterator[dict[str, Any]]:
+    """Return the tokens of each text; starts and ends count bytes of UTF-8."""
+    tokenizer, special_tokens = model.tokenizer, sequence.special
+    starts, ends = sequence.char_starts, sequence.char_ends
+    if tokenizer is None or special_tokens is None or starts is None or ends is None:  # only texts are tokenized
+        return
+    offsets = utf8_offsets(text).tolist()
+    for token_id, start, end, special in zip(
+        sequence.input.tolist(), starts, ends, special_tokens.tolist(), strict=True
+    ):
+        if special and not keeps_special:
+            continue
+        yield {
+            "id": token_id,
+            "text": tokenizer.token_string(token_id) if special or start == end else text[start:end],
+            "special": special,
+            "start": None if special else offsets[start],
+            "stop": None if special else offsets[end],
+        }
+
+
+def _pooling_of(bundle: Bundle) -> str:
+    """Return the name of a model's pooling in text-embeddings-inference; for other poolings our own name."""
+    if (pooling := bundle.pooling) is not None:
+        return pooling.kinds[0].name.lower() if pooling.is_plain else "model"
+    return "splade" if bundle.sparse is not None else "none"
+
+
+def _cosines(reply: EncodeReply) -> bytes:
+    """Return the cosine similarities of the first vector to the others; 0 with a vector of zeros."""
+    vectors = (sequence.outputs[0][0].astype(np.float64) for sequence in reply.sequences)  # one at a time: (width,)
+    first = next(vectors)
+    its_square = first @ first
+    cosines = []
+    for vector in vectors:
+        product = math.sqrt(its_square * (vector @ vector))
+        cosines.append(min(max(first @ vector / product, -1.0), 1.0) if product else 0.0)
+    return orjson.dumps(np.array(cosines, np.float32), option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _lists(reply: EncodeReply, as_json: Callable[[Any], Iterator[bytes]]) -> Iterator[bytes]:
+    """Write a list with one element for each input."""
+    yield b"["
+    for i, sequence in enumerate(reply.sequences):
+        if i:
+            yield b","
+        yield from as_json(sequence.outputs[0])
+    yield b"]"

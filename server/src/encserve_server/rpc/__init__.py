@@ -1,1 +1,0 @@
-"""gRPC: the server, its services, their protobuf codecs, error statuses, health, and limits for every RPC."""

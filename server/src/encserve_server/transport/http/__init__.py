@@ -1,0 +1,1 @@
+"""HTTP: the server, its connections, and the limits of every request."""

@@ -1,0 +1,95 @@
+"""Reads the body of a request, with bounds on bytes and on time."""
+
+import asyncio
+import io
+
+from aiohttp import StreamReader, web
+
+from encserve_server.calls import OPEN_REQUEST_BYTES, Call
+from encserve_server.errors import RequestTooLarge, UnsupportedEncoding
+from encserve_server.ledger import Arrival, Places
+from encserve_server.transport.http.connection import Connection
+
+# The server reads so much more of a refused body, because the caller must read the reply before the connection closes.
+_DISCARDED_BYTES = 1024 * 1024
+_DISCARD_SECONDS = 1.0
+
+
+async def read_body(
+    request: web.BaseRequest, connection: Connection, head_bytes: int, limit: int, call: Call, places: Places
+) -> bytes:
+    """Read the body of a request.
+
+    Args:
+        request: The request.
+        connection: The connection, which counts bytes.
+        head_bytes: The bytes of the head of the request.
+        limit: The largest number of bytes of a body.
+        call: The call, which holds the bytes that arrive.
+        places: The places of slow bodies.
+
+    Raises:
+        BudgetFull: There is no room for the body, or the body is slow and there is no place for it.
+        MalformedRequest: The body consists of bytes around chunks.
+        RequestTooLarge: The body is over the limit. A body with such a declared length is not read.
+        UnsupportedEncoding: The body is compressed, and is not read.
+        DeadlineExpired: The body does not arrive.
+        ConnectionError: The caller has disconnected.
+    """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise UnsupportedEncoding(
+            "",
+            f"the header Content-Encoding must be absent or identity; was {encoding[:64]!r}. Send it uncompressed",
+        )
+    declared, content = request.content_length, request.content
+    if declared is not None:
+        if declared > limit:
+            raise _too_large(f"{declared}", limit)
+        if content.is_eof():  # most bodies arrive together with their head
+            connection.received(head_bytes + declared)
+            body = content.read_nowait()
+            call.hold(declared)
+            return body
+    if not request.body_exists:
+        connection.received(head_bytes)
+        return b""
+    if request.headers.get("expect", "").lower() == "100-continue" and request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    connection.wants_body(content if declared is None else None)
+    body = await _read_parts(content, limit, call, places)
+    connection.received(None if declared is None else head_bytes + declared)
+    return body
+
+
+async def _read_parts(content: StreamReader, limit: int, call: Call, places: Places) -> bytes:
+    """Read a body that arrives in parts."""
+    body = io.BytesIO()  # grows in place, so the body is in memory once
+    with Arrival(places, call.account, reserves=False) as arrival:
+        while part := await content.readany():
+            arrival.progress(size=len(part))
+            if arrival.size > limit:
+                raise _too_large("longer", limit)
+            call.hold(len(part))
+            body.write(part)
+            await asyncio.sleep(0)  # aiohttp hands over up to 1,024 chunks in one step, while bytes are there
+    return body.getvalue()
+
+
+async def discard_body(content: StreamReader) -> None:
+    """Read a little more of a refused body."""
+    left = _DISCARDED_BYTES
+    try:
+        async with asyncio.timeout(_DISCARD_SECONDS):
+            while left > 0 and (part := await content.readany()):
+                left -= len(part)
+                await asyncio.sleep(0)
+    except (ConnectionError, TimeoutError):
+        return
+
+
+def _too_large(size: str, limit: int) -> RequestTooLarge:
+    problem = f"the body must be at most {limit} bytes{{}}; was {size}{{}}"
+    if limit == OPEN_REQUEST_BYTES:
+        return RequestTooLarge("", problem.format("", ", and this route needs none"))
+    return RequestTooLarge("", problem.format(" (max_http_request_mib)", ": send fewer texts"))

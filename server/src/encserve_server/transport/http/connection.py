@@ -1,0 +1,210 @@
+"""Connections between the sockets and aiohttp, with bounds that aiohttp lacks."""
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from aiohttp import StreamReader, web
+
+from encserve_server.endpoints.routes import Check
+from encserve_server.errors import MalformedRequest
+
+# The bytes that may wait behind the current request. aiohttp bounds the number of such requests, but not their bytes.
+MAX_WAITING_BYTES = 64 * 1024
+_CORRECTION_SECONDS = 1.0
+# The time for the head of a request to arrive, from its first byte.
+HEAD_SECONDS = 30.0
+# A body in chunks may take this many bytes on the connection for each of its bytes, and some more. aiohttp may keep
+# received bytes unparsed for a while.
+_MOST_OVERHEAD = 8
+_FREE_OVERHEAD_BYTES = 1024 * 1024
+# The time for a connection over the limit to send its request.
+_REFUSAL_SECONDS = 1.0
+# The first bytes of a request, with the method and the path of a health check.
+_MAX_CHECK_BYTES = 64
+
+
+class Connection(asyncio.Protocol):
+    """One connection. It passes all data on to aiohttp, but stops reading while too many bytes wait.
+
+    The number of waiting bytes is an estimate: the received bytes minus the bytes of complete requests. Unneeded blanks
+    in heads make the estimate too high, so it is reset after a second without a request.
+
+    Attributes:
+        host: The address of the other end; empty until a TLS handshake has ended.
+        has_called: Whether a call on it was accepted.
+        idle_since: The event loop's time since when it has no request; infinity while it has one.
+        handshake: The task of its TLS handshake.
+    """
+
+    def __init__(self, inner: web.RequestHandler, open_connections: set["Connection"]) -> None:
+        """Keep aiohttp's protocol of this connection, and join the open connections until this one ends."""
+        self.host = ""
+        self.has_called = False
+        self.idle_since = asyncio.get_running_loop().time()
+        self.handshake: asyncio.Task[None] | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._content: StreamReader | None = None  # of a body that is not complete
+        self._body_bytes = 0
+        open_connections.add(self)
+        self._inner = inner
+        self._open_connections = open_connections
+        self._transport: asyncio.Transport | None = None
+        self._waiting_bytes = 0
+        self._is_answering = self._is_in_body = self._is_paused = False
+        self._correction: asyncio.TimerHandle | None = None
+
+    @property
+    def has_more(self) -> bool:
+        """Whether data have arrived behind the current request."""
+        return self._waiting_bytes > 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Pass the event on to aiohttp."""
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are of no class of asyncio's
+        peer = transport.get_extra_info("peername")
+        self.host = peer[0] if isinstance(peer, tuple) else ""
+        self._inner.connection_made(self._transport)
+
+    def close(self) -> None:
+        """End the connection at once, also during its handshake."""
+        self._open_connections.discard(self)
+        if self._transport is not None:
+            self._transport.abort()
+        elif self.handshake is not None:
+            self.handshake.cancel()
+
+    def begin(self) -> None:
+        """Note that a request is handled."""
+        self.idle_since = math.inf
+        self._end_head_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Pass the event on to aiohttp."""
+        self._end_head_timer()
+        self._open_connections.discard(self)
+        self._transport = None
+        self._inner.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Count the data and pass them on to aiohttp."""
+        if self._head_timer is None and self.idle_since < math.inf:
+            self._head_timer = asyncio.get_running_loop().call_later(HEAD_SECONDS, self.close)
+        self._waiting_bytes += len(data)
+        self._inner.data_received(data)
+        if not self._is_in_body:
+            self._bound()
+        elif self._content is not None:
+            self._body_bytes += len(data)
+            if self._body_bytes > _FREE_OVERHEAD_BYTES + _MOST_OVERHEAD * self._content.total_bytes:
+                self._refuse_overhead(self._content)
+
+    def eof_received(self) -> None:
+        """Pass the event on to aiohttp."""
+        self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        """Pass the event on to aiohttp."""
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        """Pass the event on to aiohttp."""
+        self._inner.resume_writing()
+
+    def wants_body(self, content: StreamReader | None = None) -> None:
+        """Read on, because the body of the current request is not complete. `content` is its reader."""
+        self._is_in_body = True
+        self._content, self._body_bytes = content, 0
+        self._resume()
+
+    def received(self, request_bytes: int | None) -> None:
+        """Note that the current request is complete. Later data belong to the next request.
+
+        Args:
+            request_bytes: The bytes of the request. None for a body in chunks, whose size on the connection is unknown.
+                Then no received byte counts as waiting.
+        """
+        self._is_answering, self._is_in_body, self._content = True, False, None
+        self._waiting_bytes = 0 if request_bytes is None else max(self._waiting_bytes - request_bytes, 0)
+        self._bound()
+
+    def answered(self) -> None:
+        """Note that the reply was sent."""
+        self.idle_since = asyncio.get_running_loop().time()
+        if self._is_in_body:  # the body was refused before its end
+            self._waiting_bytes = 0
+        self._is_answering = self._is_in_body = False
+        self._content = None
+        if self._is_paused:
+            self._bound()
+
+    def _refuse_overhead(self, content: StreamReader) -> None:
+        """End a body that consists of bytes around chunks, such as endless chunk extensions."""
+        problem = f"{self._body_bytes} bytes were sent for {content.total_bytes} bytes of the body: send larger chunks"
+        content.set_exception(MalformedRequest("", problem))
+        self._content = None
+        if self._transport is not None:
+            self._transport.pause_reading()
+            self._is_paused = True
+
+    def _end_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _bound(self) -> None:
+        if self._correction is not None:
+            self._correction.cancel()
+            self._correction = None
+        if self._waiting_bytes <= MAX_WAITING_BYTES:
+            self._resume()
+        elif self._transport is not None:
+            self._transport.pause_reading()
+            self._is_paused = True
+            if not self._is_answering:  # if the head of the next request is complete, it has begun by then
+                loop = asyncio.get_running_loop()
+                self._correction = loop.call_later(_CORRECTION_SECONDS, self._correct)
+
+    def _correct(self) -> None:
+        self._waiting_bytes = 0
+        self._resume()
+
+    def _resume(self) -> None:
+        if self._is_paused and self._transport is not None:
+            self._is_paused = False
+            self._transport.resume_reading()
+
+
+class Refusal(asyncio.Protocol):
+    """A connection over the limit. It gets one reply, about health or that the server is busy, and is closed.
+
+    Health checks always get a reply. Otherwise an orchestrator would restart a server that is full.
+    """
+
+    def __init__(self, checks: Mapping[bytes, Check], is_serving: Callable[[], bool]) -> None:
+        """Keep the health checks by path, and the function that returns whether every model is ready."""
+        self._checks = checks
+        self._is_serving = is_serving
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Wait a short time for the request."""
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are of no class of asyncio's
+        self._timer = asyncio.get_running_loop().call_later(_REFUSAL_SECONDS, self._transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        """Reply to any request, and close the connection."""
+        assert self._transport is not None  # noqa: S101 - asyncio's order
+        method, _, rest = data[:_MAX_CHECK_BYTES].partition(b" ")
+        check = self._checks.get(rest.partition(b" ")[0]) if method in {b"GET", b"HEAD"} else None
+        is_healthy = check is Check.LIVE or (check is Check.READY and self._is_serving())
+        status = b"200 OK" if is_healthy else b"503 Service Unavailable\r\nretry-after: 1"
+        self._transport.write(b"HTTP/1.1 %s\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % status)
+        self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop waiting."""
+        if self._timer is not None:
+            self._timer.cancel()
