@@ -125,7 +125,7 @@ async def test_a_caller_that_goes_away_leaves_nothing_behind(server: FakeServer)
     await until(lambda: server.queued("sequences") == 9)
     stream.call.cancel()
     await until(lambda: server.sample("encserve_in_flight_requests") == 0)
-    assert server.queued("sequences") == 0
+    await until(lambda: server.queued("sequences") == 0)
     server.engine.let_go()
     await server.encode([1])
 
