@@ -691,7 +691,7 @@ async def test_every_exception_becomes_an_internal_error(
     shared: FakeServer, monkeypatch: pytest.MonkeyPatch, raised: BaseException, where: str
 ) -> None:
     if where == "build in a thread":
-        monkeypatch.setattr("encserve_server.calls._INLINE_REPLY_BYTES", 0)
+        monkeypatch.setattr("encserve_server.calls.call._INLINE_REPLY_BYTES", 0)
 
     def fail(*_: Any, **__: Any) -> Any:
         raise raised

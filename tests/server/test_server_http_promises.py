@@ -320,7 +320,7 @@ async def test_requests_are_counted_by_route_and_status_only(server: FakeServer)
 
 
 async def test_large_replies_are_built_in_a_thread(shared: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encserve_server.calls._INLINE_REPLY_BYTES", 0)
+    monkeypatch.setattr("encserve_server.calls.call._INLINE_REPLY_BYTES", 0)
     for path in BOTH:
         assert (await post(shared, path, body(path, "hello"))).status_code == 200
 

@@ -1,12 +1,12 @@
-"""The frame around every call of every protocol: admission, held bytes, traces, counts and errors.
+"""One call of any protocol, from its arrival until its reply is sent.
 
 method = Method(…)                                     once, for each RPC or route
 call = calls.begin(method, metadata, deadline)
 with call:                                             an error of the block becomes `call.failure`
-call.accept()
-call.hold(len(data))
-model = call.resolve(count, name, version)
-answer = await call.encode(model, EncodeCall(…), build)
+    call.accept()
+    call.hold(len(data))
+    model = call.resolve(count, name, version)
+    answer = await call.encode(model, EncodeCall(…), build)
 …                                                      the answer, or `call.failure`, is sent
 call.release()                                         once it has left
 """
@@ -16,12 +16,13 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager
-from enum import Enum, auto
 from functools import partial
 from types import TracebackType
 from typing import Protocol
 
-from encserve_server.callers.registry import Callers, Identity, KnownCaller, Metadata
+from encserve_server.callers.registry import Callers, Metadata
+from encserve_server.calls.access import CallerAccess
+from encserve_server.calls.method import Access, Method
 from encserve_server.error_table import CANCELLED, EXPIRED, OK, UNKNOWN, Failure, Status, to_failure
 from encserve_server.errors import (
     Draining,
@@ -29,10 +30,7 @@ from encserve_server.errors import (
     FieldPath,
     Naming,
     Part,
-    PermissionDenied,
-    RateLimited,
     ResponseTooLarge,
-    Unauthenticated,
 )
 from encserve_server.ledger import ByteBudget, Places
 from encserve_server.models.catalog import Catalog
@@ -52,7 +50,7 @@ from encserve_server.telemetry import call_log, spans
 from encserve_server.telemetry.call_log import CallRecord, RefusalLog
 from encserve_server.telemetry.lines import LineWriter
 from encserve_server.telemetry.logs import log_unexpected
-from encserve_server.telemetry.spans import SERVER_ERROR_CODES, RequestSpan, Tracer
+from encserve_server.telemetry.spans import RequestSpan, Tracer
 from encserve_server.types.callers import ANY_SENDER, ANYONE, CertificateName, Priority, Sender
 from encserve_server.types.sequences import TokenSequence
 
@@ -62,20 +60,6 @@ _INLINE_REPLY_BYTES = 256 * 1024
 OPEN_REQUEST_BYTES = 4096
 # These exceptions end the task. Every other exception becomes an error reply.
 _NOT_ANSWERS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
-
-
-class Access(Enum):
-    """The callers that may use a method, if the server asks for keys or certificates."""
-
-    OPEN = auto()  # all: health checks
-    LISTING = auto()  # callers with a key, or all if a setting says so: lists of models
-    CALLERS = auto()  # callers with a key
-    INSPECT = auto()  # callers with a key that may inspect
-
-    @property
-    def is_open(self) -> bool:
-        """Whether callers without a key may call. Such requests have at most OPEN_REQUEST_BYTES."""
-        return self in (Access.OPEN, Access.LISTING)
 
 
 class Peer(Protocol):
@@ -100,62 +84,6 @@ class AnswerTimes(Protocol):
 
     def observe(self, seconds: float) -> None:
         """Record the duration of a call."""
-
-
-class CallObserver(Protocol):
-    """Counts the calls of one RPC or route, in the protocol's own metrics; called on the event loop."""
-
-    def began(self) -> None:
-        """Count a call that begins."""
-
-    def ended(self, status: Status, reason: str, seconds: float) -> None:
-        """Count a call that has ended, with its duration, and with the reason of an error."""
-
-
-class Method:
-    """One RPC or HTTP route, with the settings for its calls."""
-
-    def __init__(
-        self,
-        name: str,
-        naming: Naming,
-        observer: CallObserver | None,
-        *,
-        attributes: Mapping[str, str] | None = None,
-        status_attribute: str = "",
-        code_of: Callable[[Status], str | int] = lambda status: status.grpc,
-        is_failure: Callable[[Status], bool] = lambda status: status.grpc in SERVER_ERROR_CODES,
-        answers_while_draining: bool = False,
-        reply_copies: int = 1,
-        access: Access = Access.CALLERS,
-        log_name: str = "",
-    ) -> None:
-        """Keep the settings.
-
-        Args:
-            name: The name of its spans.
-            naming: The names of fields and values in its errors.
-            observer: Counts its calls; None for health checks, which are not counted and not traced.
-            attributes: The attributes of its spans, by OpenTelemetry's conventions for the protocol.
-            status_attribute: The attribute of its spans that holds the code.
-            code_of: Returns the protocol's code for a status.
-            is_failure: Returns whether a status counts as the server's error in traces.
-            answers_while_draining: Whether the server answers it while it stops.
-            reply_copies: The number of copies of a reply in memory while it is sent.
-            access: The callers that may use it.
-            log_name: Its name in the access log; by default the name of its spans.
-        """
-        self.name = name
-        self.naming = naming
-        self.observer = observer
-        self.attributes = attributes or {}
-        self.status_attribute = status_attribute
-        self.code_of = code_of
-        self.is_failure = is_failure
-        self.answers_while_draining = answers_while_draining
-        self.reply_copies = reply_copies
-        self.access = access
-        self.log_name = log_name or name
 
 
 class Calls:
@@ -256,9 +184,8 @@ class Call:
     """
 
     __slots__ = (
-        "_account", "_began", "_calls", "_charged", "_charged_text_tokens", "_charged_tokens", "_generation",
-        "_held_bytes", "_identity", "_inputs", "_is_open", "_known", "_metadata", "_method", "_model", "_model_name",
-        "_prepaid_tokens", "_priority", "_seconds", "_tokens", "caller", "deadline", "failure", "is_of_stream",
+        "_access", "_account", "_began", "_calls", "_held_bytes", "_inputs", "_is_open", "_metadata", "_method",
+        "_model", "_model_name", "_priority", "_seconds", "_tokens", "caller", "deadline", "failure", "is_of_stream",
         "naming", "peer", "span",
     )  # fmt: skip
 
@@ -287,12 +214,7 @@ class Call:
         self.is_of_stream = False
         self.peer = peer
         self._metadata = metadata
-        self._identity: Identity | None = None
-        self._known: KnownCaller | None = None
-        self._generation = 0
-        self._charged: list[TokenSequence] = []  # sequences that count against the caller's rate
-        self._charged_tokens = self._charged_text_tokens = 0  # all tokens that count, and the tokens of texts
-        self._prepaid_tokens = 0  # of texts whose sequences `charge` has not counted yet
+        self._access: CallerAccess | None = None  # without known callers, all may call
         self._model_name, self._inputs, self._tokens = "", 0, 0  # for counts and logs
         self._seconds = 0.0, 0.0  # in the queue and in compute
         self._priority: Priority | None = None  # of an encode call
@@ -307,9 +229,8 @@ class Call:
         if self._model is not None:
             self._model.leave()
             self._model = None
-        if error is not None:
-            self._give_rate_back()
-        self._charged = []
+        if self._access is not None:
+            self._access.end(failed=error is not None)
         status, reason, is_answer = OK, "", not isinstance(error, _NOT_ANSWERS)
         now = self._calls.clock.now()
         if error is not None and is_answer:
@@ -380,32 +301,15 @@ class Call:
             PermissionDenied: The caller may not use this method.
             RateLimited: The caller is over its rate.
         """
-        calls, access = self._calls, self._method.access
-        if calls.draining.is_set() and not self._method.answers_while_draining:
+        calls, method = self._calls, self._method
+        if calls.draining.is_set() and not method.answers_while_draining:
             raise Draining("the server is stopping; send the request to another")
-        callers = calls.callers
-        if callers is None or access is Access.OPEN:
+        if calls.callers is None or method.access is Access.OPEN:
             return
-        peer = self.peer
-        names = peer.certificate_names if peer is not None else tuple
-        try:
-            self._identity = callers.identify(self._metadata, names)
-        except Unauthenticated:
-            if access is Access.LISTING and callers.public_listing:
-                return
-            raise
-        self._recognise(callers)
-        rules = None if self._known is None else self._known.rules
-        if access is Access.INSPECT and rules is not None and not rules.may_inspect:
-            raise PermissionDenied("", f"caller {rules.caller.name} may not use Inspect (inspect in the callers file)")
-        if access is not Access.LISTING:
-            self._check_rate()
-
-    def _recognise(self, callers: Callers) -> None:
-        """Set the caller from the current callers file."""
-        self._generation = callers.generation
-        self._known = callers.known(self._identity)
-        self.caller = callers.caller(self._known, self._metadata)
+        self._access = access = CallerAccess(calls.callers, calls.clock, self._metadata)
+        access.identify(tuple if self.peer is None else self.peer.certificate_names, method.access)
+        self.caller = access.caller
+        access.check(method.access)
 
     @property
     def account(self) -> str:
@@ -417,7 +321,9 @@ class Call:
 
     def inherit(self, stream: "Call") -> None:
         """Take the caller of a stream, because the call is a request of this stream."""
-        self.caller, self._known, self._account = stream.caller, stream._known, stream.account
+        self.caller, self._account = stream.caller, stream.account
+        if stream._access is not None:
+            self._access = stream._access.of_request()
 
     def recheck(self) -> None:
         """Check the caller again. Call this for each message of a stream.
@@ -425,62 +331,22 @@ class Call:
         Raises:
             Unauthenticated: The key or certificate was revoked after the last message.
         """
-        callers = self._calls.callers
-        if callers is not None and callers.generation != self._generation:
-            self._recognise(callers)
-
-    def _check_rate(self) -> None:
-        """Refuse a caller that is over its rate."""
-        known = self._known
-        if known is None or known.bucket is None or known.rules.tokens_per_second is None:
-            return
-        if delay_s := known.bucket.delay_seconds(self._calls.clock.now()):
-            raise RateLimited(known.rules.caller.name, known.rules.tokens_per_second, delay_s)
-
-    def charge_text(self, tokens: int) -> None:
-        """Count the tokens of texts against the caller's rate as soon as they are made, even if the call fails later.
-
-        Raises:
-            RateLimited: Other calls have used up the rate meanwhile, and this call has not counted before.
-        """
-        self._charged_text_tokens += tokens
-        self._prepaid_tokens += tokens
-        self._take_from_rate(tokens)
+        if self._access is not None:
+            self._access.recheck()
+            self.caller = self._access.caller
 
     def charge(self, sequences: Sequence[TokenSequence]) -> None:
-        """Count the cost of sequences against the caller's rate.
-
-        If the call fails, sequences that have not started to run cost only the tokens of texts.
+        """Count the cost of sequences against the caller's rate; see `CallerAccess.charge`.
 
         Raises:
             RateLimited: Other calls have used up the rate meanwhile, and this call has not counted before.
         """
-        if self._known is None or self._known.bucket is None:
-            return
-        self._charged += sequences
-        due, self._prepaid_tokens = sum([it.cost for it in sequences]) - self._prepaid_tokens, 0
-        self._take_from_rate(due)
-
-    def _take_from_rate(self, tokens: int) -> None:
-        if self._known is None or self._known.bucket is None:
-            return
-        has_counted, self._charged_tokens = self._charged_tokens > 0, self._charged_tokens + tokens
-        try:
-            if not has_counted:
-                self._check_rate()
-        finally:
-            self._known.bucket.take(tokens, self._calls.clock.now())
-
-    def _give_rate_back(self) -> None:
-        """Give back the cost of work that the failed call has not started."""
-        if self._charged_tokens and self._known is not None and self._known.bucket is not None:
-            started = sum([it.cost for it in self._charged if not math.isnan(it.started_at)])
-            cost = max(started, self._charged_text_tokens)
-            self._known.bucket.take(cost - self._charged_tokens, self._calls.clock.now())
+        if self._access is not None:
+            self._access.charge(sequences)
 
     def may_use(self, model: ServedModel) -> bool:
         """Return whether the caller may use a model."""
-        allowed = None if self._known is None else self._known.rules.models
+        allowed = None if self._access is None else self._access.models
         return allowed is None or model.bundle.name in allowed
 
     def note(self, sequences: Sequence[TokenSequence], seconds: Callable[[], tuple[float, float]]) -> None:
@@ -512,12 +378,11 @@ class Call:
         Raises:
             PermissionDenied: The caller may not use the model.
         """
-        rules = None if self._known is None else self._known.rules
-        allowed = None if rules is None else rules.models
         self._inputs = sequences
-        catalog = self._calls.catalog
-        if rules is not None and allowed is not None:  # first, so that no other error tells about the model
-            catalog.check_use(name, rules.caller.name, allowed)
+        catalog, allowed = self._calls.catalog, None
+        if self._access is not None:  # first, so that no other error tells about the model
+            self._access.check_model(catalog, name)
+            allowed = self._access.models
         model = catalog.resolve(name, version, fingerprint, space_id, allowed)
         if self._model is not None:
             self._model.leave()
@@ -598,17 +463,19 @@ class Call:
         """
         sender = self._sender(priority)
         model.check_share(sender)
-        if self.is_of_stream:  # other calls were checked on arrival
-            self._check_rate()
+        if self.is_of_stream and self._access is not None:  # other calls were checked on arrival
+            self._access.check_rate()
         return sender
 
     def _sender(self, priority: Priority) -> Sender:
         """Return the sender of a call with this priority, or with its caller's priority if that is less urgent."""
         self._priority = max(priority, self.caller.priority)
-        has_rate = self._known is not None and self._known.bucket is not None
-        if self.caller is ANYONE and priority is Priority.INTERACTIVE and not has_rate:
+        access = self._access
+        if access is None and priority is Priority.INTERACTIVE:
             return ANY_SENDER
-        return Sender(self.caller, self._priority, self.charge_text if has_rate else None)
+        return Sender(
+            self.caller, self._priority, access.charge_text if access is not None and access.has_rate else None
+        )
 
     async def tokenize(
         self, model: ServedModel, request: TokenizeCall, build: Callable[[TokenizeReply], bytes], growth: float = 1.0

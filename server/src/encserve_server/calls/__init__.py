@@ -1,0 +1,6 @@
+"""The frame around every call of every protocol: admission, held bytes, traces, counts and errors."""
+
+from encserve_server.calls.call import OPEN_REQUEST_BYTES, Call, Calls
+from encserve_server.calls.method import Access, Method
+
+__all__ = ["OPEN_REQUEST_BYTES", "Access", "Call", "Calls", "Method"]

@@ -1,0 +1,79 @@
+"""A method of a protocol: one RPC or HTTP route, with the settings for its calls."""
+
+from collections.abc import Callable, Mapping
+from enum import Enum, auto
+from typing import Protocol
+
+from encserve_server.error_table import Status
+from encserve_server.errors import Naming
+from encserve_server.telemetry.spans import SERVER_ERROR_CODES
+
+
+class Access(Enum):
+    """The callers that may use a method, if the server asks for keys or certificates."""
+
+    OPEN = auto()  # all: health checks
+    LISTING = auto()  # callers with a key, or all if a setting says so: lists of models
+    CALLERS = auto()  # callers with a key
+    INSPECT = auto()  # callers with a key that may inspect
+
+    @property
+    def is_open(self) -> bool:
+        """Whether callers without a key may call. Such requests have at most OPEN_REQUEST_BYTES."""
+        return self in (Access.OPEN, Access.LISTING)
+
+
+class CallObserver(Protocol):
+    """Counts the calls of one RPC or route, in the protocol's own metrics; called on the event loop."""
+
+    def began(self) -> None:
+        """Count a call that begins."""
+
+    def ended(self, status: Status, reason: str, seconds: float) -> None:
+        """Count a call that has ended, with its duration, and with the reason of an error."""
+
+
+class Method:
+    """One RPC or HTTP route, with the settings for its calls."""
+
+    def __init__(
+        self,
+        name: str,
+        naming: Naming,
+        observer: CallObserver | None,
+        *,
+        attributes: Mapping[str, str] | None = None,
+        status_attribute: str = "",
+        code_of: Callable[[Status], str | int] = lambda status: status.grpc,
+        is_failure: Callable[[Status], bool] = lambda status: status.grpc in SERVER_ERROR_CODES,
+        answers_while_draining: bool = False,
+        reply_copies: int = 1,
+        access: Access = Access.CALLERS,
+        log_name: str = "",
+    ) -> None:
+        """Keep the settings.
+
+        Args:
+            name: The name of its spans.
+            naming: The names of fields and values in its errors.
+            observer: Counts its calls; None for health checks, which are not counted and not traced.
+            attributes: The attributes of its spans, by OpenTelemetry's conventions for the protocol.
+            status_attribute: The attribute of its spans that holds the code.
+            code_of: Returns the protocol's code for a status.
+            is_failure: Returns whether a status counts as the server's error in traces.
+            answers_while_draining: Whether the server answers it while it stops.
+            reply_copies: The number of copies of a reply in memory while it is sent.
+            access: The callers that may use it.
+            log_name: Its name in the access log; by default the name of its spans.
+        """
+        self.name = name
+        self.naming = naming
+        self.observer = observer
+        self.attributes = attributes or {}
+        self.status_attribute = status_attribute
+        self.code_of = code_of
+        self.is_failure = is_failure
+        self.answers_while_draining = answers_while_draining
+        self.reply_copies = reply_copies
+        self.access = access
+        self.log_name = log_name or name
