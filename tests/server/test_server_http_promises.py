@@ -100,7 +100,7 @@ async def test_a_caller_that_does_not_read_loses_its_connection(
 ) -> None:
     server = await start_server(http_port=0, max_http_inputs=4000)
     monkeypatch.setattr("encserve_server.transport.http.app.SEND_SECONDS", 0.05)
-    monkeypatch.setattr("encserve_server.transport.http.app._BYTES_PER_SECOND", 2**40)
+    monkeypatch.setattr("encserve_server.transport.http.app.BYTES_PER_SECOND", 2**40)
     assert server.app._http is not None
     connections = server.app._http.connections
     text = json.dumps({"inputs": [[1] * 32] * 4000}).encode()  # a reply of 6 MB, larger than the socket buffers
@@ -185,7 +185,7 @@ async def test_a_request_behind_an_offer_of_http_2(shared: FakeServer) -> None:
 
 
 async def test_a_reply_to_head_has_no_body(shared: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encserve_server.transport.http.app._PIECE_BYTES", 16)
+    monkeypatch.setattr("encserve_server.transport.http.app.TURN_BYTES", 16)
     async with raw(shared) as (reader, writer):
         for _ in range(2):
             writer.write(b"HEAD /info HTTP/1.1\r\nhost: x\r\n\r\n")

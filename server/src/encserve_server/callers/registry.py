@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from encserve_server.system.background import repeat
 from encserve_server.system.clock import Clock
 from encserve_server.system.files import FileError
 from encserve_server.system.watched_files import POLL_SECONDS, WatchedFiles
-from encserve_server.types.callers import ANYONE, Caller, CertificateName, Priority, dns_name, uri_name
+from encserve_server.types.callers import ANYONE, Caller, CertificateName, Metadata, Priority, dns_name, uri_name
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,6 @@ FAIRNESS_HEADER = "x-gateway-inference-fairness-id"
 MAX_PROXY_NAMES = 128
 OTHER_NAME = "other"
 
-Metadata = Iterable[tuple[str, str | bytes]]
 # The digest of a caller's key, or a name in the caller's certificate.
 Identity = bytes | CertificateName
 Parse = Callable[[bytes], list[CallerRules]]

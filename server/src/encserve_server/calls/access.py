@@ -3,12 +3,12 @@
 import math
 from collections.abc import Callable, Collection, Sequence
 
-from encserve_server.callers.registry import Callers, Identity, KnownCaller, Metadata
+from encserve_server.callers.registry import Callers, Identity, KnownCaller
 from encserve_server.calls.method import Access
 from encserve_server.errors import PermissionDenied, RateLimited, Unauthenticated
 from encserve_server.models.catalog import Catalog
 from encserve_server.system.clock import Clock
-from encserve_server.types.callers import ANYONE, CertificateName
+from encserve_server.types.callers import ANYONE, CertificateName, Metadata
 from encserve_server.types.sequences import TokenSequence
 
 

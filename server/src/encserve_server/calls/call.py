@@ -20,7 +20,7 @@ from functools import partial
 from types import TracebackType
 from typing import Protocol
 
-from encserve_server.callers.registry import Callers, Metadata
+from encserve_server.callers.registry import Callers
 from encserve_server.calls.access import CallerAccess
 from encserve_server.calls.method import Access, Method
 from encserve_server.error_table import CANCELLED, EXPIRED, OK, UNKNOWN, Failure, Status, to_failure
@@ -51,7 +51,7 @@ from encserve_server.telemetry.call_log import CallRecord, RefusalLog
 from encserve_server.telemetry.lines import LineWriter
 from encserve_server.telemetry.logs import log_unexpected
 from encserve_server.telemetry.spans import RequestSpan, Tracer
-from encserve_server.types.callers import ANY_SENDER, ANYONE, CertificateName, Priority, Sender
+from encserve_server.types.callers import ANY_SENDER, ANYONE, CertificateName, Metadata, Priority, Sender
 from encserve_server.types.sequences import TokenSequence
 
 # A larger reply is built in a thread, because on the event loop it would delay all other calls.
@@ -141,7 +141,7 @@ class Calls:
     def begin(
         self,
         method: Method,
-        metadata: Collection[tuple[str, str | bytes]] = (),
+        metadata: Metadata = (),
         deadline: float = math.inf,
         peer: Peer | None = None,
     ) -> "Call":

@@ -10,6 +10,7 @@ import numpy as np
 
 from encserve_server.errors import FieldPath, InvalidField, Part, RequestError, SequenceTooLong
 from encserve_server.models.tokenizing import TextTokenizer
+from encserve_server.system.background import TURN_BYTES
 from encserve_server.types.arrays import TokenIds, Vectors
 from encserve_server.types.bundles import Bundle, Expansion
 from encserve_server.types.callers import ANY_SENDER, Sender
@@ -22,10 +23,8 @@ _ON_LOOP_BYTES = 256
 # A thread checks and tokenizes this much at a time, in about 5 ms. Then other callers have a turn, and the text of a
 # caller that has gone is dropped.
 _TURN_SIZE = 8 * 1024
-# After this much text is counted, in 0.2 ms, other tasks of the event loop have a turn.
-_COUNTED_CHARS = 64 * 1024
-# The bounds of a piece of a large call, in characters, ids and vectors together, and in inputs.
-_PIECE_SIZE, _PIECE_INPUTS = 64 * 1024, 256
+# The most inputs in a piece of a large call. Its characters, ids and vectors together are at most TURN_BYTES.
+_PIECE_INPUTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +227,7 @@ class InputChecker:
         text_bytes = counted_chars = 0
         for at, sent in enumerate(inputs):
             if isinstance(sent, str):
-                if counted_chars > _COUNTED_CHARS:
+                if counted_chars > TURN_BYTES:
                     counted_chars = 0
                     await asyncio.sleep(0)
                 counted_chars += len(sent)
@@ -344,7 +343,7 @@ class InputChecker:
         return TokenSequence(vectors, sent.count)
 
 
-def pieces(inputs: Sequence[SentInput], most_size: int = _PIECE_SIZE, around: int = 0) -> Iterator[tuple[int, int]]:
+def pieces(inputs: Sequence[SentInput], most_size: int = TURN_BYTES, around: int = 0) -> Iterator[tuple[int, int]]:
     """Cut inputs into pieces that are prepared one at a time. Most calls have one piece.
 
     Args:

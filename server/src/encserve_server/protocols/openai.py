@@ -18,7 +18,7 @@ from encserve_server.errors import FieldPath, InvalidField, Part
 from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.protocols.http_json.decoding import TEXTS_OR_IDS, BodyDecoder, BodyRules
-from encserve_server.protocols.http_json.formats import FormatBody, as_base64, normalized
+from encserve_server.protocols.http_json.formats import FormatBody, as_base64, wants_normalized
 from encserve_server.protocols.http_json.kinds import routes_of
 from encserve_server.protocols.http_json.naming import HttpNaming, text_of
 from encserve_server.protocols.http_json.replies import joined, pooled_rows, row_as_json, usage_of
@@ -161,7 +161,7 @@ class OpenAiRoutes:
         """Return one vector for each input, as OpenAI's API does."""
         fields = await self._embeddings.decode(request.body, call.hold)
         in_base64 = as_base64(fields)
-        fields = msgspec.structs.replace(fields, normalize=normalized(fields))
+        fields = msgspec.structs.replace(fields, normalize=wants_normalized(fields))
         sent = SentInputs("input", fields.input)
         return await encode(
             call,

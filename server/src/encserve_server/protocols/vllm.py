@@ -19,7 +19,7 @@ from encserve_server.models.served import EncodeReply
 from encserve_server.outputs import OutputSpec
 from encserve_server.protocols import openai
 from encserve_server.protocols.http_json.decoding import TEXTS_OR_IDS, BodyDecoder, BodyRules
-from encserve_server.protocols.http_json.formats import FormatBody, as_base64, normalized
+from encserve_server.protocols.http_json.formats import FormatBody, as_base64, wants_normalized
 from encserve_server.protocols.http_json.naming import HttpNaming
 from encserve_server.protocols.http_json.replies import joined, row_as_json, rows_as_json, usage_of
 from encserve_server.protocols.http_json.requests import (
@@ -109,7 +109,7 @@ class VllmRoutes:
         task = choice("task", fields.task, _TASKS)
         in_base64 = as_base64(fields)
         # Here `task` is vLLM's field. `input_type` says whether inputs are queries or documents.
-        fields = msgspec.structs.replace(fields, task=None, normalize=normalized(fields))
+        fields = msgspec.structs.replace(fields, task=None, normalize=wants_normalized(fields))
         sent = SentInputs("input", fields.input)
         return await encode(
             call,

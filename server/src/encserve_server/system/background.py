@@ -10,6 +10,9 @@ from encserve_server.system.clock import Clock, MonotonicClock
 
 logger = logging.getLogger(__name__)
 
+# After this many bytes or characters of work, the event loop runs other requests.
+TURN_BYTES = 64 * 1024
+
 
 async def repeat(
     work: Callable[[], object],

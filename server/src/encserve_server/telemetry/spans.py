@@ -7,13 +7,12 @@ Times are in the clock's seconds. A context variable holds the span of the curre
 request of a stream, runs in a separate task with a separate copy of the context.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple, Protocol
 
+from encserve_server.types.callers import Metadata
 from encserve_server.types.sequences import Batch
-
-Metadata = Collection[tuple[str, str | bytes]]
 
 # The gRPC status codes of server errors. Mistakes of callers and a full queue are not server errors.
 SERVER_ERROR_CODES = frozenset(

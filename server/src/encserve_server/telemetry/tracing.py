@@ -49,8 +49,9 @@ from encserve_server.errors import StartupError
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry import spans
 from encserve_server.telemetry.metrics import Metrics
-from encserve_server.telemetry.spans import Ids, Metadata, RequestSpan
+from encserve_server.telemetry.spans import Ids, RequestSpan
 from encserve_server.telemetry.trace_export import BoundedProcessor, CountingExporter
+from encserve_server.types.callers import Metadata
 from encserve_server.types.sequences import Batch
 
 logger = logging.getLogger(__name__)

@@ -1,9 +1,12 @@
 """Callers, and the priority of their calls."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, NamedTuple
+
+# The headers of a request, with names in lower case.
+Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class Priority(IntEnum):

@@ -20,6 +20,7 @@ import numpy as np
 from encserve_server.errors import InvalidField, MalformedRequest, RequestError, TooManyInputs, UnknownField
 from encserve_server.protocols.http_json.json_errors import explain
 from encserve_server.settings import Settings
+from encserve_server.system.background import TURN_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,6 @@ Json = bytes | msgspec.Raw
 Hold = Callable[[int], None]
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
-# The event loop runs other requests after so many bytes of inputs.
-TURN_BYTES = 64 * 1024
 # The most names of unknown fields that are logged for one kind of object.
 _MAX_LOGGED_NAMES = 64
 _MAX_SHOWN = 64

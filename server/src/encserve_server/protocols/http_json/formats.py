@@ -40,7 +40,7 @@ def as_base64(fields: FormatBody) -> bool:
     return choice("encoding_format", fields.encoding_format, _FORMATS) == "base64"
 
 
-def normalized(fields: FormatBody) -> bool | None:
+def wants_normalized(fields: FormatBody) -> bool | None:
     """Return whether vectors are scaled to length 1; None if the request does not say.
 
     Raises:

@@ -9,23 +9,23 @@ import numpy as np
 import orjson
 
 from encserve_server.models.served import EncodeReply
+from encserve_server.system.background import TURN_BYTES
 from encserve_server.types.arrays import IndexedRows, OutputRows
 
 # The longest number is like -1.1754944e-38: with a comma 17 characters instead of 4 bytes.
 JSON_GROWTH = 5.0
 # The longest sparse weight is like {"index":4294967295,"value":-1.1754944e-38}: 46 characters instead of 8 bytes.
 SPARSE_GROWTH = 6.0
-_PIECE_NUMBERS = 16_384
-_TURN_BYTES = 64 * 1024
+PIECE_NUMBERS = 16_384
 
 
 def joined(pieces: Iterable[bytes | memoryview]) -> bytes:
     """Join pieces. Each is freed before the next one is made, so that a reply is in memory once."""
-    answer, turn = io.BytesIO(), _TURN_BYTES
+    answer, turn = io.BytesIO(), TURN_BYTES
     for piece in pieces:
         answer.write(piece)
         if answer.tell() >= turn:
-            turn = answer.tell() + _TURN_BYTES
+            turn = answer.tell() + TURN_BYTES
             time.sleep(0)  # let the event loop run, which would otherwise wait 5 ms for Python's lock, many times
     return answer.getvalue()
 
@@ -38,7 +38,7 @@ def pooled_rows(reply: EncodeReply) -> OutputRows:
 
 def rows_as_json(rows: OutputRows) -> Iterator[bytes]:
     """Write a list of lists of numbers, with as few digits as identify each float32."""
-    step = max(1, _PIECE_NUMBERS // rows.shape[1])
+    step = max(1, PIECE_NUMBERS // rows.shape[1])
     yield b"["
     for begin in range(0, len(rows), step):
         piece = orjson.dumps(rows[begin : begin + step], option=orjson.OPT_SERIALIZE_NUMPY)
@@ -58,8 +58,8 @@ def sparse_as_json(weights: IndexedRows) -> Iterator[bytes]:
     rows, indices = weights.rows[:, 0], weights.indices
     assert indices is not None  # noqa: S101 - sparse weights have places
     yield b"["
-    for begin in range(0, len(rows), _PIECE_NUMBERS):
-        end = begin + _PIECE_NUMBERS
+    for begin in range(0, len(rows), PIECE_NUMBERS):
+        end = begin + PIECE_NUMBERS
         values = orjson.dumps(np.ascontiguousarray(rows[begin:end]), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
         pairs = zip(indices[begin:end].tolist(), values.split(b","), strict=True)
         objects = b",".join([b'{"index":%d,"value":%b}' % pair for pair in pairs])

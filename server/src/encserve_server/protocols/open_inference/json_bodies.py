@@ -14,7 +14,6 @@ import numpy.typing as npt
 from encserve_server.errors import InvalidField, RequestTooLarge
 from encserve_server.outputs import MAX_OUTPUTS
 from encserve_server.protocols.http_json.decoding import (
-    TURN_BYTES,
     Hold,
     Int64,
     ObjectDecoder,
@@ -29,6 +28,7 @@ from encserve_server.protocols.http_json.decoding import (
 )
 from encserve_server.protocols.open_inference.requests import SentOutput, SentRequest
 from encserve_server.protocols.open_inference.tensors import CHECKED_PARAMETERS, DTYPES, MAX_SHOWN, SentTensor
+from encserve_server.system.background import TURN_BYTES
 
 LENGTH_HEADER = "inference-header-content-length"
 # Bytes of Python objects for each byte of JSON, at most: `1,` is a float of 32 bytes and its place in a list, and

@@ -14,7 +14,7 @@ from encserve_server.error_table import Failure
 from encserve_server.errors import FieldPath, InvalidField, ModelNotFound, NotReady, Part
 from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.protocols.http_json.decoding import BodyDecoder, BodyRules
-from encserve_server.protocols.http_json.replies import JSON_GROWTH, joined
+from encserve_server.protocols.http_json.replies import JSON_GROWTH, PIECE_NUMBERS, joined
 from encserve_server.protocols.open_inference.json_bodies import LENGTH_HEADER, InferBodies, InferBody
 from encserve_server.protocols.open_inference.messages import values_of
 from encserve_server.protocols.open_inference.replies import OutputTensor, output_tensors
@@ -27,7 +27,6 @@ from encserve_server.types.requests import DataType
 _MODEL, _VERSION = "/v2/models/{name:path}", "/v2/models/{name:path}/versions/{version}"
 _MAX_INDEX_BYTES = 1024
 _WHOLE = (TensorPart.LENGTHS, TensorPart.INDICES)
-_PIECE_NUMBERS = 16_384
 _BINARY = "binary_tensor_data"
 
 
@@ -334,8 +333,8 @@ def _numbers(tensor: OutputTensor) -> Iterator[bytes]:
     comma = b""
     for part in tensor.parts:
         numbers = np.frombuffer(part, DTYPES[tensor.datatype])
-        for begin in range(0, len(numbers), _PIECE_NUMBERS):
-            piece = orjson.dumps(numbers[begin : begin + _PIECE_NUMBERS], option=orjson.OPT_SERIALIZE_NUMPY)
+        for begin in range(0, len(numbers), PIECE_NUMBERS):
+            piece = orjson.dumps(numbers[begin : begin + PIECE_NUMBERS], option=orjson.OPT_SERIALIZE_NUMPY)
             yield comma + piece[1:-1]
             comma = b","
 

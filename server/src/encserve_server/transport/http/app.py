@@ -18,6 +18,8 @@ from encserve_server.calls import OPEN_REQUEST_BYTES, Access, Call, Calls, Metho
 from encserve_server.endpoints.routes import PLACEHOLDER, Dialect, Reply, Request, Route
 from encserve_server.error_table import NO_SUCH_PATH, REASONS, STATUSES, WRONG_METHOD, Failure, Status
 from encserve_server.errors import Draining
+from encserve_server.ledger import BYTES_PER_SECOND
+from encserve_server.system.background import TURN_BYTES
 from encserve_server.telemetry.metrics import Metrics
 from encserve_server.transport.http.bodies import discard_body, read_body
 from encserve_server.transport.http.connection import Connection
@@ -28,8 +30,6 @@ _HEADERS = {"content-type": "application/json", "server": "encserve"}
 _MAX_HEAD_BYTES = 64 * 1024
 # The caller has 30 s to read a reply, and 1 s more for each 64 KiB that it has read.
 SEND_SECONDS = 30.0
-_BYTES_PER_SECOND = 64 * 1024
-_PIECE_BYTES = 64 * 1024
 _OK, _NO_CONTENT, _UNAUTHORIZED, _HEAD_TOO_LARGE, _SERVER_ERRORS, _UNAVAILABLE = 200, 204, 401, 431, 500, 503
 _NO_VALUES: Mapping[str, str] = {}
 _MAX_SHOWN = 64
@@ -317,7 +317,7 @@ async def _send(request: web.BaseRequest, connection: Connection, answer: _Answe
         CancelledError: The caller has disconnected, or does not read.
     """
     body, is_read = answer.body, request.content.at_eof()
-    in_pieces = len(body) > _PIECE_BYTES and request.method != "HEAD"  # aiohttp sends no body for HEAD
+    in_pieces = len(body) > TURN_BYTES and request.method != "HEAD"  # aiohttp sends no body for HEAD
     if not in_pieces:
         response: web.StreamResponse = web.Response(status=answer.status, headers=answer.headers, body=body)
     else:
@@ -333,9 +333,9 @@ async def _send(request: web.BaseRequest, connection: Connection, answer: _Answe
             await response.prepare(request)
             if in_pieces:
                 pieces = memoryview(body)
-                for begin in range(0, len(body), _PIECE_BYTES):
-                    await response.write(pieces[begin : begin + _PIECE_BYTES])
-                    bound.reschedule((bound.when() or 0.0) + _PIECE_BYTES / _BYTES_PER_SECOND)
+                for begin in range(0, len(body), TURN_BYTES):
+                    await response.write(pieces[begin : begin + TURN_BYTES])
+                    bound.reschedule((bound.when() or 0.0) + TURN_BYTES / BYTES_PER_SECOND)
             await response.write_eof()
     except (ConnectionError, TimeoutError):
         if request.transport is not None:
