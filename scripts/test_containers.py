@@ -61,7 +61,7 @@ open("/tmp/probe", "w").close()
 wrong += [f"has the module {it}" for it in ("torch", "transformers", "onnx") if importlib.util.find_spec(it)]
 wrong += [f"has {it}" for it in ("gcc", "cc", "g++", "c++", "clang", "ld", "make") if shutil.which(it)]
 first = open("/proc/1/cmdline").read().split("\\0")
-if not any(part.endswith("encserve-server") for part in first[:2]): wrong.append(f"process 1 is {first}")
+if not any(part.endswith("encserve-server") for part in first[:2]): wrong.append(f"runs {first} as process 1")
 raise SystemExit("; ".join(wrong) or 0)
 """
 

@@ -277,7 +277,7 @@ def test_of_long_documents_what_is_like_the_query_is_shown(monkeypatch: pytest.M
     assert len(products["x"]) == 6
     assert set(frames["x"]) <= set(products["x"])
     assert sum(bars["x"]) == pytest.approx(maxsim(query.vectors, document.vectors), rel=1e-5)
-    assert "of its 100 the 6 most like one of the query" in page
+    assert "the 6 of its 100 vectors that are most similar to a vector of the query" in page
     assert "Its 7 vectors are left out, so that the page stays small" in page
     assert list(data_of(page)["figures"]) == ["match-0"]
 

@@ -86,8 +86,8 @@ def test_every_input_is_answered_once(
 ) -> None:
     """Replies may be late, messages may be refused, and streams may break. Each input still gets exactly one result.
 
-    With `ordered`, the results come in input order. At most `max_in_flight` inputs that the client has read have no
-    result yet.
+    With `ordered`, the results come in input order. At any time, the client has read at most
+    `max_in_flight` inputs that have no result yet.
     """
     read: list[int] = []
     break_once, refuse_once = set(breaks), set(refused)
@@ -229,7 +229,7 @@ def test_an_input_that_brings_down_every_stream_is_given_up(max_in_flight: int) 
 def test_an_error_is_the_inputs_own() -> None:
     """If one input is refused, the stream continues, and the other inputs get results.
 
-    The error text has the index of the input in the call, not in the message.
+    The index in the error text counts the inputs of the whole call, not those of one request message.
     """
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome:
@@ -438,9 +438,9 @@ def test_a_message_that_is_too_large_is_halved() -> None:
 
 
 def test_a_message_that_is_never_answered_makes_room_when_its_inputs_are_given_up() -> None:
-    """Five inputs without a reply reach the limit `max_in_flight`. The client reads no more inputs.
+    """Four inputs without a reply and a waiting fifth reach the limit `max_in_flight`. The client reads no more inputs.
 
-    After these five have timed out, the client sends the remaining inputs.
+    After these inputs have timed out, the client sends the remaining inputs.
     """
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome | None:

@@ -93,7 +93,9 @@ async def failure_text(target: str, **settings: Any) -> str:
 
 
 async def test_plaintext_against_tls(start: Start, made: Certificates) -> None:
-    speaks = "the server speaks TLS, this client plaintext: give tls=True or Tls(ca=…), with the command --tls or --ca"
+    speaks = (
+        "the server uses TLS, but this client uses plaintext: give tls=True or Tls(ca=…), or --tls or --ca in a command"
+    )
     assert await failure_text(await start(made.server)) == speaks
     assert await failure_text(await start(made.server, made.ca)) == speaks
 
@@ -162,7 +164,7 @@ async def test_the_diagnosis_tries_every_address(start: Start, made: Certificate
     diagnosis = Diagnosis(target.format(port=port), None)
     assert diagnosis.may_help(failure) is not target.startswith("unix")
     explained = await asyncio.to_thread(diagnosis.explain, failure)
-    assert ("the server speaks TLS" in explained.message) is not target.startswith("unix")
+    assert ("the server uses TLS" in explained.message) is not target.startswith("unix")
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
@@ -179,7 +181,7 @@ def test_tls_alerts_are_named(made: Certificates, version: ssl.TLSVersion) -> No
         (Tls(ca=made.ca), "the server wants a client certificate: "),
         (Tls(ca=made.ca, cert=made.stranger.cert, key=made.stranger.key), "alert unknown ca"),
         (Tls(ca=made.ca, cert=made.expired.cert, key=made.expired.key), "alert certificate expired"),
-        (None, "the server speaks TLS"),
+        (None, "the server uses TLS"),
     ]
     failure = Failure(grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses: Socket closed")
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -52,7 +52,7 @@ async def fakes(tmp_path: Path) -> AsyncIterator[list[FakeServer]]:
 async def envoys(fakes: list[FakeServer], tmp_path: Path) -> AsyncIterator[list[RealEnvoy]]:
     """Two Envoys in front of both servers.
 
-    Starting an Envoy blocks a thread. So another thread starts the Envoys, because the servers need this thread.
+    Starting an Envoy blocks a thread. So a separate thread starts the Envoys: the servers run in the current one.
     """
     http_ports = [server.app.http_port or 0 for server in fakes]
     with contextlib.ExitStack() as stack:

@@ -101,8 +101,8 @@ def write_length(folder: Path, content: object, name: str = "sentence_bert_confi
         (256, None, 256, "max_sequence_tokens is 256; the checkpoint's max_seq_length is 256, its positions are 512"),
         (514, None, 512, "max_sequence_tokens is 512; the checkpoint's max_seq_length is 514, its positions are 512"),
         (256, 256, 256, "max_sequence_tokens is 256; the checkpoint's max_seq_length is 256, its positions are 512"),
-        (256, 512, 512, "than 256 tokens sentence-transformers gives other vectors"),
-        (256, 128, 128, "than 128 tokens sentence-transformers gives other vectors"),
+        (256, 512, 512, "than 256 tokens, sentence-transformers gives different vectors"),
+        (256, 128, 128, "than 128 tokens, sentence-transformers gives different vectors"),
     ],
 )
 def test_the_longest_text_is_that_of_sentence_transformers(
@@ -132,7 +132,7 @@ def test_a_length_that_only_the_tokenizer_says_is_said(bert: "Checkpoint", model
     assert exported.manifest.encoder.max_sequence_tokens == 40
     assert exported.notes["longest"].endswith("the checkpoint's model_max_length is 40, its positions are 66")
     longer = export_hf(bert.path, Target(model_repository=models, name="longer"), max_sequence_tokens=50, ids_only=True)
-    assert "for texts of more than 40 tokens sentence-transformers gives other vectors" in longer.notes["longest"]
+    assert "For texts of more than 40 tokens, sentence-transformers gives different vectors" in longer.notes["longest"]
 
 
 def test_a_length_beyond_the_positions_is_refused_whatever_the_checkpoint_says(

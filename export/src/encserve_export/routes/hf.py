@@ -84,8 +84,8 @@ def export_hf(
             positions. The default is the max_seq_length of sentence-transformers. Without a max_seq_length, the default
             is the smallest of the tokenizer's model_max_length, the number of positions, and LONGEST_BY_DEFAULT.
         precision: The precision of the bundle.
-        via: The route, one of `ROUTES`. None tries transformers first. It uses the directory's ONNX file if
-            transformers cannot load the model.
+        via: The route, one of `ROUTES`. If it is None, transformers is tried first. If transformers cannot load
+            the model, the directory's ONNX file is used.
         pooling: One of `POOLINGS`, for a directory that does not name its pooling.
         ids_only: Must be True for a directory without a tokenizer, and False for a directory with a tokenizer. A model
             without a tokenizer takes token ids only.
@@ -134,7 +134,7 @@ def export_hf(
         )
         exported = _export(build, via)
     # The encoder alone does not use the head of a language model, so `exported.unused_parts` lists this head. A SPLADE
-    # bundle uses the head. Only such bundles have a mask_name, and their list becomes empty here.
+    # bundle uses the head; the bundle is SPLADE if it has a mask_name. Then no part counts as unused.
     used = exported.unused_parts if exported.manifest.sparse.mask_name else spec.used_parts
     unused_parts = tuple(part for part in exported.unused_parts if part not in used)
     if _has_language_model(settings, spec) and set(unused_parts) - {"pooler"}:
@@ -446,5 +446,5 @@ def longest_sequence(
         return longest, ""
     remark = f"max_sequence_tokens is {longest}; the checkpoint's {field} is {usual}, its positions are {positions}"
     if asked is not None and asked != usual:
-        remark += f": for texts of more than {min(asked, usual)} tokens sentence-transformers gives other vectors"
+        remark += f". For texts of more than {min(asked, usual)} tokens, sentence-transformers gives different vectors"
     return longest, remark

@@ -45,7 +45,8 @@ class OnnxOptions:
         names: The names of the file's inputs and outputs.
         max_sequence_tokens: The longest sequence to serve, in tokens.
         pad_token_id: The token id that pads a batch.
-        vocab_size: The number of token ids. If it is None, the embedding table gives the number, or else the tokenizer.
+        vocab_size: The number of token ids. If it is None, the embedding table gives the number. Without such a
+            table, the tokenizer gives the number.
         vector: How the vectors of a text are computed from its hidden states.
         tokenizer: The tokenizer. If it is None, the model takes token ids only.
         precision: The precision of the bundle; None for the precision of the file.
@@ -115,7 +116,7 @@ def export_onnx(
         model = onnx.load(files[0], load_external_data=False)  # the same model without its weights
         check_file(files[0])
         graph = _describe(model, interface, width)
-        if reference is None:  # otherwise the PyTorch model runs first, to save memory
+        if reference is None:  # with a reference, PyTorch runs before the file is opened, to save memory
             encoder = OnnxEncoder(files[0], graph)
         # The options are checked after the file, because no option can repair a faulty file.
         vocab_size = (options.vocab_size or 0) if width else _vocab_size(options, rows)
@@ -202,12 +203,13 @@ def _vocab_size(options: OnnxOptions, rows: int | None) -> int:
     if options.tokenizer is not None:
         return options.tokenizer.largest_id + 1
     raise VocabularyError(
-        "the number of token ids is not known: the file looks up no table with input_ids directly. Give --vocab-size "
-        "or --tokenizer"
+        "the number of token ids is not known: input_ids is not the direct index of a table in the file. Give "
+        "--vocab-size or --tokenizer"
     )
 
 
 def _padding_advice(precision: str) -> str:
+    """Return the possible causes if the rows of a file change with its padding; "it" is the file."""
     advice = (
         "it ignores its attention mask or a part of the mask, or was exported for training (without model.eval()). "
         "Then the hidden states of a sequence depend on the other sequences in the batch"

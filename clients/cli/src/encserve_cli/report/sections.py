@@ -59,7 +59,10 @@ def match(place: int, text: str, vectors: tuple[int, int], score: float, end: fl
     n_vectors, n_shown = vectors
     columns = f"each of the {n_vectors:,} columns one of the document"
     if n_shown < n_vectors:
-        columns = f"each column one of the document (of its {n_vectors:,} the {n_shown:,} most like one of the query)"
+        columns = (
+            f"each column one of the document (the {n_shown:,} of its {n_vectors:,} vectors that are most similar to a "
+            "vector of the query)"
+        )
     return _card(
         f"match-{place}",
         f"{place + 1}. {score:.4f}",

@@ -89,7 +89,8 @@ class Diagnosis:
             if not _ALERT.search(error.reason or ""):
                 return ""
         return (
-            "the server speaks TLS, this client plaintext: give tls=True or Tls(ca=…), with the command --tls or --ca"
+            "the server uses TLS, but this client uses plaintext: give tls=True or Tls(ca=…), or --tls or --ca in a "
+            "command"
         )
 
     def _handshake(self, address: tuple[str, int], tls: Tls) -> str:
@@ -136,7 +137,7 @@ def _shake(address: tuple[str, int], context: ssl.SSLContext, name: str | None) 
 
 def _of_the_caller(tls: Tls) -> str:
     if tls.cert is None:
-        return "the server wants a client certificate: give tls=Tls(cert=…, key=…), with the command --cert and --key"
+        return "the server wants a client certificate: give tls=Tls(cert=…, key=…), or --cert and --key in a command"
     return (
         f"the server does not take the client certificate of {tls.cert}: it has expired, or is of an authority that "
         "the server does not know"
@@ -156,7 +157,7 @@ def _of_the_server(error: ssl.SSLCertVerificationError, address: tuple[str, int]
     roots = "the list of authorities of this machine" if tls.ca is None else f"{tls.ca}"
     return (
         f"the server's certificate is of an authority that is not in {roots} ({error.verify_message}): give the right "
-        "one as Tls(ca=…), with the command --ca"
+        "one as Tls(ca=…), or --ca in a command"
     )
 
 
