@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from waiting import until
 
-from encserve_server.error_table import REASONS
+from encserve_server.failures import REASONS
 from encserve_server.rpc.service import METHODS, SERVICE_NAME
 from encserve_server.telemetry.gpus import watch_gpus
 from encserve_server.telemetry.lag import STANDSTILL_SECONDS, LoopWatch

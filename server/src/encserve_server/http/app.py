@@ -15,10 +15,11 @@ from aiohttp import web
 
 from encserve_server.callers.registry import certificate_names
 from encserve_server.calls import OPEN_REQUEST_BYTES, Access, Call, Calls, Method
-from encserve_server.error_table import NO_SUCH_PATH, REASONS, STATUSES, WRONG_METHOD, Failure, Status
-from encserve_server.errors import Draining, InvalidField, Naming, Part
+from encserve_server.errors import Draining, InvalidField, Naming, RequestField
+from encserve_server.failures import REASONS, STATUSES, Failure
 from encserve_server.http.bodies import discard_body, read_body
 from encserve_server.http.connection import Connection
+from encserve_server.statuses import NO_SUCH_PATH, WRONG_METHOD, Status
 from encserve_server.telemetry.metrics import Metrics
 from encserve_server.types.callers import CertificateName
 
@@ -390,7 +391,7 @@ def _metadata(request: web.BaseRequest) -> list[tuple[str, str]]:
 
 def _with_advice(failure: Failure) -> Failure:
     """Add advice to an error about an id that the model does not have."""
-    if failure.part is Part.IDS and failure.reason == InvalidField.reason:
+    if failure.request_field is RequestField.IDS and failure.reason == InvalidField.reason:
         return replace(failure, text=failure.text + _IDS_ADVICE)
     return failure
 

@@ -12,11 +12,11 @@ import numpy as np
 import orjson
 
 from encserve_server.calls import Call
-from encserve_server.error_table import Failure
-from encserve_server.errors import InvalidField, Part
+from encserve_server.errors import InvalidField, RequestField
+from encserve_server.failures import Failure
 from encserve_server.http.app import Dialect, Reply, Request, Route
 from encserve_server.http.decoding import ANYTHING, STRINGS, BodyDecoder, BodyRules
-from encserve_server.http.naming import HttpNaming
+from encserve_server.http.naming import http_naming
 from encserve_server.http.openai import DIALECT as OPENAI
 from encserve_server.http.replies import joined, row_as_json, rows_as_json
 from encserve_server.http.requests import (
@@ -281,6 +281,10 @@ def _refuse(failure: Failure) -> dict[str, Any]:
     return {"id": str(uuid.uuid4()), "message": failure.text}
 
 
-_FIELDS = {Part.OUTPUT_DIMENSIONS: "output_dimension", Part.DATA_TYPE: "embedding_types", Part.TASK: "input_type"}
-_OF_INPUTS = HttpNaming("inputs", _FIELDS)
-DIALECT = Dialect(HttpNaming("texts", _FIELDS), OPENAI.status_of, _refuse, CohereError)
+_FIELDS = {
+    RequestField.OUTPUT_DIMENSIONS: "output_dimension",
+    RequestField.DATA_TYPE: "embedding_types",
+    RequestField.TASK: "input_type",
+}
+_OF_INPUTS = http_naming("inputs", _FIELDS)
+DIALECT = Dialect(http_naming("texts", _FIELDS), OPENAI.status_of, _refuse, CohereError)

@@ -9,8 +9,8 @@ import orjson
 
 from encserve_server import __version__
 from encserve_server.calls import Call
-from encserve_server.error_table import Failure
-from encserve_server.errors import FieldPath, InvalidField, ModelNotFound, NotReady, Part
+from encserve_server.errors import FieldPath, InvalidField, ModelNotFound, NotReady, RequestField
+from encserve_server.failures import Failure
 from encserve_server.http.app import Dialect, Reply, Request, Route
 from encserve_server.http.decoding import BodyDecoder, BodyRules
 from encserve_server.http.openai import DIALECT as OPENAI
@@ -18,7 +18,7 @@ from encserve_server.http.replies import JSON_GROWTH, joined
 from encserve_server.http.tensors import LENGTH_HEADER, InferBodies, InferBody
 from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.open_inference.replies import OutputTensor, output_tensors
-from encserve_server.open_inference.requests import InferCall, InferNaming
+from encserve_server.open_inference.requests import NAMING, InferCall
 from encserve_server.open_inference.service import EXTENSIONS, PLATFORM, STATISTICS, OpenInference
 from encserve_server.open_inference.tensors import (
     CONFIG_TYPES,
@@ -217,7 +217,7 @@ class OpenInferenceRoutes:
         """
         del request, call
         if not self._protocol.is_ready():
-            raise NotReady("not every model is ready")
+            raise NotReady
         return _json({"ready": True})
 
     async def model_ready(self, request: Request, call: Call) -> Reply:
@@ -233,7 +233,7 @@ class OpenInferenceRoutes:
         try:
             call.resolve(0, name, version)
         except ModelNotFound:
-            raise ModelNotFound(FieldPath(Part.MODEL), "no such model or version") from None
+            raise ModelNotFound(FieldPath(RequestField.MODEL), "no such model or version") from None
         if not self._protocol.is_model_ready(name, version):
             raise NotReady("the model is not ready")
         return _json({"name": name, "ready": True})
@@ -402,4 +402,4 @@ def _refuse(failure: Failure) -> dict[str, Any]:
     return {"error": failure.text}
 
 
-DIALECT = Dialect(InferNaming(), OPENAI.status_of, _refuse, InferError, advises=False)
+DIALECT = Dialect(NAMING, OPENAI.status_of, _refuse, InferError, advises=False)

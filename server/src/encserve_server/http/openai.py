@@ -11,18 +11,19 @@ import msgspec
 import orjson
 
 from encserve_server.calls import Call
-from encserve_server.error_table import Failure, Status
-from encserve_server.errors import FieldPath, InvalidField, Part
+from encserve_server.errors import FieldPath, InvalidField, RequestField
+from encserve_server.failures import Failure
 from encserve_server.http.app import Dialect, Reply, Request, Route
 from encserve_server.http.decoding import TEXTS_OR_IDS, BodyDecoder, BodyRules
 from encserve_server.http.formats import FormatBody, as_base64, normalized
 from encserve_server.http.kinds import routes_of
-from encserve_server.http.naming import HttpNaming
+from encserve_server.http.naming import http_naming
 from encserve_server.http.replies import joined, pooled_rows, row_as_json, usage_of
 from encserve_server.http.requests import Inputs, SentInputs, encode, pooled_output
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.models.tokenizing import TextTokenizer
+from encserve_server.statuses import Status
 
 
 class EmbeddingsBody(FormatBody):
@@ -226,7 +227,7 @@ def check_ids(model: ServedModel, sent: SentInputs, add_special_tokens: bool | N
                 )
         elif add_special_tokens is not False and not _has_around(it, before, behind):
             raise InvalidField(
-                FieldPath(Part.IDS, i),
+                FieldPath(RequestField.IDS, i),
                 f"do not come from this model's tokenizer: it puts {_shown(tokenizer, before)} before a text and "
                 f"{_shown(tokenizer, behind)} behind it, and these begin with {it[:2]} and end with {it[-2:]}. If they "
                 'are complete all the same, send "add_special_tokens": false',
@@ -257,7 +258,7 @@ def _status_of(status: Status) -> int:
     return status.openai
 
 
-DIALECT = Dialect(HttpNaming("input"), _status_of, _refuse, OpenAiError)
+DIALECT = Dialect(http_naming("input"), _status_of, _refuse, OpenAiError)
 
 
 def _build(name: str, reply: EncodeReply, *, as_base64: bool) -> bytes:

@@ -12,12 +12,12 @@ import msgspec
 import orjson
 
 from encserve_server.calls import Call
-from encserve_server.errors import InvalidField, Part
+from encserve_server.errors import InvalidField, RequestField
 from encserve_server.http import openai
 from encserve_server.http.app import Dialect, Reply, Request, Route
 from encserve_server.http.decoding import TEXTS_OR_IDS, BodyDecoder, BodyRules
 from encserve_server.http.formats import FormatBody, as_base64, normalized
-from encserve_server.http.naming import HttpNaming
+from encserve_server.http.naming import http_naming
 from encserve_server.http.replies import joined, row_as_json, rows_as_json, usage_of
 from encserve_server.http.requests import (
     Inputs,
@@ -122,9 +122,8 @@ class PoolingRoutes:
         )
 
 
-DIALECT = Dialect(
-    HttpNaming("input", {Part.TASK: "input_type"}), openai.DIALECT.status_of, openai.DIALECT.refuse, openai.OpenAiError
-)
+_NAMING = http_naming("input", {RequestField.TASK: "input_type"})
+DIALECT = Dialect(_NAMING, openai.DIALECT.status_of, openai.DIALECT.refuse, openai.OpenAiError)
 
 
 def _output(fields: PoolingBody, bundle: Bundle, task: str | None) -> OutputSpec:

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from encserve_server.calls import Call
-from encserve_server.error_table import Failure
 from encserve_server.errors import Draining
+from encserve_server.failures import Failure
 
 # The bytes of a reply, and the call that accounts for their memory until they are written.
 Answer = tuple[bytes, Call]

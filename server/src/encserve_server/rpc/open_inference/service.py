@@ -4,8 +4,8 @@ from functools import partial
 
 from encserve_server import __version__
 from encserve_server.calls import Access, Call, Calls
-from encserve_server.error_table import Failure
-from encserve_server.open_inference.requests import InferNaming
+from encserve_server.failures import Failure
+from encserve_server.open_inference.requests import NAMING
 from encserve_server.open_inference.service import EXTENSIONS, PLATFORM, OpenInference
 from encserve_server.rpc.codec import parse
 from encserve_server.rpc.guard import Handler, RpcGuard, Stream
@@ -46,14 +46,13 @@ class OpenInferenceService:
 
     def handlers(self, guard: RpcGuard) -> dict[str, Handler]:
         """Return the handlers by method name."""
-        naming = InferNaming()
-        self._request = guard.request_method(SERVICE_NAME, "ModelStreamInfer", naming)
+        self._request = guard.request_method(SERVICE_NAME, "ModelStreamInfer", NAMING)
         methods = {
             name: guard.method(
                 SERVICE_NAME,
                 name,
                 kind,
-                naming,
+                NAMING,
                 answers_while_draining=name in _STATUS_METHODS,
                 access=_ACCESS.get(name, Access.CALLERS),
             )
