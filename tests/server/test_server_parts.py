@@ -60,7 +60,7 @@ def subclasses(base: type[EncserveError]) -> set[type[EncserveError]]:
 # Errors
 
 
-def test_every_error_of_a_caller_is_in_the_table() -> None:
+def test_every_error_of_a_caller_has_a_status() -> None:
     """Each error has its own reason, except EmptyInputs and UnknownField, which share INVALID_FIELD.
 
     These two are separate classes, because text-embeddings-inference has a separate error type for each.

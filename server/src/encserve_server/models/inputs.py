@@ -247,9 +247,7 @@ class InputChecker:
         most = self._max_text_bytes
         # A character has at most 4 bytes, so most texts are short enough without a count.
         if len(text) * 4 > most and (size := len(text.encode("utf-8", "surrogatepass"))) > most:
-            raise InvalidField(
-                FieldPath(RequestField.TEXT, at), f"must be at most {most} bytes (max_text_bytes); was {size}"
-            )
+            raise too_many_bytes(FieldPath(RequestField.TEXT, at), most, size)
 
     def _check_tokens(self, at: int, text: str, tokens: TokenSequence | str, rules: InputRules) -> TokenSequence:
         """Check the tokens of a text, and add the details and the expansion.
@@ -373,6 +371,11 @@ def _size(sent: SentInput, around: int) -> int:
     if isinstance(sent, str):
         return len(sent) + around
     return len(sent.ids) if isinstance(sent, SentIds) else len(sent.vectors)
+
+
+def too_many_bytes(field: FieldPath | str, limit: int, size: int) -> InvalidField:
+    """Return the error of a text that is larger than `max_text_bytes`."""
+    return InvalidField(field, f"must be at most {limit} bytes (max_text_bytes); was {size}")
 
 
 def check_length(field: FieldPath, count: int, limit: LengthLimit) -> None:
