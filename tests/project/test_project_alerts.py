@@ -13,7 +13,7 @@ import yaml
 from boards import ALERTS, DASHBOARDS, ROOT, RULES, panels, queries
 from prometheus import promtool
 
-from encserve_server.error_table import ERROR_TABLE
+from encserve_server.errors import CALLER_ERRORS
 from encserve_server.telemetry.metrics import SECONDS_BUCKETS
 
 PROMETHEUS = ROOT / "deploy/prometheus"
@@ -97,7 +97,7 @@ def test_each_refusal_counts_for_the_server_or_the_caller() -> None:
     of_server = set(re.findall(r'reason=~"([A-Z_|]+)"', failed)[0].split("|"))
     of_callers = set(re.findall(r'outcome=~"([A-Z_|]+)"', refused)[0].split("|"))
     reasons = {
-        code: {error.reason for error, status in ERROR_TABLE.items() if status.grpc == code}
+        code: {error.reason for error, status in CALLER_ERRORS.items() if status.grpc == code}
         for code in ("RESOURCE_EXHAUSTED", "UNAUTHENTICATED", "PERMISSION_DENIED")
     }
     assert of_server <= reasons["RESOURCE_EXHAUSTED"]

@@ -16,8 +16,8 @@ from encserve_export.cli import main as exporter
 from encserve_export.models.own.layouts import known_layouts
 from encserve_server import ledger
 from encserve_server.__main__ import main as server
-from encserve_server.error_table import ERROR_TABLE, UNKNOWN, Status
-from encserve_server.errors import EmptyInputs, EncserveError, UnknownField
+from encserve_server.errors import CALLER_ERRORS, EmptyInputs, EncserveError, UnknownField
+from encserve_server.statuses import UNKNOWN, Status
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
@@ -136,7 +136,7 @@ def test_the_table_of_shares() -> None:
 def test_the_errors_table() -> None:
     """The table in docs/errors.md has every error reason, with its gRPC status and its HTTP statuses."""
     documented = {reason: tuple(row[:2]) for reason, row in table_under("docs/errors.md", "Errors").items()}
-    own = {error.reason: status for error, status in ERROR_TABLE.items() if error not in (EmptyInputs, UnknownField)}
+    own = {error.reason: status for error, status in CALLER_ERRORS.items() if error not in (EmptyInputs, UnknownField)}
 
     def row(status: Status) -> tuple[str, str]:
         return status.grpc, " / ".join(map(str, dict.fromkeys((status.openai, status.tei))))

@@ -17,7 +17,7 @@ from waiting import PATIENCE_SECONDS, until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server import ledger
-from encserve_server.errors import BundleError, FieldPath, InvalidField, Part, PlainNaming
+from encserve_server.errors import PLAIN, BundleError, FieldPath, InvalidField, RequestField
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.protocols.encserve import codec, inspect_codec, naming
 from encserve_server.protocols.open_inference import requests as infer_requests
@@ -739,14 +739,14 @@ async def test_a_reply_counts_as_in_flight_until_it_has_left(start_server: Start
         await all_given_back(server)
 
 
-@pytest.mark.parametrize("names", [naming.ENCODE, naming.TOKENIZE, naming.INSPECT, infer_requests.InferNaming()])
-def test_every_part_of_a_request_has_a_name_in_every_protocol(names: Any) -> None:
-    for part in Part:
+@pytest.mark.parametrize("names", [naming.ENCODE, naming.TOKENIZE, naming.INSPECT, infer_requests.NAMING])
+def test_every_field_of_a_request_has_a_name_in_every_protocol(names: Any) -> None:
+    for field in RequestField:
         for at, place in ((None, None), (3, None), (3, 17)):
-            error = InvalidField(FieldPath(part, at, place), "wrong")
+            error = InvalidField(FieldPath(field, at, place), "wrong")
             assert error.field_name(names)
             assert "{" not in error.text(names)
-            assert error.text(PlainNaming())
+            assert error.text(PLAIN)
 
 
 async def test_vectors_beyond_the_longest_sequence_are_not_copied(start_server: StartServer) -> None:

@@ -16,7 +16,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.error_table import REASONS
+from encserve_server.failures import REASONS
 from encserve_server.protocols.encserve.service import SERVICE_NAME
 from encserve_server.telemetry.gpus import watch_gpus
 from encserve_server.telemetry.lag import STANDSTILL_SECONDS, LoopWatch

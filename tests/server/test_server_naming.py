@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import encserve_server
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.errors import FieldPath, Part
+from encserve_server.errors import FieldPath, Naming, RequestField
 from encserve_server.protocols.encserve import naming
-from encserve_server.protocols.open_inference.requests import InferNaming
+from encserve_server.protocols.open_inference.requests import NAMING
 from encserve_server.protocols.open_inference.triton import grpc_service_pb2 as triton
 from encserve_server.types.requests import DataType, OffsetUnit, OutputKind, Task
 
@@ -27,11 +27,11 @@ PROTOCOL_NAMES = re.compile(
     r"(options|parameters|inputs|outputs|texts)(\.|\[)[a-z{\d]|embeddings\.|token_ids"
     r"|(OUTPUT_KIND|TASK|DATA_TYPE|OFFSET_UNIT|DETAIL|TRUNCATION|INSPECT_KIND|POOLING)_|INVALID_ARGUMENT"
 )
-OF_OUTPUTS = {part for part in Part if part.name.startswith("OUTPUT")}
-OF_VECTORS = {Part.VECTORS, Part.VECTORS_WIDTH, Part.VECTORS_DATA}
-OF_SPANS = {Part.SPANS, Part.SPAN_UNIT, Part.SPAN_ENDS}
-OF_REPLIES = {Part.TOKEN_STRINGS, Part.EXCLUDE_SPECIAL_TOKENS}
-PLACED = {Part.IDS, Part.SPAN_ENDS}  # an error about these parts also has the index of an id or a span
+OF_OUTPUTS = {field for field in RequestField if field.name.startswith("OUTPUT")}
+OF_VECTORS = {RequestField.VECTORS, RequestField.VECTORS_WIDTH, RequestField.VECTORS_DATA}
+OF_SPANS = {RequestField.SPANS, RequestField.SPAN_UNIT, RequestField.SPAN_ENDS}
+OF_REPLIES = {RequestField.TOKEN_STRINGS, RequestField.EXCLUDE_SPECIAL_TOKENS}
+PLACED = {RequestField.IDS, RequestField.SPAN_ENDS}  # an error about these fields also has the index of an id or a span
 
 
 def texts_of(source: str) -> Iterator[tuple[int, str]]:
@@ -56,15 +56,15 @@ def test_the_core_names_no_fields_or_values_of_a_protocol(package: str) -> None:
     assert found == []
 
 
-def paths(*without: Part) -> st.SearchStrategy[FieldPath]:
-    """Return a strategy for paths to all parts of a request, except the parts in `without`."""
+def paths(*without: RequestField) -> st.SearchStrategy[FieldPath]:
+    """Return a strategy for paths to all fields of a request, except the fields in `without`."""
     numbers = st.none() | st.integers(0, 300)
 
-    def of(part: Part) -> st.SearchStrategy[FieldPath]:
-        places = numbers if part in PLACED else st.none()
-        return st.builds(FieldPath, st.just(part), numbers, places)
+    def of(field: RequestField) -> st.SearchStrategy[FieldPath]:
+        places = numbers if field in PLACED else st.none()
+        return st.builds(FieldPath, st.just(field), numbers, places)
 
-    return st.sampled_from([part for part in Part if part not in without]).flatmap(of)
+    return st.sampled_from([field for field in RequestField if field not in without]).flatmap(of)
 
 
 def check_path(message: Any, path: str) -> None:
@@ -88,8 +88,8 @@ def test_the_fields_of_encode(path: FieldPath) -> None:
 
 @given(
     paths(
-        *OF_OUTPUTS, *OF_VECTORS, *OF_SPANS, Part.IDS, Part.DATA_TYPE, Part.EXCLUDE_SPECIAL_TOKENS,
-        Part.FINGERPRINT, Part.SPACE_ID,
+        *OF_OUTPUTS, *OF_VECTORS, *OF_SPANS, RequestField.IDS, RequestField.DATA_TYPE,
+        RequestField.EXCLUDE_SPECIAL_TOKENS, RequestField.FINGERPRINT, RequestField.SPACE_ID,
     )
 )  # fmt: skip
 def test_the_fields_of_tokenize(path: FieldPath) -> None:
@@ -102,7 +102,7 @@ def test_the_fields_of_inspect(path: FieldPath) -> None:
 
 
 @pytest.mark.parametrize("name", [naming.ENCODE, naming.TOKENIZE, naming.INSPECT])
-def test_the_values_of_encserve(name: naming.RpcNaming) -> None:
+def test_the_values_of_encserve(name: Naming) -> None:
     """In an error, each value has the name of the protobuf value with the same number.
 
     `Task.NEITHER` is TASK_UNSPECIFIED.
@@ -112,13 +112,13 @@ def test_the_values_of_encserve(name: naming.RpcNaming) -> None:
         assert {it.value: name.value(it) for it in ours} == {it.value: theirs.Name(it.value) for it in ours}
 
 
-@given(paths(*OF_SPANS, *OF_REPLIES, Part.FINGERPRINT, Part.SPACE_ID))
+@given(paths(*OF_SPANS, *OF_REPLIES, RequestField.FINGERPRINT, RequestField.SPACE_ID))
 def test_the_fields_of_open_inference(path: FieldPath) -> None:
     """An error of the Open Inference Protocol names a field of ModelInferRequest, a parameter, or a tensor.
 
     For a tensor, the error names the shape, a row, or an element.
     """
-    rendered = InferNaming().field(path)
+    rendered = NAMING.field(path)
     found = re.fullmatch(r"(?P<name>[a-z_]+)(\.(?P<attribute>[a-z_]+)|\[\d+(, \d+)?\])?", rendered)
     assert found, rendered
     name, attribute = found["name"], found["attribute"]
@@ -146,4 +146,4 @@ def test_the_values_of_open_inference() -> None:
         (Task.DOCUMENT, "document"),
     )
     for value, name in values:
-        assert InferNaming().value(value) == name
+        assert NAMING.value(value) == name

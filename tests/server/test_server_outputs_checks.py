@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,8 @@ from encserve_server.errors import (
     BundleError,
     FieldPath,
     InvalidField,
-    Part,
+    Naming,
+    RequestField,
     ResponseTooLarge,
     TooLongToPool,
     TooManyOutputs,
@@ -38,7 +38,7 @@ from encserve_server.types.requests import DataType, Output, OutputKind, Task
 from encserve_server.types.sequences import TokenSequence
 
 D_MODEL, VOCABULARY, WIDTH = 384, 30_522, 128
-K = OutputKind
+K, F = OutputKind, RequestField
 PLAIN = plain_bundle(D_MODEL, VOCABULARY)
 STATIC = StaticSparse(Path("query.json"), np.ones(VOCABULARY, np.float32), 0)
 RICH = rich_bundle(
@@ -115,40 +115,37 @@ def test_rows_are_reported_as_normalised() -> None:
 
 # Refused outputs: the specs, the field with its index, and a pattern of the message.
 REFUSED: list[tuple[tuple[OutputSpec, ...], FieldPath, str]] = [
-    ((OutputSpec(K.MULTI_VECTOR, dimensions=129),), FieldPath(Part.OUTPUT_DIMENSIONS, 0), "at most 128, .* was 129"),
+    ((OutputSpec(K.MULTI_VECTOR, dimensions=129),), FieldPath(F.OUTPUT_DIMENSIONS, 0), "at most 128, .* was 129"),
     (
         (OutputSpec(K.MEAN, data_type=DataType.BINARY), OutputSpec(K.TOKENS, data_type=DataType.BINARY)),
-        FieldPath(Part.DATA_TYPE),
+        FieldPath(F.DATA_TYPE),
         "binary is not available for tokens, see output 1",
     ),
-    ((OutputSpec(K.TOKENS, data_type=DataType.INT8),), FieldPath(Part.DATA_TYPE), "int8 .* tokens, see output 0"),
+    ((OutputSpec(K.TOKENS, data_type=DataType.INT8),), FieldPath(F.DATA_TYPE), "int8 .* tokens, see output 0"),
     (
         (OutputSpec(K.MEAN, data_type=DataType.INT8), OutputSpec(K.SPARSE, data_type=DataType.INT8)),
-        FieldPath(Part.DATA_TYPE),
+        FieldPath(F.DATA_TYPE),
         "int8 .* sparse, see output 1",
     ),
-    ((OutputSpec(K.MEAN), OutputSpec(K.CLS), OutputSpec(K.MEAN)), FieldPath(Part.OUTPUT, 2), "output 0"),
+    ((OutputSpec(K.MEAN), OutputSpec(K.CLS), OutputSpec(K.MEAN)), FieldPath(F.OUTPUT, 2), "output 0"),
     *[
-        ((OutputSpec(K.MULTI_VECTOR, pool_factor=it),), FieldPath(Part.OUTPUT_POOL_FACTOR, 0), f"from 1; was {it}")
+        ((OutputSpec(K.MULTI_VECTOR, pool_factor=it),), FieldPath(F.OUTPUT_POOL_FACTOR, 0), f"from 1; was {it}")
         for it in (0.5, math.nan, math.inf)
     ],
-    ((OutputSpec(K.SPARSE, pool_factor=2),), FieldPath(Part.OUTPUT_POOL_FACTOR, 0), "multi_vector .*was 2"),
-    ((OutputSpec(K.MEAN, max_active_dims=9),), FieldPath(Part.OUTPUT_MAX_ACTIVE_DIMS, 0), "sparse .*was 9"),
-    ((OutputSpec(K.MEAN, span_pooling=K.MAX),), FieldPath(Part.OUTPUT_SPAN_POOLING, 0), "spans .*was max"),
-    ((OutputSpec(K.SPANS, span_pooling=K.MODEL),), FieldPath(Part.OUTPUT_SPAN_POOLING, 0), "mean, .*; was model"),
-    ((OutputSpec(K.SPARSE, dimensions=1),), FieldPath(Part.OUTPUT_DIMENSIONS, 0), "sparse, .*was 1"),
-    ((OutputSpec(K.SPARSE, l2_normalize=True),), FieldPath(Part.OUTPUT_NORMALIZE, 0), "sparse, .*was True"),
+    ((OutputSpec(K.SPARSE, pool_factor=2),), FieldPath(F.OUTPUT_POOL_FACTOR, 0), "multi_vector .*was 2"),
+    ((OutputSpec(K.MEAN, max_active_dims=9),), FieldPath(F.OUTPUT_MAX_ACTIVE_DIMS, 0), "sparse .*was 9"),
+    ((OutputSpec(K.MEAN, span_pooling=K.MAX),), FieldPath(F.OUTPUT_SPAN_POOLING, 0), "spans .*was max"),
+    ((OutputSpec(K.SPANS, span_pooling=K.MODEL),), FieldPath(F.OUTPUT_SPAN_POOLING, 0), "mean, .*; was model"),
+    ((OutputSpec(K.SPARSE, dimensions=1),), FieldPath(F.OUTPUT_DIMENSIONS, 0), "sparse, .*was 1"),
+    ((OutputSpec(K.SPARSE, l2_normalize=True),), FieldPath(F.OUTPUT_NORMALIZE, 0), "sparse, .*was True"),
 ]
 
 
-class ProtocolNaming:
-    """A naming for a test protocol: the name of a field or value is in angle brackets."""
-
-    def field(self, path: FieldPath) -> str:
-        return f"<{path.part.name}>"
-
-    def value(self, value: Any) -> str:
-        return f"<{value.name}>"
+# The names of a test protocol: the name of a field or value is in angle brackets.
+PROTOCOL = Naming(
+    {field: f"<{field.name}>" for field in RequestField},
+    {enum: {value: f"<{value.name}>" for value in enum} for enum in (OutputKind, Task, DataType)},
+)
 
 
 @pytest.mark.parametrize(("specs", "field", "text"), REFUSED)
@@ -162,7 +159,7 @@ def test_a_refused_output_is_named_by_field_and_number(
     with pytest.raises(InvalidField, match=text) as caught:
         check(*specs)
     assert caught.value.field == field
-    message = caught.value.text(ProtocolNaming()).replace("<OUTPUT_", "<").replace("<DATA_TYPE>", "")
+    message = caught.value.text(PROTOCOL).replace("<OUTPUT_", "<").replace("<DATA_TYPE>", "")
     assert not [it for it in ("OUTPUT_KIND_", "options.", "TASK_", "DATA_TYPE_") if it in message]
 
 
@@ -177,13 +174,13 @@ def test_a_refused_output_is_named_by_field_and_number(
 def test_a_kind_that_the_model_lacks_is_refused(bundle: Bundle, specs: list[OutputSpec], index: int, text: str) -> None:
     with pytest.raises(InvalidField, match=text) as caught:
         check(*specs, bundle=bundle)
-    assert caught.value.field == FieldPath(Part.OUTPUT_KIND, index)
+    assert caught.value.field == FieldPath(F.OUTPUT_KIND, index)
 
 
 def test_the_vectors_of_a_query_are_not_joined() -> None:
     with pytest.raises(InvalidField, match="query.*was 2") as caught:
         check(OutputSpec(K.MULTI_VECTOR, pool_factor=2), task=Task.QUERY)
-    assert caught.value.field == FieldPath(Part.OUTPUT_POOL_FACTOR, 0)
+    assert caught.value.field == FieldPath(F.OUTPUT_POOL_FACTOR, 0)
 
 
 def test_too_many_outputs_are_refused() -> None:
@@ -232,7 +229,7 @@ def test_a_text_too_long_to_join_is_refused(
         return
     with pytest.raises(TooLongToPool, match=f"2048 tokens for {culprit}.*; was 2049") as caught:
         outputs.check_lengths(wanted, [5, MAX_POOLED_VECTORS + 1])
-    assert caught.value.field == FieldPath(Part.INPUT, 1)
+    assert caught.value.field == FieldPath(F.INPUT, 1)
 
 
 def test_weights_from_a_table_need_texts_and_a_call_of_their_own() -> None:
@@ -241,8 +238,8 @@ def test_weights_from_a_table_need_texts_and_a_call_of_their_own() -> None:
     for outputs, task in (([sparse], Task.DOCUMENT), ([sparse], Task.NEITHER), ([tokens], Task.QUERY)):
         assert OUTPUTS.static(outputs, task, 0) is None
     refused: list[tuple[list[Output], int | None, FieldPath]] = [
-        ([sparse, tokens], None, FieldPath(Part.OUTPUT_KIND, 1)),
-        ([sparse], 2, FieldPath(Part.INPUT, 2)),
+        ([sparse, tokens], None, FieldPath(F.OUTPUT_KIND, 1)),
+        ([sparse], 2, FieldPath(F.INPUT, 2)),
     ]
     for outputs, input_without_text, field in refused:
         with pytest.raises(InvalidField) as caught:

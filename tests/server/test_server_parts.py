@@ -26,17 +26,18 @@ from waiting import until
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server import errors
 from encserve_server.__main__ import main
-from encserve_server.error_table import ERROR_TABLE, Failure, to_failure
 from encserve_server.errors import (
+    CALLER_ERRORS,
+    PLAIN,
     BundleError,
     EncserveError,
     FieldPath,
     InvalidField,
-    Part,
-    PlainNaming,
     QueueFull,
+    RequestField,
     SequenceTooLong,
 )
+from encserve_server.failures import Failure, to_failure
 from encserve_server.models import tokenizing
 from encserve_server.models.inputs import InputChecker, LengthLimit, SentIds
 from encserve_server.models.tokenizing import TextTokenizer
@@ -60,15 +61,15 @@ def subclasses(base: type[EncserveError]) -> set[type[EncserveError]]:
 # Errors
 
 
-def test_every_error_of_a_caller_is_in_the_table() -> None:
+def test_every_error_of_a_caller_has_a_status() -> None:
     """Each error has its own reason, except EmptyInputs and UnknownField, which share INVALID_FIELD.
 
     These two are separate classes, because text-embeddings-inference has a separate error type for each.
     """
-    never_sent = {EncserveError, errors.RequestError, *subclasses(errors.StartupError)}
-    assert set(ERROR_TABLE) == subclasses(EncserveError) - never_sent
-    assert to_failure(BundleError("/srv/models/a: altered"), PlainNaming()) is None
-    reasons = [error.reason for error in ERROR_TABLE if error not in (errors.EmptyInputs, errors.UnknownField)]
+    never_sent = {EncserveError, errors.RequestError, errors.LimitReached, *subclasses(errors.StartupError)}
+    assert set(CALLER_ERRORS) == subclasses(EncserveError) - never_sent
+    assert to_failure(BundleError("/srv/models/a: altered"), PLAIN) is None
+    reasons = [error.reason for error in CALLER_ERRORS if error not in (errors.EmptyInputs, errors.UnknownField)]
     assert len(set(reasons)) == len(reasons)
     assert EncserveError.reason not in reasons
     assert {errors.EmptyInputs.reason, errors.UnknownField.reason} == {InvalidField.reason}
@@ -77,7 +78,7 @@ def test_every_error_of_a_caller_is_in_the_table() -> None:
 
 
 def failure(error: EncserveError) -> Failure:
-    found = to_failure(error, PlainNaming())
+    found = to_failure(error, PLAIN)
     assert found is not None
     return found
 
@@ -92,14 +93,14 @@ def test_an_error_fits_into_the_trailers_and_may_have_a_retry_delay() -> None:
 
 def test_an_error_of_a_part_names_the_inputs_of_the_whole_call() -> None:
     error = InvalidField(
-        FieldPath(Part.TEXT, 3),
+        FieldPath(RequestField.TEXT, 3),
         "{output} of {others}, at {task}",
-        output=FieldPath(Part.OUTPUT_DIMENSIONS, 1),
-        others=(FieldPath(Part.INPUT, 0), FieldPath(Part.IDS, 4, 2)),
+        output=FieldPath(RequestField.OUTPUT_DIMENSIONS, 1),
+        others=(FieldPath(RequestField.INPUT, 0), FieldPath(RequestField.IDS, 4, 2)),
         task=Task.QUERY,
     )
     error.move(100)
-    assert error.text(PlainNaming()) == "text 103: output_dimensions 1 of input 100, ids 104, place 2, at query"
+    assert error.text(PLAIN) == "text 103: output_dimensions 1 of input 100, ids 104, place 2, at query"
 
 
 # Settings and flags

@@ -1,47 +1,25 @@
 """The errors of requests and of the start, one class for each cause.
 
-    EncserveError
-    ├── RequestError              the request can never succeed as it is
-    │   ├── InvalidField          one field is wrong: an empty sequence, an id outside the vocabulary, …
-    │   │   ├── EmptyInputs       the request has no inputs; text-embeddings-inference has an error type for this
-    │   │   └── UnknownField      a field that this server does not know
-    │   ├── MalformedRequest      the bytes are not a valid message of the method
-    │   ├── TooManyInputs         more sequences than one request may hold
-    │   ├── TooManyOutputs        more outputs than one request may ask for
-    │   ├── SequenceTooLong       longer than the model's longest sequence
-    │   ├── TooLongToPool         more vectors than `pool_factor` may join
-    │   ├── RequestTooLarge       more tokens than the whole queue may hold
-    │   ├── ResponseTooLarge      the reply would be over the message limit
-    │   └── ModelNotFound         no such model or version
-    ├── QueueFull                 the queue has no room now; retry later
-    │   └── ShareExceeded         the caller, or all bulk calls together, has used its share of the queue
-    ├── BudgetFull                requests and replies fill the memory limit, or there are too many calls
-    ├── DeadlineExpired           the deadline passed, the request did not arrive, or the reply was not read
-    ├── FingerprintMismatch       the caller expects another bundle
-    ├── SpaceMismatch             the caller expects another vector space
-    ├── InspectUnavailable        this model cannot be inspected on this server
-    ├── InferenceFailed           the model cannot compute this sequence
-    ├── EngineUnhealthy           the engine fails again and again; try another replica
-    ├── NotReady                  the server is still loading its models
-    ├── Draining                  the server is stopping
-    └── StartupError              the server cannot start
-        ├── BundleError           a bundle is missing, altered or unreadable
-        ├── DeviceError           this machine does not have the device or the precision
-        └── EngineMissing         the package that runs models is not installed
-
 Callers see the text of all errors except StartupError. The text names fields and numbers, and no file paths. An error
-stores the wrong field as a `FieldPath`, because each protocol has a different name for it. `error_table` maps errors to
-statuses and texts.
+stores the wrong field as a `FieldPath`, because each protocol has a different name for it. The `Naming` of a protocol
+gives these names.
 """
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
+
+from encserve_server import statuses
+from encserve_server.statuses import Status
+
+# The retry delay of a server that may be ready again soon.
+_RESTORED_SECONDS = 0.5
 
 
-class Part(Enum):
-    """The parts of a request that an error can be about."""
+class RequestField(Enum):
+    """The fields of a request, in all protocols."""
 
     INPUTS = auto()
     INPUT = auto()
@@ -74,60 +52,81 @@ class Part(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FieldPath:
-    """The part of a request that an error is about.
+    """The place in a request that an error is about.
 
     Attributes:
-        part: The part.
-        at: The index of the input, or for parts of an output, the index of the output. None if the part has no index.
-        place: The index of the id, span or vector in the part; None for the whole part.
+        field: The field.
+        at: The index of the input, or for fields of an output, the index of the output. None if there is no index.
+        place: The index of the id or span in the field; None for the whole field.
     """
 
-    part: Part
+    field: RequestField
     at: int | None = None
     place: int | None = None
 
 
-# For these parts, `FieldPath.at` is the index of an output.
-OF_OUTPUTS = frozenset(part for part in Part if part.name.startswith("OUTPUT"))
+# For these fields, `FieldPath.at` is the index of an output.
+_OF_OUTPUTS = frozenset(field for field in RequestField if field.name.startswith("OUTPUT"))
 
 
-class Naming(Protocol):
-    """The names of fields and enum values in one protocol, for error messages."""
+class _Index:
+    """An index of a path, for `str.format`. The format is a text with `#` for the number; empty without an index."""
+
+    def __init__(self, number: int | None) -> None:
+        self._number = number
+
+    def __format__(self, text: str) -> str:
+        return "" if self._number is None else text.replace("#", str(self._number))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Naming:
+    """The names of fields and enum values in one protocol, for error messages.
+
+    Attributes:
+        fields: A template for each field, such as `inputs{at:[#]}.token_ids{place:.ids[#]}`. If the path has the index
+            `at`, the text after `at:` appears, with the index for `#`; so does the text after `place:`. Instead of the
+            template, a field may have a function that returns it for an `at`.
+        values: The names of the values of each enum. Other values have their Python name, in lower case.
+    """
+
+    fields: Mapping[RequestField, str | Callable[[int | None], str]]
+    values: Mapping[type[Enum], Mapping[Any, str]] = field(default_factory=dict)
 
     def field(self, path: FieldPath) -> str:
-        """Return the name of a field."""
+        """Return the name of a field, such as `inputs[3].token_ids.ids[17]`."""
+        template = self.fields[path.field]
+        if callable(template):
+            template = template(path.at)
+        return template.format(at=_Index(path.at), place=_Index(path.place))
 
     def value(self, value: Enum) -> str:
-        """Return the name of an enum value."""
+        """Return the name of an enum value, such as `TASK_QUERY`."""
+        return self.values.get(type(value), {}).get(value) or value.name.lower()
 
 
-class PlainNaming:
-    """Names for log lines and for callers without a protocol."""
-
-    def field(self, path: FieldPath) -> str:
-        """Return the name of a field, such as `ids 3, place 17`."""
-        name = path.part.name.lower()
-        if path.at is not None:
-            name = f"{name} {path.at}"
-        return name if path.place is None else f"{name}, place {path.place}"
-
-    def value(self, value: Enum) -> str:
-        """Return the name of an enum value, such as `query`."""
-        return value.name.lower()
+# The names for log lines and for callers without a protocol, such as `ids 3, place 17`.
+PLAIN = Naming({it: it.name.lower() + "{at: #}{place:, place #}" for it in RequestField})
 
 
 class EncserveError(Exception):
     """Base class of all errors of this server.
 
     Attributes:
+        status: The status in all protocols; None if callers must not see the error. By default, that of the base class.
         reason: The machine-readable reason, such as INVALID_FIELD. By default, it is made from the name of the class.
+        retry_delay_s: The seconds until a retry; None if a retry does not help.
     """
 
+    status: ClassVar[Status | None] = None
     reason: ClassVar[str] = "INTERNAL"
+    retry_delay_s: float | None = None
 
-    def __init_subclass__(cls) -> None:
-        if "reason" not in vars(cls):
-            cls.reason = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).upper()
+    def __init_subclass__(cls, *, status: Status | None = None, reason: str = "") -> None:
+        cls.reason = reason or re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).upper()
+        cls.status = status or cls.status
+        if cls.status is not None:
+            CALLER_ERRORS[cls] = cls.status
 
     def __init__(self, problem: str, /, **values: object) -> None:
         """Take the text. With `values`, it is a template for `str.format`; a protocol names the fields and enums."""
@@ -145,7 +144,11 @@ class EncserveError(Exception):
         return self.problem.format(**{name: _render(value, naming) for name, value in self.values.items()})
 
     def __str__(self) -> str:
-        return self.text(PlainNaming())
+        return self.text(PLAIN)
+
+
+# The errors that callers may see. Each class adds itself.
+CALLER_ERRORS: dict[type[EncserveError], Status] = {}
 
 
 def _render(value: object, naming: Naming) -> object:
@@ -189,69 +192,89 @@ class RequestError(EncserveError):
 def _shift(value: Any, by: int) -> Any:
     if isinstance(value, tuple):
         return tuple(_shift(it, by) for it in value)
-    if isinstance(value, FieldPath) and value.at is not None and value.part not in OF_OUTPUTS:
+    if isinstance(value, FieldPath) and value.at is not None and value.field not in _OF_OUTPUTS:
         return replace(value, at=value.at + by)
     return value
 
 
-class InvalidField(RequestError):
+class InvalidField(RequestError, status=statuses.INVALID):
     """A field has an invalid value."""
 
 
-class EmptyInputs(InvalidField):
+class EmptyInputs(InvalidField, status=statuses.EMPTY, reason=InvalidField.reason):
     """The request has no inputs."""
 
-    reason = InvalidField.reason
 
-
-class UnknownField(InvalidField):
+class UnknownField(InvalidField, reason=InvalidField.reason):
     """The request has a field that this server does not know."""
 
-    reason = InvalidField.reason
 
-
-class MalformedRequest(RequestError):
+class MalformedRequest(RequestError, status=statuses.MALFORMED):
     """The bytes are not a valid message of the method."""
 
 
-class UnsupportedEncoding(RequestError):
+class UnsupportedEncoding(RequestError, status=statuses.UNSUPPORTED):
     """The body of an HTTP request is compressed."""
 
 
-class TooManyInputs(RequestError):
+class TooManyInputs(RequestError, status=statuses.TOO_MANY):
     """The request has more sequences than the limit."""
 
 
-class TooManyOutputs(RequestError):
+class TooManyOutputs(RequestError, status=statuses.TOO_MANY):
     """The request asks for more outputs than the limit."""
 
 
-class SequenceTooLong(RequestError):
+class SequenceTooLong(RequestError, status=statuses.TOO_LONG):
     """A sequence is longer than the limit of the model."""
 
 
-class TooLongToPool(RequestError):
+class TooLongToPool(RequestError, status=statuses.INVALID):
     """A sequence has too many vectors to pool. Pooling needs memory for the square of their number."""
 
 
-class RequestTooLarge(RequestError):
+class RequestTooLarge(RequestError, status=statuses.TOO_LARGE):
     """The request is larger than a fixed limit, for example the size of the whole queue."""
 
 
-class ResponseTooLarge(RequestError):
+class ResponseTooLarge(RequestError, status=statuses.TOO_MANY):
     """The reply would be larger than the limit. Refused before the model runs if its size is known then."""
 
 
-class ModelNotFound(RequestError):
+class ModelNotFound(RequestError, status=statuses.NOT_FOUND):
     """The model or version does not exist."""
 
 
-class QueueFull(EncserveError):
-    """A queue has no room for the request now.
+class Unauthenticated(EncserveError, status=statuses.UNAUTHENTICATED):
+    """The caller has no key or an unknown key. The text never contains a key."""
 
-    Attributes:
-        retry_delay_s: The seconds after which a retry may succeed.
-    """
+
+class PermissionDenied(RequestError, status=statuses.FORBIDDEN):
+    """The caller is known and lacks the permission."""
+
+
+class LimitReached(EncserveError):
+    """A limit has no room for the request now. A retry may succeed."""
+
+    retry_delay_s: float
+
+    def __init__(self, problem: str, retry_delay_s: float) -> None:
+        """Take the text about the limit, with the numbers, and the seconds until a retry."""
+        self.retry_delay_s = retry_delay_s
+        super().__init__(f"{problem}; try again in {retry_delay_s:.2f} s")
+
+
+class RateLimited(LimitReached, status=statuses.EXHAUSTED):
+    """The caller has used up its rate."""
+
+    def __init__(self, caller: str, tokens_per_second: float, retry_delay_s: float) -> None:
+        """Take the name of the caller, its rate, and the seconds until a retry."""
+        rate = f"its rate of {tokens_per_second:g} tokens a second (tokens_per_second)"
+        super().__init__(f"caller {caller} has used up {rate}", retry_delay_s)
+
+
+class QueueFull(LimitReached, status=statuses.EXHAUSTED):
+    """A queue has no room for the request now."""
 
     def __init__(
         self, unit: str, asked: int | None, queued: int, limit: int, retry_delay_s: float, reopens_at: int | None = None
@@ -263,16 +286,15 @@ class QueueFull(EncserveError):
             asked: The size of the request; None if it is not known.
             queued: The size of the queue now.
             limit: The largest size of the queue.
-            retry_delay_s: The seconds after which a retry may succeed.
+            retry_delay_s: The seconds until a retry.
             reopens_at: After the queue was full, it accepts requests again at this size. None for a queue without this.
         """
-        self.retry_delay_s = retry_delay_s
-        problem = f"it holds {queued} of at most {limit} {unit}"
+        problem = f"the queue is full: it holds {queued} of at most {limit} {unit}"
         if asked is not None:
             problem += f" and this request has {asked}"
         if reopens_at is not None and queued + (asked or 0) <= limit:
             problem += f"; after it was full, it accepts requests again at {reopens_at} {unit}"
-        super().__init__(f"the queue is full: {problem}; try again in {retry_delay_s:.2f} s")
+        super().__init__(problem, retry_delay_s)
 
 
 class ShareExceeded(QueueFull):
@@ -288,88 +310,70 @@ class ShareExceeded(QueueFull):
             asked: The amount that the request needs.
             waiting: The waiting amount of the owner.
             share: The share of the queue.
-            retry_delay_s: The seconds after which a retry may succeed.
+            retry_delay_s: The seconds until a retry.
             unit: The unit of the amounts.
         """
-        self.retry_delay_s = retry_delay_s
-        EncserveError.__init__(
-            self,
-            f"{owner} has {waiting} {unit} waiting, its share of the queue is {share}, and this request has {asked}; "
-            f"try again in {retry_delay_s:.2f} s",
-        )
+        numbers = f"{waiting} {unit} waiting, its share of the queue is {share}, and this request has {asked}"
+        LimitReached.__init__(self, f"{owner} has {numbers}", retry_delay_s)
 
 
-class BudgetFull(EncserveError):
-    """Requests and replies fill the memory limit, or the server receives too many calls.
-
-    Attributes:
-        retry_delay_s: The seconds after which a retry may succeed.
-    """
-
-    def __init__(self, problem: str, retry_delay_s: float) -> None:
-        """Take the text about the limit, with the numbers, and the seconds until a retry."""
-        self.retry_delay_s = retry_delay_s
-        super().__init__(f"{problem}; try again in {retry_delay_s:.2f} s")
+class BudgetFull(LimitReached, status=statuses.EXHAUSTED):
+    """Requests and replies fill the memory limit, or the server receives too many calls."""
 
 
-class Unauthenticated(EncserveError):
-    """The caller has no key or an unknown key. The text never contains a key."""
-
-
-class PermissionDenied(RequestError):
-    """The caller is known and lacks the permission."""
-
-
-class RateLimited(EncserveError):
-    """The caller has used up its rate.
-
-    Attributes:
-        retry_delay_s: The seconds after which the caller may call again.
-    """
-
-    def __init__(self, caller: str, tokens_per_second: float, retry_delay_s: float) -> None:
-        """Take the name of the caller, its rate, and the seconds until a retry."""
-        self.retry_delay_s = retry_delay_s
-        super().__init__(
-            f"caller {caller} has used up its rate of {tokens_per_second:g} tokens a second (tokens_per_second); try "
-            f"again in {retry_delay_s:.2f} s"
-        )
-
-
-class DeadlineExpired(EncserveError):
+class DeadlineExpired(EncserveError, status=statuses.LATE):
     """The deadline passed before a batch started, the request did not arrive, or the caller did not read the reply."""
 
 
-class FingerprintMismatch(EncserveError):
+class FingerprintMismatch(EncserveError, status=statuses.MISMATCH):
     """The bundle of the model does not have the fingerprint that the caller expects."""
 
 
-class SpaceMismatch(EncserveError):
+class SpaceMismatch(EncserveError, status=statuses.MISMATCH):
     """The vectors of the model belong to another vector space: not the space_id that the caller expects."""
 
 
-class InspectUnavailable(EncserveError):
+class InspectUnavailable(EncserveError, status=statuses.MISMATCH):
     """The bundle of the model has no graph for inspections, or inspections are disabled."""
 
 
-class InferenceFailed(EncserveError):
+class InferenceFailed(EncserveError, status=statuses.FAILED):
     """The model fails for a sequence, even without other sequences in the batch, or the result is not finite."""
 
+    NOT_COMPUTED = "the model could not compute it"
+    NOT_FINITE = "the model's numbers for it are not finite"
 
-class EngineUnhealthy(EncserveError):
+    def __init__(self, index: int, problem: str) -> None:
+        """Take the index of the input, and the problem."""
+        super().__init__("{input}: {problem}", input=FieldPath(RequestField.INPUT, index), problem=problem)
+
+
+class EngineUnhealthy(EncserveError, status=statuses.UNAVAILABLE):
     """The engine fails for every input. The server keeps testing the engine until it works again."""
 
-
-class NotReady(EncserveError):
-    """The server is still loading its models."""
+    retry_delay_s = _RESTORED_SECONDS
 
 
-class Draining(EncserveError):
+class NotReady(EncserveError, status=statuses.UNAVAILABLE):
+    """A model is not ready, for example because the server is still loading its models."""
+
+    retry_delay_s = _RESTORED_SECONDS
+
+    def __init__(self, problem: str = "not every model is ready") -> None:
+        """Take the text."""
+        super().__init__(problem)
+
+
+class Draining(EncserveError, status=statuses.UNAVAILABLE):
     """The server is stopping and accepts no new requests."""
+
+    def __init__(self, problem: str = "the server is stopping; send the request to another") -> None:
+        """Take the text."""
+        super().__init__(problem)
 
 
 class StartupError(EncserveError):
-    """The server cannot start."""
+    """The server cannot start. Callers never see this error."""
 
 
 class BundleError(StartupError):

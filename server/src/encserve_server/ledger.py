@@ -258,7 +258,7 @@ class Places:
                 except BudgetFull as error:
                     it.end(error)
             elif it.has_place and self._draining.is_set():  # a stop does not wait for what may never come
-                it.end(Draining("the server is stopping; send the request to another"))
+                it.end(Draining())
             elif it.since + it.seconds <= now:
                 came = f"; {it.size} bytes came" if it.size else ""
                 it.end(DeadlineExpired(f"the request did not arrive within {it.seconds:.0f} s{came}"))

@@ -23,15 +23,15 @@ from typing import Protocol
 from encserve_server.callers.registry import Callers
 from encserve_server.calls.access import CallerAccess
 from encserve_server.calls.method import Access, Method
-from encserve_server.error_table import CANCELLED, EXPIRED, OK, UNKNOWN, Failure, Status, to_failure
 from encserve_server.errors import (
     Draining,
     EncserveError,
     FieldPath,
     Naming,
-    Part,
+    RequestField,
     ResponseTooLarge,
 )
+from encserve_server.failures import Failure, to_failure
 from encserve_server.ledger import ByteBudget, Places
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.parts import PartedCall
@@ -45,6 +45,7 @@ from encserve_server.models.served import (
 )
 from encserve_server.models.treatment import EncodeCall
 from encserve_server.settings import MIB
+from encserve_server.statuses import CANCELLED, EXPIRED, OK, UNKNOWN, Status
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry import call_log, spans
 from encserve_server.telemetry.call_log import CallRecord, RefusalLog
@@ -303,7 +304,7 @@ class Call:
         """
         calls, method = self._calls, self._method
         if calls.draining.is_set() and not method.answers_while_draining:
-            raise Draining("the server is stopping; send the request to another")
+            raise Draining
         if calls.callers is None or method.access is Access.OPEN:
             return
         self._access = access = CallerAccess(calls.callers, calls.clock, self._metadata)
@@ -518,7 +519,7 @@ class Call:
         limit = round(model.limits.max_response_bytes * growth) + more_bytes
         if len(data) > limit:  # the estimate was wrong; the client's own limit would fail the call without a reason
             problem = f"the reply takes {len(data)} bytes, over the limit of {limit} (max_response_bytes)"
-            raise ResponseTooLarge(FieldPath(Part.INPUTS), problem)
+            raise ResponseTooLarge(FieldPath(RequestField.INPUTS), problem)
         model.answered(ended - began, len(data))
         sent = len(data) * self._method.reply_copies
         self._calls.budget.add(self._account or self.account, sent - self._held_bytes)

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import Protocol
 
-from encserve_server.error_table import Status
 from encserve_server.errors import Naming
+from encserve_server.statuses import Status
 from encserve_server.telemetry.spans import SERVER_ERROR_CODES
 
 

@@ -7,8 +7,9 @@ from enum import Enum, auto
 from typing import Any
 
 from encserve_server.calls import Call
-from encserve_server.error_table import Failure, Status
 from encserve_server.errors import Naming
+from encserve_server.failures import Failure
+from encserve_server.statuses import Status
 
 # A placeholder for one part of a path, or with `:path` for several parts.
 PLACEHOLDER = re.compile(r"{(\w+)(:path)?}")

@@ -10,8 +10,8 @@ from typing import ClassVar, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from encserve_server.calls import Access, Call
-from encserve_server.error_table import Failure
 from encserve_server.errors import MalformedRequest, Naming
+from encserve_server.failures import Failure
 
 M = TypeVar("M", bound=Message)
 Write = Callable[[bytes], Awaitable[None]]

@@ -4,7 +4,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from encserve_server.error_table import Failure
+from encserve_server.failures import Failure
 
 ERROR_DOMAIN = "encserve"
 

@@ -8,8 +8,8 @@ from encserve_server.errors import (
     FingerprintMismatch,
     ModelNotFound,
     NotReady,
-    Part,
     PermissionDenied,
+    RequestField,
     SpaceMismatch,
 )
 from encserve_server.models.served import ServedModel
@@ -76,7 +76,7 @@ class Catalog:
         if own not in allowed:
             model = _quoted(name) if name else "the default model"
             problem = f"caller {caller} may not use {model}; it may use {', '.join(sorted(allowed))}"
-            raise PermissionDenied(FieldPath(Part.MODEL), problem)
+            raise PermissionDenied(FieldPath(RequestField.MODEL), problem)
 
     def resolve(
         self,
@@ -110,13 +110,13 @@ class Catalog:
         if model is None:
             versions = ", ".join(v for n, v in self._models if n == name)
             problem = f"no version {_quoted(version)} of {name}; there are {versions}"
-            raise ModelNotFound(FieldPath(Part.MODEL_VERSION), problem)
+            raise ModelNotFound(FieldPath(RequestField.MODEL_VERSION), problem)
         found, of = model.bundle, f"{name}@{version}"
         if expected_fingerprint and expected_fingerprint != found.fingerprint:
             raise FingerprintMismatch(
                 "{field}: {expected} is expected, but {of} has {found}: it is another bundle; name the version with "
                 "this fingerprint, or expect the space_id of your vectors",
-                field=FieldPath(Part.FINGERPRINT),
+                field=FieldPath(RequestField.FINGERPRINT),
                 expected=_quoted(expected_fingerprint),
                 of=of,
                 found=found.fingerprint,
@@ -125,7 +125,7 @@ class Catalog:
             raise SpaceMismatch(
                 "{field}: {expected} is expected, but {of} has {found}: the vectors of the two are not comparable; "
                 "name the version with this space_id, or encode all texts again",
-                field=FieldPath(Part.SPACE_ID),
+                field=FieldPath(RequestField.SPACE_ID),
                 expected=_quoted(expected_space_id),
                 of=of,
                 found=found.space_id or "none (export it again)",
@@ -149,7 +149,7 @@ class Catalog:
             names = dict.fromkeys([*self._default_version, *self._aliases, *self._hub_names])
             known = ", ".join(it for it in names if visible is None or self._target_of(it) in visible)
             known = known or "none that this caller may use"
-            raise ModelNotFound(FieldPath(Part.MODEL), f"no model {_quoted(name)}; there are {known}")
+            raise ModelNotFound(FieldPath(RequestField.MODEL), f"no model {_quoted(name)}; there are {known}")
         return found, version or alias_version
 
     def _target_of(self, name: str) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from encserve_server.errors import FieldPath, InvalidField, Part, RequestError, SequenceTooLong
+from encserve_server.errors import FieldPath, InvalidField, RequestError, RequestField, SequenceTooLong
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.system.background import TURN_BYTES
 from encserve_server.types.arrays import TokenIds, Vectors
@@ -240,11 +240,13 @@ class InputChecker:
     def _check_text(self, at: int, text: str) -> None:
         """Check a text before it is tokenized."""
         if self._tokenizer is None:
-            raise InvalidField(FieldPath(Part.TEXT, at), f"model {self._bundle.name} has no tokenizer; send token ids")
+            raise InvalidField(
+                FieldPath(RequestField.TEXT, at), f"model {self._bundle.name} has no tokenizer; send token ids"
+            )
         most = self._max_text_bytes
         # A character has at most 4 bytes, so most texts are short enough without a count.
         if len(text) * 4 > most and (size := len(text.encode("utf-8", "surrogatepass"))) > most:
-            raise InvalidField(FieldPath(Part.TEXT, at), f"must be at most {most} bytes (max_text_bytes); was {size}")
+            raise too_many_bytes(FieldPath(RequestField.TEXT, at), most, size)
 
     def _check_tokens(self, at: int, text: str, tokens: TokenSequence | str, rules: InputRules) -> TokenSequence:
         """Check the tokens of a text, and add the details and the expansion.
@@ -261,18 +263,18 @@ class InputChecker:
         """
         if isinstance(tokens, str):
             raise InvalidField(
-                FieldPath(Part.TEXT, at),
+                FieldPath(RequestField.TEXT, at),
                 "the tokenizer of {model} fails for it: {problem}. Its vocabulary lacks a part of the text: remove "
                 "that part, or export the model with an unk token in its tokenizer.json",
                 model=self._bundle.name,
                 problem=tokens,
             )
         if len(tokens.input) < self._least_tokens:
-            raise InvalidField(FieldPath(Part.TEXT, at), "has no tokens")
+            raise InvalidField(FieldPath(RequestField.TEXT, at), "has no tokens")
         if self._without_row:
             self._check_rows(at, tokens)
         if tokens.original_token_count > rules.limit.tokens:
-            check_length(FieldPath(Part.TEXT, at), tokens.original_token_count, rules.limit)
+            check_length(FieldPath(RequestField.TEXT, at), tokens.original_token_count, rules.limit)
         if rules.details and self._template is not None:
             _mark_template(tokens, len(rules.before), len(text) - len(rules.after))
         if rules.details and rules.before:
@@ -286,7 +288,7 @@ class InputChecker:
         token_id = int(tokens.input.max(initial=0))
         if token_id >= self._bundle.vocab_size:
             raise InvalidField(
-                FieldPath(Part.TEXT, at),
+                FieldPath(RequestField.TEXT, at),
                 f"holds {self._without_row[token_id]!r}, token {token_id}; the vocabulary of {self._bundle.name} ends "
                 f"at {self._bundle.vocab_size - 1}: leave that token out",
             )
@@ -296,15 +298,15 @@ class InputChecker:
         if isinstance(sent, SentVectors):
             return self._check_vectors(at, sent, rules.limit)
         if self._bundle.graph.takes_vectors:
-            part = Part.TEXT if isinstance(sent, str) else Part.IDS
-            raise InvalidField(FieldPath(part, at), f"model {self._bundle.name} takes embeddings only")
+            field = RequestField.TEXT if isinstance(sent, str) else RequestField.IDS
+            raise InvalidField(FieldPath(field, at), f"model {self._bundle.name} takes embeddings only")
         assert isinstance(sent, SentIds)  # noqa: S101 - the caller handles texts
         return self._check_ids(at, sent, rules.limit, rules.details)
 
     def _check_ids(self, at: int, sent: SentIds, limit: LengthLimit, details: bool) -> TokenSequence:
         if sent.count == 0:
-            raise InvalidField(FieldPath(Part.IDS, at), "must hold at least 1 id; was empty")
-        check_length(FieldPath(Part.IDS, at), sent.count, limit)
+            raise InvalidField(FieldPath(RequestField.IDS, at), "must hold at least 1 id; was empty")
+        check_length(FieldPath(RequestField.IDS, at), sent.count, limit)
         ids = sent.ids[: limit.tokens]  # (seq,)
         if limit.closing and sent.count > limit.tokens:
             closing = np.array(limit.closing[-limit.tokens :], np.int64)
@@ -313,20 +315,20 @@ class InputChecker:
         if int(ids.view(np.uint64).max()) >= self._bundle.vocab_size:
             place = int(np.argmax((ids < 0) | (ids >= self._bundle.vocab_size)))
             raise InvalidField(
-                FieldPath(Part.IDS, at, place),
+                FieldPath(RequestField.IDS, at, place),
                 f"must be from 0 to {self._bundle.vocab_size - 1} (the vocabulary of {self._bundle.name}); "
                 f"was {ids[place]}",
             )
         return TokenSequence(ids, sent.count, np.isin(ids, self._special_ids) if details else None)
 
     def _check_vectors(self, at: int, sent: SentVectors, limit: LengthLimit) -> TokenSequence:
-        bundle, field = self._bundle, FieldPath(Part.VECTORS, at)
+        bundle, field = self._bundle, FieldPath(RequestField.VECTORS, at)
         if not bundle.graph.takes_vectors:
             kinds = "token ids or text" if self._tokenizer is not None else "token ids"
             raise InvalidField(field, f"model {bundle.name} takes {kinds}; it was not exported for embeddings")
         if sent.vectors.shape[1] != bundle.d_model:
             raise InvalidField(
-                FieldPath(Part.VECTORS_WIDTH, at),
+                FieldPath(RequestField.VECTORS_WIDTH, at),
                 f"must be {bundle.d_model} (d_model of {bundle.name}); was {sent.vectors.shape[1]}",
             )
         if sent.count == 0:
@@ -337,7 +339,7 @@ class InputChecker:
         if not finite.all():
             row, column = np.unravel_index(int(np.argmin(finite)), finite.shape)
             raise InvalidField(
-                FieldPath(Part.VECTORS_DATA, at),
+                FieldPath(RequestField.VECTORS_DATA, at),
                 f"must be finite; was {vectors[row, column]} in row {row}, column {column}",
             )
         return TokenSequence(vectors, sent.count)
@@ -368,6 +370,11 @@ def _size(sent: SentInput, around: int) -> int:
     if isinstance(sent, str):
         return len(sent) + around
     return len(sent.ids) if isinstance(sent, SentIds) else len(sent.vectors)
+
+
+def too_many_bytes(field: FieldPath | str, limit: int, size: int) -> InvalidField:
+    """Return the error of a text that is larger than `max_text_bytes`."""
+    return InvalidField(field, f"must be at most {limit} bytes (max_text_bytes); was {size}")
 
 
 def check_length(field: FieldPath, count: int, limit: LengthLimit) -> None:

@@ -16,10 +16,8 @@ from encserve_server.engine.base import Inspector
 from encserve_server.errors import (
     BundleError,
     EngineUnhealthy,
-    FieldPath,
     InferenceFailed,
     InspectUnavailable,
-    Part,
     QueueFull,
     ShareExceeded,
 )
@@ -237,5 +235,4 @@ def _check_finite(tensors: Sequence[InspectTensor]) -> None:
             if not np.isfinite(part).all():
                 layer = f" of layer {tensor.layers[i]}" if tensor.layers else ""
                 kind = tensor.kind.name.lower().replace("_", " ")
-                problem = "{input}: the model's numbers for it are not finite: {tensor}"
-                raise InferenceFailed(problem, input=FieldPath(Part.INPUT, 0), tensor=kind + layer)
+                raise InferenceFailed(0, f"{InferenceFailed.NOT_FINITE}: {kind}{layer}")

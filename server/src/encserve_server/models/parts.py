@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from encserve_server.errors import FieldPath, Part, QueueFull, RequestError, RequestTooLarge, ResponseTooLarge
+from encserve_server.errors import FieldPath, QueueFull, RequestError, RequestField, RequestTooLarge, ResponseTooLarge
 from encserve_server.models.inputs import pieces
 from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.models.treatment import EncodeCall
@@ -143,7 +143,7 @@ class PartedCall:
         limit = self._model.limits.max_response_bytes
         if reply.estimated_bytes > limit:
             raise ResponseTooLarge(
-                FieldPath(Part.INPUTS),
+                FieldPath(RequestField.INPUTS),
                 f"the reply for the first {len(reply.sequences)} of {len(self._call.inputs)} inputs would take "
                 f"{reply.estimated_bytes} bytes, over the limit of {limit} (max_response_bytes); send fewer inputs",
             )
@@ -179,7 +179,7 @@ class PartedCall:
         try:
             await self._when_there_is_room(run, may_wait=may_wait)
         except RequestTooLarge as error:  # only a part of one sequence can be too large for the queue
-            error.field = FieldPath(Part.INPUT, part.sequences[0].index)
+            error.field = FieldPath(RequestField.INPUT, part.sequences[0].index)
             raise
         return part.estimated_bytes - estimated
 

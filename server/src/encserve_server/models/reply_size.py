@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from encserve_server.errors import FieldPath, Part, ResponseTooLarge
+from encserve_server.errors import FieldPath, RequestField, ResponseTooLarge
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.outputs import ModelOutputs, OutputPlan
 from encserve_server.types.requests import Detail, OffsetUnit, Output, OutputKind
@@ -95,12 +95,12 @@ class ReplySize:
         size = reply_bytes + (max(sizes) * len(sizes) if padded else sum(sizes))
         if size > self._limit:
             raise ResponseTooLarge(
-                FieldPath(Part.INPUTS),
+                FieldPath(RequestField.INPUTS),
                 "the reply would take {size} bytes, over the limit of {limit} (max_response_bytes); fewer inputs, or "
                 "{active}, take less",
                 size=size,
                 limit=self._limit,
-                active=FieldPath(Part.OUTPUT_MAX_ACTIVE_DIMS),
+                active=FieldPath(RequestField.OUTPUT_MAX_ACTIVE_DIMS),
             )
         return size
 
@@ -113,7 +113,7 @@ class ReplySize:
         size = spans * self._span_bytes
         if size > self._limit:
             raise ResponseTooLarge(
-                FieldPath(Part.SPANS),
+                FieldPath(RequestField.SPANS),
                 f"the rows of {spans} spans would take {size} bytes, over the limit of {self._limit} "
                 "(max_response_bytes); send fewer in a request",
             )
@@ -139,7 +139,7 @@ class ReplySize:
             fitting += running <= self._limit
         part = "" if len(sizes) == inputs else f" for the first {len(sizes)} inputs"
         raise ResponseTooLarge(
-            FieldPath(Part.INPUTS),
+            FieldPath(RequestField.INPUTS),
             f"the reply{part} would take {total} bytes, over the limit of {self._limit} (max_response_bytes); the "
             f"first {fitting} of {inputs} inputs would fit{advice}",
         )

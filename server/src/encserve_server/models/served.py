@@ -13,8 +13,8 @@ from encserve_server.errors import (
     FieldPath,
     InspectUnavailable,
     InvalidField,
-    Part,
     RequestError,
+    RequestField,
     SequenceTooLong,
     TooManyInputs,
 )
@@ -371,7 +371,7 @@ class ServedModel:
         texts = call.texts
         self._check_number(len(texts), call.most_inputs)
         if self.tokenizer is None:
-            raise InvalidField(FieldPath(Part.INPUTS), f"model {self.bundle.name} has no tokenizer")
+            raise InvalidField(FieldPath(RequestField.INPUTS), f"model {self.bundle.name} has no tokenizer")
         checker, rules = self._planner.rules(texts, call.task, call.prompt_name, truncate=call.truncate)
         sequences: list[TokenSequence] = []
         reply_bytes = 0
@@ -433,7 +433,7 @@ class ServedModel:
             tokens = len(sequence.input)
             if tokens > self.max_inspect_tokens:
                 raise SequenceTooLong(
-                    FieldPath(Part.TASK),
+                    FieldPath(RequestField.TASK),
                     "{task} makes texts {tokens} tokens long, and at most {most} can be inspected (max_inspect_tokens "
                     "of {model})",
                     task=call.task,
@@ -504,8 +504,10 @@ class ServedModel:
     def _check_number(self, count: int, most_over_http: int = 0) -> None:
         """Refuse a wrong number of inputs."""
         if count == 0:
-            raise EmptyInputs(FieldPath(Part.INPUTS), "must hold at least 1 sequence; was empty")
+            raise EmptyInputs(FieldPath(RequestField.INPUTS), "must hold at least 1 sequence; was empty")
         limit = most_over_http or self.limits.max_sequences
         if count > limit:
             name = "max_http_inputs" if most_over_http else "max_request_sequences"
-            raise TooManyInputs(FieldPath(Part.INPUTS), f"must hold at most {limit} sequences ({name}); was {count}")
+            raise TooManyInputs(
+                FieldPath(RequestField.INPUTS), f"must hold at most {limit} sequences ({name}); was {count}"
+            )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from encserve_server.errors import FieldPath, InvalidField, Part
+from encserve_server.errors import FieldPath, InvalidField, RequestField
 from encserve_server.models.offsets import utf8_offsets
 from encserve_server.types.arrays import TokenSpans
 from encserve_server.types.requests import OffsetUnit
@@ -52,7 +52,7 @@ def place_spans(at: int, sent: SentSpans, input_: object, sequence: TokenSequenc
     else:
         if not isinstance(input_, str):
             raise InvalidField(
-                FieldPath(Part.SPAN_UNIT, at),
+                FieldPath(RequestField.SPAN_UNIT, at),
                 "{unit} is for texts; send {tokens}",
                 unit=sent.unit,
                 tokens=OffsetUnit.TOKENS,
@@ -80,7 +80,7 @@ def _check_ends(at: int, sent: SentSpans, limit: int, limit_name: str) -> None:
     if beyond.any():
         i = int(beyond.argmax())
         raise InvalidField(
-            FieldPath(Part.SPAN_ENDS, at, i), f"must be at most {limit}, {limit_name}; was {sent.ends[i]}"
+            FieldPath(RequestField.SPAN_ENDS, at, i), f"must be at most {limit}, {limit_name}; was {sent.ends[i]}"
         )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from encserve_server.errors import FieldPath, InvalidField, Part
+from encserve_server.errors import FieldPath, InvalidField, RequestField
 from encserve_server.models.inputs import InputChecker, InputRules, LengthLimit, SentInput
 from encserve_server.models.reply_size import ReplyShape
 from encserve_server.models.spans import SentSpans
@@ -173,18 +173,18 @@ class CallPlanner:
         """Refuse a shape that a reply of this model cannot have."""
         if call.shape.with_strings and self._tokenizer is None:
             problem = f"model {self._bundle.name} has no tokenizer, so no strings for its ids"
-            raise InvalidField(FieldPath(Part.TOKEN_STRINGS), problem)
+            raise InvalidField(FieldPath(RequestField.TOKEN_STRINGS), problem)
         if not call.shape.without_special or self._bundle.special_token_ids:
             return
         if not all(isinstance(it, str) for it in call.inputs):
             problem = f"model {self._bundle.name} does not say which tokens are special"
-            raise InvalidField(FieldPath(Part.EXCLUDE_SPECIAL_TOKENS), problem)
+            raise InvalidField(FieldPath(RequestField.EXCLUDE_SPECIAL_TOKENS), problem)
 
     def _refuse_task(self, task: Task) -> TaskSettings:
         """Raise InvalidField for a task that the model does not know."""
         known = tuple(self._bundle.tasks)
         raise InvalidField(
-            FieldPath(Part.TASK),
+            FieldPath(RequestField.TASK),
             "model {model} does not know {task}; " + ("it knows {known}" if known else "it treats all texts alike"),
             model=self._bundle.name,
             task=task,
@@ -201,7 +201,7 @@ class CallPlanner:
         if name and name not in bundle.prompts:
             there = ", ".join(map(repr, bundle.prompts)) or "none"
             problem = f"model {bundle.name} has no prompt {name[:64]!r}; it has {there}"
-            raise InvalidField(FieldPath(Part.PROMPT_NAME), problem)
+            raise InvalidField(FieldPath(RequestField.PROMPT_NAME), problem)
         chosen = settings.prompt_name if name is None else name
         if not (name or task):  # a default prompt goes before texts only
             return chosen
@@ -213,17 +213,17 @@ class CallPlanner:
             return chosen
         if name:
             raise InvalidField(
-                FieldPath(Part.PROMPT_NAME),
+                FieldPath(RequestField.PROMPT_NAME),
                 "goes before texts only; {other} is not a text: put it among its ids",
-                other=FieldPath(Part.INPUT, other),
+                other=FieldPath(RequestField.INPUT, other),
             )
         if changes:
             raise InvalidField(
-                FieldPath(Part.TASK),
+                FieldPath(RequestField.TASK),
                 "{task} {changes}; {other} is not a text: send text, or leave the task out",
                 task=task,
                 changes=" and ".join(changes),
-                other=FieldPath(Part.INPUT, other),
+                other=FieldPath(RequestField.INPUT, other),
             )
         return chosen
 
@@ -242,7 +242,7 @@ class CallPlanner:
             return 0
         if texts < len(inputs):
             raise InvalidField(
-                FieldPath(Part.INPUTS),
+                FieldPath(RequestField.INPUTS),
                 f"must be texts, or else sequences of ids, in one call: model {self._bundle.name} leaves its prompt "
                 "out of pooling, and only texts have one",
             )

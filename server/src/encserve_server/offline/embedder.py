@@ -284,7 +284,7 @@ class Embedder:
             logger.warning("a batch failed", extra={"sequences": len(part.sequences), "error": repr(error)})
             if len(part.sequences) == 1:
                 probe(self._run, self.bundle.sample(1))
-                rows.refuse(part.sequences[0], "the model could not compute it")
+                rows.refuse(part.sequences[0], InferenceFailed.NOT_COMPUTED)
 
         in_halves(Batch(sequences, alone=not self._engine.has_wide_session), run, on_failure)
 

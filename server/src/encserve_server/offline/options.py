@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict, get_args
 import numpy as np
 import numpy.typing as npt
 
-from encserve_server.errors import FieldPath, InvalidField, Part
+from encserve_server.errors import FieldPath, InvalidField, RequestField
 from encserve_server.models.inputs import SentIds, SentInput, SentVectors
 from encserve_server.models.reply_size import ReplyShape
 from encserve_server.models.treatment import EncodeCall
@@ -118,7 +118,7 @@ def to_sent(at: int, value: Input, bundle: Bundle) -> SentInput:
     if array.ndim == 2 and array.dtype.kind in "iuf":
         return SentVectors(array.astype(np.float32, copy=False), len(array))
     raise InvalidField(
-        FieldPath(Part.INPUT, at),
+        FieldPath(RequestField.INPUT, at),
         "must be a text, a list of ids of 64 bits, or a (seq, d_model) array of numbers; was "
         f"{type(value).__name__} of {array.dtype} {array.shape}",
     )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from encserve_server.errors import EncserveError, FieldPath, InferenceFailed, Part, PlainNaming, RequestError
+from encserve_server.errors import PLAIN, EncserveError, FieldPath, InferenceFailed, RequestError
 from encserve_server.models.treatment import CallPlan
 from encserve_server.offline.options import OutputName
 from encserve_server.types.arrays import IndexedRows, OutputArrays, OutputRows
@@ -136,7 +136,7 @@ class RowCollector:
         """
         for sequence, arrays in zip(sequences, outputs, strict=True):
             if arrays is None:
-                self.refuse(sequence, "the model's numbers for it are not finite")
+                self.refuse(sequence, InferenceFailed.NOT_FINITE)
             else:
                 self._add(sequence, arrays[0])
         tokens = sum(len(it.input) for it in sequences) if padded else 0
@@ -148,8 +148,7 @@ class RowCollector:
 
     def refuse(self, sequence: TokenSequence, problem: str) -> None:
         """Refuse a sequence."""
-        at = FieldPath(Part.INPUT, sequence.index)
-        self._refused[sequence.index] = InferenceFailed("{input}: {problem}", input=at, problem=problem)
+        self._refused[sequence.index] = InferenceFailed(sequence.index, problem)
 
     def embedded(self, kind: OutputName, bundle: Bundle) -> Embedded:
         """Return the result. All sequences have been added or refused."""
@@ -213,6 +212,6 @@ def reason_of(error: EncserveError) -> str:
     """Return why an input was refused, without the index of the input."""
     if not isinstance(error, RequestError):
         return str(error.values["problem"])
-    text = error.problem_text(PlainNaming())
+    text = error.problem_text(PLAIN)
     place = error.field.place if isinstance(error.field, FieldPath) else None
     return text if place is None else f"id {place} {text}"

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import ClassVar
 
-from encserve_server.errors import FieldPath, InvalidField, Part
+from encserve_server.errors import FieldPath, InvalidField, RequestField
 from encserve_server.outputs.rows import BatchRows, Column
 from encserve_server.outputs.spec import OutputSpec
 from encserve_server.types.requests import DataType, Output, OutputKind, Task
@@ -14,9 +14,9 @@ Wanted = Mapping[Output, Sequence[int]]
 
 # The fields of an OutputSpec that only one kind has, and their names in requests.
 _OWN_FIELDS = (
-    ("max_active_dims", OutputKind.SPARSE, Part.OUTPUT_MAX_ACTIVE_DIMS),
-    ("span_pooling", OutputKind.SPANS, Part.OUTPUT_SPAN_POOLING),
-    ("pool_factor", OutputKind.MULTI_VECTOR, Part.OUTPUT_POOL_FACTOR),
+    ("max_active_dims", OutputKind.SPARSE, RequestField.OUTPUT_MAX_ACTIVE_DIMS),
+    ("span_pooling", OutputKind.SPANS, RequestField.OUTPUT_SPAN_POOLING),
+    ("pool_factor", OutputKind.MULTI_VECTOR, RequestField.OUTPUT_POOL_FACTOR),
 )
 
 
@@ -48,29 +48,29 @@ class Kind(ABC):
             self._check_own_fields(spec, at)
         if spec.dimensions > self.width:
             raise InvalidField(
-                FieldPath(Part.OUTPUT_DIMENSIONS, at),
+                FieldPath(RequestField.OUTPUT_DIMENSIONS, at),
                 "must be at most {width}, the length of a row; was {dimensions}",
                 width=self.width,
                 dimensions=spec.dimensions,
             )
         if spec.data_type not in self.data_types:
             raise InvalidField(
-                FieldPath(Part.DATA_TYPE),
+                FieldPath(RequestField.DATA_TYPE),
                 "{data_type} is not available for {kind}, see {output}",
                 data_type=spec.data_type,
                 kind=self.kind,
-                output=FieldPath(Part.OUTPUT, at),
+                output=FieldPath(RequestField.OUTPUT, at),
             )
         if spec.data_type is DataType.INT8 and not spec.l2_normalize:  # quantization to int8 needs rows of norm 1
             spec = spec._replace(l2_normalize=True)
         return self._output(spec, at, task)
 
     def _check_own_fields(self, spec: OutputSpec, at: int) -> None:
-        for name, kind, part in _OWN_FIELDS:
+        for name, kind, field in _OWN_FIELDS:
             value = getattr(spec, name)
             if value and kind is not self.kind:
                 was = f"{value:g}" if isinstance(value, float) else value
-                raise InvalidField(FieldPath(part, at), "is available for {kind} only; was {was}", kind=kind, was=was)
+                raise InvalidField(FieldPath(field, at), "is available for {kind} only; was {was}", kind=kind, was=was)
 
     def _output(self, spec: OutputSpec, at: int, task: Task) -> Output:
         """Return the output, with the fields that only this kind has.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from encserve_server.engine.base import BatchResult, Head
-from encserve_server.errors import FieldPath, InferenceFailed, InvalidField, Part
+from encserve_server.errors import FieldPath, InferenceFailed, InvalidField, RequestField
 from encserve_server.outputs.kind import Kind
 from encserve_server.outputs.loading import NotLoaded, OpenHead, load_heads
 from encserve_server.outputs.multi_vector import MultiVectors
@@ -119,7 +119,7 @@ class ModelOutputs:
         )
 
     def _unsupported(self, kind: OutputKind, at: int) -> InvalidField:
-        field, bundle = FieldPath(Part.OUTPUT_KIND, at), self._bundle
+        field, bundle = FieldPath(RequestField.OUTPUT_KIND, at), self._bundle
         if kind is OutputKind.MODEL and not (bundle.multi_vector or bundle.sparse):
             problem = "model {model} does not say how it was trained to pool; ask for a pooling by its name"
             return InvalidField(field, problem, model=bundle.name)
@@ -145,9 +145,9 @@ class ModelOutputs:
         for i, output in enumerate(outputs):
             if output.kind is not OutputKind.SPARSE:
                 problem = f"{reason}: ask for {{other}} in another call"
-                raise InvalidField(FieldPath(Part.OUTPUT_KIND, i), problem, other=output.kind, **values)
+                raise InvalidField(FieldPath(RequestField.OUTPUT_KIND, i), problem, other=output.kind, **values)
         if other_input is not None:
-            raise InvalidField(FieldPath(Part.INPUT, other_input), f"{reason}, which needs a text", **values)
+            raise InvalidField(FieldPath(RequestField.INPUT, other_input), f"{reason}, which needs a text", **values)
         return static
 
     def check_lengths(self, outputs: Sequence[Output], lengths: Sequence[int]) -> None:
@@ -237,10 +237,7 @@ class ModelOutputs:
         result = BatchResult(rows, [1] * len(sequences), 0.0, 0.0)
         for sequence, arrays in zip(sequences, self.compute(result, sequences), strict=True):
             if arrays is None:
-                raise InferenceFailed(
-                    "{input}: the model gives an invalid output for a text without tokens",
-                    input=FieldPath(Part.INPUT, sequence.index),
-                )
+                raise InferenceFailed(sequence.index, "the model gives an invalid output for a text without tokens")
             sequence.outputs = tuple(
                 array[:0] if output.kind is OutputKind.TOKENS else array
                 for output, array in zip(sequence.wanted, arrays, strict=True)
@@ -271,7 +268,7 @@ def _check_distinct(specs: Sequence[OutputSpec]) -> None:
         first = seen.setdefault(spec, i)
         if first != i:
             raise InvalidField(
-                FieldPath(Part.OUTPUT, i),
+                FieldPath(RequestField.OUTPUT, i),
                 "is the same as {other}: remove one of them",
-                other=FieldPath(Part.OUTPUT, first),
+                other=FieldPath(RequestField.OUTPUT, first),
             )

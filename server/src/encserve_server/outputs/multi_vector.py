@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from encserve_server.engine.base import Head
-from encserve_server.errors import FieldPath, InvalidField, Part, TooLongToPool
+from encserve_server.errors import FieldPath, InvalidField, RequestField, TooLongToPool
 from encserve_server.outputs.kind import Kind, Wanted, all_places
 from encserve_server.outputs.rows import BatchRows, Column, finish, invalid_head_rows
 from encserve_server.outputs.spec import FLOAT_TYPES, MAX_POOLED_VECTORS, OutputSpec
@@ -37,7 +37,7 @@ class MultiVectors(Kind):
 
     def _output(self, spec: OutputSpec, at: int, task: Task) -> Output:
         if spec.pool_factor:
-            _check_pool_factor(FieldPath(Part.OUTPUT_POOL_FACTOR, at), spec.pool_factor, task)
+            _check_pool_factor(FieldPath(RequestField.OUTPUT_POOL_FACTOR, at), spec.pool_factor, task)
         return super()._output(spec, at, task)._replace(task=task, pool_factor=spec.pool_factor)
 
     def check_length(self, output: Output, at: int, tokens: int, input_at: int) -> None:
@@ -54,13 +54,13 @@ class MultiVectors(Kind):
         """
         if tokens <= MAX_POOLED_VECTORS or not any(pooling.factor > 1 for pooling in self._poolings(output)):
             return
-        field, limit = FieldPath(Part.INPUT, input_at), "must be at most {most} tokens"
+        field, limit = FieldPath(RequestField.INPUT, input_at), "must be at most {most} tokens"
         numbers = {"most": MAX_POOLED_VECTORS, "tokens": tokens}
         if output.pool_factor > 1:
             raise TooLongToPool(
                 field,
                 f"{limit} for {{factor}}; was {{tokens}}: split the text, or remove {{factor}}",
-                factor=FieldPath(Part.OUTPUT_POOL_FACTOR, at),
+                factor=FieldPath(RequestField.OUTPUT_POOL_FACTOR, at),
                 **numbers,
             )
         raise TooLongToPool(

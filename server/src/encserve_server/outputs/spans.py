@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from encserve_server.errors import FieldPath, InvalidField, Part
+from encserve_server.errors import FieldPath, InvalidField, RequestField
 from encserve_server.outputs.kind import Kind, Wanted, outputs_by_place
 from encserve_server.outputs.rows import BatchRows, Column, finish
 from encserve_server.outputs.spec import SPAN_POOLINGS, OutputSpec
@@ -31,7 +31,7 @@ class Spans(Kind):
         pooling = spec.span_pooling
         if pooling is not None and pooling not in SPAN_POOLINGS:
             raise InvalidField(
-                FieldPath(Part.OUTPUT_SPAN_POOLING, at),
+                FieldPath(RequestField.OUTPUT_SPAN_POOLING, at),
                 "must be one of {allowed}; was {was}",
                 allowed=SPAN_POOLINGS,
                 was=pooling,

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from encserve_server.errors import FieldPath, Part, TooManyOutputs
+from encserve_server.errors import FieldPath, RequestField, TooManyOutputs
 from encserve_server.types.requests import DataType, OutputKind
 
 # Each output costs time and memory. Known callers ask for a few outputs.
@@ -51,5 +51,6 @@ def check_output_count(count: int) -> None:
     """
     if count > MAX_OUTPUTS:
         raise TooManyOutputs(
-            FieldPath(Part.OUTPUTS), f"must be at most {MAX_OUTPUTS} (max_outputs); was {count}: make more calls"
+            FieldPath(RequestField.OUTPUTS),
+            f"must be at most {MAX_OUTPUTS} (max_outputs); was {count}: make more calls",
         )

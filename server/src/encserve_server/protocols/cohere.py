@@ -14,11 +14,11 @@ import orjson
 from encserve_server.calls import Call
 from encserve_server.endpoints.host import Host
 from encserve_server.endpoints.routes import Dialect, Reply, Request, Route
-from encserve_server.error_table import Failure
-from encserve_server.errors import InvalidField, Part
+from encserve_server.errors import InvalidField, RequestField
+from encserve_server.failures import Failure
 from encserve_server.models.served import EncodeReply
 from encserve_server.protocols.http_json.decoding import ANYTHING, STRINGS, BodyDecoder, BodyRules
-from encserve_server.protocols.http_json.naming import HttpNaming, text_of
+from encserve_server.protocols.http_json.naming import http_naming, text_of
 from encserve_server.protocols.http_json.replies import joined, row_as_json, rows_as_json
 from encserve_server.protocols.http_json.requests import (
     Body,
@@ -281,6 +281,10 @@ def _refuse(failure: Failure) -> dict[str, Any]:
     return {"id": str(uuid.uuid4()), "message": text_of(failure)}
 
 
-_FIELDS = {Part.OUTPUT_DIMENSIONS: "output_dimension", Part.DATA_TYPE: "embedding_types", Part.TASK: "input_type"}
-_OF_INPUTS = HttpNaming("inputs", _FIELDS)
-DIALECT = Dialect(HttpNaming("texts", _FIELDS), _refuse, CohereError)
+_FIELDS = {
+    RequestField.OUTPUT_DIMENSIONS: "output_dimension",
+    RequestField.DATA_TYPE: "embedding_types",
+    RequestField.TASK: "input_type",
+}
+_OF_INPUTS = http_naming("inputs", _FIELDS)
+DIALECT = Dialect(http_naming("texts", _FIELDS), _refuse, CohereError)

@@ -13,14 +13,14 @@ import orjson
 from encserve_server.calls import Call
 from encserve_server.endpoints.host import Host
 from encserve_server.endpoints.routes import Dialect, Reply, Request, Route
-from encserve_server.error_table import Failure
-from encserve_server.errors import FieldPath, InvalidField, Part
+from encserve_server.errors import FieldPath, InvalidField, RequestField
+from encserve_server.failures import Failure
 from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.protocols.http_json.decoding import TEXTS_OR_IDS, BodyDecoder, BodyRules
 from encserve_server.protocols.http_json.formats import FormatBody, as_base64, wants_normalized
 from encserve_server.protocols.http_json.kinds import routes_of
-from encserve_server.protocols.http_json.naming import HttpNaming, text_of
+from encserve_server.protocols.http_json.naming import http_naming, text_of
 from encserve_server.protocols.http_json.replies import joined, pooled_rows, row_as_json, usage_of
 from encserve_server.protocols.http_json.requests import Inputs, SentInputs, encode, pooled_output
 
@@ -226,7 +226,7 @@ def check_ids(model: ServedModel, sent: SentInputs, add_special_tokens: bool | N
                 )
         elif add_special_tokens is not False and not _has_around(it, before, behind):
             raise InvalidField(
-                FieldPath(Part.IDS, i),
+                FieldPath(RequestField.IDS, i),
                 f"do not come from this model's tokenizer: it puts {_shown(tokenizer, before)} before a text and "
                 f"{_shown(tokenizer, behind)} behind it, and these begin with {it[:2]} and end with {it[-2:]}. If they "
                 'are complete all the same, send "add_special_tokens": false',
@@ -253,7 +253,7 @@ def _refuse(failure: Failure) -> dict[str, Any]:
     return {"error": error}
 
 
-DIALECT = Dialect(HttpNaming("input"), _refuse, OpenAiError)
+DIALECT = Dialect(http_naming("input"), _refuse, OpenAiError)
 
 
 def _build(name: str, reply: EncodeReply, *, as_base64: bool) -> bytes:

@@ -18,7 +18,7 @@ import orjson
 from encserve_server import __version__
 from encserve_server.calls import Call
 from encserve_server.endpoints.routes import PLACEHOLDER, Dialect, Reply, Request, Route
-from encserve_server.error_table import ERROR_TABLE
+from encserve_server.errors import CALLER_ERRORS
 
 _REF = "#/components/schemas/"
 _JSON = "application/json"
@@ -127,7 +127,7 @@ def _response(description: str, schema: Any, kind: Any) -> dict[str, Any]:
 def _refusals(route: Route) -> dict[int, list[str]]:
     """Return the statuses of errors, and the reasons of each from docs/errors.md."""
     found: dict[int, list[str]] = {500: ["INTERNAL"]}
-    for error, status in ERROR_TABLE.items():
+    for error, status in CALLER_ERRORS.items():
         # A route without a body can only refuse a name. No route has a field for the expected fingerprint of a bundle.
         with_body = route.body is not None and status.grpc != "FAILED_PRECONDITION"
         if with_body or status.grpc == "UNAVAILABLE" or (status.grpc == "NOT_FOUND" and "{" in route.path):

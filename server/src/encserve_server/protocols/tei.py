@@ -15,14 +15,14 @@ from encserve_server import __version__
 from encserve_server.calls import Call
 from encserve_server.endpoints.host import Host
 from encserve_server.endpoints.routes import Check, Dialect, Reply, Request, Route
-from encserve_server.error_table import Failure, Status
-from encserve_server.errors import OF_OUTPUTS, EmptyInputs, FieldPath, InvalidField, NotReady
+from encserve_server.errors import InvalidField, Naming, NotReady, RequestField
+from encserve_server.failures import Failure
 from encserve_server.models.offsets import utf8_offsets
 from encserve_server.models.served import EncodeReply, ServedModel, TokenizeCall, TokenizeReply
 from encserve_server.outputs import OutputSpec
 from encserve_server.protocols.http_json import kinds
 from encserve_server.protocols.http_json.decoding import STRINGS, TEXTS, TEXTS_OR_IDS, BodyDecoder, BodyRules
-from encserve_server.protocols.http_json.naming import HttpNaming, text_of
+from encserve_server.protocols.http_json.naming import http_naming, text_of
 from encserve_server.protocols.http_json.replies import (
     JSON_GROWTH,
     SPARSE_GROWTH,
@@ -44,6 +44,7 @@ from encserve_server.protocols.http_json.requests import (
     positive,
     task_of,
 )
+from encserve_server.statuses import Status
 from encserve_server.types.bundles import Bundle
 from encserve_server.types.requests import OutputKind
 from encserve_server.types.sequences import TokenSequence
@@ -316,15 +317,14 @@ class TeiRoutes:
         """Return the cosine similarity of the first sentence to each other sentence."""
         if inputs.source_sentence is None:
             raise InvalidField("inputs.source_sentence", "must be a string; was null")
-        if not inputs.sentences:
-            raise EmptyInputs("inputs.sentences", "must hold at least 1 text; was empty")
+        sentences = SentInputs("inputs.sentences", inputs.sentences or []).items
         fields, its_direction = _with_parameters(fields, parameters)
         from_left = is_left("parameters.truncation_direction", its_direction or direction)
         call.naming = _OF_SENTENCES
         return await encode(
             call,
             fields,
-            SentInputs(_INPUTS, [inputs.source_sentence, *inputs.sentences]),
+            SentInputs(_INPUTS, [inputs.source_sentence, *sentences]),
             lambda bundle: pooled_output(fields, bundle, normalize_default=False),
             lambda _, reply: _cosines(reply),
             self._rules,
@@ -407,7 +407,7 @@ class TeiRoutes:
         """
         del request, call
         if not self._is_serving():
-            raise NotReady("not every model is ready")
+            raise NotReady
         return Reply(b"")
 
 
@@ -432,18 +432,14 @@ def _status_of(status: Status) -> int:
     return status.tei
 
 
-class _SentenceNaming(HttpNaming):
-    """The names of /similarity: its first input is the source sentence."""
-
-    def field(self, path: FieldPath) -> str:
-        """Return a name such as `inputs.sentences[3]`."""
-        if path.at is None or path.part in OF_OUTPUTS:
-            return super().field(path)
-        return f"inputs.sentences[{path.at - 1}]" if path.at else "inputs.source_sentence"
+def _sentence(at: int | None) -> str:
+    """Return the name of an input of /similarity. Its first input is the source sentence."""
+    return f"inputs.sentences[{at - 1}]" if at else "inputs.source_sentence"
 
 
-_OF_SENTENCES = _SentenceNaming(_INPUTS)
-DIALECT = Dialect(HttpNaming(_INPUTS), _refuse, TeiError, _status_of)
+_NAMING = http_naming(_INPUTS)
+_OF_SENTENCES = Naming({**_NAMING.fields, RequestField.INPUT: _sentence, RequestField.TEXT: _sentence})
+DIALECT = Dialect(_NAMING, _refuse, TeiError, _status_of)
 
 
 def _tokens(model: ServedModel, sequence: TokenSequence, text: str, keeps_special: bool) -> Iterator[dict[str, Any]]:

@@ -14,13 +14,13 @@ import orjson
 from encserve_server.calls import Call
 from encserve_server.endpoints.host import Host
 from encserve_server.endpoints.routes import Dialect, Reply, Request, Route
-from encserve_server.errors import InvalidField, Part
+from encserve_server.errors import InvalidField, RequestField
 from encserve_server.models.served import EncodeReply
 from encserve_server.outputs import OutputSpec
 from encserve_server.protocols import openai
 from encserve_server.protocols.http_json.decoding import TEXTS_OR_IDS, BodyDecoder, BodyRules
 from encserve_server.protocols.http_json.formats import FormatBody, as_base64, wants_normalized
-from encserve_server.protocols.http_json.naming import HttpNaming
+from encserve_server.protocols.http_json.naming import http_naming
 from encserve_server.protocols.http_json.replies import joined, row_as_json, rows_as_json, usage_of
 from encserve_server.protocols.http_json.requests import (
     Inputs,
@@ -123,7 +123,7 @@ class VllmRoutes:
         )
 
 
-DIALECT = Dialect(HttpNaming("input", {Part.TASK: "input_type"}), openai.DIALECT.refuse, openai.OpenAiError)
+DIALECT = Dialect(http_naming("input", {RequestField.TASK: "input_type"}), openai.DIALECT.refuse, openai.OpenAiError)
 
 
 def _output(fields: PoolingBody, bundle: Bundle, task: str | None) -> OutputSpec:

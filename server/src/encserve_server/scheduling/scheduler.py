@@ -12,12 +12,11 @@ import numpy as np
 from encserve_server.engine.base import Engine
 from encserve_server.errors import (
     DeadlineExpired,
-    EncserveError,
     EngineUnhealthy,
     FieldPath,
     InferenceFailed,
-    Part,
     QueueFull,
+    RequestField,
     RequestTooLarge,
     ShareExceeded,
 )
@@ -173,7 +172,7 @@ class Scheduler:
         """Stop the engine. Pending calls get EngineUnhealthy. Wait for running batches."""
         self._end("it is being unloaded")
         self._lanes.stop()
-        self._fail_all("the model is being unloaded", self._lanes.running())
+        self._fail_all(EngineUnhealthy("the model is being unloaded"), self._lanes.running())
         await self._lanes.ended()
         # Not on the event loop: to free hundreds of megabytes takes tens of milliseconds.
         await asyncio.get_running_loop().run_in_executor(None, self._engine.close)
@@ -301,7 +300,7 @@ class Scheduler:
 
     def _check_ready(self) -> None:
         if reason := self.not_ready_reason():
-            raise EngineUnhealthy(f"the model is not available: {reason}")
+            raise _unavailable(reason)
 
     def _check_size(self, cost: int, tokens: int) -> None:
         """Refuse a call that is larger than the queue."""
@@ -310,7 +309,7 @@ class Scheduler:
             return
         size = f"{tokens}" if cost == tokens else f"{tokens}, and with its outputs it costs as much as {cost}"
         raise RequestTooLarge(
-            FieldPath(Part.INPUTS), f"must be at most {limit} tokens in all (max_queue_tokens); was {size}"
+            FieldPath(RequestField.INPUTS), f"must be at most {limit} tokens in all (max_queue_tokens); was {size}"
         )
 
     def _check_room(self, cost: int | None, queued: int, priority: Priority = Priority.INTERACTIVE) -> None:
@@ -348,10 +347,10 @@ class Scheduler:
             for sequence in batch.sequences:
                 sequence.ticket.fail(expired)
         elif outcome is Outcome.CULPRIT:
-            self._fail_one(batch.sequences[0], "the model could not compute it")
+            self._fail_one(batch.sequences[0], InferenceFailed.NOT_COMPUTED)
         elif outcome is Outcome.CRASHED:  # a dead scheduler must not look healthy
             self._end("the scheduler has stopped after an internal error", error)
-            self._fail_all(f"the model is not available: {self._unhealthy_reason}", batch.sequences)
+            self._fail_all(_unavailable(self._unhealthy_reason), batch.sequences)
         elif outcome is Outcome.BROKEN:
             self._on_broken(batch, error)
         else:
@@ -368,7 +367,7 @@ class Scheduler:
             if ticket.done.done():
                 continue
             if outputs is None:
-                self._fail_one(sequence, "the model's numbers for it are not finite")
+                self._fail_one(sequence, InferenceFailed.NOT_FINITE)
                 continue
             sequence.outputs = outputs
             sequence.compute_seconds = batch.compute_seconds
@@ -405,7 +404,7 @@ class Scheduler:
         if not self._over:
             times = self._limits.failures_before_probe
             self._set_unhealthy(f"the engine failed {times} times in a row, and then with a known good input", error)
-        self._fail_all(f"the model is not available: {self._unhealthy_reason}", batch.sequences)
+        self._fail_all(_unavailable(self._unhealthy_reason), batch.sequences)
         if not self._over and (self._recovery is None or self._recovery.done()):
             self._recovery = asyncio.get_running_loop().create_task(
                 repeat(self._recover, self._limits.probe_seconds, clock=self._clock), name="encserve-recovery"
@@ -414,14 +413,12 @@ class Scheduler:
     # Health
 
     def _fail_one(self, sequence: TokenSequence, problem: str) -> None:
-        input_ = FieldPath(Part.INPUT, sequence.index)
-        sequence.ticket.fail(InferenceFailed("{input}: {problem}", input=input_, problem=problem))
+        sequence.ticket.fail(InferenceFailed(sequence.index, problem))
 
-    def _fail_all(self, why: str, running: Sequence[TokenSequence]) -> None:
+    def _fail_all(self, error: EngineUnhealthy, running: Sequence[TokenSequence]) -> None:
         """Fail the calls of these sequences and all pending calls."""
         with self._lanes.lock:
             sequences = [*running, *self._pending.take_all()]
-        error: EncserveError = EngineUnhealthy(why)
         for sequence in sequences:
             sequence.ticket.fail(error)
 
@@ -449,7 +446,7 @@ class Scheduler:
         """End the calls that wait for a stalled run. Without a deadline they would wait forever."""
         self._awake.tick()
         if not self._unhealthy_reason and (reason := self.not_ready_reason()):
-            self._fail_all(f"the model is not available: {reason}", [])
+            self._fail_all(_unavailable(reason), [])
             self._on_health_change()
 
     def _set_unhealthy(self, reason: str, error: BaseException | None = None) -> None:
@@ -460,3 +457,7 @@ class Scheduler:
         self._unhealthy_reason = reason
         if changed:
             self._on_health_change()
+
+
+def _unavailable(reason: str) -> EngineUnhealthy:
+    return EngineUnhealthy(f"the model is not available: {reason}")

@@ -8,8 +8,8 @@ import numpy as np
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.endpoints.status import status_of
-from encserve_server.error_table import Failure
 from encserve_server.errors import InvalidField
+from encserve_server.failures import Failure
 from encserve_server.models.inputs import SentIds, SentInput, SentVectors
 from encserve_server.models.offsets import utf8_offsets
 from encserve_server.models.reply_size import ReplyShape

@@ -1,22 +1,21 @@
 """Names of fields and values in the errors of JSON routes, and advice in their texts."""
 
 from collections.abc import Mapping
-from enum import Enum
 from types import MappingProxyType
 
-from encserve_server.error_table import Failure
-from encserve_server.errors import FieldPath, InvalidField, Part
+from encserve_server.errors import InvalidField, Naming, RequestField
+from encserve_server.failures import Failure
 
-_FIELDS = {
-    Part.OUTPUTS: "pooling",
-    Part.OUTPUT: "pooling",
-    Part.OUTPUT_KIND: "pooling",
-    Part.OUTPUT_NORMALIZE: "normalize",
-    Part.OUTPUT_DIMENSIONS: "dimensions",
-    Part.OUTPUT_MAX_ACTIVE_DIMS: "max_active_dims",
-    Part.MODEL_VERSION: "model",
+_FIELDS = {field: field.name.lower() for field in RequestField} | {
+    RequestField.OUTPUTS: "pooling",
+    RequestField.OUTPUT: "pooling",
+    RequestField.OUTPUT_KIND: "pooling",
+    RequestField.OUTPUT_NORMALIZE: "normalize",
+    RequestField.OUTPUT_DIMENSIONS: "dimensions",
+    RequestField.OUTPUT_MAX_ACTIVE_DIMS: "max_active_dims",
+    RequestField.MODEL_VERSION: "model",
 }
-_OF_INPUTS = frozenset({Part.INPUTS, Part.INPUT, Part.TEXT, Part.IDS, Part.VECTORS})
+_OF_INPUTS = (RequestField.INPUTS, RequestField.INPUT, RequestField.TEXT, RequestField.IDS, RequestField.VECTORS)
 # By default, LangChain sends ids of OpenAI's tokenizer to any server.
 _IDS_ADVICE = (
     ". Send text, or ids of this model's own tokenizer: LangChain's OpenAIEmbeddings sends text with "
@@ -24,27 +23,16 @@ _IDS_ADVICE = (
 )
 
 
-class HttpNaming:
-    """See `errors.Naming`."""
+def http_naming(inputs: str, others: Mapping[RequestField, str] = MappingProxyType({})) -> Naming:
+    """Return the names of routes, from the name of their field with the inputs, and names that only they have.
 
-    def __init__(self, inputs: str, others: Mapping[Part, str] = MappingProxyType({})) -> None:
-        """Keep the name of the field with the inputs, and names that only these routes have."""
-        self._inputs = inputs
-        self._fields = {**_FIELDS, **others}
-
-    def field(self, path: FieldPath) -> str:
-        """Return a name such as `input[3][17]`, the 18th id of the fourth input. Other fields have no index here."""
-        if path.part not in _OF_INPUTS:
-            return self._fields.get(path.part) or path.part.name.lower()
-        return self._inputs + "".join(f"[{place}]" for place in (path.at, path.place) if place is not None)
-
-    def value(self, value: Enum) -> str:
-        """Return a name such as `query`."""
-        return value.name.lower()
+    `input[3][17]` is the 18th id of the fourth input. Other fields have no index.
+    """
+    return Naming({**_FIELDS, **dict.fromkeys(_OF_INPUTS, inputs + "{at:[#]}{place:[#]}"), **others})
 
 
 def text_of(failure: Failure) -> str:
     """Return the text of an error, with advice if the error is about an id that the model does not have."""
-    if failure.part is Part.IDS and failure.reason == InvalidField.reason:
+    if failure.request_field is RequestField.IDS and failure.reason == InvalidField.reason:
         return failure.text + _IDS_ADVICE
     return failure.text

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from encserve_server.errors import FieldPath, Part, ResponseTooLarge
+from encserve_server.errors import FieldPath, RequestField, ResponseTooLarge
 from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.protocols.open_inference.requests import InferCall, kinds_of
 from encserve_server.protocols.open_inference.tensors import OUTPUTS, TensorPart, datatype_of
@@ -53,7 +53,7 @@ def output_tensors(model: ServedModel, infer: InferCall, reply: EncodeReply) -> 
     limit = model.limits.max_response_bytes
     if (size := sum(it.size for it in tensors)) > limit:
         raise ResponseTooLarge(
-            FieldPath(Part.INPUTS),
+            FieldPath(RequestField.INPUTS),
             f"the reply would take {size} bytes with its padding, over the limit of {limit} (max_response_bytes); "
             "fewer sequences, those of one length together, or the output embedding take less",
         )

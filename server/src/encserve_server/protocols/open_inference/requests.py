@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from encserve_server.errors import FieldPath, InvalidField, Part
+from encserve_server.errors import FieldPath, InvalidField, Naming, RequestField
 from encserve_server.models.inputs import SentIds, SentInput, SentVectors
 from encserve_server.models.reply_size import ReplyShape
 from encserve_server.models.served import ServedModel
@@ -35,43 +35,29 @@ from encserve_server.types.requests import DataType, Detail, OutputKind, Task
 # reply, and it is not empty. The other says which codec of MLServer has made the request.
 _IGNORED_PARAMETERS = frozenset({"triton_enable_empty_final_response", "content_type"})
 _TASKS = {task.name.lower(): task for task in Task if task}
-_NAMES = {
-    Part.INPUTS: "inputs",
-    Part.INPUT: "inputs",
-    Part.TEXT: TEXT,
-    Part.IDS: INPUT_IDS,
-    Part.VECTORS: INPUTS_EMBEDS,
-    Part.VECTORS_DATA: INPUTS_EMBEDS,
-    Part.VECTORS_WIDTH: f"{INPUTS_EMBEDS}.shape",
-    Part.OUTPUT_DIMENSIONS: "parameters.dimensions",
-    Part.DATA_TYPE: "parameters.datatype",
-    Part.TASK: "parameters.task",
-    Part.PROMPT_NAME: "parameters.prompt_name",
-    Part.MODEL: "model_name",
-    Part.MODEL_VERSION: "model_version",
+_AT = "{at:[#{place:, #}]}"  # such as [3, 17]
+_FIELDS = dict.fromkeys(RequestField, "outputs") | {
+    RequestField.INPUTS: "inputs",
+    RequestField.INPUT: "inputs" + _AT,
+    RequestField.TEXT: TEXT + _AT,
+    RequestField.IDS: INPUT_IDS + _AT,
+    RequestField.VECTORS: INPUTS_EMBEDS + _AT,
+    RequestField.VECTORS_DATA: INPUTS_EMBEDS + _AT,
+    RequestField.VECTORS_WIDTH: f"{INPUTS_EMBEDS}.shape",
+    RequestField.OUTPUT_DIMENSIONS: "parameters.dimensions",
+    RequestField.DATA_TYPE: "parameters.datatype",
+    RequestField.TASK: "parameters.task",
+    RequestField.PROMPT_NAME: "parameters.prompt_name",
+    RequestField.MODEL: "model_name",
+    RequestField.MODEL_VERSION: "model_version",
 }
-_VALUE_NAMES: dict[type[Enum], Mapping[Any, str]] = {
+_VALUES: dict[type[Enum], Mapping[Any, str]] = {
     OutputKind: {kind: name for name, (kind, _) in reversed(OUTPUTS.items())},  # the first of each kind
     DataType: DATATYPE_NAMES,
 }
-_OF_INPUTS = (Part.INPUT, Part.TEXT, Part.IDS, Part.VECTORS, Part.VECTORS_DATA)
+NAMING = Naming(_FIELDS, _VALUES)
 # Tensors that describe ids or vectors.
 _BESIDE = (ATTENTION_MASK, TOKEN_TYPE_IDS)
-
-
-class InferNaming:
-    """The names of a request's fields and values in errors."""
-
-    def field(self, path: FieldPath) -> str:
-        """Return a name such as `input_ids[3, 17]`."""
-        name = _NAMES.get(path.part, "outputs")
-        if path.at is None or path.part not in _OF_INPUTS:
-            return name
-        return f"{name}[{path.at}]" if path.place is None else f"{name}[{path.at}, {path.place}]"
-
-    def value(self, value: Enum) -> str:
-        """Return a name such as `query`, `embedding` or `FP32`."""
-        return _VALUE_NAMES.get(type(value), {}).get(value) or value.name.lower()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +176,8 @@ def check_length(call: InferCall, model: ServedModel) -> None:
     main = _main(call.tensors)
     if main.name == TEXT or ATTENTION_MASK in call.tensors or call.parameters.truncate:
         return
-    part = Part.IDS if main.name == INPUT_IDS else Part.VECTORS
-    model.check_length(FieldPath(part, 0), main.shape[1], call.parameters.task)
+    field = RequestField.IDS if main.name == INPUT_IDS else RequestField.VECTORS
+    model.check_length(FieldPath(field, 0), main.shape[1], call.parameters.task)
 
 
 def decode_call(call: InferCall, longest: int, max_text_bytes: int) -> EncodeCall:

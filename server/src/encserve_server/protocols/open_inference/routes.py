@@ -10,15 +10,15 @@ import orjson
 from encserve_server.calls import Call
 from encserve_server.endpoints.host import Host
 from encserve_server.endpoints.routes import Check, Dialect, Reply, Request, Route
-from encserve_server.error_table import Failure
-from encserve_server.errors import FieldPath, InvalidField, ModelNotFound, NotReady, Part
+from encserve_server.errors import FieldPath, InvalidField, ModelNotFound, NotReady, RequestField
+from encserve_server.failures import Failure
 from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.protocols.http_json.decoding import BodyDecoder, BodyRules
 from encserve_server.protocols.http_json.replies import JSON_GROWTH, PIECE_NUMBERS, joined
 from encserve_server.protocols.open_inference.json_bodies import LENGTH_HEADER, InferBodies, InferBody
 from encserve_server.protocols.open_inference.messages import values_of
 from encserve_server.protocols.open_inference.replies import OutputTensor, output_tensors
-from encserve_server.protocols.open_inference.requests import InferCall, InferNaming
+from encserve_server.protocols.open_inference.requests import NAMING, InferCall
 from encserve_server.protocols.open_inference.service import OpenInference
 from encserve_server.protocols.open_inference.tensors import DTYPES, OUTPUTS, TensorPart
 from encserve_server.settings import MIB
@@ -211,7 +211,7 @@ class OpenInferenceRoutes:
         """
         del request, call
         if not self._methods.is_ready():
-            raise NotReady("not every model is ready")
+            raise NotReady
         return _json({"ready": True})
 
     async def model_ready(self, request: Request, call: Call) -> Reply:
@@ -227,7 +227,7 @@ class OpenInferenceRoutes:
         try:
             call.resolve(0, name, version)
         except ModelNotFound:
-            raise ModelNotFound(FieldPath(Part.MODEL), "no such model or version") from None
+            raise ModelNotFound(FieldPath(RequestField.MODEL), "no such model or version") from None
         if not self._methods.is_model_ready(name, version):
             raise NotReady("the model is not ready")
         return _json({"name": name, "ready": True})
@@ -348,4 +348,4 @@ def _refuse(failure: Failure) -> dict[str, Any]:
     return {"error": failure.text}
 
 
-DIALECT = Dialect(InferNaming(), _refuse, InferError)
+DIALECT = Dialect(NAMING, _refuse, InferError)

@@ -9,14 +9,13 @@ from google.protobuf.message import Message
 from encserve_server.calls import Access, Call
 from encserve_server.endpoints.host import Host
 from encserve_server.endpoints.rpcs import RequestStreamRpc, Service, StreamedRequest, UnaryRpc, parse
-from encserve_server.error_table import Failure
+from encserve_server.failures import Failure
 from encserve_server.protocols.open_inference import messages
-from encserve_server.protocols.open_inference.requests import InferNaming
+from encserve_server.protocols.open_inference.requests import NAMING
 from encserve_server.protocols.open_inference.service import OpenInference
 from encserve_server.protocols.open_inference.triton import grpc_service_pb2 as pb
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
-_NAMING = InferNaming()
 _MAX_SHOWN_ID_CHARS = 128
 
 M = TypeVar("M", bound=Message)
@@ -61,8 +60,8 @@ class OpenInferenceService:
                     lambda it, call: methods.model_metadata(call, it.name, it.version),
                     listing,
                 ),
-                UnaryRpc("ModelInfer", _NAMING, answer=self.model_infer),
-                RequestStreamRpc("ModelStreamInfer", _NAMING, parse=self.parse_streamed),
+                UnaryRpc("ModelInfer", NAMING, answer=self.model_infer),
+                RequestStreamRpc("ModelStreamInfer", NAMING, parse=self.parse_streamed),
                 _rpc(
                     "ModelConfig",
                     pb.ModelConfigRequest,
@@ -114,7 +113,7 @@ def _rpc(
     async def answer(data: bytes, call: Call) -> bytes:
         return handle(parse(kind, data), call).SerializeToString()
 
-    return UnaryRpc(name, _NAMING, access, answers_while_draining or access is Access.OPEN, answer=answer)
+    return UnaryRpc(name, NAMING, access, answers_while_draining or access is Access.OPEN, answer=answer)
 
 
 def _stream_error(request_id: str, failure: Failure) -> bytes:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from encserve_server.errors import InvalidField
+from encserve_server.models.inputs import too_many_bytes
 from encserve_server.outputs import ModelOutputs
 from encserve_server.types.bundles import Bundle
 from encserve_server.types.requests import DataType, OutputKind
@@ -165,8 +166,7 @@ class SentTensor:
                 yield element
                 continue
             if len(element) > max_text_bytes:
-                problem = f"must be at most {max_text_bytes} bytes (max_text_bytes); was {len(element)}"
-                raise InvalidField(field, problem)
+                raise too_many_bytes(field, max_text_bytes, len(element))
             try:
                 yield str(element, "utf-8")
             except UnicodeDecodeError as error:

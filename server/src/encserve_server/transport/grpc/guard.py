@@ -12,9 +12,10 @@ import grpc
 
 from encserve_server.calls import OPEN_REQUEST_BYTES, Access, Call, Calls, Method
 from encserve_server.endpoints.rpcs import RequestStreamRpc, Rpc, ServerStreamRpc, Service, UnaryRpc
-from encserve_server.error_table import REASONS, STATUSES, Failure, Status
-from encserve_server.errors import DeadlineExpired, MalformedRequest, Naming, PlainNaming, RequestTooLarge
+from encserve_server.errors import PLAIN, DeadlineExpired, MalformedRequest, Naming, RequestTooLarge
+from encserve_server.failures import REASONS, STATUSES, Failure
 from encserve_server.ledger import Arrival, Watches, current_task
+from encserve_server.statuses import Status
 from encserve_server.telemetry.metrics import Metrics
 from encserve_server.transport.grpc.connections import Connections, close_connections
 from encserve_server.transport.grpc.sending import Sending, seconds_to_read
@@ -35,7 +36,7 @@ _CERTIFICATE_NAMES = {"peer_dns": dns_name, "peer_uri": uri_name}
 _REPLY_COPIES = 2
 # If a caller disconnects, its requests end first. This much later, gRPC has cancelled the call.
 _GONE_SECONDS = 0.05
-_CHECK = Method("", PlainNaming(), None, answers_while_draining=True, access=Access.OPEN)
+_CHECK = Method("", PLAIN, None, answers_while_draining=True, access=Access.OPEN)
 
 
 class RpcGuard:
@@ -159,7 +160,7 @@ class RpcGuard:
 
         Only failures are counted and logged.
         """
-        method = Method(name, PlainNaming(), None, answers_while_draining=True, access=Access.LISTING)
+        method = Method(name, PLAIN, None, answers_while_draining=True, access=Access.LISTING)
 
         async def write(requests: Requests, call: Call, context: Context) -> None:
             with Arrival(self._calls.places, call.account, is_open=True, is_stream=True):

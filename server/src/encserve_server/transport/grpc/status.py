@@ -3,7 +3,7 @@
 import grpc
 
 from encserve_server.endpoints.status import status_of
-from encserve_server.error_table import Failure
+from encserve_server.failures import Failure
 
 REASON_TRAILER = "encserve-error-reason"
 # The retry policy of gRPC clients obeys this trailer; it does not read RetryInfo.

@@ -16,9 +16,10 @@ from aiohttp import web
 from encserve_server.callers.registry import certificate_names
 from encserve_server.calls import OPEN_REQUEST_BYTES, Access, Call, Calls, Method
 from encserve_server.endpoints.routes import PLACEHOLDER, Dialect, Reply, Request, Route
-from encserve_server.error_table import NO_SUCH_PATH, REASONS, STATUSES, WRONG_METHOD, Failure, Status
 from encserve_server.errors import Draining
+from encserve_server.failures import REASONS, STATUSES, Failure
 from encserve_server.ledger import BYTES_PER_SECOND
+from encserve_server.statuses import NO_SUCH_PATH, WRONG_METHOD, Status
 from encserve_server.system.background import TURN_BYTES
 from encserve_server.telemetry.metrics import Metrics
 from encserve_server.transport.http.bodies import discard_body, read_body
