@@ -97,7 +97,7 @@ class ByteBudget(Pool):
         if self.held > own and not self.has_room(account, size, share):
             raise BudgetFull(
                 f"requests and replies in flight hold {self.held} of at most {self.limit} bytes (max_in_flight_mib), "
-                f"{self.held_by(account)} of them for this caller, which may hold {share} times the free bytes; this "
+                f"{self.held_by(account)} of these for this caller, which may hold {share} times the free bytes; this "
                 f"call needs {size} more",
                 RETRY_SECONDS,
             )
@@ -134,7 +134,7 @@ class Arrival:
         is_stream: bool = False,
         reserves: bool = True,
     ) -> None:
-        """Keep what is known of the call.
+        """Keep the properties of the call.
 
         Args:
             places: The places.
@@ -159,7 +159,7 @@ class Arrival:
         """Bound the arrival from now on.
 
         Raises:
-            BudgetFull: There is no place for the stream.
+            BudgetFull: All places are taken.
         """
         self._task = asyncio.current_task()
         if self.look is None:
@@ -267,7 +267,7 @@ class Places:
         """Give an arrival a place. If all are taken, another holder may have to give its place up.
 
         Raises:
-            BudgetFull: There is no place, or the byte budget has no room for it.
+            BudgetFull: All places are taken, or the bytes of the place exceed the budget.
         """
         while not self._has_place_for(arrival):
             if not self._end_idle(arrival):

@@ -97,7 +97,7 @@ class Catalog:
 
         Raises:
             NotReady: The models are still being loaded.
-            ModelNotFound: There is no such model or version.
+            ModelNotFound: The model or version does not exist.
             FingerprintMismatch: The model has another fingerprint.
             SpaceMismatch: The model has another space_id, or none.
         """

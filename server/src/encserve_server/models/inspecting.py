@@ -104,7 +104,7 @@ class InspectLane:
     """Runs inspections of one model, one at a time, in a thread and a session of their own.
 
     - An inspection holds a place from its arrival until its reply is sent. There are `max_pending` places, which also
-      bound the memory of replies. A named caller holds at most half of them, so that another caller finds a place.
+      bound the memory of replies. A named caller holds at most half of the places, so that another caller finds a place.
     - Callers take turns by weight.
     - The first inspection loads the graph. If that fails, the inspection fails, and the next one tries again.
     - If a caller goes while it waits, its place is free at once. A run is never interrupted, and keeps its place.
@@ -131,7 +131,7 @@ class InspectLane:
         """Hold a place until the end of the block. A run that has started keeps the place until its end.
 
         Raises:
-            QueueFull: There is no place.
+            QueueFull: All places are taken.
             ShareExceeded: The caller holds its share of the places.
             EngineUnhealthy: The model is being unloaded.
         """

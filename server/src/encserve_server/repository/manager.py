@@ -182,7 +182,7 @@ class ModelManager:
             for candidate in slot.candidates[slot.count :]:
                 if self._seen and candidate.key not in self._seen:  # or it would seem to be ignored
                     name, version = candidate.key
-                    logger.info("a version is older than what is served", extra={"model": name, "version": version})
+                    logger.info("a version is older than the served one", extra={"model": name, "version": version})
         self._seen = {it.key: it for slot in slots for it in slot.candidates}
         for name in {name for name, _ in (*self._seen, *self._refused)}:
             bad = [key for key, (it, _) in self._refused.items() if key[0] == name and self._seen.get(key) == it]

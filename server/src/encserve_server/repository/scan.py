@@ -86,7 +86,7 @@ def require(repository: Path, slots: list[Slot]) -> list[Slot]:
     """Return the slots if each has a candidate.
 
     Raises:
-        BundleError: There are no slots, or a slot has no candidate.
+        BundleError: The repository is empty, or a slot has no candidate.
     """
     if not slots:
         problem = f"--model-repository {repository}: no bundle in it; expected <name>/<version>/{MANIFEST_NAME}"

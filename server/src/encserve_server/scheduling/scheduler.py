@@ -85,12 +85,12 @@ class Scheduler:
 
     - `run` never blocks the event loop. It admits or refuses a call at once, with all sequences or none. The cost of
       pending calls never exceeds `max_queue_tokens` (QueueFull). After a refusal, the queue refuses all calls until a
-      quarter of it is free (see `admission`).
+      quarter of the queue is free (see `admission`).
     - Each named caller has a share of the queue: its weight, divided by the weights of all callers with waiting
       sequences and once more its own weight, so that another caller finds room. While more than half of the queue is
       taken, a caller whose share waits is refused (ShareExceeded). Bulk takes at most half of the queue and leaves a
-      quarter of it free. Bulk callers have the same shares of bulk's half.
-    - There is no timer. When the engine is free, it runs a batch of pending sequences. The engine's threads take the
+      quarter of the queue free. Bulk callers have the same shares of bulk's half.
+    - The scheduler uses no timer. When the engine is free, it runs a batch of pending sequences. The engine's threads take the
       next batch at once, and meanwhile the event loop delivers. Some engines run several batches at once (see `lanes`).
     - With one caller and one priority, a sequence with k live sequences before it starts in the (k + 1)-th batch after
       the running ones, at the latest (see `batching`). So the queue's bound and the engine's speed bound the longest
@@ -195,7 +195,7 @@ class Scheduler:
             tokens: The tokens of the call; None if they are not known yet.
 
         Raises:
-            QueueFull: There is no room for any call.
+            QueueFull: The queue is full.
             RequestTooLarge: The call has more tokens than the whole queue may hold.
             EngineUnhealthy: The engine fails for all calls.
         """

@@ -192,7 +192,7 @@ class Certificates:
                 self._sessions_began_at = time.monotonic()
         except FileError as error:
             if changed is not None or self._problem != str(error):
-                logger.error("changed TLS files are refused; the former files stay in use: %s", error)
+                logger.error("changed TLS files are refused; the files before stay in use: %s", error)
                 self._observer.certificates_refused()
             self._problem = str(error)
 

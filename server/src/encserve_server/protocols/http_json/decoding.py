@@ -134,7 +134,7 @@ class ObjectDecoder(Generic[AnyStruct]):
 
         Args:
             kind: The struct of the known fields.
-            raw: Fields that stay `msgspec.Raw`. A raw field is None if the object does not have it.
+            raw: Fields that stay `msgspec.Raw`. A raw field is None if the object lacks it.
             strict: Whether unknown fields are refused. Otherwise they are ignored, with one warning for each name.
         """
         forbidding = msgspec.defstruct(
@@ -228,7 +228,7 @@ class BodyDecoder(Generic[AnyStruct]):
             UnknownField: There is an unknown field, and fields are read strictly.
             InvalidField: A field or an input has another type, or a text is too long.
             TooManyInputs: There are more inputs than a request may hold.
-            BudgetFull: There is no room for the decoded inputs.
+            BudgetFull: The decoded inputs exceed the free budget.
         """
         fields = self._object.decode(json, path)
         if (size := size_of(json)) > TURN_BYTES:

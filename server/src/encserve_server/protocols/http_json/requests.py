@@ -105,8 +105,8 @@ class SentInputs:
         """Takes the name of the field and its value: a text, ids, or a list of these.
 
         Raises:
-            InvalidField: There is no value.
-            EmptyInputs: There are no inputs.
+            InvalidField: The value is missing.
+            EmptyInputs: The list is empty.
         """
         if value is None:
             raise InvalidField(field, "is required: send a text, or a list of inputs; was null")
@@ -293,7 +293,7 @@ def pooled_output(body: PooledBody, bundle: Bundle, *, normalize_default: bool |
     Without a default, vectors are scaled to length 1, as OpenAI's are, unless the model's similarity needs lengths.
 
     Raises:
-        InvalidField: A field has a wrong value, or the model has no pooling of its own.
+        InvalidField: A field has a wrong value, or the model was not trained with a pooling.
     """
     pooling = choice("pooling", body.pooling, _POOLINGS)
     if pooling is None and bundle.pooling is None:
@@ -301,7 +301,7 @@ def pooled_output(body: PooledBody, bundle: Bundle, *, normalize_default: bool |
             raise kinds.lacks(bundle, kinds.EMBEDDING)
         raise InvalidField(
             "model",
-            f"{bundle.name} has no pooling of its own, so it does not make one vector of a text; name one in the field "
+            f"{bundle.name} was not trained with a pooling, so it does not make one vector of a text; name one in the field "
             f"pooling: {', '.join(_POOLINGS)}",
         )
     if normalize_default is None:

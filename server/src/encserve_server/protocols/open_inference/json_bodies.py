@@ -127,7 +127,7 @@ class JsonData:
         Raises:
             InvalidField: The data do not have the tensor's datatype or shape.
             MalformedRequest: The data are not JSON.
-            BudgetFull: There is no room for the decoded data.
+            BudgetFull: The decoded data exceed the free budget.
         """
         return np.asarray(self._values, dtype)
 
@@ -232,7 +232,7 @@ class InferBodies:
 
         Raises:
             InvalidField: A field has another type.
-            BudgetFull: There is no room for the request.
+            BudgetFull: The request exceeds the free budget.
             MalformedRequest: The body is not a JSON object.
             RequestTooLarge: The JSON is over the limit.
             UnknownField: There is an unknown field, and fields are read strictly.

@@ -221,7 +221,7 @@ class OpenInferenceRoutes:
 
         Raises:
             NotReady: The model is not ready, or the server is stopping.
-            ModelNotFound: There is no such model.
+            ModelNotFound: The model does not exist.
         """
         name, version = _named(request)
         try:

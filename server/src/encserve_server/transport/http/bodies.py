@@ -29,7 +29,7 @@ async def read_body(
         places: The places of slow bodies.
 
     Raises:
-        BudgetFull: There is no room for the body, or the body is slow and there is no place for it.
+        BudgetFull: The body exceeds the free budget, or it is slow and all places are taken.
         MalformedRequest: The body consists of bytes around chunks.
         RequestTooLarge: The body is over the limit. A body with such a declared length is not read.
         UnsupportedEncoding: The body is compressed, and is not read.
