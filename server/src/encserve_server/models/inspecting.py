@@ -104,7 +104,7 @@ class InspectLane:
     """Runs inspections of one model, one at a time, in a thread and a session of their own.
 
     - An inspection holds a place from its arrival until its reply is sent. There are `max_pending` places, which also
-      bound the memory of replies. A named caller holds at most half of the places, so that another caller finds a place.
+      bound the memory of replies. A named caller holds at most half of the places, so that others find a place.
     - Callers take turns by weight.
     - The first inspection loads the graph. If that fails, the inspection fails, and the next one tries again.
     - If a caller goes while it waits, its place is free at once. A run is never interrupted, and keeps its place.

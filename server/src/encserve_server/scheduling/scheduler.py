@@ -90,8 +90,9 @@ class Scheduler:
       sequences and once more its own weight, so that another caller finds room. While more than half of the queue is
       taken, a caller whose share waits is refused (ShareExceeded). Bulk takes at most half of the queue and leaves a
       quarter of the queue free. Bulk callers have the same shares of bulk's half.
-    - The scheduler uses no timer. When the engine is free, it runs a batch of pending sequences. The engine's threads take the
-      next batch at once, and meanwhile the event loop delivers. Some engines run several batches at once (see `lanes`).
+    - The scheduler uses no timer. When the engine is free, it runs a batch of pending sequences. The engine's threads
+      take the next batch at once, and meanwhile the event loop delivers. Some engines run several batches at once (see
+      `lanes`).
     - With one caller and one priority, a sequence with k live sequences before it starts in the (k + 1)-th batch after
       the running ones, at the latest (see `batching`). So the queue's bound and the engine's speed bound the longest
       wait, and later arrivals do not.

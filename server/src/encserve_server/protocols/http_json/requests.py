@@ -301,8 +301,8 @@ def pooled_output(body: PooledBody, bundle: Bundle, *, normalize_default: bool |
             raise kinds.lacks(bundle, kinds.EMBEDDING)
         raise InvalidField(
             "model",
-            f"{bundle.name} was not trained with a pooling, so it does not make one vector of a text; name one in the field "
-            f"pooling: {', '.join(_POOLINGS)}",
+            f"{bundle.name} was not trained with a pooling, so it does not make one vector of a text; name one in the "
+            f"field pooling: {', '.join(_POOLINGS)}",
         )
     if normalize_default is None:
         normalize_default = bundle.similarity not in _LENGTH_MATTERS
