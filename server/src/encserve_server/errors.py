@@ -56,7 +56,7 @@ class FieldPath:
 
     Attributes:
         field: The field.
-        at: The index of the input, or for fields of an output, the index of the output. None if there is no index.
+        at: The index of the input, or for fields of an output, the index of the output. None for no index.
         place: The index of the id or span in the field; None for the whole field.
     """
 
