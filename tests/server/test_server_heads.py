@@ -402,7 +402,7 @@ async def test_the_estimated_size_of_a_reply_is_never_too_low(serve: Serve) -> N
     for inputs in ([[5] * 64] * 20, [[5]], [text(*range(5, 40)), text()]):
         for specs in ([MULTI], [SPARSE], [MULTI, SPARSE, pb.OutputSpec()]):
             request = pb.EncodeRequest(inputs=map(make_input, inputs), options=options(*specs))
-            reply = await model.prepare(codec.decode_call(request, LONGEST, codec.check_counts(request, model)))
+            reply = await model.prepare(await codec.decode_call(request, LONGEST, codec.check_counts(request, model)))
             await model.run(reply)
             assert len(await server.call("Encode", request)) <= reply.estimated_bytes
 

@@ -395,6 +395,24 @@ async def test_large_replies_are_whole(start_server: StartServer) -> None:
             np.testing.assert_array_equal(got, expected(*ids))
 
 
+async def test_other_calls_run_while_a_large_request_is_decoded() -> None:
+    """The event loop runs other tasks at least once for each 32,768 token ids that it copies."""
+    request = pb.EncodeRequest(inputs=[make_input([1] * 512) for _ in range(256)])
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(count_turns())
+    decoded = await codec.decode_call(request, 512, 0)
+    other.cancel()
+    assert len(decoded.inputs) == 256
+    assert turns >= 256 * 512 // 32_768
+
+
 @pytest.mark.parametrize("include_token_strings", [True, False])
 async def test_the_estimate_of_a_reply_is_never_too_low(shared: FakeServer, include_token_strings: bool) -> None:
     """A reply has at most its estimated number of bytes.
@@ -406,7 +424,7 @@ async def test_the_estimate_of_a_reply_is_never_too_low(shared: FakeServer, incl
     model = shared.app.catalog.resolve("", "")
     for inputs in (["[UNK]"] * 3, ["world hello " * 40, "🌍"], [[999] * 32, [1], [2, 1]]):
         request = pb.EncodeRequest(inputs=map(make_input, inputs), options=options)
-        reply = await model.prepare(codec.decode_call(request, LONGEST, 0))
+        reply = await model.prepare(await codec.decode_call(request, LONGEST, 0))
         await model.run(reply)
         data = await shared.call("Encode", request)
         assert len(data) <= reply.estimated_bytes

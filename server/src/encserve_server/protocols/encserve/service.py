@@ -118,7 +118,7 @@ class EncoderService:
         """Return the bytes of an EncodeResponse. With a stream's request id, an EncodeStreamResponse wraps it."""
         model = self._resolve(request, len(request.inputs), call)
         inputs_with_spans = codec.check_counts(request, model)
-        decoded = codec.decode_call(request, model.bundle.max_sequence_tokens, inputs_with_spans)
+        decoded = await codec.decode_call(request, model.bundle.max_sequence_tokens, inputs_with_spans)
         del request
         return await call.encode(model, decoded, partial(codec.encode_reply, model, decoded, stream_request_id))
 
