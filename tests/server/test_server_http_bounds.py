@@ -290,7 +290,7 @@ async def test_the_server_listens_on_every_address_of_its_host(start_server: Sta
         (LISTS, "TOO_MANY_INPUTS", "INPUTS: must hold at most 2048 sequences"),
         (LISTS.replace(b"[1]", b'"a"'), "TOO_MANY_INPUTS", "INPUTS: must hold at most 2048 sequences"),
         (IDS, "INVALID_FIELD", "INPUTS[0][2000000]: must be a token id; was a boolean"),
-        (OBJECTS, "TOO_MANY_INPUTS", "INPUTS: must hold at most 2048 sequences (max_http_inputs); was 1000001"),
+        (OBJECTS, "TOO_MANY_INPUTS", "INPUTS: must hold at most 2048 sequences (max_request_sequences); was 1000001"),
         (b"[" * 4_000_000, "MALFORMED_REQUEST", "the body must be a JSON object; was a list"),
         (b'{"INPUTS": ["a", "%s"]}' % (b"a" * 2_000_000), "INVALID_FIELD", "INPUTS[1]: must be at most 262144 bytes"),
         (b'{"INPUTS": "%s"}' % (b"a" * 2_000_000), "INVALID_FIELD", "2000002 bytes"),

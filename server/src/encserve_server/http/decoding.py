@@ -260,7 +260,7 @@ class _InputsDecoder:
             await asyncio.sleep(0)
         members = [json] if is_one else list_of(json, path, kind.wanted)
         if len(members) > rules.max_inputs:
-            problem = f"must hold at most {rules.max_inputs} sequences (max_http_inputs); was {len(members)}"
+            problem = f"must hold at most {rules.max_inputs} sequences (max_request_sequences); was {len(members)}"
             raise TooManyInputs(path, problem)
         inputs: list[Any] = []
         turn_bytes = TURN_BYTES

@@ -247,11 +247,11 @@ async def encode(
     Raises:
         InvalidField: A field has a wrong value.
         SequenceTooLong: An input is too long, and the request does not allow truncation at the end.
-        EncserveError: See `Call.encode_in_parts`.
+        EncserveError: See `Call.encode`.
     """
     model = call.resolve(len(sent.items), *model_of(body))
     bundle, truncated = model.bundle, 0
-    model.check_counts(len(sent.items), most_inputs=rules.max_inputs)
+    model.check_counts(len(sent.items))
     check(model)
     truncate, max_tokens = cut_of(body, bundle, rules) if cut is None else cut
     wanted = output(bundle)
@@ -273,7 +273,7 @@ async def encode(
         return build(model, reply)
 
     try:
-        answer = await call.encode_in_parts(model, request, counted, growth, more_bytes)
+        answer = await call.encode(model, request, counted, growth, more_bytes)
     except SequenceTooLong as error:
         raise _too_long_on_the_left(error) if from_left else error from None
     return Reply(answer, {TRUNCATED_HEADER: f"{truncated}"} if truncated else {})

@@ -63,7 +63,9 @@ async def open_http(
     Raises:
         OSError: The port is not available.
     """
-    rules = BodyRules(settings.max_http_inputs, settings.max_text_bytes, settings.http_truncate, settings.strict_http)
+    rules = BodyRules(
+        settings.max_request_sequences, settings.max_text_bytes, settings.http_truncate, settings.strict_http
+    )
     routes = [
         *OpenAiRoutes(calls.catalog, rules).routes(),
         *TeiRoutes(

@@ -366,7 +366,6 @@ class TeiRoutes:
             include_token_strings=True,
             prompt_name=fields.prompt_name,
             task=task_of(fields, model.bundle),
-            most_inputs=self._rules.max_inputs,
         )
         keeps_special = fields.add_special_tokens is not False
 
