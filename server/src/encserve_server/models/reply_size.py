@@ -52,7 +52,8 @@ class ReplySize:
         """Return the bytes of a reply with these outputs, without sparse weights.
 
         Args:
-            sequences: The sequences that are known so far. The result counts all inputs if their rows have one size.
+            sequences: The sequences that are known so far. The result counts all inputs if their rows have one size, and
+                with padding it counts each input as long as the longest so far.
             inputs: The number of all inputs.
             plan: The outputs of each sequence.
             detail: The detail of the reply for each sequence.
@@ -68,7 +69,7 @@ class ReplySize:
         else:
             sizes = [self._sequence_bytes(it, plan, shape) + len(it.input) * info_bytes for it in sequences]
         if shape.padded:
-            sizes = [max(sizes)] * len(sizes)
+            sizes = [max(sizes)] * inputs
         return self._sum(sizes, inputs, _ADVICE)
 
     def check_tokens(self, sequences: Sequence[TokenSequence], inputs: int, with_strings: bool) -> int:
