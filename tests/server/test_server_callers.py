@@ -586,7 +586,7 @@ async def test_a_call_that_fails_midway_costs_the_parts_that_ran(serve: Serve, m
 
     real = QueueFull.__init__
     monkeypatch.setattr(QueueFull, "__init__", refuse)
-    text = entry("search", RIGHT, tokens_per_second=2) + entry("other", OTHER)
+    text = entry("search", RIGHT, tokens_per_second=2) + entry("other", OTHER) + entry("third", "a-third-key")
     server = await serve(text, max_queue_tokens=64, max_batch_sequences=1)
     server.engine.hold()
     async with connect(server) as client:
@@ -594,7 +594,8 @@ async def test_a_call_that_fails_midway_costs_the_parts_that_ran(serve: Serve, m
         body = {"input": inputs, "model": "tiny", "add_special_tokens": False}
         call = asyncio.create_task(client.post("/v1/embeddings", json=body, headers=dict(bearer(RIGHT))))
         await until(lambda: server.queued() == 8)
-        filling = asyncio.create_task(server.encode(*[[5] * 4] * 14, metadata=bearer(OTHER)))
+        fill = [(OTHER, 32), ("a-third-key", 24)]  # a caller without waiting work may exceed its share
+        filling = asyncio.gather(*[server.encode([5] * tokens, metadata=bearer(key)) for key, tokens in fill])
         await until(lambda: server.queued() == 64)
         server.engine.let_one_go()
         await until(lambda: len(refusals) == 1)
@@ -613,14 +614,14 @@ async def test_a_call_that_fails_midway_costs_the_parts_that_ran(serve: Serve, m
 async def test_a_call_of_ids_that_ends_before_it_runs_costs_nothing(serve: Serve, outcome: str) -> None:
     text = entry("search", RIGHT, tokens_per_second=1) + entry("other", OTHER)
     stall_seconds = 0.1 if outcome == "ENGINE_UNHEALTHY" else 60
-    server = await serve(text, max_queue_tokens=64, stall_seconds=stall_seconds)
+    queue = 24 if outcome == "REQUEST_TOO_LARGE" else 60
+    server = await serve(text, max_queue_tokens=queue, stall_seconds=stall_seconds)
     others = [await server.start_held(server.encode([1], metadata=bearer(OTHER)))]
-    inputs = [[1, 4, 2]] * (22 if outcome == "REQUEST_TOO_LARGE" else 10)
     if outcome == "QUEUE_FULL":
-        others.append(asyncio.create_task(server.encode([5] * 20, [5] * 20, metadata=bearer(OTHER))))
-        await until(lambda: server.queued() == 40)
+        others.append(asyncio.create_task(server.encode([5] * 32, metadata=bearer(OTHER))))
+        await until(lambda: server.queued() == 32)
     timeout = 0.1 if outcome == "DEADLINE_EXCEEDED" else None
-    call = asyncio.create_task(server.encode(*inputs, metadata=bearer(RIGHT), timeout=timeout))
+    call = asyncio.create_task(server.encode([1, *[4] * 28, 2], metadata=bearer(RIGHT), timeout=timeout))
     if outcome == "CANCELLED":
         await until(lambda: server.queued() == 30)
         call.cancel()
@@ -716,7 +717,7 @@ async def test_tokenize_ends_when_the_tokens_so_far_have_no_room(
 async def test_a_refused_call_costs_the_tokens_of_its_texts(serve: Serve, reason: str) -> None:
     """Tokenizing takes time, whatever becomes of the call."""
     text = entry("search", RIGHT, tokens_per_second=10) + entry("other", OTHER)
-    server = await serve(text, max_queue_tokens=64)
+    server = await serve(text, max_queue_tokens=59)
     words = 28 if reason == "QUEUE_FULL" else 31
     request = pb.EncodeRequest(inputs=[make_input([5] * 30), make_input(" ".join(["hello"] * words))])
     async with server.queue_of(30, metadata=bearer(OTHER)):

@@ -558,13 +558,12 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 POOLED = pb.OutputSpec(kind=pb.OUTPUT_KIND_MEAN)
 MANY_SPANS = pb.Spans(starts=[0] * 16_385, ends=[1] * 16_385)
 TOO_MUCH: dict[str, tuple[pb.EncodeRequest, str]] = {
-    "inputs": (pb.EncodeRequest(inputs=[make_input([1])] * 257), "TOO_MANY_INPUTS"),
+    "inputs": (pb.EncodeRequest(inputs=[make_input([1])] * 2049), "TOO_MANY_INPUTS"),
     "no inputs": (pb.EncodeRequest(), "INVALID_FIELD"),
     "outputs": (
         pb.EncodeRequest(inputs=[make_input([1])], options=pb.EncodeOptions(outputs=[POOLED] * 17)),
         "TOO_MANY_OUTPUTS",
     ),
-    "ids": (pb.EncodeRequest(inputs=[make_input([1] * LONGEST)] * 4), "REQUEST_TOO_LARGE"),
     "spans": (
         pb.EncodeRequest(inputs=[pb.Input(token_ids=pb.TokenIds(ids=[1]), spans=MANY_SPANS)]),
         "INVALID_FIELD",
@@ -595,7 +594,7 @@ async def test_a_request_refused_by_its_counts_is_not_copied(
 
 
 async def test_too_many_texts_are_not_tokenized(shared: FakeServer, copied: list[str]) -> None:
-    failed = await refusal(shared.call("Tokenize", pb.TokenizeRequest(texts=["hello"] * 257)))
+    failed = await refusal(shared.call("Tokenize", pb.TokenizeRequest(texts=["hello"] * 2049)))
     assert (failed.reason, copied) == ("TOO_MANY_INPUTS", [])
 
 
@@ -605,21 +604,21 @@ def ids_tensor(shape: tuple[int, int]) -> Any:
     return tensor
 
 
-@pytest.mark.parametrize("what", ["inputs", "texts", "outputs", "ids", "dimensions"])
+@pytest.mark.parametrize("what", ["inputs", "texts", "outputs", "dimensions"])
 async def test_an_open_inference_request_refused_by_its_counts_is_not_copied(
     shared: FakeServer, copied: list[str], what: str
 ) -> None:
     request = infer_pb.ModelInferRequest(model_name="tiny")
-    tensor = ids_tensor({"inputs": (257, 1), "ids": (4, LONGEST)}.get(what, (1, 1)))
+    tensor = ids_tensor((2049, 1) if what == "inputs" else (1, 1))
     if what == "texts":
-        tensor = infer_pb.ModelInferRequest.InferInputTensor(name="text", datatype="BYTES", shape=[257])
-        tensor.contents.bytes_contents.extend([b"hello"] * 257)
+        tensor = infer_pb.ModelInferRequest.InferInputTensor(name="text", datatype="BYTES", shape=[2049])
+        tensor.contents.bytes_contents.extend([b"hello"] * 2049)
     elif what == "dimensions":
         tensor.shape.extend([1] * 100_000)
     request.inputs.append(tensor)
     if what == "outputs":
         request.outputs.extend([infer_pb.ModelInferRequest.InferRequestedOutputTensor(name="embedding")] * 17)
-    reasons = {"outputs": "TOO_MANY_OUTPUTS", "ids": "REQUEST_TOO_LARGE", "dimensions": "INVALID_FIELD"}
+    reasons = {"outputs": "TOO_MANY_OUTPUTS", "dimensions": "INVALID_FIELD"}
     failed = await refusal(shared.call("ModelInfer", request, INFER_SERVICE))
     assert failed.reason == reasons.get(what, "TOO_MANY_INPUTS")
     assert copied == []

@@ -225,7 +225,7 @@ BAD: list[tuple[Any, str, str]] = [  # a body, the field that the error names, a
     ({"INPUTS": "hello", "task": "Query", "input_type": "passage"}, "input_type", "'passage'"),
     ({"INPUTS": "hello", "prompt_name": "other"}, "prompt_name", "'other'"),
     ({"INPUTS": "x" * 300_000}, "INPUTS[0]", "300000"),
-    ({"INPUTS": ["hello"] * 2049}, "INPUTS", "2048 sequences (max_http_inputs); was 2049"),
+    ({"INPUTS": ["hello"] * 2049}, "INPUTS", "2048 sequences (max_request_sequences); was 2049"),
 ]
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -11,8 +12,9 @@ from fake_server import Failed, FakeServer, StartServer
 from http_calls import connect, get, post, raw
 from waiting import PATIENCE_SECONDS, until
 
-from encserve_server.protocols.http_json.decoding import TEXTS_OR_IDS, BodyDecoder, BodyRules
+from encserve_server.protocols.http_json.decoding import TEXTS_OR_IDS, BodyDecoder
 from encserve_server.protocols.tei import EmbedBody
+from encserve_server.settings import Settings
 from encserve_server.transport.http import connection as http_connection
 from encserve_server.transport.http.connection import MAX_WAITING_BYTES, Connection
 
@@ -290,7 +292,7 @@ async def test_the_server_listens_on_every_address_of_its_host(start_server: Sta
         (LISTS, "TOO_MANY_INPUTS", "INPUTS: must hold at most 2048 sequences"),
         (LISTS.replace(b"[1]", b'"a"'), "TOO_MANY_INPUTS", "INPUTS: must hold at most 2048 sequences"),
         (IDS, "INVALID_FIELD", "INPUTS[0][2000000]: must be a token id; was a boolean"),
-        (OBJECTS, "TOO_MANY_INPUTS", "INPUTS: must hold at most 2048 sequences (max_http_inputs); was 1000001"),
+        (OBJECTS, "TOO_MANY_INPUTS", "INPUTS: must hold at most 2048 sequences (max_request_sequences); was 1000001"),
         (b"[" * 4_000_000, "MALFORMED_REQUEST", "the body must be a JSON object; was a list"),
         (b'{"INPUTS": ["a", "%s"]}' % (b"a" * 2_000_000), "INVALID_FIELD", "INPUTS[1]: must be at most 262144 bytes"),
         (b'{"INPUTS": "%s"}' % (b"a" * 2_000_000), "INVALID_FIELD", "2000002 bytes"),
@@ -323,7 +325,7 @@ async def test_a_large_body_is_decoded_in_turns(inputs: list[Any]) -> None:
     body = json.dumps({"inputs": inputs}).encode()
     held: list[int] = []
     decoding = asyncio.create_task(
-        BodyDecoder(EmbedBody, BodyRules(2048, 2**18), inputs=TEXTS_OR_IDS).decode(body, held.append)
+        BodyDecoder(EmbedBody, Settings(model_repository=Path()), inputs=TEXTS_OR_IDS).decode(body, held.append)
     )
     turns = 0
     while not decoding.done():

@@ -181,7 +181,7 @@ def large(count: int, field: str) -> bytes:
 
 @pytest.mark.parametrize("field", ["texts", "inputs"])
 async def test_many_inputs(start_server: StartServer, field: str) -> None:
-    server = await start_server(http_port=0, max_http_inputs=500)
+    server = await start_server(http_port=0, max_request_sequences=500)
     assert len(large(500, field)) > 64 * 1024
     response = await post(server, V2, large(500, field))
     assert response.status_code == 200, response.text

@@ -15,10 +15,11 @@ from tiny_heads import Serve
 from waiting import until
 
 from encserve_server.errors import QueueFull
+from encserve_server.models.inputs import first_piece
 from encserve_server.models.parts import PartedCall
 from encserve_server.models.served import EncodeReply
 from encserve_server.models.treatment import EncodeCall
-from encserve_server.types.callers import Sender
+from encserve_server.types.callers import ANY_SENDER, Sender
 from encserve_server.types.requests import Detail
 from encserve_server.types.sequences import TokenSequence
 
@@ -104,7 +105,7 @@ async def test_an_input_larger_than_the_queue_is_named_by_its_place(start_server
 
 
 async def test_a_reply_that_is_too_large_is_refused(start_server: StartServer) -> None:
-    server = await start_server(**SMALL_QUEUE, max_response_mib=1, max_http_inputs=20_000)
+    server = await start_server(**SMALL_QUEUE, max_response_mib=1, max_request_sequences=20_000)
     refused = await post(server, "/embed_all", {"inputs": [[7] * 32] * MANY})
     assert (refused.status_code, refused.headers["encserve-error-reason"]) == (413, "RESPONSE_TOO_LARGE")
     assert f"of {MANY} inputs" in refused.text
@@ -173,15 +174,17 @@ class Crowded:
         self.runs = self.texts = 0
         self.costs: list[int] = []
 
-    async def prepare(self, call: EncodeCall, span: None, sender: Sender) -> EncodeReply:
-        """Return a reply with one sequence of one token for each text. Raise QueueFull if the queue is full."""
+    async def prepare(
+        self, call: EncodeCall, span: None, sender: Sender, *, reply: EncodeReply, end: int
+    ) -> EncodeReply:
+        """Add sequences of one token to a reply. Raise QueueFull if the queue is full."""
         self.texts += 1
         if self.texts - 1 in self.full_texts:
             raise QueueFull("bytes of text", 1, 1, 1, 5.0)
-        sequences = [TokenSequence(np.array([1]), 1) for _ in call.inputs]
-        for sequence in sequences:
-            sequence.cost = 1
-        return EncodeReply(sequences, SimpleNamespace(row_bytes=None), Detail.COUNTS, False, None, 0.0, 1)  # type: ignore[arg-type]
+        for _ in call.inputs[len(reply.sequences) : end]:
+            reply.sequences.append(TokenSequence(np.array([1]), 1))
+            reply.sequences[-1].cost = 1
+        return reply
 
     async def run(self, reply: EncodeReply, deadline: float, span: None, sender: Sender) -> None:
         """Count the call, and store its number of sequences. Raise QueueFull if the queue is full."""
@@ -194,11 +197,15 @@ class Crowded:
 async def run_crowded(model: Crowded, clock: FakeClock, inputs: int) -> EncodeReply:
     """Run a call with `inputs` inputs while the fake clock advances."""
     call = EncodeCall(["a"] * inputs, ())
-    running = asyncio.create_task(PartedCall(model, call, lambda _: None, clock=clock).run())  # type: ignore[arg-type]
+    reply = EncodeReply([], SimpleNamespace(has_sparse=False), Detail.COUNTS, False, None, 0.0, 1)  # type: ignore[arg-type]
+    await model.prepare(call, None, ANY_SENDER, reply=reply, end=first_piece(call.inputs))
+    parted = PartedCall(model, call, reply, lambda _: None, clock=clock)  # type: ignore[arg-type]
+    running = asyncio.create_task(parted.run())
     while not running.done():
         await asyncio.sleep(0)
         clock.advance(1.0)
-    return await running
+    await running
+    return reply
 
 
 async def test_a_later_part_waits_for_room() -> None:
@@ -211,7 +218,7 @@ async def test_a_later_part_waits_for_room() -> None:
     assert clock.now() >= 4 * 5.0
 
 
-@pytest.mark.parametrize("model", [Crowded(full_runs={0}), Crowded(full_texts={0}), Crowded(full_runs=range(1, 99))])
+@pytest.mark.parametrize("model", [Crowded(full_runs={0}), Crowded(full_runs=range(1, 99))])
 async def test_a_refused_first_part_ends_the_call(model: Crowded) -> None:
     """If the queue is full for the first part, the call fails.
 

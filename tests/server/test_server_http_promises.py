@@ -98,7 +98,7 @@ async def test_a_body_that_does_not_arrive(server: FakeServer, monkeypatch: pyte
 async def test_a_caller_that_does_not_read_loses_its_connection(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = await start_server(http_port=0, max_http_inputs=4000)
+    server = await start_server(http_port=0, max_request_sequences=4000)
     monkeypatch.setattr("encserve_server.transport.http.app.SEND_SECONDS", 0.05)
     monkeypatch.setattr("encserve_server.transport.http.app.BYTES_PER_SECOND", 2**40)
     assert server.app._http is not None

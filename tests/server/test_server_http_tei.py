@@ -19,7 +19,7 @@ TEXTS = ["hello brave new world", "new world", "hello"]
 LONG = "hello " * 40
 
 
-SHARED_SETTINGS = {"http_port": 0, "max_http_inputs": 10}
+SHARED_SETTINGS = {"http_port": 0, "max_request_sequences": 10}
 
 
 def compared(source: Any, sentences: Any, **parameters: Any) -> dict[str, Any]:
@@ -66,7 +66,7 @@ BAD: list[tuple[Any, int, str, str]] = [  # a body, the status, the field of the
     (compared("a", ["b"], truncate=3), 422, "parameters.truncate", "true or false"),
     (compared("a", ["b"], prompt_name="x"), 422, "prompt_name", "'x'"),
     (compared("a", ["b"], truncation_direction="up"), 422, "parameters.truncation_direction", "right, left"),
-    (compared("a", ["b"] * 10), 413, "inputs", "at most 10 sequences (max_http_inputs); was 11"),
+    (compared("a", ["b"] * 10), 413, "inputs", "at most 10 sequences (max_request_sequences); was 11"),
     (compared("a", ["x" * 300_000]), 422, "inputs.sentences[0]", "262144 bytes"),
     (compared("hello", ["hello", LONG], truncate=False), 422, "inputs.sentences[1]", "at most 32 tokens"),
     (compared(LONG, ["hello"], truncate=False), 422, "inputs.source_sentence", "at most 32 tokens"),
@@ -138,7 +138,7 @@ async def test_info_has_every_field(start_server: StartServer) -> None:
     server = await start_server(
         http_port=0,
         http_truncate=False,
-        max_http_inputs=99,
+        max_request_sequences=99,
         max_connections=7,
         tokenizer_threads=2,
         max_batch_tokens=512,
@@ -174,7 +174,8 @@ async def test_a_large_comparison(start_server: StartServer) -> None:
     server = await start_server(http_port=0)
     refused = await post(server, "/similarity", compared("hello", ["hello"] * 20_000))
     assert refused.status_code == 413
-    assert refused.json()["error"].startswith("inputs.sentences: must hold at most 2048 sequences (max_http_inputs)")
+    problem = "inputs.sentences: must hold at most 2048 sequences (max_request_sequences)"
+    assert refused.json()["error"].startswith(problem)
     many = await post(server, "/similarity", compared("hello", ["hello brave new world " * 3] * 2047))
     assert many.status_code == 200
     assert len(many.json()) == 2047

@@ -294,8 +294,8 @@ REFUSED: list[tuple[Any, str, str]] = [  # errors of JSON; the gRPC tests check 
     (changed(texts("a"), data=[["a", "b"]]), "text[0]", "string"),
     (changed(texts("a"), data=["a", "b"]), "text", "was 2"),
     (changed(texts("a"), data=[]), "text", "was 0"),
-    (texts(*["hello"] * 3000), "inputs", "at most 256 sequences"),
-    (texts(*["hello there, brave new world"] * 3000), "inputs", "at most 256 sequences"),
+    (texts(*["hello"] * 3000), "inputs", "at most 2048 sequences"),
+    (texts(*["hello there, brave new world"] * 3000), "inputs", "at most 2048 sequences"),
 ]
 
 

@@ -178,7 +178,7 @@ def test_a_flag_overrides_the_environment_and_the_environment_the_default(
     result = CliRunner().invoke(main, ["--grpc-port", "999"], env=environment, catch_exceptions=False)
     assert result.exit_code == 0
     (settings,) = seen
-    assert (settings.grpc_port, settings.metrics_port, settings.max_request_sequences) == (999, 4321, 256)
+    assert (settings.grpc_port, settings.metrics_port, settings.max_request_sequences) == (999, 4321, 2048)
     assert (settings.model, settings.model_repository, settings.reflection) == (("a", "b@2"), tmp_path, False)
 
 

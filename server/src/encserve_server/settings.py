@@ -139,11 +139,10 @@ class Settings:
         "The setting limits the waiting time; a low value refuses bursts that the server could serve.",
         minimum=1,
     )
-    max_request_sequences: int = _setting(256, "Most inputs in one request; for HTTP see --max-http-inputs.", minimum=1)
-    max_http_inputs: int = _setting(
+    max_request_sequences: int = _setting(
         2048,
-        "Most inputs in one request over HTTP, on the routes of OpenAI, text-embeddings-inference and Cohere. The "
-        "inputs are processed in parts of at most a quarter of the queue.",
+        "Most inputs in one request. A request with many inputs or long inputs runs in parts, and takes at most a "
+        "quarter of the queue.",
         minimum=1,
     )
     max_text_bytes: int = _setting(256 * 1024, "Longest text, in bytes of UTF-8.", minimum=1)

@@ -34,7 +34,8 @@ from encserve_server.errors import (
 from encserve_server.failures import Failure, to_failure
 from encserve_server.ledger import ByteBudget, Places
 from encserve_server.models.catalog import Catalog
-from encserve_server.models.parts import PartedCall
+from encserve_server.models.inputs import first_piece
+from encserve_server.models.parts import PartedCall, runs_at_once
 from encserve_server.models.served import (
     EncodeReply,
     InspectCall,
@@ -395,33 +396,6 @@ class Call:
         return model
 
     async def encode(
-        self, model: ServedModel, request: EncodeCall, build: Callable[[EncodeReply], bytes], growth: float = 1.0
-    ) -> bytes:
-        """Answer an encode call.
-
-        Args:
-            model: The model from `resolve`.
-            request: The request.
-            build: Builds the bytes of the reply; called in a thread if there are many.
-            growth: The largest number of bytes in the reply for each byte that the model estimates; 1 for raw numbers.
-
-        Raises:
-            BudgetFull: There is no room for the reply.
-            RateLimited: The caller is over its rate.
-            ResponseTooLarge: The reply is larger than estimated.
-        """
-        sender = self._begin_encode(model, request.priority)
-        reply = await model.prepare(request, self.span, sender)
-        estimated = reply.estimated_bytes
-        self.hold(round(estimated * (1 + growth)))  # the outputs, and the reply built from them
-        self.charge(reply.sequences)
-        await model.run(reply, self.deadline, self.span, sender)
-        self.note(reply.sequences, reply.seconds)
-        if reply.estimated_bytes > estimated:
-            self.hold(round((reply.estimated_bytes - estimated) * (1 + growth)))
-        return await self._build(model, partial(build, reply), reply.estimated_bytes, growth)
-
-    async def encode_in_parts(
         self,
         model: ServedModel,
         request: EncodeCall,
@@ -429,44 +403,51 @@ class Call:
         growth: float = 1.0,
         more_bytes: int = 0,
     ) -> bytes:
-        """Answer an encode call with any number of inputs, in parts if they are many or long; see `PartedCall`.
+        """Answer an encode call. A call with many inputs or long inputs runs in parts; see `PartedCall`.
 
-        `more_bytes` is the largest number of bytes in the reply that are not outputs. They do not count for the limit
-        of replies.
-        """
-        clock, span, sender = self._calls.clock, self.span, self._begin_encode(model, request.priority)
-        if more_bytes:
-            self.hold(more_bytes)
-
-        def hold(estimated_bytes: int) -> None:
-            self.hold(round(estimated_bytes * (1 + growth)))
-
-        parted = PartedCall(
-            model,
-            request,
-            hold,
-            clock=clock,
-            deadline=self.deadline,
-            span=span,
-            sender=sender,
-            charge=self.charge,
-        )
-        reply = await parted.run()
-        self.note(reply.sequences, reply.seconds)
-        return await self._build(model, partial(build, reply), reply.estimated_bytes, growth, more_bytes)
-
-    def _begin_encode(self, model: ServedModel, priority: Priority) -> Sender:
-        """Refuse a call whose caller has used up its rate or its share, before any work.
+        Args:
+            model: The model from `resolve`.
+            request: The request.
+            build: Builds the bytes of the reply; called in a thread if there are many.
+            growth: The largest number of bytes in the reply for each byte that the model estimates; 1 for raw numbers.
+            more_bytes: The largest number of bytes in the reply that are not outputs. They do not count for the limit
+                of replies.
 
         Raises:
+            BudgetFull: There is no room for the reply.
             RateLimited: The caller is over its rate.
             ShareExceeded: The caller, or bulk, has its share of the queue waiting.
+            ResponseTooLarge: The reply is larger than estimated.
         """
-        sender = self._sender(priority)
+        span, sender = self.span, self._sender(request.priority)
         model.check_share(sender)
         if self.is_of_stream and self._access is not None:  # other calls were checked on arrival
             self._access.check_rate()
-        return sender
+        if more_bytes:
+            self.hold(more_bytes)
+        end = first_piece(request.inputs)
+        reply = await model.prepare(request, span, sender, end=end)
+        estimated = reply.estimated_bytes
+        self.hold(round(estimated * (1 + growth)))  # the outputs, and the reply built from them
+        self.charge(reply.sequences)
+        if end == len(request.inputs) and runs_at_once(model, reply):
+            await model.run(reply, self.deadline, span, sender)
+            if reply.estimated_bytes > estimated:
+                self.hold(round((reply.estimated_bytes - estimated) * (1 + growth)))
+        else:
+            await PartedCall(
+                model,
+                request,
+                reply,
+                lambda more: self.hold(round(more * (1 + growth))),
+                clock=self._calls.clock,
+                deadline=self.deadline,
+                span=span,
+                sender=sender,
+                charge=self.charge,
+            ).run()
+        self.note(reply.sequences, reply.seconds)
+        return await self._build(model, partial(build, reply), reply.estimated_bytes, growth, more_bytes)
 
     def _sender(self, priority: Priority) -> Sender:
         """Return the sender of a call with this priority, or with its caller's priority if that is less urgent."""

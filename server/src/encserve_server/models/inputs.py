@@ -345,6 +345,11 @@ class InputChecker:
         return TokenSequence(vectors, sent.count)
 
 
+def first_piece(inputs: Sequence[SentInput]) -> int:
+    """Return the end of the first of the `pieces` of a call."""
+    return 1 if len(inputs) == 1 else next(pieces(inputs))[1]
+
+
 def pieces(inputs: Sequence[SentInput], most_size: int = TURN_BYTES, around: int = 0) -> Iterator[tuple[int, int]]:
     """Cut inputs into pieces that are prepared one at a time. Most calls have one piece.
 
@@ -358,7 +363,7 @@ def pieces(inputs: Sequence[SentInput], most_size: int = TURN_BYTES, around: int
     """
     begin = size = 0
     for i, it in enumerate(inputs):
-        its_size = _size(it, around)
+        its_size = len(it) + around if isinstance(it, str) else _size(it, around)
         if i > begin and (size + its_size > most_size or i - begin == _PIECE_INPUTS):
             yield begin, i
             begin, size = i, 0

@@ -46,8 +46,18 @@ class ReplySize:
         self._limit = limit
         self._span_bytes = outputs.reply_bytes((Output(OutputKind.SPANS, False),), 0, token_rows=0, spans=1)
 
-    def check(self, sequences: Sequence[TokenSequence], plan: OutputPlan, detail: Detail, shape: ReplyShape) -> int:
+    def check(
+        self, sequences: Sequence[TokenSequence], inputs: int, plan: OutputPlan, detail: Detail, shape: ReplyShape
+    ) -> int:
         """Return the bytes of a reply with these outputs, without sparse weights.
+
+        Args:
+            sequences: The sequences that are known so far. If all rows have one size, the result counts all inputs.
+                With padding, it counts each input as long as the longest so far.
+            inputs: The number of all inputs.
+            plan: The outputs of each sequence.
+            detail: The detail of the reply for each sequence.
+            shape: The form of the reply.
 
         Raises:
             ResponseTooLarge: The reply is over the limit.
@@ -55,19 +65,12 @@ class ReplySize:
         info_bytes = self._info_bytes(shape.with_strings) if detail is Detail.TOKENS else 0
         if plan.row_bytes is not None:
             sizes = [plan.row_bytes + len(it.input) * info_bytes for it in sequences]
+            sizes += [plan.row_bytes] * (inputs - len(sequences))
         else:
             sizes = [self._sequence_bytes(it, plan, shape) + len(it.input) * info_bytes for it in sequences]
         if shape.padded:
-            sizes = [max(sizes)] * len(sizes)
-        return self._sum(sizes, len(sizes), _ADVICE)
-
-    def check_rows(self, row_bytes: int, inputs: int) -> int:
-        """Return the bytes of a reply without details, with `row_bytes` for each input.
-
-        Raises:
-            ResponseTooLarge: The reply is over the limit.
-        """
-        return self._sum([row_bytes] * inputs, inputs, _ADVICE)
+            sizes = [max(sizes)] * inputs
+        return self._sum(sizes, inputs, _ADVICE)
 
     def check_tokens(self, sequences: Sequence[TokenSequence], inputs: int, with_strings: bool) -> int:
         """Return the bytes of a reply without rows.

@@ -114,7 +114,6 @@ class TokenizeCall:
         prompt_name: As of an EncodeCall.
         task: As of an EncodeCall.
         offset_unit: As of a ReplyShape.
-        most_inputs: As of `ServedModel.check_counts`.
     """
 
     texts: Sequence[str]
@@ -123,7 +122,6 @@ class TokenizeCall:
     prompt_name: str | None = None
     task: Task = Task.NEITHER
     offset_unit: OffsetUnit = OffsetUnit.CODE_POINTS
-    most_inputs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,18 +240,13 @@ class ServedModel:
         """Count a reply: the time to build it, and its size. Call it on the event loop."""
         self._observer.answered(encode_seconds, response_bytes)
 
-    def check_counts(
-        self, inputs: int, tokens: int | None = None, outputs: int = 1, spans: int = 0, *, most_inputs: int = 0
-    ) -> None:
+    def check_counts(self, inputs: int, outputs: int = 1, spans: int = 0) -> None:
         """Check the counts of a call before its contents are copied. The scheduler also checks that it can take calls.
 
         Args:
             inputs: The number of inputs.
-            tokens: The number of tokens, at most the model's longest sequence for each input. None for texts, and for
-                calls that run in parts.
             outputs: The number of requested outputs.
             spans: The number of spans.
-            most_inputs: The largest number of inputs, `max_http_inputs`; 0 for `max_request_sequences`.
 
         Raises:
             EmptyInputs: The call has no inputs.
@@ -261,48 +254,62 @@ class ServedModel:
             TooManyOutputs: The call has too many outputs.
             ResponseTooLarge: The vectors of the spans alone are over the limit of a reply.
         """
-        self._check_number(inputs, most_inputs)
+        self._check_number(inputs)
         check_output_count(outputs)
         if spans:
             self._reply_size.check_spans(spans)
         if not self._has_tables:  # tables answer even if the engine fails
-            self._scheduler.check_open(tokens)
-
-    def check_rows(self, row_bytes: int, inputs: int) -> int:
-        """Return the size of a reply without details, from the bytes of each input's outputs.
-
-        Raises:
-            ResponseTooLarge: The reply is over the limit.
-        """
-        return self._reply_size.check_rows(row_bytes, inputs)
+            self._scheduler.check_open()
 
     async def prepare(
-        self, call: EncodeCall, span: RequestSpan | None = None, sender: Sender = ANY_SENDER
+        self,
+        call: EncodeCall,
+        span: RequestSpan | None = None,
+        sender: Sender = ANY_SENDER,
+        *,
+        reply: EncodeReply | None = None,
+        end: int | None = None,
     ) -> EncodeReply:
         """Check a call, and tokenize its texts when the sender's turn comes.
+
+        Args:
+            call: The call.
+            span: Traces the call.
+            sender: The caller and the priority.
+            reply: The reply with the earlier inputs, which gets the next inputs too; None for the first inputs.
+            end: The end of the inputs to prepare; None for all inputs.
 
         Raises:
             RequestError: The call cannot succeed. The error names the input and the numbers.
             QueueFull: Too much text is waiting.
         """
         checker, rules, plan, detail, static = self._planner.plan_call(call)
-        sequences, tokenize_seconds = await self._check_inputs(checker, call.inputs, rules, span, sender)
-        for i, (sent, sent_spans) in enumerate(
-            zip(call.inputs, call.spans, strict=False)
-        ):  # all inputs have spans, or none
-            if sent_spans is not None:
-                sequences[i].token_spans = place_spans(i, sent_spans, sent, sequences[i])
-        if plan.bounds_length:
-            self.outputs.check_lengths(plan.outputs, [len(it.input) for it in sequences])
-        for i, sequence in enumerate(sequences):
+        if reply is None:
+            reply = EncodeReply([], plan, detail, call.shape.padded, static, 0.0, 0)
+        begin, inputs, sent_spans = len(reply.sequences), call.inputs, call.spans
+        if end is not None:
+            inputs, sent_spans = inputs[begin:end], sent_spans[begin:end]
+        try:
+            sequences, tokenize_seconds = await self._check_inputs(checker, inputs, rules, span, sender)
+            for i, spans_of_input in enumerate(sent_spans):  # all inputs have spans, or none
+                if spans_of_input is not None:
+                    sequences[i].token_spans = place_spans(i, spans_of_input, inputs[i], sequences[i])
+            if plan.bounds_length:
+                self.outputs.check_lengths(plan.outputs, [len(it.input) for it in sequences])
+        except RequestError as error:
+            error.move(begin)
+            raise
+        for i, sequence in enumerate(sequences, begin):
             sequence.index = i
             sequence.wanted = plan.outputs
             sequence.cost = len(sequence.input)
             if not plan.is_ordinary:
                 spans = 0 if sequence.token_spans is None else len(sequence.token_spans)
                 sequence.cost = plan.cost(sequence.cost, spans)
-        estimated_bytes = self._reply_size.check(sequences, plan, detail, call.shape)
-        return EncodeReply(sequences, plan, detail, call.shape.padded, static, tokenize_seconds, estimated_bytes)
+        reply.sequences += sequences
+        reply.tokenize_seconds += tokenize_seconds
+        reply.estimated_bytes = self._reply_size.check(reply.sequences, len(call.inputs), plan, detail, call.shape)
+        return reply
 
     def check_share(self, sender: Sender) -> None:
         """Refuse a call before any work, if its caller already fills its share of the queue.
@@ -337,9 +344,17 @@ class ServedModel:
             if sequences:
                 await self._scheduler.run(sequences, deadline, span, sender)
         if reply.plan.has_sparse:
-            reply.estimated_bytes = self._reply_size.check_sparse(
-                reply.estimated_bytes, reply.plan, reply.sequences, padded=reply.padded
-            )
+            self.count_sparse(reply)
+
+    def count_sparse(self, reply: EncodeReply) -> None:
+        """Add the bytes of computed sparse weights to the estimated bytes of a reply.
+
+        Raises:
+            ResponseTooLarge: The reply is over the limit.
+        """
+        reply.estimated_bytes = self._reply_size.check_sparse(
+            reply.estimated_bytes, reply.plan, reply.sequences, padded=reply.padded
+        )
 
     async def _look_up(self, reply: EncodeReply, static: StaticSparse) -> None:
         """Look up the weights of each sequence in a table."""
@@ -369,7 +384,7 @@ class ServedModel:
             QueueFull: Too much text is waiting.
         """
         texts = call.texts
-        self._check_number(len(texts), call.most_inputs)
+        self._check_number(len(texts))
         if self.tokenizer is None:
             raise InvalidField(FieldPath(RequestField.INPUTS), f"model {self.bundle.name} has no tokenizer")
         checker, rules = self._planner.rules(texts, call.task, call.prompt_name, truncate=call.truncate)
@@ -501,13 +516,12 @@ class ServedModel:
             span.counted(sum(len(it.input) for it in sequences))
         return sequences, ended - began
 
-    def _check_number(self, count: int, most_over_http: int = 0) -> None:
+    def _check_number(self, count: int) -> None:
         """Refuse a wrong number of inputs."""
         if count == 0:
             raise EmptyInputs(FieldPath(RequestField.INPUTS), "must hold at least 1 sequence; was empty")
-        limit = most_over_http or self.limits.max_sequences
-        if count > limit:
-            name = "max_http_inputs" if most_over_http else "max_request_sequences"
+        if count > self.limits.max_sequences:
             raise TooManyInputs(
-                FieldPath(RequestField.INPUTS), f"must hold at most {limit} sequences ({name}); was {count}"
+                FieldPath(RequestField.INPUTS),
+                f"must hold at most {self.limits.max_sequences} sequences (max_request_sequences); was {count}",
             )

@@ -35,7 +35,6 @@ class EncodeCall:
         max_tokens: The most tokens of an input; 0 for the limit of the model or the task.
         priority: The priority that the request asks for.
         closing: The ids at the end of each input of ids. A cut keeps them.
-        part_of: All inputs of the call, if `inputs` is a part of them.
     """
 
     inputs: Sequence[SentInput]
@@ -48,7 +47,6 @@ class EncodeCall:
     max_tokens: int = 0
     priority: Priority = Priority.INTERACTIVE
     closing: tuple[int, ...] = ()
-    part_of: Sequence[SentInput] = ()
 
 
 class CallPlan(NamedTuple):
@@ -236,11 +234,10 @@ class CallPlanner:
         skipped = self._skipped_tokens.get(prompt_name, 0)
         if not skipped or all(it.kind is not OutputKind.MODEL for it in call.outputs):
             return 0
-        inputs = call.part_of or call.inputs
-        texts = sum(isinstance(it, str) for it in inputs)
+        texts = sum(isinstance(it, str) for it in call.inputs)
         if not texts:
             return 0
-        if texts < len(inputs):
+        if texts < len(call.inputs):
             raise InvalidField(
                 FieldPath(RequestField.INPUTS),
                 f"must be texts, or else sequences of ids, in one call: model {self._bundle.name} leaves its prompt "

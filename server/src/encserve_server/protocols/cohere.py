@@ -17,7 +17,7 @@ from encserve_server.endpoints.routes import Dialect, Reply, Request, Route
 from encserve_server.errors import InvalidField, RequestField
 from encserve_server.failures import Failure
 from encserve_server.models.served import EncodeReply
-from encserve_server.protocols.http_json.decoding import ANYTHING, STRINGS, BodyDecoder, BodyRules
+from encserve_server.protocols.http_json.decoding import ANYTHING, STRINGS, BodyDecoder
 from encserve_server.protocols.http_json.naming import http_naming, text_of
 from encserve_server.protocols.http_json.replies import joined, row_as_json, rows_as_json
 from encserve_server.protocols.http_json.requests import (
@@ -29,6 +29,7 @@ from encserve_server.protocols.http_json.requests import (
     pooled_output,
     positive,
 )
+from encserve_server.settings import Settings
 from encserve_server.types.arrays import OutputRows
 from encserve_server.types.requests import DataType
 
@@ -125,11 +126,11 @@ class CohereRoutes:
     """The handlers of Cohere's routes."""
 
     def __init__(self, host: Host) -> None:
-        """Keep the rules for reading bodies."""
-        self._rules = rules = BodyRules.of(host.settings)
+        """Keep the settings."""
+        self._settings = settings = host.settings
         self._body = BodyDecoder(
             CohereBody,
-            rules,
+            settings,
             embedding_types=STRINGS,
             texts=STRINGS,
             inputs=replace(ANYTHING, convert=_text_of),
@@ -191,11 +192,11 @@ class CohereRoutes:
             SentInputs("texts" if fields.inputs is None else "inputs", list(texts)),
             lambda bundle: pooled_output(pooled, bundle),
             lambda _, reply: joined(answer(reply)),
-            self._rules,
+            self._settings,
             growth=_GROWTH,
             more_bytes=len(request.body),  # the reply repeats the texts
             data_types=data_types,
-            cut=(_truncates(fields.truncate, self._rules), positive("max_tokens", fields.max_tokens)),
+            cut=(_truncates(fields.truncate, self._settings), positive("max_tokens", fields.max_tokens)),
         )
 
 
@@ -247,11 +248,11 @@ def _check_input_type(name: str | None) -> None:
     choice("input_type", name, _INPUT_TYPES)
 
 
-def _truncates(name: str | None, rules: BodyRules) -> bool:
+def _truncates(name: str | None, settings: Settings) -> bool:
     """Return whether texts that are too long are cut."""
     if choice("truncate", name, ("none", "end", "start")) == "start":
         raise InvalidField("truncate", "must be END or NONE; was START, and this server cuts texts at their end")
-    return rules.truncate if name is None else name.lower() == "end"
+    return settings.http_truncate if name is None else name.lower() == "end"
 
 
 def _pieces(name: str, reply: EncodeReply, data_types: Sequence[DataType]) -> Iterator[bytes]:

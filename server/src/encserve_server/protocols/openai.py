@@ -17,7 +17,7 @@ from encserve_server.errors import FieldPath, InvalidField, RequestField
 from encserve_server.failures import Failure
 from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.models.tokenizing import TextTokenizer
-from encserve_server.protocols.http_json.decoding import TEXTS_OR_IDS, BodyDecoder, BodyRules
+from encserve_server.protocols.http_json.decoding import TEXTS_OR_IDS, BodyDecoder
 from encserve_server.protocols.http_json.formats import FormatBody, as_base64, wants_normalized
 from encserve_server.protocols.http_json.kinds import routes_of
 from encserve_server.protocols.http_json.naming import http_naming, text_of
@@ -135,11 +135,11 @@ class OpenAiRoutes:
     """The handlers of OpenAI's routes."""
 
     def __init__(self, host: Host) -> None:
-        """Keep the models, and the rules for reading bodies."""
+        """Keep the models and the settings."""
         self._catalog = host.calls.catalog
-        self._rules = rules = BodyRules.of(host.settings)
+        self._settings = settings = host.settings
         self._began = int(time.time())
-        self._embeddings = BodyDecoder(EmbeddingsBody, rules, input=TEXTS_OR_IDS)
+        self._embeddings = BodyDecoder(EmbeddingsBody, settings, input=TEXTS_OR_IDS)
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -169,7 +169,7 @@ class OpenAiRoutes:
             sent,
             lambda bundle: pooled_output(fields, bundle),
             lambda model, reply: _build(fields.model or model.bundle.name, reply, as_base64=in_base64),
-            self._rules,
+            self._settings,
             check=lambda model: check_ids(model, sent, fields.add_special_tokens),
         )
 

@@ -21,7 +21,7 @@ from encserve_server.models.offsets import utf8_offsets
 from encserve_server.models.served import EncodeReply, ServedModel, TokenizeCall, TokenizeReply
 from encserve_server.outputs import OutputSpec
 from encserve_server.protocols.http_json import kinds
-from encserve_server.protocols.http_json.decoding import STRINGS, TEXTS, TEXTS_OR_IDS, BodyDecoder, BodyRules
+from encserve_server.protocols.http_json.decoding import STRINGS, TEXTS, TEXTS_OR_IDS, BodyDecoder
 from encserve_server.protocols.http_json.naming import http_naming, text_of
 from encserve_server.protocols.http_json.replies import (
     JSON_GROWTH,
@@ -198,16 +198,15 @@ class TeiRoutes:
     """The handlers."""
 
     def __init__(self, host: Host) -> None:
-        """Keep the rules for reading bodies, and the settings that /info reports."""
+        """Keep the settings."""
         self._is_serving = host.is_serving
-        self._settings = host.settings
-        self._rules = rules = BodyRules.of(host.settings)
-        self._root = BodyDecoder(RootBody, rules, inputs=TEXTS_OR_IDS, sentences=STRINGS)
-        self._embed = BodyDecoder(EmbedBody, rules, inputs=TEXTS_OR_IDS)
-        self._embed_all = BodyDecoder(EmbedAllBody, rules, inputs=TEXTS_OR_IDS)
-        self._embed_sparse = BodyDecoder(EmbedSparseBody, rules, inputs=TEXTS_OR_IDS)
-        self._similarity = BodyDecoder(SimilarityBody, rules, sentences=STRINGS)
-        self._tokenize = BodyDecoder(TokenizeBody, rules, inputs=TEXTS)
+        self._settings = settings = host.settings
+        self._root = BodyDecoder(RootBody, settings, inputs=TEXTS_OR_IDS, sentences=STRINGS)
+        self._embed = BodyDecoder(EmbedBody, settings, inputs=TEXTS_OR_IDS)
+        self._embed_all = BodyDecoder(EmbedAllBody, settings, inputs=TEXTS_OR_IDS)
+        self._embed_sparse = BodyDecoder(EmbedSparseBody, settings, inputs=TEXTS_OR_IDS)
+        self._similarity = BodyDecoder(SimilarityBody, settings, sentences=STRINGS)
+        self._tokenize = BodyDecoder(TokenizeBody, settings, inputs=TEXTS)
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -327,7 +326,7 @@ class TeiRoutes:
             SentInputs(_INPUTS, [inputs.source_sentence, *sentences]),
             lambda bundle: pooled_output(fields, bundle, normalize_default=False),
             lambda _, reply: _cosines(reply),
-            self._rules,
+            self._settings,
             growth=1.0,
             from_left=from_left,
         )
@@ -346,7 +345,7 @@ class TeiRoutes:
             SentInputs(_INPUTS, fields.inputs),
             output,
             lambda _, reply: build(reply),
-            self._rules,
+            self._settings,
             growth=growth,
             from_left=is_left("truncation_direction", fields.truncation_direction),
         )
@@ -361,7 +360,6 @@ class TeiRoutes:
             include_token_strings=True,
             prompt_name=fields.prompt_name,
             task=task_of(fields, model.bundle),
-            most_inputs=self._rules.max_inputs,
         )
         keeps_special = fields.add_special_tokens is not False
 
@@ -389,8 +387,8 @@ class TeiRoutes:
                     "max_input_length": bundle.max_sequence_tokens,
                     "max_batch_tokens": model.max_batch_tokens,
                     "max_batch_requests": None,
-                    "max_client_batch_size": self._rules.max_inputs,
-                    "auto_truncate": self._rules.truncate,
+                    "max_client_batch_size": self._settings.max_request_sequences,
+                    "auto_truncate": self._settings.http_truncate,
                     "tokenization_workers": self._settings.tokenizer_threads,
                     "version": __version__,
                     "sha": None,

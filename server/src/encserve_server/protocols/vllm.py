@@ -18,7 +18,7 @@ from encserve_server.errors import InvalidField, RequestField
 from encserve_server.models.served import EncodeReply
 from encserve_server.outputs import OutputSpec
 from encserve_server.protocols import openai
-from encserve_server.protocols.http_json.decoding import TEXTS_OR_IDS, BodyDecoder, BodyRules
+from encserve_server.protocols.http_json.decoding import TEXTS_OR_IDS, BodyDecoder
 from encserve_server.protocols.http_json.formats import FormatBody, as_base64, wants_normalized
 from encserve_server.protocols.http_json.naming import http_naming
 from encserve_server.protocols.http_json.replies import joined, row_as_json, rows_as_json, usage_of
@@ -92,9 +92,9 @@ class VllmRoutes:
     """The handler of /pooling."""
 
     def __init__(self, host: Host) -> None:
-        """Keep the rules for reading bodies."""
-        self._rules = rules = BodyRules.of(host.settings)
-        self._pooling = BodyDecoder(PoolingBody, rules, input=TEXTS_OR_IDS)
+        """Keep the settings."""
+        self._settings = settings = host.settings
+        self._pooling = BodyDecoder(PoolingBody, settings, input=TEXTS_OR_IDS)
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -117,7 +117,7 @@ class VllmRoutes:
             sent,
             lambda bundle: _output(fields, bundle, task),
             lambda model, reply: joined(_answer(fields.model or model.bundle.name, reply, as_base64=in_base64)),
-            self._rules,
+            self._settings,
             check=lambda model: openai.check_ids(model, sent, fields.add_special_tokens),
             from_left=is_left("truncation_side", fields.truncation_side),
         )

@@ -189,23 +189,17 @@ class Scheduler:
                 return f"a batch has been running for {running_s:.0f} s"
         return ""
 
-    def check_open(self, tokens: int | None) -> None:
-        """Check that the queue would admit a call now, before any work is done for the call.
-
-        Args:
-            tokens: The tokens of the call; None if they are not known yet.
+    def check_open(self) -> None:
+        """Check that the queue takes calls now, before any work is done for a call.
 
         Raises:
             QueueFull: The queue is full.
-            RequestTooLarge: The call has more tokens than the whole queue may hold.
             EngineUnhealthy: The engine fails for all calls.
         """
         self._check_ready()
-        if tokens is not None:
-            self._check_size(tokens, tokens)
         queued = self._pending.cost
         if self._admission.is_closed(queued):
-            self._check_room(tokens, queued)
+            self._check_room(None, queued)
 
     def check_share(self, sender: Sender, cost: int = 1) -> None:
         """Check that a call of this cost keeps to the shares of the queue.
@@ -253,7 +247,7 @@ class Scheduler:
         Raises:
             QueueFull: The queue has no room now.
             ShareExceeded: The queue has no room for more of this caller, or for more bulk.
-            RequestTooLarge: The call costs more than the whole queue may hold.
+            RequestTooLarge: The sequences cost more than the whole queue may hold.
             DeadlineExpired: The deadline passed in the queue.
             InferenceFailed: The engine cannot compute one of the sequences.
             EngineUnhealthy: The engine fails for all calls.
@@ -281,7 +275,8 @@ class Scheduler:
         """Queue all sequences of a call, or refuse the call."""
         cost = sum([it.cost for it in sequences])
         self._check_ready()
-        self._check_size(cost, sum([len(it.input) for it in sequences]))
+        if cost > self._limits.max_queue_tokens:
+            self._refuse_size(sequences, cost)
         self.check_share(sender, cost)
         self._check_room(cost, self._pending.cost, sender.priority)
         now = self._clock.now()
@@ -303,14 +298,13 @@ class Scheduler:
         if reason := self.not_ready_reason():
             raise _unavailable(reason)
 
-    def _check_size(self, cost: int, tokens: int) -> None:
-        """Refuse a call that is larger than the queue."""
-        limit = self._limits.max_queue_tokens
-        if cost <= limit:
-            return
+    def _refuse_size(self, sequences: Sequence[TokenSequence], cost: int) -> None:
+        """Refuse sequences that are larger than the queue. Calls arrive in parts, so this is one sequence."""
+        tokens, limit = sum([len(it.input) for it in sequences]), self._limits.max_queue_tokens
         size = f"{tokens}" if cost == tokens else f"{tokens}, and with its outputs it costs as much as {cost}"
         raise RequestTooLarge(
-            FieldPath(RequestField.INPUTS), f"must be at most {limit} tokens in all (max_queue_tokens); was {size}"
+            FieldPath(RequestField.INPUT, sequences[0].index),
+            f"must be at most {limit} tokens (max_queue_tokens); was {size}",
         )
 
     def _check_room(self, cost: int | None, queued: int, priority: Priority = Priority.INTERACTIVE) -> None:

@@ -96,18 +96,13 @@ def check_counts(request: pb.EncodeRequest, model: ServedModel) -> int:
     """
     inputs, outputs = len(request.inputs), len(request.options.outputs)
     if inputs > model.limits.max_sequences or outputs > MAX_OUTPUTS:  # too many to visit each
-        model.check_counts(inputs, None, outputs)
-    longest = model.bundle.max_sequence_tokens
-    tokens = texts = spans = inputs_with_spans = 0
+        model.check_counts(inputs, outputs)
+    spans = inputs_with_spans = 0
     for i, it in enumerate(request.inputs):
         if it.HasField("spans"):
             inputs_with_spans += 1
             spans += _count_spans(f"inputs[{i}].spans", it)
-        if it.HasField("token_ids"):
-            tokens += min(len(it.token_ids.ids), longest)
-        else:
-            texts += 1
-    model.check_counts(inputs, None if texts else tokens, outputs, spans)
+    model.check_counts(inputs, outputs, spans)
     return inputs_with_spans
 
 

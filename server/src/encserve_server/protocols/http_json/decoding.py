@@ -70,28 +70,6 @@ _PLACES = re.compile(r"\[(\d+)\]")
 
 
 @dataclass(frozen=True, slots=True)
-class BodyRules:
-    """How bodies are read, on all routes.
-
-    Attributes:
-        max_inputs: The most inputs of a request.
-        max_text_bytes: The longest text, in bytes of UTF-8.
-        truncate: Whether too long texts are truncated if a request does not say.
-        strict: Whether unknown fields are refused.
-    """
-
-    max_inputs: int
-    max_text_bytes: int
-    truncate: bool = True
-    strict: bool = False
-
-    @classmethod
-    def of(cls, settings: Settings) -> "BodyRules":
-        """Return the rules of a server."""
-        return cls(settings.max_http_inputs, settings.max_text_bytes, settings.http_truncate, settings.strict_http)
-
-
-@dataclass(frozen=True, slots=True)
 class InputKind:
     """How the inputs in a field are decoded.
 
@@ -208,15 +186,17 @@ class ObjectDecoder(Generic[AnyStruct]):
 class BodyDecoder(Generic[AnyStruct]):
     """Decodes the bodies of one route, or the objects in one field of the bodies."""
 
-    def __init__(self, kind: type[AnyStruct], rules: BodyRules, **inputs: InputKind) -> None:
+    def __init__(self, kind: type[AnyStruct], settings: Settings, **inputs: InputKind) -> None:
         """Takes the struct, and the kind of each field with inputs, in the struct or in a struct inside it."""
         known = msgspec.structs.fields(kind)
-        self._inputs = {it.name: _InputsDecoder(inputs[it.name], rules) for it in known if it.name in inputs}
+        self._inputs = {it.name: _InputsDecoder(inputs[it.name], settings) for it in known if it.name in inputs}
         self._objects: dict[str, BodyDecoder[Any]] = {
-            it.name: BodyDecoder(inner, rules, **inputs) for it in known if (inner := _struct_of(it.type)) is not None
+            it.name: BodyDecoder(inner, settings, **inputs)
+            for it in known
+            if (inner := _struct_of(it.type)) is not None
         }
         self._raw = sorted({**self._inputs, **self._objects}, key=lambda name: name in self._inputs)
-        self._object = ObjectDecoder(kind, *self._raw, strict=rules.strict)
+        self._object = ObjectDecoder(kind, *self._raw, strict=settings.strict_http)
 
     async def decode(self, json: Json, hold: Hold, path: str = "") -> AnyStruct:
         """Decode a body, or the object of the field `path`.
@@ -252,20 +232,21 @@ class BodyDecoder(Generic[AnyStruct]):
 class _InputsDecoder:
     """Decodes the inputs in one field."""
 
-    def __init__(self, kind: InputKind, rules: BodyRules) -> None:
+    def __init__(self, kind: InputKind, settings: Settings) -> None:
         self._kind = kind
-        self._rules = rules
+        self._settings = settings
 
     async def decode(self, json: msgspec.Raw, form: str | None, hold: Hold, path: str) -> Any:
         """Decode the inputs; `form` is the group of `_FORM` that matches the JSON."""
-        kind, rules = self._kind, self._rules
+        kind, settings = self._kind, self._settings
         is_text, is_large = form == "text" and kind.one_text, size_of(json) > TURN_BYTES
         is_one = is_text or (form == "ids" and kind.one_list)
         if is_large:
             await asyncio.sleep(0)
         members = [json] if is_one else list_of(json, path, kind.wanted)
-        if len(members) > rules.max_inputs:
-            problem = f"must hold at most {rules.max_inputs} sequences (max_http_inputs); was {len(members)}"
+        most = settings.max_request_sequences
+        if len(members) > most:
+            problem = f"must hold at most {most} sequences (max_request_sequences); was {len(members)}"
             raise TooManyInputs(path, problem)
         inputs: list[Any] = []
         turn_bytes = TURN_BYTES
@@ -288,7 +269,7 @@ class _InputsDecoder:
 
     def _reserve(self, json: msgspec.Raw, hold: Hold, path: str) -> None:
         """Hold the most bytes that an input may take, unless its text is too long."""
-        limit, size = self._rules.max_text_bytes, size_of(json)
+        limit, size = self._settings.max_text_bytes, size_of(json)
         is_ids = self._kind.one_list and memoryview(json)[0] == _BRACKET
         if size > limit * _ESCAPE_BYTES + 2 and not is_ids:
             raise InvalidField(path, f"must be at most {limit} bytes (max_text_bytes); was {size} bytes of JSON")

@@ -16,8 +16,8 @@ from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.models.treatment import EncodeCall
 from encserve_server.outputs import SPAN_POOLINGS, OutputSpec
 from encserve_server.protocols.http_json import kinds
-from encserve_server.protocols.http_json.decoding import BodyRules
 from encserve_server.protocols.http_json.replies import JSON_GROWTH
+from encserve_server.settings import Settings
 from encserve_server.types.bundles import Bundle
 from encserve_server.types.callers import PRIORITIES, Priority
 from encserve_server.types.requests import DataType, Detail, OutputKind, Task
@@ -190,7 +190,7 @@ def task_of(body: Body, bundle: Bundle) -> Task:
     return _TASKS[name]
 
 
-def cut_of(body: EncodeBody, bundle: Bundle, rules: BodyRules) -> tuple[bool, int]:
+def cut_of(body: EncodeBody, bundle: Bundle, settings: Settings) -> tuple[bool, int]:
     """Return whether too long inputs are truncated, and to how many tokens; 0 for the most that the model takes.
 
     Raises:
@@ -198,7 +198,7 @@ def cut_of(body: EncodeBody, bundle: Bundle, rules: BodyRules) -> tuple[bool, in
     """
     asked = body.truncate_prompt_tokens
     if asked is None:
-        return (rules.truncate if body.truncate is None else body.truncate), 0
+        return (settings.http_truncate if body.truncate is None else body.truncate), 0
     if body.truncate is False:
         raise InvalidField(
             "truncate_prompt_tokens", f"must be left out if truncate is false; was {asked}: send one of the two fields"
@@ -218,7 +218,7 @@ async def encode(
     sent: SentInputs,
     output: Callable[[Bundle], OutputSpec],
     build: Callable[[ServedModel, EncodeReply], bytes],
-    rules: BodyRules,
+    settings: Settings,
     *,
     check: Callable[[ServedModel], None] = lambda _: None,
     growth: float = JSON_GROWTH,
@@ -235,7 +235,7 @@ async def encode(
         sent: The inputs of the request.
         output: Returns the output for each input.
         build: Writes the body of the reply.
-        rules: How bodies are read.
+        settings: The settings of the server.
         check: Refuses inputs that the model does not take.
         growth: The most bytes in the body of the reply for each byte of the vectors.
         more_bytes: The most bytes in the body of the reply that are not vectors.
@@ -247,13 +247,13 @@ async def encode(
     Raises:
         InvalidField: A field has a wrong value.
         SequenceTooLong: An input is too long, and the request does not allow truncation at the end.
-        EncserveError: See `Call.encode_in_parts`.
+        EncserveError: See `Call.encode`.
     """
     model = call.resolve(len(sent.items), *model_of(body))
     bundle, truncated = model.bundle, 0
-    model.check_counts(len(sent.items), most_inputs=rules.max_inputs)
+    model.check_counts(len(sent.items))
     check(model)
-    truncate, max_tokens = cut_of(body, bundle, rules) if cut is None else cut
+    truncate, max_tokens = cut_of(body, bundle, settings) if cut is None else cut
     wanted = output(bundle)
     request = EncodeCall(
         inputs=sent.decode(bundle.max_sequence_tokens),
@@ -273,7 +273,7 @@ async def encode(
         return build(model, reply)
 
     try:
-        answer = await call.encode_in_parts(model, request, counted, growth, more_bytes)
+        answer = await call.encode(model, request, counted, growth, more_bytes)
     except SequenceTooLong as error:
         raise _too_long_on_the_left(error) if from_left else error from None
     return Reply(answer, {TRUNCATED_HEADER: f"{truncated}"} if truncated else {})

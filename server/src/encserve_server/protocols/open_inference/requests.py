@@ -160,13 +160,6 @@ def decode_request(sent: SentRequest, model: ServedModel) -> InferCall:
     return InferCall(tensors, outputs, binary, shape[0], parameters, sent.request_id)
 
 
-def count_tokens(call: InferCall, longest: int) -> int | None:
-    """Return the number of tokens if each input has at most `longest`; None if the shapes do not tell."""
-    if call.tensors.keys() & {ATTENTION_MASK, TEXT}:
-        return None
-    return call.count * min(_main(call.tensors).shape[1], longest)
-
-
 def check_length(call: InferCall, model: ServedModel) -> None:
     """Refuse inputs whose shape shows that they are too long, before their data are decoded.
 

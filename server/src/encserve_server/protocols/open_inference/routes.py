@@ -13,7 +13,7 @@ from encserve_server.endpoints.routes import Check, Dialect, Reply, Request, Rou
 from encserve_server.errors import FieldPath, InvalidField, ModelNotFound, NotReady, RequestField
 from encserve_server.failures import Failure
 from encserve_server.models.served import EncodeReply, ServedModel
-from encserve_server.protocols.http_json.decoding import BodyDecoder, BodyRules
+from encserve_server.protocols.http_json.decoding import BodyDecoder
 from encserve_server.protocols.http_json.replies import JSON_GROWTH, PIECE_NUMBERS, joined
 from encserve_server.protocols.open_inference.json_bodies import LENGTH_HEADER, InferBodies, InferBody
 from encserve_server.protocols.open_inference.messages import values_of
@@ -147,11 +147,10 @@ class OpenInferenceRoutes:
     """The handlers of the protocol's routes."""
 
     def __init__(self, host: Host) -> None:
-        """Keep the methods that gRPC and HTTP share, and the rules for reading bodies."""
-        rules = BodyRules.of(host.settings)
+        """Keep the methods that gRPC and HTTP share."""
         self._methods = OpenInference(host)
-        self._index = BodyDecoder(IndexBody, rules)
-        self._bodies = InferBodies(host.settings.max_request_mib * MIB, strict=rules.strict)
+        self._index = BodyDecoder(IndexBody, host.settings)
+        self._bodies = InferBodies(host.settings.max_request_mib * MIB, strict=host.settings.strict_http)
 
     def routes(self) -> list[Route]:
         """Return the routes. A longer path comes before the path that ends with the model's name."""

@@ -19,7 +19,6 @@ from encserve_server.protocols.open_inference.requests import (
     InferCall,
     SentRequest,
     check_length,
-    count_tokens,
     decode_call,
     decode_request,
 )
@@ -217,7 +216,7 @@ class OpenInference:
             if call.span is not None:
                 call.span.about(*model.key, infer.count)
             longest = model.bundle.max_sequence_tokens
-            model.check_counts(infer.count, count_tokens(infer, longest), sent.output_count)
+            model.check_counts(infer.count, sent.output_count)
             check_length(infer, model)
             async with _in_time(call, infer.parameters.timeout_us, began):
                 check(infer)
