@@ -52,8 +52,8 @@ class ReplySize:
         """Return the bytes of a reply with these outputs, without sparse weights.
 
         Args:
-            sequences: The sequences that are known so far. The result counts all inputs if their rows have one size, and
-                with padding it counts each input as long as the longest so far.
+            sequences: The sequences that are known so far. The result counts all inputs if their rows have one size.
+                With padding, it counts each input as long as the longest so far.
             inputs: The number of all inputs.
             plan: The outputs of each sequence.
             detail: The detail of the reply for each sequence.
