@@ -299,7 +299,7 @@ async def test_a_reply_over_the_limit_is_refused_before_any_compute(start_server
     many = [[1] * LONGEST] * 1999
     failed = await refusal(server.encode(*many))  # the size is known only for the pieces that have been prepared
     assert (failed.code, failed.reason) == (INVALID, "RESPONSE_TOO_LARGE")
-    fitting = int(failed.text.partition("the first ")[2].split()[0])
+    fitting = int(failed.text.rpartition("the first ")[2].split()[0])
     assert len((await server.encode(*many[:fitting])).sequences) == fitting
 
 
