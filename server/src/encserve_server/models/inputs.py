@@ -17,11 +17,11 @@ from encserve_server.types.callers import ANY_SENDER, Sender
 from encserve_server.types.requests import Task
 from encserve_server.types.sequences import TokenSequence
 
-# A call with at most this much text is tokenized on the event loop: words take 0.1 ms, and a thread adds 0.2 ms. The
+# Texts of a call up to this size are tokenized on the event loop. That takes 0.1 ms, and a thread would add 0.2 ms. The
 # slowest text of this size, nonsense without spaces in WordPiece, takes 0.6 ms.
 _ON_LOOP_BYTES = 256
-# A thread checks and tokenizes this much at a time, in about 5 ms. Then other callers have a turn, and the text of a
-# caller that has gone is dropped.
+# A thread checks and tokenizes this many bytes at a time, in about 5 ms. Then other callers have a turn, and the text
+# of a caller that has gone is dropped.
 _TURN_SIZE = 8 * 1024
 # The most inputs in a piece of a large call. Its characters, ids and vectors together are at most TURN_BYTES.
 _PIECE_INPUTS = 256
@@ -61,11 +61,11 @@ class LengthLimit:
     """The longest sequence that a call may hold.
 
     Attributes:
-        tokens: The most tokens; not above the model's own limit.
+        tokens: The most tokens. The limit of the model is not lower.
         name: The source of the limit, for errors; `{task}` in it stands for the task.
         task: The task that has the limit.
         truncate: Whether a longer input is cut; otherwise it is refused.
-        closing: The ids at the end of all inputs of ids. A cut input keeps them.
+        closing: If an input of ids is cut, these ids at its end are kept.
     """
 
     tokens: int
@@ -80,7 +80,7 @@ class InputRules(NamedTuple):
 
     Attributes:
         limit: The limit on the length.
-        details: Whether sequences say which tokens are special, and where the tokens of a text begin and end.
+        details: Whether sequences get the offsets of their tokens, and whether each token is special.
         before: The text before every text.
         after: The text after every text.
         expansion: The tokens that are added to every short text.
@@ -97,9 +97,9 @@ class Checked(NamedTuple):
     """The result of a check.
 
     Attributes:
-        sequences: The sequences of valid inputs by index, in ascending order.
-        refused: The errors of all other inputs by index, without tracebacks.
-        text_tokens: The tokens that were made of texts.
+        sequences: The sequences of valid inputs, by the index of the input, in ascending order.
+        refused: The errors of all other inputs, by the index of the input, without tracebacks.
+        text_tokens: The number of tokens of all texts.
     """
 
     sequences: dict[int, TokenSequence]
@@ -138,7 +138,7 @@ class InputChecker:
 
         Args:
             limit: The limit on the length of the inputs.
-            details: Whether sequences say which tokens are special, and where the tokens of a text begin and end.
+            details: Whether sequences get the offsets of their tokens, and whether each token is special.
             prompt: The prompt before every text.
             expansion: The tokens that are added to every short text.
         """
@@ -177,7 +177,7 @@ class InputChecker:
                         break
                     sequences |= checked
         if refused:
-            # `pop`: its traceback has this frame, and a cycle would keep the inputs in memory.
+            # `pop`, because the traceback refers to this frame: a reference cycle would keep the inputs in memory
             raise refused.pop(min(refused))
         return list(sequences.values())
 
@@ -284,7 +284,7 @@ class InputChecker:
         return tokens
 
     def _check_rows(self, at: int, tokens: TokenSequence) -> None:
-        """Refuse a text with an added token that the model has no row for."""
+        """Refuse a text with an added token that is beyond the embedding table of the model."""
         token_id = int(tokens.input.max(initial=0))
         if token_id >= self._bundle.vocab_size:
             raise InvalidField(

@@ -19,21 +19,21 @@ from encserve_server.types.sequences import TokenSequence
 
 Done = TypeVar("Done")
 
-# Two parts are in the queue at a time, so that the engine does not wait for the next part. Together they cost at most a
-# quarter of the queue's bound, and no more than keeps the engine busy, because later calls wait for them.
+# Two parts of a call are in the queue at a time, so that the engine does not wait for the next part. Later calls wait
+# for these parts. So each part costs at most an eighth of the queue, and at most as much as two batches.
 _PARTS_AT_ONCE, _QUEUE_SHARE_DIVISOR, _BATCHES_PER_PART = 2, 8, 2
 # The longest wait of a part for room in the queue, after an earlier part has started.
 _ROOM_SECONDS = 30.0
 
 
 def runs_at_once(model: ServedModel, reply: EncodeReply) -> bool:
-    """Return whether a prepared call takes no more room in the queue than two parts, as most calls do."""
+    """Return whether a prepared call fits into the queue like two parts. Most calls do."""
     sequences = reply.sequences
     return len(sequences) == 1 or sum([it.cost for it in sequences]) <= _PARTS_AT_ONCE * _most_cost(model)
 
 
 def _most_cost(model: ServedModel) -> int:
-    """Return the most that a part of several sequences may cost."""
+    """Return the largest cost of a part in tokens. A part of one sequence may cost more."""
     most_cost = model.limits.max_tokens // _QUEUE_SHARE_DIVISOR
     return min(most_cost, model.max_batch_tokens * _BATCHES_PER_PART) if model.max_batch_tokens else most_cost
 
@@ -41,9 +41,9 @@ def _most_cost(model: ServedModel) -> int:
 class PartedCall:
     """One call. The event loop owns it.
 
-    The call prepares a piece of its inputs while earlier sequences run. The queue holds two parts at a time. A part is
-    at most an eighth of the queue's bound and 2 batches, or one sequence. If the queue has no room for the first part,
-    the call fails. Later parts wait for room, because work has been done for the call.
+    The call prepares a piece of its inputs while earlier sequences run. The queue holds two parts of the call at a
+    time. If the queue has no room for the first part, the call fails. Later parts wait for room, because earlier work
+    would be lost.
     """
 
     def __init__(
@@ -64,8 +64,9 @@ class PartedCall:
         Args:
             model: The model.
             call: The call.
-            reply: The reply with the first of the call's `pieces`, prepared, held and charged.
-            hold: Called with the bytes by which the estimated size of the reply grows.
+            reply: The reply with the first of the call's `pieces`. This piece is prepared, and its bytes and its cost
+                are counted.
+            hold: Called with the number of bytes by which the estimated size of the reply grows.
             clock: The time.
             deadline: The time after which the caller does not wait.
             span: Traces the call.
@@ -85,7 +86,7 @@ class PartedCall:
         self._waiting: list[TokenSequence] = []
         self._running: deque[asyncio.Task[int]] = deque()
         self._parts_run = 0
-        self._sparse_bytes = 0  # of the parts that have run
+        self._sparse_bytes = 0  # the size of sparse weights in parts that have run
 
     async def run(self) -> None:
         """Prepare the other pieces, and run all sequences of the reply.
@@ -112,7 +113,7 @@ class PartedCall:
             self._count_sparse()
 
     async def _prepare(self, begin: int, end: int) -> None:
-        """Prepare a piece, when there is room for its texts."""
+        """Prepare a piece when the tokenizer has room for its texts."""
         reply, estimated = self._reply, self._reply.estimated_bytes
         prepare = partial(self._model.prepare, self._call, self._span, self._sender, reply=reply, end=end)
         await self._when_there_is_room(prepare, may_wait=True)
@@ -121,7 +122,7 @@ class PartedCall:
         self._charge(reply.sequences[begin:])
 
     async def _add(self, sequences: Sequence[TokenSequence]) -> None:
-        """Add sequences to the waiting ones, and run all but the last part."""
+        """Add sequences to the waiting ones. Start each part that is full."""
         cost = sum(it.cost for it in self._waiting)
         for sequence in sequences:
             if self._waiting and cost + sequence.cost > self._most_cost:
@@ -157,21 +158,21 @@ class PartedCall:
             self._check_size()
 
     async def _run_part(self, part: EncodeReply, *, may_wait: bool) -> int:
-        """Run sequences. Return the bytes of their sparse weights in the reply."""
+        """Run sequences. Return the size of their sparse weights in the reply, in bytes."""
         estimated = part.estimated_bytes
         run = partial(self._model.run, part, self._deadline, self._span, self._sender)
         await self._when_there_is_room(run, may_wait=may_wait)
         return part.estimated_bytes - estimated
 
     def _count_sparse(self) -> None:
-        """Count the sparse weights of the whole reply. With padding, the longest sequence sets the size of each."""
+        """Count the sparse weights of the whole reply. With padding, each sequence is as large as the largest."""
         reply, counted = self._reply, self._reply.estimated_bytes + self._sparse_bytes
         self._model.count_sparse(reply)
         if reply.estimated_bytes > counted:
             self._hold(reply.estimated_bytes - counted)
 
     async def _when_there_is_room(self, work: Callable[[], Awaitable[Done]], *, may_wait: bool) -> Done:
-        """Do work that needs room in the queue. With `may_wait`, wait for the room."""
+        """Do work that needs room in a queue. With `may_wait`, try again until there is room."""
         gives_up_at = self._clock.now() + _ROOM_SECONDS
         while True:
             try:

@@ -19,14 +19,15 @@ _ADVICE = ", and float16 or pooled outputs take less"
 
 @dataclass(frozen=True, slots=True)
 class ReplyShape:
-    """The form of a reply. The values of its rows do not depend on it.
+    """The form of a reply. The vectors do not depend on the form.
 
     Attributes:
-        detail: The detail for each sequence. None means tokens if an output has a row for each token, else counts.
-        with_strings: Whether the reply has the vocabulary's strings.
+        detail: How much the reply says about each sequence. None means Detail.TOKENS if an output has a row for each
+            token, and otherwise Detail.COUNTS.
+        with_strings: Whether the reply has the string of each token.
         without_special: Whether OutputKind.TOKENS leaves out the rows of special tokens.
         offset_unit: The unit of positions in a text.
-        padded: Whether each sequence has as many rows as the longest.
+        padded: Whether the rows of shorter sequences are padded to the longest sequence.
     """
 
     detail: Detail | None = None
@@ -37,7 +38,7 @@ class ReplyShape:
 
 
 class ReplySize:
-    """Estimates the most bytes of a model's replies."""
+    """Estimates the largest possible size of a model's replies."""
 
     def __init__(self, outputs: ModelOutputs, tokenizer: TextTokenizer | None, limit: int) -> None:
         """`limit` is the largest reply in bytes."""
@@ -49,14 +50,14 @@ class ReplySize:
     def check(
         self, sequences: Sequence[TokenSequence], inputs: int, plan: OutputPlan, detail: Detail, shape: ReplyShape
     ) -> int:
-        """Return the bytes of a reply with these outputs, without sparse weights.
+        """Return the size of a reply with these outputs, in bytes, without sparse weights.
 
         Args:
             sequences: The sequences that are known so far. If all rows have one size, the result counts all inputs.
                 With padding, it counts each input as long as the longest so far.
             inputs: The number of all inputs.
             plan: The outputs of each sequence.
-            detail: The detail of the reply for each sequence.
+            detail: How much the reply says about each sequence.
             shape: The form of the reply.
 
         Raises:
@@ -73,12 +74,12 @@ class ReplySize:
         return self._sum(sizes, inputs, _ADVICE)
 
     def check_tokens(self, sequences: Sequence[TokenSequence], inputs: int, with_strings: bool) -> int:
-        """Return the bytes of a reply without rows.
+        """Return the size of a reply without vectors, in bytes.
 
         Args:
             sequences: The sequences that are known so far.
             inputs: The number of all inputs.
-            with_strings: Whether the reply has the vocabulary's strings.
+            with_strings: Whether the reply has the string of each token.
 
         Raises:
             ResponseTooLarge: The sequences so far are over the limit.
@@ -89,7 +90,7 @@ class ReplySize:
     def check_sparse(
         self, reply_bytes: int, plan: OutputPlan, sequences: Sequence[TokenSequence], *, padded: bool
     ) -> int:
-        """Return the bytes of a reply with its sparse weights. Their number is known after the run.
+        """Return the size of a reply with its sparse weights, in bytes. The number of weights is known after the run.
 
         Raises:
             ResponseTooLarge: The reply is over the limit.
@@ -125,7 +126,7 @@ class ReplySize:
         return _INFO_BYTES_PER_TOKEN + (self._string_bytes if with_strings else 0)
 
     def _sequence_bytes(self, sequence: TokenSequence, plan: OutputPlan, shape: ReplyShape) -> int:
-        """Return the bytes of one sequence's rows."""
+        """Return the size of one sequence's vectors, in bytes."""
         tokens = token_rows = len(sequence.input)
         if shape.without_special and sequence.special is not None:
             token_rows -= int(sequence.special.sum())

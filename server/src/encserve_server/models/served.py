@@ -59,7 +59,7 @@ class RequestLimits:
         max_text_bytes: The longest text, in bytes of UTF-8.
         max_request_bytes: The largest request; gRPC enforces it, and GetModel reports it.
         max_response_bytes: The largest reply.
-        max_tokens: The most tokens: the bound of the queue.
+        max_tokens: The most tokens that may wait in the queue of the model.
         max_inspect_tokens: The longest sequence of an inspection.
     """
 
@@ -76,13 +76,13 @@ class EncodeReply:
     """The reply to a call.
 
     Attributes:
-        sequences: One for each input, in order; with outputs once the call has run.
+        sequences: One sequence for each input, in order. They have outputs after the call has run.
         plan: The outputs of each sequence.
-        detail: The detail of the reply for each sequence.
-        padded: Whether each sequence has as many rows as the longest.
+        detail: How much the reply says about each sequence.
+        padded: Whether the rows of shorter sequences are padded to the longest sequence.
         static: The table that answers the call instead of the model; None if the model answers.
         tokenize_seconds: The time for tokenizing, with the wait for a thread.
-        estimated_bytes: The most bytes of the reply. Sparse weights count once they are computed.
+        estimated_bytes: The most bytes of the reply. Sparse weights are included only after they are computed.
     """
 
     sequences: list[TokenSequence]
@@ -109,11 +109,12 @@ class TokenizeCall:
 
     Attributes:
         texts: The texts.
-        truncate: Whether an over-long text is cut, or refused; None to give all of its tokens.
-        include_token_strings: Whether the reply holds the vocabulary's strings.
-        prompt_name: As of an EncodeCall.
-        task: As of an EncodeCall.
-        offset_unit: As of a ReplyShape.
+        truncate: Whether a text that is too long is cut. With False it is refused; with None all its tokens are
+            returned.
+        include_token_strings: Whether the reply has the string of each token.
+        prompt_name: See `EncodeCall`.
+        task: See `EncodeCall`.
+        offset_unit: See `ReplyShape`.
     """
 
     texts: Sequence[str]
@@ -146,8 +147,8 @@ class InspectCall:
         wanted: The requested kinds, each with its layers. The model has these kinds.
         data_type: The type of the returned numbers.
         truncate: Whether an input that is too long is cut instead of refused.
-        prompt_name: As of an EncodeCall.
-        task: As of an EncodeCall.
+        prompt_name: See `EncodeCall`.
+        task: See `EncodeCall`.
     """
 
     input: SentInput
@@ -202,7 +203,7 @@ class ServedModel:
         self._observer = observer
         self._inspect_lane = inspect_lane
         self.max_batch_tokens = max_batch_tokens
-        if tokenizer is not None:  # computed only for /metrics
+        if tokenizer is not None:  # the function is called only when /metrics is read
             observer.register_text_queue_gauges(lambda: tokenizer.queued_bytes, tokenizer.max_queue_bytes)
         self._planner = CallPlanner(bundle, tokenizer, outputs, limits.max_text_bytes, static_tokenizers or {})
         self._has_tables = bool(static_tokenizers)
@@ -258,7 +259,7 @@ class ServedModel:
         check_output_count(outputs)
         if spans:
             self._reply_size.check_spans(spans)
-        if not self._has_tables:  # tables answer even if the engine fails
+        if not self._has_tables:  # a table answers even if the engine fails
             self._scheduler.check_open()
 
     async def prepare(
@@ -276,11 +277,12 @@ class ServedModel:
             call: The call.
             span: Traces the call.
             sender: The caller and the priority.
-            reply: The reply with the earlier inputs, which gets the next inputs too; None for the first inputs.
-            end: The end of the inputs to prepare; None for all inputs.
+            reply: The reply with the inputs that were prepared before. The next inputs are added to it. None for
+                the first inputs.
+            end: The index after the last input to prepare; None for all inputs.
 
         Raises:
-            RequestError: The call cannot succeed. The error names the input and the numbers.
+            RequestError: The call cannot succeed. The error names the input, its value and the limit.
             QueueFull: Too much text is waiting.
         """
         checker, rules, plan, detail, static = self._planner.plan_call(call)
@@ -291,7 +293,7 @@ class ServedModel:
             inputs, sent_spans = inputs[begin:end], sent_spans[begin:end]
         try:
             sequences, tokenize_seconds = await self._check_inputs(checker, inputs, rules, span, sender)
-            for i, spans_of_input in enumerate(sent_spans):  # all inputs have spans, or none
+            for i, spans_of_input in enumerate(sent_spans):  # empty if the call has no spans
                 if spans_of_input is not None:
                     sequences[i].token_spans = place_spans(i, spans_of_input, inputs[i], sequences[i])
             if plan.bounds_length:
@@ -370,7 +372,7 @@ class ServedModel:
         span: RequestSpan | None = None,
         sender: Sender = ANY_SENDER,
     ) -> TokenizeReply:
-        """Tokenize texts in pieces, each when the sender's turn comes. Only text is queued.
+        """Tokenize texts in pieces, each when the sender's turn comes. The queue of the model is not involved.
 
         Args:
             call: The texts.
@@ -379,7 +381,7 @@ class ServedModel:
             sender: The caller and the priority.
 
         Raises:
-            RequestError: The call cannot succeed. The error names the text and the numbers.
+            RequestError: The call cannot succeed. The error names the text, its value and the limit.
             ResponseTooLarge: The reply is over the limit.
             QueueFull: Too much text is waiting.
         """
@@ -408,9 +410,8 @@ class ServedModel:
         Raises:
             SequenceTooLong: The input is too long for its task.
         """
-        if (
-            limit := self._planner.limits.get((task, False))
-        ) is not None:  # without a limit, the model lacks the task and refuses it later
+        limit = self._planner.limits.get((task, False))
+        if limit is not None:  # a model without the task has no limit for it, and the call is refused later
             check_length(field, count, limit)
 
     @property
@@ -432,7 +433,7 @@ class ServedModel:
 
         Raises:
             InspectUnavailable: The bundle has no graph for it, or the server has it turned off.
-            RequestError: The call cannot succeed. The error names the field and the numbers.
+            RequestError: The call cannot succeed. The error names the field, its value and the limit.
             QueueFull: Too many inspections are pending.
             ShareExceeded: Too many inspections of this caller are pending.
             InferenceFailed: The numbers of the model are not finite.

@@ -1,4 +1,4 @@
-"""Plans a call: the prompt, the limit of length, and the outputs. Pure decisions."""
+"""Plans a call: the prompt, the limit of length, and the outputs. Without I/O."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,15 +26,16 @@ class EncodeCall:
 
     Attributes:
         inputs: Texts, ids, or vectors.
-        outputs: The outputs to return; empty for the rows of tokens.
+        outputs: The outputs to return. If it is empty, the reply has a row for each token.
         truncate: Whether to cut an over-long input instead of refusing it.
         prompt_name: The prompt before each text; empty for no prompt, None for the prompt of the task or the model.
         task: The task of the texts.
-        spans: For each input the ranges of OutputKind.SPANS, or None; empty if no input has ranges.
+        spans: The ranges of OutputKind.SPANS for each input; None for an input without ranges. Empty if no input
+            has ranges.
         shape: The form of the reply.
         max_tokens: The most tokens of an input; 0 for the limit of the model or the task.
         priority: The priority that the request asks for.
-        closing: The ids at the end of each input of ids. A cut keeps them.
+        closing: If an input of ids is cut, these ids at its end are kept.
     """
 
     inputs: Sequence[SentInput]
@@ -56,7 +57,7 @@ class CallPlan(NamedTuple):
         checker: Checks the inputs, and tokenizes the texts.
         rules: The rules of the checks.
         plan: The outputs of each sequence.
-        detail: The detail of the reply for each sequence.
+        detail: How much the reply says about each sequence.
         static: The table that answers the call instead of the model; None if the model answers.
     """
 
@@ -71,7 +72,7 @@ class CallPlanner:
     """Plans the calls of one model.
 
     Attributes:
-        limits: The limit of length by task, and by whether a longer input is cut.
+        limits: The limit of length for each task, with and without truncation.
     """
 
     limits: Mapping[tuple[Task, bool], LengthLimit]

@@ -1,4 +1,4 @@
-"""The outputs of a sequence. One class for each kind of output checks, sizes and computes it."""
+"""The outputs of a sequence. The class of each kind of output checks it, and computes its size and its values."""
 
 from encserve_server.outputs.kind import Kind
 from encserve_server.outputs.loading import OpenHead

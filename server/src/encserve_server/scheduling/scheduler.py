@@ -39,7 +39,7 @@ _FIRST_ID = np.zeros(1, np.int64)
 # How often the scheduler looks for a stalled run: a part of `stall_seconds`, and at least once per second.
 _STALL_LOOKS = 4
 _MAX_STALL_POLL_SECONDS = 1.0
-# A gap between two looks counts as at most this number of pauses: the whole process may have stood still.
+# The time between two looks counts as at most this many pauses, because the whole process may have been stopped.
 _MAX_GAP_PAUSES = 2
 
 
@@ -156,7 +156,7 @@ class Scheduler:
         self._throughput = Throughput()
         self._recovery: asyncio.Task[None] | None = None
         self._stall_watch: asyncio.Task[None] | None = None
-        self._over = False  # closed or crashed: nothing will run
+        self._over = False  # closed or crashed: no further sequence will run
 
     def __repr__(self) -> str:
         state = self._unhealthy_reason or ("running" if self._lanes.oldest_start() is not None else "free")
@@ -175,7 +175,7 @@ class Scheduler:
         self._lanes.stop()
         self._fail_all(EngineUnhealthy("the model is being unloaded"), self._lanes.running())
         await self._lanes.ended()
-        # Not on the event loop: to free hundreds of megabytes takes tens of milliseconds.
+        # Not on the event loop, because freeing hundreds of megabytes takes tens of milliseconds.
         await asyncio.get_running_loop().run_in_executor(None, self._engine.close)
 
     def not_ready_reason(self) -> str:
@@ -219,10 +219,11 @@ class Scheduler:
     def _check_caller_share(
         self, caller: Caller, cost: int, size: int, waiting: int, priorities: Iterable[Priority]
     ) -> None:
-        """Check a caller's share of a room for `size` tokens, once more than half of the room is taken."""
+        """Check a caller's share of `size` tokens, if more than half of these tokens are taken."""
         if caller.name and waiting + cost > size // 2:
             own, weight_of_others = self._pending.share_of(caller, priorities)
-            share = int(size * caller.weight / (2 * caller.weight + weight_of_others))  # with room for one more
+            # The share is as if one more caller with this weight waited.
+            share = int(size * caller.weight / (2 * caller.weight + weight_of_others))
             self._refuse_over_share(f"caller {caller.name}", cost, own, share)
 
     def _refuse_over_share(self, whose: str, cost: int, waiting: int, share: int) -> None:
@@ -264,10 +265,10 @@ class Scheduler:
             if ticket.missing:
                 with self._lanes.lock:
                     self._pending.withdraw(ticket)
-            if span is not None:  # until the first batch was taken, or the call gave up
+            if span is not None:  # ends when the first batch was taken, or when the call gave up
                 starts = [it.started_at for it in sequences if not math.isnan(it.started_at)]
                 span.stage("queue", sequences[0].enqueued_at, min(starts, default=self._clock.now()))
-            ticket.sequences, ticket.error = [], None  # or the rows would wait for the cycle collector
+            ticket.sequences, ticket.error = [], None  # otherwise the rows would stay until the garbage collector runs
 
     def _admit(
         self, sequences: list[TokenSequence], deadline: float, span: RequestSpan | None, sender: Sender
@@ -318,7 +319,7 @@ class Scheduler:
     def _count_dropped(self, ticket: Ticket, *, is_cancelled: bool) -> None:
         """Count the undelivered sequences of a call whose caller went away, or whose deadline passed."""
         with self._lanes.lock:
-            self._pending.withdraw(ticket)  # from now on no lane takes them
+            self._pending.withdraw(ticket)  # from now on no lane takes these sequences
         # A lane may have dropped some of them already. Only `started_at` shows whether a lane took them.
         unstarted = sum([math.isnan(it.started_at) for it in ticket.sequences])
         # gRPC cancels a call whose deadline has passed: that is not a cancellation by the caller.
@@ -386,8 +387,8 @@ class Scheduler:
 
     def _count(self, batch: Batch) -> None:
         """Report a batch to the observer."""
-        beside = 1 if batch.alone else self._engine.max_parallel_runs  # the most runs that share the device
-        cost = sum([it.cost for it in batch.sequences])  # the unit of the queue
+        beside = 1 if batch.alone else self._engine.max_parallel_runs  # the most runs on the device
+        cost = sum([it.cost for it in batch.sequences])  # the queue counts cost
         self._throughput.add(cost, (batch.compute_seconds + batch.split_seconds) / beside)
         for sequence in batch.sequences:
             self._observer.waited(sequence.started_at - sequence.enqueued_at)
