@@ -81,11 +81,11 @@ class Route:
         path: The path; `{name}` stands for one part, `{name:path}` for one or more parts.
         handle: Answers a request.
         dialect: Writes the errors of the route.
-        check: For a route of health checks, when its reply is 200. Calls of such routes are not counted, and the server
-            answers them while it stops.
-        is_listing: Whether the route lists models. A setting allows this without a key.
-        body: The fields of its JSON body, a msgspec.Struct; None for a route without a JSON body.
-        reply: The type of the JSON in its reply, for the OpenAPI document; None for no JSON.
+        check: When the reply is 200, for a route of health checks; None for other routes. Calls of health checks are
+            not counted, and the server answers them while it stops.
+        is_listing: Whether the route lists models. A setting can allow such routes without a key.
+        body: The msgspec.Struct with the fields of the JSON body; None for a route without a JSON body.
+        reply: The type of the JSON in the reply, for the OpenAPI document; None if the reply is not JSON.
         example: An example of a body, for the OpenAPI document.
     """
 

@@ -1,6 +1,6 @@
 """A gRPC service as a protocol describes it. Handlers take and return bytes, and know neither sockets nor grpcio.
 
-So the transport also handles errors of parsing.
+Because the handlers parse the bytes, the transport also handles their parse errors.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -80,7 +80,7 @@ class RequestStreamRpc(Rpc):
     """A method with many requests. Each has one reply, in any order.
 
     Attributes:
-        parse: Parses one request. An error of parsing ends the stream.
+        parse: Parses one request. A parse error ends the stream.
     """
 
     kind = "bidi_stream"

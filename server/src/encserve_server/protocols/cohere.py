@@ -1,4 +1,4 @@
-"""Cohere's protocol: /v2/embed, and /v1/embed of its first clients.
+"""Cohere's protocol: /v2/embed, and /v1/embed for older clients.
 
 https://docs.cohere.com/reference/embed
 """
@@ -35,7 +35,8 @@ from encserve_server.types.requests import DataType
 
 _INPUT_TYPES = ("search_query", "search_document", "classification", "clustering")
 _IMAGE = "this server takes only texts"
-# The source of each type of embedding, and the conversion: uint8 is int8 + 128, binary is ubinary - 128.
+# For each type of embedding, the data type of the rows, and the function that converts the rows. uint8 is int8 + 128;
+# binary is ubinary - 128.
 _TYPES: Mapping[str, tuple[DataType, Callable[[Any], OutputRows]]] = {
     "float": (DataType.FLOAT32, lambda rows: rows),
     "int8": (DataType.INT8, lambda rows: rows),
@@ -44,7 +45,9 @@ _TYPES: Mapping[str, tuple[DataType, Callable[[Any], OutputRows]]] = {
     "ubinary": (DataType.BINARY, lambda rows: rows),
     "base64": (DataType.FLOAT32, lambda rows: rows),
 }
-# Characters per number, at most: 17 for a float32, 6 of them in base64; for a byte those of -128 or 255 and a comma.
+# The most characters of JSON for each byte of vectors. A byte of int8 can be written twice: as `-128,` for int8 and as
+# `255,` for uint8. The same is true for ubinary and binary. A float32 has 4 bytes; as a number it takes at most 17
+# characters, and in base64 6.
 _GROWTH = 10.0
 
 _EXAMPLE = {"texts": ["a cat", "a dog"], "input_type": "search_document", "embedding_types": ["float", "int8"]}
@@ -54,20 +57,21 @@ class CohereBody(Body):
     """The fields of /v2/embed and /v1/embed.
 
     Attributes:
-        texts: The texts; required, or inputs.
-        inputs: Instead of texts, objects {"content": [{"type": "text", "text": "…"}]}. Several texts of one object are
-            joined by line breaks.
+        texts: The texts. A request has either texts or inputs.
+        inputs: A list of objects {"content": [{"type": "text", "text": "…"}]}, instead of texts. Line breaks join
+            several texts of one object.
         images: Refused, because this server takes only texts.
         input_type: search_query and search_document select the tasks of models that have them. classification and
             clustering select no task.
         embedding_types: One or several of float, int8, uint8, binary, ubinary and base64. Default: float.
         output_dimension: The number of dimensions to which a vector is cut.
-        max_tokens: The number of tokens to which a text is cut, if the model takes more.
-        truncate: END cuts texts that are too long, NONE refuses them. Default: END, unless a setting of the server says
-            otherwise.
-        normalize: Whether float vectors are scaled to length 1.
-        pooling: The pooling, instead of the one that the model was trained with: mean, cls, max, last_token,
-            weighted_mean or mean_sqrt_length.
+        max_tokens: The most tokens of a text, if this number is less than the model's limit. truncate says whether
+            longer texts are cut or refused.
+        truncate: END cuts texts that are too long, NONE refuses them. Default: END, or NONE if the server runs
+            with http_truncate off.
+        normalize: Whether float vectors are scaled to Euclidean length 1.
+        pooling: Replaces the pooling that the model was trained with: mean, cls, max, last_token, weighted_mean or
+            mean_sqrt_length.
     """
 
     texts: list[str] | None = None
@@ -115,7 +119,7 @@ class CohereError(TypedDict):
 
     Attributes:
         id: A new id.
-        message: The field and the problem, with the numbers.
+        message: The field, the problem, the sent value and the allowed values.
     """
 
     id: str
@@ -218,7 +222,7 @@ def _texts_of(fields: CohereBody) -> Sequence[str]:
 
 
 def _text_of(field: str, item: Any) -> str:
-    """Return the text of one of `inputs`: its contents, one on each line."""
+    """Return the text of one element of `inputs`. Line breaks join its contents."""
     contents = item.get("content") if isinstance(item, dict) else None
     if not isinstance(contents, list) or not contents:
         raise InvalidField(f"{field}.content", 'must be a list of {"type": "text", "text": "…"}')
@@ -270,7 +274,7 @@ def _pieces(name: str, reply: EncodeReply, data_types: Sequence[DataType]) -> It
 
 
 def _by_type(pieces: Mapping[str, Iterator[bytes]]) -> Iterator[bytes]:
-    """Write an object of lists of vectors."""
+    """Write a JSON object that has a list of vectors for each type."""
     for i, (name, its) in enumerate(pieces.items()):
         yield b'%s"%s":' % (b"," if i else b"{", name.encode())
         yield from its

@@ -31,7 +31,8 @@ class EmbeddingsBody(FormatBody):
     Attributes:
         input: A text, the ids of a text, or a list of these; required.
         user: Ignored.
-        add_special_tokens: With false, ids are complete as they are, without the special tokens of the tokenizer.
+        add_special_tokens: With false, lists of ids need not have the tokenizer's special tokens, and texts are
+            refused. Default: true; then lists of ids without these tokens are refused.
     """
 
     input: Inputs | None = None
@@ -56,8 +57,8 @@ class Usage(TypedDict):
     """The number of tokens that the model saw, with special tokens and the tokens of a prompt.
 
     Attributes:
-        prompt_tokens: The tokens of all inputs.
-        total_tokens: The same.
+        prompt_tokens: The number of tokens in all inputs.
+        total_tokens: The same number.
     """
 
     prompt_tokens: int
@@ -69,7 +70,7 @@ class Embeddings(TypedDict):
 
     Attributes:
         data: One vector for each input, in the order of the inputs.
-        model: The model's name in the request; without one, the model's own name.
+        model: The model's name in the request. If the request names no model, the model's own name.
     """
 
     object: str
@@ -79,13 +80,13 @@ class Embeddings(TypedDict):
 
 
 class Model(TypedDict):
-    """A model under one of its names.
+    """A model, listed under one of its names.
 
     Attributes:
         id: The name.
         max_model_len: The longest input in tokens.
         root: The model's own name.
-        outputs: The kinds of output that the model has, and the routes that serve each.
+        outputs: The routes that serve each kind of output that the model has.
     """
 
     id: str
@@ -113,7 +114,7 @@ class OpenAiErrorInfo(TypedDict):
     """The details of an error.
 
     Attributes:
-        message: The field and the problem, with the numbers.
+        message: The field, the problem, the sent value and the allowed values.
         type: invalid_request_error, rate_limit_error or server_error.
         param: The field, such as input[3]; null for the whole request.
         code: OpenAI's code, or the reason in lower case.
@@ -206,11 +207,12 @@ class OpenAiRoutes:
 def check_ids(model: ServedModel, sent: SentInputs, add_special_tokens: bool | None) -> None:
     """Refuse ids that probably come from another tokenizer, because they would give wrong vectors without an error.
 
-    If ids are cut, they keep the special tokens at their end.
+    The function also sets `sent.closing`, so that ids that are cut keep the special tokens at their end.
 
     Raises:
-        InvalidField: An input is ids without the special tokens that the tokenizer puts around a text, and the request
-            does not say that the ids are complete. Or an input is a text, and `add_special_tokens` is false.
+        InvalidField: A list of ids lacks the special tokens that the tokenizer puts around a text, and
+            `add_special_tokens` is not false. Or it is false, and an input is a text to which the tokenizer would add
+            special tokens.
     """
     tokenizer = model.tokenizer
     if tokenizer is None:
@@ -222,14 +224,15 @@ def check_ids(model: ServedModel, sent: SentInputs, add_special_tokens: bool | N
         if isinstance(it, str):
             if add_special_tokens is False and (before or behind):
                 raise InvalidField(
-                    "add_special_tokens", f"must be true for texts; input[{i}] is a text: send its ids without them"
+                    "add_special_tokens",
+                    f"must be true for texts; input[{i}] is a text: send its ids without special tokens instead",
                 )
         elif add_special_tokens is not False and not _has_around(it, before, behind):
             raise InvalidField(
                 FieldPath(RequestField.IDS, i),
                 f"do not come from this model's tokenizer: it puts {_shown(tokenizer, before)} before a text and "
                 f"{_shown(tokenizer, behind)} behind it, and these begin with {it[:2]} and end with {it[-2:]}. If they "
-                'are complete all the same, send "add_special_tokens": false',
+                'are complete without these tokens, send "add_special_tokens": false',
             )
 
 

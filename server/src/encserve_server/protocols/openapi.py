@@ -1,7 +1,7 @@
 """The description of all routes: `/openapi.json` (OpenAPI 3.1) for programs, and the page `/docs` for people.
 
-Both are generated once at the start from the routes: the structs of their bodies, the types of their replies, the
-docstrings of these, and the table of errors.
+Both are generated once at the start. The sources are the structs of the routes' bodies, the types of their replies, the
+docstrings of these classes, and the table of errors.
 """
 
 import inspect
@@ -44,7 +44,7 @@ class DocsRoutes:
     """The handlers of the description."""
 
     def __init__(self, others: Sequence[Route], dialect: Dialect) -> None:
-        """Generate the description of all other routes. `dialect` writes errors."""
+        """Generate the description of `others` and of the two routes here. `dialect` writes the errors of the two."""
         own = [
             Route("GET", "/openapi.json", self.openapi, dialect, is_listing=True, reply=dict[str, Any]),
             Route("GET", "/docs", self.docs, dialect, is_listing=True, reply=str),
@@ -87,8 +87,8 @@ def document_of(routes: Sequence[Route]) -> dict[str, Any]:
         "info": {
             "title": "encserve",
             "version": __version__,
-            "description": "Vectors of texts, by the protocols of several servers. There are more fields, limits and "
-            "examples in docs/http.md.",
+            "description": "Computes vectors of texts, with the protocols of several servers. See docs/http.md for "
+            "limits and more examples.",
         },
         "paths": paths,
         "components": {"schemas": components},
@@ -125,10 +125,11 @@ def _response(description: str, schema: Any, kind: Any) -> dict[str, Any]:
 
 
 def _refusals(route: Route) -> dict[int, list[str]]:
-    """Return the statuses of errors, and the reasons of each from docs/errors.md."""
+    """Return the HTTP statuses of the errors of a route, and for each status the reasons from docs/errors.md."""
     found: dict[int, list[str]] = {500: ["INTERNAL"]}
     for error, status in CALLER_ERRORS.items():
-        # A route without a body can only refuse a name. No route has a field for the expected fingerprint of a bundle.
+        # Without a body, a route can refuse only the name in its path. FAILED_PRECONDITION is about the expected
+        # fingerprint of a bundle, and no route has a field for it.
         with_body = route.body is not None and status.grpc != "FAILED_PRECONDITION"
         if with_body or status.grpc == "UNAVAILABLE" or (status.grpc == "NOT_FOUND" and "{" in route.path):
             reasons = found.setdefault(route.dialect.status_of(status), [])
@@ -155,7 +156,7 @@ def _named(shapes: Sequence[Any]) -> list[type[Any]]:
 
 
 def descriptions_of(kind: type[Any]) -> dict[str, str]:
-    """Return the texts of a class's fields, from its docstring and from those of its base classes."""
+    """Return the description of each field of a class, from the docstrings of the class and its base classes."""
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         section = inspect.cleandoc(base.__doc__ or "").partition("\nAttributes:\n")[2]
@@ -164,7 +165,7 @@ def descriptions_of(kind: type[Any]) -> dict[str, str]:
 
 
 def _describe(schema: dict[str, Any], kind: type[Any]) -> None:
-    """Add the texts of its fields to a schema."""
+    """Add the descriptions of a class and of its fields to the schema of the class."""
     schema["description"] = inspect.cleandoc(kind.__doc__ or "").partition("\n")[0]
     schema.pop("additionalProperties", None)  # unknown fields are ignored, unless --strict-http
     texts = descriptions_of(kind)
@@ -174,7 +175,7 @@ def _describe(schema: dict[str, Any], kind: type[Any]) -> None:
 
 
 def page_of(document: Mapping[str, Any]) -> str:
-    """Return an OpenAPI document as an HTML page that loads nothing else."""
+    """Return an OpenAPI document as an HTML page that loads no other resource."""
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
         f"<title>encserve</title><style>{_STYLE}</style><h1>encserve {escape(document['info']['version'])}</h1>"
@@ -217,7 +218,7 @@ def _fields(operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
 
 
 def _type_name(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
-    """Return a type as people write it, without null, because null means the same as a missing field."""
+    """Return a readable name of a type. It does not mention null, because null means the same as a missing field."""
     if "anyOf" in schema:
         names = [_type_name(it, schemas) for it in schema["anyOf"] if it.get("type") != "null"]
         return " or ".join(names)

@@ -1,4 +1,4 @@
-"""The protocols over gRPC, one line each."""
+"""The list of protocols over gRPC."""
 
 from encserve_server.endpoints.host import Host
 from encserve_server.endpoints.rpcs import Service

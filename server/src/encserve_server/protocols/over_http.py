@@ -1,4 +1,4 @@
-"""The protocols over HTTP, one line each. They need the packages of the extra `http`."""
+"""The list of protocols over HTTP. They need the packages of the extra `http`."""
 
 from encserve_server.endpoints.host import Host
 from encserve_server.endpoints.routes import Route

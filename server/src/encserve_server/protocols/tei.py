@@ -1,4 +1,4 @@
-"""The protocol of Hugging Face's text-embeddings-inference, with inputs of one model unless a request names another.
+"""The protocol of Hugging Face's text-embeddings-inference. Requests use the default model unless they name another.
 
 https://huggingface.github.io/text-embeddings-inference
 """
@@ -59,7 +59,8 @@ class EmbedBody(PooledBody):
 
     Attributes:
         inputs: A text, the ids of a text, or a list of these; required.
-        truncation_direction: Right, because texts are cut at their end.
+        truncation_direction: Right or left. With left, an input that is too long is refused, because this server cuts
+            only the end of a text.
     """
 
     inputs: Inputs | None = None
@@ -71,7 +72,8 @@ class EmbedAllBody(EncodeBody):
 
     Attributes:
         inputs: A text, the ids of a text, or a list of these; required.
-        truncation_direction: Right, because texts are cut at their end.
+        truncation_direction: Right or left. With left, an input that is too long is refused, because this server cuts
+            only the end of a text.
     """
 
     inputs: Inputs | None = None
@@ -83,8 +85,10 @@ class EmbedSparseBody(EncodeBody):
 
     Attributes:
         inputs: A text, the ids of a text, or a list of these; required.
-        truncation_direction: Right, because texts are cut at their end.
-        max_active_dims: The number of largest weights that are kept. Default: as the model was trained.
+        truncation_direction: Right or left. With left, an input that is too long is refused, because this server cuts
+            only the end of a text.
+        max_active_dims: The number of weights to keep; the smallest weights are dropped. Default: as the model was
+            trained.
     """
 
     inputs: Inputs | None = None
@@ -103,11 +107,12 @@ AnyPooled = TypeVar("AnyPooled", bound=PooledBody)
 
 
 class SimilarityParameters(msgspec.Struct):
-    """Further fields, which may also stand beside inputs.
+    """Further fields. They take precedence over fields of the same name beside inputs.
 
     Attributes:
-        truncate: Whether texts that are too long are cut, or refused.
-        truncation_direction: Right, because texts are cut at their end.
+        truncate: Whether texts that are too long are cut. Otherwise they are refused.
+        truncation_direction: Right or left. With left, an input that is too long is refused, because this server cuts
+            only the end of a text.
         prompt_name: The name of the model's prompt that is put before every text.
     """
 
@@ -129,7 +134,7 @@ class SimilarityBody(PooledBody):
 
 
 class RootBody(EmbedBody):
-    """The fields of /, which is /embed, or /similarity if its inputs are sentences to compare.
+    """The fields of /. The route works like /similarity if inputs are sentences to compare, otherwise like /embed.
 
     Attributes:
         inputs: A text, the ids of a text, a list of these, or sentences to compare; required.
@@ -169,8 +174,9 @@ class Token(TypedDict):
 
     Attributes:
         id: Its id.
-        text: The part of the text that it stands for; for a special token its string in the vocabulary.
-        special: Whether it is a special token.
+        text: The part of the text that the token stands for. A special token, or a token without such a part, has its
+            string in the vocabulary here.
+        special: Whether the token is a special token.
         start: The start in the text, in bytes of UTF-8; null for a special token.
         stop: The end in the text, in bytes of UTF-8; null for a special token.
     """
@@ -186,7 +192,7 @@ class TeiError(TypedDict):
     """An error in the form of text-embeddings-inference.
 
     Attributes:
-        error: The field and the problem, with the numbers.
+        error: The field, the problem, the sent value and the allowed values.
         error_type: Validation, Empty, Tokenizer, Backend, Overloaded or Unhealthy.
     """
 
@@ -195,7 +201,7 @@ class TeiError(TypedDict):
 
 
 class TeiRoutes:
-    """The handlers."""
+    """The handlers of the routes."""
 
     def __init__(self, host: Host) -> None:
         """Keep the settings."""
@@ -410,7 +416,7 @@ class TeiRoutes:
 
 
 def _with_parameters(fields: AnyPooled, parameters: SimilarityParameters | None) -> tuple[AnyPooled, str | None]:
-    """Return the fields together with those in `parameters`, and the direction of truncation."""
+    """Return the fields after `parameters` has replaced some, and the truncation direction in `parameters`."""
     if parameters is None:
         return fields, None
     changed = msgspec.structs.replace(
@@ -441,10 +447,10 @@ DIALECT = Dialect(_NAMING, _refuse, TeiError, _status_of)
 
 
 def _tokens(model: ServedModel, sequence: TokenSequence, text: str, keeps_special: bool) -> Iterator[dict[str, Any]]:
-    """Return the tokens of each text; starts and ends count bytes of UTF-8."""
+    """Yield the tokens of a text. Starts and ends are offsets in bytes of UTF-8."""
     tokenizer, special_tokens = model.tokenizer, sequence.special
     starts, ends = sequence.char_starts, sequence.char_ends
-    if tokenizer is None or special_tokens is None or starts is None or ends is None:  # only texts are tokenized
+    if tokenizer is None or special_tokens is None or starts is None or ends is None:  # never for a text
         return
     offsets = utf8_offsets(text).tolist()
     for token_id, start, end, special in zip(
@@ -462,14 +468,14 @@ def _tokens(model: ServedModel, sequence: TokenSequence, text: str, keeps_specia
 
 
 def _pooling_of(bundle: Bundle) -> str:
-    """Return the name of a model's pooling in text-embeddings-inference; for other poolings our own name."""
+    """Return the name of a model's pooling in text-embeddings-inference, or our own name if it has none there."""
     if (pooling := bundle.pooling) is not None:
         return pooling.kinds[0].name.lower() if pooling.is_plain else "model"
     return "splade" if bundle.sparse is not None else "none"
 
 
 def _cosines(reply: EncodeReply) -> bytes:
-    """Return the cosine similarities of the first vector to the others; 0 with a vector of zeros."""
+    """Return the cosine similarities of the first vector to the others. A vector of zeros has similarity 0."""
     vectors = (sequence.outputs[0][0].astype(np.float64) for sequence in reply.sequences)  # one at a time: (width,)
     first = next(vectors)
     its_square = first @ first

@@ -46,8 +46,10 @@ class PoolingBody(FormatBody):
         input: A text, the ids of a text, or a list of these; required.
         task: token_embed for one vector per token, embed for one vector. Default: embed if a pooling is given or the
             model was trained to make one vector, else token_embed.
-        truncation_side: right. With left, an input that is too long is refused, because texts are cut at their end.
-        add_special_tokens: With false, ids are complete as they are, without the special tokens of the tokenizer.
+        truncation_side: right or left. With left, an input that is too long is refused, because this server cuts only
+            the end of a text.
+        add_special_tokens: With false, lists of ids need not have the tokenizer's special tokens, and texts are
+            refused. Default: true; then lists of ids without these tokens are refused.
         user: Ignored.
     """
 
@@ -63,7 +65,8 @@ class PooledInput(TypedDict):
     Attributes:
         index: The index of the input, from 0.
         data: One vector per token, or one vector; base64 of little-endian float32 if the request asks for this.
-        shape: With token_embed, the number of vectors; then the number of dimensions.
+        shape: With token_embed, the number of vectors and the number of dimensions; with embed, only the number of
+            dimensions.
     """
 
     index: int
@@ -77,7 +80,7 @@ class Pooled(TypedDict):
 
     Attributes:
         data: One element for each input, in the order of the inputs.
-        model: The model's name in the request; without one, the model's own name.
+        model: The model's name in the request. If the request names no model, the model's own name.
     """
 
     id: str
@@ -136,7 +139,7 @@ def _output(fields: PoolingBody, bundle: Bundle, task: str | None) -> OutputSpec
         return pooled_output(fields, bundle)
     if fields.pooling is not None:
         raise InvalidField("pooling", f"must be left out with the task {_TOKEN_EMBED}, which pools nothing")
-    if bundle.multi_vector is not None:  # token vectors have the length that the model was trained for
+    if bundle.multi_vector is not None:  # keep the norms that the model was trained to produce
         kind, normalize = OutputKind.MULTI_VECTOR, False
     else:
         kind, normalize = OutputKind.TOKENS, True

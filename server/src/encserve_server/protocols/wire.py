@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-Buffer = bytes | memoryview  # a memoryview of bytes, so that len() is the size
+Buffer = bytes | memoryview  # the items of a memoryview are bytes, so len() is its size in bytes
 
 _LENGTH_DELIMITED = 2
 _LARGE_BYTES = 256 * 1024

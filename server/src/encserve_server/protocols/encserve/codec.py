@@ -49,10 +49,10 @@ _PRIORITIES: dict[int, Priority] = {
 }
 _TRUNCATES: dict[int, bool] = {pb.TRUNCATION_UNSPECIFIED: False, pb.TRUNCATION_REFUSE: False, pb.TRUNCATION_END: True}
 
-# The cache of decoded EncodeOptions. Callers send few different options, and short ones.
+# The limits of the cache of decoded EncodeOptions. Callers send few different options, and these are short.
 _MAX_CACHED_OPTIONS = 256
 _MAX_CACHED_OPTIONS_BYTES = 1024
-# After this many token ids, copied in 0.7 ms, the event loop runs other calls.
+# After each copy of this many token ids, which takes 0.7 ms, the event loop runs other calls.
 _TURN_NUMBERS = 16_384
 # Pooling takes memory for each span. Without this limit, a few inputs could use all memory.
 _MAX_SPANS = 16_384
@@ -89,13 +89,13 @@ def decode_float_type(name: str, value: int) -> DataType:
 
 
 def check_counts(request: pb.EncodeRequest, model: ServedModel) -> int:
-    """Check the limits on counts before any data is copied; see `ServedModel.check_counts`.
+    """Check the numbers of inputs, tokens, spans and outputs before any data is copied; see `ServedModel.check_counts`.
 
     Returns:
         The number of inputs with spans.
     """
     inputs, outputs = len(request.inputs), len(request.options.outputs)
-    if inputs > model.limits.max_sequences or outputs > MAX_OUTPUTS:  # too many to visit each
+    if inputs > model.limits.max_sequences or outputs > MAX_OUTPUTS:  # too many to look at each
         model.check_counts(inputs, outputs)
     spans = inputs_with_spans = 0
     for i, it in enumerate(request.inputs):
@@ -116,7 +116,7 @@ def _count_spans(name: str, it: pb.Input) -> int:
 
 
 async def decode_call(request: pb.EncodeRequest, longest: int, inputs_with_spans: int) -> EncodeCall:
-    """Decode a request that passed `check_counts`, and fill in the defaults. Other calls run in between.
+    """Decode a request that passed `check_counts`, and fill in the defaults. The event loop runs other calls meanwhile.
 
     Args:
         request: The request.
@@ -180,7 +180,7 @@ def decode_options(data: bytes) -> Options:
 
 
 def decode_tokenize_call(request: pb.TokenizeRequest) -> TokenizeCall:
-    """Decode a request, and fill in the defaults. The number of texts was checked before.
+    """Decode a request, and fill in the defaults. `ServedModel.tokenize` checks the texts.
 
     Raises:
         InvalidField: An enum has a value that this server does not know, or that Tokenize does not accept.
@@ -227,7 +227,7 @@ def encode_reply(model: ServedModel, call: EncodeCall, stream_request_id: str | 
 
 
 def _encode_output(reply: EncodeReply, i: int, shape: ReplyShape) -> list[Buffer]:
-    """Return the parts of a RaggedTensor: one output for all sequences."""
+    """Return the parts of the RaggedTensor that holds one output of all sequences."""
     output = reply.plan.outputs[i]
     arrays = [it.outputs[i] for it in reply.sequences]
     indices: list[Buffer] = []

@@ -19,7 +19,7 @@ from encserve_server.types.bundles import Bundle
 from encserve_server.types.inspections import InspectKind, InspectTensor
 from encserve_server.types.requests import DataType
 
-# A larger chunk would delay other calls; smaller chunks would be too many.
+# Larger chunks would delay other calls. Smaller chunks would need too many messages.
 _CHUNK_BYTES = 256 * 1024
 
 

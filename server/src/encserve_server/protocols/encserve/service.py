@@ -81,7 +81,7 @@ class EncoderService:
                     call.span.stage("send", began, self._clock.now())
 
     async def _send(self, model: ServedModel, call: InspectCall, reply: InspectReply, write: Write) -> None:
-        """Send the reply of an inspection. A chunk is encoded when the chunk before was sent."""
+        """Send the reply of an inspection. Each chunk is encoded after the previous chunk was sent."""
         await write(inspect_codec.encode_inspect_header(model, call, reply).SerializeToString())
         chunks = inspect_codec.encode_chunks(reply.inspection.tensors, call.data_type)
         loop = asyncio.get_running_loop()

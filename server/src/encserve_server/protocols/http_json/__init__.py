@@ -1,1 +1,1 @@
-"""What JSON routes of several protocols share: reading bodies, fields, names of fields, writing numbers."""
+"""The code that JSON routes of several protocols share: it reads bodies, names fields in errors, and writes numbers."""

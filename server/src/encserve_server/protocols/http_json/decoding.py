@@ -1,7 +1,7 @@
 """Decodes JSON bodies into the structs of their routes.
 
-The fields of an object are decoded in one step, except for inputs and for objects inside it. Those stay `msgspec.Raw`.
-Then each input is decoded by itself. After each 64 KiB of inputs the event loop runs other requests.
+The fields of an object are decoded in one step. Only inputs and inner objects stay `msgspec.Raw` at first. Then each
+input is decoded by itself. After each 64 KiB of inputs, the event loop runs other requests.
 """
 
 import asyncio
@@ -27,18 +27,19 @@ logger = logging.getLogger(__name__)
 AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
 AnyJson = TypeVar("AnyJson")
 Json = bytes | msgspec.Raw
-# Counts bytes against the budget of all calls, or gives bytes back if the number is negative. See `Call.hold`.
+# Takes this many bytes of memory from the budget of all calls. A negative number gives bytes back. See `Call.hold`.
 Hold = Callable[[int], None]
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 # The most names of unknown fields that are logged for one kind of object.
 _MAX_LOGGED_NAMES = 64
 _MAX_SHOWN = 64
-# Bytes of Python objects for each byte of JSON, at most: `-6,` is an int of 32 bytes and its place in a list.
+# The most bytes of Python objects for each byte of JSON. The worst case is `-6,`: 3 bytes become an int of 32 bytes and
+# a pointer of 8 bytes in a list.
 _DECODED_GROWTH = 14
-# The same for JSON of any type: `[],` is a list of 72 bytes and its place in a list.
+# The same for JSON of any type. The worst case is `[],`: 3 bytes become a list of 72 bytes and a pointer of 8 bytes.
 _ANY_GROWTH = 27
-# The same for text: one character outside the BMP widens all others to 4 bytes.
+# The same for text. If one character is outside the BMP, Python stores each character of the text in 4 bytes.
 _TEXT_GROWTH = 4
 _ID_BYTES = 40
 # JSON takes at most 6 bytes for each byte of a text: \u0041 is an A.
@@ -75,12 +76,12 @@ class InputKind:
 
     Attributes:
         decoder: Decodes one input.
-        wanted: The allowed values of the field, for errors.
-        wanted_each: The allowed values of one input, for errors.
+        wanted: The allowed values of the field, for error messages.
+        wanted_each: The allowed values of one input, for error messages.
         one_text: Whether the field may hold one text without a list.
         one_list: Whether the field may hold the ids of one input without a list around them.
-        convert: Converts a decoded input; takes the path of the input, for errors, and the input.
-        growth: Bytes of Python objects for each byte of JSON, at most.
+        convert: Converts a decoded input. It takes the input's path, for error messages, and the input.
+        growth: The most bytes of Python objects for each byte of JSON.
     """
 
     decoder: msgspec.json.Decoder[Any]
@@ -108,7 +109,7 @@ class ObjectDecoder(Generic[AnyStruct]):
     """Decodes JSON objects of one kind."""
 
     def __init__(self, kind: type[AnyStruct], *raw: str, strict: bool) -> None:
-        """Takes the struct.
+        """Make the decoders.
 
         Args:
             kind: The struct of the known fields.
@@ -131,7 +132,7 @@ class ObjectDecoder(Generic[AnyStruct]):
 
         Raises:
             MalformedRequest: The bytes are not JSON, or the body is not an object.
-            UnknownField: There is an unknown field, and fields are read strictly.
+            UnknownField: A field is unknown, and unknown fields are refused.
             InvalidField: A field is missing or has another type.
         """
         try:
@@ -142,7 +143,7 @@ class ObjectDecoder(Generic[AnyStruct]):
             raise explain(bytes(json), error, path) from None
 
     def _decode_fields(self, json: Json, path: str) -> AnyStruct:
-        """Decode an object with an unknown or an invalid field: each known field by itself."""
+        """Decode each known field by itself, because the object has an unknown or an invalid field."""
         try:
             values = decode(_OBJECT, json, path)
         except msgspec.ValidationError:
@@ -168,7 +169,7 @@ class ObjectDecoder(Generic[AnyStruct]):
         return self._kind(**found)
 
     def _check_unknown(self, values: Mapping[str, msgspec.Raw], path: str) -> None:
-        """Refuse or log unknown fields. A field with null counts as absent."""
+        """Refuse or log unknown fields. A field with null counts as missing."""
         every = (name for name, value in values.items() if name not in self._fields and not is_null(value))
         unknown = list(itertools.islice(every, _MAX_LOGGED_NAMES))
         if unknown and self._strict:
@@ -187,7 +188,13 @@ class BodyDecoder(Generic[AnyStruct]):
     """Decodes the bodies of one route, or the objects in one field of the bodies."""
 
     def __init__(self, kind: type[AnyStruct], settings: Settings, **inputs: InputKind) -> None:
-        """Takes the struct, and the kind of each field with inputs, in the struct or in a struct inside it."""
+        """Make the decoders.
+
+        Args:
+            kind: The struct.
+            settings: The settings of the server.
+            inputs: The kind of each field with inputs. The field is in the struct or in a struct inside it.
+        """
         known = msgspec.structs.fields(kind)
         self._inputs = {it.name: _InputsDecoder(inputs[it.name], settings) for it in known if it.name in inputs}
         self._objects: dict[str, BodyDecoder[Any]] = {
@@ -201,11 +208,12 @@ class BodyDecoder(Generic[AnyStruct]):
     async def decode(self, json: Json, hold: Hold, path: str = "") -> AnyStruct:
         """Decode a body, or the object of the field `path`.
 
-        `hold` gets the bytes of the decoded inputs before they exist, if there are more than 64 KiB of JSON.
+        `hold` counts the memory of values that are decoded from more than 64 KiB of JSON. It is called with an upper
+        bound of each input's memory before the input is decoded. A second call corrects the bound.
 
         Raises:
             MalformedRequest: The bytes are not JSON, or the body is not an object.
-            UnknownField: There is an unknown field, and fields are read strictly.
+            UnknownField: A field is unknown, and unknown fields are refused.
             InvalidField: A field or an input has another type, or a text is too long.
             TooManyInputs: There are more inputs than a request may hold.
             BudgetFull: The decoded inputs exceed the free budget.
@@ -268,7 +276,7 @@ class _InputsDecoder:
         return inputs[0] if is_one else inputs
 
     def _reserve(self, json: msgspec.Raw, hold: Hold, path: str) -> None:
-        """Hold the most bytes that an input may take, unless its text is too long."""
+        """Call `hold` with an upper bound of an input's memory. Refuse a text that is too long."""
         limit, size = self._settings.max_text_bytes, size_of(json)
         is_ids = self._kind.one_list and memoryview(json)[0] == _BRACKET
         if size > limit * _ESCAPE_BYTES + 2 and not is_ids:
@@ -279,13 +287,13 @@ class _InputsDecoder:
         return size_of(json) * self._kind.growth
 
     def _memory_of(self, json: msgspec.Raw, value: Any) -> int:
-        """Return the bytes of a text or of a list of ids, for other values the most bytes that they may take."""
+        """Return the size in memory of a text or of a list of ids. For other values, return the upper bound."""
         if isinstance(value, str):
             return sys.getsizeof(value)
         return len(value) * _ID_BYTES if self._kind.one_list else self._bound_of(json)
 
     def _explain(self, error: Exception, json: msgspec.Raw, path: str) -> RequestError:
-        """Return the error for an input that is not as its kind wants it."""
+        """Return the error for an input that the decoder of its kind refused."""
         if not isinstance(error, msgspec.ValidationError):
             return explain(bytes(json), error, path)
         for place in places_of(error):
@@ -327,7 +335,7 @@ def field_path(path: str, name: str) -> str:
 
 
 def size_of(json: Json) -> int:
-    """Return the bytes of JSON."""
+    """Return the number of bytes of JSON."""
     return memoryview(json).nbytes
 
 
@@ -337,14 +345,14 @@ def is_null(json: msgspec.Raw) -> bool:
 
 
 def shown(json: Json) -> str:
-    """Return a JSON value for an error: the digits of a number, the type of another value."""
+    """Return a JSON value as error messages show it: the digits of a number, or the type of any other value."""
     value = _VALUE.match(json)
     found = b"" if value is None else value[1]
     return _VALUE_NAMES.get(found) or found.decode()
 
 
 def places_of(error: msgspec.ValidationError) -> list[int]:
-    """Return the indexes in msgspec's path of a wrong value, outermost first."""
+    """Return the list indexes in the path of a wrong value, outermost first. The path is in msgspec's message."""
     return [int(place) for place in _PLACES.findall(str(error).rpartition(" - at `$")[2])]
 
 
@@ -356,10 +364,10 @@ def value_at(json: msgspec.Raw, places: Sequence[int]) -> msgspec.Raw:
 
 
 def shown_number(json: Json, place: int) -> str:
-    """Return for an error the value at `place` in a list of numbers.
+    """Return the value at index `place` in a list of numbers, as error messages show it.
 
-    Only numbers stand before the value, so each comma there begins the next value. A list of `msgspec.Raw` would take
-    much more time and memory.
+    All values before it are numbers, so each comma there separates two values. The function counts commas, because a
+    list of `msgspec.Raw` would take much more time and memory.
     """
     data = bytes(json)
     commas = np.flatnonzero(np.frombuffer(data, np.uint8) == ord(","))
@@ -372,6 +380,6 @@ def _struct_of(kind: Any) -> type[msgspec.Struct] | None:
 
 
 def _type_name(kind: Any) -> str:
-    """Return the type of a field for an error."""
+    """Return the name of a field's type, for error messages."""
     (plain, *_) = [it for it in get_args(kind) if it is not NoneType] if NoneType in get_args(kind) else [kind]
     return _TYPE_NAMES[plain]

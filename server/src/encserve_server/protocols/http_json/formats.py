@@ -1,6 +1,7 @@
 """The formats of vectors on OpenAI's and vLLM's routes, and further fields that clients of other servers send.
 
-A field that changes the meaning of numbers is obeyed or refused, never ignored. Otherwise callers would misread them.
+A field that changes the meaning of numbers is obeyed or refused, never ignored. Otherwise callers would misread the
+numbers.
 """
 
 from encserve_server.errors import InvalidField
@@ -12,14 +13,15 @@ _CHOICES = {"embed_dtype": ("float32",), "endianness": ("native", "little"), "mo
 
 
 class FormatBody(PooledBody):
-    """Fields of clients of OpenAI, vLLM and infinity.
+    """The fields that clients of OpenAI, vLLM and infinity send.
 
     Attributes:
         encoding_format: The format of vectors: float, or base64 of little-endian float32.
-        embed_dtype: vLLM's field for the type of the numbers in base64: float32.
-        endianness: vLLM's field for the order of their bytes: little or native, which is little here.
+        embed_dtype: vLLM's field for the type of the numbers in base64; must be float32.
+        endianness: vLLM's field for the byte order of the numbers in base64; must be little or native. Native means
+            little here.
         use_activation: vLLM's name for normalize.
-        modality: infinity's field for the kind of the inputs: text.
+        modality: infinity's field for the kind of the inputs; must be text.
     """
 
     encoding_format: str | None = None
@@ -30,10 +32,10 @@ class FormatBody(PooledBody):
 
 
 def as_base64(fields: FormatBody) -> bool:
-    """Return whether vectors are written in base64.
+    """Check the fields of formats, and return whether vectors are written in base64.
 
     Raises:
-        InvalidField: The format is unknown, or inputs are not texts.
+        InvalidField: A field has a value that this server does not support.
     """
     for name, choices in _CHOICES.items():
         choice(name, getattr(fields, name), choices)
@@ -41,7 +43,7 @@ def as_base64(fields: FormatBody) -> bool:
 
 
 def wants_normalized(fields: FormatBody) -> bool | None:
-    """Return whether vectors are scaled to length 1; None if the request does not say.
+    """Return whether vectors are scaled to Euclidean length 1; None if the request does not say.
 
     Raises:
         InvalidField: Two fields of the request contradict each other.

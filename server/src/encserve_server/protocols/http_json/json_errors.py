@@ -9,7 +9,8 @@ from encserve_server.errors import InvalidField, MalformedRequest, RequestError
 _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 _ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _HALF = re.compile("[\ud800-\udfff]")
-# Longer JSON is not searched, because that would delay other calls. Inputs are decoded one by one.
+# Longer JSON is not searched for half surrogate pairs, because the search would delay other calls. Inputs are decoded
+# one by one, so most JSON is shorter.
 _MAX_SEARCHED_BYTES = 1024 * 1024
 
 
@@ -37,9 +38,9 @@ def explain(data: bytes, error: Exception, path: str = "") -> RequestError:
 
 
 def _path_of_half(data: bytes, path: str) -> str | None:
-    """The path of the first string with half of a surrogate pair; None without such a string.
+    """Return the path of the first string with half of a surrogate pair; None without such a string.
 
-    Python's decoder accepts such strings, which cannot be written as UTF-8.
+    Python's decoder accepts such strings, although UTF-8 cannot encode them.
     """
     try:
         value: Any = json.loads(data)

@@ -1,4 +1,4 @@
-"""Names of fields and values in the errors of JSON routes, and advice in their texts."""
+"""The names of fields and values in error messages of JSON routes, and advice that one message adds."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -24,9 +24,13 @@ _IDS_ADVICE = (
 
 
 def http_naming(inputs: str, others: Mapping[RequestField, str] = MappingProxyType({})) -> Naming:
-    """Return the names of routes, from the name of their field with the inputs, and names that only they have.
+    """Return the names of fields in the error messages of some routes.
 
     `input[3][17]` is the 18th id of the fourth input. Other fields have no index.
+
+    Args:
+        inputs: The name of the field with the inputs.
+        others: The names that only these routes use.
     """
     return Naming({**_FIELDS, **dict.fromkeys(_OF_INPUTS, inputs + "{at:[#]}{place:[#]}"), **others})
 

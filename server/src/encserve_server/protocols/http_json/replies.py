@@ -12,15 +12,16 @@ from encserve_server.models.served import EncodeReply
 from encserve_server.system.background import TURN_BYTES
 from encserve_server.types.arrays import IndexedRows, OutputRows
 
-# The longest number is like -1.1754944e-38: with a comma 17 characters instead of 4 bytes.
+# The longest number is like -0.0000063184107: with a comma 17 characters instead of 4 bytes.
 JSON_GROWTH = 5.0
-# The longest sparse weight is like {"index":4294967295,"value":-1.1754944e-38}: 46 characters instead of 8 bytes.
+# The longest sparse weight is like {"index":4294967295,"value":-0.0000063184107}: with a comma 46 characters instead of
+# 8 bytes.
 SPARSE_GROWTH = 6.0
 PIECE_NUMBERS = 16_384
 
 
 def joined(pieces: Iterable[bytes | memoryview]) -> bytes:
-    """Join pieces. Each is freed before the next one is made, so that a reply is in memory once."""
+    """Join pieces. Each piece is freed before the next piece is made, so that memory holds the reply only once."""
     answer, turn = io.BytesIO(), TURN_BYTES
     for piece in pieces:
         answer.write(piece)
@@ -37,7 +38,7 @@ def pooled_rows(reply: EncodeReply) -> OutputRows:
 
 
 def rows_as_json(rows: OutputRows) -> Iterator[bytes]:
-    """Write a list of lists of numbers, with as few digits as identify each float32."""
+    """Write a list of lists of numbers. A float32 gets the fewest digits that identify it."""
     step = max(1, PIECE_NUMBERS // rows.shape[1])
     yield b"["
     for begin in range(0, len(rows), step):
@@ -56,7 +57,7 @@ def row_as_json(row: OutputRows, *, as_base64: bool) -> bytes:
 def sparse_as_json(weights: IndexedRows) -> Iterator[bytes]:
     """Write the weights of one input as a list of objects, in the order of the vocabulary."""
     rows, indices = weights.rows[:, 0], weights.indices
-    assert indices is not None  # noqa: S101 - sparse weights have places
+    assert indices is not None  # noqa: S101 - sparse weights have indices
     yield b"["
     for begin in range(0, len(rows), PIECE_NUMBERS):
         end = begin + PIECE_NUMBERS

@@ -1,4 +1,4 @@
-"""The fields that requests of all protocols have, and the way from a decoded body to a reply."""
+"""The fields that requests of all JSON protocols have, and the function that answers a decoded body."""
 
 import array
 from collections.abc import Callable, Collection, Sequence
@@ -37,7 +37,7 @@ _INPUT_TYPES = {
     "search_document": Task.DOCUMENT,
 }
 _SIDES = ("right", "left")
-# The length of a vector matters to these measures of similarity.
+# These measures of similarity depend on the Euclidean length of the vectors.
 _LENGTH_MATTERS = frozenset({"dot", "euclidean", "manhattan"})
 _MAX_SHOWN = 64
 _COUNTS = ReplyShape(Detail.COUNTS)
@@ -52,7 +52,7 @@ class Body(msgspec.Struct):
             prompt of the task or of the model.
         task: query or document, for models that treat queries and documents differently.
         input_type: The same as task, in the words of other servers: query, search_query, document, passage,
-            search_document. Other values change nothing. For a model without tasks no value changes anything.
+            search_document. Other values have no effect. For a model without tasks, no value has an effect.
     """
 
     model: str | None = None
@@ -65,8 +65,8 @@ class EncodeBody(Body):
     """The fields of all routes with vectors.
 
     Attributes:
-        truncate: Whether texts that are too long are truncated at their end, or refused. Default: truncated, unless
-            the server is set otherwise.
+        truncate: Whether texts that are too long are truncated at their end. Otherwise they are refused. Default: true,
+            or false if the server runs with http_truncate off.
         truncate_prompt_tokens: Truncates texts to this number of tokens, special tokens included; -1 for as many
             tokens as the model takes.
         priority: interactive, or bulk for a job. Bulk requests run while no interactive request waits. Default:
@@ -83,8 +83,8 @@ class PooledBody(EncodeBody):
 
     Attributes:
         dimensions: Truncates vectors to this number of dimensions.
-        normalize: Whether vectors are scaled to length 1.
-        pooling: The way from the vectors of tokens to one vector: mean, cls, max, last_token, weighted_mean or
+        normalize: Whether vectors are scaled to Euclidean length 1.
+        pooling: How one vector is computed from the vectors of the tokens: mean, cls, max, last_token, weighted_mean or
             mean_sqrt_length. Default: as the model was trained.
     """
 
@@ -98,11 +98,11 @@ class SentInputs:
 
     Attributes:
         items: The inputs.
-        closing: Ids at the end of each list of ids, which stay there if the list is truncated.
+        closing: The special tokens at the end of each list of ids. A truncated list keeps them.
     """
 
     def __init__(self, field: str, value: str | list[Any] | None) -> None:
-        """Takes the name of the field and its value: a text, ids, or a list of these.
+        """Keep the value of the field: a text, ids, or a list of these.
 
         Raises:
             InvalidField: The value is missing.
@@ -128,7 +128,7 @@ def _ids_of(ids: list[int], longest: int) -> SentIds:
 
 
 def choice(field: str, value: str | None, choices: Collection[str]) -> str | None:
-    """Return one of a few strings in lower case, or None.
+    """Check that a value is one of a few strings, and return it in lower case; None stays None.
 
     Raises:
         InvalidField: The value is another string.
@@ -148,7 +148,7 @@ def is_left(field: str, side: str | None) -> bool:
 
 
 def positive(field: str, value: int | None) -> int:
-    """Return a number from 1, or 0 for None.
+    """Check that a number is at least 1, and return it; 0 for None.
 
     Raises:
         InvalidField: The number is less than 1.
@@ -191,7 +191,7 @@ def task_of(body: Body, bundle: Bundle) -> Task:
 
 
 def cut_of(body: EncodeBody, bundle: Bundle, settings: Settings) -> tuple[bool, int]:
-    """Return whether too long inputs are truncated, and to how many tokens; 0 for the most that the model takes.
+    """Return whether too long inputs are truncated, and to how many tokens; 0 stands for the model's limit.
 
     Raises:
         InvalidField: The number of tokens is out of range.
@@ -233,16 +233,16 @@ async def encode(
         call: The call.
         body: The fields of the request.
         sent: The inputs of the request.
-        output: Returns the output for each input.
+        output: Returns the specification of the output for each input.
         build: Writes the body of the reply.
         settings: The settings of the server.
         check: Refuses inputs that the model does not take.
-        growth: The most bytes in the body of the reply for each byte of the vectors.
-        more_bytes: The most bytes in the body of the reply that are not vectors.
+        growth: The largest number of bytes in the reply's body for each byte of vectors.
+        more_bytes: The largest number of bytes in the reply's body that are not vectors.
         from_left: Whether the request wants too long texts truncated at their beginning. This server truncates only
             at the end, so it refuses such texts.
         data_types: The types of the output. The reply has one output for each type.
-        cut: The result of `cut_of`, for protocols with other fields.
+        cut: Replaces the result of `cut_of`, for protocols with other fields for truncation.
 
     Raises:
         InvalidField: A field has a wrong value.
@@ -288,9 +288,10 @@ def _too_long_on_the_left(error: SequenceTooLong) -> SequenceTooLong:
 
 
 def pooled_output(body: PooledBody, bundle: Bundle, *, normalize_default: bool | None = None) -> OutputSpec:
-    """Return the output with one vector for each input.
+    """Return the specification of an output with one vector for each input.
 
-    Without a default, vectors are scaled to length 1, as OpenAI's are, unless the model's similarity needs lengths.
+    If neither the request nor `normalize_default` says otherwise, vectors are scaled to Euclidean length 1, as
+    OpenAI's are. Only vectors of models whose similarity depends on the length keep their length.
 
     Raises:
         InvalidField: A field has a wrong value, or the model was not trained with a pooling.

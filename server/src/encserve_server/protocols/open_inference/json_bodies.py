@@ -1,4 +1,4 @@
-"""Bodies of inference requests: JSON, and after the JSON perhaps the bytes of tensors."""
+"""Reads the bodies of inference requests. A body is JSON; bytes of tensors may follow the JSON."""
 
 import math
 import re
@@ -31,12 +31,13 @@ from encserve_server.protocols.open_inference.tensors import CHECKED_PARAMETERS,
 from encserve_server.system.background import TURN_BYTES
 
 LENGTH_HEADER = "inference-header-content-length"
-# Bytes of Python objects for each byte of JSON, at most: `1,` is a float of 32 bytes and its place in a list, and
-# `"a",` is a string of 64 bytes.
+# The most bytes of Python objects for each byte of JSON. The worst case is `1,` as a float: 2 bytes become an object of
+# 32 bytes and a pointer of 8 bytes in a list. A text such as `"a",` becomes a string of 64 bytes and a pointer.
 _DECODED_GROWTH = 20
-# Bytes of a text for each byte of UTF-8, at most.
+# The most bytes of a Python string for each byte of UTF-8.
 _TEXT_GROWTH = 4
-# Data with more lists than the shape says, and so many more, are refused before they are decoded.
+# The data of a tensor may have this many lists more than its shape says. With more lists, the data are refused before
+# they are decoded.
 _SPARE_LISTS = 1024
 _MAX_NAME = 64
 _MAX_PARAMETERS = 64
@@ -49,8 +50,8 @@ class InferInput(msgspec.Struct):
     Attributes:
         name: The name: text, input_ids, attention_mask, token_type_ids or inputs_embeds.
         datatype: BYTES for texts, INT64 or INT32 for ids and masks, FP32 for vectors.
-        shape: The dimensions.
-        parameters: With binary_data_size, the number of bytes after the JSON that are the tensor's data.
+        shape: The size of each dimension.
+        parameters: binary_data_size is the number of bytes after the JSON that belong to this tensor.
         data: The elements, row by row or nested as the shape says.
     """
 
@@ -66,7 +67,7 @@ class InferOutput(msgspec.Struct):
 
     Attributes:
         name: The name.
-        parameters: With binary_data, whether the output is sent as bytes after the JSON.
+        parameters: binary_data says whether the output is sent as bytes after the JSON.
     """
 
     name: str
@@ -80,7 +81,7 @@ class InferBody(msgspec.Struct):
         inputs: The input tensors.
         outputs: The requested outputs. Default: all outputs of the model.
         parameters: For example task, truncate, dimensions, datatype and timeout.
-        id: The id of the reply.
+        id: An id that the reply repeats.
         model_name: Ignored: the path names the model.
         model_version: Ignored: the path names the version.
     """
@@ -109,11 +110,15 @@ _USED_PARAMETERS = frozenset({*CHECKED_PARAMETERS, "binary_data", "binary_data_s
 class JsonData:
     """The field `data` of a tensor, decoded when it is first used. See `TypedData`.
 
-    The shape has been compared with the limits of the model by then.
+    Before that, the shape is compared with the limits of the model.
     """
 
     def __init__(self, tensor: InferInput, hold: Hold) -> None:
-        """Takes the tensor. `hold` gets the bytes of the decoded data before they exist."""
+        """Keep the tensor.
+
+        `hold` counts the memory of the decoded data. If the JSON has more than 64 KiB, `hold` is called with an upper
+        bound before decoding, and corrects it afterwards.
+        """
         self._tensor = tensor
         self._json = tensor.data
         self._hold = hold
@@ -122,7 +127,7 @@ class JsonData:
         return len(self._values)
 
     def numbers(self, dtype: str) -> npt.NDArray[Any]:
-        """Return the numbers, (elements,).
+        """Return the numbers as an array of shape (elements,).
 
         Raises:
             InvalidField: The data do not have the tensor's datatype or shape.
@@ -161,7 +166,7 @@ class JsonData:
         return [it if isinstance(it, str) else it[0] for it in found]
 
     def _decode_numbers(self) -> npt.NDArray[Any]:
-        """Return the numbers, (elements,) of the tensor's datatype."""
+        """Return the numbers as an array of shape (elements,), in the tensor's datatype."""
         shape, datatype = self._tensor.shape, self._tensor.datatype
         json = bytes(self._json)
         opening = _OPENING.match(json)
@@ -176,7 +181,7 @@ class JsonData:
             raise self._wrong_number(places_of(error), depth) from None
         if depth > 1:
             self._check_nesting(values, ())
-        with np.errstate(over="ignore"):  # a number beyond 32 bits becomes infinite, and is refused later
+        with np.errstate(over="ignore"):  # a number too large for float32 becomes infinite, and is refused later
             return np.asarray(values, DTYPES[datatype]).reshape(-1)
 
     def _check_nesting(self, values: Sequence[Any], index: tuple[int, ...]) -> None:
@@ -219,7 +224,7 @@ class InferBodies:
     """Reads the bodies of inference requests."""
 
     def __init__(self, max_json_bytes: int, *, strict: bool) -> None:
-        """Takes the most bytes of JSON, and whether unknown fields are refused."""
+        """Keep the largest number of bytes of JSON. `strict` says whether unknown fields are refused."""
         self._max_json_bytes = max_json_bytes
         self._body = ObjectDecoder(InferBody, "inputs", "outputs", strict=strict)
         self._input = ObjectDecoder(InferInput, strict=strict)
@@ -228,14 +233,14 @@ class InferBodies:
     def read(self, body: bytes, headers: Mapping[str, str], hold: Hold) -> SentRequest:
         """Return a request. Its tensors and their data are decoded when they are first used.
 
-        `hold` gets the bytes that the request takes in addition to its body.
+        `hold` counts the memory that the decoded request takes in addition to its body.
 
         Raises:
             InvalidField: A field has another type.
             BudgetFull: The request exceeds the free budget.
             MalformedRequest: The body is not a JSON object.
             RequestTooLarge: The JSON is over the limit.
-            UnknownField: There is an unknown field, and fields are read strictly.
+            UnknownField: A field is unknown, and unknown fields are refused.
         """
         size = _header_size(body, headers.get(LENGTH_HEADER))
         if size > self._max_json_bytes:
@@ -272,7 +277,7 @@ class InferBodies:
             if "binary_data_size" in parameters:
                 size = _binary_size(name, parameters["binary_data_size"], len(rest) - at)
                 if has_json:
-                    raise InvalidField(f"{name}.data", "must be left out beside parameters.binary_data_size")
+                    raise InvalidField(f"{name}.data", "must be left out if parameters.binary_data_size is set")
                 data, at = rest[at : at + size], at + size
                 if tensor.datatype == "BYTES" and size > TURN_BYTES:
                     hold(size * _TEXT_GROWTH)
@@ -287,7 +292,7 @@ class InferBodies:
 
 
 def _members(json: Any, path: str) -> list[msgspec.Raw]:
-    """Return the objects in a field that `ObjectDecoder` left as it is; a field that is null or missing has none."""
+    """Return the objects in a field that `ObjectDecoder` did not decode. A null or missing field has no objects."""
     return [] if json is None or is_null(json) else list_of(json, path, "a list of objects")
 
 
@@ -316,7 +321,7 @@ def _binary_size(name: str, size: Any, left: int) -> int:
 def _scalars(
     field: str, sent: Mapping[str, msgspec.Raw] | None, names: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """Return the values of all parameters, or of the named ones. A parameter with null counts as absent.
+    """Return the values of the parameters in `names`, by default of all. A parameter with null counts as missing.
 
     Raises:
         InvalidField: A value is not a string, a number of 64 bits or a boolean, or there are too many parameters.

@@ -1,4 +1,4 @@
-"""The outputs of a call as tensors of a reply."""
+"""Builds the output tensors of a reply from the outputs of a call."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ def output_tensors(model: ServedModel, infer: InferCall, reply: EncodeReply) -> 
     """Return the output tensors of a reply, in the order of the request.
 
     Raises:
-        ResponseTooLarge: The tensors with their padding are over the limit.
+        ResponseTooLarge: The tensors with their padding are larger than the limit.
     """
     places = {kind: i for i, kind in enumerate(kinds_of(infer.outputs))}
     tensors = []
@@ -55,7 +55,7 @@ def output_tensors(model: ServedModel, infer: InferCall, reply: EncodeReply) -> 
         raise ResponseTooLarge(
             FieldPath(RequestField.INPUTS),
             f"the reply would take {size} bytes with its padding, over the limit of {limit} (max_response_bytes); "
-            "fewer sequences, those of one length together, or the output embedding take less",
+            "send fewer sequences, send sequences of similar length together, or request only the output embedding",
         )
     return tensors
 

@@ -31,8 +31,8 @@ from encserve_server.protocols.open_inference.tensors import (
 from encserve_server.types.callers import PRIORITIES, Priority
 from encserve_server.types.requests import DataType, Detail, OutputKind, Task
 
-# Parameters that clients send and that change nothing. One asks whether the last reply may be empty, but there is one
-# reply, and it is not empty. The other says which codec of MLServer has made the request.
+# Parameters that clients send and this server ignores. The first asks for an empty last reply, but a request has only
+# one reply, which is not empty. The second names the MLServer codec that made the request.
 _IGNORED_PARAMETERS = frozenset({"triton_enable_empty_final_response", "content_type"})
 _TASKS = {task.name.lower(): task for task in Task if task}
 _AT = "{at:[#{place:, #}]}"  # such as [3, 17]
@@ -52,11 +52,12 @@ _FIELDS = dict.fromkeys(RequestField, "outputs") | {
     RequestField.MODEL_VERSION: "model_version",
 }
 _VALUES: dict[type[Enum], Mapping[Any, str]] = {
-    OutputKind: {kind: name for name, (kind, _) in reversed(OUTPUTS.items())},  # the first of each kind
+    # Reversed, so that a kind gets its first name.
+    OutputKind: {kind: name for name, (kind, _) in reversed(OUTPUTS.items())},
     DataType: DATATYPE_NAMES,
 }
 NAMING = Naming(_FIELDS, _VALUES)
-# Tensors that describe ids or vectors.
+# Tensors that come together with ids or vectors, and describe them.
 _BESIDE = (ATTENTION_MASK, TOKEN_TYPE_IDS)
 
 
@@ -78,7 +79,7 @@ class SentRequest:
     """A request before any check.
 
     Attributes:
-        inputs: Its inputs. They are read once, up to the first wrong one.
+        inputs: Its inputs. They can be read only once; reading ends at the first invalid input.
         outputs: The outputs that it names, but at most the first `MAX_OUTPUTS`.
         output_count: The number of outputs that it names.
         parameters: Its parameters: bools, numbers and strings. None stands for a missing parameter.
@@ -197,7 +198,7 @@ def decode_call(call: InferCall, longest: int, max_text_bytes: int) -> EncodeCal
 
 
 def kinds_of(names: Sequence[str]) -> list[OutputKind]:
-    """Return the specifications of these outputs, each once."""
+    """Return the kinds of these outputs, each kind once."""
     return list(dict.fromkeys(OUTPUTS[name][0] for name in names))
 
 
@@ -221,7 +222,7 @@ def _decode_inputs(tensors: Mapping[str, SentTensor], longest: int, max_text_byt
 
 
 def _check_types(types: npt.NDArray[Any]) -> None:
-    """Refuse token types, (n, seq), other than 0, because graphs have no input for them."""
+    """Refuse token types other than 0, because graphs have no input for token types. `types` has shape (n, seq)."""
     if types.any():
         row, place = divmod(int(np.argmax(types != 0)), types.shape[1])
         raise InvalidField(
@@ -231,7 +232,7 @@ def _check_types(types: npt.NDArray[Any]) -> None:
 
 
 def _lengths(mask: SentTensor | None, shape: tuple[int, ...]) -> list[int]:
-    """Return the number of tokens of each sequence, from its mask. Without a mask, all are tokens.
+    """Return the number of tokens of each sequence, from its mask. Without a mask, every position is a token.
 
     Raises:
         InvalidField: A row of the mask is not ones followed by zeros.
@@ -323,7 +324,8 @@ def _dimensions(field_name: str, value: Any, model: ServedModel) -> int:
         raise InvalidField(field_name, f"is for embedding, which model {model.bundle.name} does not have")
     width = model.outputs.kinds[OutputKind.MODEL].width
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= width:
-        raise InvalidField(field_name, f"must be from 1 to {width}, the numbers of embedding; was {str(value)[:64]!r}")
+        problem = f"must be from 1 to {width}, the dimensions of embedding; was {str(value)[:64]!r}"
+        raise InvalidField(field_name, problem)
     return value
 
 

@@ -37,14 +37,14 @@ class InferError(TypedDict):
     """An error in the protocol's form.
 
     Attributes:
-        error: The tensor or the parameter, and the problem, with the numbers.
+        error: The tensor or the parameter, the problem, the sent value and the allowed values.
     """
 
     error: str
 
 
 class ServerMetadata(TypedDict):
-    """The server.
+    """The name, version and extensions of the server.
 
     Attributes:
         extensions: The protocol's extensions that the server has.
@@ -94,7 +94,7 @@ class IndexedModel(TypedDict):
 
     Attributes:
         state: READY or UNAVAILABLE.
-        reason: Why it is not ready; empty if it is.
+        reason: Why the model is not ready; empty if it is ready.
     """
 
     name: str
@@ -109,8 +109,8 @@ class OutputData(TypedDict):
     Attributes:
         datatype: INT64, UINT32, FP32, FP16 or INT8.
         shape: Its dimensions.
-        data: Its numbers, row by row; missing if they are bytes after the JSON.
-        parameters: With binary_data_size, the number of bytes after the JSON that are its numbers.
+        data: Its numbers, row by row; missing if they are sent as bytes after the JSON.
+        parameters: binary_data_size is the number of bytes after the JSON that belong to this tensor.
     """
 
     name: str
@@ -153,7 +153,7 @@ class OpenInferenceRoutes:
         self._bodies = InferBodies(host.settings.max_request_mib * MIB, strict=host.settings.strict_http)
 
     def routes(self) -> list[Route]:
-        """Return the routes. A longer path comes before the path that ends with the model's name."""
+        """Return the routes. Longer paths come first, because the name of a model in a path may contain slashes."""
         routes = [
             Route("GET", "/v2", self.server, DIALECT, is_listing=True, reply=ServerMetadata),
             Route("GET", "/v2/health/live", self.live, DIALECT, check=Check.LIVE, reply=dict[str, bool]),
@@ -216,7 +216,7 @@ class OpenInferenceRoutes:
     async def model_ready(self, request: Request, call: Call) -> Reply:
         """Answer 200 while the model is ready, else 503.
 
-        Callers need no key, so the reply does not name models.
+        Callers need no key, so an error does not name the models of the server.
 
         Raises:
             NotReady: The model is not ready, or the server is stopping.
@@ -237,7 +237,7 @@ class OpenInferenceRoutes:
         return _json(values_of(message))
 
     async def config(self, request: Request, call: Call) -> Reply:
-        """Describe a model as a model configuration of Triton, for Triton's tools.
+        """Describe a model in the form of Triton's model configuration, for Triton's tools.
 
         `max_batch_size` is 0, so shapes include the batch dimension.
         """
@@ -273,19 +273,19 @@ class OpenInferenceRoutes:
 
 
 def _named(request: Request) -> tuple[str, str]:
-    """Return the model's name and version in a path; empty without one."""
+    """Return the model's name and version in a path. A missing name or version is an empty string."""
     name, _, version = request.values.get("name", "").partition("@")
     return name, request.values.get("version", version)
 
 
 def _check_half(infer: InferCall) -> None:
-    """Refuse float16 outputs in JSON, which the protocol does not have."""
+    """Refuse float16 outputs in JSON, because the protocol has float16 only as bytes."""
     as_json = [it for it in infer.outputs if it not in infer.binary and OUTPUTS[it][1] not in _WHOLE]
     if as_json and infer.parameters.data_type is DataType.FLOAT16:
         raise InvalidField(
             "parameters.datatype",
-            f'must be FP32 where outputs are JSON, as {as_json[0]} here; the parameter "binary_data_output": true has '
-            "them as bytes",
+            f'must be FP32 for outputs in JSON, such as {as_json[0]}. Send the parameter "binary_data_output": true to '
+            "get outputs as bytes",
         )
 
 
@@ -297,7 +297,7 @@ def _growth(infer: InferCall) -> float:
 def _pieces(
     model: ServedModel, infer: InferCall, tensors: list[OutputTensor], headers: dict[str, str]
 ) -> Iterator[bytes | memoryview]:
-    """A reply: JSON, and perhaps bytes after the JSON. Then `headers` has the size of the JSON."""
+    """Write the JSON of a reply, and the outputs that are sent as bytes. If there are any, set the headers for them."""
     size = 0
     for piece in _json_pieces(model, infer, tensors):
         size += len(piece)

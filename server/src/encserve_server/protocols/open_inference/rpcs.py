@@ -29,7 +29,7 @@ class OpenInferenceService:
         self._methods = OpenInference(host)
 
     def service(self) -> Service:
-        """Return the service. A model that does not exist is not ready. There is one repository: it has no name."""
+        """Return the service. An unknown model counts as not ready. RepositoryIndex ignores the repository's name."""
         methods, listing = self._methods, Access.LISTING
         return Service(
             SERVICE_NAME,

@@ -36,13 +36,13 @@ Build = Callable[[ServedModel, InferCall, EncodeReply], bytes]
 
 @dataclass(slots=True)
 class Spent:
-    """A count and a total duration."""
+    """A number of calls, and their total duration."""
 
     count: int = 0
     seconds: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one more, which took `seconds`."""
+        """Count one more call and its duration."""
         self.count += 1
         self.seconds += seconds
 
@@ -57,12 +57,12 @@ class Statistics:
     """Durations of this protocol's calls for one model; owned by the event loop.
 
     Attributes:
-        success: Successful calls, from arrival to reply.
-        fail: Failed calls.
-        queue: The longest wait of a call's sequences in the queue.
-        compute_input: Tokenizing.
-        compute_infer: The longest run of a batch with sequences of the call.
-        compute_output: Building the reply.
+        success: The time of successful calls, from arrival to reply.
+        fail: The time of failed calls.
+        queue: The time in the queue: for each call, the longest wait of a sequence.
+        compute_input: The time for tokenizing.
+        compute_infer: The time in the model: for each call, the longest run of a batch with its sequences.
+        compute_output: The time for building the reply.
         last_at_ms: The time of the last successful reply, in milliseconds since 1970.
     """
 
@@ -75,7 +75,7 @@ class Statistics:
     last_at_ms: int = 0
 
     def answered(self, reply: EncodeReply, encode_seconds: float, seconds: float) -> None:
-        """Count a successful call, which took `seconds`, and its parts."""
+        """Count a successful call that took `seconds`, and the durations of its parts."""
         self.last_at_ms = time.time_ns() // 1_000_000
         self.success.add(seconds)
         self.compute_input.add(reply.tokenize_seconds)
@@ -87,7 +87,7 @@ class Statistics:
 
 # The parts of a call in `Statistics`, by the protocol's names.
 _PARTS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
-# For calls over gRPC and over HTTP. The event loop owns it.
+# The statistics of each model, for calls over gRPC and HTTP together. Only the event loop uses them.
 _STATISTICS: WeakKeyDictionary[ServedModel, Statistics] = WeakKeyDictionary()
 
 
@@ -100,7 +100,7 @@ class OpenInference:
         self._catalog = host.calls.catalog
 
     def is_ready(self) -> bool:
-        """Return whether every model is ready, as health says."""
+        """Return whether every model is ready and the server is not stopping."""
         return self._are_ready(self._catalog.all())
 
     def is_model_ready(self, name: str, version: str) -> bool:
@@ -190,7 +190,7 @@ class OpenInference:
             call: The call.
             model: The model that the call has resolved.
             sent: The request.
-            build: Builds the bytes of the reply; called in a thread if there are many.
+            build: Builds the bytes of the reply; called in a thread if the reply is large.
             check: Refuses a request before its data are decoded.
             growth: The largest number of bytes in the reply for each byte of raw numbers.
 
@@ -233,7 +233,7 @@ class OpenInference:
 async def _in_time(call: Call, timeout_us: int, now: float) -> AsyncGenerator[None]:
     """End a block with DeadlineExpired after `timeout_us` microseconds; 0 for never.
 
-    The call's deadline becomes the earlier one, so that its sequences leave the queue in time.
+    The call also gets this deadline if it is earlier, so that its sequences leave the queue in time.
     """
     if not timeout_us:
         yield

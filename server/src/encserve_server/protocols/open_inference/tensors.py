@@ -17,16 +17,16 @@ from encserve_server.types.requests import DataType, OutputKind
 
 INPUT_IDS, ATTENTION_MASK, TOKEN_TYPE_IDS = "input_ids", "attention_mask", "token_type_ids"
 TEXT, INPUTS_EMBEDS = "text", "inputs_embeds"
-# The largest number of a caller's names and dimensions in the text of an error.
+# A shape is cut after this many dimensions, because error messages show it.
 MAX_SHOWN = 8
 # The largest dimension of a tensor. No message has room for a larger one, and NumPy cannot hold it.
 _MAX_DIMENSION = 2**31
-_BYTES_LENGTH = 4  # the bytes before each element of BYTES, which hold its length
-# NumPy's dtypes by datatype. BYTES are texts and have none.
+_BYTES_LENGTH = 4  # before each element of BYTES, its length is written in this many bytes
+# NumPy's dtypes by datatype. BYTES are texts and have no dtype.
 DTYPES = {"INT64": "<i8", "INT32": "<i4", "UINT32": "<u4", "FP32": "<f4", "FP16": "<f2", "INT8": "i1"}
-# The names in Triton's model configuration.
+# The names of the datatypes in Triton's model configuration.
 CONFIG_TYPES = {"BYTES": "TYPE_STRING"} | {datatype: f"TYPE_{datatype}" for datatype in DTYPES}
-# Many tools send ids with 32 bits.
+# Further datatypes that an input may have. Many tools send ids with 32 bits.
 _ALSO_TAKEN = {"INT64": ("INT32",)}
 SHARED_MEMORY = ("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset")
 # Parameters of tensors that ask for features that this server lacks. All others only say how data are sent.
@@ -51,7 +51,7 @@ class TensorKind:
 
 
 class TensorPart(Enum):
-    """The contents of an output tensor for n sequences, of which the longest has `most` rows."""
+    """The shape and contents of an output tensor, for n sequences. The longest sequence has `most` rows."""
 
     ROWS = "(n, most, width), padded with zeros"
     VECTOR = "(n, width)"
@@ -76,7 +76,7 @@ _PART_DATATYPES = {TensorPart.INDICES: "UINT32", TensorPart.LENGTHS: "INT64"}
 
 
 def datatype_of(part: TensorPart, data_type: DataType) -> str:
-    """Return the protocol's datatype of an output's numbers."""
+    """Return the protocol's name for the type of an output's numbers."""
     return _PART_DATATYPES.get(part) or DATATYPE_NAMES[data_type]
 
 
@@ -122,7 +122,7 @@ class SentTensor:
         name: Its name.
         datatype: Its datatype.
         shape: The dimensions in the request, at most the first `MAX_SHOWN`.
-        data: Its bytes, or its elements.
+        data: Its raw bytes, or its elements as values.
         parameters: Its parameters, but only names in `CHECKED_PARAMETERS`.
     """
 
@@ -143,7 +143,7 @@ class SentTensor:
             self.check_elements(len(data))
             flat = data.numbers(dtype.str)
         elif len(data) % dtype.itemsize:
-            problem = f"must be whole numbers of {dtype.itemsize} bytes; was {len(data)} bytes"
+            problem = f"must be a multiple of {dtype.itemsize} bytes; was {len(data)} bytes"
             raise InvalidField(self.name, problem)
         else:
             flat = np.frombuffer(data, dtype)
@@ -174,7 +174,7 @@ class SentTensor:
         self.check_elements(count)
 
     def _split(self, raw: bytes | memoryview) -> Iterator[bytes | memoryview]:
-        """Yield the elements; each follows its length. Of too many elements, one more than the shape has."""
+        """Yield the elements of raw data. Each follows its length. Stop after one element more than the shape has."""
         at = count = 0
         most = math.prod(self.shape)
         while at < len(raw) and count <= most:

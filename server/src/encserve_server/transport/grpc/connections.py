@@ -1,4 +1,4 @@
-"""Finds and closes gRPC connections among the sockets of the process, because grpcio gives no access. Linux only."""
+"""Finds and closes gRPC connections among the sockets of the process: grpcio does not expose them. Linux only."""
 
 import contextlib
 import errno
@@ -22,11 +22,13 @@ from encserve_server.system.clock import Clock
 logger = logging.getLogger(__name__)
 
 _FDS = Path("/proc/self/fd")
-# gRPC accepts this many times the limit. So it accepts new connections until `Connections` closes old ones.
+# gRPC accepts this many times the limit of connections. So a new connection is accepted before `Connections` has closed
+# an old one.
 HEADROOM = 2
 _LOOK_SECONDS = 0.1
-# After a look that found too many connections, the next look follows soon: after so many times the look's duration. Not
-# in a thread: a busy event loop takes the GIL at each system call, and the look would take seconds.
+# After a check that found too many connections, the next check follows soon: the pause is this many times the duration
+# of the check. The check does not run in a thread. In a thread it would take seconds: while the event loop is busy, the
+# thread would wait for the GIL after each system call.
 _PAUSE_PART = 4
 _LEAST_PAUSE_SECONDS = 0.01
 
@@ -62,15 +64,15 @@ class Connections:
         self._port = port
         self._clock = clock
         self._open: dict[Hashable, str] = {}  # the peer of each open call
-        # When peers last had a call, the latest last: peers with an accepted call, and others.
+        # The time of the last call of each peer, in order of time: peers with an accepted call, and other peers.
         self._accepted: dict[str, float] = {}
         self._others: dict[str, float] = {}
-        self._seen: dict[Endpoint, float] = {}  # each connection's earliest possible begin
+        self._seen: dict[Endpoint, float] = {}  # the earliest time when each connection can have begun
         self._looked_at = -math.inf
-        self._sockets: dict[int, tuple[int, Endpoint | None]] = {}  # by descriptor, see `_find`
+        self._sockets: dict[int, tuple[int, Endpoint | None]] = {}  # by descriptor: the inode and the peer, see `_find`
 
     def begin(self, call: Hashable, peer: str) -> None:
-        """Note an open call of a peer, as gRPC names it."""
+        """Note that a call of a peer has begun. `peer` is gRPC's name for the address of the peer."""
         self._open[call] = peer
 
     def accept(self, call: Hashable) -> None:
@@ -104,9 +106,9 @@ class Connections:
             began = self._clock.now()
 
     def _close_excess(self) -> bool:
-        """Close connections beyond the limit. Return whether there were any."""
+        """Close connections beyond the limit. Return whether there were more connections than the limit."""
         since, self._looked_at = self._looked_at, self._clock.now()
-        with contextlib.suppress(OSError):  # no descriptor is free
+        with contextlib.suppress(OSError):  # listing the descriptors needs a free descriptor
             if len(os.listdir(_FDS)) > self._limit:  # noqa: PTH208 - Path.iterdir takes four times as long
                 connections = self._known(self._find(), since)
                 excess = len(connections) - self._limit
@@ -119,7 +121,7 @@ class Connections:
         return False
 
     def _find(self) -> dict[int, Endpoint]:
-        """Return the peer of each connection by its descriptor. An unchanged socket is not asked again."""
+        """Return the peer of each connection by its descriptor. The peer of a known socket is not looked up again."""
         port, sockets = self._port(), {}
         for name in os.listdir(_FDS):  # noqa: PTH208 - see above
             with contextlib.suppress(OSError):  # closed meanwhile
@@ -133,7 +135,10 @@ class Connections:
         return {descriptor: peer for descriptor, (_, peer) in sockets.items() if peer is not None}
 
     def _known(self, peers: Mapping[int, Endpoint], since: float) -> list[_Connection]:
-        """Return connections with all that is known of them. Connections that are new have come after `since`."""
+        """Return connections with their state, to choose which ones to close.
+
+        `since` is the time of the previous check. A new connection without a call counts as idle since then.
+        """
         busy = {endpoint_of(peer) for peer in self._open.values()}
         accepted, others = (
             {endpoint_of(peer): at for peer, at in last.items()} for last in (self._accepted, self._others)
@@ -164,12 +169,12 @@ def close_connections(peers: Collection[str]) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def endpoint_of(peer: str) -> Endpoint | None:
-    """Return the address and the port of a peer, as gRPC names it; None if it has none."""
+    """Return the address and the port in gRPC's name of a peer; None if the name has no address."""
     return _endpoint(*urllib.parse.unquote(peer).partition(":")[2].rpartition(":")[::2])
 
 
 def _shut_down(descriptor: int, wanted: Collection[Endpoint | None]) -> None:
-    """Close a connection to one of these peers."""
+    """Close a connection if its peer is one of `wanted`."""
     with contextlib.suppress(OSError), _socket(descriptor) as connection:
         if _endpoint(*connection.getpeername()[:2]) in wanted:
             connection.shutdown(socket.SHUT_RDWR)
@@ -187,7 +192,7 @@ def _socket(descriptor: int) -> socket.socket:
     """Return a copy of a TCP socket of this process.
 
     Raises:
-        OSError: The descriptor is closed, or belongs to something else.
+        OSError: The descriptor is closed, or is not a TCP socket.
     """
     if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
@@ -199,7 +204,7 @@ def _socket(descriptor: int) -> socket.socket:
 
 
 def _endpoint(host: str, port: str | int) -> Endpoint | None:
-    """Return an address and a port. An IPv4 address in IPv6 becomes IPv4. None for other families."""
+    """Return an address and a port. An IPv4 address in IPv6 becomes IPv4. Other families give None."""
     try:
         address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
         return getattr(address, "ipv4_mapped", None) or address, int(port)

@@ -32,9 +32,10 @@ WritingMethod = Callable[[Requests, Call, Context], Awaitable[None]]
 _STATUS_ATTRIBUTE = "rpc.response.status_code"
 # The properties of gRPC's auth_context that hold the names of a client certificate.
 _CERTIFICATE_NAMES = {"peer_dns": dns_name, "peer_uri": uri_name}
-# gRPC copies a reply before it sends it.
+# gRPC copies a reply before sending, so memory holds it twice.
 _REPLY_COPIES = 2
-# If a caller disconnects, its requests end first. This much later, gRPC has cancelled the call.
+# If a caller disconnects, reads end at once, and gRPC cancels the call a little later. After a read without a request,
+# the server waits this long for the cancellation.
 _GONE_SECONDS = 0.05
 _CHECK = Method("", PLAIN, None, answers_while_draining=True, access=Access.OPEN)
 
@@ -205,7 +206,7 @@ class RpcGuard:
         return handle
 
     def _begin(self, method: Method, context: Context) -> Call:
-        """Begin the call of a context. It is released when gRPC's task ends, after the reply was sent."""
+        """Begin the call of a context. The call is released when gRPC's task ends, after the reply was sent."""
         calls = self._calls
         remaining_s = context.time_remaining()
         deadline = math.inf if remaining_s is None else calls.clock.now() + remaining_s
@@ -225,7 +226,7 @@ class RpcGuard:
         call.release()
 
     async def _receive(self, method: Method, call: Call, context: Context) -> bytes:
-        """Read the only request of a call, and count its bytes for the call."""
+        """Read the only request of a call, and take its size from the byte budget."""
         data = await self._read(method, call, context)
         call.hold(len(data))
         return data
@@ -295,7 +296,7 @@ class _RequestObserver(_RpcObserver):
     """Counts the failed requests of a stream."""
 
     def ended(self, status: Status, reason: str, seconds: float) -> None:
-        """Count a request that failed. A successful request does not count, only its stream."""
+        """Count a request that failed. Successful requests are not counted; only their stream is."""
         if reason:
             self._handled[status].inc()
             self._refused[reason].inc()
@@ -372,9 +373,9 @@ def _cancelled_if_disconnected() -> Iterator[None]:
 async def _abort(context: Context, failure: Failure) -> None:
     """End a call with an error. The handler must return after this; grpcio then raises the exception of `abort` again.
 
-    The retries of gRPC clients and of Envoy need a status without a message before it, which only `abort` sends. grpcio
-    keeps the exception in the call. With its traceback, the exception and the frames of the handler would be a
-    reference cycle, so only the garbage collector could free a refused call.
+    gRPC clients and Envoy retry a call only if no message comes before its error. Only `abort` ends a call without a
+    message. grpcio keeps the exception in the call. With its traceback, the exception and the frames of the handler
+    would be a reference cycle, so only the garbage collector could free a refused call.
     """
     try:
         await context.abort(code_of(failure), failure.text, trailers_of(failure))

@@ -64,7 +64,7 @@ class HealthService:
         del context
         name = parse(health_pb2.HealthCheckRequest, data).service
         if name not in self.serving:
-            # Without the names of models: a caller needs no key to see this error.
+            # The names of models are left out, because a caller without a key gets this error too.
             services = ", ".join(repr(it) for it in self.serving if "/" not in it)
             raise ModelNotFound("service", f"must be one of {services}, or SERVICE/MODEL for one model")
         return self._response(name)
@@ -111,7 +111,7 @@ class ModelHealth:
         self._watching: asyncio.Task[None] | None = None
 
     def watch(self, models: Sequence[ServedModel]) -> None:
-        """Watch these models from now on, in place of those before."""
+        """Watch these models from now on, instead of the previous models."""
         for name, version in {model.key for model in self._models} - {model.key for model in models}:
             self._metrics.ready.labels(name, version).set(0)
         self._models = models
@@ -122,7 +122,7 @@ class ModelHealth:
             )
 
     def changed(self) -> None:
-        """Check the readiness of all models soon. Call this if it may have changed."""
+        """Check the readiness of all models soon. Call this if the readiness of a model may have changed."""
         self._changed.set()
 
     async def shut_down(self) -> None:

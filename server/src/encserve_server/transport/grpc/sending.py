@@ -30,7 +30,7 @@ class Sending:
         self._due: dict[Call, tuple[float, str]] = {}  # the deadline and the peer of each reply
 
     def begin(self, call: Call, peer: str, size: int) -> None:
-        """Limit the time for sending the reply of a call."""
+        """Limit the time in which the caller must read the reply of a call."""
         self._due[call] = self._clock.now() + seconds_to_read(size), peer
 
     def end(self, call: Call) -> None:
@@ -46,5 +46,6 @@ class Sending:
         late = {call: peer for call, (due, peer) in self._due.items() if due <= now}
         if late:
             close_connections(set(late.values()))
-            again = now + UNREAD_SECONDS  # if no descriptor was free, the connection is still open
+            # To close a connection needs a free descriptor. Without one, the connection is still open: try again later.
+            again = now + UNREAD_SECONDS
             self._due |= {call: (again, peer) for call, peer in late.items()}

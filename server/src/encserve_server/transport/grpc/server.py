@@ -18,7 +18,7 @@ _KINDS: dict[str, Callable[[Any], "grpc.RpcMethodHandler[Any, Any]"]] = {
     "bidi_stream": grpc.stream_stream_rpc_method_handler,
 }
 
-# A stream adds a few bytes to a reply, and the size of the reply alone may be equal to the limit.
+# In a stream, a wrapper adds a few bytes to a reply. The reply alone may already have the largest allowed size.
 _MESSAGE_HEADROOM_BYTES = 64 * 1024
 # The most open calls of one connection, each with its request in memory. No normal caller has so many. gRPC clients
 # hold back further calls, but near the limit some calls still get UNAVAILABLE.
@@ -83,7 +83,7 @@ def add_service(
 ) -> None:
     """Add a service before the server starts.
 
-    The handlers take and return bytes, so that the guard also handles errors of parsing. Because methods are registered
+    The handlers take and return bytes, so that the guard also handles parse errors. Because methods are registered
     by name, gRPC has a queue of pending calls for each method. So a health check does not wait behind many other calls.
 
     Args:
@@ -98,7 +98,7 @@ def add_service(
 
 
 def _credentials(certificates: Certificates) -> grpc.ServerCredentials:
-    """Return credentials that follow the TLS files. gRPC calls `fetch` at every handshake, in its own threads."""
+    """Return credentials that use the current TLS files. gRPC calls `fetch` at every handshake, in its own threads."""
     in_use = certificates.current
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:

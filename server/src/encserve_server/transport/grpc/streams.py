@@ -29,7 +29,7 @@ async def answer_stream(
     max_in_flight: int,
     draining: asyncio.Event,
 ) -> None:
-    """Answer the requests of a stream, each as soon as its reply is ready; at most `max_in_flight` at a time.
+    """Answer the requests of a stream, at most `max_in_flight` at a time. Write each reply as soon as it is ready.
 
     A request counts as in flight until its reply is written. So the server reads no more requests from a caller that
     does not read replies. Only this function writes: gRPC cannot end a call with an error while it writes a message.
@@ -38,11 +38,11 @@ async def answer_stream(
         read: Returns the next request. At the end of the stream, returns a value that is not bytes.
         answer: Answers one request.
         write: Writes one reply.
-        max_in_flight: The most requests that are read and not yet answered.
+        max_in_flight: The largest number of requests that are read and whose replies are not written.
         draining: Set when the server stops. Then no more requests are read.
 
     Raises:
-        Draining: The server is stopping. The requests that were read before are answered.
+        Draining: The server is stopping. The requests that were already read are answered.
         DeadlineExpired: The caller does not read the replies.
     """
     places = asyncio.Semaphore(max_in_flight)
@@ -57,7 +57,7 @@ async def answer_stream(
             finally:
                 call.release()
             places.release()
-            del ready, data  # large, and the next reply may take long
+            del ready, data  # free their memory, because the next reply may take long
         await answering
     finally:
         # Not awaited: gRPC may cancel this task during the wait, and then the replies would not be released.
@@ -66,7 +66,7 @@ async def answer_stream(
 
 
 async def answer_one(call: Call, size: int, request: StreamedRequest) -> Answer:
-    """Answer one request of a stream, which has `size` bytes. An error becomes a reply too."""
+    """Answer one request of a stream. The request has `size` bytes. An error becomes a reply too."""
     data = b""
     try:
         with call:
@@ -87,7 +87,7 @@ async def _answer_all(
     answers: "asyncio.Queue[Answer | None]",
     draining: asyncio.Event,
 ) -> None:
-    """Put the replies into the queue, each as soon as it is ready, until the end of the stream."""
+    """Put each reply into the queue as soon as it is ready, until the end of the stream."""
 
     async def put_answer(data: bytes) -> None:
         answers.put_nowait(await answer(data))
@@ -101,8 +101,8 @@ async def _answer_all(
                 if data is None or data is _DRAINED:
                     break
                 tasks.create_task(put_answer(data))
-                del data  # large, and the next request may take long
-    except ExceptionGroup as group:  # the table of errors has no groups
+                del data  # free its memory, because the next request may take long
+    except ExceptionGroup as group:  # the table of errors does not know groups
         raise _first_error(group) from None
     finally:
         stop.cancel()

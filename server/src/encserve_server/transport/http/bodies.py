@@ -1,4 +1,4 @@
-"""Reads the body of a request, with bounds on bytes and on time."""
+"""Reads the body of a request, with limits on its size and on the time."""
 
 import asyncio
 import io
@@ -10,7 +10,8 @@ from encserve_server.errors import RequestTooLarge, UnsupportedEncoding
 from encserve_server.ledger import Arrival, Places
 from encserve_server.transport.http.connection import Connection
 
-# The server reads so much more of a refused body, because the caller must read the reply before the connection closes.
+# After a refusal, the server reads and drops at most this many bytes of the body. If it closed the connection at once,
+# a caller that still sends could lose the reply.
 _DISCARDED_BYTES = 1024 * 1024
 _DISCARD_SECONDS = 1.0
 
@@ -23,15 +24,15 @@ async def read_body(
     Args:
         request: The request.
         connection: The connection, which counts bytes.
-        head_bytes: The bytes of the head of the request.
-        limit: The largest number of bytes of a body.
-        call: The call, which holds the bytes that arrive.
-        places: The places of slow bodies.
+        head_bytes: The number of bytes of the request's head.
+        limit: The largest allowed number of bytes of the body.
+        call: The call, whose budget counts the bytes that arrive.
+        places: The places for slow bodies.
 
     Raises:
         BudgetFull: The body exceeds the free budget, or it is slow and all places are taken.
-        MalformedRequest: The body consists of bytes around chunks.
-        RequestTooLarge: The body is over the limit. A body with such a declared length is not read.
+        MalformedRequest: The body is sent in chunks that are too small for their overhead.
+        RequestTooLarge: The body is over the limit. If its declared length is over the limit, the body is not read.
         UnsupportedEncoding: The body is compressed, and is not read.
         DeadlineExpired: The body does not arrive.
         ConnectionError: The caller has disconnected.
@@ -72,12 +73,12 @@ async def _read_parts(content: StreamReader, limit: int, call: Call, places: Pla
                 raise _too_large("longer", limit)
             call.hold(len(part))
             body.write(part)
-            await asyncio.sleep(0)  # aiohttp hands over up to 1,024 chunks in one step, while bytes are there
+            await asyncio.sleep(0)  # other requests run; `readany` does not wait while aiohttp has data
     return body.getvalue()
 
 
 async def discard_body(content: StreamReader) -> None:
-    """Read a little more of a refused body."""
+    """Read and drop the rest of a refused body, up to a limit on bytes and on time."""
     left = _DISCARDED_BYTES
     try:
         async with asyncio.timeout(_DISCARD_SECONDS):

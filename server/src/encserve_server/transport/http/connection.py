@@ -1,4 +1,4 @@
-"""Connections between the sockets and aiohttp, with bounds that aiohttp lacks."""
+"""Connections between the sockets and aiohttp, with limits that aiohttp lacks."""
 
 import asyncio
 import math
@@ -10,23 +10,24 @@ from aiohttp import StreamReader, web
 from encserve_server.endpoints.routes import Check
 from encserve_server.errors import MalformedRequest
 
-# The bytes that may wait behind the current request. aiohttp bounds the number of such requests, but not their bytes.
+# The most bytes of later requests that may wait behind the current request. aiohttp limits the number of these
+# requests, but not their size.
 MAX_WAITING_BYTES = 64 * 1024
 _CORRECTION_SECONDS = 1.0
 # The time for the head of a request to arrive, from its first byte.
 HEAD_SECONDS = 30.0
-# A body in chunks may take this many bytes on the connection for each of its bytes, and some more. aiohttp may keep
-# received bytes unparsed for a while.
+# A body in chunks may take this many bytes on the connection for each byte of data, and a constant more. The constant
+# is needed because aiohttp may keep received bytes unparsed for a while.
 _MOST_OVERHEAD = 8
 _FREE_OVERHEAD_BYTES = 1024 * 1024
 # The time for a connection over the limit to send its request.
 _REFUSAL_SECONDS = 1.0
-# The first bytes of a request, with the method and the path of a health check.
+# The method and the path of a health check are in this many first bytes of a request.
 _MAX_CHECK_BYTES = 64
 
 
 class Connection(asyncio.Protocol):
-    """One connection. It passes all data on to aiohttp, but stops reading while too many bytes wait.
+    """One connection. It passes all data on to aiohttp, but stops reading while too many bytes of later requests wait.
 
     The number of waiting bytes is an estimate: the received bytes minus the bytes of complete requests. Unneeded blanks
     in heads make the estimate too high, so it is reset after a second without a request.
@@ -34,7 +35,8 @@ class Connection(asyncio.Protocol):
     Attributes:
         host: The address of the other end; empty until a TLS handshake has ended.
         has_called: Whether a call on it was accepted.
-        idle_since: The event loop's time since when it has no request; infinity while it has one.
+        idle_since: The event loop's time when the last request ended, or when the connection began. Infinity during a
+            request.
         handshake: The task of its TLS handshake.
     """
 
@@ -45,7 +47,7 @@ class Connection(asyncio.Protocol):
         self.idle_since = asyncio.get_running_loop().time()
         self.handshake: asyncio.Task[None] | None = None
         self._head_timer: asyncio.TimerHandle | None = None
-        self._content: StreamReader | None = None  # of a body that is not complete
+        self._content: StreamReader | None = None  # the reader of a body that is not complete
         self._body_bytes = 0
         open_connections.add(self)
         self._inner = inner
@@ -62,7 +64,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Pass the event on to aiohttp."""
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's are of no class of asyncio's
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports have other base classes
         peer = transport.get_extra_info("peername")
         self.host = peer[0] if isinstance(peer, tuple) else ""
         self._inner.connection_made(self._transport)
@@ -76,7 +78,7 @@ class Connection(asyncio.Protocol):
             self.handshake.cancel()
 
     def begin(self) -> None:
-        """Note that a request is handled."""
+        """Note that the handling of a request begins."""
         self.idle_since = math.inf
         self._end_head_timer()
 
@@ -113,7 +115,10 @@ class Connection(asyncio.Protocol):
         self._inner.resume_writing()
 
     def wants_body(self, content: StreamReader | None = None) -> None:
-        """Read on, because the body of the current request is not complete. `content` is its reader."""
+        """Continue to read, because the body of the current request is not complete.
+
+        `content` is the reader of a body in chunks; None for other bodies.
+        """
         self._is_in_body = True
         self._content, self._body_bytes = content, 0
         self._resume()
@@ -122,8 +127,8 @@ class Connection(asyncio.Protocol):
         """Note that the current request is complete. Later data belong to the next request.
 
         Args:
-            request_bytes: The bytes of the request. None for a body in chunks, whose size on the connection is unknown.
-                Then no received byte counts as waiting.
+            request_bytes: The number of bytes of the request. None for a body in chunks, because its size on the
+                connection is unknown. Then no received byte counts as waiting.
         """
         self._is_answering, self._is_in_body, self._content = True, False, None
         self._waiting_bytes = 0 if request_bytes is None else max(self._waiting_bytes - request_bytes, 0)
@@ -140,7 +145,7 @@ class Connection(asyncio.Protocol):
             self._bound()
 
     def _refuse_overhead(self, content: StreamReader) -> None:
-        """End a body that consists of bytes around chunks, such as endless chunk extensions."""
+        """End a body in chunks that has too much overhead for its data, such as endless chunk extensions."""
         problem = f"{self._body_bytes} bytes were sent for {content.total_bytes} bytes of the body: send larger chunks"
         content.set_exception(MalformedRequest("", problem))
         self._content = None
@@ -162,7 +167,7 @@ class Connection(asyncio.Protocol):
         elif self._transport is not None:
             self._transport.pause_reading()
             self._is_paused = True
-            if not self._is_answering:  # if the head of the next request is complete, it has begun by then
+            if not self._is_answering:  # if no request begins by then, the estimate was too high
                 loop = asyncio.get_running_loop()
                 self._correction = loop.call_later(_CORRECTION_SECONDS, self._correct)
 
@@ -177,7 +182,7 @@ class Connection(asyncio.Protocol):
 
 
 class Refusal(asyncio.Protocol):
-    """A connection over the limit. It gets one reply, about health or that the server is busy, and is closed.
+    """A connection over the limit. It gets one reply and is closed. The reply answers a health check, or says 503.
 
     Health checks always get a reply. Otherwise an orchestrator would restart a server that is full.
     """
@@ -191,12 +196,12 @@ class Refusal(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Wait a short time for the request."""
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's are of no class of asyncio's
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports have other base classes
         self._timer = asyncio.get_running_loop().call_later(_REFUSAL_SECONDS, self._transport.close)
 
     def data_received(self, data: bytes) -> None:
         """Reply to any request, and close the connection."""
-        assert self._transport is not None  # noqa: S101 - asyncio's order
+        assert self._transport is not None  # noqa: S101 - asyncio calls connection_made first
         method, _, rest = data[:_MAX_CHECK_BYTES].partition(b" ")
         check = self._checks.get(rest.partition(b" ")[0]) if method in {b"GET", b"HEAD"} else None
         is_healthy = check is Check.LIVE or (check is Check.READY and self._is_serving())

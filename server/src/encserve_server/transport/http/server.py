@@ -1,4 +1,4 @@
-"""The HTTP server: aiohttp's server on the running event loop, with our own sockets and bounds."""
+"""The HTTP server: aiohttp's server on the running event loop, with our own sockets and limits."""
 
 import asyncio
 import contextlib
@@ -21,10 +21,12 @@ from encserve_server.transport.http.app import HttpApp
 from encserve_server.transport.http.connection import Connection, Refusal
 
 _BACKLOG = 2048
-# The bounds of a request's head: one line or header, and the number of headers. `app` bounds the whole head.
+# The limits of a request's head: the size of a line or header, and the number of headers. `app` limits the size of the
+# whole head.
 _MAX_LINE_BYTES = 8190
 _MAX_HEADERS = 64
-# The bytes of a body that aiohttp reads ahead. It also reads a sixteenth of this number of chunks at a time.
+# aiohttp reads about this many bytes of a body ahead. For a body in chunks, it also reads at most a sixteenth of this
+# number of chunks ahead.
 _READ_AHEAD_BYTES = 16 * 1024
 # The operating system closes a connection if the other end acknowledges no data for this time.
 _UNACKNOWLEDGED_SECONDS = 60.0
@@ -33,11 +35,12 @@ _CLOSE_SECONDS = 1.0
 _HANDSHAKE_SECONDS = 10.0
 # The time for the other end to confirm the end of a TLS connection.
 _SHUTDOWN_SECONDS = 1.0
-# The TLS handshakes of connections over the limit at one time. They only get the reply 503.
+# The most TLS handshakes, at one time, of connections over the limit. These only get the reply of `Refusal`.
 _SPARE_HANDSHAKES = 64
-# The bytes of a reply that a TLS connection buffers: as many as a plaintext connection, instead of 512 KiB.
+# The most bytes of a reply that a TLS connection buffers. It is the number of a plaintext connection. The default for
+# TLS is 512 KiB.
 _UNSENT_BYTES = 64 * 1024
-# The pause if a connection cannot be accepted because no descriptor is free. asyncio waits as long.
+# The pause if a connection cannot be accepted because no descriptor is free. asyncio also waits this long.
 _ACCEPT_PAUSE_SECONDS = 1.0
 
 
@@ -57,7 +60,7 @@ async def open_http(
         routes: The routes of all protocols.
         metrics: Counts requests.
         elsewhere: Writes the errors of paths that do not exist.
-        metrics_port: The port of the metrics, for errors.
+        metrics_port: The port of the metrics, for error messages.
         certificates: The TLS files.
 
     Raises:
@@ -96,7 +99,7 @@ class HttpServer:
         idle_seconds: float,
         certificates: Certificates | None = None,
     ) -> None:
-        """Keep the parts of the server; it listens nowhere yet.
+        """Keep the parts of the server. The server does not listen yet.
 
         Args:
             app: Answers requests.
@@ -173,7 +176,8 @@ class HttpServer:
     async def _accept(self, listener: socket.socket, certificates: Certificates) -> None:
         """Accept connections and start their TLS handshakes, until cancelled.
 
-        asyncio's own TLS server does not report connections during their handshake, so these could not be bounded.
+        asyncio's own TLS server does not report connections during their handshake. So the number of
+        these connections would have no limit.
         """
         loop = asyncio.get_running_loop()
         while True:
