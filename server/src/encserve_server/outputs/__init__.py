@@ -1,4 +1,4 @@
-"""The outputs of a sequence. One class for each kind of output checks, sizes and computes it."""
+"""The outputs of a sequence. Each kind of output has a class that checks requests and computes sizes and arrays."""
 
 from encserve_server.outputs.kind import Kind
 from encserve_server.outputs.loading import OpenHead
