@@ -401,7 +401,7 @@ def test_the_wait_for_another_process_ends(folder: Path, monkeypatch: pytest.Mon
     def make_another(_: Path) -> None:
         Cache(folder).entry({"c": "d"}, make(""))
 
-    with pytest.raises(OSError, match="another process has held it"):
+    with pytest.raises(OSError, match="another process has held the lock"):
         Cache(folder).entry({"a": "b"}, make_another)
     assert not entries(folder)
 

@@ -1,1 +1,1 @@
-"""Generated code for the contracts in `proto/encserve`, packages as there, and the rule for fingerprints."""
+"""Code that is generated from `proto/encserve`, in the same packages, and the computation of fingerprints."""

@@ -1,4 +1,4 @@
-"""What identifies a bundle: the one rule that both the exporter and the server apply to a manifest."""
+"""The fingerprint of a bundle. Both the exporter and the server compute it with this module."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ _FACTS = (
 
 
 def to_fields(manifest: manifest_pb2.Manifest) -> dict[str, Any]:
-    """The manifest in protobuf's JSON form, every field written out under its own name."""
+    """Return a manifest in protobuf's JSON form, with the names of the .proto file and with fields at their default."""
     fields: dict[str, Any] = json_format.MessageToDict(
         manifest, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -37,11 +37,11 @@ def to_fields(manifest: manifest_pb2.Manifest) -> dict[str, Any]:
 
 
 def fingerprint(manifest: manifest_pb2.Manifest) -> str:
-    """Identifies what a bundle computes, and from which files: 32 hex digits.
+    """Return the fingerprint, which identifies the files of a bundle and what the bundle computes.
 
-    The beginning of the SHA-256 over the compact JSON, keys sorted, of each file's path and SHA-256 and the manifest's
-    facts about what it computes. Fields at their default are left out, so that a field that is added
-    to the manifest later changes no fingerprint of a bundle that does not have it.
+    It is the first 32 hex digits of a SHA-256. The hash covers compact JSON with sorted keys: the path and SHA-256 of
+    each file, and the fields of `_FACTS`. Fields at their default are left out. So a field that is added to the
+    manifest later does not change the fingerprints of older bundles.
     """
     fields = json_format.MessageToDict(manifest, preserving_proto_field_name=True)
     facts = {name: fields[name] for name in _FACTS if name in fields}

@@ -29,7 +29,7 @@ _SINGULAR = ("graph", "g", "key", "value")
 
 
 def align_weights(model_path: Path) -> None:
-    """Rewrite a saved model and its file of weights. Make all offsets multiples of `ALIGNMENT_BYTES`.
+    """Rewrite a saved model and its file of weights, so that all offsets are multiples of `ALIGNMENT_BYTES`.
 
     Args:
         model_path: The ONNX file. It names one file of weights in the same folder.

@@ -62,7 +62,7 @@ class EngineInfo:
     runtime: str
 
 
-# The default on the CPU. Each parallel batch needs memory for its activations.
+# The most parallel batches on the CPU by default, because each batch needs memory for its activations.
 _MAX_DEFAULT_RUNS = 8
 
 
@@ -92,8 +92,8 @@ class Engine(Protocol):
         Args:
             sequences: One or more validated (seq,) int64 arrays of ids or (seq, d_model) float32 arrays of vectors, as
                 the model needs.
-            attended: For each sequence, the number of first tokens that all tokens attend to, 0 for all tokens. Empty
-                if this is 0 for all sequences.
+            attended: For each sequence, the number of tokens at the start that all tokens attend to; 0 if they attend
+                to all tokens. Empty if the number is 0 for all sequences.
             alone: Whether no other batch starts before the end of this one, so that the batch may use all threads.
 
         Raises:
@@ -125,8 +125,8 @@ class Inspector(Protocol):
 
         Args:
             sequence: The sequence, as for `Engine.run`.
-            wanted: The kinds of tensors, which the model supports, each with the layers.
-            attended: The number of first tokens that all tokens attend to, 0 for all tokens.
+            wanted: The kinds of tensors to return, each with its layers. No layers means all layers.
+            attended: The number of tokens at the start that all tokens attend to; 0 if they attend to all tokens.
 
         Returns:
             A tensor for each of `wanted`, and the time for running the model in seconds.

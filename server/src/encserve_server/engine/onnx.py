@@ -24,7 +24,7 @@ import onnxruntime as ort
 
 CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
-# On the CPU, a session frees its memory after a batch of more padded tokens than this, which takes little time.
+# On the CPU, a session frees its memory after a batch with more padded tokens than this. This takes little time.
 # Otherwise each session would keep the memory for its longest text.
 _MAX_KEPT_TOKENS = 2048
 # Without this option, on x86 CPUs without VNNI, ONNX Runtime limits sums of two 8-bit products to 16 bits.
@@ -65,8 +65,8 @@ class OnnxEngine:
     ) -> None:
         """Load the model.
 
-        See `opening.open_engine` for the arguments. The device "auto" uses CUDA if CUDA loads, and otherwise the CPU,
-        with a warning if ONNX Runtime has CUDA.
+        See `opening.open_engine` for the arguments. The device "auto" uses CUDA if CUDA loads, and otherwise the CPU.
+        If ONNX Runtime was built with CUDA, the log then has a warning.
 
         Raises:
             DeviceError: The device is "cuda", and CUDA does not load. ONNX Runtime would use the CPU without an error.
@@ -113,7 +113,7 @@ class OnnxHead:
     """The head of a model, in a separate session."""
 
     def __init__(self, head: HeadGraph, *, device: str, threads: int) -> None:
-        """Load the head for the device "cpu" or "cuda". `threads` is for the CPU.
+        """Load the head for the device "cpu" or "cuda". `threads` is used only on the CPU.
 
         Raises:
             BundleError: ONNX Runtime cannot run the file, or the file's interface differs from the manifest.
@@ -203,7 +203,8 @@ def _open_session(
 ) -> ort.InferenceSession:
     """Open a session, and check that it uses the requested device.
 
-    On the CPU, `weights` are the weights to share, and `keeps_memory` keeps the memory of the largest run.
+    `weights` and `keeps_memory` are used only on the CPU. `weights` are the weights that sessions share. With
+    `keeps_memory`, the session keeps the memory of its largest run.
     """
     if device in ("auto", "cuda"):
         session, problem = _try_cuda(path)
@@ -230,15 +231,15 @@ def _open_session(
 
 
 def _open_prepacked(path: Path, options: ort.SessionOptions) -> ort.InferenceSession:
-    """Open a prepacked graph. It is already optimized: to optimize it again would change the last bits of float16."""
+    """Open a prepacked graph. It is optimized already; a second optimization would change the last bits of float16."""
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = ort.InferenceSession(path, options, providers=[CPU_PROVIDER])
-    memory.trim()  # ONNX Runtime packs every weight again, to find it in the file
+    memory.trim()  # ONNX Runtime has packed every weight again, to find it in the file
     return session
 
 
 def _write_prepacked(graph: Path, path: Path) -> None:
-    """Write the optimized graph and a file with its weights, usual and prepacked."""
+    """Write the optimized graph, and a file with its weights in the usual and in the prepacked layout."""
     options = _session_options(threads=1)
     options.optimized_model_filepath = str(path)
     for name, value in _PREPACKED_OPTIONS.items():
@@ -258,7 +259,7 @@ def _try_cuda(path: Path) -> tuple[ort.InferenceSession | None, str]:
     ort.preload_dlls()
     try:
         session = ort.InferenceSession(path, _session_options(), providers=[CUDA_PROVIDER, CPU_PROVIDER])
-    except Exception as error:  # as above
+    except Exception as error:  # ONNX Runtime's exceptions share no public base class
         return None, f"the CUDA provider does not start: {error}"
     active = session.get_providers()
     if active[0] != CUDA_PROVIDER:
@@ -271,7 +272,7 @@ def _try_cuda(path: Path) -> tuple[ort.InferenceSession | None, str]:
 
 
 def _session_options(threads: int = 0) -> ort.SessionOptions:
-    """Return the options of all sessions. `threads` is for sessions on the CPU."""
+    """Return the options of a session. `threads` is used only on the CPU."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL

@@ -1,4 +1,4 @@
-"""Opens the engine of the settings. The engine's package is imported here, so a server needs only one package."""
+"""Opens the engine that the settings name. Only its package is imported, so the other may be missing."""
 
 from types import ModuleType
 

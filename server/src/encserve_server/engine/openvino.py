@@ -12,8 +12,8 @@ from encserve_server.errors import BundleError, DeviceError
 from encserve_server.types.arrays import ModelInput, Numbers
 from encserve_server.types.bundles import Graph, HeadGraph
 
-# The package openvino_telemetry reports each import of openvino to Intel, and writes to the home directory. This makes
-# its import fail.
+# The package openvino_telemetry reports each import of openvino to Intel, and writes to the home directory. This
+# line makes the import of openvino_telemetry fail.
 sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
 import openvino as ov  # noqa: E402
 
@@ -152,7 +152,7 @@ def _table_rows(ids: Any) -> Iterator[int]:
 
 
 def _requests(compiled: Any, count: int) -> SimpleQueue[Any]:
-    """Return a queue of `count` requests. A request has the memory for one run. A run takes a request out."""
+    """Return a queue of `count` requests. Each request has the memory for one run."""
     requests: SimpleQueue[Any] = SimpleQueue()
     for _ in range(count):
         requests.put(compiled.create_infer_request())
@@ -178,7 +178,7 @@ def _compile(model: Any, graph: Graph, precision: str, threads: int, parallel_ru
     }
     try:
         compiled = core.compile_model(model, _CPU, config)
-    except Exception as error:  # as above
+    except Exception as error:  # OpenVINO's exceptions are RuntimeErrors of many kinds
         raise BundleError(f"{graph.path}: OpenVINO cannot compile it: {_brief(error)}") from error
     used = compiled.get_property("INFERENCE_PRECISION_HINT")
     if used != _TYPES[precision]:

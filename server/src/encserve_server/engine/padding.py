@@ -22,8 +22,8 @@ def check_interface(
         graph: The interface in the manifest.
         inputs: The types of the file's inputs, by name.
         outputs: The types of the file's outputs, by name.
-        int64: The runtime's name of int64.
-        float32: The runtime's name of float32.
+        int64: The runtime's name for int64.
+        float32: The runtime's name for float32.
 
     Raises:
         BundleError: The file and the manifest differ.

@@ -1,7 +1,7 @@
 """Files of prepacked weights, which have the layout of ONNX Runtime's kernels. All sessions and processes map them.
 
-When ONNX Runtime opens a usual model, it copies the weights into this layout, in private memory, for every session. It
-maps the weights of a model that it saved with `session.save_external_prepacked_constant_initializers`.
+When ONNX Runtime opens a usual model, it copies the weights into this layout, in private memory, for every session. If
+it saved the model with `session.save_external_prepacked_constant_initializers`, it maps the weights and copies nothing.
 """
 
 import logging
@@ -88,7 +88,7 @@ def open_weights(
         cache_dir: The folder of the cache; None for the user's cache folder, "off" for no cache.
         fingerprint: The fingerprint of the bundle.
         bundle: The folder of the bundle.
-        is_unchanged: Returns whether the files still have this fingerprint. Called after weights were written.
+        is_unchanged: Returns whether the bundle still has this fingerprint. Called after weights were written.
     """
     try:
         folder = Path(cache_dir) if cache_dir else _default_folder()
@@ -99,7 +99,7 @@ def open_weights(
 
 
 def _default_folder() -> Path:
-    """Read the environment here, because an `Embedder` has no flags."""
+    """Return the default folder of the cache. Read the environment here, because an `Embedder` has no flags."""
     if given := os.environ.get("ENCSERVE_CACHE_DIR"):
         return Path(given)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # by the XDG specification a relative path is ignored

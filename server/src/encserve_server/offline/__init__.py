@@ -1,4 +1,4 @@
-"""Computes vectors from a bundle in this process, without gRPC, asyncio and a queue.
+"""Computes vectors from a bundle in this process, without gRPC, asyncio or a queue.
 
 with Embedder("models/all-MiniLM-L6-v2") as embedder:
     vectors = embedder.embed(["a text", "another"])  # (2, width)

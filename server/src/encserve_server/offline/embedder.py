@@ -1,8 +1,9 @@
 """The `Embedder`: a loaded bundle that computes the outputs of inputs in threads.
 
-The inputs of a call are checked and tokenized in the tokenizer's threads, and cut into batches by length, within the
-same limits as in the server. The batches of all calls run in one pool, with a thread for each batch that the engine can
-run at a time. A batch that fails runs again in halves, so that only the input that causes the failure is refused.
+The tokenizer's threads check and tokenize the inputs of a call. Then the inputs are cut into batches by length, within
+the limits of the server. The batches of all calls run in one pool of threads. The pool has a thread for each batch that
+the engine can run at a time. If a batch fails, its halves run, and then their halves. So only the input that causes the
+failure is refused.
 """
 
 import logging
@@ -75,7 +76,7 @@ class Embedder:
         if not (folder / MANIFEST_NAME).is_file():
             folder = newest_version(folder)
         settings = Settings(model_repository=folder.parent.parent, **options)
-        loaded = load_model(folder, settings, FairThreadPool(1))  # without work: `check_now` runs in the threads below
+        loaded = load_model(folder, settings, FairThreadPool(1))  # this pool stays idle: the threads below tokenize
         self._engine, self._outputs = loaded.engine, loaded.outputs
         self._run = partial(run_batch, loaded.engine, loaded.outputs.compute)
         self.bundle: Bundle = loaded.bundle
@@ -114,7 +115,7 @@ class Embedder:
             "sparse" a list of SparseVector.
 
         Raises:
-            RequestError: The model does not have the output, or refuses an input; the error is of the first one.
+            RequestError: The model does not have the output, or refuses an input. The error names the first such input.
             InferenceFailed: The model cannot compute an input.
             EngineUnhealthy: The engine fails for every input.
             Stopped: `stop` was called.
@@ -133,7 +134,7 @@ class Embedder:
 
         Args:
             inputs: As for `embed`.
-            on_batch: Receives the figures of each batch. If it raises an error, the call fails with this error.
+            on_batch: See `OnBatch`. If it raises an error, the call fails with this error.
             **options: See `EmbedOptions`.
 
         Raises:
@@ -165,11 +166,11 @@ class Embedder:
         return [reason_of(refused[at]) if at in refused else ids[at] for at in sent]
 
     def stop(self) -> None:
-        """Make calls raise Stopped after their running batches, for good. Any thread may call."""
+        """Make all present and later calls raise Stopped when their running batches end. Any thread may call."""
         self._stopped = True
 
     def close(self) -> None:
-        """Stop, wait for the running batches, and free the model. Later calls do nothing."""
+        """Stop, wait for the running batches, and free the model. A second `close` does nothing."""
         self.stop()
         with self._closing:
             if not self._closed:
@@ -261,7 +262,7 @@ class Embedder:
         try:
             with np.errstate(all="ignore"):
                 self._outputs.compute_empty(sequences)
-        except InferenceFailed:  # all of them, because they are equal
+        except InferenceFailed:  # equal inputs, so all sequences fail
             return [None] * len(sequences)
         return [it.outputs for it in sequences]
 
@@ -295,7 +296,8 @@ class Embedder:
     def _in_threads(self, pool: ThreadPoolExecutor, work: Iterable[Callable[[], _Result]]) -> list[_Result]:
         """Do work in threads, and return the results in order.
 
-        If a piece of work raises an error, the error is raised after the end of the pieces that run.
+        If a piece of work raises an error, pieces that have not started are cancelled. The method raises the error when
+        the running pieces have ended.
         """
         futures: list[Future[_Result]] = []
         try:
@@ -312,14 +314,15 @@ def batches(lengths: Sequence[int], policy: BatchPolicy) -> list[list[int]]:
     """Cut inputs into batches, from the longest input to the shortest.
 
     Inputs of the same length stay in their order. A batch ends before the input that would exceed a limit. Later inputs
-    are not longer than this input, so none of them would fit better. An input that exceeds a limit alone is a batch.
+    are not longer than this input, so none of them would fit better. An input that exceeds a limit alone is a batch of
+    its own.
 
     Args:
-        lengths: The tokens of each input, at least 1.
+        lengths: The number of tokens of each input, at least 1.
         policy: The limits.
 
     Returns:
-        The indices of the inputs of each batch. They depend on the arguments only.
+        The indices of the inputs of each batch.
     """
     cut: list[list[int]] = []
     longest = real = 0

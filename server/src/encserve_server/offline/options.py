@@ -41,15 +41,15 @@ class LoadOptions(TypedDict, total=False):
 
 
 class EmbedOptions(TypedDict, total=False):
-    """The output of a call and the treatment of the inputs, as for the client's `run`.
+    """The options of a call, as for the client's `run`.
 
     Attributes:
         output: The kind of output. Default: `Embedder.trained_kind`.
         l2_normalize: Whether each row is scaled to Euclidean length 1, after `dimensions` has cut the row.
         dtype: The type of the numbers.
-        dimensions: The number of dimensions of a row. The first ones are kept.
-        max_active_dims: The number of weights of "sparse" that are kept.
-        pool_factor: The number of vectors of "multi_vector" that are joined to one.
+        dimensions: The number of dimensions of a row to keep, from the first.
+        max_active_dims: The number of weights of "sparse" to keep, the largest first.
+        pool_factor: The average number of vectors of "multi_vector" that become one vector.
         task: "query" or "document".
         prompt_name: The prompt before every text; "" for none. Default: the prompt of the task, or of the model.
         truncate: Whether an input that is too long is cut; otherwise it is refused.

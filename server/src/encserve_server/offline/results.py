@@ -17,14 +17,14 @@ from encserve_server.types.requests import OutputKind
 from encserve_server.types.sequences import TokenSequence
 
 OnBatch = Callable[[int, int, int], None]
-"""Receives the inputs of a batch that has run, their tokens, and their tokens with padding. Any thread may call it."""
+"""Called after each batch, in any thread, with the numbers of its inputs, of its tokens, and of its padded tokens."""
 
 
 class SparseVector(NamedTuple):
     """The weights over the vocabulary that are not 0.
 
     Attributes:
-        indices: (n,) uint32, the ids of the weights, ascending.
+        indices: (n,) uint32, the token id of each weight, ascending.
         values: (n,), of the requested type.
         width: The size of the vocabulary.
     """
@@ -43,17 +43,17 @@ class Embedded:
         rows: (sum(lengths), width) of the requested type, C-contiguous, in the order of the inputs. For "binary"
             (sum(lengths), ceil(width / 8)) uint8.
         lengths: (inputs,) int64, the number of rows of each input; 0 for a refused input.
-        indices: (sum(lengths),) uint32: for "multi_vector" the token of each row, for "sparse" its id in the
-            vocabulary. None for other kinds, and if `pool_factor` joined vectors.
-        token_ids: (sum(lengths),) int64, for "tokens" the id of each row; None for other kinds, and if the model takes
-            vectors.
+        indices: (sum(lengths),) uint32. For "multi_vector", it is the index of the token of each row; for "sparse", the
+            token id of each weight. None for other kinds, and if vectors were joined.
+        token_ids: (sum(lengths),) int64. For "tokens", it is the token id of each row. None for other kinds, and if the
+            model takes vectors.
         sparse_width: For "sparse" the size of the vocabulary; otherwise 0.
-        l2_normalized: Whether all rows have Euclidean length 1, requested or not.
+        l2_normalized: Whether all rows have Euclidean length 1, because the call or the model normalizes them.
         refused: The reasons of refused inputs, by index.
-        token_counts: (inputs,) int64, the tokens that the model processed; 0 for a refused input.
-        original_token_counts: (inputs,) int64, the tokens before truncation; 0 for a refused input.
-        tokens: The tokens that the engine computed.
-        padded_tokens: The tokens that the engine computed, with padding.
+        token_counts: (inputs,) int64, the number of tokens that the model processed; 0 for a refused input.
+        original_token_counts: (inputs,) int64, the number of tokens before truncation; 0 for a refused input.
+        tokens: The number of tokens that the engine computed.
+        padded_tokens: The number of tokens that the engine computed, with padding.
     """
 
     kind: OutputName
@@ -70,11 +70,11 @@ class Embedded:
     padded_tokens: int
 
     def arrays(self) -> list[OutputRows]:
-        """Return the (rows, width) array of each input; views."""
+        """Return the (rows, width) array of each input, as a view."""
         return np.split(self.rows, np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
 
     def sparse_vectors(self) -> list[SparseVector]:
-        """Return the vector of each input, if the kind is "sparse"; views."""
+        """Return the vector of each input, as views. Call it only if the kind is "sparse"."""
         if self.indices is None or not len(self.lengths):
             return []
         indices = np.split(self.indices, np.cumsum(self.lengths)[:-1])
@@ -83,7 +83,7 @@ class Embedded:
 
 
 class RowCollector:
-    """Collects the rows of a call in one array. Several threads may add rows at a time."""
+    """Collects the rows of a call in one array. Several threads may add rows at the same time."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class RowCollector:
             inputs: The number of inputs.
             sequences: The sequences that will be computed.
             refused: The errors of all other inputs. `refuse` adds errors.
-            on_batch: Receives the figures of each batch.
+            on_batch: See `OnBatch`.
         """
         plan = call_plan.plan
         self._output = plan.outputs[0]
@@ -116,7 +116,7 @@ class RowCollector:
         self._indexed: dict[int, IndexedRows] | None = None
         if self._output.kind in (OutputKind.MULTI_VECTOR, OutputKind.SPARSE):
             self._indexed = {}
-        self._lengths = np.zeros(inputs, np.int64)  # the rows that have been added
+        self._lengths = np.zeros(inputs, np.int64)  # the number of rows that have been added
         self._expected = np.zeros(inputs, np.int64)
         if self._indexed is None:
             for it in sequences:
@@ -131,8 +131,8 @@ class RowCollector:
 
         Args:
             sequences: The sequences of the batch.
-            outputs: The outputs of each sequence; None refuses the sequence, because its numbers are not finite.
-            padded: The tokens of the batch with padding; 0 if no engine ran.
+            outputs: The outputs of each sequence; None for a sequence whose numbers are not finite, which is refused.
+            padded: The number of tokens of the batch with padding; 0 if no engine ran.
         """
         for sequence, arrays in zip(sequences, outputs, strict=True):
             if arrays is None:
@@ -151,7 +151,7 @@ class RowCollector:
         self._refused[sequence.index] = InferenceFailed(sequence.index, problem)
 
     def embedded(self, kind: OutputName, bundle: Bundle) -> Embedded:
-        """Return the result. All sequences have been added or refused."""
+        """Return the result. Call it after all sequences were added or refused."""
         kept = [it for it in self._sequences if it.index not in self._refused]
         indices: npt.NDArray[np.uint32] | None = None
         if self._indexed is not None:
@@ -194,14 +194,14 @@ class RowCollector:
         self._lengths[at] = len(rows)
 
     def _token_rows(self, rows: Any, sequence: TokenSequence) -> Any:
-        """Return the rows of the tokens of "tokens", without special tokens if the call excludes them."""
+        """Return the rows of a sequence for "tokens", without special tokens if the call excludes them."""
         if self._without_special and sequence.special is not None:
             return rows[~sequence.special]
         return rows
 
     def _join(self, indexed: dict[int, IndexedRows]) -> tuple[OutputRows, npt.NDArray[np.uint32] | None]:
         parts = [indexed[at] for at in sorted(indexed)]
-        rows = np.concatenate([self._rows, *(it.rows for it in parts)])  # `_rows` is empty, and has the type
+        rows = np.concatenate([self._rows, *(it.rows for it in parts)])  # `_rows` is empty, but has the right data type
         indices = [it.indices for it in parts if it.indices is not None]
         if len(indices) < len(parts):
             return rows, None

@@ -9,7 +9,7 @@ from encserve_server.outputs.rows import BatchRows, Column
 from encserve_server.outputs.spec import OutputSpec
 from encserve_server.types.requests import DataType, Output, OutputKind, Task
 
-# For each output, the sequences that need it. A sequence is named by its place: its index in the batch. Places ascend.
+# For each output, the sequences that need it. The place of a sequence is its index in the batch. Places ascend.
 Wanted = Mapping[Output, Sequence[int]]
 
 # The fields of an OutputSpec that only one kind has, and their names in requests.
@@ -25,8 +25,8 @@ class Kind(ABC):
 
     Attributes:
         kind: The kind.
-        width: The length of a row before it is cut to the requested dimensions.
-        per_token: Whether callers need the tokens to read the output, so that replies have tokens by default.
+        width: The number of components of a row before it is cut to the requested dimensions.
+        per_token: Whether callers need the tokens to understand the output. Then replies have tokens by default.
         data_types: The data types that a request may ask for.
     """
 
@@ -81,11 +81,11 @@ class Kind(ABC):
         return Output(self.kind, spec.l2_normalize, spec.data_type, spec.dimensions)
 
     def row_bytes(self, output: Output) -> int:
-        """Return the bytes of one row."""
+        """Return the size of one row in bytes."""
         return output.data_type.row_bytes(output.dimensions or self.width)
 
     def reply_bytes(self, output: Output, tokens: int, token_rows: int, spans: int) -> int:
-        """Return the bytes of one sequence's rows, or an upper bound, before the rows exist.
+        """Return the size of one sequence's rows in bytes, or an upper bound. The rows need not exist yet.
 
         Args:
             output: The output.
@@ -96,19 +96,19 @@ class Kind(ABC):
         return self.row_bytes(output)
 
     def extra_cost(self, output: Output, tokens: int, spans: int) -> int:
-        """Return the cost of an output that is more expensive than others, in tokens; see `ModelOutputs.cost`."""
+        """Return the extra cost of an expensive output in tokens; 0 for other outputs. See `ModelOutputs.cost`."""
         return 0
 
     @abstractmethod
     def compute(self, batch: BatchRows, wanted: Wanted) -> Mapping[Output, Column]:
-        """Compute all outputs of this kind for a batch. Outputs share their common work.
+        """Compute all outputs of this kind for a batch. Work that several outputs need is done once.
 
-        `wanted` names no sequence of `batch.failed`. The method adds the sequences with invalid rows to `batch.failed`.
+        `wanted` has no sequence of `batch.failed`. The method adds the sequences with invalid rows to `batch.failed`.
         """
 
 
 def outputs_by_place(wanted: Wanted) -> dict[int, list[Output]]:
-    """Return the outputs of each sequence, in ascending order of the places."""
+    """Return the outputs that each sequence needs, in ascending order of the places."""
     outputs: dict[int, list[Output]] = {}
     for output, places in wanted.items():
         for i in places:

@@ -40,8 +40,8 @@ def load_heads(bundle: Bundle, open_head: OpenHead) -> dict[OutputKind, Head]:
     """Load and test the heads of a model.
 
     Raises:
-        BundleError: A head fails or has another width than the manifest says, or the package for joining vectors is
-            needed and not installed.
+        BundleError: A head fails or has another width than the manifest says, or the model joins
+            vectors and SciPy is not installed.
     """
     heads = {}
     if (
@@ -63,7 +63,7 @@ def load_heads(bundle: Bundle, open_head: OpenHead) -> dict[OutputKind, Head]:
 def _load(
     open_head: OpenHead, graph: HeadGraph, shape: tuple[int, ...], *, on_device: bool = True, all_threads: bool = False
 ) -> Head:
-    """Load a head, and test it with zeros of shape (batch, width) or (batch, seq, width). `shape` has no width."""
+    """Load a head, and test it with zeros of shape (batch, width) or (batch, seq, width). `shape` lacks the width."""
     head = open_head(graph, on_device=on_device, all_threads=all_threads)
     zeros = np.zeros((*shape, graph.input_width), np.float32)
     inputs = (zeros, np.ones(shape, np.float32))[: len(graph.input_names)]

@@ -1,4 +1,4 @@
-"""The outputs of one model. The class checks the outputs of a call, gives their size and cost, and computes them."""
+"""The outputs of one model. The class checks the outputs of a call, returns their size and cost, and computes them."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -163,16 +163,16 @@ class ModelOutputs:
                     kind.check_length(output, i, tokens, input_at)
 
     def width(self, output: Output) -> int:
-        """Return the length of a row."""
+        """Return the number of components of a row."""
         return output.dimensions or self.kinds[output.kind].width
 
     def is_l2_normalized(self, output: Output) -> bool:
-        """Return whether all rows have norm 1, requested or not."""
+        """Return whether all rows have norm 1, because the call or the model normalizes them."""
         kind = self.kinds[output.kind]
         return output.l2_normalize or (isinstance(kind, ModelVector) and kind.gives_unit_vectors(output))
 
     def reply_bytes(self, outputs: Sequence[Output], tokens: int, *, token_rows: int, spans: int) -> int:
-        """Return the bytes of one sequence's rows, without sparse weights (see `sparse_bytes`).
+        """Return the size of one sequence's rows in bytes, without sparse weights (see `sparse_bytes`).
 
         See `Kind.reply_bytes` for the arguments.
         """
@@ -182,7 +182,7 @@ class ModelOutputs:
         return size
 
     def sparse_bytes(self, outputs: Sequence[Output], arrays: OutputArrays) -> int:
-        """Return the bytes of one sequence's sparse weights. `arrays` has the array of each output."""
+        """Return the size of one sequence's sparse weights in bytes. `arrays` has the array of each output."""
         return sum(
             len(array.rows) * kind.weight_bytes(output)
             for output, array in zip(outputs, arrays, strict=True)
@@ -192,8 +192,8 @@ class ModelOutputs:
     def cost(self, outputs: Sequence[Output], tokens: int, spans: int = 0) -> int:
         """Return the cost of one sequence in tokens.
 
-        A sequence costs its tokens, one token for each output after the first, and the extra cost of joined vectors and
-        of spans.
+        The cost is the number of tokens, plus 1 for each output after the first, plus the extra cost of joined vectors
+        and of spans.
         """
         extra = sum(self.kinds[output.kind].extra_cost(output, tokens, spans) for output in outputs)
         return tokens + len(outputs) - 1 + extra
@@ -215,7 +215,7 @@ class ModelOutputs:
         """
         batch = BatchRows(result, sequences)
         batch.find_nonfinite()
-        groups: dict[tuple[Output, ...], list[int]] = {}  # the places of sequences with the same outputs
+        groups: dict[tuple[Output, ...], list[int]] = {}  # for each set of outputs, its sequences
         for i, sequence in enumerate(sequences):
             groups.setdefault(sequence.wanted, []).append(i)
         columns: dict[Output, Column] = {}
@@ -232,7 +232,10 @@ class ModelOutputs:
         return computed
 
     def compute_empty(self, sequences: Sequence[TokenSequence]) -> None:
-        """Set the outputs of sequences without tokens: no rows of tokens, and else the output of a row of zeros."""
+        """Set the outputs of sequences without tokens.
+
+        OutputKind.TOKENS has no rows. Other outputs are computed from one row of zeros.
+        """
         rows = np.zeros((len(sequences), 1, self._bundle.d_model), np.float32)  # (batch, seq, d_model)
         result = BatchResult(rows, [1] * len(sequences), 0.0, 0.0)
         for sequence, arrays in zip(sequences, self.compute(result, sequences), strict=True):
@@ -247,7 +250,7 @@ class ModelOutputs:
 def _by_kind(
     groups: Mapping[tuple[Output, ...], Sequence[int]], failed: set[int]
 ) -> dict[OutputKind, dict[Output, list[int]]]:
-    """Return the outputs of each kind, with the places of the sequences that need them and have not failed."""
+    """Return the outputs of each kind, each with the places of the sequences that need it and have not failed."""
     by_kind: dict[OutputKind, dict[Output, list[int]]] = {}
     for outputs, places in groups.items():
         valid = [i for i in places if i not in failed] if failed else places

@@ -1,4 +1,4 @@
-"""The vectors that MaxSim compares: one vector for each token that counts. A call or a model can join vectors."""
+"""The vectors that MaxSim compares: one vector for each token that takes part. A call or a model can join vectors."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ _INDEX_BYTES = 4
 
 
 class MultiVectors(Kind):
-    """OutputKind.MULTI_VECTOR. The head runs once for all sequences of a task, on the tokens that count."""
+    """OutputKind.MULTI_VECTOR. The head runs once for all sequences of a task, on the tokens that have a vector."""
 
     per_token = True
     data_types = (*FLOAT_TYPES, DataType.INT8)
@@ -71,11 +71,11 @@ class MultiVectors(Kind):
         )
 
     def reply_bytes(self, output: Output, tokens: int, token_rows: int, spans: int) -> int:
-        """Return the bytes of a vector and an index for each token."""
+        """Return the size in bytes of one vector and one index for each token."""
         return tokens * (self.row_bytes(output) + _INDEX_BYTES)
 
     def extra_cost(self, output: Output, tokens: int, spans: int) -> int:
-        """Return the cost of joining vectors: the tokens again, for each time that vectors are joined."""
+        """Return the cost of joining vectors: the number of tokens, for each time that vectors are joined."""
         return tokens * sum(pooling.factor > 1 for pooling in self._poolings(output))
 
     def _poolings(self, output: Output) -> list[TokenPooling]:
@@ -139,12 +139,12 @@ class _TaskVectors:
         return column
 
     def _pooled(self, place: int, poolings: list[TokenPooling]) -> Numbers:
-        """Return the vectors of one sequence, joined by one pooling after another."""
+        """Return the vectors of one sequence, after all poolings, one after another."""
         vectors = self._vectors[self._slices[place]]
         previous: TokenPooling | None = None
         for pooling in poolings:
             key = (place, previous)
-            if key not in self._poolers:  # outputs with other factors share the pooler
+            if key not in self._poolers:  # outputs with different factors share the pooler
                 self._poolers[key] = TokenPooler(vectors)
             vectors, previous = self._poolers[key].pool(pooling), pooling
         return vectors
@@ -162,7 +162,7 @@ def _counting_ids(settings: TaskSettings, vocab_size: int) -> Mask | None:
 
 
 def _check_pool_factor(field: FieldPath, factor: float, task: Task) -> None:
-    """Refuse a pool factor that is out of range, is for a query, or needs a missing package."""
+    """Refuse a pool factor that is out of range or for a query, and any pool factor if SciPy is missing."""
     was = f"{factor:g}"
     if not 1 <= factor < math.inf:
         raise InvalidField(field, "must be a number from 1; was {was}", was=was)

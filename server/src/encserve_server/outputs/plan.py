@@ -1,4 +1,4 @@
-"""The outputs of a call, checked once and kept, because callers ask for the same outputs again and again."""
+"""The checked outputs of a call. Plans are cached, because callers ask for the same outputs again and again."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ class OutputPlan:
 
     Attributes:
         outputs: The outputs.
-        widths: The length of a row, for each output.
-        unit: Whether all rows have norm 1, requested or not, for each output.
+        widths: The number of components of a row, for each output.
+        unit: For each output, whether all rows have norm 1, because the call or the model normalizes them.
         detail: The default detail of the reply.
-        row_bytes: The bytes of a sequence's rows; None if the number depends on the sequence.
+        row_bytes: The size of a sequence's rows in bytes; None if the size depends on the sequence.
         is_ordinary: Whether the cost of a sequence is its number of tokens.
         has_sparse: Whether an output has sparse weights. Their number is known only after the run.
         bounds_length: Whether an output has a limit on the length of a sequence.
-        cost: Returns the cost of a sequence from its tokens and spans; see `ModelOutputs.cost`.
-        reply_bytes: Returns the bytes of a sequence's rows from its tokens, token rows and spans; see
-            `ModelOutputs.reply_bytes`.
+        cost: Returns the cost of a sequence from its numbers of tokens and spans; see `ModelOutputs.cost`.
+        reply_bytes: Returns the size of a sequence's rows in bytes from its numbers of tokens, token rows and spans;
+            see `ModelOutputs.reply_bytes`.
     """
 
     outputs: tuple[Output, ...]

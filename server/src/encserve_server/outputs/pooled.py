@@ -44,7 +44,7 @@ class ModelVector(Kind):
         return Output(OutputKind.MODEL, spec.l2_normalize, spec.data_type, dimensions)
 
     def gives_unit_vectors(self, output: Output) -> bool:
-        """Return whether the vectors have norm 1 without `l2_normalize`. Cut vectors do not."""
+        """Return whether the vectors have norm 1 without `l2_normalize`. Cut vectors do not have it."""
         return self._pooling.l2_normalize and output.dimensions in (0, self.width)
 
     def compute(self, batch: BatchRows, wanted: Wanted) -> Mapping[Output, Column]:

@@ -1,7 +1,7 @@
 """Pools the rows of a batch, converts them for an output, and finds invalid rows.
 
 A row is invalid if a number is not finite, or if the row is zero because its norm overflowed float32. The code makes
-few NumPy calls. After the model has run, NumPy's code is not in the CPU's caches, so that each call is slow.
+few NumPy calls, because each call is slow: after a run of the model, NumPy's code is not in the CPU's caches.
 """
 
 import math
@@ -20,7 +20,7 @@ from encserve_server.types.requests import DataType, Output, OutputKind
 Column = Sequence[Any]
 
 _LEAST_NORM = np.finfo(np.float32).tiny
-# Squares of numbers above 1.8e19 overflow float32, and the weights of a head can increase a number 10,000 times.
+# The square of a number above 1.8e19 overflows float32. The weights of a head can make a number 10,000 times larger.
 _LARGE = 1e15
 
 
@@ -46,7 +46,7 @@ class BatchRows:
     Attributes:
         result: The rows.
         sequences: The sequences of the batch.
-        failed: The places of sequences with invalid rows.
+        failed: The indices of the sequences with invalid rows.
     """
 
     def __init__(self, result: BatchResult, sequences: Sequence[HasOutputs]) -> None:
@@ -59,14 +59,14 @@ class BatchRows:
     def find_nonfinite(self) -> None:
         """Add the sequences with numbers that are not finite to `failed`.
 
-        One number that is not finite makes a mean not finite. The mean takes no longer than a check of all rows, and
+        If a number is not finite, the mean is not finite. The mean takes no longer than a check of all rows, and
         most calls need the mean.
         """
         if not np.isfinite(self.pooled(OutputKind.MEAN)).all():
             self.failed = {i for i, rows in enumerate(self.result.rows) if not np.isfinite(rows).all()}
 
     def pooled(self, kind: OutputKind, skipped: int = 0) -> Numbers:
-        """Return `pool` of the batch, computed once. Callers must not write to the array."""
+        """Return the result of `pool` for the batch. It is computed once, so callers must not write to the array."""
         vectors = self._pooled.get((kind, skipped))
         if vectors is None:
             vectors = self._pooled[kind, skipped] = pool(self.result, kind, skipped)
@@ -80,7 +80,7 @@ class BatchRows:
         """Return a column of (1, width) arrays from (places, width) rows, and add invalid rows to `failed`."""
         if invalid is not None:
             self.fail(places, invalid)
-        each = list(rows[:, None])  # (1, width) of each
+        each = list(rows[:, None])  # (1, width) each
         return each if len(places) == len(self.sequences) else self.column(each, places)
 
     def column(self, arrays: Iterable[Any], places: Iterable[int]) -> Column:
@@ -92,9 +92,9 @@ class BatchRows:
 
 
 def pool(result: BatchResult, kind: OutputKind, skipped: int = 0) -> Numbers:
-    """Pool (batch, seq, d_model) rows into (batch, d_model) vectors, from the tokens from index `skipped` on.
+    """Pool (batch, seq, d_model) rows into (batch, d_model) vectors, without the first `skipped` tokens.
 
-    A sequence without such tokens gets the row of its first token for OutputKind.CLS, and zeros for other kinds. The
+    A sequence without other tokens gets the row of its first token for OutputKind.CLS, and zeros for other kinds. The
     vector of a sequence has the same bits in every batch.
     """
     rows = result.output
@@ -103,7 +103,7 @@ def pool(result: BatchResult, kind: OutputKind, skipped: int = 0) -> Numbers:
     lengths = np.array(result.lengths, np.float32)[:, None]  # (batch, 1)
     if kind in (OutputKind.CLS, OutputKind.LAST_TOKEN):
         return _pick(rows, np.array(result.lengths), kind, skipped)
-    # A number that does not change the result, not even its last bit.
+    # In place of padding, this number does not change the result, not even its last bit.
     neutral = -np.inf if kind is OutputKind.MAX else -0.0
     if min(result.lengths) < rows.shape[1]:
         rows[np.arange(rows.shape[1]) >= lengths] = neutral
@@ -114,7 +114,7 @@ def pool(result: BatchResult, kind: OutputKind, skipped: int = 0) -> Numbers:
     if kind is OutputKind.WEIGHTED_MEAN:
         weights = np.arange(1, rows.shape[1] + 1, dtype=np.float32)[:, None]  # (seq, 1)
         rows = rows * weights
-        # The sum of the weights from the first token to pool to the last.
+        # The sum of the weights of all pooled tokens.
         counts = np.maximum((lengths * (lengths + 1) - skipped * (skipped + 1)) / 2, np.float32(1e-9))
     reduced: Numbers = (np.maximum if kind is OutputKind.MAX else np.add).reduce(rows, axis=1)
     if kind is OutputKind.MAX:
@@ -200,7 +200,7 @@ def invalid_head_rows(inputs: Numbers, outputs: Numbers) -> Mask | None:
         inputs: (rows, input width).
         outputs: (rows, width).
     """
-    sums = np.add.reduce(np.abs(outputs), axis=1)  # (rows,); if all rows are valid, this small array shows it
+    sums = np.add.reduce(np.abs(outputs), axis=1)  # (rows,), small, so that its check is fast
     if np.isfinite(sums).all() and sums.all():
         return None
     overflows = (np.abs(inputs) > _LARGE).any(axis=1) & ~outputs.any(axis=1)

@@ -15,12 +15,13 @@ from encserve_server.types.requests import Output, OutputKind, Task
 
 Indices = npt.NDArray[np.int64]  # (spans,)
 
-# Spans pooled at a time. The intermediate arrays fit into the CPU's caches.
+# The number of spans to pool at a time, so that the intermediate arrays fit into the CPU's caches.
 _SPANS_AT_A_TIME = 64
 _FLOAT_BYTES = 4
-_COUNT_BYTES = 5  # at most, for the number of tokens of a span in a reply
+_COUNT_BYTES = 5  # the most bytes in a reply for a span's number of tokens
 _NO_SPANS = np.empty((0, 2), np.int64)
-# Spans that cost as much as one token. A small model needs 132 µs for a token on a CPU, and 1.4 µs for a span.
+# The number of spans that cost as much as one token. On a CPU, a small model needs 132 µs for a token; a span needs
+# 1.4 µs.
 _SPANS_PER_TOKEN = 100
 
 
@@ -39,7 +40,7 @@ class Spans(Kind):
         return super()._output(spec, at, task)._replace(span_pooling=pooling)
 
     def reply_bytes(self, output: Output, tokens: int, token_rows: int, spans: int) -> int:
-        """Return the bytes of the rows before cutting. So the limit for replies also limits the number of spans."""
+        """Return the size in bytes of the rows before they are cut. So the limit for replies also limits the spans."""
         return spans * (self.width * _FLOAT_BYTES + _COUNT_BYTES)
 
     def extra_cost(self, output: Output, tokens: int, spans: int) -> int:
@@ -86,7 +87,7 @@ def pool_spans(rows: Rows, spans: TokenSpans, kind: OutputKind) -> Numbers:
 
 
 def _means(rows: Rows, starts: Indices, ends: Indices, divisors: npt.NDArray[np.float64], *, weighted: bool) -> Numbers:
-    """Divide the sum of each span's rows, with weights 1, 2, … if `weighted`, by the span's divisor.
+    """Sum the rows of each span, with weights 1, 2, … if `weighted`, and divide the sum by the span's divisor.
 
     Returns:
         (spans, d_model).
@@ -105,7 +106,10 @@ def _means(rows: Rows, starts: Indices, ends: Indices, divisors: npt.NDArray[np.
 
 
 def _sums_before(rows: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
-    """Return (seq + 1, d_model) sums of all rows before each row. `cumsum` can take ten times as long as this loop."""
+    """Return the (seq + 1, d_model) sums: row i is the sum of the first i rows.
+
+    `cumsum` can take ten times as long as this loop.
+    """
     before = np.zeros((len(rows) + 1, rows.shape[1]))
     for i, row in enumerate(rows):
         np.add(before[i], row, out=before[i + 1])
@@ -113,7 +117,7 @@ def _sums_before(rows: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
 
 
 def _maxima(rows: Rows, starts: Indices, ends: Indices) -> Numbers:
-    """Return the (spans, d_model) maxima. Two runs of the same length, a power of 2, cover a span."""
+    """Return the (spans, d_model) maxima. Two runs cover each span, and may overlap. Their length is a power of 2."""
     maxima = np.zeros((len(starts), rows.shape[1]), np.float32)
     levels = np.frexp(ends - starts)[1] - 1  # (spans,): log2 of the runs' length; -1 for an empty span
     runs = rows  # (seq + 1 - 2**level, d_model): the maxima of the run that begins at each row

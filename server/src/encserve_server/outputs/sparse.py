@@ -16,13 +16,15 @@ from encserve_server.types.arrays import IndexedRows, ModelInput, Numbers
 from encserve_server.types.bundles import Sparse, SparsePooling, StaticSparse
 from encserve_server.types.requests import Output, OutputKind, Task
 
-Weights = tuple[int, npt.NDArray[np.int64], Numbers]  # the place of a sequence; (n,) token ids; (n,) weights
+Weights = tuple[int, npt.NDArray[np.int64], Numbers]  # a sequence's index in the batch; (n,) token ids; (n,) weights
 
-# The memory of a head's run, in vectors of the vocabulary's size. For each token: the logits, and the activations.
+# The memory for a run of the head is counted in vectors with one number for each entry of the vocabulary. Each token
+# needs a vector of logits and a vector of activations.
 _VECTORS_PER_TOKEN = 2
-# For each text: the pooled weights, the pooled weights of a slice, and the ids and weights that are not 0.
+# Each text needs vectors for the pooled weights, for the pooled weights of a slice, and for the ids and the weights
+# that are not 0.
 _VECTORS_PER_TEXT = 6
-# The share of the memory for finished weights and the reply.
+# The share of the memory that is reserved for finished weights and the reply.
 _RESULT_SHARE = 1 / 8
 _INDEX_BYTES = 4
 
@@ -30,8 +32,8 @@ _INDEX_BYTES = 4
 class SparseWeights(Kind):
     """OutputKind.SPARSE.
 
-    Before pooling, a token has a number for each token of the vocabulary: 120 kB for 30,522 tokens. So the head runs on
-    one part of the batch at a time. All outputs share the run.
+    Before pooling, each token of a text has a number for each entry of the vocabulary: 120 kB for 30,522 entries. So
+    the head runs on one part of the batch at a time. All outputs share these runs.
     """
 
     per_token = True
@@ -62,7 +64,7 @@ class SparseWeights(Kind):
         return output._replace(max_active_dims=spec.max_active_dims or self._sparse.max_active_dims)
 
     def weight_bytes(self, output: Output) -> int:
-        """Return the bytes of one weight and its token id."""
+        """Return the size of one weight and its token id in bytes."""
         return self.row_bytes(output) + _INDEX_BYTES
 
     def reply_bytes(self, output: Output, tokens: int, token_rows: int, spans: int) -> int:
@@ -83,16 +85,16 @@ class SparseWeights(Kind):
         return columns
 
     def _weigh(self, batch: BatchRows, places: list[int]) -> Iterator[Weights]:
-        """Yield the weights that are not 0, for models that pool the vocabulary's weights of all tokens."""
+        """Yield the weights of each sequence that are not 0, for SparsePooling.MAX and SparsePooling.SUM."""
         for part in _parts(places, batch.result.lengths, self._max_vectors):
             for i, vector in zip(part, self._run(batch, part), strict=True):
                 indices = vector.nonzero()[0]
                 yield i, indices, vector[indices]
 
     def _run(self, batch: BatchRows, places: list[int]) -> Numbers:
-        """Run the head for the sequences at `places`: (batch, seq, d_model) to (places, width).
+        """Return the (places, width) pooled weights of the sequences at `places`.
 
-        A sequence that is too long for one run is run in slices.
+        If the sequences are too long for one run of the head, the head runs on one slice of tokens after another.
         """
         lengths = np.array([[batch.result.lengths[i]] for i in places])  # (places, 1)
         longest = int(lengths.max())
@@ -138,7 +140,7 @@ def static_weights(static: StaticSparse, ids: ModelInput, outputs: Sequence[Outp
 
 
 def _parts(places: Sequence[int], lengths: Sequence[int], max_vectors: int) -> Iterator[list[int]]:
-    """Yield groups of sequences for one run of the head. A single sequence may be too long for one run."""
+    """Yield groups of sequences. Each group fits one run of the head, except a single sequence that is too long."""
     part: list[int] = []
     longest = 0
     for i in places:
@@ -152,7 +154,7 @@ def _parts(places: Sequence[int], lengths: Sequence[int], max_vectors: int) -> I
 
 
 def _largest(indices: npt.NDArray[np.int64], weights: Numbers, outputs: Iterable[Output]) -> Iterator[IndexedRows]:
-    """Yield the largest of (n,) weights for each output. Of equal weights, the first ones stay."""
+    """For each output, yield the largest of the (n,) weights. Among equal weights, the first are kept."""
     order = None  # from the largest weight to the smallest, sorted once
     for output in outputs:
         kept: Any = slice(None)

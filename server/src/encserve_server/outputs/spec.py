@@ -7,7 +7,7 @@ from encserve_server.types.requests import DataType, OutputKind
 
 # Each output costs time and memory. Known callers ask for a few outputs.
 MAX_OUTPUTS = 16
-# Vectors of a sequence that can be joined. The memory for joining grows with the square: 50 MB for 2,048 vectors.
+# The most vectors of a sequence that can be joined. Memory grows with the square of their number: 50 MB for 2,048.
 MAX_POOLED_VECTORS = 2_048
 FLOAT_TYPES = (DataType.FLOAT32, DataType.FLOAT16)
 # The kinds that pool several rows into one.
@@ -26,11 +26,11 @@ class OutputSpec(NamedTuple):
 
     Attributes:
         kind: The kind of output.
-        l2_normalize: Whether to scale each row to norm 1, after cutting.
+        l2_normalize: Whether to scale each row to norm 1, after `dimensions` has cut the row.
         data_type: The data type of the rows.
         dimensions: The number of dimensions to keep, from the first.
         pool_factor: For OutputKind.MULTI_VECTOR: the average number of vectors to join into one.
-        max_active_dims: For OutputKind.SPARSE: the number of weights to keep.
+        max_active_dims: For OutputKind.SPARSE: the number of weights to keep, the largest first.
         span_pooling: For OutputKind.SPANS: the pooling.
     """
 
@@ -47,7 +47,7 @@ def check_output_count(count: int) -> None:
     """Refuse a call with too many outputs.
 
     Raises:
-        TooManyOutputs: There are more than MAX_OUTPUTS.
+        TooManyOutputs: The call has more than MAX_OUTPUTS outputs.
     """
     if count > MAX_OUTPUTS:
         raise TooManyOutputs(

@@ -1,7 +1,7 @@
 """Joins similar vectors by hierarchical clustering, like HierarchicalTokenPooling of sentence-transformers.
 
 SciPy's linkage holds Python's global lock for 0.2 s for 2,048 vectors, and stops the rest of the server. So this module
-computes the linkage with short NumPy calls. SciPy cuts the tree.
+computes the linkage with short NumPy calls. SciPy only cuts the tree.
 """
 
 import importlib.util
@@ -40,10 +40,11 @@ class TokenPooler:
         """Cluster the vectors by Ward's linkage on 1 - dot product, and replace each cluster by its mean.
 
         Args:
-            pooling: The factor. The n vectors that are not protected become max(1, floor(n / factor)) clusters.
+            pooling: The factor and the number of protected vectors. The n other vectors become
+                max(1, floor(n / factor)) clusters.
 
         Returns:
-            (n or fewer, width) float32: the protected vectors, then the clusters in the order of their numbers. The
+            (n or fewer, width) float32: the protected vectors, then the clusters in the order of SciPy's labels. The
             mean is zero if the vectors of a cluster cancel each other out, and NaN if a norm overflows.
         """
         vectors, protected = self._vectors, pooling.protected_tokens
@@ -78,7 +79,7 @@ def linkage(distances: Distances) -> Distances:
     """Compute Ward's linkage by chains of nearest neighbours (Müllner, arXiv:1109.2378, figure 6).
 
     Args:
-        distances: (n, n), symmetric, with n at least 2. The function overwrites them.
+        distances: (n, n), symmetric, with n at least 2. The function overwrites the array.
 
     Returns:
         The (n - 1, 4) tree, with the same bits as `scipy.cluster.hierarchy.linkage(…, "ward")`. A row has the two
@@ -114,7 +115,7 @@ def _extend(chain: list[int], distances: Distances) -> tuple[int, int]:
 
 
 def _merged(distances: Distances, sizes: Distances, first: int, second: int) -> Distances:
-    """Return the (n,) distances of all clusters from the merged cluster (Lance and Williams), in SciPy's order."""
+    """Return the (n,) distances of all clusters from the merged cluster (Lance and Williams), rounded like SciPy."""
     share = 1.0 / (sizes[first] + sizes[second] + sizes)
     merged: Distances = (sizes + sizes[first]) * share * distances[first] * distances[first]
     merged += (sizes + sizes[second]) * share * distances[second] * distances[second]
@@ -124,7 +125,10 @@ def _merged(distances: Distances, sizes: Distances, first: int, second: int) -> 
 
 
 def _tree(merges: Distances) -> Distances:
-    """Number the merged clusters from n on. `merges` names a vector of each cluster, in the order of the distances."""
+    """Number the merged clusters from n on, like SciPy.
+
+    `merges` is sorted by distance, and names each cluster by one of its vectors. The function overwrites `merges`.
+    """
     count = len(merges) + 1
     parents = list(range(2 * count - 1))
     sizes = [1] * count + [0] * (count - 1)

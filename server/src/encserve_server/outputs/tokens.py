@@ -15,7 +15,7 @@ class Tokens(Kind):
     data_types = FLOAT_TYPES
 
     def reply_bytes(self, output: Output, tokens: int, token_rows: int, spans: int) -> int:
-        """Return the bytes of the token rows."""
+        """Return the size of the token rows in bytes."""
         return token_rows * self.row_bytes(output)
 
     def compute(self, batch: BatchRows, wanted: Wanted) -> Mapping[Output, Column]:

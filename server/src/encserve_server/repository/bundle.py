@@ -37,15 +37,15 @@ def read_bundle(directory: Path) -> Bundle:
     manifest = _read_manifest(directory / MANIFEST_NAME)
     if (manifest.name, manifest.version) != (directory.parent.name, directory.name):
         raise BundleError(
-            f"{directory / MANIFEST_NAME}: it is of {manifest.name}/{manifest.version} but lies in "
+            f"{directory / MANIFEST_NAME}: it describes {manifest.name}/{manifest.version} but is in "
             f"{directory.parent.name}/{directory.name}"
         )
     verified = {file.path: _verify_listed(directory, file) for file in manifest.files}
     _refuse_unlisted(directory, set(verified.values()))
     if manifest.fingerprint != fingerprint(manifest):
         raise BundleError(
-            f"{directory / MANIFEST_NAME}: its fingerprint is {manifest.fingerprint!r}; what it describes has "
-            f"{fingerprint(manifest)!r}"
+            f"{directory / MANIFEST_NAME}: its fingerprint is {manifest.fingerprint!r}; its other fields have the "
+            f"fingerprint {fingerprint(manifest)!r}"
         )
     _check_text_facts(directory, manifest)
 
@@ -124,7 +124,7 @@ def _pooling(directory: Path, manifest: manifest_pb2.Manifest, verified_path: Ve
         head = HeadGraph(path, (graph.input_name,), graph.output_name, pooled_width, width)
     if width < 1 or manifest.dimensions > width:
         raise BundleError(
-            f"{directory / MANIFEST_NAME}: vectors must have from max(1, dimensions) numbers; they have {width}, "
+            f"{directory / MANIFEST_NAME}: vectors must have at least max(1, dimensions) numbers; they have {width}, "
             f"dimensions is {manifest.dimensions}"
         )
     return ModelPooling(kinds, manifest.l2_normalize, width, head, manifest.pooling_skips_prompt, manifest.dimensions)
@@ -178,7 +178,7 @@ def _inspect_graph(
     }
     if inspect.positions_name:
         names[InspectKind.POSITIONS] = (inspect.positions_name,)
-    # Only ONNX Runtime knows which files hold the graph's weights. So all files are checked again before it loads.
+    # Only ONNX Runtime knows which files hold the graph's weights. So all files are checked again before the load.
     files = {directory / file.path: file.sha256 for file in manifest.files}
     path = verified_path("inspect_graph.file", inspect.file)
     own = dataclasses.replace(graph, path=path, output_name=inspect.hidden_state_names[-1])
@@ -212,7 +212,7 @@ def _read_manifest(path: Path) -> manifest_pb2.Manifest:
 
 
 def _verify_listed(directory: Path, file: manifest_pb2.BundleFile) -> Path:
-    """Return the path of a listed file after a check that it is inside the bundle and unaltered."""
+    """Return the path of a listed file after a check that the file is inside the bundle and unaltered."""
     relative = PurePosixPath(file.path)
     if not file.path or relative.is_absolute() or ".." in relative.parts:
         raise BundleError(f"{directory / MANIFEST_NAME}: files lists {file.path!r}, which is outside the bundle")

@@ -21,7 +21,7 @@ from encserve_server.types.bundles import (
 )
 from encserve_server.types.requests import Task
 
-VerifiedPath = Callable[[str, str], Path]  # the path of a listed file, for the field that names it
+VerifiedPath = Callable[[str, str], Path]  # takes the name of a field and its value, a path in the bundle
 
 _SIMILARITIES = ("maxsim", "meanmaxsim")
 
@@ -33,13 +33,13 @@ class ManifestReader:
     """
 
     def __init__(self, path: Path, manifest: manifest_pb2.Manifest, verified_path: VerifiedPath) -> None:
-        """Keep the manifest, and its path for errors."""
+        """Set the manifest, and its path for error messages."""
         self._path = path
         self._manifest = manifest
         self._verified_path = verified_path
 
     def multi_vector(self) -> MultiVector | None:
-        """Return the head that computes vectors for MaxSim; None without one."""
+        """Return the head that computes vectors for MaxSim; None if the model has none."""
         if not self._manifest.HasField("multi_vector"):
             return None
         multi_vector, d_model = self._manifest.multi_vector, self._manifest.encoder.d_model
@@ -53,7 +53,7 @@ class ManifestReader:
         return MultiVector(head, multi_vector.similarity, multi_vector.skips_first_token)
 
     def sparse(self) -> Sparse | None:
-        """Return the head that computes weights over the vocabulary; None without one."""
+        """Return the head that computes weights over the vocabulary; None if the model has none."""
         if not self._manifest.HasField("sparse"):
             return None
         sparse, shape = self._manifest.sparse, self._manifest.encoder
@@ -92,13 +92,13 @@ class ManifestReader:
         return tasks
 
     def max_text_tokens(self) -> int:
-        """Return the longest text without a task, in tokens; 0 for the encoder's longest sequence."""
+        """Return the most tokens of a text without a task; 0 for the encoder's max_sequence_tokens."""
         longest, most = self._manifest.text.max_tokens, self._manifest.encoder.max_sequence_tokens
         self._check(longest <= most, f"text.max_tokens must be at most {most}, the encoder's; was {longest}")
         return longest
 
     def template(self) -> TextTemplate | None:
-        """Return the fixed tokens before and after every text."""
+        """Return the template around every text; None without a template."""
         if not self._manifest.text.HasField("template"):
             return None
         template, most = self._manifest.text.template, self._manifest.encoder.max_sequence_tokens
@@ -144,7 +144,7 @@ class ManifestReader:
     def _expansion(self, field: str, expansion: manifest_pb2.Expansion, longest: int) -> Expansion:
         self._check(
             1 <= expansion.min_tokens <= longest,
-            f"{field}.min_tokens must be from 1 to the longest text's, {longest}; was {expansion.min_tokens}",
+            f"{field}.min_tokens must be from 1 to the most tokens of a text, {longest}; was {expansion.min_tokens}",
         )
         vocab_size = self._manifest.encoder.vocab_size
         self._check(
@@ -152,7 +152,7 @@ class ManifestReader:
         )
         self._check(
             expansion.attended or not self._manifest.HasField("sparse"),
-            f"{field}.attended must be true beside sparse, which pools the rows of all tokens",
+            f"{field}.attended must be true if sparse is set, because sparse pools all tokens",
         )
         return Expansion(expansion.min_tokens, expansion.token_id, expansion.attended)
 

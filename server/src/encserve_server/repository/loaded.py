@@ -1,4 +1,4 @@
-"""A model after loading, before it has a scheduler or is used in this process."""
+"""A loaded model, before it gets a scheduler or an `Embedder` uses it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from encserve_server.types.requests import Task
 
 
 class ServedAlready(Exception):
-    """The bundle is already served: its folder was touched, or copied again."""
+    """The bundle is already served. Its folder was touched, or copied again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +22,14 @@ class LoadedModel:
 
     Attributes:
         bundle: The bundle.
-        tokenizer: Its tokenizer; None if it takes ids only.
+        tokenizer: The model's tokenizer; None if the model has none.
         outputs: The outputs that the model can compute.
         engine: Runs the model.
-        load_seconds: The time to verify and load it.
-        warmup_seconds: The time to warm it up.
+        load_seconds: The time to verify and load the model.
+        warmup_seconds: The time to warm up the model.
         load_inspector: Loads the graph for inspections; None if the bundle has no such graph.
-        max_batch_tokens: The budget of padded tokens in a batch; None for the value in the settings.
-        job_batch_tokens: The budget for a job, in which latency does not matter.
+        max_batch_tokens: The most padded tokens in a batch; None for the value in the settings.
+        job_batch_tokens: The same for a job, in which latency does not matter.
         static_tokenizers: The tokenizers of tasks whose sparse weights come from a table.
     """
 
@@ -46,7 +46,7 @@ class LoadedModel:
 
 
 def batch_policy(settings: Settings, device: str, max_batch_tokens: int | None = None) -> BatchPolicy:
-    """Return the bounds of a batch on "cpu" or "cuda". Without a budget, the device's default is used."""
+    """Return the limits of a batch on "cpu" or "cuda". The settings have a default for `max_batch_tokens`."""
     return BatchPolicy(
         max_batch_tokens=max_batch_tokens or settings.batch_tokens_for(device),
         max_batch_sequences=settings.max_batch_sequences,

@@ -1,4 +1,4 @@
-"""Verifies, loads and warms up a model. Blocking, so it runs in a thread."""
+"""Verifies, loads and warms up a model. The functions block, so they run in a thread."""
 
 import functools
 import itertools
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 def load_model(
     directory: Path, settings: Settings, tokenize_pool: FairThreadPool, served_fingerprint: str = ""
 ) -> LoadedModel:
-    """Load the bundle in a directory, unless its fingerprint is already served under its name and version.
+    """Load the bundle in a directory, unless the bundle has `served_fingerprint`.
 
     Raises:
-        ServedAlready: The fingerprint is already served, and the files are good.
+        ServedAlready: The bundle has `served_fingerprint`, and its files are good.
         BundleError: The bundle is missing, altered or unreadable, or its model cannot compute.
         DeviceError: The requested device or precision is not available.
         EngineMissing: The package of the engine is not installed.
@@ -50,7 +50,7 @@ def load_model(
     }
     threads = settings.intra_op_threads or usable_cpus()
     weights = None
-    if bundle.graph.precision == "float32":  # ONNX Runtime has ended the process over mapped weights of float16
+    if bundle.graph.precision == "float32":  # with mapped float16 weights, ONNX Runtime crashes
         weights = open_weights(
             settings.cache_dir,
             bundle.fingerprint,
@@ -74,7 +74,7 @@ def load_model(
         warm_up(engine, bundle, settings.batch_tokens_for(engine.info.device))
         max_batch_tokens, job_batch_tokens = _tune(engine, bundle, settings, directory, threads)
     except BaseException:
-        engine.close()  # at once: the device may be full
+        engine.close()  # now, because the device may be full
         raise
     warm = time.perf_counter()
     logger.info(
@@ -111,7 +111,7 @@ def load_model(
 
 
 def precision_advice(precision: str, device: str) -> str:
-    """Return why a model of this precision is slow on this device; empty if it is not."""
+    """Return why a model of this precision is slow on this device; empty if the model is not slow."""
     if precision == "float16" and device == "cpu":
         return "a float16 bundle is for GPUs: this CPU casts every number and is slower than with float32"
     if precision == "int8" and device == "cuda":
@@ -120,7 +120,10 @@ def precision_advice(precision: str, device: str) -> str:
 
 
 def _tune(engine: Engine, bundle: Bundle, settings: Settings, directory: Path, threads: int) -> tuple[int, int]:
-    """Return the budgets of padded tokens in a batch for a server and for a job: set, measured, or a constant."""
+    """Return the most padded tokens in a batch, for a server and for a job.
+
+    The number is the setting, a measured number, or a constant for the device.
+    """
     device = engine.info.device
     constant = settings.batch_tokens_for(device)
     if settings.max_batch_tokens is not None or not settings.tune_batches:
@@ -145,7 +148,7 @@ def _tune(engine: Engine, bundle: Bundle, settings: Settings, directory: Path, t
 
 
 def load_outputs(bundle: Bundle, settings: Settings, engine: Engine, threads: int) -> ModelOutputs:
-    """Load the outputs that are computed from hidden states, and run them once."""
+    """Load the heads of a model, and run each head once."""
 
     def open_one(graph: HeadGraph, *, on_device: bool, all_threads: bool) -> Head:
         device = engine.info.device if on_device else "cpu"
@@ -157,7 +160,7 @@ def load_outputs(bundle: Bundle, settings: Settings, engine: Engine, threads: in
 
 
 def load_inspector(inspect: InspectGraph, device: str, weights: PrepackedWeights | None = None) -> Inspector:
-    """Load the graph for inspections, on the model's device.
+    """Load the graph for inspections on the model's device.
 
     Raises:
         BundleError: A file of the bundle has changed since the model was loaded, or is not usable.
@@ -175,9 +178,9 @@ def _load_tokenizer(
     Args:
         settings: The server's settings.
         tokenize_pool: The threads that tokenize.
-        path: The file.
-        vocab_size: The largest allowed id, plus one.
-        encoders: The bundle if this is the encoder's tokenizer; else None.
+        path: The file of the tokenizer.
+        vocab_size: The largest allowed token id plus 1.
+        encoders: The bundle, for the tokenizer of the encoder; None for the tokenizer of a table of weights.
     """
     tokenizer = TextTokenizer(
         path,
@@ -186,13 +189,13 @@ def _load_tokenizer(
         split_special_tokens=encoders is not None and encoders.split_special_tokens,
         template=None if encoders is None else encoders.template,
     )
-    # If only an added token is beyond the embedding table, texts with this token are refused later. A table of static
-    # weights has no such check.
+    # An added token may have an id beyond the embedding table: texts with this token are refused later. With a table of
+    # static weights, nothing refuses them later, so the added tokens are checked here.
     added = tokenizer.added_tokens if encoders is None else ()
     largest_id = max((tokenizer.largest_id, *added))
     if largest_id >= vocab_size:
         raise BundleError(
-            f"{path}: it gives ids up to {largest_id}, but the model's end at "
+            f"{path}: its largest token id is {largest_id}, but the model's largest is "
             f"{vocab_size - 1}; it belongs to another model"
         )
     return tokenizer
@@ -206,16 +209,16 @@ def warm_up(engine: Engine, bundle: Bundle, batch_tokens: int) -> None:
     """
     longest = bundle.max_sequence_tokens
     typical = max(1, min(32, longest))
-    # Batches with as much padding as traffic has. With more padding, a very long text would take minutes.
+    # A batch with as much padding as real batches have. With more padding, a very long text would take minutes.
     padded = [1, typical, min(longest, max(typical, batch_tokens // 3))]
     batches = [[1], [typical] * max(1, batch_tokens // typical), [longest], padded]
     ways = [True, False] if engine.has_wide_session else [True]
     for lengths, alone in itertools.product(batches, ways):
         try:
-            # The first and the last id: a vocabulary larger than the model's table fails here, not for a caller.
+            # Use the first and the last id. If the model's table is smaller than the vocabulary, this run fails.
             sequences = [bundle.sample(length, last=i % 2 == 0) for i, length in enumerate(lengths)]
             result = engine.run(sequences, alone=alone)
-        except Exception as error:  # whatever the runtime raises
+        except Exception as error:  # any exception of the runtime
             raise BundleError(
                 f"{bundle.graph.path}: the model fails for sequences of {lengths} tokens: {error}"
             ) from error

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 Loader = Callable[[Path, Settings, FairThreadPool, str], LoadedModel]
 Key = tuple[str, str]  # a model's name and version, or a slot's name and pin
 
-# The time for a model without callers to close. A stuck engine never closes.
+# How long to wait for a model to close. A stuck engine never closes.
 _CLOSE_SECONDS = 5.0
 
 
@@ -47,18 +47,19 @@ class ModelManager:
     - The newest `latest_versions` good versions of each model are served, or the pinned version. The newest version is
       the model's default.
     - A new version is loaded, verified and warmed up while the old versions are served. Only one version loads at a
-      time. Then it takes over in one turn of the event loop. The version that it replaces is closed when its requests
-      are answered, or after `grace_seconds`. Until then both are in memory, and no further version of this model loads.
+      time. Then the new version replaces an old one in one step of the event loop. The old version is closed when its
+      requests are answered, or after `grace_seconds`. Until then both are in memory, and no further version of this
+      model loads.
     - A version that cannot be loaded is refused, logged and counted. It is tried again if a file or the rights of a
       file change, or on `look_now`. The served versions stay, and the next older version counts as the newest. If a
       model has no good version at the start, the server does not start.
     - A version that vanishes from the repository is unloaded if another version takes its place. The last version of a
       model stays until the server ends. The order of models stays too, so the default model never changes.
-    - A folder that changes is not loaded until two looks in a row find the same files, because somebody may still be
-      copying. If its bundle is already served, it is verified, and nothing changes. A folder that cannot be read
-      changes nothing.
+    - A folder that changes is not loaded until two looks in a row find the same files, because a copy may still be
+      running. If the folder's bundle is already served, the bundle is verified, and the served model stays. If a folder
+      cannot be read, the served models stay.
 
-    Everything here belongs to the event loop. Loading blocks, so it runs in `load_pool`.
+    Call the methods on the event loop. Loading blocks, so it runs in `load_pool`.
     """
 
     def __init__(
@@ -74,15 +75,15 @@ class ModelManager:
         load_pool: Executor,
         tokenize_pool: FairThreadPool,
     ) -> None:
-        """Keep the parts; `start` begins to follow the repository.
+        """Set the parts. `start` begins to follow the repository.
 
         Args:
             settings: The models to serve, the time between looks, and the settings of loading.
             catalog: The models that calls find.
             metrics: Counts loads.
             clock: Tells whether a look is overdue.
-            load: Loads the bundle in a directory. It raises ServedAlready if the bundle's fingerprint equals its last
-                argument. It blocks.
+            load: Loads the bundle in a directory, and blocks. It raises ServedAlready if the bundle has the fingerprint
+                in the last argument.
             serve: Gives a loaded model a scheduler; called on the event loop.
             on_models_change: Called with all served models whenever they change.
             load_pool: The thread that loads models, one at a time.
@@ -100,12 +101,12 @@ class ModelManager:
         self._slots: dict[Key, list[Key]] = {}  # the chosen versions of each slot, the default first
         self._served: dict[Key, _Served] = {}
         self._refused: dict[Key, tuple[Candidate, BundleError]] = {}
-        self._seen: dict[Key, Candidate] = {}  # at the last look
+        self._seen: dict[Key, Candidate] = {}  # the candidates of the last look
         self._problems: list[str] = []  # models and versions that the last look did not find
         self._looked_at = math.inf  # the time of the last look that found everything
         self._postponed: dict[
             Key, bool
-        ] = {}  # slots that wait until an old version is closed, and whether a look was requested
+        ] = {}  # for each slot that waits until an old version is closed: `settled` of the postponed `_choose`
         self._asked = False  # whether a look was requested
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -180,7 +181,7 @@ class ModelManager:
         """Remember the result of this look for the next look, the metrics and the log."""
         for slot in slots:
             for candidate in slot.candidates[slot.count :]:
-                if self._seen and candidate.key not in self._seen:  # or it would seem to be ignored
+                if self._seen and candidate.key not in self._seen:  # otherwise the version would seem to be ignored
                     name, version = candidate.key
                     logger.info("a version is older than the served one", extra={"model": name, "version": version})
         self._seen = {it.key: it for slot in slots for it in slot.candidates}
@@ -194,7 +195,7 @@ class ModelManager:
         return max(self._clock.now() - self._looked_at - poll_seconds, 0.0) if poll_seconds else 0.0
 
     def _tell_problems(self, problems: list[str]) -> None:
-        """Log problems that the look before did not find."""
+        """Log problems that the previous look did not find."""
         for problem in problems:
             if problem not in self._problems:
                 logger.error(
@@ -218,7 +219,7 @@ class ModelManager:
 
         Args:
             slot: The model, with all its versions in the repository.
-            settled: Whether to load a version that was missing or different at the last look.
+            settled: Whether to load a version even if it was missing or different at the last look.
         """
         chosen: list[Key] = []
         changed = False
@@ -228,10 +229,10 @@ class ModelManager:
             key = candidate.key
             if self._is_new(candidate) and (settled or self._seen.get(key) == candidate):
                 if any(model.key[0] == slot.name for model in self._retirements.values()):
-                    self._postponed[slot.key] = settled  # else two old versions could be in memory
+                    self._postponed[slot.key] = settled  # otherwise two old versions could be in memory
                     return False
                 changed |= await self._try(candidate)
-            if key in self._served:  # its folder may have held this bundle before
+            if key in self._served:  # served now, perhaps from earlier files of its folder
                 chosen.append(key)
         before = self._slots.get(slot.key, [])
         self._slots[slot.key] = chosen or before
@@ -245,7 +246,7 @@ class ModelManager:
         return refused is None or refused[0] != candidate
 
     async def _try(self, candidate: Candidate) -> bool:
-        """Load a candidate, and serve it in place of the same version. Return whether it is served now."""
+        """Load a candidate, and serve it in place of the same version. Return whether a new model is served."""
         name, _ = candidate.key
         self._metrics.zero_loads(name)
         if await self._load_and_serve(candidate):
@@ -260,7 +261,7 @@ class ModelManager:
         loaded: LoadedModel | None = None
         served = self._served.get(key)
         try:
-            # Not in the event loop's default threads: the end of the process would wait for them, and so for the load.
+            # Not in the event loop's default threads: the process would wait for the load before it ends.
             loaded = await loop.run_in_executor(
                 pool,
                 self._load,
@@ -271,7 +272,7 @@ class ModelManager:
             )
             model = self._serve(loaded)
         except ServedAlready:
-            assert served is not None  # noqa: S101 - only it has a fingerprint
+            assert served is not None  # noqa: S101 - only a served model has a fingerprint
             self._served[key] = _Served(served.model, candidate)
             return False
         except Exception as error:
@@ -287,7 +288,7 @@ class ModelManager:
         return True
 
     def _settings_for(self, name: str) -> Settings:
-        """Return the settings for a load. While other models are served, no budget is measured; the old one is kept."""
+        """Return the settings for a load. While models are served, no budget is measured: a model keeps its budget."""
         if not self._catalog.all():
             return self._settings
         budgets = [it.model.max_batch_tokens for (served, _), it in self._served.items() if served == name]
@@ -305,7 +306,7 @@ class ModelManager:
         self._metrics.model_loads.labels(name, LoadOutcome.REFUSED.value).inc()
         if not isinstance(error, BundleError) and not self._catalog.all():
             raise error
-        # Without its traceback, which would keep the loaded model in memory.
+        # A copy of the error, because the traceback would keep the loaded model in memory.
         refusal = type(error)(str(error)) if isinstance(error, BundleError) else BundleError(repr(error))
         self._refused[candidate.key] = candidate, refusal
         logger.error(
@@ -351,7 +352,7 @@ class ModelManager:
             logger.error("unloading a model failed", exc_info=error)
         if self._postponed:
             self._wake.set()
-        with contextlib.suppress(RuntimeError):  # the server has ended
+        with contextlib.suppress(RuntimeError):  # the server has ended, and the pool with it
             self._load_pool.submit(memory.give_back)
 
 

@@ -20,10 +20,10 @@ class Candidate:
 
     Attributes:
         directory: <name>/<version>/ in the repository.
-        files: Path, size, date and inode of each file. It differs if a file was written or replaced. None if the files
-            cannot be read now.
-        changed_ns: The time of the last change of each file or of its rights, in the order of `files`. It also differs
-            if a file was repaired and its date was set back.
+        files: Path, size, date and inode of each file. The value changes if a file is written or replaced.
+            None if the files cannot be read now.
+        changed_ns: The time at which each file or its rights last changed, in the order of `files`. The value also
+            changes if a file is repaired and its date is set back.
     """
 
     directory: Path
@@ -45,7 +45,7 @@ class Slot:
         pinned: The version to serve; empty for the newest.
         count: The number of versions to serve: the first good ones of `candidates`.
         candidates: The versions in the repository, the newest first; with a pin, only the pinned version.
-        problem: Why `candidates` is empty, for people; else empty.
+        problem: The reason why `candidates` is empty, for people; empty if there are candidates.
     """
 
     name: str
@@ -56,12 +56,12 @@ class Slot:
 
     @property
     def key(self) -> tuple[str, str]:
-        """The identity of the slot: it stays the same from scan to scan."""
+        """The identity of the slot, which is the same in every scan."""
         return self.name, self.pinned
 
 
 def find_slots(repository: Path, wanted: tuple[str, ...], latest_versions: int = 1) -> list[Slot]:
-    """Return the models to serve. A folder that cannot be read is left out, so that the others are still served.
+    """Return the models to serve. A folder that cannot be read is left out, so that the other models are still served.
 
     Args:
         repository: The directory that holds `<name>/<version>/`.
@@ -117,7 +117,7 @@ def newest_version(model: Path) -> Path:
 
 
 def version_key(version: str) -> list[tuple[int, int, str]]:
-    """Return a sort key with 1.9 < 1.10 and 1.0-rc1 < 1.0. Versions that are equal so far compare as texts."""
+    """Return a sort key with 1.9 < 1.10 and 1.0-rc1 < 1.0. Versions with equal parts compare as texts."""
     parts = [(2, int(part), "") if part.isdigit() else (0, 0, part) for part in re.findall(r"\d+|[^\d.]+", version)]
     return [*parts, (1, 0, version)]
 
@@ -183,7 +183,7 @@ def _may_be_a_bundle(directory: Path) -> bool:
 
 
 def _candidate(directory: Path) -> Candidate:
-    """Return path, size, date and inode of every file below a directory, and the times of their last changes."""
+    """Return a candidate with all files below a directory."""
     found: list[tuple[_File, int]] = []
     try:
         for parent, _, names in os.walk(directory, onerror=_raise):

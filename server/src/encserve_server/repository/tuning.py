@@ -1,12 +1,12 @@
-"""Measures the best number of tokens in a batch when a model is loaded, and stores the result beside its bundle.
+"""Measures the best number of tokens in a batch when a model is loaded, and stores the result next to its bundle.
 
-More tokens in a batch mean fewer runs, until the activations no longer fit the device's cache. The best number depends
-on the model and the machine. A wrong constant costs up to a quarter of the throughput. So the budgets are tried with 64
-texts of usual lengths, in the batches that the scheduler would make. On a GPU there are enough texts for a few of the
-largest batches.
+A budget is the most padded tokens in a batch. Larger batches need fewer runs, but their activations may not fit the
+device's cache. The best budget depends on the model and the machine. A wrong constant costs up to a quarter of the
+throughput. So each budget is tried with 64 texts of usual lengths, in the batches that the scheduler would make. On a
+GPU, there are more texts: enough for a few of the largest batches.
 
-Other work on the machine disturbs the times, and the stored result would stay wrong. So every batch runs several times.
-If the times do not agree, no result is stored.
+Other work on the machine makes runs slower, and a wrong result would stay stored. So every batch runs several times. If
+the times do not agree, no result is stored.
 """
 
 import json
@@ -30,24 +30,25 @@ BUDGETS_TOKENS: Mapping[str, tuple[int, ...]] = {
     "cpu": (256, 384, 512, 768, 1024),
     "cuda": (4096, 8192, 16384, 32768),
 }
-# Lengths in tokens of 64 English texts, spread evenly over those of a large sample: median 27, mean 43, longest 256.
+# The lengths of 64 English texts in tokens, with the distribution of a large sample: median 27, mean 43, longest 256.
 USUAL_LENGTHS = (
     18, 30, 24, 14, 40, 22, 64, 11, 104, 53, 15, 9, 37, 29, 20, 45, 16, 92, 31, 20, 19, 165,
     10, 8, 26, 22, 19, 43, 21, 30, 25, 39, 6, 13, 21, 23, 56, 47, 204, 27, 23, 75, 15, 32,
     120, 60, 35, 17, 16, 13, 42, 33, 256, 12, 50, 17, 69, 25, 36, 141, 82, 28, 18, 27,
 )  # fmt: skip
-# Budgets within this share of the best throughput are as good. A server takes the smallest of them, because the next
-# caller waits less. A job takes the largest, because every batch has a fixed cost and no caller waits.
+# A budget is good if it reaches this share of the best throughput. A server takes the smallest good budget, because the
+# next caller waits less. A job takes the largest, because every batch has a fixed cost and no caller waits.
 _GOOD_ENOUGH = 0.98
-# Budgets are tried in turns for so long. The shortest time of each batch counts, because other work only adds time.
+# The budgets are tried in turns for this time. The shortest time of a batch counts, because other work only adds time.
 _MAX_SECONDS = 2.0
 _LEAST_ROUNDS = 3
-# The result counts only if the sum of the second shortest times is at most this share longer than that of the shortest.
+# The sum of the second shortest times may be longer than the sum of the shortest times by at most this share. Otherwise
+# the times do not agree.
 _MAX_SPREAD = 0.1
 # One try of one budget should take at most this time. A slow machine tries fewer texts.
 _TRY_SECONDS = 0.3
 _LEAST_TEXTS = 8
-# On a GPU there are texts for this number of batches of the largest budget, if time allows.
+# On a GPU, the texts fill this number of batches of the largest budget, if time allows.
 _FILLED = 2.5
 _MOST_TEXTS = 4096
 _FORMAT = 3  # version 1 had too few texts for a GPU; version 2 had only one budget
@@ -61,7 +62,7 @@ class Tuned:
         max_batch_tokens: The budget for a server; None if the machine was too busy to measure.
         job_batch_tokens: The budget for a job.
         tokens_per_second: The throughput with each budget.
-        remembered: Whether an earlier start has measured it.
+        remembered: Whether the result is from an earlier start.
     """
 
     max_batch_tokens: int | None
@@ -72,11 +73,11 @@ class Tuned:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The figures of all runs.
+    """The throughput with each budget, and how well the times agree.
 
     Attributes:
-        tokens_per_second: By budget, from the shortest time of each batch. Budgets that the engine cannot run are
-            missing.
+        tokens_per_second: The throughput by budget, from the shortest time of each batch. Budgets that the engine
+            cannot run are missing.
         spread: The share by which the second shortest times are longer than the shortest.
     """
 
@@ -99,7 +100,7 @@ def tune(
         engine: A loaded and warm model.
         bundle: The model's bundle.
         policy_for: Returns the batching policy for a budget.
-        path: The file of the result. If it cannot be read or written, the next start measures again.
+        path: The file for the result. If the file cannot be read or written, the next start measures again.
         machine: Properties of the machine on which the result depends, as values for JSON.
         now: A clock, in seconds.
     """
@@ -120,7 +121,7 @@ def tune(
         return _tuned(remembered, remembered=True)
     measured = measure(engine, bundle, [policy_for(budget) for budget in budgets], now)
     rates = measured.tokens_per_second
-    if len(rates) < len(budgets):  # memory that was short now may be free at the next start
+    if len(rates) < len(budgets):  # measure again at the next start, with perhaps more free memory
         return _tuned(rates)
     if measured.spread > _MAX_SPREAD:
         return Tuned(None, None, rates, remembered=False)
@@ -143,14 +144,14 @@ def measure(
     engine: Engine, bundle: Bundle, policies: Sequence[BatchPolicy], now: Callable[[], float] = time.perf_counter
 ) -> Measured:
     """Run usual texts under each policy, in turns."""
-    alone = engine.max_parallel_runs == 1  # the throughput matters only when many texts wait
+    alone = engine.max_parallel_runs == 1  # when many texts wait, batches run in parallel
     lengths = [min(length, bundle.max_sequence_tokens) for length in USUAL_LENGTHS]
     if engine.info.device == "cuda":
         most = max(policy.max_batch_tokens for policy in policies)
         lengths = (lengths * math.ceil(_FILLED * most / sum(lengths)))[:_MOST_TEXTS]
     try:
         lengths = _affordable(lengths, engine, bundle, policies[0], alone=alone)
-    except Exception as error:  # as below
+    except Exception as error:  # any exception of the runtime
         logger.warning("the batch budget cannot be measured", extra={"error": repr(error)})
         return Measured({}, math.inf)
     batches = {policy.max_batch_tokens: _batches(lengths, policy) for policy in policies}
@@ -161,7 +162,7 @@ def measure(
             try:
                 for times, batch in zip(seconds[budget], batches[budget], strict=True):
                     times.append(engine.run([bundle.sample(it) for it in batch], alone=alone).compute_seconds)
-            except Exception as error:  # of the runtime, mostly because memory for so many tokens is not free
+            except Exception as error:  # of the runtime, mostly because too little memory is free
                 logger.warning(
                     "the engine cannot run a batch budget", extra={"max_batch_tokens": budget, "error": repr(error)}
                 )
@@ -178,7 +179,7 @@ def measure(
 
 
 def _affordable(lengths: list[int], engine: Engine, bundle: Bundle, least: BatchPolicy, *, alone: bool) -> list[int]:
-    """Return as many texts as one try has time for, by the speed of a batch of the smallest budget."""
+    """Return as many lengths as one try has time for. A batch of the smallest budget shows the speed."""
     usual = min(43, bundle.max_sequence_tokens)
     count = max(min(least.max_batch_tokens // usual, least.max_batch_sequences), 1)
     batch = [bundle.sample(usual)] * count
@@ -189,7 +190,7 @@ def _affordable(lengths: list[int], engine: Engine, bundle: Bundle, least: Batch
 
 
 def _batches(lengths: Sequence[int], policy: BatchPolicy) -> list[list[int]]:
-    """Return the lengths in the batches that the scheduler would make."""
+    """Group lengths into the batches that the scheduler would make."""
     waiting, taken = Counter(lengths), Counter[int]()
     batches = []
     for anchor in lengths:  # the oldest first

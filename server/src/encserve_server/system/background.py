@@ -23,13 +23,13 @@ async def repeat(
 ) -> None:
     """Call a function or a coroutine function again and again, until it returns True or the task is cancelled.
 
-    An exception does not end the repetition. The log has its traceback, once for each row of equal exceptions.
+    An exception does not end the repetition. The log gets its traceback. Equal exceptions in a row are logged once.
 
     Args:
         work: The function.
-        seconds: The pause before each call; None waits for `wake` alone.
-        clock: The clock of the pause; not for a pause that `wake` can end.
-        wake: Ends a pause early. Cleared before each call.
+        seconds: The pause before each call. None means that only `wake` ends the pause.
+        clock: The clock of the pause; not used with `wake`.
+        wake: Ends a pause early. It is cleared before each call.
     """
     failure = ""
     while True:

@@ -1,11 +1,13 @@
 """A folder of large files that processes of one user create once and share.
 
-Other processes may have mapped a file, so a file never changes in place. A process creates an entry under a lock, as a
-whole. A killed process may leave a temporary folder. The next process that creates an entry removes the folder.
+Other processes may have mapped a file, so a file never changes in place. A process holds a lock while it
+creates an entry, and other processes see the complete entry or nothing. A killed process may leave a temporary folder.
+The next process that creates an entry removes the folder.
 
-An entry is valid while its files have the sizes and times of their creation. Each write through the file system
-changes st_ctime, and no call can set st_ctime. So the check finds truncated, overwritten and copied files without
-reading them. A SHA-256 of 775 MB would take longer than opening the model. The check does not find damage by the disk.
+An entry is valid while its files have the same sizes and times as after their creation. Each write through the file
+system changes st_ctime, and no call can set st_ctime. So the check finds truncated, overwritten and copied files
+without reading them. A SHA-256 of 775 MB would take longer than opening the model. The check does not find damage by
+the disk.
 """
 
 import contextlib
@@ -39,7 +41,7 @@ class Cache:
     """A folder of mode 0700 that belongs to this user. Each entry is a folder of files."""
 
     def __init__(self, folder: Path, now: Callable[[], float] = time.time) -> None:
-        """Keep the path of the folder. The first entry creates it. `now` returns the time in seconds since 1970."""
+        """Set the path of the folder, which the first entry creates. `now` returns the time in seconds since 1970."""
         self._folder = folder
         self._now = now
 
@@ -47,7 +49,7 @@ class Cache:
         """Return the folder of the entry for a key.
 
         Args:
-            key: All inputs of the files.
+            key: Everything that determines the contents of the files.
             make: Writes the files into an empty folder. Called unless a valid entry exists.
 
         Raises:
@@ -129,7 +131,7 @@ def _is_own(path: Path) -> bool:
 
 
 def _stamp(path: Path) -> dict[str, Any]:
-    """Return the properties of a file that each write changes."""
+    """Return properties of a file. Each write to the file changes some of them."""
     status = path.lstat()
     return {
         "mode": status.st_mode,
@@ -161,7 +163,7 @@ def _locked(path: Path) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise OSError(
-                        errno.EBUSY, f"another process has held it for {_LOCK_SECONDS:g} s", str(path)
+                        errno.EBUSY, f"another process has held the lock for {_LOCK_SECONDS:g} s", str(path)
                     ) from None
                 time.sleep(_LOCK_POLL_SECONDS)
         yield

@@ -39,13 +39,13 @@ class CertificateObserver(Protocol):
     """Counts changes of TLS files."""
 
     def certificates_loaded(self, expires: float, client_ca_expires: float | None) -> None:
-        """The server uses the files. The times of expiry are as in `Identity`."""
+        """The server has begun to use the files. See `Identity` for the times of expiry."""
 
     def certificates_refused(self) -> None:
         """The changed files cannot be used. The server keeps the identity that it has."""
 
     def certificates_as_before(self) -> None:
-        """After refused files, the files have the contents in use again."""
+        """Changed files were refused. Now the files have the contents in use again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +74,12 @@ class Identity:
     """The contents of valid TLS files.
 
     Attributes:
-        contents: The bytes of the files, in the order of `TlsFiles.paths`.
-        expires: When the first certificate expires, in seconds since 1970.
-        client_ca_expires: When the last authority expires, in seconds since 1970; None without authorities.
-        context: For connections that require a client certificate, if there are authorities.
-        lenient_context: For connections where the client certificate is optional, if there are authorities.
+        contents: The contents of the files, in the order of `TlsFiles.paths`.
+        expires: The earliest time at which a certificate of `cert` expires, in seconds since 1970.
+        client_ca_expires: The latest time at which an authority expires, in seconds since 1970; None without
+            authorities.
+        context: The context for most connections. If there are authorities, it requires a client certificate.
+        lenient_context: A context in which the client certificate is optional.
     """
 
     contents: Contents = field(repr=False)
@@ -138,7 +139,7 @@ def load_identity(files: TlsFiles, now: float) -> Identity:
         _make_context(files, client_ca, ssl.CERT_REQUIRED),
         _make_context(files, client_ca, ssl.CERT_OPTIONAL),
     )
-    if read_files(files.paths) != contents:  # OpenSSL has read the files again
+    if read_files(files.paths) != contents:  # OpenSSL has read the files a second time
         raise CertificateError("the TLS files changed while they were read")
     return identity
 
@@ -192,12 +193,12 @@ class Certificates:
                 self._sessions_began_at = time.monotonic()
         except FileError as error:
             if changed is not None or self._problem != str(error):
-                logger.error("changed TLS files are refused; the files before stay in use: %s", error)
+                logger.error("changed TLS files are refused; the previous files stay in use: %s", error)
                 self._observer.certificates_refused()
             self._problem = str(error)
 
     def _with_new_contexts(self) -> Identity:
-        """Return the identity with new contexts. OpenSSL and gRPC resume no session of the previous contexts.
+        """Return the identity with new contexts. OpenSSL and gRPC do not resume sessions of the previous contexts.
 
         A caller that resumes a session does not show its certificate. With the same contexts, a caller with an expired
         certificate could connect for two hours: over gRPC, and over HTTP with TLS 1.2. Python's ssl has no option
@@ -262,7 +263,7 @@ def _public_key(path: Path, certificate: "Certificate") -> "CertificatePublicKey
         if (
             isinstance(public, RSAPublicKey | Ed25519PublicKey)
             or (isinstance(public, EllipticCurvePublicKey) and public.curve.name in _CURVES)
-        ) and usual in certificate.public_bytes(Encoding.DER):  # excludes RSA for PSS only, and curves without a name
+        ) and usual in certificate.public_bytes(Encoding.DER):  # excludes RSA keys for PSS only, and unnamed curves
             return public
     raise CertificateError(
         f"tls_cert_file {path}: the key must be RSA, Ed25519, or of the curve P-256, P-384 or P-521, for gRPC"

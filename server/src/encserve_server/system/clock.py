@@ -1,4 +1,4 @@
-"""Clocks as arguments, so that tests control the time."""
+"""Clocks. They are passed as arguments, so that tests control the time."""
 
 import asyncio
 import time
@@ -28,10 +28,10 @@ class MonotonicClock:
 
 
 class AwakeTime:
-    """Counts the seconds in which the process runs. A longer gap between two ticks counts as `max_gap_seconds`.
+    """Counts the seconds in which the process runs.
 
-    SIGSTOP, a suspended machine or a blocked event loop makes such a gap. Call `tick` regularly on the event loop; any
-    thread may call `now`.
+    If more than `max_gap_seconds` pass between two ticks, only `max_gap_seconds` count. The cause can be SIGSTOP, a
+    suspended machine or a blocked event loop. Call `tick` regularly on the event loop. Any thread may call `now`.
     """
 
     def __init__(self, clock: Clock, max_gap_seconds: float) -> None:
@@ -41,7 +41,7 @@ class AwakeTime:
         self._last = clock.now(), 0.0  # the clock's time and the awake time of the last tick
 
     def now(self) -> float:
-        """The seconds that count."""
+        """Return the counted seconds."""
         return self._at(self._clock.now())
 
     def tick(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 _CGROUP_MAX = Path("/sys/fs/cgroup/cpu.max")
 _CPUINFO = Path("/proc/cpuinfo")
-# Added to the niceness of the process. On a busy CPU, such a thread gets a third of the time of another thread.
+# Added to the niceness of threads that compute. On a busy CPU, they get a third of the time of another thread.
 _COMPUTE_NICENESS = 5
 
 
@@ -27,13 +27,13 @@ def usable_cpus() -> int:
 def lower_thread_priority() -> None:
     """Give the calling thread, and threads that it starts, a lower priority than the process's other threads.
 
-    For threads that compute. A refusal, a health check or a small reply takes a fraction of a millisecond on the event
-    loop. Without this function, the event loop would wait for a CPU behind the threads that compute. Only Linux has
-    priorities of threads.
+    Threads that compute call this. A refusal, a health check or a small reply takes a fraction of a millisecond on the
+    event loop. Without this function, the event loop would wait for a CPU behind the threads that compute. On other
+    systems than Linux, the function does nothing.
     """
     if sys.platform == "linux":
         thread = threading.get_native_id()
-        with contextlib.suppress(OSError):  # a sandbox may forbid it
+        with contextlib.suppress(OSError):  # a sandbox may forbid the call
             niceness = os.getpriority(os.PRIO_PROCESS, thread) + _COMPUTE_NICENESS
             os.setpriority(os.PRIO_PROCESS, thread, min(niceness, 19))
 
@@ -44,7 +44,7 @@ def cpu_model() -> str:
 
 
 def cpu_features() -> str:
-    """Return the instruction sets of the CPU, in the system's names; empty if unknown."""
+    """Return the instruction sets of the CPU, by the names in /proc/cpuinfo; empty if unknown."""
     return _cpuinfo("flags") or _cpuinfo("Features")
 
 

@@ -1,4 +1,4 @@
-"""The descriptors of the process: standard input, output and error, and the limit of their number."""
+"""The descriptors of the process: standard input, output and error, and the limit of open files."""
 
 import contextlib
 import logging
@@ -10,7 +10,7 @@ import sys
 logger = logging.getLogger(__name__)
 
 _STANDARD_ERROR = 2
-# gRPC accepts twice `max_connections` for a moment, and HTTP once.
+# Descriptors for each of `max_connections`: two for gRPC, which may accept twice as many for a moment; one for HTTP.
 _PER_CONNECTION = 3
 # Descriptors for models, logs, callers' files, the metrics page and threads.
 _RESERVED = 256
@@ -33,9 +33,9 @@ def make_messages_of_libraries_nonblocking() -> None:
     """Let libraries lose their messages instead of waiting, if standard error is a pipe that nobody reads.
 
     Libraries in C and Rust write to descriptor 2 themselves, for example if the tokenizer panics. Python's
-    `sys.stderr` gets another descriptor, which waits as before: the server's log has a thread for that.
+    `sys.stderr` gets another descriptor that still waits, because the server's log has a thread that can wait.
     """
-    with contextlib.suppress(OSError):  # nobody can read the pipe any more, or the system has no /proc
+    with contextlib.suppress(OSError):  # the pipe has no reader, or the system has no /proc
         if stat.S_ISFIFO(os.fstat(_STANDARD_ERROR).st_mode):
             again = os.open(f"/proc/self/fd/{_STANDARD_ERROR}", os.O_WRONLY | os.O_NONBLOCK)
             sys.stderr = os.fdopen(os.dup(_STANDARD_ERROR), "w", buffering=1, errors="backslashreplace")
@@ -44,7 +44,7 @@ def make_messages_of_libraries_nonblocking() -> None:
 
 
 def allowed_connections(wanted: int) -> int:
-    """Raise the limit of descriptors as far as needed, and return the number of connections per port that fit.
+    """Raise the limit of open files if needed, and return the number of connections per port that it allows.
 
     Without a free descriptor the server could neither accept a health check nor read the callers file.
     """

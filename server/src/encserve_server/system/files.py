@@ -26,7 +26,7 @@ class FileError(Exception):
 
 
 def read_files(paths: Mapping[str, Path]) -> tuple[bytes, ...]:
-    """Return the bytes of each file.
+    """Return the content of each file.
 
     Args:
         paths: The path of each file, by the setting that names the file.
@@ -44,7 +44,7 @@ def read_files(paths: Mapping[str, Path]) -> tuple[bytes, ...]:
 
 
 def read_small(path: Path) -> bytes:
-    """Return the bytes of a file.
+    """Return the content of a file.
 
     Raises:
         OSError: The file cannot be read, is larger than 4 MiB, or is not a regular file; `strerror` has the cause.
@@ -52,7 +52,7 @@ def read_small(path: Path) -> bytes:
     kind = stat.S_IFMT(path.stat().st_mode)
     if kind != stat.S_IFREG:
         raise OSError(errno.EINVAL, f"must be a regular file; is {_KINDS.get(kind, 'of another kind')}", str(path))
-    # A FIFO may replace the file just now. Without O_NONBLOCK, a FIFO without a writer would block this thread.
+    # A FIFO may replace the file after this check. Without O_NONBLOCK, a FIFO without a writer would block this thread.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         data = file.read(_MAX_BYTES + 1) or b""
     if len(data) > _MAX_BYTES:
@@ -68,7 +68,7 @@ def store_whole(target: Path, write: Callable[[Path], None]) -> None:
 
     Args:
         target: The path of the file or folder. Its parent folder exists.
-        write: Creates the file or folder at the path that it gets, in a temporary folder on the same file system.
+        write: Gets a path in a temporary folder on the same file system, and creates the file or folder there.
 
     Raises:
         OSError: The temporary folder cannot be written. Exceptions of `write` pass through.
@@ -85,7 +85,7 @@ def store_whole(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def flush(path: Path) -> None:
-    """Write a file, or the list of files in a folder, through to the disk.
+    """Wait until the system has written a file, or a folder's list of files, to the disk.
 
     Raises:
         OSError: The path cannot be opened, or the disk fails.

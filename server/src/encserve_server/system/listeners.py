@@ -8,7 +8,7 @@ import socket
 def open_listeners(host: str, port: int, backlog: int | None = None) -> list[socket.socket]:
     """Listen on each address of a host that this machine has, all with the same port. Port 0 takes a free port.
 
-    `::` includes the addresses of IPv4 if the system supports that.
+    The host `::` also accepts connections over IPv4 if the system supports this.
 
     Raises:
         OSError: The host has no address on this machine. Or the port of an address is in use or not permitted.

@@ -1,6 +1,6 @@
 """Limits of memory, glibc's arenas, and Python's garbage collector.
 
-With another C library than glibc, the functions for glibc do nothing.
+With a C library other than glibc, the functions for glibc do nothing.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from pathlib import Path
 _CGROUP_LIMITS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")  # v2, v1
 _M_ARENA_MAX = -8  # glibc's <malloc.h>
 _ARENAS = 2
-# One of this number of collections of the middle generation is a full collection. Python's default is 10.
+# After this number of collections of the middle generation, Python makes a full collection. The default is 10.
 _FULL_COLLECTION_EVERY = 1000
 
 
@@ -20,7 +20,8 @@ def limit_arenas() -> None:
     """Let all threads allocate from two arenas, unless MALLOC_ARENA_MAX is set. Call before the first thread starts.
 
     glibc's default is eight arenas for each CPU. The threads of each model would leave small objects in different
-    arenas. Then glibc could not return large blocks: 15 % of a server's memory after 20 new versions.
+    arenas. Then glibc could not return large blocks to the system. After 20 new versions of models, 15 % of a server's
+    memory was lost this way.
     """
     if "MALLOC_ARENA_MAX" not in os.environ:
         with contextlib.suppress(OSError, AttributeError):  # another C library has no such function
@@ -37,12 +38,12 @@ def usable_bytes() -> int:
 
 
 def freeze_gc() -> None:
-    """Exclude all present objects, which belong to libraries, from garbage collection. Call before models are loaded.
+    """Exclude all present objects from garbage collection. Call before models are loaded.
 
-    A full collection visits every object, and no other Python code runs meanwhile: 35 to 60 ms every few seconds on
-    busy CPUs. Nearly all objects, about 43,000, belong to libraries and never become garbage. With a queue of 65,536
-    sequences a full collection takes 55 ms, so full collections are rare too. Collections of young objects stay the
-    same. https://docs.python.org/3/library/gc.html#gc.freeze
+    A full collection visits every object, and no other Python code runs meanwhile. On busy CPUs, it took 35 to 60 ms
+    every few seconds. Nearly all present objects, about 43,000, belong to libraries and never become garbage. With a
+    queue of 65,536 sequences, a full collection still takes 55 ms, so the function also makes full collections rare.
+    Young objects are collected as often as by default. https://docs.python.org/3/library/gc.html#gc.freeze
     """
     gc.collect()
     gc.freeze()
@@ -51,7 +52,7 @@ def freeze_gc() -> None:
 
 
 def trim() -> None:
-    """Return freed memory to the system. glibc would keep most of the memory."""
+    """Return freed memory to the system. Without this call, glibc would keep most of the memory."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 

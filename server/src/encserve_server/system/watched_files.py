@@ -50,10 +50,10 @@ class WatchedFiles:
         """Return the contents if they have changed and settled since the last call, else None.
 
         Args:
-            clock: The clock of the pause in which the files must not change.
+            clock: The clock of the pause. The files count as settled if they do not change during the pause.
 
         Raises:
-            FileError: A file cannot be read in time. Raised once for each change of the problem.
+            FileError: A file cannot be read in time. Raised once, until the problem changes.
         """
         found = await self._look()
         if found == self._last:

@@ -10,7 +10,8 @@ Rows = npt.NDArray[np.float32]  # (seq, d_model)
 Vectors = npt.NDArray[np.float32]  # (seq, d_model)
 ModelInput = TokenIds | Vectors  # the input of one sequence, as its model needs it; len() is the number of tokens
 Numbers = npt.NDArray[np.float32]
-OutputRows = npt.NDArray[np.floating[Any] | np.uint8 | np.int8]  # (rows, width), C-contiguous; of BINARY (rows, bytes)
+# (rows, width), C-contiguous. For BINARY, `width` numbers are packed into ceil(width / 8) bytes.
+OutputRows = npt.NDArray[np.floating[Any] | np.uint8 | np.int8]
 Mask = npt.NDArray[np.bool_]
 TokenSpans = npt.NDArray[np.int64]  # (spans, 2): start and exclusive end, as token indices
 

@@ -18,15 +18,17 @@ class Graph:
 
     Attributes:
         path: The ONNX file.
-        input_name: The input of ids, int64 (batch, seq), or of vectors, float32 (batch, seq, d_model).
+        input_name: The name of the input: int64 (batch, seq) ids, or float32 (batch, seq, d_model) vectors.
         takes_vectors: Whether the input is vectors.
-        attention_mask_name: The attention mask, 1 for a token and 0 for padding, int64 (batch, seq).
-        output_name: The output of rows, float32 (batch, seq, d_model).
+        attention_mask_name: The name of the attention mask, int64 (batch, seq): 1 for a token, 0 for padding, 2 for a
+            token that no other token attends to.
+        output_name: The name of the output: the rows, float32 (batch, seq, d_model).
         pad_token_id: The id of padding tokens. The mask hides them.
         d_model: The width of a row.
         precision: The data type of the computation.
-        token_type_ids_name: An input of zeros, int64 (batch, seq); empty if the graph has no such input.
-        vocab_size: The largest id plus 1; 0 for vectors.
+        token_type_ids_name: The name of an input that is filled with zeros, int64 (batch, seq); empty if the graph has
+            no such input.
+        vocab_size: The largest token id plus 1; 0 if the input is vectors.
     """
 
     path: Path
@@ -43,12 +45,12 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class HeadGraph:
-    """The ONNX file of a head, which runs after the encoder or after pooling, and its interface. All types are float32.
+    """The ONNX file of a head and its interface. A head runs after the encoder or after pooling. All types are float32.
 
     Attributes:
         path: The ONNX file.
-        input_names: The input of vectors, (…, input_width), and then the mask, (…), if the head has one.
-        output_name: The output, (batch, width).
+        input_names: The names of the inputs: the vectors, (…, input_width), and the mask, (…), if the head has a mask.
+        output_name: The name of the output, (batch, width).
         input_width: The width of an input vector.
         width: The width of an output vector.
     """
@@ -66,7 +68,7 @@ class ModelPooling:
 
     Attributes:
         kinds: The poolings. Their vectors are concatenated in this order.
-        l2_normalize: Whether the vector is scaled to norm 1, before cutting.
+        l2_normalize: Whether the vector is scaled to norm 1, before `dimensions` cuts it.
         width: The width of the vector before cutting.
         head: The head that runs after pooling; None without a head.
         skips_prompt: Whether the tokens of a prompt are left out of pooling.
@@ -82,7 +84,7 @@ class ModelPooling:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the vector is one pooling over all tokens, perhaps normalized."""
+        """Whether the vector is the result of one pooling over all tokens, perhaps normalized."""
         return len(self.kinds) == 1 and self.head is None and not self.skips_prompt
 
 
@@ -91,7 +93,7 @@ class Expansion:
     """Tokens that are appended to a short text and that have vectors in MaxSim.
 
     Attributes:
-        min_tokens: The length after the expansion.
+        min_tokens: The number of tokens of a short text after the expansion.
         token_id: The id of the appended tokens.
         attended: Whether other tokens attend to the appended tokens.
     """
@@ -107,7 +109,7 @@ class TokenPooling:
 
     Attributes:
         factor: The average number of vectors that become one, at least 1.
-        protected_tokens: The number of first vectors that are not joined.
+        protected_tokens: The number of vectors at the start that are not joined.
         l2_normalize: Whether all vectors are scaled to norm 1 afterwards.
     """
 
@@ -118,10 +120,10 @@ class TokenPooling:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StaticSparse:
-    """A table of token weights, which gives sparse weights without a run of the model.
+    """A table with a weight for each token. With the table, sparse weights need no run of the model.
 
     Attributes:
-        tokenizer_file: The tokenizer of the table.
+        tokenizer_file: The tokenizer whose ids index the table.
         weights: (width,) float32, the weight of each token id.
         max_tokens: The maximum number of tokens of a text; 0 for no limit.
     """
@@ -138,11 +140,11 @@ class TaskSettings:
     Attributes:
         prompt_name: The name of the prompt before a text; empty without a prompt.
         max_tokens: The maximum number of tokens of a text.
-        expansion: The tokens to append to a short text.
+        expansion: The tokens to append to a short text; None for no such tokens.
         skipped_token_ids: The ids of tokens without a vector in MaxSim.
         kept_token_ids: If not empty, only tokens with these ids have a vector in MaxSim.
-        token_pooling: The joining of similar vectors.
-        static_sparse: The table that gives OutputKind.SPARSE without the model.
+        token_pooling: The joining of similar vectors; None if the model does not join vectors.
+        static_sparse: The table that gives OutputKind.SPARSE without a run of the model; None without a table.
     """
 
     prompt_name: str
@@ -174,7 +176,7 @@ class SparsePooling(Enum):
 
     MAX = 1
     SUM = 2
-    OWN_ID = 3  # a token has one weight, under its own id; of several tokens with this id, the largest weight
+    OWN_ID = 3  # each token has one weight, under its own id; if an id occurs twice, the larger weight counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +184,12 @@ class Sparse:
     """Sparse weights over the vocabulary.
 
     Attributes:
-        head: The head, from rows and mask, (batch, seq, d_model), to weights, (batch, width). For SparsePooling.OWN_ID:
-            from (tokens, d_model) to (tokens, 1).
+        head: The head. It turns (batch, seq, d_model) rows and a (batch, seq) mask into (batch, width) weights. With
+            SparsePooling.OWN_ID, it turns (tokens, d_model) rows into (tokens, 1) weights.
         width: The size of the vocabulary.
         pooling: The pooling.
         skipped_token_ids: For SparsePooling.OWN_ID: the ids of tokens without a weight.
-        max_active_dims: The number of largest weights to keep; 0 for all.
+        max_active_dims: The number of weights to keep, the largest first; 0 for all.
     """
 
     head: HeadGraph
@@ -206,7 +208,7 @@ class TextTemplate:
         before_prompt: The string before the prompt.
         after_prompt: The string between the prompt and the text.
         after: The string after the text.
-        after_tokens: The number of last tokens that truncation keeps.
+        after_tokens: The number of tokens of `after`. Truncation keeps these tokens.
     """
 
     before: str
@@ -226,10 +228,10 @@ class InspectGraph:
 
     Attributes:
         graph: The file and its inputs. The output is the last hidden state.
-        names: The names of the outputs of each kind, one for each layer: attention weights (1, heads, seq, seq), hidden
-            states (1, seq, d_model), positions (max_sequence_tokens, d_model). Kinds that the model does not have are
-            left out.
-        files: The SHA-256 of each file of the graph, by path. The server checks them before it loads the graph.
+        names: For each kind, the names of the outputs, one for each layer. The outputs are attention weights (1, heads,
+            seq, seq), hidden states (1, seq, d_model), and positions (max_sequence_tokens, d_model). Kinds that the
+            model does not have are left out.
+        files: The SHA-256 of each file of the bundle, by path. The server checks the files before it loads the graph.
     """
 
     graph: Graph
@@ -248,7 +250,7 @@ class Bundle:
         d_model: The width of a row.
         n_layers: The number of blocks of the encoder.
         n_heads: The number of attention heads of a block.
-        vocab_size: The largest id plus 1; 0 if the input is vectors.
+        vocab_size: The largest token id plus 1; 0 if the input is vectors.
         max_sequence_tokens: The maximum number of tokens of a sequence.
         special_token_ids: The ids that the tokenizer adds to a text, and the padding id.
         pooling: The pooling that the model was trained for; None if unknown.
@@ -300,7 +302,10 @@ class Bundle:
     repository: str = ""
 
     def treatment(self, task: Task) -> TaskSettings:
-        """Return the settings of a task that the model supports, or of Task.NEITHER."""
+        """Return the settings of a task that the model supports.
+
+        Task.NEITHER has the settings of a document, but the default prompt and its own maximum length.
+        """
         if task is not Task.NEITHER:
             return self.tasks[task]
         document = self.tasks.get(Task.DOCUMENT, TaskSettings("", 0))
@@ -308,7 +313,7 @@ class Bundle:
         return replace(document, prompt_name=self.default_prompt_name, max_tokens=longest)
 
     def sample(self, length: int, *, last: bool = False) -> ModelInput:
-        """Return a valid sequence of the first or the last id, or of vectors of 0 or 1."""
+        """Return a valid sequence to test the model: only the first or the last id, or only vectors of 0 or of 1."""
         if self.graph.takes_vectors:
             return np.full((length, self.d_model), float(last), np.float32)
         return np.full(length, self.vocab_size - 1 if last else 0, np.int64)

@@ -10,7 +10,7 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class Priority(IntEnum):
-    """The priority of a call. Requests and files use the names in lower case."""
+    """The priority of a call. Requests and the callers file use the names in lower case."""
 
     INTERACTIVE = 0
     BULK = 1
@@ -25,7 +25,7 @@ class Caller:
 
     Attributes:
         name: The name in the callers file; empty if callers have no names.
-        weight: The weight of the caller's share of a model, relative to other callers.
+        weight: The caller's share of a model's time, relative to the weights of other callers.
         priority: The highest priority that the caller's calls may have.
     """
 
@@ -36,12 +36,12 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """The caller of a call, as the queues see it.
+    """The caller and the priority of one call, for the queues.
 
     Attributes:
         caller: The caller.
         priority: The priority of the call.
-        charge_text: Counts tokens of the call's texts against the caller's rate; None without a rate.
+        charge_text: Counts the tokens of the call's texts against the caller's rate; None if the caller has no rate.
     """
 
     caller: Caller = Caller()
@@ -57,12 +57,12 @@ class CertificateName(NamedTuple):
 
 
 def dns_name(name: str) -> CertificateName:
-    """A DNS name. Upper and lower case are equal."""
+    """Return the name for a DNS name. Upper and lower case are equal."""
     return CertificateName("DNS", name.lower())
 
 
 def uri_name(name: str) -> CertificateName:
-    """A URI, such as a SPIFFE id."""
+    """Return the name for a URI, such as a SPIFFE id."""
     return CertificateName("URI", name)
 
 

@@ -20,7 +20,7 @@ class InspectTensor:
 
     Attributes:
         kind: The content.
-        layers: The layers along the first axis; empty for positions.
+        layers: The indices of the layers, in the order of the first axis; empty for positions.
         parts: An array of float32 for each layer; for positions, one array.
     """
 

@@ -35,7 +35,7 @@ class DataType(IntEnum):
 
     FLOAT32 = 1
     FLOAT16 = 2
-    BINARY = 3  # one bit for each number: whether it is above 0
+    BINARY = 3  # one bit for each number: 1 if the number is above 0
     INT8 = 4  # for rows of norm 1; see `outputs.rows.quantized`
 
     @property
@@ -44,7 +44,7 @@ class DataType(IntEnum):
         return _DTYPES[self]
 
     def row_bytes(self, width: int) -> int:
-        """Return the bytes of a row of `width` numbers."""
+        """Return the size in bytes of a row of `width` numbers."""
         return (width * _BITS[self] + 7) // 8
 
 
@@ -62,11 +62,11 @@ class OffsetUnit(IntEnum):
 
     CODE_POINTS = 1
     UTF8_BYTES = 2
-    TOKENS = 3  # before truncation
+    TOKENS = 3  # token indices before truncation
 
 
 class Detail(IntEnum):
-    """The detail of a reply about each sequence, with the values of the protobuf enum of the same name."""
+    """How much a reply says about each sequence, with the values of the protobuf enum of the same name."""
 
     NONE = 1
     COUNTS = 2
@@ -78,14 +78,14 @@ class Output(NamedTuple):
 
     Attributes:
         kind: The kind.
-        l2_normalize: Whether to scale each row to norm 1, after cutting.
+        l2_normalize: Whether to scale each row to norm 1, after `dimensions` has cut the row.
         data_type: The data type. Numbers that overflow float16 become infinite.
         dimensions: The number of dimensions to keep, from the first; 0 for all.
         skipped_tokens: For MODEL: the number of prompt tokens to leave out of pooling.
-        task: For MULTI_VECTOR: the task, which selects the tokens and the model's own joining of vectors.
-        pool_factor: For MULTI_VECTOR: the average number of vectors to join into one, after the model's own joining;
-            0 for no further joining.
-        max_active_dims: For SPARSE: the number of largest weights to keep; 0 for all.
+        task: For MULTI_VECTOR: the task. It selects the tokens that have a vector, and how the model joins vectors.
+        pool_factor: For MULTI_VECTOR: the average number of vectors to join into one. The model may have joined
+            vectors before. 0 for no further joining.
+        max_active_dims: For SPARSE: the number of weights to keep, the largest first; 0 for all.
         span_pooling: For SPANS: the pooling, a kind of `outputs.SPAN_POOLINGS`; None for MEAN.
     """
 

@@ -13,8 +13,8 @@ from encserve_server.types.requests import Output
 class TokenSequence:
     """One sequence of a call, from validation to delivery. Each stage sets some of the fields.
 
-    The event loop owns the sequence. An engine thread that runs its batch only reads the fields. At delivery, the event
-    loop sets the results.
+    The event loop owns the sequence. The engine thread that runs the sequence's batch only reads the fields. At
+    delivery, the event loop sets the results.
 
     Attributes:
         input: (seq,) int64 ids or (seq, d_model) float32 vectors, as the model needs.
@@ -23,19 +23,19 @@ class TokenSequence:
         char_starts: (seq,) the start of each token in the text, in code points, 0 for special tokens; None if the input
             is not a text or the call does not need offsets.
         char_ends: (seq,) the exclusive end of each token.
-        kept_after: The number of kept tokens after the removed ones; 0 without truncation.
-        attended: The number of first tokens that all tokens attend to; 0 for all tokens.
+        kept_after: The number of tokens after the removed tokens; 0 without truncation.
+        attended: The number of tokens at the start that all tokens attend to; 0 if they attend to all tokens.
         token_spans: The spans for OutputKind.SPANS; None without spans.
         wanted: The outputs to compute.
         cost: The cost in tokens; see `ModelOutputs.cost`.
-        ticket: The call, while it is scheduled; owned by `scheduling`.
-        virtual_start: The start time in the virtual time of its priority; owned by `scheduling`.
+        ticket: The pending call of the sequence. Only `scheduling` uses it.
+        virtual_start: When the sequence may start, in the virtual time of its priority. Only `scheduling` uses it.
         index: The index in the call.
         deadline: The time at which the caller stops waiting, in the clock's seconds; infinity without a deadline.
         enqueued_at: The time at which the sequence was queued, in the clock's seconds.
-        started_at: The time at which its batch was formed; NaN before.
+        started_at: The time at which the sequence's batch was formed, in the clock's seconds; NaN before.
         outputs: For each of `wanted`, the (rows, width) array of the requested data type.
-        compute_seconds: The time for which the model ran on the batch.
+        compute_seconds: The time for which the model ran on the sequence's batch.
     """
 
     input: ModelInput
@@ -73,7 +73,7 @@ class ClosedBy(StrEnum):
 
     QUEUE_EMPTY = "drained"  # no other sequence was in the queue
     TOKENS = "tokens"  # one more sequence would exceed max_batch_tokens
-    SEQUENCES = "sequences"  # the batch has max_batch_sequences
+    SEQUENCES = "sequences"  # the batch has max_batch_sequences sequences
     PADDING = "padding"  # one more sequence would exceed max_padding_fraction
 
 
