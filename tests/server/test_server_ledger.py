@@ -66,12 +66,13 @@ class Held:
     def __init__(self, places: Places) -> None:
         self.places = places
         self.ended: dict[str, EncserveError | None] = {}
+        self.arrivals: dict[str, Arrival] = {}
         self.tasks: list[asyncio.Task[None]] = []
 
     async def start(self, name: str, account: str, *, is_open: bool = False, is_stream: bool = True) -> None:
         async def hold() -> None:
             try:
-                with Arrival(self.places, account, is_open=is_open, is_stream=is_stream):
+                with Arrival(self.places, account, is_open=is_open, is_stream=is_stream) as self.arrivals[name]:
                     await asyncio.Event().wait()
             except EncserveError as error:
                 self.ended[name] = error
@@ -119,6 +120,26 @@ async def test_the_longest_idle_stream_of_a_larger_holder_gives_way(monkeypatch:
     await held.start("d0", "d")
     await asyncio.sleep(0)
     assert list(held.ended)[2:] == ["a0"]
+    await held.stop()
+
+
+async def test_a_body_that_makes_progress_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    places = places_of(clock, monkeypatch, 8)
+    held = Held(places)
+    for name in ("a0", "a1", "a2", "a3"):
+        await held.start(name, "a", is_stream=False)
+    for _ in range(4):
+        places._look()
+    for name in ("c0", "c1", "c2", "c3"):
+        await held.start(name, "c")
+    for _ in range(4):
+        clock.advance(10.0)
+        for name in ("a0", "a1", "a2", "a3"):
+            held.arrivals[name].progress(size=2**20)
+    await held.start("b0", "b")
+    await asyncio.sleep(0)
+    assert list(held.ended) == ["c0"]
     await held.stop()
 
 

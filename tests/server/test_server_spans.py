@@ -231,10 +231,10 @@ POOLED_BY_MODEL = pb.OutputSpec(kind=pb.OUTPUT_KIND_SPANS, span_pooling=pb.OUTPU
 OF_MEAN = pb.OutputSpec(kind=pb.OUTPUT_KIND_MEAN, span_pooling=pb.OUTPUT_KIND_MAX)
 BAD: list[tuple[list[pb.Input], list[pb.OutputSpec], str]] = [
     (second_input([(0, 1), (4, 3)]), [SPANS], r"inputs\[1\].spans.starts\[1\]: .* 3; was 4"),
-    (second_input([(8, 8)]), [SPANS], r"inputs\[1\].spans.ends\[0\]: .* 7, the code points .* was 8"),
-    (second_input([(0, 9)], BYTES), [SPANS], r"ends\[0\]: .* 8, the bytes .* was 9"),
-    (second_input([(0, 3)], BYTES, "ok"), [SPANS], r"ends\[0\]: .* 2, the bytes .* was 3"),
-    (second_input([(0, 5)], TOKENS), [SPANS], r"ends\[0\]: .* 4, the tokens .* was 5"),
+    (second_input([(8, 8)]), [SPANS], r"inputs\[1\].spans.ends\[0\]: .* 7, the number of code points .* was 8"),
+    (second_input([(0, 9)], BYTES), [SPANS], r"ends\[0\]: .* 8, the number of bytes .* was 9"),
+    (second_input([(0, 3)], BYTES, "ok"), [SPANS], r"ends\[0\]: .* 2, the number of bytes .* was 3"),
+    (second_input([(0, 5)], TOKENS), [SPANS], r"ends\[0\]: .* 4, the number of tokens .* was 5"),
     (second_input([(0, 1)], CHARACTERS, [5]), [SPANS], r"inputs\[1\].spans.unit: OFFSET_UNIT_CODE_POINTS"),
     (second_input([(0, 1)], 4), [SPANS], "spans.unit: .* OffsetUnit, 0 to 3; was 4"),
     ([UNEVEN], [SPANS], r"inputs\[0\].spans.ends: .* 2; was 1"),

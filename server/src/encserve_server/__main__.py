@@ -16,7 +16,7 @@ import click
 import uvloop
 from click.core import ParameterSource
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC reads it on import; its own lines are not JSON
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC reads it on import; gRPC's own log lines are not JSON
 from encserve_server import __version__
 from encserve_server.app import serve
 from encserve_server.callers.keys import digest_of, make_key
@@ -106,7 +106,7 @@ def main(context: click.Context, /, **values: Any) -> None:
     except ValueError as error:
         raise click.UsageError(f"{error}{_origin_of(context, str(error))}") from error
     descriptors.make_messages_of_libraries_nonblocking()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the server can reload models
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until `serve` sets a handler for SIGHUP
     memory.limit_arenas()
     memory.freeze_gc()
     log = logs.configure(settings.log_level, settings.log_format)
@@ -147,7 +147,7 @@ def hash_key() -> None:
 def exit_process(status: int) -> None:
     """End the process at once, even if a thread is busy with a stuck engine or a long text.
 
-    `logging.shutdown` would flush `sys.stderr`, and wait for ever if it is a pipe that is not read.
+    `logging.shutdown` is not used: it would flush `sys.stderr`, and wait for ever on a pipe that nobody reads.
     """
     for handler in logging.getLogger().handlers:
         handler.close()

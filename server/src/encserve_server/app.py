@@ -1,7 +1,8 @@
 """Builds the whole server, starts it and stops it.
 
-Start: First the metrics page, gRPC with health (NOT_SERVING), and HTTP if it has a port. Then a thread verifies, loads
-and warms up each model. After that, health reports SERVING, and the manager watches the model repository.
+Start: First the metrics page, gRPC, and HTTP if it has a port. Until the models are ready, health reports NOT_SERVING.
+Then a thread verifies, loads and warms up each model. After that, health reports SERVING, and the manager watches the
+model repository.
 
 Stop: Health reports NOT_SERVING. After a delay for load balancers, new calls are refused and open calls are answered.
 Then health watches end, and gRPC and HTTP stop. Last, schedulers and engines are closed.
@@ -77,7 +78,7 @@ class App:
     def __init__(self, settings: Settings, load: Loader = load_model) -> None:
         """Build the parts that need no model. `load` loads a model from the directory of its bundle, in a thread."""
         self.settings = settings
-        self.grpc_port = 0  # the real ports, once started
+        self.grpc_port = 0  # the ports in use are known after the start
         self.metrics_port = 0
         self.http_port: int | None = None
         self.registry = CollectorRegistry()
@@ -90,7 +91,7 @@ class App:
         # Low priority, because loading is not urgent. Engines create their threads in this thread.
         self._load_pool = ThreadPoolExecutor(1, thread_name_prefix="encserve-load", initializer=lower_thread_priority)
         self._encode_pool = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="encserve-encode")
-        # Inspections have a separate thread, because they wait for their callers to read.
+        # The replies of inspections are encoded in a separate thread, because encoding may wait until a caller reads.
         self._inspect_pool = ThreadPoolExecutor(1, thread_name_prefix="encserve-chunks")
         max_held_bytes = settings.in_flight_bytes_for(memory.usable_bytes())
         self._calls = Calls(
@@ -101,7 +102,7 @@ class App:
             max_request_bytes=settings.max_request_mib * MIB,
         )
         self._calls.answer_times = self.metrics.answer_times
-        self._peak_held_bytes = 0  # since memory was last returned to the system
+        self._peak_held_bytes = 0  # the most bytes held since memory was last returned to the system
         self._sending = Sending(self._clock)
         self._connections = Connections(settings.max_connections, lambda: self.grpc_port, self._clock)
         self._guard = RpcGuard(
@@ -111,7 +112,7 @@ class App:
             self._connections,
             max_stream_in_flight=settings.max_stream_in_flight,
         )
-        self.metrics.in_flight.set_function(lambda: self._calls.in_flight)  # computed only for /metrics
+        self.metrics.in_flight.set_function(lambda: self._calls.in_flight)  # called only when /metrics is read
         self.metrics.in_flight_bytes.set_function(lambda: self._calls.budget.held)
         self.metrics.in_flight_limit_bytes.set(max_held_bytes)
         self._host = Host(self._calls, settings, self._is_serving, self._inspect_pool)
@@ -163,7 +164,7 @@ class App:
         )
 
     async def stop(self) -> bool:
-        """Drain and stop. Return whether everything ended; a stuck engine does not end."""
+        """Drain and stop. Return False if something did not end, such as a stuck engine."""
         await self.manager.stop()
         await self._health.shut_down()
         if self.catalog.all():  # no load balancer sends calls to a server that never served
@@ -191,7 +192,7 @@ class App:
         """Refuse new calls, let open calls finish, and stop gRPC.
 
         When grpcio stops, it answers CANCELLED to calls that it has received and not started. So the server first
-        answers UNAVAILABLE to new calls for a while, so that callers send their next calls to another server.
+        answers new calls with UNAVAILABLE for a while. Then callers send their next calls to another server.
         """
         self._calls.drain()
         grace_ends = self._clock.now() + self.settings.grace_seconds
@@ -297,7 +298,7 @@ class App:
         self.http_port = self._http.port
 
     async def _trim_memory(self) -> None:
-        """Return memory to the system after calls have released many bytes. The C library would keep most memory."""
+        """Return memory to the system after calls have released many bytes. The C library would keep most of it."""
         held = self._calls.budget.held
         self._peak_held_bytes = max(self._peak_held_bytes, held)
         if self._peak_held_bytes - held >= _TRIM_BYTES:

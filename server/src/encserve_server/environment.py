@@ -9,7 +9,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "ENCSERVE_"
 _MAX_TYPOS = 2
 _MIN_ABBREVIATION_CHARS = len(PREFIX) + 4
-# Could mean any of the ports. By chance, the name is similar to ENCSERVE_HOST.
+# ENCSERVE_PORT could mean any of the ports. It is similar to ENCSERVE_HOST, but an error must not suggest that.
 _PORT = f"{PREFIX}PORT"
 # The variables of the command `encserve`, of its subcommands, and of the tests.
 _OTHER_PROGRAMS = frozenset(

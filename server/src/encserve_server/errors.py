@@ -1,6 +1,6 @@
 """The errors of requests and of the start, one class for each cause.
 
-Callers see the text of all errors except StartupError. The text names fields and numbers, and no file paths. An error
+Callers see the text of all errors except StartupError. The text may name fields and values, but no file paths. An error
 stores the wrong field as a `FieldPath`, because each protocol has a different name for it. The `Naming` of a protocol
 gives these names.
 """
@@ -70,7 +70,10 @@ _OF_OUTPUTS = frozenset(field for field in RequestField if field.name.startswith
 
 
 class _Index:
-    """An index of a path, for `str.format`. The format is a text with `#` for the number; empty without an index."""
+    """An optional index in a path, for `str.format`.
+
+    The format specification is a text in which `#` stands for the index. Without an index, the result is empty.
+    """
 
     def __init__(self, number: int | None) -> None:
         self._number = number
@@ -84,9 +87,9 @@ class Naming:
     """The names of fields and enum values in one protocol, for error messages.
 
     Attributes:
-        fields: A template for each field, such as `inputs{at:[#]}.token_ids{place:.ids[#]}`. If the path has the index
-            `at`, the text after `at:` appears, with the index for `#`; so does the text after `place:`. Instead of the
-            template, a field may have a function that returns it for an `at`.
+        fields: A template for each field, such as `inputs{at:[#]}.token_ids{place:.ids[#]}`. If the path has an index
+            `at`, the name contains the text after `at:`, with the index in place of `#`. The same applies to `place:`.
+            Instead of a template, a field may have a function that returns the template for an index `at`.
         values: The names of the values of each enum. Other values have their Python name, in lower case.
     """
 
@@ -113,7 +116,8 @@ class EncserveError(Exception):
     """Base class of all errors of this server.
 
     Attributes:
-        status: The status in all protocols; None if callers must not see the error. By default, that of the base class.
+        status: The status in all protocols; None if callers must not see the error. By default, as in the
+            base class.
         reason: The machine-readable reason, such as INVALID_FIELD. By default, it is made from the name of the class.
         retry_delay_s: The seconds until a retry; None if a retry does not help.
     """
@@ -129,7 +133,10 @@ class EncserveError(Exception):
             CALLER_ERRORS[cls] = cls.status
 
     def __init__(self, problem: str, /, **values: object) -> None:
-        """Take the text. With `values`, it is a template for `str.format`; a protocol names the fields and enums."""
+        """Take the text. With `values`, the text is a template for `str.format`.
+
+        The `Naming` of the protocol gives the names of fields and enum values in `values`.
+        """
         self.problem = problem
         self.values = values
 
@@ -170,7 +177,7 @@ class RequestError(EncserveError):
     """
 
     def __init__(self, field: FieldPath | str, problem: str, /, **values: object) -> None:
-        """Take the field and the problem, with the wrong numbers; see the base class for `values`."""
+        """Take the field and the problem. The problem shows the wrong value. For `values`, see the base class."""
         self.field = field
         super().__init__(problem, **values)
 
@@ -230,7 +237,7 @@ class SequenceTooLong(RequestError, status=statuses.TOO_LONG):
 
 
 class TooLongToPool(RequestError, status=statuses.INVALID):
-    """A sequence has too many vectors to pool. Pooling needs memory for the square of their number."""
+    """A sequence has too many vectors to pool. The memory for pooling grows with the square of their number."""
 
 
 class RequestTooLarge(RequestError, status=statuses.TOO_LARGE):
@@ -238,7 +245,7 @@ class RequestTooLarge(RequestError, status=statuses.TOO_LARGE):
 
 
 class ResponseTooLarge(RequestError, status=statuses.TOO_MANY):
-    """The reply would be larger than the limit. Refused before the model runs if its size is known then."""
+    """The reply would be larger than the limit. If the size is known early, the model does not run."""
 
 
 class ModelNotFound(RequestError, status=statuses.NOT_FOUND):
@@ -254,7 +261,7 @@ class PermissionDenied(RequestError, status=statuses.FORBIDDEN):
 
 
 class LimitReached(EncserveError):
-    """A limit has no room for the request now. A retry may succeed."""
+    """A limit leaves no room for the request now. A retry may succeed."""
 
     retry_delay_s: float
 
@@ -287,7 +294,7 @@ class QueueFull(LimitReached, status=statuses.EXHAUSTED):
             queued: The size of the queue now.
             limit: The largest size of the queue.
             retry_delay_s: The seconds until a retry.
-            reopens_at: After the queue was full, it accepts requests again at this size. None for a queue without this.
+            reopens_at: The size at which a queue that was full accepts requests again. None if no such size exists.
         """
         problem = f"the queue is full: it holds {queued} of at most {limit} {unit}"
         if asked is not None:
@@ -318,7 +325,7 @@ class ShareExceeded(QueueFull):
 
 
 class BudgetFull(LimitReached, status=statuses.EXHAUSTED):
-    """Requests and replies fill the memory limit, or the server receives too many calls."""
+    """The memory for requests and replies is used up, or too many slow requests, streams or watches are open."""
 
 
 class DeadlineExpired(EncserveError, status=statuses.LATE):
@@ -330,7 +337,7 @@ class FingerprintMismatch(EncserveError, status=statuses.MISMATCH):
 
 
 class SpaceMismatch(EncserveError, status=statuses.MISMATCH):
-    """The vectors of the model belong to another vector space: not the space_id that the caller expects."""
+    """The vectors of the model belong to another vector space than the caller expects; see `space_id`."""
 
 
 class InspectUnavailable(EncserveError, status=statuses.MISMATCH):

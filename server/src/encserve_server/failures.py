@@ -25,8 +25,8 @@ class Failure:
         problem: The text without the field.
         retry_delay_s: The seconds until a retry; None if a retry does not help.
         is_request_error: Whether the same request will never succeed.
-        request_field: The wrong field in all protocols; None if the whole request is wrong, or if only this protocol
-            has the field.
+        request_field: The wrong field, independent of the protocol. None if the whole request is wrong, or if only this
+            protocol has the field.
     """
 
     status: Status

@@ -2,7 +2,7 @@
 
 The exit status is 0 if the server reports SERVING, otherwise 1. Without a target, the environment variables of the
 server give the address. With `ENCSERVE_TLS_CERT_FILE`, the check uses /healthz on the metrics port, which needs no
-client certificate. The check runs every few seconds beside the server, so it imports few modules.
+client certificate. The check runs every few seconds, so it imports few modules.
 """
 
 import http.client
@@ -27,7 +27,7 @@ def own_host() -> str:
 
 
 def _own_port(variable: str, default: str) -> str:
-    """Return the port in a variable. A value that Kubernetes wrote for a Service is ignored, as the server does."""
+    """Return the port in a variable. Like the server, ignore a value that Kubernetes has set for a Service."""
     value = os.environ.get(variable, "")
     return default if not value or is_service_link(value) else value
 
@@ -41,7 +41,7 @@ def own_target() -> str:
 
 def check(target: str, deadline_seconds: float = _DEADLINE_SECONDS) -> str:
     """Return the status of the server by gRPC: SERVING, NOT_SERVING, or the error of the call."""
-    # The proxy in environment variables is only for other machines.
+    # The target is on this machine, so do not use the proxy in the environment variables.
     with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:

@@ -1,11 +1,11 @@
-"""The ledger: how much each caller holds of everything that is bounded.
+"""The ledger: how much of each limited resource each caller holds.
 
-A `Pool` is one bounded resource: bytes or places. An account is a caller's name, or the address of a peer
+A `Pool` is one limited resource: bytes or places. An account is a caller's name, or the address of a peer
 without a name. One rule gives shares: an account may hold at most a fixed multiple of the amount that is still free.
 So one account alone cannot fill a pool, and an account that holds nothing finds room. Shared-memory switches bound
 their queues with this rule (Choudhury and Hahne, "Dynamic queue length thresholds", 1998).
 
-Front ends only take from pools and give back; the rules are in this module. Use it only on the event loop.
+Front ends only take from pools and give back. This module has all the rules. Use it only on the event loop.
 """
 
 import asyncio
@@ -20,27 +20,29 @@ from encserve_server.errors import BudgetFull, DeadlineExpired, Draining, Encser
 from encserve_server.system.background import repeat
 from encserve_server.system.clock import Clock
 
-# An account may hold 7 times the free amount: alone 7/8 of a pool, and 7/15 beside another account that wants all.
+# An account may hold 7 times the amount that stays free. So a single account gets at most 7/8 of a pool. Two accounts
+# that both want everything get 7/15 each.
 _SHARE = 7
-# A call of more than `SMALL_BYTES` finds room up to 3 times the free amount: the last quarter is for small calls.
+# For a call of more than `SMALL_BYTES`, the account may hold only 3 times the amount that stays free. So if there is
+# only one account, a quarter stays free for small calls.
 _LARGE_SHARE = 3
 SMALL_BYTES = 256 * 1024
-# The seconds until a retry makes sense if a pool is full. Most replies leave within a second.
+# The retry delay if a pool is full. Most replies are sent within a second.
 RETRY_SECONDS = 1.0
-# The time for a request to arrive. A holder without progress for so long can lose its place to another call.
+# The time in which a request must arrive. A stream without progress for this time can lose its place to another call.
 ARRIVAL_SECONDS = 30.0
 # An HTTP body gets one more second for each 64 KiB that has arrived.
 BYTES_PER_SECOND = 64 * 1024
-# A request that is not complete after two looks counts as slow. Most requests arrive together with their call.
+# A request that is still incomplete at the third look is slow. Most requests arrive together with their call.
 LOOK_SECONDS = 0.1
 _PROMPT_LOOKS = 2
-# The least number of places, even if the byte budget is small.
+# The minimum number of places, even if the byte budget is small.
 _LEAST_PLACES = 64
-# Calls that may come without a key have together at most an eighth of the places.
+# All calls that may come without a key hold together at most an eighth of the places.
 _OPEN_PART = 8
-# gRPC keeps an eighth more than the bytes of a request that is not complete.
+# For an incomplete request, gRPC needs an eighth more memory than the request has bytes.
 _OVERHEAD_PART = 8
-# Health watches: each takes about 25 KiB.
+# The maximum number of health watches. Each watch takes about 25 KiB.
 MAX_WATCHES = 1024
 
 _Task = asyncio.Task[Any]
@@ -70,7 +72,7 @@ class Pool:
         return free >= 0 and self.held_by(account) + size <= share * (free + 1)  # + 1: the last unit can be taken
 
     def add(self, account: str, size: int) -> None:
-        """Count `size` more for an account, which may be negative, without a check."""
+        """Add `size`, which may be negative, to the amount of an account, without a check."""
         self.held += size
         amount = self._accounts.get(account, 0) + size
         if amount:
@@ -87,8 +89,8 @@ class ByteBudget(Pool):
 
         Args:
             account: The caller.
-            size: The bytes that the call needs now.
-            own: The bytes that the call holds already. A call that is alone always has room.
+            size: The number of bytes that the call needs now.
+            own: The number of bytes that the call holds already. If nothing else is held, there is always room.
 
         Raises:
             BudgetFull: The budget or the share of the account has no room.
@@ -96,8 +98,8 @@ class ByteBudget(Pool):
         share = _SHARE if own + size <= SMALL_BYTES else _LARGE_SHARE
         if self.held > own and not self.has_room(account, size, share):
             raise BudgetFull(
-                f"requests and replies in flight hold {self.held} of at most {self.limit} bytes (max_in_flight_mib), "
-                f"{self.held_by(account)} of these for this caller, which may hold {share} times the free bytes; this "
+                f"requests and replies in flight hold {self.held} of at most {self.limit} bytes (max_in_flight_mib); "
+                f"this caller holds {self.held_by(account)} of these and may hold {share} times the free bytes; this "
                 f"call needs {size} more",
                 RETRY_SECONDS,
             )
@@ -107,22 +109,23 @@ class ByteBudget(Pool):
 
 
 class Arrival:
-    """A request that is not complete, or an open stream. A context manager around the reads of the current task.
+    """A request that is not complete, or an open stream. Use it as a context manager around the reads of a task.
 
     Attributes:
         account: The caller.
         is_open: Whether the call may come without a key.
-        reserved_bytes: The bytes that its place reserves in the byte budget.
-        look: The number of the last look before the request began to arrive; None for a stream.
-        since: The clock's time when the request began, or of a stream's last progress. Infinity for a busy stream.
-        seconds: The time for the request to arrive.
-        size: The bytes that have arrived; 0 over gRPC, which does not tell.
+        reserved_bytes: The number of bytes that a place for this call reserves in the byte budget.
+        look: The value of `Places.looks` when the request began to arrive; None for a stream.
+        began: The clock's time at which the request began to arrive.
+        since: The clock's time of the last progress; infinity while a stream works on replies.
+        seconds: The time in which the request must arrive.
+        size: The number of bytes that have arrived; 0 over gRPC, which does not report this number.
         has_place: Whether it holds a place.
     """
 
     __slots__ = (
-        "_places", "_refusal", "_task", "account", "has_place", "is_open", "look", "reserved_bytes", "seconds", "since",
-        "size",
+        "_places", "_refusal", "_task", "account", "began", "has_place", "is_open", "look", "reserved_bytes", "seconds",
+        "since", "size",
     )  # fmt: skip
 
     def __init__(
@@ -140,8 +143,8 @@ class Arrival:
             places: The places.
             account: The caller.
             is_open: Whether the call may come without a key.
-            is_stream: Whether it is a stream, which needs a place at once.
-            reserves: Whether its place reserves bytes. An HTTP body counts its own bytes.
+            is_stream: Whether the call is a stream. A stream needs a place at once.
+            reserves: Whether its place reserves bytes. False for an HTTP body, which counts the bytes that arrive.
         """
         self._places = places
         self._task: _Task | None = None
@@ -150,13 +153,13 @@ class Arrival:
         self.is_open = is_open
         self.reserved_bytes = places.reserved_bytes if reserves else 0
         self.look = None if is_stream else places.looks
-        self.since = places.clock.now()
+        self.began = self.since = places.clock.now()
         self.seconds = ARRIVAL_SECONDS
         self.size = 0
         self.has_place = False
 
     def __enter__(self) -> "Arrival":
-        """Bound the arrival from now on.
+        """Limit the time of the arrival from now on. A stream takes a place.
 
         Raises:
             BudgetFull: All places are taken.
@@ -183,14 +186,13 @@ class Arrival:
             raise self._refusal from None
 
     def progress(self, *, size: int = 0, is_idle: bool = True) -> None:
-        """Note progress: `size` bytes of a body, or a message of a stream.
+        """Record progress: `size` bytes of a body, or a message of a stream.
 
         Args:
-            size: The bytes that have arrived.
+            size: The number of bytes that have arrived since the last progress.
             is_idle: Whether a stream waits for its caller. A stream that works on replies cannot lose its place.
         """
-        if self.look is None:
-            self.since = self._places.clock.now() if is_idle else math.inf
+        self.since = self._places.clock.now() if is_idle else math.inf
         self.size += size
         self.seconds += size / BYTES_PER_SECOND
 
@@ -207,17 +209,18 @@ class Arrival:
 class Places:
     """Places for slow requests and open streams of all protocols.
 
-    A request that is complete after 0.2 s needs no place. A slow request and an open stream take one. gRPC tells the
-    size of a message only when it is complete, so the place of a gRPC call reserves bytes for the largest request. All
-    places together reserve at most half of the byte budget.
+    A request that arrives within 0.2 s needs no place. A slow request and an open stream each take a place. gRPC
+    reports the size of a message only after the message is complete. So the place of a gRPC call reserves bytes for the
+    largest request. All places together reserve at most half of the byte budget.
 
-    If an account finds no place, it gets the place of the holder that has made no progress for longest, and for at
-    least 30 s. That holder belongs to the same account, or to an account with more places.
+    If an account finds no free place, it can get the place of another holder: the holder with the oldest `since`, if
+    that is at least 30 s ago. The holder must belong to the same account, or to an account with more places. A call
+    that may come without a key gets only places of other such calls.
 
     Attributes:
         pool: The places.
         open_pool: The places of calls that may come without a key.
-        reserved_bytes: The bytes that the place of a gRPC call reserves.
+        reserved_bytes: The number of bytes that the place of a gRPC call reserves.
         arrivals: The requests that are not complete, and the open streams; the oldest first.
         looks: The number of looks so far.
         clock: The time.
@@ -227,7 +230,7 @@ class Places:
         """Derive the number of places from the byte budget.
 
         Args:
-            budget: Where places reserve their bytes.
+            budget: The byte budget in which places reserve bytes.
             clock: The time.
             draining: Set when the server stops. Then slow requests end with `Draining`.
             max_request_bytes: The size of the largest gRPC request.
@@ -257,14 +260,14 @@ class Places:
                     self.take_place(it)
                 except BudgetFull as error:
                     it.end(error)
-            elif it.has_place and self._draining.is_set():  # a stop does not wait for what may never come
+            elif it.has_place and self._draining.is_set():  # the rest of the request may never arrive
                 it.end(Draining())
-            elif it.since + it.seconds <= now:
+            elif it.began + it.seconds <= now:
                 came = f"; {it.size} bytes came" if it.size else ""
                 it.end(DeadlineExpired(f"the request did not arrive within {it.seconds:.0f} s{came}"))
 
     def take_place(self, arrival: Arrival) -> None:
-        """Give an arrival a place. If all are taken, another holder may have to give its place up.
+        """Give an arrival a place. If no place is free, end another holder if possible.
 
         Raises:
             BudgetFull: All places are taken, or the bytes of the place exceed the budget.
@@ -287,7 +290,7 @@ class Places:
         return not is_full and self.pool.has_room(arrival.account, 1)
 
     def _end_idle(self, asking: Arrival) -> bool:
-        """End the holder that has made no progress for longest. Return False if no holder must give way."""
+        """End the holder with the oldest `since`, if its place may be taken. Return whether a holder was ended."""
         most = self.pool.held_by(asking.account)
         holders = [
             it
@@ -318,8 +321,8 @@ class OpenConnection(Protocol):
 
     Attributes:
         host: The address of the other end, without the port.
-        has_called: Whether a call on it was accepted.
-        idle_since: The time since when it has no call; infinity while it has one.
+        has_called: Whether a call on this connection was accepted.
+        idle_since: The time at which the connection became idle; infinity while it has a call.
     """
 
     host: str
@@ -331,10 +334,10 @@ AnyConnection = TypeVar("AnyConnection", bound=OpenConnection)
 
 
 def connections_to_close(connections: Collection[AnyConnection], count: int) -> list[AnyConnection]:
-    """Choose connections that must give way to new ones. A connection with a call stays.
+    """Choose up to `count` connections to close, to make room for new ones. Connections with a call are not chosen.
 
-    Connections without an accepted call go first, then connections of the address that has most of them, and of these
-    the longest idle.
+    Connections on which no call was ever accepted are chosen first. Then the address with the most idle connections
+    decides, and then the longest idle time.
     """
     idle = [it for it in connections if it.idle_since < math.inf]
     hosts = Counter(it.host for it in idle)
@@ -342,7 +345,7 @@ def connections_to_close(connections: Collection[AnyConnection], count: int) -> 
 
 
 class Watches:
-    """The health watches of all callers. A new watch of an account without room ends its oldest watch."""
+    """The health watches of all callers. If an account has no room for a new watch, its oldest watch ends."""
 
     def __init__(self) -> None:
         """Start without watches."""

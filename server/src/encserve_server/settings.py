@@ -61,14 +61,14 @@ class Settings:
     model_poll_seconds: float = _setting(
         10.0,
         "Seconds between checks of the model repository for new versions. A new version is loaded when two checks in a "
-        "row find the same files; the version before is served until the new one is ready. With 0 the server checks "
+        "row find the same files; the old version is served until the new one is ready. With 0 the server checks "
         "only at SIGHUP. SIGHUP always loads at once.",
         minimum=0,
     )
     device: Literal["auto", "cpu", "cuda"] = _setting(
         "auto",
-        "Device for the models. With cuda, the server does not start if CUDA does not load. In this case auto uses the "
-        "CPU; the log and encserve_model_info show it.",
+        "Device for the models. With cuda, the server does not start if CUDA cannot be loaded. In this case, auto uses "
+        "the CPU; the log and encserve_model_info show the device in use.",
     )
     engine: Literal["onnxruntime", "openvino"] = _setting(
         "onnxruntime",
@@ -113,9 +113,9 @@ class Settings:
     max_batch_tokens: int | None = _setting(
         None,
         "Most padded tokens (longest sequence x number of sequences) in a batch. Larger batches use the device better "
-        "until the activations no longer fit into its cache, and the next caller waits longer. Default: measured when "
-        "the model is loaded for the first time, and stored beside its bundle; with --no-tune-batches 512 on the CPU, "
-        "16384 on CUDA.",
+        "until the activations no longer fit into its cache. With larger batches, the next caller waits longer. "
+        "Default: measured when the model is loaded for the first time, and stored beside its bundle; with "
+        "--no-tune-batches 512 on the CPU, 16384 on CUDA.",
         minimum=1,
     )
     tune_batches: bool = _setting(
@@ -237,14 +237,15 @@ class Settings:
     )
     http_idle_seconds: float = _setting(
         620.0,
-        "Seconds after which an idle HTTP connection is closed. Set it higher than the same time of every proxy in "
-        "front of the server, because a request that a proxy sends while the server closes is lost.",
+        "Seconds after which an idle HTTP connection is closed. Set it higher than the idle timeout of every proxy "
+        "in front of the server. Otherwise a proxy may send a request just when the server closes the connection, and "
+        "the request is lost.",
         minimum=1,
     )
     stall_seconds: float = _setting(
         60.0,
-        "Seconds that one batch may run before health reports NOT_SERVING. Time in which the whole process stands "
-        "still, such as after SIGSTOP, does not count.",
+        "Seconds that one batch may run before health reports NOT_SERVING. Time in which the whole process is "
+        "suspended, such as after SIGSTOP, does not count.",
         minimum=0.1,
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Lowest level of log lines to write.")
@@ -258,7 +259,7 @@ class Settings:
     )
     trace_sample_ratio: float = _setting(
         1.0,
-        "Share of requests that are traced, from 0 to 1. A caller that sends a traceparent decides itself.",
+        "Share of requests that are traced, from 0 to 1. If a caller sends a traceparent, its sampled flag decides.",
         minimum=0,
         maximum=1,
     )
@@ -317,7 +318,8 @@ class Settings:
         False,
         "Whether the header x-gateway-inference-fairness-id names the caller in metrics, logs and shares, with at most "
         "128 names. With --callers, the server accepts the header only from callers with proxy = true. Otherwise it "
-        "accepts the header from all callers, so use the setting only if all calls come through a proxy that sets it.",
+        "accepts the header from all callers. Then use the setting only if all calls come through a proxy that sets "
+        "the header.",
     )
     access_log: bool = _setting(
         False,
@@ -426,12 +428,12 @@ class Settings:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """The model for each other name in `served_model_name`."""
+        """The aliases in `served_model_name`, each with its NAME or NAME@VERSION."""
         return {alias: name for alias, _, name in (entry.partition("=") for entry in self.served_model_name)}
 
     @property
     def _least_in_flight_mib(self) -> int:
-        """The size of the largest request and the largest reply together."""
+        """The size of the largest request plus the size of the largest reply, in MiB."""
         http_mib = 0 if self.http_port is None else self.max_http_request_mib
         return max(self.max_request_mib, http_mib) + self.max_response_mib
 

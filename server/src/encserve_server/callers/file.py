@@ -22,9 +22,9 @@ _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _URI_NAME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(?!\d+$)\S+")
 _DNS_NAME = re.compile(r"[^\s:/@]+")
 _CERTIFICATE_NAME_RULE = "a DNS name, or a URI that begins with its scheme such as spiffe://"
-# Parts of the file in the errors of tomllib. They are hidden, since they may be a key by mistake.
+# Errors of tomllib quote parts of the file. These parts are hidden, because they may contain a key.
 _QUOTED = re.compile(r"""\(?['"].{2,}['"](,?\))?""")
-# Errors show names of this form only. Other names may be a key by mistake.
+# Errors show only field names of this form. Any other name may be a key by mistake.
 _SAFE_NAME = re.compile(r"[A-Za-z_]{1,24}")
 # A wider range of weights would starve callers of low weight.
 _MIN_WEIGHT, _MAX_WEIGHT = 0.01, 100.0
@@ -47,7 +47,7 @@ class CallerRules:
         models: The names of the models that the caller may use; None for all.
         may_inspect: Whether the caller may use Inspect.
         tokens_per_second: The rate limit; None for no limit.
-        is_proxy: Whether a header may name other callers for the caller's calls.
+        is_proxy: Whether a header in this caller's calls may name another caller.
     """
 
     caller: Caller
@@ -181,7 +181,7 @@ class _Entry:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or (isinstance(value, float) and not math.isfinite(value)):
             raise self._error(f"{field}: must be a number; was {_shown(value)}")
-        if not minimum <= value <= maximum:  # an integer of TOML may be larger than any float
+        if not minimum <= value <= maximum:  # before `float`: an integer in TOML may be too large for it
             raise self._error(f"{field}: must be from {minimum:g} to {maximum:g}; was {_shown(value)}")
         return float(value)
 
@@ -202,7 +202,7 @@ def _check_unique(where: str, field: str, found: Iterable[tuple[int, object]]) -
     for index, value in found:
         if value in first:
             both = f"caller[{first[value]}] and caller[{index}]"
-            raise CallersError(f"{where}: {both} have the same {field}; each may belong to one caller, and appear once")
+            raise CallersError(f"{where}: {both} have the same {field}; the file may have each value only once")
         first[value] = index
 
 
@@ -216,7 +216,7 @@ def _kind(value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return a number or a boolean as text. Of other values, return the type: a string may be a key by mistake."""
+    """Return a number or a boolean as text. For other values, return the type, because a string may be a key."""
     if isinstance(value, int) and abs(value) >= 10**_MAX_SHOWN_DIGITS:
         return f"a number of more than {_MAX_SHOWN_DIGITS} digits"
     return _kind(value) if isinstance(value, str | dict | list) else str(value)

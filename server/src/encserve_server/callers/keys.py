@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 _PREFIX = "encserve-"
 _RANDOM_BYTES = 32
-# Headers with a key alone. `authorization` has a scheme before the key.
+# Headers whose value is only the key. `authorization` has a scheme before the key.
 _KEY_HEADERS = frozenset({"api-key", "x-api-key"})
 _BEARER = "bearer "
 
@@ -17,7 +17,7 @@ def make_key() -> str:
 
 
 def digest_of(key: str) -> bytes:
-    """Return the SHA-256 of a key. Keys are random, so a slow hash would add nothing."""
+    """Return the SHA-256 of a key. Keys are random, so a slow hash would not add security."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 

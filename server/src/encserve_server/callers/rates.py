@@ -1,15 +1,15 @@
 """Rates of callers, in tokens per second. The functions get the time as an argument."""
 
-# A quiet caller saves the tokens of this time, so that the server accepts an ordinary burst.
+# A caller that sends nothing saves up the tokens of at most this time, so that the server accepts a short burst.
 BURST_SECONDS = 1.0
 
 
 class TokenBucket:
     """A token bucket. The level may fall below zero.
 
-    A call is accepted if any token is left, and is then counted in full. So a call may have more tokens than the rate
-    of one second. A level below zero is a debt: calls are refused until the rate has paid the debt. So any `t` seconds
-    accept at most `(t + BURST_SECONDS) * tokens_per_second` tokens, and one call.
+    A call is accepted if any token is left, and then all its tokens are counted. So one call may have more tokens than
+    the bucket holds. A level below zero is a debt: calls are refused until the rate has paid the debt. So in any `t`
+    seconds, the accepted calls have at most `(t + BURST_SECONDS) * tokens_per_second` tokens, plus the last call.
     """
 
     def __init__(self, tokens_per_second: float, now: float) -> None:

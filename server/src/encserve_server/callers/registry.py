@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 # The server hashes at most this number of keys of a call.
 _MAX_PRESENTED_KEYS = 3
 FAIRNESS_HEADER = "x-gateway-inference-fairness-id"
-# The number of names that proxies give is bounded, since each name is a label of metrics. Further names share one.
+# The number of names from proxies is limited, because each name is a label of metrics. All further names are counted as
+# `OTHER_NAME`.
 MAX_PROXY_NAMES = 128
 OTHER_NAME = "other"
 
@@ -66,11 +67,11 @@ class Callers:
 
         Args:
             source: The source of the callers; None for a server that answers all calls.
-            clock: The clock of the rates and of the looks at the file.
+            clock: The clock for the rates and for the checks of the file.
             public_listing: Whether callers without a key may list the models.
-            trusts_proxy: Whether a header of a proxy's calls names the caller.
+            trusts_proxy: Whether proxies may name the caller of a call in a header.
             asks_for_certificates: Whether the server asks callers for certificates.
-            on_read: Called after a change of the file, with whether the server uses the changed file.
+            on_read: Called after a change of the file. The argument is whether the server uses the changed file.
             on_change: Called with the names of all callers when they change.
 
         Raises:
@@ -87,7 +88,7 @@ class Callers:
         self._known: dict[Identity, KnownCaller] = {}
         self._by_name: dict[str, KnownCaller] = {}
         self._has_certificate_names = False
-        # Names that proxies have given. They stay, since metrics and queues use them.
+        # Names that proxies have sent. A name is never removed, because metrics and queues use it.
         self._proxy_names: set[str] = set()
         self._proxy_callers: dict[tuple[str, Priority], Caller] = {}
         if source is not None:
@@ -106,15 +107,15 @@ class Callers:
     ) -> Identity | None:
         """Return the identity of a caller; None if the server answers all calls.
 
-        A known key has precedence over the certificate. The duration reveals nothing about keys: the server looks up
-        digests, and no caller can make a key with a nearly right digest.
+        A known key has precedence over the certificate. The time of the check reveals nothing about keys: the server
+        looks up digests, and a caller cannot find a key whose digest is similar to a known digest.
 
         Args:
             metadata: The headers. Their names are in lower case.
             certificate_names: Returns the names in the verified client certificate.
 
         Raises:
-            Unauthenticated: The server knows no key and no certificate of the call. The text shows no part of the call.
+            Unauthenticated: The server knows no key and no certificate of the call. The text contains no part of them.
         """
         if self._source is None:
             return None
@@ -203,7 +204,7 @@ class Callers:
             logger.info("callers loaded", extra={"callers": list(self._by_name)})
 
     def _replace_callers(self, rules: Sequence[CallerRules]) -> None:
-        """Use these callers from now on. A caller that stays keeps the state of its rate."""
+        """Replace the callers. A caller that was also in the old list keeps its token bucket."""
         now = self._clock.now()
         previous, self._by_name, self._known = self._by_name, {}, {}
         for it in rules:
@@ -218,7 +219,7 @@ class Callers:
         self._on_change(self.names)
 
     def _certificate_names_problem(self, rules: Sequence[CallerRules]) -> str:
-        """Return why no certificate name can match; empty if the server asks for certificates."""
+        """Return a problem if a caller has certificate names and the server asks for no certificates; else empty."""
         named = [it.caller.name for it in rules if it.certificate_names]
         if self._asks_for_certificates or not named:
             return ""

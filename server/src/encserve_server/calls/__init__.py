@@ -1,4 +1,4 @@
-"""The frame around every call of every protocol: admission, held bytes, traces, counts and errors."""
+"""Code around each call, for all protocols: access checks, memory budget, traces, counts and errors."""
 
 from encserve_server.calls.call import OPEN_REQUEST_BYTES, Call, Calls
 from encserve_server.calls.method import Access, Method

@@ -32,9 +32,10 @@ class CallerAccess:
         self._identity: Identity | None = None
         self._known: KnownCaller | None = None
         self._generation = callers.generation
-        self._charged: list[TokenSequence] = []  # sequences that count against the rate
-        self._charged_tokens = self._charged_text_tokens = 0  # all tokens that count, and the tokens of texts
-        self._prepaid_tokens = 0  # of texts whose sequences `charge` has not counted yet
+        self._charged: list[TokenSequence] = []  # the sequences that `charge` has counted
+        # All tokens that the call has counted against the rate, and the tokens that `charge_text` has counted.
+        self._charged_tokens = self._charged_text_tokens = 0
+        self._prepaid_tokens = 0  # tokens that `charge_text` has already counted; the next `charge` subtracts them
         self.caller = ANYONE
 
     @property
@@ -78,7 +79,8 @@ class CallerAccess:
         """Check that the caller may use the model with this name.
 
         Raises:
-            PermissionDenied: The caller may not use the model. The error names the proxy of a caller behind a proxy.
+            PermissionDenied: The caller may not use the model. For a call through a proxy, the permissions and the name
+                are those of the proxy.
         """
         if self._known is not None and self._known.rules.models is not None:
             catalog.check_use(name, self._known.rules.caller.name, self._known.rules.models)
@@ -111,22 +113,24 @@ class CallerAccess:
             raise RateLimited(known.rules.caller.name, known.rules.tokens_per_second, delay_s)
 
     def charge_text(self, tokens: int) -> None:
-        """Count the tokens of texts against the rate as soon as they are made, even if the call fails later.
+        """Count the tokens of texts against the rate as soon as the texts are tokenized.
+
+        The caller pays these tokens even if the call fails later.
 
         Raises:
-            RateLimited: Other calls have used up the rate meanwhile, and this call has not counted before.
+            RateLimited: The caller is over its rate, and this call has not counted any tokens before.
         """
         self._charged_text_tokens += tokens
         self._prepaid_tokens += tokens
         self._take(tokens)
 
     def charge(self, sequences: Sequence[TokenSequence]) -> None:
-        """Count the cost of sequences against the rate.
+        """Count the cost of sequences against the rate, minus the tokens that `charge_text` has counted for them.
 
-        If the call fails, sequences that have not started to run cost only the tokens of texts.
+        If the call fails later, `end` reduces the charge.
 
         Raises:
-            RateLimited: Other calls have used up the rate meanwhile, and this call has not counted before.
+            RateLimited: The caller is over its rate, and this call has not counted any tokens before.
         """
         if self.has_rate:
             self._charged += sequences
@@ -134,7 +138,11 @@ class CallerAccess:
             self._take(due)
 
     def end(self, *, failed: bool) -> None:
-        """Forget the sequences. If the call failed, give back the cost of work that has not started."""
+        """Forget the sequences. If the call failed, reduce its charge.
+
+        A failed call pays the larger of two amounts: the cost of all its sequences that have started, or the number of
+        tokens of all its texts.
+        """
         if failed and self._charged_tokens and self._known is not None and self._known.bucket is not None:
             started = sum([it.cost for it in self._charged if not math.isnan(it.started_at)])
             cost = max(started, self._charged_text_tokens)

@@ -1,14 +1,14 @@
 """One call of any protocol, from its arrival until its reply is sent.
 
-method = Method(…)                                     once, for each RPC or route
+method = Method(…)                                     created once for each RPC or route
 call = calls.begin(method, metadata, deadline)
-with call:                                             an error of the block becomes `call.failure`
+with call:                                             an error in the block is stored as `call.failure`
     call.accept()
     call.hold(len(data))
     model = call.resolve(count, name, version)
     answer = await call.encode(model, EncodeCall(…), build)
-…                                                      the answer, or `call.failure`, is sent
-call.release()                                         once it has left
+…                                                      send the answer or `call.failure`
+call.release()                                         after the reply has been sent
 """
 
 import asyncio
@@ -58,7 +58,7 @@ from encserve_server.types.sequences import TokenSequence
 
 # A larger reply is built in a thread, because on the event loop it would delay all other calls.
 _INLINE_REPLY_BYTES = 256 * 1024
-# The largest request that needs no key: health checks, and requests for lists of models.
+# The maximum size of a request without a key: a health check, or a request for a list of models.
 OPEN_REQUEST_BYTES = 4096
 # These exceptions end the task. Every other exception becomes an error reply.
 _NOT_ANSWERS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
@@ -68,10 +68,10 @@ class Peer(Protocol):
     """The other end of a connection."""
 
     def address(self) -> str:
-        """Return its address and port; empty if it has disconnected."""
+        """Return the address and port of the peer; empty if the peer has disconnected."""
 
     def certificate_names(self) -> Collection[CertificateName]:
-        """Return the DNS and URI names of its verified certificate."""
+        """Return the DNS and URI names in the verified certificate of the peer."""
 
 
 class CallerObserver(Protocol):
@@ -95,8 +95,8 @@ class Calls:
         in_flight: The number of calls whose reply has not been sent completely; any thread may read it.
         idle: Set while no call is in flight.
         draining: Set when the server begins to refuse new calls.
-        budget: The bytes of requests and replies that calls hold.
-        places: The places of slow requests and open streams.
+        budget: The memory budget for requests and replies, in bytes.
+        places: The places for slow requests and open streams.
         callers: The known callers; None if all may call and no caller has a name.
         caller_observer: Counts the calls of each caller; None if no caller has a name.
         answer_times: Record the durations of encode calls, by priority.
@@ -114,7 +114,7 @@ class Calls:
         max_request_bytes: int = 4 * MIB,
         tracer: Tracer | None = None,
     ) -> None:
-        """Keep the models, and the threads that build large replies."""
+        """Set the models and the limits. The threads of `encode_pool` build large replies."""
         self.catalog = catalog
         self.clock = clock
         self.encode_pool = encode_pool
@@ -177,10 +177,10 @@ class Call:
 
     Attributes:
         deadline: The clock's time at which the caller stops waiting; infinity for none.
-        span: Its span; None without tracing.
-        naming: The names of fields and values in its errors. A handler may replace it.
+        span: The span of the call; None without tracing.
+        naming: The names of fields and values in errors. A handler may replace `naming`.
         failure: The error, after the end of the block; None if the call succeeded.
-        is_of_stream: Whether it is one request of a stream.
+        is_of_stream: Whether the call is one request of a stream.
         caller: The caller, after `accept`.
         peer: The other end of the connection; None after the end of the block, or if unknown.
     """
@@ -218,8 +218,8 @@ class Call:
         self._metadata = metadata
         self._access: CallerAccess | None = None  # without known callers, all may call
         self._model_name, self._inputs, self._tokens = "", 0, 0  # for counts and logs
-        self._seconds = 0.0, 0.0  # in the queue and in compute
-        self._priority: Priority | None = None  # of an encode call
+        self._seconds = 0.0, 0.0  # the time in the queue, and the time in compute
+        self._priority: Priority | None = None  # None unless this is an encode call
 
     def __enter__(self) -> "Call":
         return self
@@ -282,7 +282,10 @@ class Call:
             calls.refusals.add(self.caller.name, reason, method.log_name, failure.text, is_callers_mistake=is_mistake)
 
     def release(self, *_: object) -> None:
-        """Give back the bytes that the call holds. Call it when the reply is sent or will never be. Callable again."""
+        """Give back the bytes that the call holds, after the reply was sent or if it will never be sent.
+
+        A second call does nothing.
+        """
         if not self._is_open:
             return
         self._is_open = False
@@ -322,7 +325,7 @@ class Call:
         return self._account
 
     def inherit(self, stream: "Call") -> None:
-        """Take the caller of a stream, because the call is a request of this stream."""
+        """Take the caller of the stream to which this call belongs."""
         self.caller, self._account = stream.caller, stream.account
         if stream._access is not None:
             self._access = stream._access.of_request()
@@ -341,7 +344,7 @@ class Call:
         """Count the cost of sequences against the caller's rate; see `CallerAccess.charge`.
 
         Raises:
-            RateLimited: Other calls have used up the rate meanwhile, and this call has not counted before.
+            RateLimited: The caller is over its rate, and this call has not counted any tokens before.
         """
         if self._access is not None:
             self._access.charge(sequences)
@@ -352,9 +355,9 @@ class Call:
         return allowed is None or model.bundle.name in allowed
 
     def note(self, sequences: Sequence[TokenSequence], seconds: Callable[[], tuple[float, float]]) -> None:
-        """Keep the numbers of a successful call for counts and logs.
+        """Keep the numbers of inputs and tokens, and the durations, of a successful call for counts and logs.
 
-        `seconds` returns the times in the queue and in compute.
+        `seconds` returns the time in the queue and the time in compute.
         """
         calls = self._calls
         if calls.caller_observer is not None or calls.access_log is not None:
@@ -364,10 +367,10 @@ class Call:
             self._seconds = seconds()
 
     def hold(self, size: int) -> None:
-        """Count bytes of the budget for the caller, until the call is released.
+        """Take `size` bytes of the memory budget, until the call is released.
 
         Raises:
-            BudgetFull: There is no room. A call that is alone always has room.
+            BudgetFull: The budget has no room. There is always room if no other call holds bytes.
         """
         self._calls.budget.take(self._account or self.account, size, self._held_bytes)
         self._held_bytes += size
@@ -382,7 +385,7 @@ class Call:
         """
         self._inputs = sequences
         catalog, allowed = self._calls.catalog, None
-        if self._access is not None:  # first, so that no other error tells about the model
+        if self._access is not None:  # checked first, so that no other error reveals facts about the model
             self._access.check_model(catalog, name)
             allowed = self._access.models
         model = catalog.resolve(name, version, fingerprint, space_id, allowed)
@@ -450,7 +453,7 @@ class Call:
         return await self._build(model, partial(build, reply), reply.estimated_bytes, growth, more_bytes)
 
     def _sender(self, priority: Priority) -> Sender:
-        """Return the sender of a call with this priority, or with its caller's priority if that is less urgent."""
+        """Return the sender. Its priority is `priority` or the caller's priority, whichever is less urgent."""
         self._priority = max(priority, self.caller.priority)
         access = self._access
         if access is None and priority is Priority.INTERACTIVE:
@@ -462,7 +465,7 @@ class Call:
     async def tokenize(
         self, model: ServedModel, request: TokenizeCall, build: Callable[[TokenizeReply], bytes], growth: float = 1.0
     ) -> bytes:
-        """Answer a call that only tokenizes, even if the model is not ready. For the rest see `encode`."""
+        """Answer a call that only tokenizes, even if the model is not ready. For the arguments see `encode`."""
         reply = await model.tokenize(
             request,
             lambda estimated_bytes: self.hold(round(estimated_bytes * (1 + growth))),
@@ -473,7 +476,7 @@ class Call:
         return await self._build(model, partial(build, reply), reply.estimated_bytes, growth)
 
     def inspect(self, model: ServedModel, request: InspectCall) -> AbstractAsyncContextManager[InspectReply]:
-        """Answer an inspection. The memory of the reply is free when the block ends.
+        """Answer an inspection. The inspection holds its place until the block ends.
 
         Raises:
             RateLimited: The caller is over its rate.
@@ -488,7 +491,7 @@ class Call:
         growth: float,
         more_bytes: int = 0,
     ) -> bytes:
-        """Build the reply, in a thread if it is large. From now on the call holds the bytes of the reply."""
+        """Build the reply, in a thread if it is large. From then on, the call holds only the bytes of the reply."""
         began = self._calls.clock.now()
         if estimated_bytes * growth + more_bytes <= _INLINE_REPLY_BYTES:
             data = build()
@@ -498,7 +501,7 @@ class Call:
         if self.span is not None:
             self.span.stage("encode", began, ended)
         limit = round(model.limits.max_response_bytes * growth) + more_bytes
-        if len(data) > limit:  # the estimate was wrong; the client's own limit would fail the call without a reason
+        if len(data) > limit:  # the estimate was too low; the client would fail too, but without this explanation
             problem = f"the reply takes {len(data)} bytes, over the limit of {limit} (max_response_bytes)"
             raise ResponseTooLarge(FieldPath(RequestField.INPUTS), problem)
         model.answered(ended - began, len(data))
@@ -509,6 +512,6 @@ class Call:
 
 
 def failure_of(error: BaseException, naming: Naming) -> Failure:
-    """Return the error for a caller. An unexpected exception becomes a fixed text with an id, which the log has too."""
+    """Return the error for a caller. The text for an unexpected exception has only the id of a log line."""
     failure = to_failure(error, naming) if isinstance(error, EncserveError) else None
     return failure or Failure(UNKNOWN, EncserveError.reason, log_unexpected(error))

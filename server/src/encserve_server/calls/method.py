@@ -12,14 +12,17 @@ from encserve_server.telemetry.spans import SERVER_ERROR_CODES
 class Access(Enum):
     """The callers that may use a method, if the server asks for keys or certificates."""
 
-    OPEN = auto()  # all: health checks
-    LISTING = auto()  # callers with a key, or all if a setting says so: lists of models
-    CALLERS = auto()  # callers with a key
-    INSPECT = auto()  # callers with a key that may inspect
+    OPEN = auto()  # everyone, for health checks
+    LISTING = auto()  # known callers, or everyone with --public-listing, for lists of models
+    CALLERS = auto()  # known callers
+    INSPECT = auto()  # known callers with the permission to inspect
 
     @property
     def is_open(self) -> bool:
-        """Whether callers without a key may call. Such requests have at most OPEN_REQUEST_BYTES."""
+        """Whether the method accepts callers without a key, always or if a setting says so.
+
+        Requests without a key have at most OPEN_REQUEST_BYTES.
+        """
         return self in (Access.OPEN, Access.LISTING)
 
 
@@ -30,7 +33,7 @@ class CallObserver(Protocol):
         """Count a call that begins."""
 
     def ended(self, status: Status, reason: str, seconds: float) -> None:
-        """Count a call that has ended, with its duration, and with the reason of an error."""
+        """Count a call that has ended. `reason` is the reason of its error; empty without an error."""
 
 
 class Method:
@@ -54,17 +57,17 @@ class Method:
         """Keep the settings.
 
         Args:
-            name: The name of its spans.
-            naming: The names of fields and values in its errors.
-            observer: Counts its calls; None for health checks, which are not counted and not traced.
-            attributes: The attributes of its spans, by OpenTelemetry's conventions for the protocol.
-            status_attribute: The attribute of its spans that holds the code.
+            name: The name of the method's spans.
+            naming: The names of fields and values in errors.
+            observer: Counts the calls of the method; None for health checks, which are not counted and not traced.
+            attributes: The attributes of the method's spans, by OpenTelemetry's conventions for the protocol.
+            status_attribute: The name of the span attribute for the status code.
             code_of: Returns the protocol's code for a status.
             is_failure: Returns whether a status counts as the server's error in traces.
-            answers_while_draining: Whether the server answers it while it stops.
+            answers_while_draining: Whether the server answers the method while the server stops.
             reply_copies: The number of copies of a reply in memory while it is sent.
-            access: The callers that may use it.
-            log_name: Its name in the access log; by default the name of its spans.
+            access: The callers that may use the method.
+            log_name: The name of the method in the access log; by default `name`.
         """
         self.name = name
         self.naming = naming

@@ -1,1 +1,1 @@
-"""One model's calls: the catalog, checks, tokenizing, pooling, inspecting. Knows no gRPC and no Prometheus."""
+"""The calls of a model: catalog, checks, tokenizing, pooling, inspecting. Uses no gRPC and no Prometheus."""

@@ -24,8 +24,8 @@ class Catalog:
         """Start empty. Every call gets NotReady until `publish`.
 
         Args:
-            aliases: Other names of models: NAME or NAME@VERSION by alias.
-            accept_any_name: If there is one model, whether an unknown name means that model.
+            aliases: Other names of models. A key is an alias, and its value is NAME or NAME@VERSION.
+            accept_any_name: Whether an unknown name means the only model, if there is only one.
         """
         self._aliases = dict(aliases or {})
         self._accept_any_name = accept_any_name
@@ -60,9 +60,9 @@ class Catalog:
                 logger.warning("no model for --served-model-name", extra={"alias": alias, "of": target})
 
     def check_use(self, name: str, caller: str, allowed: Collection[str]) -> None:
-        """Check that a caller may use the model of a name; empty for the default model.
+        """Check that a caller may use the model with this name. An empty name means the default model.
 
-        The error has the name that the caller sent, and not the model's own name.
+        The error shows the name that the caller sent, and not the model's own name.
 
         Raises:
             NotReady: The models are still being loaded.
@@ -153,11 +153,11 @@ class Catalog:
         return found, version or alias_version
 
     def _target_of(self, name: str) -> str:
-        """Return the own name of the model behind a name."""
+        """Return the model's own name for an alias or a hub's name. Return other names unchanged."""
         return (self._aliases.get(name) or self._hub_names.get(name, name)).partition("@")[0]
 
     def names(self, model: ServedModel) -> list[str]:
-        """Return the names of a model: its own, aliases, and the hub's.
+        """Return the names of a model: its own name, its aliases, and its name on the Hugging Face hub.
 
         If the version is not the default version, the own name is NAME@VERSION.
         """

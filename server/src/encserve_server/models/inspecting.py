@@ -1,4 +1,4 @@
-"""Inspections of a model, in a thread of their own, so that they never delay encoding."""
+"""Runs inspections of a model in a separate thread, so that inspections never delay encoding."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ Wanted = Sequence[tuple[InspectKind, tuple[int, ...]]]
 _NOT_LOADABLE = "the model cannot be inspected: the server cannot load its inspection graph; see the server's log"
 # The retry delay until the first inspection has run.
 _TYPICAL_SECONDS = 0.2
-# A named caller may hold as many places as are free: at most half of them if it is alone.
+# A named caller may hold as many places as stay free. So a caller that is alone may hold half of the places.
 _SHARE = 1
 
 
@@ -55,8 +55,8 @@ class Inspection:
     """The result of an inspection.
 
     Attributes:
-        tensors: One for each wanted kind.
-        queue_seconds: The wait for the thread. The first inspection also waits for the load of the graph.
+        tensors: One tensor for each wanted kind.
+        queue_seconds: The wait for the thread, and for the graph if it is not loaded yet.
         compute_seconds: The duration of the run.
     """
 
@@ -68,12 +68,12 @@ class Inspection:
 def inspection_cost(bundle: Bundle, tokens: int, wanted: Wanted) -> int:
     """Return the cost of an inspection in tokens.
 
-    The run costs its tokens. The numbers of the result cost one token for each `(n_layers + 1) * d_model` of them: so
-    many hidden states belong to one token.
+    The run costs the tokens of the sequence. In addition, `(n_layers + 1) * d_model` numbers in the result cost one
+    token, because the hidden states of one token in all layers have this many numbers.
 
     Args:
         bundle: The model.
-        tokens: The length of the sequence.
+        tokens: The length of the sequence in tokens.
         wanted: The kinds, each with its layers.
     """
     numbers = 0
@@ -101,19 +101,20 @@ class InspectPlace:
 
 
 class InspectLane:
-    """Runs inspections of one model, one at a time, in a thread and a session of their own.
+    """Runs inspections of one model, one at a time, in a separate thread and session.
 
     - An inspection holds a place from its arrival until its reply is sent. There are `max_pending` places, which also
       bound the memory of replies. A named caller holds at most half of the places, so that others find a place.
     - Callers take turns by weight.
     - The first inspection loads the graph. If that fails, the inspection fails, and the next one tries again.
-    - If a caller goes while it waits, its place is free at once. A run is never interrupted, and keeps its place.
+    - If a caller disconnects before its inspection starts, the place is free at once. A running inspection is not
+      interrupted, and keeps its place.
 
     The event loop owns everything except `_inspector`, which only the one thread of `_thread` uses.
     """
 
     def __init__(self, load: Callable[[], Inspector], max_pending: int, observer: InspectObserver) -> None:
-        """`load` loads the graph. It blocks, so the lane's thread calls it."""
+        """Set the function that loads the graph. It blocks, so the lane's thread calls it."""
         self._load = load
         self._observer = observer
         self._places = Pool(max_pending)
@@ -124,7 +125,8 @@ class InspectLane:
         self._thread = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="encserve-inspect", initializer=lower_thread_priority
         )
-        self._turns = FairSemaphore(1)  # callers wait here: the thread's own queue would keep inputs of gone callers
+        # Callers wait here: the executor's own queue would keep the inputs of callers that have disconnected.
+        self._turns = FairSemaphore(1)
 
     @contextlib.contextmanager
     def place(self, sender: Sender = ANY_SENDER) -> Iterator[InspectPlace]:
@@ -162,15 +164,15 @@ class InspectLane:
         cost: int = 1,
         on_start: Callable[[], None] = lambda: None,
     ) -> Inspection:
-        """Run one sequence when the caller's turn comes.
+        """Wait for the caller's turn, and run one sequence.
 
         Args:
             place: The place of the inspection.
             sequence: (seq,) int64 ids or (seq, d_model) float32 vectors, checked by the caller.
             wanted: Kinds that the model has, each with its layers.
-            attended: The number of first tokens that all tokens attend to; 0 for all.
+            attended: If above 0, all tokens attend only to this number of tokens at the start of the sequence.
             cost: The cost, see `inspection_cost`.
-            on_start: Called when the turn has come.
+            on_start: Called when the wait is over.
 
         Raises:
             InferenceFailed: The numbers of the model are not finite.
@@ -199,7 +201,7 @@ class InspectLane:
             return
         self._closed = True
         for _ in range(self._places.held):
-            self._turns.release()  # all waiting inspections wake up, and find the lane closed
+            self._turns.release()  # all waiting inspections wake up, and fail because the lane is closed
         freed = None if self._inspector is None else self._thread.submit(self._inspector.close)
         self._thread.shutdown(wait=False)
         if freed is not None:

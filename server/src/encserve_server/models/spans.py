@@ -43,10 +43,10 @@ def place_spans(at: int, sent: SentSpans, input_: object, sequence: TokenSequenc
     """
     if sent.unit is OffsetUnit.TOKENS:
         count = sequence.original_token_count
-        _check_ends(at, sent, count, "the tokens before truncation")
+        _check_ends(at, sent, count, "the number of tokens before truncation")
         kept_after = sequence.kept_after
         kept_before = len(sequence.input) - kept_after
-        # A position in the removed tokens becomes the position of the cut.
+        # A position in the removed tokens becomes the position where tokens were removed.
         bounds = np.stack([sent.starts, sent.ends], axis=1)  # (spans, 2)
         spans = np.minimum(bounds, kept_before) + np.maximum(bounds - (count - kept_after), 0)
     else:
@@ -66,10 +66,10 @@ def _characters(at: int, sent: SentSpans, text: str) -> tuple[Positions, Positio
     """Convert ranges to code points. A range with a part of a code point includes the whole code point."""
     if sent.unit is OffsetUnit.CODE_POINTS or text.isascii():
         unit = "bytes" if sent.unit is OffsetUnit.UTF8_BYTES else "code points"
-        _check_ends(at, sent, len(text), f"the {unit} of the text")
+        _check_ends(at, sent, len(text), f"the number of {unit} in the text")
         return sent.starts, sent.ends
     offsets = utf8_offsets(text)
-    _check_ends(at, sent, int(offsets[-1]), "the bytes of the text")
+    _check_ends(at, sent, int(offsets[-1]), "the number of bytes in the text")
     empty = sent.starts == sent.ends
     starts = np.searchsorted(offsets, sent.starts, "right") - 1
     return starts, np.where(empty, starts, np.searchsorted(offsets, sent.ends, "left"))
@@ -85,7 +85,11 @@ def _check_ends(at: int, sent: SentSpans, limit: int, limit_name: str) -> None:
 
 
 def _tokens_of(starts: Positions, ends: Positions, sequence: TokenSequence) -> TokenSpans:
-    """Return (spans, 2): the first token that ends after a range's start, to the last that starts before its end."""
+    """Return the (spans, 2) token ranges for ranges of characters.
+
+    A token range begins with the first token that ends after the start of the characters. It ends with the last token
+    that starts before their end.
+    """
     token_starts = np.array(sequence.char_starts, np.int64)  # (seq,)
     token_ends = np.array(sequence.char_ends, np.int64)  # (seq,)
     special = np.zeros(len(token_ends), np.bool_) if sequence.special is None else sequence.special

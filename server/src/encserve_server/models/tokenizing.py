@@ -21,15 +21,15 @@ _BYTES_PER_SECOND = 1024 * 1024
 
 
 class TextTokenizer:
-    """A tokenizer.json. The truncation and padding in the file are ignored.
+    """The tokenizer of a tokenizer.json. The truncation and padding settings in the file are ignored.
 
     Attributes:
-        pool: The threads that the tokenizer shares with others.
-        largest_id: The largest id that a text without added tokens can have, with the special tokens around the text.
+        pool: The threads, which other tokenizers use too.
+        largest_id: The largest token id of a text without added tokens, with the special tokens around the text.
         added_tokens: The added tokens by id. A text has such an id only if it contains the token as text.
-        max_token_bytes: The longest token of the vocabulary, in bytes of UTF-8.
-        max_queue_bytes: The most text that may wait or be tokenized, in bytes of UTF-8.
-        special_around: The special tokens before a text, and those after it.
+        max_token_bytes: The number of UTF-8 bytes of the longest token in the vocabulary.
+        max_queue_bytes: The maximum number of UTF-8 bytes of text that may wait or be tokenized at the same time.
+        special_around: The special tokens before a text, and the special tokens after a text.
         template: The texts around every text, or None. `tokenize` does not add them.
     """
 
@@ -47,7 +47,7 @@ class TextTokenizer:
         Args:
             path: The file.
             pool: The threads for texts that are not short.
-            max_queue_bytes: The most text that may wait or be tokenized, in bytes of UTF-8.
+            max_queue_bytes: The maximum number of UTF-8 bytes of text that may wait or be tokenized at the same time.
             split_special_tokens: Whether a special token in a text is tokenized like other text.
             template: The texts around every text.
 
@@ -78,12 +78,12 @@ class TextTokenizer:
 
     @property
     def queued_bytes(self) -> int:
-        """The text that waits or is tokenized, in bytes of UTF-8; any thread may read it."""
+        """The number of UTF-8 bytes of text that waits or is being tokenized. Any thread may read this number."""
         return self._queued_bytes
 
     @contextlib.contextmanager
     def hold_bytes(self, size: int) -> Iterator[None]:
-        """Count text as queued until the end of the block; on the event loop.
+        """Count `size` bytes of text as queued until the end of the block. Call this on the event loop only.
 
         Raises:
             QueueFull: Too much text is queued. An empty queue takes text of any size.
@@ -99,21 +99,21 @@ class TextTokenizer:
             self._queued_bytes -= size
 
     def tokenize(self, texts: Sequence[str], max_tokens: int, *, details: bool) -> list[TokenSequence | str]:
-        """Tokenize texts in the caller's thread. Any number of threads may call.
+        """Tokenize texts in the calling thread. Several threads may call this at the same time.
 
         Args:
             texts: The texts.
-            max_tokens: The number of tokens after which a text is cut.
+            max_tokens: Texts with more tokens are cut to this number of tokens.
             details: Whether to return the special tokens and the offsets of all tokens.
 
         Returns:
             For each text the tokens, or the tokenizer's error.
         """
         try:
-            # Not `encode`, which holds the GIL: a long text takes 0.1 s. The fast variant does not compute offsets.
+            # `encode` would hold the GIL, for 0.1 s for a long text. The fast variant computes no offsets.
             encode = self._tokenizer.encode_batch if details else self._tokenizer.encode_batch_fast
             return [_sequence_of(it, max_tokens, details, self._tokens_after) for it in encode(texts)]
-        except BaseException as error:  # one text fails the whole batch
+        except BaseException as error:  # an error in one text fails all texts
             if not _is_failure(error):
                 raise
             if len(texts) == 1:
@@ -149,7 +149,10 @@ def _is_failure(error: BaseException) -> bool:
 
 
 def _special_around(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the special tokens before and after a text, of the first text with other tokens."""
+    """Return the special tokens that the tokenizer adds before and after a text.
+
+    The function tokenizes "a" and then each of `words`, until a text has a token that is not special.
+    """
     for text in ("a", *words):  # without an unk token, the tokenizer may know only the words of its vocabulary
         try:
             encoding = tokenizer.encode(text)
@@ -179,7 +182,10 @@ def _sequence_of(encoding: Encoding, max_tokens: int, details: bool, tokens_afte
 
 
 def _cut(encoding: Encoding, max_tokens: int, details: bool, tokens_after: int | None) -> TokenSequence:
-    """Drop tokens before the last `tokens_after`, or if it is None before the special tokens at the end."""
+    """Return the first tokens and the closing tokens of a text, together `max_tokens`.
+
+    The closing tokens are the last `tokens_after` tokens, or if `tokens_after` is None, the special tokens at the end.
+    """
     ids, special = encoding.ids, encoding.special_tokens_mask
     count = len(ids)
     closing = tokens_after
@@ -190,6 +196,6 @@ def _cut(encoding: Encoding, max_tokens: int, details: bool, tokens_after: int |
     sequence = TokenSequence(np.array([ids[i] for i in kept], np.int64), count, kept_after=closing)
     if details:
         sequence.special = np.array([special[i] for i in kept], np.bool_)
-        offsets = [encoding.token_to_chars(i) or (0, 0) for i in kept]  # `offsets` of a long text takes much time
+        offsets = [encoding.token_to_chars(i) or (0, 0) for i in kept]  # `encoding.offsets` is slow for a long text
         sequence.char_starts, sequence.char_ends = [it[0] for it in offsets], [it[1] for it in offsets]
     return sequence

@@ -52,7 +52,7 @@ class FairSemaphore:
         try:
             await waiter.ready
         except asyncio.CancelledError:
-            if not waiter.ready.cancelled():  # the place came together with the cancellation
+            if not waiter.ready.cancelled():  # the task got its place just before the cancellation
                 self.release()
             elif waiter in flow.items:
                 queue.remove(waiter, sender.caller, starts=False)
@@ -87,14 +87,14 @@ class FairThreadPool:
     """Threads that callers share by weight and priority. The event loop owns it."""
 
     def __init__(self, threads: int, name: str = "") -> None:
-        """Start no thread yet. `name` is the prefix of their names."""
+        """Set the maximum number of threads, and the prefix of their names."""
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._places = FairSemaphore(threads + 1)  # one more than threads, so that no thread waits for the event loop
 
     async def run(self, sender: Sender, cost: int, work: Callable[[], Done]) -> Done:
         """Run `work` in a thread and return its result. `cost` is the cost of the work, in any unit.
 
-        If the caller goes, work that a thread has started continues and keeps its place.
+        If the caller disconnects, work that a thread has started continues and keeps its place.
         """
         await self._places.acquire(sender, cost)
         try:

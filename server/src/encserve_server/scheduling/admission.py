@@ -1,9 +1,9 @@
-"""Which calls the queue admits, and when to retry. Pure: no clock, and no queue of its own."""
+"""Decides which calls the queue admits, and when to retry. This module uses no clock and has no queue."""
 
 import math
 from dataclasses import dataclass
 
-# A queue that was full takes calls again once a quarter of it is free.
+# A queue that was full takes calls again after a quarter of the queue is free.
 _REOPENS_FREE = 4
 
 
@@ -12,8 +12,8 @@ class Admission:
 
     A nearly full queue has room for a short call sooner than for a long one. So a steady load of short calls would
     leave no room for a long call. Therefore a queue that has refused a call is closed to all calls until a quarter of
-    it is free. Then it takes calls in their order of arrival, until one does not fit. Calls that are small beside that
-    quarter have nearly equal chances. A call of half the queue has about half of their chance.
+    it is free. Then it takes calls in their order of arrival, until one does not fit. Calls that are much
+    smaller than a quarter of the queue have nearly equal chances. A call of half the queue has about half that chance.
 
     Attributes:
         limit_tokens: The most tokens that may wait.
@@ -27,24 +27,24 @@ class Admission:
 
     @property
     def reopens_at_tokens(self) -> int | None:
-        """The most tokens that may wait when the queue opens again; None while it is open."""
+        """The queue opens again when at most this number of tokens waits; None while the queue is open."""
         return self.limit_tokens - self._free_tokens if self._closed else None
 
     def is_closed(self, queued_tokens: int) -> bool:
-        """Return whether the queue refuses every call now, of any size."""
+        """Return whether the queue refuses calls of any size now."""
         return self._closed and queued_tokens + self._free_tokens > self.limit_tokens
 
     def bulk_excess(self, tokens: int, queued_tokens: int) -> int:
         """Decide about a bulk call. Return how many tokens must leave the queue first; 0 admits the call.
 
-        Bulk leaves a quarter of the queue to interactive calls, and never closes the queue. A call that is larger than
-        the other three quarters needs room for itself only.
+        A quarter of the queue is reserved for interactive calls. Nothing is reserved if the bulk call is larger than
+        three quarters of the queue. A bulk call never closes the queue.
         """
         reserved = self._free_tokens if tokens + self._free_tokens <= self.limit_tokens else 0
         return max(queued_tokens + tokens + reserved - self.limit_tokens, 0)
 
     def excess(self, tokens: int, queued_tokens: int) -> int:
-        """Decide about an interactive call. Ask once for each call.
+        """Decide about an interactive call. The decision may open or close the queue, so ask once for each call.
 
         Args:
             tokens: The tokens of the call.

@@ -1,17 +1,17 @@
-"""Which sequences run together. A pure decision: no asyncio, no threads, no clock.
+"""Decides which sequences run together. The decision is a pure function: no asyncio, no threads, no clock.
 
 The cost of a batch is its *padded* tokens: longest sequence × number of sequences. So sequences of similar length run
 together. But the oldest sequence must not wait for others of its length. The rules:
 
-1. The oldest live sequence, the *anchor*, is always in the batch. So a sequence with k live sequences before it runs in
-   the (k + 1)-th batch from now at the latest, and later arrivals cannot delay it.
-2. The batch grows from the anchor along the pending lengths. Each step adds a sequence of the same length, or of the
-   next shorter or next longer length, whichever adds less padding. Of one length, the oldest come first.
-3. The batch stops at the budget of padded tokens, at the most sequences, or at the greatest share of padding. The
-   anchor runs even if it alone exceeds the budget.
+1. The *anchor* is always in the batch. It is the oldest live sequence of the next caller; see `queue`. So with one
+   caller, a sequence with k live sequences before it runs in the (k + 1)-th batch from now at the latest.
+2. The batch starts with the length of the anchor. Each step adds a sequence of the same length, or of the next shorter
+   or next longer length, whichever adds less padding.
+3. The batch is closed before it exceeds a limit of `BatchPolicy`. The anchor runs even if it alone exceeds the limit of
+   tokens.
 
-The decision needs only the number of sequences of each length. So its time grows with the batch and with the lengths
-that it passes, not with the queue.
+The decision needs only the number of waiting sequences of each length. So the time for a decision depends on the size
+of the batch and the number of different lengths, and not on the size of the queue.
 """
 
 from bisect import bisect_left
@@ -23,12 +23,12 @@ from encserve_server.types.sequences import ClosedBy
 
 @dataclass(frozen=True, slots=True)
 class BatchPolicy:
-    """The bounds of a batch.
+    """The limits of a batch.
 
     Attributes:
-        max_batch_tokens: The most padded tokens (longest × count). A larger batch uses the device better, until its
-            activations no longer fit the cache.
-        max_batch_sequences: The most sequences, of any length.
+        max_batch_tokens: The most padded tokens (longest sequence × number of sequences). A larger
+            batch uses the device better, until the activations no longer fit into the device's cache.
+        max_batch_sequences: The maximum number of sequences, of any length.
         max_padding_fraction: The greatest share of padding among the padded tokens, from 0 (only equal lengths run
             together) to 1 (no bound). A low value suits a CPU, where a padded token costs as much as a real one. A high
             value suits a GPU, where a second run costs more than padding.
@@ -39,7 +39,7 @@ class BatchPolicy:
     max_padding_fraction: float
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a bound that no batch can keep."""
+        """Raise ValueError if a limit is out of range."""
         for name in ("max_batch_tokens", "max_batch_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1; was {getattr(self, name)}")
@@ -52,8 +52,8 @@ class Plan:
     """The contents of a batch.
 
     Attributes:
-        counts: The number of sequences of each length, with the anchor.
-        closed_by: Why the batch takes no more.
+        counts: The number of sequences by length, including the anchor.
+        closed_by: Why the batch takes no more sequences.
     """
 
     counts: dict[int, int]
@@ -61,17 +61,17 @@ class Plan:
 
 
 def plan_batch(anchor: int, lengths: Sequence[int], waiting: Mapping[int, int], policy: BatchPolicy) -> Plan:
-    """Decide which lengths run next.
+    """Decide how many sequences of each length run next.
 
     Args:
-        anchor: The length of the oldest sequence.
-        lengths: The waiting lengths with the anchor's length, ascending and unique.
-        waiting: The number of waiting sequences of each length, with the anchor; at least 1 each.
-        policy: The bounds.
+        anchor: The length of the anchor.
+        lengths: The lengths of the waiting sequences, including the anchor; ascending and unique.
+        waiting: The number of waiting sequences of each length, including the anchor; at least 1 each.
+        policy: The limits of the batch.
     """
     counts = {anchor: 1}
     low = high = bisect_left(lengths, anchor)  # the batch has lengths[low] to lengths[high]
-    real = longest = anchor  # tokens without padding; the longest sequence
+    real = longest = anchor  # the number of tokens without padding; the longest length
     count = 1
     while True:
         shorter = _next(lengths, waiting, counts, low, -1)
@@ -107,7 +107,7 @@ def _next(lengths: Sequence[int], waiting: Mapping[int, int], counts: Mapping[in
 
 
 def _refusal(longest: int, real: int, count: int, policy: BatchPolicy) -> ClosedBy | None:
-    """Return the bound that a batch of these numbers would exceed; None if it keeps all."""
+    """Return the limit that a batch with these numbers would exceed; None if it exceeds no limit."""
     padded = longest * count
     if count > policy.max_batch_sequences:
         return ClosedBy.SEQUENCES

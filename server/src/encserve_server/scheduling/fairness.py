@@ -1,11 +1,12 @@
-"""The fair choice: which caller's item starts next. Pure: no clock, no threads.
+"""Decides which caller's item starts next. This module uses no clock and no threads.
 
-Callers share a resource by start-time fair queueing (Goyal et al., SIGCOMM '96). Each item has a virtual start: the
-virtual end of the caller's item before it, and never before the virtual time. The virtual end is cost / weight later.
-The item with the earliest virtual start is next, and the virtual time moves to that start. So a caller that was idle
-has no credit, and a caller that was alone has no debt. An item that leaves without a start gives its cost back.
+Callers share a resource by start-time fair queueing (Goyal et al., SIGCOMM '96). The virtual start of an item is the
+virtual end of the caller's item before it, or the current virtual time if that is later. The virtual end of an item is
+its virtual start plus cost / weight. The item with the earliest virtual start is next, and the virtual time moves to
+that start. So a caller that was idle has no credit, and a caller that was alone has no debt. If an item is removed
+before it starts, its caller gets the cost back.
 
-Interactive items start before bulk items, but `BulkTurn` gives bulk a bounded part.
+Interactive items start before bulk items, but `BulkTurn` gives bulk items a fixed share.
 """
 
 import math
@@ -16,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 
 from encserve_server.types.callers import Caller
 
-# While both priorities wait, bulk gets one part of so many.
+# While items of both priorities wait, one ninth of the work is bulk.
 BULK_TURN = 9
 
 
@@ -24,8 +25,8 @@ class FairItem(Protocol):
     """Work that waits.
 
     Attributes:
-        cost: Its cost, in any unit.
-        virtual_start: When it may start, in virtual time. `FairQueue.add` sets it.
+        cost: The cost of the item, in any unit.
+        virtual_start: The virtual start of the item. `FairQueue.add` sets it.
     """
 
     cost: int
@@ -41,7 +42,7 @@ class Flow(Generic[Item]):
 
     Attributes:
         weight: The caller's weight.
-        virtual_end: When the newest item ends, in virtual time.
+        virtual_end: The virtual end of the newest item.
         cost: The cost of all items.
         items: The items, the oldest first.
     """
@@ -62,7 +63,7 @@ class FairQueue(Generic[Item]):
 
     Attributes:
         cost: The cost of all items.
-        flows: Each caller that ever had an item, by name. The number of names is bounded.
+        flows: The flow of each caller that ever had an item, by the caller's name. The number of names is limited.
         active: The flows with items.
         virtual_time: The latest virtual start of an item that has started.
     """
@@ -71,9 +72,9 @@ class FairQueue(Generic[Item]):
         """Start empty.
 
         Args:
-            slack: The cost by which a caller may be ahead of its share before its items wait for that.
-            max_lead: The most by which a caller's virtual end may exceed the cost of its waiting items. Items that
-                start out of order make it grow.
+            slack: The cost by which a caller may be ahead of its share before its items get a later virtual start.
+            max_lead: Limits the virtual start of a new item to the virtual time plus (the caller's waiting cost +
+                `max_lead`) / weight. Without this limit, items that start out of order move it further and further.
         """
         self.cost = 0
         self.flows: dict[str, Flow[Item]] = {}
@@ -100,7 +101,7 @@ class FairQueue(Generic[Item]):
         return flow
 
     def remove(self, item: Item, caller: Caller, *, starts: bool) -> Flow[Item]:
-        """Remove an item of a caller, which starts now or never."""
+        """Remove an item of a caller. If the item does not start, the caller gets the cost back."""
         flow = self.flows[caller.name]
         if not starts:
             flow.virtual_end -= item.cost / flow.weight
@@ -112,21 +113,21 @@ class FairQueue(Generic[Item]):
         return flow
 
     def first(self) -> Item:
-        """Return the oldest item of the next caller. If two callers are equal, the one with less waiting is next."""
+        """Return the oldest item of the next caller. Of equal callers, the one with less waiting cost is next."""
         if len(self.active) == 1:
             return next(iter(self.active)).oldest
         return min(self.active, key=lambda flow: (flow.oldest.virtual_start, flow.cost)).oldest
 
     def advance(self, item: Item) -> None:
-        """Move the virtual time to the start of an item."""
+        """Move the virtual time to the virtual start of an item."""
         self.virtual_time = max(self.virtual_time, item.virtual_start)
 
 
 class BulkTurn:
     """Decides between interactive and bulk work.
 
-    Interactive work starts first. Bulk work starts once interactive work of `BULK_TURN - 1` times its cost has started
-    while it waited.
+    Interactive work starts first. But waiting bulk work is next as soon as enough interactive work has started since
+    the last bulk work: `BULK_TURN - 1` times the cost of the bulk work.
     """
 
     def __init__(self) -> None:
@@ -134,7 +135,7 @@ class BulkTurn:
         self._passed_over = 0.0  # the cost of interactive work since the last bulk work, or since bulk began to wait
 
     def is_bulk_next(self, interactive: FairQueue[Item], bulk: FairQueue[Item], bulk_cost: float = 1.0) -> bool:
-        """Return whether bulk work of this cost starts next. One of the queues has items."""
+        """Return whether bulk work of this cost starts next. At least one of the queues must have items."""
         if not bulk.active:
             return False
         return not interactive.active or self._passed_over >= (BULK_TURN - 1) * bulk_cost

@@ -1,9 +1,9 @@
 """The engine's threads, called lanes. A lane takes a batch from the queue, runs it, and hands over the outputs.
 
 A CPU has its best throughput with several batches at a time, one thread each. Threads that share a batch wait for each
-other in every layer, and longer if another program takes one of their cores. But a batch without other batches is done
-sooner if all threads share it. So a batch that finds no other lane busy and leaves the queue empty is *alone*: it runs
-on all threads, and later sequences wait until it ends. As soon as more sequences wait, each lane runs a batch.
+other in every layer, and longer if another program takes one of their cores. But a single batch is done sooner if all
+threads share it. So a batch that finds no other lane busy and leaves the queue empty is *alone*: it runs on all
+threads, and later sequences wait until it ends. As soon as more sequences wait, each lane runs a batch.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ class Outcome(Enum):
 
     RAN = auto()  # the batch has outputs
     EXPIRED = auto()  # the sequences are past their deadline and will not run
-    FAILED = auto()  # the engine raised an error, or all its numbers are not finite
-    CULPRIT = auto()  # the one sequence of the batch fails alone
+    FAILED = auto()  # the engine raised an error, or no sequence has finite outputs
+    CULPRIT = auto()  # a batch of only one sequence failed
     BROKEN = auto()  # the engine fails for every input; no lane takes a batch until `Lanes.resume`
     CRASHED = auto()  # a bug ended a lane for good
     FAILED_PROBE = auto()  # the engine fails for a sequence that every working engine can compute
@@ -50,8 +50,7 @@ class _Lane:
     Attributes:
         number: The number of the lane, from 0.
         jobs: The work of the thread, in order; None ends the thread.
-        batch: The whole batch that runs, also while its halves run; None if no batch runs, so that no result stays in
-            memory.
+        batch: The running batch. While a half of a batch runs, this is the whole batch. None if no batch runs.
         started_at: The start of the run in awake time; None if nothing runs.
     """
 
@@ -94,9 +93,9 @@ class Lanes:
         self._probe_input = probe
         self._failures_before_probe = failures_before_probe
         self._lanes = [_Lane(number) for number in range(engine.max_parallel_runs)]
-        self._idle = self._lanes[::-1]  # the last one ran last
+        self._idle = self._lanes[::-1]  # the last lane in the list ran last
         self._waking = False  # whether a lane has been started and has not taken a batch yet
-        self._alone = False  # whether the running batch has the whole device
+        self._alone = False  # whether the running batch uses all threads
         self._stopped = False  # closed or crashed: no lane takes a batch again
         self._broken = False  # the engine fails for every input: no lane takes a batch until `resume`
         self._probing = False  # whether a lane probes the engine
@@ -111,12 +110,12 @@ class Lanes:
         self._event_loop = asyncio.get_running_loop()
         self._ended = [self._event_loop.create_future() for _ in self._lanes]
         for i, (lane, ended) in enumerate(zip(self._lanes, self._ended, strict=True)):
-            # A daemon: a stuck engine must not keep the process alive.
+            # A daemon thread, because a stuck engine must not keep the process alive.
             name = f"encserve-engine-{i}"
             threading.Thread(target=self._live, args=(lane, ended), name=name, daemon=True).start()
 
     def wake(self) -> None:
-        """Start an idle lane if one may take a batch; the caller holds the lock."""
+        """Start an idle lane if a lane may take a batch. The caller must hold the lock."""
         if self._idle and not (self._stopped or self._broken or self._waking or self._alone):
             self._waking = True
             self._idle.pop().jobs.put(self._work)
@@ -142,14 +141,14 @@ class Lanes:
         return oldest
 
     def take_busy_seconds(self) -> float:
-        """Return for how long at least one lane was busy since the last call."""
+        """Return the number of seconds since the last call in which at least one lane was busy."""
         with self.lock:
             self._count_busy(0)
             seconds, self._busy_seconds = self._busy_seconds, 0.0
             return seconds
 
     async def probe(self) -> bool:
-        """Return whether the engine works; False also if no lane is idle."""
+        """Test the engine in an idle lane. Return whether the engine works; False also if no lane is idle."""
         answer: asyncio.Future[bool] = self._event_loop.create_future()
 
         def run(lane: _Lane) -> None:
@@ -161,7 +160,7 @@ class Lanes:
                 self._tell(_set_result, answer, True)
 
         with self.lock:
-            if not self._idle:  # a busy lane may never end
+            if not self._idle:  # a busy lane may be stuck, so do not wait for it
                 return False
             self._idle[-1].jobs.put(run)
         return await answer
@@ -180,7 +179,7 @@ class Lanes:
     # In the lanes' threads
 
     def _live(self, lane: _Lane, ended: "asyncio.Future[None]") -> None:
-        """Do the jobs of a lane until the job None."""
+        """Run the jobs of a lane until a job is None."""
         lower_thread_priority()
         start_thread()
         while (job := lane.jobs.get()) is not None:
@@ -200,12 +199,12 @@ class Lanes:
             lane.batch = self._take(lane, first=False)
 
     def _take(self, lane: _Lane, *, first: bool) -> Batch | None:
-        """Take the next batch; without a batch the lane becomes idle."""
+        """Take the next batch. If there is none, the lane becomes idle."""
         with self.lock:
             if first:
                 self._waking = False
-            self._alone = False  # a batch that was alone was this lane's
-            # `len` is cheaper than `take`, and this thread keeps the event loop from delivering.
+            self._alone = False  # if a batch ran alone, this lane has just finished it
+            # `len` is cheaper than `take`. While this thread holds the GIL, the event loop cannot deliver outputs.
             only = len(self._idle) == len(self._lanes) - 1  # all other lanes are idle
             may_take = len(self.pending) and not (self._stopped or self._broken)
             taken = self.pending.take(self._policy, self._clock.now()) if may_take else None
@@ -223,9 +222,9 @@ class Lanes:
         return batch
 
     def _count_busy(self, change: int) -> float:
-        """Add the busy time since the last call, change the number of busy lanes, and return the time; with the lock.
+        """Add the busy time since the last call, change the number of busy lanes, and return the current time.
 
-        Batches that run at the same time count once.
+        Batches that run at the same time count once. The caller must hold the lock.
         """
         now = self._clock.now()
         if self._busy_lanes:
@@ -260,10 +259,10 @@ class Lanes:
             self._tell(self._deliver, Outcome.CULPRIT, part, error)
 
     def _run(self, lane: _Lane, batch: Batch) -> None:
-        """Run a batch. Other threads see the start, and the time counts as busy.
+        """Run a batch. Other threads can read the start of the run. The duration counts as busy time.
 
         Raises:
-            BatchFailed: As of `run_batch`.
+            BatchFailed: See `run_batch`.
         """
         with self.lock:
             batch.began_at = self._count_busy(1)
@@ -276,9 +275,9 @@ class Lanes:
                 batch.ended_at = self._count_busy(-1)
 
     def _count_failure(self, lane: _Lane, batch: Batch, error: BaseException | None) -> None:
-        """Count a failed run, and probe the engine after several.
+        """Count a failed run. After several failed runs, probe the engine.
 
-        A lane that fails during a probe waits for the result: a broken engine makes no sequence a culprit.
+        If another lane is probing the engine, wait for the result. If the engine is broken, no sequence is a culprit.
 
         Raises:
             EngineUnhealthy: The engine is broken.

@@ -1,11 +1,12 @@
-"""The queue: sequences that wait for a batch, by priority, caller and length, counted against its bound.
+"""The queue of sequences that wait for a batch, by priority, caller and length.
 
-Callers share the model by the fair choice of `fairness`. The cost is the cost that admission counts, in tokens, as in
-VTC (Sheng et al., OSDI '24). The first sequence of a batch, the anchor, is the oldest sequence of the next caller. The
-others are neighbours in length, from any caller. Of one length, the earliest virtual starts go first. Each caller pays
-for its own sequences, because their virtual starts and costs are set on arrival.
+`fairness` decides which caller is next. The cost of a sequence is the cost in tokens that admission counts, as in VTC
+(Sheng et al., OSDI '24). The first sequence of a batch, the anchor, is the oldest sequence of the next caller. The
+other sequences of the batch have similar lengths and come from any caller. Of several sequences with the same length,
+those with the earliest virtual start run first. Each caller pays for its own sequences, because their virtual starts
+and costs are set on arrival.
 
-Interactive and bulk sequences have batches of their own.
+No batch has both interactive and bulk sequences.
 """
 
 import asyncio
@@ -25,12 +26,12 @@ from encserve_server.telemetry.spans import RequestSpan
 from encserve_server.types.callers import ANYONE, Caller, Priority
 from encserve_server.types.sequences import Batch, ClosedBy, TokenSequence
 
-# The most tokens by which a caller's virtual end may exceed the cost of its waiting sequences. Sequences that run as
-# neighbours move the virtual end of their caller too. Without this bound, a caller whose short sequences always run as
-# neighbours would never have its long sequences run.
+# `max_lead` of `FairQueue`. A sequence in the batch of another caller's anchor also moves the virtual end of its own
+# caller. If the short sequences of a caller always run in such batches, its long sequences would never run without this
+# limit.
 MOST_AHEAD_TOKENS = 8192
-# The tokens by which a caller may be ahead of its share before its sequences wait. Neighbours run out of order, so the
-# virtual time stands still for some batches and then jumps. Without slack, a caller of a few short texts would wait.
+# `slack` of `FairQueue`. Most sequences of a batch run out of order, so the virtual time stands still for some batches
+# and then jumps. Without slack, a caller with a few short texts would wait for such a jump.
 SLACK_TOKENS = 512
 
 _virtual_start = attrgetter("virtual_start")
@@ -46,7 +47,10 @@ class QueueObserver(Protocol):
         tokens: Callable[[], int],
         bulk_tokens: Callable[[], int],
     ) -> None:
-        """Take functions that return how much waits. Any thread may call them. The last two return costs."""
+        """Set the functions that return the numbers of waiting requests and sequences, and their cost in tokens.
+
+        Any thread may call the functions.
+        """
 
     def expired(self) -> None:
         """The deadline of a sequence passed in the queue."""
@@ -63,12 +67,13 @@ class Ticket:
         sequences: The sequences of the call; empty once the call has ended.
         done: Fires when all sequences have their outputs, or at the first error.
         missing: The number of sequences without outputs.
-        queued: The number of sequences that count against the queue's bound.
+        queued: The number of sequences in the queue.
         caller: The caller.
         priority: The priority.
         span: Traces the call; None without tracing.
-        error: Why the call failed, until it is raised. `done` cannot keep it: an error refers to frames, and these to
-            the sequences, so the memory of a failed call would wait for the cycle collector.
+        error: The error of the call, until the error is raised. The error is not stored in `done`. It refers to stack
+            frames, and the frames refer to the sequences. Such a reference cycle would keep the memory of a failed call
+            until the garbage collector runs.
     """
 
     sequences: list[TokenSequence]
@@ -105,9 +110,9 @@ class _LengthQueue(FairQueue[TokenSequence]):
 
     def __init__(self) -> None:
         super().__init__(slack=SLACK_TOKENS, max_lead=MOST_AHEAD_TOKENS)
-        self.lengths: list[int] = []  # of the buckets, ascending
+        self.lengths: list[int] = []  # the lengths of the waiting sequences, ascending
         self.waiting: dict[int, int] = {}  # the number of sequences of each length
-        # By length and caller, the oldest first. No bucket is empty, and no caller in a bucket.
+        # The sequences by length and caller, the oldest first. Empty buckets and flows are removed.
         self.buckets: dict[int, dict[Flow[TokenSequence], OrderedDict[TokenSequence, None]]] = {}
 
     def add(self, items: Sequence[TokenSequence], caller: Caller) -> Flow[TokenSequence]:
@@ -136,7 +141,7 @@ class _LengthQueue(FairQueue[TokenSequence]):
         return flow
 
     def members(self, anchor: TokenSequence, counts: Mapping[int, int]) -> list[TokenSequence]:
-        """Return as many sequences of each length as planned, the anchor first."""
+        """Return the planned number of sequences of each length. The anchor is the first sequence."""
         found: list[TokenSequence] = []
         for length, count in counts.items():
             flows = self.buckets[length].values()
@@ -151,9 +156,9 @@ class _LengthQueue(FairQueue[TokenSequence]):
 
 
 class PendingQueue:
-    """Waiting sequences. The queue has no lock: the caller of each method holds the scheduler's.
+    """Waiting sequences. The caller of each method must hold `Lanes.lock`.
 
-    A withdrawn sequence leaves at once. The queue checks a deadline when it is about to take the sequence.
+    A withdrawn sequence leaves at once. The queue checks the deadline of a sequence just before taking it.
 
     Attributes:
         requests: The number of calls with at least one waiting sequence.
@@ -180,7 +185,7 @@ class PendingQueue:
 
         Args:
             caller: The caller.
-            priorities: The priorities that count.
+            priorities: Only sequences of these priorities count.
         """
         own, others = 0, {}
         for priority in priorities:
@@ -202,7 +207,7 @@ class PendingQueue:
         self._count += ticket.queued
 
     def withdraw(self, ticket: Ticket) -> None:
-        """Free the room of a call that has ended."""
+        """Remove the waiting sequences of a call that has ended."""
         items = self._queues[ticket.priority].flows[ticket.caller.name].items
         for sequence in ticket.sequences:
             if sequence in items:
@@ -219,7 +224,7 @@ class PendingQueue:
             plan = plan_batch(len(anchor.input), queue.lengths, queue.waiting, policy)
             planned = queue.members(anchor, plan.counts)
             live = [it for it in planned if self._is_live(it, now, expired)]
-            if len(live) == len(planned):  # otherwise plan again, so that the bounds hold
+            if len(live) == len(planned):  # otherwise plan again without the removed sequences
                 queue.advance(anchor)
                 return Taken(self._take_planned(queue, planned, plan.closed_by, policy.max_batch_tokens, now), expired)
         return Taken(None, expired)
@@ -236,9 +241,9 @@ class PendingQueue:
         max_batch_tokens: int,
         now: float,
     ) -> Batch:
-        """Take sequences in the planned order, until their outputs cost too much for one batch.
+        """Take sequences in the planned order. Stop before their outputs together cost more than `max_batch_tokens`.
 
-        A batch has at most as much cost of outputs as tokens. The first sequence runs at any cost.
+        The first sequence runs at any cost.
         """
         batch = Batch([], closed_by)
         extra = 0
@@ -262,7 +267,7 @@ class PendingQueue:
         return sequences
 
     def _is_live(self, sequence: TokenSequence, now: float, expired: list[TokenSequence]) -> bool:
-        """Return whether a caller waits for a sequence. If no caller waits, the sequence leaves the queue."""
+        """Return whether the caller still waits for a sequence. Otherwise remove the sequence from the queue."""
         if not sequence.ticket.done.done():
             if sequence.deadline > now:
                 return True

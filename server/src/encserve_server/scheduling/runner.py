@@ -14,17 +14,17 @@ from encserve_server.errors import EngineUnhealthy
 from encserve_server.types.arrays import ModelInput, OutputArrays
 from encserve_server.types.sequences import Batch, TokenSequence
 
-# Computes the outputs of each sequence of a batch; None for a sequence whose numbers are not finite.
+# Computes the outputs of each sequence of a batch. The result is None for a sequence whose numbers are not finite.
 ComputeOutputs = Callable[[BatchResult, Sequence[TokenSequence]], list[OutputArrays | None]]
 RunBatch = Callable[[Batch], None]
 
 
 class BatchFailed(Exception):
-    """The engine or an output failed for a batch. The cause is the error."""
+    """The engine or an output failed for a batch. `__cause__` is the original error."""
 
 
 def start_thread() -> None:
-    """Prepare a thread that runs batches: NumPy does not warn about numbers that are not finite."""
+    """Prepare a thread that runs batches, so that NumPy does not warn about numbers that are not finite."""
     np.seterr(all="ignore")
 
 

@@ -13,17 +13,17 @@ from encserve_server.telemetry.lines import LineWriter
 
 logger = logging.getLogger(__name__)
 
-_MAX_WAITING = 50_000  # records of about 20 MB
+_MAX_WAITING = 50_000  # records, which together take about 20 MB
 _LINE_SECONDS = 1.0
 
 
 class CallRecord(NamedTuple):
-    """A call in the access log. A line of the log has the same names.
+    """A call in the access log. A log line has fields with these names, but has `time` in place of `ended_at`.
 
     Attributes:
         ended_at: The end of the call, in seconds since 1970.
         caller: The caller's name; empty if callers have no names.
-        peer: The address of the other end of the connection.
+        peer: The address and port of the caller's end of the connection.
         method: The RPC, or the HTTP method and the route.
         model: NAME@VERSION; empty if the call named no known model.
         inputs: The number of inputs.
@@ -31,8 +31,8 @@ class CallRecord(NamedTuple):
         status: The name of the gRPC status code, or the HTTP status.
         reason: The reason of the error; empty without an error.
         seconds: The time from arrival to answer.
-        queue_seconds: The longest time of a sequence in the queue.
-        compute_seconds: The longest run of a batch with sequences of the call.
+        queue_seconds: The longest time that a sequence of the call waited in the queue.
+        compute_seconds: The duration of the longest batch with sequences of the call.
         trace_id: The id of the trace; empty if the call is not traced.
     """
 
@@ -73,7 +73,8 @@ class RefusalLog:
 
     def __init__(self) -> None:
         """Start without counts."""
-        self._counts: dict[tuple[str, str], int] = {}  # calls since the last line; removed after a second without calls
+        # The number of calls since the last line. A key is removed after a second without calls.
+        self._counts: dict[tuple[str, str], int] = {}
 
     def add(self, caller: str, reason: str, method: str, text: str, *, is_callers_mistake: bool) -> None:
         """Count a refused or failed call. The first call of a caller and reason is logged immediately."""

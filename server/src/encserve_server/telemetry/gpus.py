@@ -13,8 +13,8 @@ logger = logging.getLogger(__name__)
 def watch_gpus(metrics: Metrics) -> None:
     """Add every GPU to the metrics page. Without a GPU or nvidia-ml-py (of the extra `gpu`), do nothing.
 
-    GPUs have the numbers of nvidia-smi, which ignores CUDA_VISIBLE_DEVICES. A container sees only the GPUs that it was
-    given. The call may take a second, because the driver wakes the GPUs.
+    The label `gpu` is the index of the GPU in nvidia-smi, which ignores CUDA_VISIBLE_DEVICES. A container sees only the
+    GPUs that it was given. The call may take a second, because the driver wakes the GPUs.
     """
     try:
         import pynvml as nvml
@@ -24,7 +24,7 @@ def watch_gpus(metrics: Metrics) -> None:
         nvml.nvmlInit()
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         totals = [nvml.nvmlDeviceGetMemoryInfo(handle).total for handle in handles]
-    except nvml.NVMLError as error:  # mostly because no driver is installed
+    except nvml.NVMLError as error:  # usually, no driver is installed
         logger.info("no GPU memory on the metrics page", extra={"reason": str(error)})
         return
     for i, (handle, total) in enumerate(zip(handles, totals, strict=True)):

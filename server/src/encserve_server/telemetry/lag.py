@@ -13,7 +13,7 @@ class LoopWatch:
     """Ticks on the event loop ten times a second."""
 
     def __init__(self, clock: Clock, observe: Callable[[float], None]) -> None:
-        """Set the clock, and the function that gets the delay of each tick in seconds."""
+        """Set the clock, and the function that is called with the delay of each tick in seconds."""
         self._clock = clock
         self._observe = observe
         self._ticked_at = clock.now()
@@ -25,8 +25,9 @@ class LoopWatch:
     async def run(self) -> None:
         """Observe the delay of each tick, until cancelled.
 
-        A blocked loop is late for every tick that it missed. So the observations are the delays of work that is due at
-        a random time. A block of one second gives ten observations, not one among a thousand good ticks.
+        A blocked loop misses several ticks, and each missed tick gives one observation. So the observations show the
+        delay of work that is due at a random time. For example, a loop that is blocked for a second gives ten
+        observations.
         """
         due = self._clock.now() + _PERIOD_SECONDS
         while True:

@@ -23,7 +23,7 @@ class LineWriter(Generic[Item]):
     then at most once a minute, and at the end.
 
     Attributes:
-        on_lost: Called with the number of lines that were lost. May be called in the thread.
+        on_lost: Called with the number of lost lines, in the thread that writes or in the thread that calls `put`.
     """
 
     def __init__(self, name: str, file: IO[str], format_item: Callable[[Item], str], *, max_waiting: int) -> None:
@@ -32,7 +32,7 @@ class LineWriter(Generic[Item]):
         Args:
             name: The name of the log, for reports and for the thread.
             file: The file.
-            format_item: Returns the line of an item, without its end. Called in the thread.
+            format_item: Returns the line for an item, without the newline. Called in the thread.
             max_waiting: The maximum number of waiting items.
         """
         self.on_lost: Callable[[int], object] = lambda _: None

@@ -28,7 +28,7 @@ class _LineHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._lines.put(self.format(record))
-        except Exception:  # a rule of logging: an error in a handler does not stop the program
+        except Exception:  # as in all handlers of `logging`, an error must not stop the program
             self.handleError(record)
 
     def close(self) -> None:
@@ -46,7 +46,7 @@ class _TextFormatter(logging.Formatter):
 
 
 def _printable(value: object) -> str:
-    """Return a value as one line without control characters, because some values come from callers."""
+    """Return a value as one line without control characters, because the value may come from a caller."""
     text = str(value)
     return text if text.isprintable() else repr(text)
 

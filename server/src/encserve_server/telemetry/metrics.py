@@ -37,7 +37,7 @@ class LoadOutcome(StrEnum):
     """The outcome of loading a bundle or a file."""
 
     LOADED = "loaded"
-    REFUSED = "refused"  # altered or incomplete, or the model cannot compute
+    REFUSED = "refused"  # the bundle or file is altered, incomplete or not usable
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class _Row(Generic[_Metric]):
         help: The meaning, for the page and docs/metrics.md.
         labels: The names of the labels.
         buckets: The upper bounds of a histogram.
-        values: The values of the only label that exist from the start.
+        values: For a metric with one label, the label values that exist from the start.
     """
 
     kind: type[_Metric]
@@ -234,7 +234,7 @@ class Metrics:
     model_info = _Row(
         Gauge,
         "encserve_model_info",
-        "Always 1. The labels give the provider and device in use, and the device of the setting.",
+        "Always 1. The labels give the provider and device in use, and the value of --device (requested_device).",
         (*_MODEL, "fingerprint", "precision", "provider", "device", "requested_device", "runtime"),
     )
     load_seconds = _Row(Gauge, "encserve_model_load_seconds", "Time to verify and load the version.", _MODEL)
@@ -302,7 +302,7 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Register all metrics on `registry`."""
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # else each child has one more series, `_created`
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # otherwise each child has one more series, `_created`
         self.registry = registry
         for attribute, row in vars(Metrics).items():
             if isinstance(row, _Row):
@@ -312,7 +312,7 @@ class Metrics:
         self._models: dict[tuple[str, str], ModelMetrics] = {}
 
     def callers_read(self, taken: bool) -> None:
-        """Count a change of the callers' file, which is in use now (`taken`) or was refused."""
+        """Count a change of the callers file. If `taken`, the changed file is in use now; otherwise it was refused."""
         self.callers_reads.labels((LoadOutcome.LOADED if taken else LoadOutcome.REFUSED).value).inc()
         self.callers_file_refused.set(not taken)
 
@@ -433,7 +433,7 @@ class ModelMetrics:
         child(metrics.model_default)
         self.load_seconds = child(metrics.load_seconds)
         self.warmup_seconds = child(metrics.warmup_seconds)
-        # Methods of the observers that only pass on a number.
+        # These methods of the observer interfaces only record a number.
         self.tokenized = self._stage_seconds["tokenize"].observe
         self.waited = self._stage_seconds["queue"].observe
         self.inspected = self._stage_seconds["inspect"].observe
@@ -463,7 +463,7 @@ class ModelMetrics:
             self._metrics.model_info.remove(*self._info)
 
     def register_text_queue_gauges(self, queued_bytes: Callable[[], int], limit_bytes: int) -> None:
-        """Make the gauge of waiting text call `queued_bytes`, in any thread, and set the limit."""
+        """Set the function that returns the bytes of waiting text, for any thread. Set the limit too."""
         self._queue_text_bytes.set_function(queued_bytes)
         self._queue_limit_text_bytes.set(limit_bytes)
 
@@ -484,7 +484,7 @@ class ModelMetrics:
         tokens: Callable[[], int],
         bulk_tokens: Callable[[], int],
     ) -> None:
-        """Make the gauges of the queue call these functions, in any thread."""
+        """Set the functions that return the values of the queue's gauges. Any thread may call the functions."""
         self._queue_requests.set_function(requests)
         self._queue_sequences.set_function(sequences)
         self._queue_tokens.set_function(tokens)

@@ -18,12 +18,13 @@ from encserve_server.system.listeners import open_listeners
 
 logger = logging.getLogger(__name__)
 
-# Each connection has a thread. Probes and scrapers need a few.
+# Each connection has a thread. Health probes and scrapers need only a few connections.
 _MAX_CONNECTIONS = 64
 # The maximum duration of a connection.
 _CONNECTION_SECONDS = 30.0
 _HANDSHAKE_SECONDS = 5.0
-# If there are too many connections, the oldest one is closed. A new connection waits this time for its end.
+# If there are too many connections, the oldest one is closed. A new connection waits at most this time until the thread
+# of the closed connection has ended.
 _PLACE_SECONDS = 0.5
 _SHUTDOWN_SECONDS = 1.0
 _STOP_SECONDS = 0.1
@@ -48,7 +49,7 @@ class _Handler(MetricsHandler):
         elif path == "/metrics":
             super().do_GET()
         elif path == "/healthz":
-            assert isinstance(self.server, _Server)  # noqa: S101 - the only class that makes one
+            assert isinstance(self.server, _Server)  # noqa: S101 - only `_Server` creates handlers
             if self.server.is_serving():
                 self._send(200, "SERVING")
             else:
@@ -57,7 +58,7 @@ class _Handler(MetricsHandler):
             self._send(404, "unknown path; the paths are /metrics and /healthz")
 
     def _may_read(self) -> bool:
-        """Return whether the caller has a certificate or does not need one."""
+        """Return whether the caller may read the metrics: it has a certificate or does not need one."""
         if not isinstance(self.connection, ssl.SSLSocket) or self.connection.context.verify_mode is ssl.CERT_NONE:
             return True
         return bool(self.connection.getpeercert())
@@ -105,7 +106,7 @@ class _Server(socketserver.ThreadingTCPServer):
         self._open[request] = request, time.monotonic() + _CONNECTION_SECONDS
         try:
             super().process_request(request, client_address)
-        except BaseException:  # the thread did not start, so it cannot do this
+        except BaseException:  # the thread did not start, so it cannot call `_ended`
             self._ended(request)
             raise
 

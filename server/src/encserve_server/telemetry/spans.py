@@ -34,7 +34,7 @@ class RequestSpan(Protocol):
         """Record the model and the number of sequences."""
 
     def counted(self, tokens: int) -> None:
-        """Add tokens to the number of tokens."""
+        """Add `tokens` to the number of tokens of the request."""
 
     def stage(self, name: str, began_at: float, ended_at: float) -> None:
         """Record a stage of the work. Only the first stage of each name is kept."""
@@ -97,5 +97,5 @@ def begin_request(request_id: str) -> RequestSpan | None:
         return None
     span = stream.request(request_id)
     if span is None:
-        _span.set(None)  # spans of this request must not go to the stream's span
+        _span.set(None)  # spans of this request must not become children of the stream's span
     return span

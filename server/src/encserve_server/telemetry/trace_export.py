@@ -1,4 +1,4 @@
-"""Sends ended spans to their receiver, and counts them."""
+"""Sends ended spans to the OTLP receiver, and counts sent, failed and dropped spans."""
 
 import logging
 import math
@@ -47,9 +47,9 @@ class CountingExporter(OTLPSpanExporter):
 
 
 class BoundedProcessor(BatchSpanProcessor):
-    """The SDK's queue of spans, which also counts dropped spans. The SDK reports them to OpenTelemetry's metrics only.
+    """The SDK's queue of spans, with a count of dropped spans.
 
-    Spans may end in any thread.
+    The SDK itself counts dropped spans only in OpenTelemetry's metrics. Spans may end in any thread.
     """
 
     def __init__(self, exporter: CountingExporter, metrics: Metrics) -> None:

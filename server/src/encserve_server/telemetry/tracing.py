@@ -9,11 +9,11 @@
     batch                                     a separate trace, because a batch has many requests
         └─ ─ links ─ ─▶ the requests
 
-A request on a stream has a span "request" below the span of the stream. This span has the stages.
+A request on a stream has a span "request" below the span of the stream. The stages are children of "request".
 
-The caller decides whether a request is sampled. Otherwise the sample ratio decides. A batch is sampled if one of its
-requests is sampled. Spans start and end on the event loop, and a thread of the SDK sends them. If the thread is too
-slow, spans are dropped and counted.
+If a request has a trace context, the context says whether the request is sampled. Otherwise the sample ratio decides.
+A batch is sampled if one of its requests is sampled. Spans start and end on the event loop, and a thread of the SDK
+sends them. If the thread is too slow, spans are dropped and counted.
 
 Names and attributes follow OpenTelemetry's semantic conventions 1.44.0, in which RPCs are a release candidate. The
 server's own attributes begin with `encserve.`.
@@ -57,16 +57,18 @@ from encserve_server.types.sequences import Batch
 logger = logging.getLogger(__name__)
 
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
-# A request of hundreds of sequences runs in dozens of batches. The last span stands for all further batches.
+# The most compute spans of a request. A request with hundreds of sequences may run in more batches: then the last span
+# covers all remaining batches.
 MAX_COMPUTE_SPANS = 16
-# A stream may last for days, and one trace has all its requests.
+# The most traced requests of a stream. A stream may last for days, and all its requests are in one trace.
 MAX_STREAM_REQUESTS = 1000
-# Thousands of spans may wait in memory, and a span begins before its request id is validated.
+# Longer request ids are cut, because a span begins before its request id is validated, and thousands of spans may wait
+# in memory.
 MAX_REQUEST_ID_CHARS = 128
-# At the end, the process waits this time for the remaining spans.
+# At shutdown, the server waits at most this time for the remaining spans.
 FLUSH_SECONDS = 3.0
 _GIVE_UP_SECONDS = 0.5
-# Callers could fill the log with warnings about headers. The exporter would log every retry.
+# Warnings of these loggers are hidden. Callers with bad headers could fill the log. The exporter would log every retry.
 _NOISY_LOGGERS = (
     "opentelemetry.trace.propagation.tracecontext",
     "opentelemetry.trace.span",
@@ -75,7 +77,7 @@ _NOISY_LOGGERS = (
 
 
 def open_otlp(endpoint: str, sample_ratio: float, clock: Clock, metrics: Metrics) -> "OtlpTracer":
-    """Return a tracer that sends spans to an OTLP receiver. Without a receiver, the spans are lost.
+    """Return a tracer that sends spans to an OTLP receiver. If the receiver is not reachable, spans are lost.
 
     Args:
         endpoint: http://HOST:PORT, or https:// for TLS.
@@ -189,7 +191,7 @@ class _RequestSpan:
         self._stages: set[str] = set()
         self._computed = 0
         self._further: list[tuple[float, float, SpanContext]] = []  # batches without a separate span
-        self._requests = 0  # of this stream
+        self._requests = 0  # the number of requests, if this is the span of a stream
 
     def about(self, model: str, version: str, sequences: int) -> None:
         """See `spans.RequestSpan`."""
@@ -233,7 +235,7 @@ class _RequestSpan:
         )
         child = _RequestSpan(
             self._tracer, span, self._moments
-        )  # the times of the stream, so that the span lies within the stream's span
+        )  # with the converter of the stream, so that the span lies within the stream's span
         spans.enter(child, _ids_of(span))
         return child
 
