@@ -9,7 +9,8 @@ logger = logging.getLogger(__name__)
 PREFIX = "ENCSERVE_"
 _MAX_TYPOS = 2
 _MIN_ABBREVIATION_CHARS = len(PREFIX) + 4
-# ENCSERVE_PORT could mean any of the ports. It is similar to ENCSERVE_HOST, but an error must not suggest that.
+# ENCSERVE_PORT could mean any of the ports. The setting with the most similar name is
+# ENCSERVE_HOST, but the error must not propose it.
 _PORT = f"{PREFIX}PORT"
 # The variables of the command `encserve`, of its subcommands, and of the tests.
 _OTHER_PROGRAMS = frozenset(

@@ -35,7 +35,7 @@ def check_interface(
         raise BundleError(f"{graph.path}: the graph's inputs are {inputs}; the manifest names {wanted}")
     if outputs.get(graph.output_name) != float32:
         raise BundleError(
-            f"{graph.path}: the graph's outputs are {outputs}; the manifest names {graph.output_name} of {float32}"
+            f"{graph.path}: the graph's outputs are {outputs}; the manifest names {graph.output_name} of type {float32}"
         )
 
 

@@ -19,7 +19,7 @@ _ADVICE = ", and float16 or pooled outputs take less"
 
 @dataclass(frozen=True, slots=True)
 class ReplyShape:
-    """The form of a reply. The vectors do not depend on the form.
+    """The form of a reply. The numbers of a vector do not depend on the form.
 
     Attributes:
         detail: How much the reply says about each sequence. None means Detail.TOKENS if an output has a row for each
@@ -53,8 +53,9 @@ class ReplySize:
         """Return the size of a reply with these outputs, in bytes, without sparse weights.
 
         Args:
-            sequences: The sequences that are known so far. If all rows have one size, the result counts all inputs.
-                With padding, it counts each input as long as the longest so far.
+            sequences: The sequences that are known so far. If each input has rows of one fixed size, the
+                result also counts the inputs that are not known yet. With padding, the result assumes that each input
+                is as long as the longest sequence so far.
             inputs: The number of all inputs.
             plan: The outputs of each sequence.
             detail: How much the reply says about each sequence.
@@ -100,8 +101,8 @@ class ReplySize:
         if size > self._limit:
             raise ResponseTooLarge(
                 FieldPath(RequestField.INPUTS),
-                "the reply would take {size} bytes, over the limit of {limit} (max_response_bytes); fewer inputs, or "
-                "{active}, take less",
+                "the reply would take {size} bytes, over the limit of {limit} (max_response_bytes); send fewer "
+                "inputs, or set {active}",
                 size=size,
                 limit=self._limit,
                 active=FieldPath(RequestField.OUTPUT_MAX_ACTIVE_DIMS),

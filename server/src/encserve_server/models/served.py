@@ -33,7 +33,7 @@ from encserve_server.types.callers import ANY_SENDER, Sender
 from encserve_server.types.requests import DataType, Detail, OffsetUnit, Task
 from encserve_server.types.sequences import TokenSequence
 
-# Other calls run after each lookup of this many texts in a table of static weights.
+# A lookup in a table of static weights lets other calls run after this many texts.
 _STATIC_TEXTS_AT_ONCE = 16
 
 
@@ -144,7 +144,7 @@ class InspectCall:
 
     Attributes:
         input: A text, ids, or vectors.
-        wanted: The requested kinds, each with its layers. The model has these kinds.
+        wanted: The requested kinds of numbers, such as hidden states, each with its layers. The model has these kinds.
         data_type: The type of the returned numbers.
         truncate: Whether an input that is too long is cut instead of refused.
         prompt_name: See `EncodeCall`.
@@ -234,7 +234,7 @@ class ServedModel:
         await self._unused.wait()
 
     def not_ready_reason(self) -> str:
-        """Return why the model is not ready, for people; empty if it is ready."""
+        """Return a text that says why the model is not ready; empty if it is ready."""
         return self._scheduler.not_ready_reason()
 
     def answered(self, encode_seconds: float, response_bytes: int) -> None:
@@ -427,12 +427,13 @@ class ServedModel:
         sender: Sender = ANY_SENDER,
         charge: Callable[[Sequence[TokenSequence]], None] = lambda _: None,
     ) -> AsyncGenerator[InspectReply]:
-        """Run one input and return the numbers inside the model. The reply's memory is free when the block ends.
+        """Run one input and return the numbers inside the model, such as hidden states.
 
-        A text is tokenized when the sender's turn comes. `charge` is called with the sequence before its run.
+        A text is tokenized when the sender's turn comes. `charge` is called with the sequence before its run. The
+        inspection holds its place until the `async with` block ends.
 
         Raises:
-            InspectUnavailable: The bundle has no graph for it, or the server has it turned off.
+            InspectUnavailable: The bundle has no graph for inspections, or inspections are disabled.
             RequestError: The call cannot succeed. The error names the field, its value and the limit.
             QueueFull: Too many inspections are pending.
             ShareExceeded: Too many inspections of this caller are pending.
@@ -450,8 +451,8 @@ class ServedModel:
             if tokens > self.max_inspect_tokens:
                 raise SequenceTooLong(
                     FieldPath(RequestField.TASK),
-                    "{task} makes texts {tokens} tokens long, and at most {most} can be inspected (max_inspect_tokens "
-                    "of {model})",
+                    "with {task} the text has {tokens} tokens, and an inspection takes at most {most} tokens "
+                    "(max_inspect_tokens of {model})",
                     task=call.task,
                     tokens=tokens,
                     most=self.max_inspect_tokens,
@@ -474,7 +475,7 @@ class ServedModel:
             yield InspectReply(sequence, inspection, tokenize_seconds)
 
     async def close(self) -> None:
-        """Stop the engines, and wait for their current work. Callable again, even during the first call."""
+        """Stop the engines, and wait for their current work. May be called again, even during the first call."""
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close())
         await asyncio.shield(self._closing)
@@ -488,7 +489,7 @@ class ServedModel:
         """Return the lane of inspections.
 
         Raises:
-            InspectUnavailable: The bundle has no graph for it, or the server has it turned off.
+            InspectUnavailable: The bundle has no graph for inspections, or inspections are disabled.
         """
         if self._inspect_lane is None:
             why = "its bundle holds no graph for it" if self.bundle.inspect_graph is None else "this server has it off"

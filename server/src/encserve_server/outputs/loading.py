@@ -40,8 +40,8 @@ def load_heads(bundle: Bundle, open_head: OpenHead) -> dict[OutputKind, Head]:
     """Load and test the heads of a model.
 
     Raises:
-        BundleError: A head fails or has another width than the manifest says, or the model joins
-            vectors and SciPy is not installed.
+        BundleError: A head fails, or its width differs from the manifest, or the model pools the vectors of tokens and
+            SciPy is not installed.
     """
     heads = {}
     if (
@@ -56,7 +56,7 @@ def load_heads(bundle: Bundle, open_head: OpenHead) -> dict[OutputKind, Head]:
         shape = (2,) if bundle.sparse.pooling is SparsePooling.OWN_ID else (2, 3)
         heads[OutputKind.SPARSE] = _load(open_head, bundle.sparse.head, shape, all_threads=True)
     if not can_pool() and any(settings.token_pooling for settings in bundle.tasks.values()):
-        raise BundleError(f"model {bundle.name} joins the vectors of tokens: install {EXTRA}")
+        raise BundleError(f"model {bundle.name} pools the vectors of tokens, which needs SciPy: install {EXTRA}")
     return heads
 
 

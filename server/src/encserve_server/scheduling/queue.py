@@ -1,10 +1,10 @@
 """The queue of sequences that wait for a batch, by priority, caller and length.
 
-`fairness` decides which caller is next. The cost of a sequence is the cost in tokens that admission counts, as in VTC
-(Sheng et al., OSDI '24). The first sequence of a batch, the anchor, is the oldest sequence of the next caller. The
-other sequences of the batch have similar lengths and come from any caller. Of several sequences with the same length,
-those with the earliest virtual start run first. Each caller pays for its own sequences, because their virtual starts
-and costs are set on arrival.
+`fairness` decides which caller is next. As in VTC (Sheng et al., OSDI '24), fairness is measured in tokens: the cost of
+a sequence is the number of tokens that admission has counted for it. The first sequence of a batch, the anchor, is the
+oldest sequence of the next caller. The other sequences of the batch have similar lengths and come from any caller. Of
+several sequences with the same length, those with the earliest virtual start run first. A sequence gets its virtual
+start and its cost on arrival. So its own caller pays for it, whichever caller's anchor started the batch.
 
 No batch has both interactive and bulk sequences.
 """
@@ -26,9 +26,8 @@ from encserve_server.telemetry.spans import RequestSpan
 from encserve_server.types.callers import ANYONE, Caller, Priority
 from encserve_server.types.sequences import Batch, ClosedBy, TokenSequence
 
-# `max_lead` of `FairQueue`. A sequence in the batch of another caller's anchor also moves the virtual end of its own
-# caller. If the short sequences of a caller always run in such batches, its long sequences would never run without this
-# limit.
+# `max_lead` of `FairQueue`. A sequence of caller A that runs in a batch with caller B's anchor also moves A's virtual
+# end. Without this limit, A's long sequences might never run if its short ones always run in such batches.
 MOST_AHEAD_TOKENS = 8192
 # `slack` of `FairQueue`. Most sequences of a batch run out of order, so the virtual time stands still for some batches
 # and then jumps. Without slack, a caller with a few short texts would wait for such a jump.
@@ -71,9 +70,9 @@ class Ticket:
         caller: The caller.
         priority: The priority.
         span: Traces the call; None without tracing.
-        error: The error of the call, until the error is raised. The error is not stored in `done`. It refers to stack
-            frames, and the frames refer to the sequences. Such a reference cycle would keep the memory of a failed call
-            until the garbage collector runs.
+        error: The error of the call, until the error is raised. The error is not stored in `done`: an error refers to
+            stack frames, the frames to the sequences, and the sequences to the call. Such a reference cycle would keep
+            the memory of a failed call until the garbage collector runs.
     """
 
     sequences: list[TokenSequence]
@@ -141,7 +140,7 @@ class _LengthQueue(FairQueue[TokenSequence]):
         return flow
 
     def members(self, anchor: TokenSequence, counts: Mapping[int, int]) -> list[TokenSequence]:
-        """Return the planned number of sequences of each length. The anchor is the first sequence."""
+        """Return sequences: for each length, as many as planned. The anchor is the first sequence."""
         found: list[TokenSequence] = []
         for length, count in counts.items():
             flows = self.buckets[length].values()
@@ -243,7 +242,7 @@ class PendingQueue:
     ) -> Batch:
         """Take sequences in the planned order. Stop before their outputs together cost more than `max_batch_tokens`.
 
-        The first sequence runs at any cost.
+        The first sequence is taken whatever its cost.
         """
         batch = Batch([], closed_by)
         extra = 0

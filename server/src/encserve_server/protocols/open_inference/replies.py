@@ -55,7 +55,8 @@ def output_tensors(model: ServedModel, infer: InferCall, reply: EncodeReply) -> 
         raise ResponseTooLarge(
             FieldPath(RequestField.INPUTS),
             f"the reply would take {size} bytes with its padding, over the limit of {limit} (max_response_bytes); "
-            "send fewer sequences, send sequences of similar length together, or request only the output embedding",
+            "send fewer sequences, send sequences of similar length together, or request only the output named "
+            "embedding",
         )
     return tensors
 
