@@ -442,6 +442,8 @@ def test_each_sparse_vector_has_its_own_indices(tmp_path: Path) -> None:
         made = embedder.run(TEXTS, output="sparse")
         found = embedder.embed(TEXTS, output="sparse")
         refused = embedder.run([[VOCAB_SIZE], *TEXTS, []], output="sparse")
+        with pytest.raises(ValueError, match="'multi_vector': see `arrays`"):
+            embedder.run(TEXTS, output="multi_vector").sparse_vectors()
     assert [len(it.indices) for it in found] == made.lengths.tolist() == refused.lengths[1:-1].tolist()
     np.testing.assert_array_equal(np.concatenate([it.indices for it in found]), refused.indices)
     assert {it.width for it in found} == {made.sparse_width} == {VOCAB_SIZE}

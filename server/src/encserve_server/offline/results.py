@@ -74,7 +74,13 @@ class Embedded:
         return np.split(self.rows, np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
 
     def sparse_vectors(self) -> list[SparseVector]:
-        """Return the vector of each input, as views. Call it only if the kind is "sparse"."""
+        """Return the sparse vector of each input, as views.
+
+        Raises:
+            ValueError: The kind of output is not "sparse".
+        """
+        if self.kind != "sparse":
+            raise ValueError(f'the kind of output must be "sparse"; was {self.kind!r}: see `arrays`')
         if self.indices is None or not len(self.lengths):
             return []
         indices = np.split(self.indices, np.cumsum(self.lengths)[:-1])
