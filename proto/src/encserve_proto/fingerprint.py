@@ -29,7 +29,10 @@ _FACTS = (
 
 
 def to_fields(manifest: manifest_pb2.Manifest) -> dict[str, Any]:
-    """Return a manifest in protobuf's JSON form, with the names of the .proto file and with fields at their default."""
+    """Return a manifest in protobuf's JSON form.
+
+    Fields have their names in the .proto file. Fields with their default value are included.
+    """
     fields: dict[str, Any] = json_format.MessageToDict(
         manifest, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

@@ -21,7 +21,7 @@ class OpenHead(Protocol):
         Args:
             graph: The ONNX file and its interface.
             on_device: Whether the head runs on the model's device. Otherwise it runs on the CPU.
-            all_threads: Whether the head uses all threads that run a batch. Otherwise it uses one.
+            all_threads: Whether the head uses as many CPU threads as the model. Otherwise it uses one.
 
         Raises:
             EncserveError: The head cannot be loaded.

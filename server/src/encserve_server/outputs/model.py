@@ -250,7 +250,7 @@ class ModelOutputs:
 def _by_kind(
     groups: Mapping[tuple[Output, ...], Sequence[int]], failed: set[int]
 ) -> dict[OutputKind, dict[Output, list[int]]]:
-    """Return the outputs of each kind, each with the places of the sequences that need it and have not failed."""
+    """Return the outputs of each kind, each with the indices of the sequences that need it and have not failed."""
     by_kind: dict[OutputKind, dict[Output, list[int]]] = {}
     for outputs, places in groups.items():
         valid = [i for i in places if i not in failed] if failed else places

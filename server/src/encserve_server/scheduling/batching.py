@@ -4,7 +4,8 @@ The cost of a batch is its *padded* tokens: longest sequence × number of sequen
 together. But the oldest sequence must not wait for others of its length. The rules:
 
 1. The *anchor* is always in the batch. It is the oldest live sequence of the next caller; see `queue`. So with one
-   caller, a sequence with k live sequences before it runs in the (k + 1)-th batch from now at the latest.
+   caller, a sequence runs at the latest in the (k + 1)-th batch from now, where k is the number of live sequences ahead
+   of it.
 2. The batch starts with the length of the anchor. Each step adds a sequence of the same length, or of the next shorter
    or next longer length, whichever adds less padding.
 3. The batch is closed before it exceeds a limit of `BatchPolicy`. The anchor runs even if it alone exceeds the limit of
@@ -26,8 +27,8 @@ class BatchPolicy:
     """The limits of a batch.
 
     Attributes:
-        max_batch_tokens: The most padded tokens (longest sequence × number of sequences). A larger
-            batch uses the device better, until the activations no longer fit into the device's cache.
+        max_batch_tokens: The largest number of tokens, padding included (longest sequence × number of sequences). A
+            larger batch uses the device better, until the activations no longer fit into the device's cache.
         max_batch_sequences: The maximum number of sequences, of any length.
         max_padding_fraction: The greatest share of padding among the padded tokens, from 0 (only equal lengths run
             together) to 1 (no bound). A low value suits a CPU, where a padded token costs as much as a real one. A high
@@ -98,7 +99,7 @@ def plan_batch(anchor: int, lengths: Sequence[int], waiting: Mapping[int, int], 
 
 
 def _next(lengths: Sequence[int], waiting: Mapping[int, int], counts: Mapping[int, int], at: int, step: int) -> int:
-    """Return the index of the nearest length from `at` on that has sequences left, or -1."""
+    """Search from `at` in steps of `step`. Return the index of the first length that has sequences left, or -1."""
     while 0 <= at < len(lengths):
         if counts.get(lengths[at], 0) < waiting[lengths[at]]:
             return at

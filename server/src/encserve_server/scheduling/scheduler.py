@@ -36,10 +36,11 @@ logger = logging.getLogger(__name__)
 
 # The probe of a model that takes ids.
 _FIRST_ID = np.zeros(1, np.int64)
-# How often the scheduler looks for a stalled run: a part of `stall_seconds`, and at least once per second.
+# The scheduler looks for a stalled run this many times in `stall_seconds`, and at least once per second.
 _STALL_LOOKS = 4
 _MAX_STALL_POLL_SECONDS = 1.0
-# The time between two looks counts as at most this many pauses, because the whole process may have been stopped.
+# If the next look is later than this many pauses, the process was probably suspended. The rest of the time does not
+# count.
 _MAX_GAP_PAUSES = 2
 
 
@@ -53,7 +54,7 @@ class SchedulerObserver(QueueObserver, Protocol):
         """The engine raised an error for a batch."""
 
     def was_busy(self, seconds: float) -> None:
-        """At least one batch ran for this time since the last call."""
+        """Since the last report, the engine was running at least one batch for this time in total."""
 
     def waited(self, queue_seconds: float) -> None:
         """A sequence has run. Its wait in the queue was `queue_seconds`."""
@@ -64,12 +65,11 @@ class SchedulerLimits:
     """The bounds of a scheduler.
 
     Attributes:
-        max_queue_tokens: The most tokens that pending sequences may cost; more are refused. This bounds memory and the
-            longest wait.
-        failures_before_probe: The failed runs without a success before the scheduler probes the engine.
+        max_queue_tokens: The largest cost of all pending sequences in tokens. It bounds memory and the longest wait.
+        failures_before_probe: The number of failed runs in a row after which the scheduler probes the engine.
         probe_seconds: The time between two probes of an unhealthy engine.
-        stall_seconds: The longest time of a run before the engine counts as stuck. Time in which the whole process
-            stands still does not count.
+        stall_seconds: A run that takes longer than this is stalled. Time in which the whole process is suspended does
+            not count.
     """
 
     max_queue_tokens: int
@@ -86,18 +86,19 @@ class Scheduler:
     - `run` never blocks the event loop. It admits or refuses a call at once, with all sequences or none. The cost of
       pending calls never exceeds `max_queue_tokens` (QueueFull). After a refusal, the queue refuses all calls until a
       quarter of the queue is free (see `admission`).
-    - Each named caller has a share of the queue: its weight, divided by the weights of all callers with waiting
-      sequences and once more its own weight, so that another caller finds room. While more than half of the queue is
-      taken, a caller whose share waits is refused (ShareExceeded). Bulk takes at most half of the queue and leaves a
-      quarter of the queue free. Bulk callers have the same shares of bulk's half.
+    - Each named caller has a share of the queue: w / (2w + the weights of the other waiting callers), where w is its
+      weight. The second w keeps room for one more caller. If a call would fill more than half of the queue and exceed
+      its caller's share, it is refused (ShareExceeded), unless nothing of this caller waits.
+    - Bulk takes at most half of the queue, and leaves a quarter of the queue free. In this half, the same rule gives
+      each bulk caller its share.
     - The scheduler uses no timer. When the engine is free, it runs a batch of pending sequences. The engine's threads
       take the next batch at once, and meanwhile the event loop delivers. Some engines run several batches at once (see
       `lanes`).
-    - With one caller and one priority, a sequence with k live sequences before it starts in the (k + 1)-th batch after
-      the running ones, at the latest (see `batching`). So the queue's bound and the engine's speed bound the longest
-      wait, and later arrivals do not.
-    - With other callers, a bound holds for the service of each other caller before a sequence starts. The bound is the
-      ratio of the weights, times this caller's waiting cost plus MOST_AHEAD_TOKENS, plus a batch (see `queue`).
+    - With one caller and one priority, a sequence starts at the latest in the (k + 1)-th batch after the running ones,
+      where k is the number of live sequences ahead of it (see `batching`). So the longest wait depends only on the
+      limit of the queue and the speed of the engine. Later arrivals do not make it longer.
+    - With several callers, the work of any other caller before a sequence starts is limited. The limit is
+      (other weight / own weight) x (own waiting cost + MOST_AHEAD_TOKENS) + one batch (see `queue`).
     - Interactive sequences run before bulk sequences. While both wait, one batch in BULK_TURN is a bulk batch. So bulk
       waits at most BULK_TURN times as long as alone.
     - The queue drops a sequence whose caller has gone or whose deadline has passed. A running batch is never
@@ -204,10 +205,11 @@ class Scheduler:
     def check_share(self, sender: Sender, cost: int = 1) -> None:
         """Check that a call of this cost keeps to the shares of the queue.
 
-        A call that takes from the queue, or from the half that bulk may take, keeps to the shares of callers there.
+        Every call must keep to its caller's share of the queue. A bulk call must also keep to its caller's share of the
+        half for bulk.
 
         Raises:
-            ShareExceeded: The call exceeds its caller's share, or bulk's share, and more waits there already.
+            ShareExceeded: The call exceeds its caller's share or bulk's share, of which a part is taken already.
         """
         pending, caller, size = self._pending, sender.caller, self._limits.max_queue_tokens
         self._check_caller_share(caller, cost, size, pending.cost, Priority)
@@ -265,7 +267,7 @@ class Scheduler:
             if ticket.missing:
                 with self._lanes.lock:
                     self._pending.withdraw(ticket)
-            if span is not None:  # ends when the first batch was taken, or when the call gave up
+            if span is not None:  # this stage ends when the first batch was taken, or when the call gave up
                 starts = [it.started_at for it in sequences if not math.isnan(it.started_at)]
                 span.stage("queue", sequences[0].enqueued_at, min(starts, default=self._clock.now()))
             ticket.sequences, ticket.error = [], None  # otherwise the rows would stay until the garbage collector runs
@@ -300,7 +302,7 @@ class Scheduler:
             raise _unavailable(reason)
 
     def _refuse_size(self, sequences: Sequence[TokenSequence], cost: int) -> None:
-        """Refuse sequences that are larger than the queue. Calls arrive in parts, so this is one sequence."""
+        """Refuse a sequence that is larger than the queue. Larger calls were split before they came here."""
         tokens, limit = sum([len(it.input) for it in sequences]), self._limits.max_queue_tokens
         size = f"{tokens}" if cost == tokens else f"{tokens}, and with its outputs it costs as much as {cost}"
         raise RequestTooLarge(
@@ -371,7 +373,8 @@ class Scheduler:
             if not ticket.missing:
                 ticket.done.set_result(None)
         batch.outputs = []
-        # Trace now, because a span ends with its call. Count after the callers of these outputs have run.
+        # Trace now, because a span ends with its call. Count in a later step of the event loop, after the tasks that wait
+        # for these outputs.
         if self._tracer is not None:
             self._trace(batch, self._tracer)
         asyncio.get_running_loop().call_soon(self._count, batch)

@@ -23,13 +23,13 @@ class TokenSequence:
         char_starts: (seq,) the start of each token in the text, in code points, 0 for special tokens; None if the input
             is not a text or the call does not need offsets.
         char_ends: (seq,) the exclusive end of each token.
-        kept_after: The number of tokens after the removed tokens; 0 without truncation.
-        attended: The number of tokens at the start that all tokens attend to; 0 if they attend to all tokens.
+        kept_after: The number of tokens that are kept behind the truncated ones; 0 without truncation.
+        attended: If attention is limited to the first tokens, the number of these tokens; 0 without such a limit.
         token_spans: The spans for OutputKind.SPANS; None without spans.
         wanted: The outputs to compute.
         cost: The cost in tokens; see `ModelOutputs.cost`.
         ticket: The pending call of the sequence. Only `scheduling` uses it.
-        virtual_start: When the sequence may start, in the virtual time of its priority. Only `scheduling` uses it.
+        virtual_start: The virtual time of its priority from which the sequence may start. Only `scheduling` uses it.
         index: The index in the call.
         deadline: The time at which the caller stops waiting, in the clock's seconds; infinity without a deadline.
         enqueued_at: The time at which the sequence was queued, in the clock's seconds.

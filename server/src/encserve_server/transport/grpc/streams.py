@@ -32,7 +32,8 @@ async def answer_stream(
     """Answer the requests of a stream, at most `max_in_flight` at a time. Write each reply as soon as it is ready.
 
     A request counts as in flight until its reply is written. So the server reads no more requests from a caller that
-    does not read replies. Only this function writes: gRPC cannot end a call with an error while it writes a message.
+    does not read replies. Only this function writes, one message at a time. So when it raises an error, no
+    write is in progress; gRPC could not end the call during a write.
 
     Args:
         read: Returns the next request. At the end of the stream, returns a value that is not bytes.
@@ -74,7 +75,7 @@ async def answer_one(call: Call, size: int, request: StreamedRequest) -> Answer:
             data = await request.answer(call)
         if call.failure is not None:
             data = request.refuse(call.failure)
-    except BaseException:  # the stream has ended
+    except BaseException:  # the stream has ended, and the reply will not be written
         call.release()
         raise
     return data, call
@@ -102,7 +103,7 @@ async def _answer_all(
                     break
                 tasks.create_task(put_answer(data))
                 del data  # free its memory, because the next request may take long
-    except ExceptionGroup as group:  # the table of errors does not know groups
+    except ExceptionGroup as group:  # `CALLER_ERRORS` has single errors, no groups
         raise _first_error(group) from None
     finally:
         stop.cancel()
