@@ -373,7 +373,8 @@ class Scheduler:
             if not ticket.missing:
                 ticket.done.set_result(None)
         batch.outputs = []
-        # Trace now, because a span ends with its call. Count in a later step of the event loop, after the tasks that wait
+        # Trace now, because a span ends with its call. Count in a later step of the event loop, after the tasks that
+        # wait for these outputs.
         # for these outputs.
         if self._tracer is not None:
             self._trace(batch, self._tracer)
