@@ -375,7 +375,6 @@ class Scheduler:
         batch.outputs = []
         # Trace now, because a span ends with its call. Count in a later step of the event loop, after the tasks that
         # wait for these outputs.
-        # for these outputs.
         if self._tracer is not None:
             self._trace(batch, self._tracer)
         asyncio.get_running_loop().call_soon(self._count, batch)
