@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ENCODE_THREADS = 2
-# When calls have released this many bytes, the process returns memory to the system. Checked once per interval.
+# When calls have released this many bytes, the process returns memory to the system.
 _TRIM_BYTES = 64 * MIB
 _TRIM_CHECK_SECONDS = 1.0
 # The time for which new calls are refused before gRPC stops.
@@ -88,7 +88,8 @@ class App:
         self.catalog = Catalog(settings.aliases, accept_any_name=settings.accept_any_model_name)
         self._clock = MonotonicClock()
         self._tokenize_pool = FairThreadPool(settings.tokenizer_threads, "encserve-tokenize")
-        # Low priority, because loading is not urgent. Engines create their threads in this thread.
+        # Low priority, because loading is not urgent. Engines create their threads in this thread, so these have a low
+        # priority too.
         self._load_pool = ThreadPoolExecutor(1, thread_name_prefix="encserve-load", initializer=lower_thread_priority)
         self._encode_pool = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="encserve-encode")
         # The replies of inspections are encoded in a separate thread, because encoding may wait until a caller reads.

@@ -2,8 +2,8 @@
 
 A `Pool` is one limited resource: bytes or places. An account is a caller's name, or the address of a peer
 without a name. One rule gives shares: an account may hold at most a fixed multiple of the amount that is still free.
-So one account alone cannot fill a pool, and an account that holds nothing finds room. Shared-memory switches bound
-their queues with this rule (Choudhury and Hahne, "Dynamic queue length thresholds", 1998).
+So one account alone cannot fill a pool, and an account that holds nothing finds room. Network switches with
+shared memory limit their queues with this rule (Choudhury and Hahne, "Dynamic queue length thresholds", 1998).
 
 Front ends only take from pools and give back. This module has all the rules. Use it only on the event loop.
 """
@@ -38,7 +38,7 @@ LOOK_SECONDS = 0.1
 _PROMPT_LOOKS = 2
 # The minimum number of places, even if the byte budget is small.
 _LEAST_PLACES = 64
-# All calls that may come without a key hold together at most an eighth of the places.
+# Calls that may come without a key may together hold at most an eighth of the places.
 _OPEN_PART = 8
 # For an incomplete request, gRPC needs an eighth more memory than the request has bytes.
 _OVERHEAD_PART = 8
@@ -69,7 +69,9 @@ class Pool:
     def has_room(self, account: str, size: int, share: int = _SHARE) -> bool:
         """Return whether an account may take `size` more."""
         free = self.limit - self.held - size
-        return free >= 0 and self.held_by(account) + size <= share * (free + 1)  # + 1: the last unit can be taken
+        return free >= 0 and self.held_by(account) + size <= share * (
+            free + 1
+        )  # with + 1, the last free unit can be taken
 
     def add(self, account: str, size: int) -> None:
         """Add `size`, which may be negative, to the amount of an account, without a check."""

@@ -45,7 +45,7 @@ class CertificateObserver(Protocol):
         """The changed files cannot be used. The server keeps the identity that it has."""
 
     def certificates_as_before(self) -> None:
-        """Changed files were refused. Now the files have the contents in use again."""
+        """Changed files were refused. Now the files have the same contents again as those in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def load_identity(files: TlsFiles, now: float) -> Identity:
         _make_context(files, client_ca, ssl.CERT_REQUIRED),
         _make_context(files, client_ca, ssl.CERT_OPTIONAL),
     )
-    if read_files(files.paths) != contents:  # OpenSSL has read the files a second time
+    if read_files(files.paths) != contents:  # OpenSSL reads the files itself, so it may have read other contents
         raise CertificateError("the TLS files changed while they were read")
     return identity
 
@@ -215,7 +215,7 @@ class Certificates:
     def _report_unchanged(self) -> None:
         if self._problem:
             self._problem = ""
-            logger.info("the TLS files have the contents in use again")
+            logger.info("the TLS files are the same again as those in use")
             self._observer.certificates_as_before()
 
     def _report_loaded(self) -> None:

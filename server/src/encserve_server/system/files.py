@@ -1,4 +1,4 @@
-"""Small files of the operator, read with bounds. Files and folders that are created as a whole or not at all."""
+"""Reads small files of the configuration, up to a maximum size. Creates files and folders as a whole or not at all."""
 
 import errno
 import os

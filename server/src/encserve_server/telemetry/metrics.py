@@ -167,7 +167,10 @@ class Metrics:
     queue_requests = _Row(Gauge, "encserve_queue_requests", "Requests with sequences in the queue.", _MODEL)
     queue_sequences = _Row(Gauge, "encserve_queue_sequences", "Sequences in the queue.", _MODEL)
     queue_tokens = _Row(
-        Gauge, "encserve_queue_tokens", "Tokens in the queue, plus the extra cost of outputs in tokens.", _MODEL
+        Gauge,
+        "encserve_queue_tokens",
+        "Tokens in the queue, plus the extra cost of outputs, which is counted in tokens too.",
+        _MODEL,
     )
     queue_bulk_tokens = _Row(
         Gauge,
@@ -463,7 +466,7 @@ class ModelMetrics:
             self._metrics.model_info.remove(*self._info)
 
     def register_text_queue_gauges(self, queued_bytes: Callable[[], int], limit_bytes: int) -> None:
-        """Set the function that returns the bytes of waiting text, for any thread. Set the limit too."""
+        """Set the function that returns the bytes of waiting text. Any thread may call it. Set the limit too."""
         self._queue_text_bytes.set_function(queued_bytes)
         self._queue_limit_text_bytes.set(limit_bytes)
 

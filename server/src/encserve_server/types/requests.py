@@ -86,7 +86,7 @@ class Output(NamedTuple):
         pool_factor: For MULTI_VECTOR: the average number of vectors to join into one. The model may have joined
             vectors before. 0 for no further joining.
         max_active_dims: For SPARSE: the number of weights to keep, the largest first; 0 for all.
-        span_pooling: For SPANS: the pooling, a kind of `outputs.SPAN_POOLINGS`; None for MEAN.
+        span_pooling: For SPANS: one of the output kinds in `outputs.SPAN_POOLINGS`; None for MEAN.
     """
 
     kind: OutputKind
