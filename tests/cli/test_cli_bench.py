@@ -323,7 +323,7 @@ async def test_encryption_and_a_token(service: FakeEncoder, tmp_path: Path) -> N
     [
         (["--rate", "1", "--concurrency", "1"], "give either --concurrency or --rate"),
         (["--seconds", "601"], "601"),
-        (["--sequences-per-call", "257"], "sequences_per_call must be from 1 to 256, the server's limit; was 257"),
+        (["--sequences-per-call", "2049"], "sequences_per_call must be from 1 to 2048, the server's limit; was 2049"),
         (["--pooling", "model", "--texts", __file__], "has no tokenizer"),
     ],
 )

@@ -33,7 +33,8 @@ RETRY_SECONDS = 1.0
 ARRIVAL_SECONDS = 30.0
 # An HTTP body gets one more second for each 64 KiB that has arrived.
 BYTES_PER_SECOND = 64 * 1024
-# A request that is still incomplete at the third look is slow. Most requests arrive together with their call.
+# `Places` looks at all requests every `LOOK_SECONDS`. A request that is still incomplete at its third look is slow.
+# Most requests arrive together with their call.
 LOOK_SECONDS = 0.1
 _PROMPT_LOOKS = 2
 # The minimum number of places, even if the byte budget is small.
@@ -92,7 +93,8 @@ class ByteBudget(Pool):
         Args:
             account: The caller.
             size: The number of bytes that the call needs now.
-            own: The number of bytes that the call holds already. If nothing else is held, there is always room.
+            own: The number of bytes that the call holds already. If no other call holds bytes, a request is accepted
+                even above the limit.
 
         Raises:
             BudgetFull: The budget or the share of the account has no room.
@@ -146,7 +148,7 @@ class Arrival:
             account: The caller.
             is_open: Whether the call may come without a key.
             is_stream: Whether the call is a stream. A stream needs a place at once.
-            reserves: Whether its place reserves bytes. False for an HTTP body, which counts the bytes that arrive.
+            reserves: Whether its place reserves bytes. False for an HTTP body, whose bytes are counted as they arrive.
         """
         self._places = places
         self._task: _Task | None = None
@@ -224,7 +226,7 @@ class Places:
         open_pool: The places of calls that may come without a key.
         reserved_bytes: The number of bytes that the place of a gRPC call reserves.
         arrivals: The requests that are not complete, and the open streams; the oldest first.
-        looks: The number of looks so far.
+        looks: How often `watch` has looked at the arrivals.
         clock: The time.
     """
 
