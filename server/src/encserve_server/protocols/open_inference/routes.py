@@ -284,8 +284,8 @@ def _check_half(infer: InferCall) -> None:
     if as_json and infer.parameters.data_type is DataType.FLOAT16:
         raise InvalidField(
             "parameters.datatype",
-            f'must not be FP16 for outputs in JSON, such as {as_json[0]}. Set the parameter "binary_data_output": true '
-            "to get outputs as bytes",
+            f'must be FP32 or INT8 for outputs in JSON, such as {as_json[0]}. Set the parameter "binary_data_output": '
+            "true to get outputs as bytes",
         )
 
 
