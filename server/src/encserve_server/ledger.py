@@ -194,6 +194,14 @@ class Arrival:
         self.size += size
         self.seconds += size / BYTES_PER_SECOND
 
+    async def next_turn(self) -> None:
+        """Let the event loop do other work. In each of its turns only one body continues.
+
+        If many large bodies arrive, each turn stays short, and other calls do not wait for all bodies.
+        """
+        async with self._places.turn:
+            await asyncio.sleep(0)
+
     def end(self, error: EncserveError) -> None:
         """End the call with an error. Its place is free at once."""
         self._places.arrivals.pop(self, None)
@@ -220,6 +228,7 @@ class Places:
         reserved_bytes: The bytes that the place of a gRPC call reserves.
         arrivals: The requests that are not complete, and the open streams; the oldest first.
         looks: The number of looks so far.
+        turn: The lock of the one body that continues in this turn of the event loop.
         clock: The time.
     """
 
@@ -242,6 +251,7 @@ class Places:
         self.clock = clock
         self._draining = draining
         self.looks = 0
+        self.turn = asyncio.Lock()
         self.arrivals: dict[Arrival, None] = {}
 
     async def watch(self) -> None:
