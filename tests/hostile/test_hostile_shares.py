@@ -110,6 +110,11 @@ def chunk_extensions(server: RealServer) -> Driver:
     return flood, server.http_port, first, b"b" * 65_536, 16
 
 
+def small_chunks(server: RealServer) -> Driver:
+    first = head("/embed", "transfer-encoding: chunked", f"api-key: {KEY_OF_A}")
+    return flood, server.http_port, first, b"1\r\n \r\n" * 10_000, 16
+
+
 def limited_streams(server: RealServer) -> Driver:
     request = in_stream("a", serialized(encode_text("a dog on a cat")))
     return keep_streams, server.target, ENCODE_STREAM, request, 113, KEY_OF_A, 0.1
@@ -131,6 +136,7 @@ ROWS = {
     ),
     "streams of a caller over its rate": Row(limited_streams, tokens_per_second=1),
     "endless chunk extensions": Row(chunk_extensions),
+    "chunks of one byte": Row(small_chunks),
 }
 
 

@@ -33,7 +33,7 @@ _BACKLOG = 2048
 _MAX_LINE_BYTES = 8190
 _MAX_HEADERS = 64
 # The bytes of a body that aiohttp reads ahead. It also reads a sixteenth of this number of chunks at a time.
-_READ_AHEAD_BYTES = 16 * 1024
+_READ_AHEAD_BYTES = 4 * 1024
 # The operating system closes a connection if the other end acknowledges no data for this time.
 _UNACKNOWLEDGED_SECONDS = 60.0
 _CLOSE_SECONDS = 1.0
