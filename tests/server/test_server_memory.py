@@ -59,7 +59,9 @@ def test_later_objects_are_freed() -> None:
     assert found() is None
 
 
-async def test_a_server_without_calls_returns_memory(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_without_calls_returns_memory(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """gRPC frees the memory of connections, streams and watches some time after their end."""
     trims: list[int] = []
     monkeypatch.setattr(app, "_TRIM_SECONDS", 0.01)
