@@ -26,6 +26,7 @@ from hostile_attacks import (
     attack,
     flood,
     hold,
+    inspect,
     keep_streams,
     open_watches,
     rest,
@@ -33,9 +34,11 @@ from hostile_attacks import (
 )
 from hostile_calls import HTTP, encode_text, head, in_stream, post, serialized
 from hostile_measure import BUDGET_MIB, Driver, Outcome, hostile_server, measure_once
-from hostile_models import PANIC_TEXT, write_panicking, write_words
+from hostile_models import PANIC_TEXT, write_inspected, write_panicking, write_words
 from hostile_watch import ANSWER_SECONDS, KEY, MIB
 from real_server import COMMAND, RealServer
+
+from encserve_proto.v1 import encoder_pb2 as pb
 
 KEY_OF_A = "encserve-caller-a"
 CONTROL_SECONDS = 5.0
@@ -46,6 +49,8 @@ CONNECTIONS = 1_000
 LIMIT_OF_CONNECTIONS = ("--max-connections", f"{CONNECTIONS}")
 # The log is full after a second, and not only after the usual 64 KiB.
 LOG_BYTES = 4096
+# The server's default of --max-inspect-tokens.
+INSPECTED_TOKENS = 256
 FULL_SECONDS, STOPPED_SECONDS = 20, 20
 
 
@@ -62,6 +67,7 @@ class Row:
         write_model: Writes the model into a repository.
         open_files: The limit of open files of the server.
         has_tls: Whether the server speaks TLS.
+        inspects: Whether caller b also sends inspections.
         options: The options of `real_server`.
     """
 
@@ -73,6 +79,7 @@ class Row:
     write_model: Callable[[Path], None] = write_words
     open_files: int | None = None
     has_tls: bool = False
+    inspects: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -110,9 +117,21 @@ def chunk_extensions(server: RealServer) -> Driver:
     return flood, server.http_port, first, b"b" * 65_536, 16
 
 
+def small_chunks(server: RealServer) -> Driver:
+    first = head("/embed", "transfer-encoding: chunked", f"api-key: {KEY_OF_A}")
+    return flood, server.http_port, first, b"1\r\n \r\n" * 10_000, 16
+
+
 def limited_streams(server: RealServer) -> Driver:
     request = in_stream("a", serialized(encode_text("a dog on a cat")))
     return keep_streams, server.target, ENCODE_STREAM, request, 113, KEY_OF_A, 0.1
+
+
+def inspections(callers: int, *, reads: bool) -> Callable[[RealServer], Driver]:
+    """Return an attack with more inspections than the server has places. Each reply has 4 MiB."""
+    request = pb.InspectRequest(tensors=[pb.InspectSpec(kind=pb.INSPECT_KIND_HIDDEN_STATES)])
+    request.input.token_ids.ids.extend([1] * INSPECTED_TOKENS)
+    return lambda server: (inspect, server.target, serialized(request), callers, KEY_OF_A, reads)
 
 
 ROWS = {
@@ -131,6 +150,9 @@ ROWS = {
     ),
     "streams of a caller over its rate": Row(limited_streams, tokens_per_second=1),
     "endless chunk extensions": Row(chunk_extensions),
+    "chunks of one byte": Row(small_chunks),
+    "inspections": Row(inspections(16, reads=True), write_model=write_inspected, inspects=True),
+    "inspections that are not read": Row(inspections(16, reads=False), write_model=write_inspected, inspects=True),
 }
 
 
@@ -195,6 +217,7 @@ def test_attack_on_another_caller(tmp_path: Path, row: Row) -> None:
                 control_seconds=CONTROL_SECONDS,
                 on_all_paths=True,
                 ca=ca,
+                inspects=row.inspects,
             )
             found = faults(outcome, row)
             if found or not is_slow(outcome):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from aiohttp import StreamReader
 from fake_server import Failed, FakeServer, StartServer
 from http_calls import connect, get, post, raw
 from waiting import PATIENCE_SECONDS, until
@@ -81,6 +82,17 @@ async def test_a_large_body_is_read_to_its_end() -> None:
     connection.received(110 * MAX_WAITING_BYTES)
     assert transport.is_reading()
     assert not connection.has_more
+
+
+async def test_bytes_around_chunks_are_read_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_connection, "_PAUSE_SECONDS", 0.0)
+    connection, transport = connected()
+    connection.wants_body(StreamReader(cast("Any", None), 1024))
+    connection.data_received(b"5\r\n")
+    assert transport.is_reading()
+    connection.data_received(bytes(64 * 1024))
+    assert not transport.is_reading()
+    await until(transport.is_reading)
 
 
 async def test_a_refused_body_does_not_count_as_waiting() -> None:

@@ -159,6 +159,31 @@ async def test_a_slow_request_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert places.pool.held == 0
 
 
+async def test_one_body_continues_in_each_turn_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = places_of(FakeClock(), monkeypatch, 8)
+    turns, turns_of_parts = 0, list[int]()
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async def read_body() -> None:
+        with Arrival(places, "a", reserves=False) as arrival:
+            for _ in range(3):
+                await arrival.next_turn()
+                turns_of_parts.append(turns)
+
+    counting = asyncio.create_task(count_turns())
+    await read_body()
+    assert turns <= 3, "a body that is alone waits"
+    turns_of_parts.clear()
+    await asyncio.gather(*(read_body() for _ in range(20)))
+    counting.cancel()
+    assert len(set(turns_of_parts)) == 60
+
+
 async def test_a_newer_watch_takes_the_room_of_the_callers_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "MAX_WATCHES", 8)
     watches, ended = Watches(), []

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from fake_server import StartServer
+from waiting import until
 
+from encserve_server import app
 from encserve_server.__main__ import main
 from encserve_server.settings import Settings
 from encserve_server.system import memory
@@ -54,6 +57,17 @@ def test_later_objects_are_freed() -> None:
     del node
     memory.give_back()
     assert found() is None
+
+
+async def test_a_server_without_calls_returns_memory(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC frees the memory of connections, streams and watches some time after their end."""
+    trims: list[int] = []
+    monkeypatch.setattr(app, "_TRIM_SECONDS", 0.01)
+    monkeypatch.setattr(memory, "trim", lambda: trims.append(1))
+    await start_server()
+    await until(lambda: len(trims) > 2)
 
 
 @pytest.mark.parametrize("limit", ["268435456\n", "max\n", "9223372036854771712\n", None])

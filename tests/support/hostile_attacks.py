@@ -35,6 +35,7 @@ ENCODE = "/encserve.v1.EncoderService/Encode"
 ENCODE_STREAM = "/encserve.v1.EncoderService/EncodeStream"
 MODEL_INFER = "/inference.GRPCInferenceService/ModelInfer"
 MODEL_STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
+INSPECT = "/encserve.v1.EncoderService/Inspect"
 WATCH = "/grpc.health.v1.Health/Watch"
 _NICENESS = 10
 _END_SECONDS = 30
@@ -227,6 +228,37 @@ def stream_grpc(over: threading.Event, target: str, path: str, request: bytes, c
         return answers
 
     return {"answers": asyncio.run(run())}
+
+
+def inspect(over: threading.Event, target: str, request: bytes, callers: int, key: str, reads: bool) -> Report:
+    """Repeat an inspection from each caller, and count the replies by status. If not `reads`, read no reply."""
+    counts = Counter[str]()
+
+    async def ask(method: Any) -> None:
+        while True:
+            call = method(request, metadata=(("api-key", key),))
+            try:
+                if not reads:
+                    await call.initial_metadata()
+                    counts["held"] += 1
+                    await asyncio.to_thread(over.wait)
+                async for _ in call:
+                    pass
+                counts["OK"] += 1
+            except grpc.aio.AioRpcError as error:
+                counts[_status(error)] += 1
+            await asyncio.sleep(0.01)
+
+    async def run() -> None:
+        async with grpc.aio.insecure_channel(target, options=_ANY_SIZE) as channel:
+            asking = asyncio.gather(*(ask(channel.unary_stream(INSPECT)) for _ in range(callers)))
+            await asyncio.to_thread(over.wait)
+            asking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asking
+
+    asyncio.run(run())
+    return counts
 
 
 def rest(over: threading.Event) -> Report:

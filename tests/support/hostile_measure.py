@@ -118,9 +118,10 @@ def measure_once(
     control_seconds: float = CONTROL_SECONDS,
     on_all_paths: bool = False,
     ca: Path | None = None,
+    inspects: bool = False,
 ) -> Outcome:
-    """Run the control and the attack. `on_all_paths` and `ca` are those of `watching`."""
-    with watching(server, BUDGET_MIB, on_all_paths=on_all_paths, ca=ca) as watch:
+    """Run the control and the attack. `on_all_paths`, `ca` and `inspects` are those of `watching`."""
+    with watching(server, BUDGET_MIB, on_all_paths=on_all_paths, ca=ca, inspects=inspects) as watch:
         first, _ = _drive(watch, "control", control, control_seconds)
         time.sleep(SETTLE_SECONDS)
         second, report = _drive(watch, "attack", attacking, attack_seconds)

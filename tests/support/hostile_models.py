@@ -11,6 +11,8 @@ from tiny_bundle import write_bundle
 from tiny_heads import multi_vector, sparse
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
+from encserve_proto.bundle.v1 import manifest_pb2
+
 VOCAB_SIZE = 64
 # In the wide model, the hidden state of a token has 64 KiB. So the reply for 1,000 tokens has 62.5 MiB. The limit is
 # 64 MiB.
@@ -18,6 +20,7 @@ WIDE, WIDE_TOKENS = 16_384, 1_000
 NARROW = 8
 LONGEST = 8_192
 MULTI_VECTOR_WIDTH = 16
+INSPECTED = 2_048
 SPARSE_WIDTH, SPARSE_D_MODEL = 30_522, 384
 # For each token with the id SLOW_ID in a batch, the slow model does SLOW_STEPS matrix multiplications.
 SLOW_ID, SLOW_STEPS = 7, 100
@@ -109,6 +112,30 @@ def write_words(repository: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "dog": 2, "cat": 3, "on": 4}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     _write(repository, "words", NARROW, tokenizer=tokenizer, encoder__max_sequence_tokens=512)
+
+
+def write_inspected(repository: Path) -> None:
+    """Write a model with a tokenizer and a graph for inspections. The two hidden states of a token have 16 KiB.
+
+    The attention weights are not attention weights.
+    """
+    graph = onnx.load_from_string(_lookup_graph(INSPECTED))
+    for name in ("last", "weights"):
+        graph.graph.node.append(helper.make_node("Identity", ["rows"], [name]))
+        graph.graph.output.append(helper.make_tensor_value_info(name, _FLOAT, ["batch", "seq", INSPECTED]))
+    inspected = manifest_pb2.InspectGraph(
+        file="inspect.onnx", hidden_state_names=["rows", "last"], attention_weights_names=["weights"]
+    )
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    _write(
+        repository,
+        "inspected",
+        INSPECTED,
+        files={"inspect.onnx": graph.SerializeToString()},
+        tokenizer=tokenizer,
+        inspect_graph=inspected,
+        encoder__position="none",
+    )
 
 
 def _write(repository: Path, name: str, d_model: int, *, files: dict[str, bytes] | None = None, **changes: Any) -> None:

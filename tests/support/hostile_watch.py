@@ -41,6 +41,7 @@ _KILLED_BEYOND_BYTES = 1024 * MIB
 # The key of the ordinary caller. Servers without keys ignore it.
 KEY = "encserve-ordinary"
 _CHECK, _ENCODE = "/grpc.health.v1.Health/Check", "/encserve.v1.EncoderService/Encode"
+_INSPECT = "/encserve.v1.EncoderService/Inspect"
 _ENCODE_STREAM = "/encserve.v1.EncoderService/EncodeStream"
 _HTTP_REQUEST = b'{"inputs": ["a"], "pooling": "mean"}'
 _OK = 200
@@ -172,14 +173,16 @@ class Phase:
 class Watch:
     """Watches a server from construction until `end`."""
 
-    def __init__(self, server: RealServer, budget_bytes: int, *, on_all_paths: bool, ca: Path | None) -> None:
+    def __init__(
+        self, server: RealServer, budget_bytes: int, *, on_all_paths: bool, ca: Path | None, inspects: bool
+    ) -> None:
         self._pid = server.process.pid
         self._kill = server.process.kill
         self._bound_bytes = self.resident_bytes() + budget_bytes + SLACK_BYTES + _KILLED_BEYOND_BYTES
         self._phases: list[Phase] = []
         self._over = threading.Event()
         self._sampler = threading.Thread(target=self._sample)
-        args = [server.target, f"{server.http_port if on_all_paths else 0}", f"{ca or ''}"]
+        args = [server.target, f"{server.http_port if on_all_paths else 0}", f"{ca or ''}", "inspect" * inspects]
         self._prober = subprocess.Popen(
             [sys.executable, __file__, *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -238,7 +241,12 @@ def _within(phase: Phase, samples: Sequence[Sample]) -> list[Sample]:
 
 @contextlib.contextmanager
 def watching(
-    server: RealServer, budget_mib: int, *, on_all_paths: bool = False, ca: Path | None = None
+    server: RealServer,
+    budget_mib: int,
+    *,
+    on_all_paths: bool = False,
+    ca: Path | None = None,
+    inspects: bool = False,
 ) -> Iterator[Watch]:
     """Watch a server until the end of the block. After the block, `health` is set in each phase.
 
@@ -248,8 +256,9 @@ def watching(
         on_all_paths: Whether to call over gRPC and HTTP, on kept and on new connections. If not, the calls use gRPC on
             kept connections.
         ca: The certificate authority of a server with TLS.
+        inspects: Whether the ordinary caller also sends inspections.
     """
-    watch = Watch(server, budget_mib * MIB, on_all_paths=on_all_paths, ca=ca)
+    watch = Watch(server, budget_mib * MIB, on_all_paths=on_all_paths, ca=ca, inspects=inspects)
     try:
         yield watch
     finally:
@@ -259,7 +268,7 @@ def watching(
 class _Prober:
     """Sends calls at a fixed rate until stdin ends."""
 
-    def __init__(self, target: str, http_port: str, ca: str) -> None:
+    def __init__(self, target: str, http_port: str, ca: str, inspects: str) -> None:
         self._target = target
         self._http_port = int(http_port)
         self._credentials = grpc.ssl_channel_credentials(Path(ca).read_bytes()) if ca else None
@@ -278,6 +287,8 @@ class _Prober:
                 "http": partial(_ask_http, self._http_connection()),
                 "http, new connection": lambda: _ask_http(self._http_connection(), is_last=True),
             }
+        if inspects:
+            by_path["inspect"] = partial(_inspect, self._channel())
         self._samples: dict[str, list[Sample]] = {path: [] for path in by_path}
         self._threads = [threading.Thread(target=self._call, args=(path, ask)) for path, ask in by_path.items()]
 
@@ -352,6 +363,20 @@ def _stream(channel: grpc.Channel) -> str:
     except grpc.RpcError:
         return _failure(stream)
     return "OK" if [reply.HasField("response") for reply in replies] == [True] else f"{replies}"
+
+
+def _inspect(channel: grpc.Channel) -> str:
+    """Inspect one token, and return OK if the reply has a header and numbers."""
+    states = encoder_pb2.InspectSpec(kind=encoder_pb2.INSPECT_KIND_HIDDEN_STATES)
+    request = encoder_pb2.InspectRequest(tensors=[states])
+    request.input.token_ids.ids.append(1)
+    call: Any = channel.unary_stream(_INSPECT)
+    stream = call(request.SerializeToString(), timeout=ANSWER_SECONDS, metadata=(("api-key", KEY),))
+    try:
+        messages = len(list(stream))
+    except grpc.RpcError:
+        return _failure(stream)
+    return "OK" if messages > 1 else f"{messages} messages"
 
 
 def _failure(answer: Any) -> str:

@@ -63,9 +63,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ENCODE_THREADS = 2
-# When calls have released this many bytes, the process returns memory to the system.
-_TRIM_BYTES = 64 * MIB
-_TRIM_CHECK_SECONDS = 1.0
+# The process returns freed memory to the system this often. A trim takes about 0.1 ms for each MiB that it returns.
+_TRIM_SECONDS = 5.0
 # The time for which new calls are refused before gRPC stops.
 _REFUSING_SECONDS = 0.5
 # The time for which gRPC then waits for health checks and reflection.
@@ -103,7 +102,6 @@ class App:
             max_request_bytes=settings.max_request_mib * MIB,
         )
         self._calls.answer_times = self.metrics.answer_times
-        self._peak_held_bytes = 0  # the most bytes held since memory was last returned to the system
         self._sending = Sending(self._clock)
         self._connections = Connections(settings.max_connections, lambda: self.grpc_port, self._clock)
         self._guard = RpcGuard(
@@ -273,7 +271,7 @@ class App:
             self._calls.places.watch(),
             self._sending.watch(),
             self._connections.watch(),
-            repeat(self._trim_memory, _TRIM_CHECK_SECONDS, clock=self._clock),
+            repeat(self._trim_memory, _TRIM_SECONDS, clock=self._clock),
         ]
         if self._certificates is not None:
             watches.append(self._certificates.watch(self._clock))
@@ -299,12 +297,8 @@ class App:
         self.http_port = self._http.port
 
     async def _trim_memory(self) -> None:
-        """Return memory to the system after calls have released many bytes. The C library would keep most of it."""
-        held = self._calls.budget.held
-        self._peak_held_bytes = max(self._peak_held_bytes, held)
-        if self._peak_held_bytes - held >= _TRIM_BYTES:
-            self._peak_held_bytes = held
-            await asyncio.get_running_loop().run_in_executor(self._load_pool, memory.trim)
+        """Return freed memory to the system: of calls, and of connections, streams and watches that have ended."""
+        await asyncio.get_running_loop().run_in_executor(self._load_pool, memory.trim)
 
     def _is_serving(self) -> bool:
         """Return whether all models are ready and the server is not stopping. Any thread may call this."""

@@ -37,6 +37,8 @@ BYTES_PER_SECOND = 64 * 1024
 # Most requests arrive together with their call.
 LOOK_SECONDS = 0.1
 _PROMPT_LOOKS = 2
+# The pause between two parts of different bodies. Tiny chunks cost much CPU time, and other calls need half of it.
+_PAUSE_SECONDS = 0.001
 # The minimum number of places, even if the byte budget is small.
 _LEAST_PLACES = 64
 # Calls that may come without a key may together hold at most an eighth of the places.
@@ -200,6 +202,16 @@ class Arrival:
         self.size += size
         self.seconds += size / BYTES_PER_SECOND
 
+    async def next_turn(self) -> None:
+        """Let the event loop do other work. In each of its turns only one body continues.
+
+        If many bodies arrive, there is a pause before each turn. So other calls do not wait for all bodies.
+        """
+        turn = self._places.turn
+        pause_s = _PAUSE_SECONDS if turn.locked() else 0.0
+        async with turn:
+            await asyncio.sleep(pause_s)
+
     def end(self, error: EncserveError) -> None:
         """End the call with an error. Its place is free at once."""
         self._places.arrivals.pop(self, None)
@@ -227,6 +239,7 @@ class Places:
         reserved_bytes: The number of bytes that the place of a gRPC call reserves.
         arrivals: The requests that are not complete, and the open streams; the oldest first.
         looks: How often `watch` has looked at the arrivals.
+        turn: The lock of the one body that continues in this turn of the event loop.
         clock: The time.
     """
 
@@ -249,6 +262,7 @@ class Places:
         self.clock = clock
         self._draining = draining
         self.looks = 0
+        self.turn = asyncio.Lock()
         self.arrivals: dict[Arrival, None] = {}
 
     async def watch(self) -> None:

@@ -23,8 +23,9 @@ _MESSAGE_HEADROOM_BYTES = 64 * 1024
 # The most open calls of one connection, each with its request in memory. No normal caller has so many. gRPC clients
 # hold back further calls, but near the limit some calls still get UNAVAILABLE.
 _MAX_CONNECTION_CALLS = 10_000
-# By default, gRPC answers CANCELLED to pending calls beyond 1,000 or after 30 s. This server decides that itself.
-_MAX_PENDING_CALLS = 1_000_000
+# The most calls that wait in gRPC until the event loop takes them. Each takes about 15 KiB. gRPC answers CANCELLED to
+# further calls. By default, gRPC also answers CANCELLED to calls beyond 1,000 or after 30 s.
+_MAX_PENDING_CALLS = 10_000
 _MAX_PENDING_SECONDS = 3600
 _HANDSHAKE_SECONDS = 10.0
 

@@ -27,7 +27,7 @@ _MAX_LINE_BYTES = 8190
 _MAX_HEADERS = 64
 # aiohttp reads about this many bytes of a body ahead. For a body in chunks, it also reads at most a sixteenth of this
 # number of chunks ahead.
-_READ_AHEAD_BYTES = 16 * 1024
+_READ_AHEAD_BYTES = 4 * 1024
 # The operating system closes a connection if the other end acknowledges no data for this time.
 _UNACKNOWLEDGED_SECONDS = 60.0
 _CLOSE_SECONDS = 1.0
