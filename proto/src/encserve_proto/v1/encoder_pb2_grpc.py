@@ -33,9 +33,9 @@ if _version_not_supported:
 class EncoderServiceStub(object):
     """EncoderService turns token ids, texts or vectors into vectors of an encoder model.
 
-    Each error has a status code, a text for people, and details for programs: `google.rpc.ErrorInfo` (domain "encserve",
-    a machine-readable reason), for each INVALID_ARGUMENT a `google.rpc.BadRequest` with the name of the field, and
-    `google.rpc.RetryInfo` if a later retry can help. The trailer `encserve-error-reason` also has the reason.
+    Each error has a status code, a text for people, and details for programs. `google.rpc.ErrorInfo` has the domain
+    "encserve" and a machine-readable reason. For INVALID_ARGUMENT, `google.rpc.BadRequest` has the name of the field. If
+    a later retry can help, `google.rpc.RetryInfo` has the delay. The trailer `encserve-error-reason` repeats the reason.
     """
 
     def __init__(self, channel):
@@ -79,9 +79,9 @@ class EncoderServiceStub(object):
 class EncoderServiceServicer(object):
     """EncoderService turns token ids, texts or vectors into vectors of an encoder model.
 
-    Each error has a status code, a text for people, and details for programs: `google.rpc.ErrorInfo` (domain "encserve",
-    a machine-readable reason), for each INVALID_ARGUMENT a `google.rpc.BadRequest` with the name of the field, and
-    `google.rpc.RetryInfo` if a later retry can help. The trailer `encserve-error-reason` also has the reason.
+    Each error has a status code, a text for people, and details for programs. `google.rpc.ErrorInfo` has the domain
+    "encserve" and a machine-readable reason. For INVALID_ARGUMENT, `google.rpc.BadRequest` has the name of the field. If
+    a later retry can help, `google.rpc.RetryInfo` has the delay. The trailer `encserve-error-reason` repeats the reason.
     """
 
     def Encode(self, request, context):
@@ -102,9 +102,9 @@ class EncoderServiceServicer(object):
 
     def EncodeStream(self, request_iterator, context):
         """EncodeStream answers many requests over one stream, each as soon as its reply is ready. So replies come in any
-        order, and the caller matches them to requests by `request_id`. The error of a request is its reply and does not
-        end the stream. Only bytes that are not an EncodeStreamRequest end the stream, because they have no request_id. The
-        server reads a limited number of requests ahead (64 by default). So flow control slows down a caller that reads
+        order, and the caller matches them to requests by `request_id`. If a request fails, its reply is the error, and
+        the stream goes on. Only bytes that are not an EncodeStreamRequest end the stream, because they have no request_id.
+        The server reads a limited number of requests ahead (64 by default). So flow control slows down a caller that reads
         replies slowly.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -191,9 +191,9 @@ def add_EncoderServiceServicer_to_server(servicer, server):
 class EncoderService(object):
     """EncoderService turns token ids, texts or vectors into vectors of an encoder model.
 
-    Each error has a status code, a text for people, and details for programs: `google.rpc.ErrorInfo` (domain "encserve",
-    a machine-readable reason), for each INVALID_ARGUMENT a `google.rpc.BadRequest` with the name of the field, and
-    `google.rpc.RetryInfo` if a later retry can help. The trailer `encserve-error-reason` also has the reason.
+    Each error has a status code, a text for people, and details for programs. `google.rpc.ErrorInfo` has the domain
+    "encserve" and a machine-readable reason. For INVALID_ARGUMENT, `google.rpc.BadRequest` has the name of the field. If
+    a later retry can help, `google.rpc.RetryInfo` has the delay. The trailer `encserve-error-reason` repeats the reason.
     """
 
     @staticmethod
