@@ -16,7 +16,6 @@ from checkpoints import BARE_GOLDENS, golden_cases, golden_checkpoint, golden_em
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from onnxruntime import InferenceSession
 from safetensors.torch import load_file, save_file
 from state_dicts import LAYOUTS, VARIANTS, saved, state_dict
 from torch import Tensor, nn
@@ -34,6 +33,7 @@ from encserve_export.core.errors import (
     WeightValueError,
 )
 from encserve_export.core.precision import Precision
+from encserve_export.core.runtime import open_session
 from encserve_export.models.own import layouts
 from encserve_export.models.own.encoder import sinusoids
 from encserve_export.models.own.init import random_encoder
@@ -102,7 +102,7 @@ def test_reshaped_heads_reach_the_bundle(models: Path, precision: Precision, lon
     ids = torch.randint(11, (4, longest), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
     feeds = {"input_ids": ids.numpy(), "attention_mask": mask.numpy()}
-    (rows,) = InferenceSession(exported.path / "model.onnx").run(None, feeds)
+    (rows,) = open_session(exported.path / "model.onnx").run(None, feeds)
     for got, sequence, length in zip(rows, ids, lengths, strict=True):
         want = encoder(sequence[None, :length], torch.ones(1, length, dtype=torch.int64))[0].numpy()
         assert least_cosine(got[:length], want) > (1 - 1e-6 if precision == "float32" else 0.99)
