@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -251,14 +251,19 @@ def inspect(over: threading.Event, target: str, request: bytes, callers: int, ke
 
     async def run() -> None:
         async with grpc.aio.insecure_channel(target, options=_ANY_SIZE) as channel:
-            asking = asyncio.gather(*(ask(channel.unary_stream(INSPECT)) for _ in range(callers)))
-            await asyncio.to_thread(over.wait)
-            asking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asking
+            await _until_over(over, (ask(channel.unary_stream(INSPECT)) for _ in range(callers)))
 
     asyncio.run(run())
     return counts
+
+
+async def _until_over(over: threading.Event, works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run works at the same time until the attack is over."""
+    working = asyncio.gather(*works)
+    await asyncio.to_thread(over.wait)
+    working.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await working
 
 
 def rest(over: threading.Event) -> Report:
@@ -285,14 +290,7 @@ def silent(over: threading.Event, ports: Sequence[int], connections: int, hello:
                     pass
             await asyncio.sleep(_RECONNECT_SECONDS * (1 + random.random()))
 
-    async def run() -> None:
-        keeping = asyncio.gather(*(keep(port, number) for port in ports for number in range(connections)))
-        await asyncio.to_thread(over.wait)
-        keeping.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await keeping
-
-    asyncio.run(run())
+    asyncio.run(_until_over(over, (keep(port, number) for port in ports for number in range(connections))))
     return counts
 
 

@@ -58,7 +58,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._waiting_bytes = 0
         self._is_answering = self._is_in_body = self._is_paused = False
-        self._correction: asyncio.TimerHandle | None = None
+        self._pause_timer: asyncio.TimerHandle | None = None
 
     @property
     def has_more(self) -> bool:
@@ -155,16 +155,13 @@ class Connection(asyncio.Protocol):
         problem = f"{self._body_bytes} bytes were sent for {content.total_bytes} bytes of the body: send larger chunks"
         content.set_exception(MalformedRequest("", problem))
         self._content = None
-        if self._transport is not None:
-            self._transport.pause_reading()
-            self._is_paused = True
+        self._pause()
 
     def _pause_shortly(self) -> None:
         """Stop reading for a moment, so that other calls run."""
         if self._transport is not None and self._transport.is_reading():  # aiohttp has not paused it
-            self._transport.pause_reading()
-            self._is_paused = True
-            asyncio.get_running_loop().call_later(_PAUSE_SECONDS, self._resume)
+            self._pause()
+            self._later(_PAUSE_SECONDS, self._resume)
 
     def _end_head_timer(self) -> None:
         if self._head_timer is not None:
@@ -172,21 +169,32 @@ class Connection(asyncio.Protocol):
             self._head_timer = None
 
     def _bound(self) -> None:
-        if self._correction is not None:
-            self._correction.cancel()
-            self._correction = None
+        self._end_pause_timer()
         if self._waiting_bytes <= MAX_WAITING_BYTES:
             self._resume()
         elif self._transport is not None:
-            self._transport.pause_reading()
-            self._is_paused = True
+            self._pause()
             if not self._is_answering:  # if no request begins by then, the estimate was too high
-                loop = asyncio.get_running_loop()
-                self._correction = loop.call_later(_CORRECTION_SECONDS, self._correct)
+                self._later(_CORRECTION_SECONDS, self._correct)
+
+    def _later(self, seconds: float, resume: Callable[[], None]) -> None:
+        """Call `resume` after some seconds, unless the pause ends or changes before."""
+        self._end_pause_timer()
+        self._pause_timer = asyncio.get_running_loop().call_later(seconds, resume)
+
+    def _end_pause_timer(self) -> None:
+        if self._pause_timer is not None:
+            self._pause_timer.cancel()
+            self._pause_timer = None
 
     def _correct(self) -> None:
         self._waiting_bytes = 0
         self._resume()
+
+    def _pause(self) -> None:
+        if self._transport is not None:
+            self._transport.pause_reading()
+            self._is_paused = True
 
     def _resume(self) -> None:
         if self._is_paused and self._transport is not None:
