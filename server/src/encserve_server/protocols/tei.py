@@ -80,19 +80,14 @@ class EmbedAllBody(EncodeBody):
     truncation_direction: str | None = None
 
 
-class EmbedSparseBody(EncodeBody):
-    """The fields of /embed_sparse.
+class EmbedSparseBody(EmbedAllBody):
+    """The fields of /embed_sparse: those of /embed_all, and one more.
 
     Attributes:
-        inputs: A text, the ids of a text, or a list of these; required.
-        truncation_direction: Right or left. With left, an input that is too long is refused, because this server cuts
-            only the end of a text.
         max_active_dims: The number of weights to keep; the smallest weights are dropped. Default: as the model was
             trained.
     """
 
-    inputs: Inputs | None = None
-    truncation_direction: str | None = None
     max_active_dims: int | None = None
 
 
@@ -340,7 +335,7 @@ class TeiRoutes:
     async def _encode(
         self,
         call: Call,
-        fields: EmbedBody | EmbedAllBody | EmbedSparseBody,
+        fields: EmbedBody | EmbedAllBody,
         output: Callable[[Bundle], OutputSpec],
         build: Callable[[EncodeReply], bytes],
         growth: float = JSON_GROWTH,
