@@ -31,11 +31,9 @@ from encserve_client import (
 from encserve_client._logic.failures import (
     Failure,
     failure_of_status,
-    failure_of_stream_error,
     is_retryable,
     seconds_until_retry,
 )
-from encserve_proto.v1 import encoder_pb2 as pb
 
 Code = grpc.StatusCode
 POLICY = RetryPolicy(max_attempts=4, initial_backoff_seconds=0.1, backoff_multiplier=2, max_backoff_seconds=0.3)
@@ -233,14 +231,3 @@ def test_the_index_counts_inputs_of_the_call() -> None:
     failure = Failure(Code.INVALID_ARGUMENT, "inputs[3].token_ids.ids[17]: must be < 100; was 200")
     assert str(failure.to_exception(1, first_index=256)).startswith("inputs[259].token_ids.ids[17]: must")
     assert str(failure.to_exception(1)).startswith("inputs[3].token_ids")
-
-
-def test_stream_errors_are_read() -> None:
-    """An error on a stream becomes a failure with its code, text, reason and retry delay.
-
-    A delay of 0 s becomes None. The code OK and an unknown code become UNKNOWN.
-    """
-    error = pb.StreamError(code=8, message="full", reason="QUEUE_FULL", retry_delay_seconds=0.5)
-    assert failure_of_stream_error(error) == Failure(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", 0.5)
-    for code in (0, 99, -1):
-        assert failure_of_stream_error(pb.StreamError(code=code)) == Failure(Code.UNKNOWN, "")

@@ -1,6 +1,6 @@
 """Tests of `encode_stream` of both clients, with a real gRPC server.
 
-They test limits, broken connections, streams that the caller leaves early, and leaks.
+They test limits, lost connections, streams that the caller leaves early, and leaks.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from fake_wire import counting
 from waiting import until
 
 from encserve_client import EncoderClient, EncserveError, InvalidInputError, InvalidRequestError, RetryPolicy
-from encserve_client._grpc.async_wire import failure_of_stream
+from encserve_proto.v1 import encoder_pb2 as pb
 
 Code = grpc.StatusCode
 
@@ -29,27 +29,23 @@ async def jitter(*_: object) -> None:
 
 
 async def test_results_come_in_the_order_of_the_inputs(caller: Caller, service: FakeEncoder) -> None:
-    """The server replies in a random order. The results still come in input order.
-
-    The client opens only one stream.
-    """
-    service.before_stream = jitter
+    """The server replies in a random order. The results still come in input order."""
+    service.before = jitter
     inputs = [[i, i + 1] for i in range(1, 300)]
     arrays = await caller.all_of(caller.connect(), inputs)
     for array, ids in zip(arrays, inputs, strict=True):
         np.testing.assert_array_equal(array, rows_of(ids))
         assert not array.flags.writeable
-    assert service.n_streams == 1
 
 
 async def test_unordered_results_come_when_ready(caller: Caller, service: FakeEncoder) -> None:
     first_may_end = asyncio.Event()
 
-    async def first_waits(request: Any, _: object) -> None:
-        if request.request_id == "0":
+    async def first_waits(request: pb.EncodeRequest) -> None:
+        if list(request.inputs[0].token_ids.ids) == [1]:
             await first_may_end.wait()
 
-    service.before_stream = first_waits
+    service.before = first_waits
     stream = caller.connect().encode_stream([[1], [2]], ordered=False)
     index, array = await caller.first_of(stream)
     first_may_end.set()
@@ -67,40 +63,38 @@ async def test_pooled_results_are_vectors(caller: Caller) -> None:
         assert not vector.flags.writeable
 
 
-async def test_a_broken_connection_loses_and_doubles_nothing(caller: Caller, service: FakeEncoder) -> None:
+async def test_a_lost_connection_loses_and_doubles_nothing(caller: Caller, service: FakeEncoder) -> None:
     """The server stops during the stream, and starts again on the same port.
 
     Each input still gets exactly one result.
     """
-    service.before_stream = jitter
+    service.before = jitter
     port = int(service.target.rpartition(":")[2])
     client = caller.connect(retry=RetryPolicy(max_attempts=1000, max_backoff_seconds=0.2))
     inputs = [[i] for i in range(1, 2000)]
     call = asyncio.create_task(caller.all_of(client, inputs))
-    await until(lambda: service.n_stream_inputs > 100)
+    await until(lambda: len(service.requests) > 10)
     await service.server.stop(None)
     await service.start(port)
     arrays = await call
     for array, ids in zip(arrays, inputs, strict=True):
         np.testing.assert_array_equal(array, rows_of(ids))
-    assert service.n_streams >= 2
-    assert service.n_stream_inputs <= len(inputs) + 2 * 64
-    assert len(service.stream_requests) < len(inputs) / 2
+    assert sum(len(request.inputs) for request in service.requests) <= len(inputs) + 2 * 64
+    assert len(service.requests) < len(inputs) / 2
 
 
 async def test_a_full_queue_delays_only_its_inputs(caller: Caller, service: FakeEncoder) -> None:
     turned_away = set[int]()
 
-    async def full_once(request: Any, _: object) -> None:
-        its = {token for item in request.request.inputs for token in item.token_ids.ids}
+    async def full_once(request: pb.EncodeRequest) -> None:
+        its = {token for item in request.inputs for token in item.token_ids.ids}
         if its - turned_away:
             turned_away.update(its)
             raise Refused(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", "20")
 
-    service.before_stream = full_once
+    service.before = full_once
     assert len(await caller.all_of(caller.connect(), [[i] for i in range(1, 50)])) == 49
     assert len(turned_away) == 49
-    assert service.n_streams == 1
 
 
 @pytest.mark.parametrize(
@@ -133,17 +127,17 @@ async def test_a_slow_caller_bounds_what_is_read(caller: Caller, service: FakeEn
         await caller.first_of(stream)
         await asyncio.sleep(0.005)
         assert len(read) <= taken + 5
-        assert len(service.stream_requests) <= taken + 5
+        assert len(service.requests) <= taken + 5
     await caller.close(stream)
 
 
 @pytest.mark.parametrize("leave", ["close", "forget", "error"])
 async def test_leaving_early_leaks_nothing(caller: Caller, service: FakeEncoder, leave: str) -> None:
-    """If the caller leaves the stream early, the server's handler ends.
+    """If the caller leaves the stream early, the server's handlers end.
 
     No thread and no task of the client remains.
     """
-    service.before_stream = jitter
+    service.before = jitter
     client = caller.connect()
     threads, tasks = set(threading.enumerate()), asyncio.all_tasks()
     stream = client.encode_stream(counting(10_000, []))
@@ -157,7 +151,7 @@ async def test_leaving_early_leaks_nothing(caller: Caller, service: FakeEncoder,
             await (stream.athrow(error) if caller.kind == "async" else caller(stream.throw, error))
     del stream
     gc.collect()
-    await until(lambda: service.n_open_streams == 0)
+    await until(lambda: service.n_open == 0)
     # Threads with asyncio in their names belong to this test, because it uses `asyncio.to_thread`. Threads of gRPC end
     # when their channel is idle.
     await until(lambda: not [it for it in set(threading.enumerate()) - threads if "asyncio" not in it.name])
@@ -169,7 +163,7 @@ async def test_a_stream_that_was_never_begun_needs_no_closing(caller: Caller, se
     stream = caller.connect().encode_stream([[1]])
     assert set(threading.enumerate()) == threads
     del stream
-    assert service.n_streams == 0
+    assert service.requests == []
 
 
 async def test_the_callers_own_error_comes_through(caller: Caller, service: FakeEncoder) -> None:
@@ -177,10 +171,10 @@ async def test_the_callers_own_error_comes_through(caller: Caller, service: Fake
         yield [1]
         raise KeyError("the caller's own")
 
-    service.before_stream = lambda *_: asyncio.sleep(30)
+    service.before = lambda _: asyncio.sleep(30)
     with pytest.raises(KeyError, match="the caller's own"):
         await caller.all_of(caller.connect(), broken())
-    await until(lambda: service.n_open_streams == 0)
+    await until(lambda: service.n_open == 0)
 
 
 @pytest.mark.parametrize(
@@ -230,26 +224,14 @@ async def test_an_input_that_is_never_answered_is_given_up(caller: Caller, servi
     An earlier call has opened the connection, so a timeout of 1 s is enough for the second input.
     """
 
-    async def first_never(request: Any, _: object) -> None:
-        await asyncio.sleep(300 if request.request_id == "0" else 0)
+    async def first_never(request: pb.EncodeRequest) -> None:
+        await asyncio.sleep(300 if list(request.inputs[0].token_ids.ids) == [1] else 0)
 
     client = caller.connect()
     await caller.all_of(client, [[1]])
-    service.before_stream = first_never
+    service.before = first_never
     found = await caller.all_of(client, [[1], [2]], timeout_seconds=1.0, return_exceptions=True)
     assert [isinstance(it, EncserveError) for it in found] == [True, False]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"), [("Internal error from Core", Code.UNAVAILABLE), ("not finite", Code.INTERNAL)]
-)
-def test_the_status_that_grpc_makes_up_is_no_reason_to_give_up(text: str, expected: Code) -> None:
-    """If the client writes to a stream that has just ended, grpc.aio raises INTERNAL "Internal error from Core".
-
-    The client treats this error as UNAVAILABLE. Other INTERNAL errors do not change.
-    """
-    error = grpc.aio.AioRpcError(Code.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), text)
-    assert failure_of_stream(error).code is expected
 
 
 @pytest.mark.parametrize("caller", ["async"], indirect=True)
@@ -290,5 +272,5 @@ async def test_leaving_while_an_async_iterable_waits(caller: Caller, service: Fa
     async with aclosing(caller.connect().encode_stream(inputs(), max_in_flight=2)) as stream:
         assert (await anext(stream)).shape == (1, 8)
     assert ended == ["cancelled"]
-    await until(lambda: service.n_open_streams == 0)
+    await until(lambda: service.n_open == 0)
     await until(lambda: not [it for it in asyncio.all_tasks() - tasks if "encserve_client" in repr(it)])

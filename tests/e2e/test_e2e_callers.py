@@ -1,17 +1,20 @@
 """The file of callers or keys changes under load, or cannot be read because its disk hangs."""
 
-import itertools
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 from real_server import RealServer, real_server
 from tiny_bundle import write_bundle
 
 from encserve_client import EncoderClient, UnauthenticatedError
+from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceStub
 from encserve_server.callers.keys import digest_of, make_key
 
 EFFECT_SECONDS = 2.0
@@ -68,10 +71,25 @@ class StreamLoad(Load):
     """A thread that sends requests in a gRPC stream. A refusal ends the stream; then the thread opens a new stream."""
 
     def _call(self) -> None:
-        endless = itertools.takewhile(lambda _: not self._finished.is_set(), itertools.repeat([1, 2, 3]))
-        with EncoderClient(self._server.target, token=self._key) as client:
-            for _ in client.encode_stream(endless, max_in_flight=2):
-                self.answered.append(time.monotonic())
+        request = pb.EncodeStreamRequest(request=pb.EncodeRequest(inputs=[pb.Input(token_ids={"ids": [1, 2, 3]})]))
+        may_send = threading.Semaphore(2)
+        metadata = (("authorization", f"Bearer {self._key}"),)
+
+        def requests() -> Iterator[pb.EncodeStreamRequest]:
+            while may_send.acquire() and not self._finished.is_set():
+                yield request
+
+        with grpc.insecure_channel(self._server.target) as channel:
+            try:
+                for answer in EncoderServiceStub(channel).EncodeStream(requests(), metadata=metadata):
+                    if answer.error.reason == "UNAUTHENTICATED":
+                        raise UnauthenticatedError(answer.error.message)
+                    self.answered.append(time.monotonic())
+                    may_send.release()
+            except grpc.RpcError as error:
+                raise UnauthenticatedError(error.details()) from error
+            finally:
+                may_send.release()
 
 
 def file_of(*keys: str) -> str:

@@ -147,7 +147,6 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     """A fake encoder service, which records the requests.
 
     The service calls `before` with each Encode request. `before` may wait, raise `Refused`, or return another answer.
-    The service calls `before_stream` with each request on a stream. `before_stream` may wait or raise `Refused`.
     `inspect` replaces the function `inspections.inspection`. `inspect` may also wait or raise `Refused`.
     """
 
@@ -157,18 +156,13 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     fingerprint: str = "f" * 16
     space_id: str = "s2-" + "5" * 32
     before: Callable[[pb.EncodeRequest], Awaitable[pb.EncodeResponse | None]] | None = None
-    before_stream: Callable[[pb.EncodeStreamRequest, Any], Awaitable[None]] | None = None
     inspect: Callable[[pb.InspectRequest], AsyncIterator[pb.InspectResponse]] | None = None
     model_info: pb.ModelInfo = field(default_factory=pb.ModelInfo)  # fields that `info` adds or replaces
     requests: list[pb.EncodeRequest] = field(default_factory=list)
     tokenize_requests: list[pb.TokenizeRequest] = field(default_factory=list)
     inspect_requests: list[pb.InspectRequest] = field(default_factory=list)
-    stream_requests: list[tuple[int, str]] = field(default_factory=list)
-    stream_priorities: set[int] = field(default_factory=set)
     metadata: list[dict[str, str]] = field(default_factory=list)
-    n_stream_inputs: int = 0
-    n_streams: int = 0
-    n_open_streams: int = 0
+    n_open: int = 0  # Encode requests without an answer
     n_open_inspections: int = 0
     n_get_model: int = 0
     n_cancelled: int = 0
@@ -231,6 +225,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
 
     async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:  # noqa: N802
         self.requests.append(request)
+        self.n_open += 1
         self.metadata.append(dict(context.invocation_metadata()))
         try:
             replaced = await self.before(request) if self.before else None
@@ -242,48 +237,8 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
         except asyncio.CancelledError:
             self.n_cancelled += 1
             raise
-
-    async def EncodeStream(self, requests: AsyncIterator[pb.EncodeStreamRequest], context: Any) -> None:  # noqa: N802
-        self.metadata.append(dict(context.invocation_metadata()))
-        self.n_streams += 1
-        self.n_open_streams += 1
-        stream = self.n_streams
-        tasks: set[asyncio.Task[None]] = set()
-        writing = asyncio.Lock()  # gRPC allows only one write at a time
-        try:
-            async for request in requests:
-                self.stream_requests.append((stream, request.request_id))
-                self.stream_priorities.add(request.request.priority)
-                self.n_stream_inputs += len(request.request.inputs)
-                task = asyncio.create_task(self._answer_on_stream(request, context, writing))
-                tasks.add(task)
-                if (ended := [it for it in tasks if it.done()]) and (error := ended[0].exception()):
-                    raise error
-            await asyncio.gather(*tasks)
-        except Refused as refused:
-            context.set_trailing_metadata(refused.trailers)
-            await context.abort(refused.code, refused.text)
-        except asyncio.CancelledError:
-            self.n_cancelled += 1
-            raise
         finally:
-            self.n_open_streams -= 1
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _answer_on_stream(self, request: pb.EncodeStreamRequest, context: Any, writing: asyncio.Lock) -> None:
-        response = pb.EncodeStreamResponse(request_id=request.request_id)
-        try:
-            if self.before_stream:
-                await self.before_stream(request, context)
-            response.response.CopyFrom(self.answer(request.request))
-        except Refused as refused:
-            response.error.code = refused.code.value[0]
-            response.error.message, response.error.reason = refused.text, refused.reason
-            response.error.retry_delay_seconds = int(refused.pushback or 0) / 1000
-        async with writing:
-            await context.write(response)
+            self.n_open -= 1
 
     async def Inspect(self, request: pb.InspectRequest, context: Any) -> None:  # noqa: N802
         self.inspect_requests.append(request)

@@ -15,16 +15,7 @@ import numpy as np
 from encserve_client._logic.failures import Failure
 from encserve_client._logic.inspecting import Gathering
 from encserve_client._logic.planning import Message
-from encserve_client._logic.wire import (
-    Answered,
-    Event,
-    Failed,
-    InputRead,
-    InputsEnded,
-    Rpc,
-    StreamAnswered,
-    StreamEnded,
-)
+from encserve_client._logic.wire import Answered, Event, Failed, Rpc
 from encserve_proto.v1 import encoder_pb2 as pb
 
 Outcome = tuple[float, Any]
@@ -33,36 +24,27 @@ Outcome = tuple[float, Any]
 
 @dataclass
 class FakeWire:
-    """A wire that gets the answers from two functions of the test. Time passes only in `wait`.
+    """A wire that gets the answers from a function of the test. Time passes only in `wait`.
 
     Attributes:
         answer: A function of an RPC and the request. Returns the delay and the outcome.
-        answer_stream: A function of a stream's number and a request on the stream. Returns the delay and the outcome.
-            A `Failure` ends the stream. If the function returns None, the request gets no answer.
-        inputs: The inputs that `read_input` reads.
         time: The current time, in seconds.
-        sent: The time at which each message or stream request was sent.
+        sent: The time at which each message was sent.
         most_out: The largest number of messages that waited for an answer at the same time.
-        n_streams: The number of opened streams.
         is_closed: Whether `aclose` was called.
     """
 
     answer: Callable[[Rpc, Any], Outcome] | None = None
-    answer_stream: Callable[[int, pb.EncodeStreamRequest], Outcome | None] | None = None
-    inputs: Iterable[object] = ()
     time: float = 0.0
     sent: list[float] = field(default_factory=list)
     most_out: int = 0
-    n_streams: int = 0
     is_closed: bool = False
 
     def __post_init__(self) -> None:
         """Start with an empty heap of events."""
         self._events: list[tuple[float, int, Event]] = []  # a heap of (time, order, event)
         self._order = itertools.count()
-        self._inputs = iter(self.inputs)
         self._out = 0
-        self._over: set[int] = set()  # streams that have ended
 
     def now(self) -> float:
         """See `Wire`."""
@@ -82,32 +64,9 @@ class FakeWire:
         self.most_out = max(self.most_out, self._out)
         self._post(delay, event)
 
-    def open_stream(self) -> int:
-        """See `Wire`."""
-        self.n_streams += 1
-        return self.n_streams
-
-    def send(self, stream: int, request: pb.EncodeStreamRequest) -> None:
-        """See `Wire`."""
-        assert self.answer_stream is not None, "no stream answers were scripted"
-        self.sent.append(self.time)
-        outcome = self.answer_stream(stream, request) if stream not in self._over else None
-        if outcome is not None:
-            delay, result = outcome
-            is_end = isinstance(result, Failure)
-            self._post(delay, StreamEnded(stream, result) if is_end else StreamAnswered(stream, result))
-
-    def finish(self, stream: int) -> None:
-        """See `Wire`. The stream ends after the last answer."""
-        last = max((time for time, _, event in self._events if getattr(event, "stream", 0) == stream), default=0.0)
-        self._post(max(last - self.time, 0.0), StreamEnded(stream, None))
-
-    def read_input(self) -> None:
-        """See `Wire`."""
-        try:
-            self._post(0.0, InputRead(next(self._inputs)))
-        except StopIteration:
-            self._post(0.0, InputsEnded())
+    def read_inputs(self, count: int) -> None:
+        """See `Wire`. Only the asyncio client reads async iterables."""
+        raise NotImplementedError
 
     async def wait(self, seconds: float | None) -> Event | None:
         """See `Wire`. If there is no event and no time limit, fail the test, because the wait would never end."""
@@ -116,8 +75,8 @@ class FakeWire:
             if seconds is not None:
                 seconds -= max(time - self.time, 0.0)
             self.time = max(self.time, time)
-            if not self._is_stale(event):
-                return event
+            self._out -= 1
+            return event
         if seconds is None:
             raise AssertionError("waits without a time limit, and no event is due")
         self.time += seconds
@@ -126,19 +85,6 @@ class FakeWire:
     async def aclose(self) -> None:
         """See `Wire`."""
         self.is_closed = True
-
-    def _is_stale(self, event: Event) -> bool:
-        """Whether an event comes from a stream that has already ended.
-
-        This method also counts answered messages and records ended streams.
-        """
-        if isinstance(event, Answered | Failed):
-            self._out -= 1
-        if isinstance(event, StreamAnswered | StreamEnded) and event.stream in self._over:
-            return True
-        if isinstance(event, StreamEnded):
-            self._over.add(event.stream)
-        return False
 
     def _post(self, delay: float, event: Event) -> None:
         heapq.heappush(self._events, (self.time + delay, next(self._order), event))

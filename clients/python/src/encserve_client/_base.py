@@ -1,7 +1,7 @@
 """What both clients have in common apart from I/O: settings, credentials, and arguments made into options."""
 
 import warnings
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 import grpc
@@ -11,8 +11,9 @@ from encserve_client._grpc.channel import Freshness, as_target, channel_credenti
 from encserve_client._grpc.diagnosis import Diagnosis
 from encserve_client._grpc.metadata import GivenMetadata, call_metadata
 from encserve_client._logic.answers import Expected
-from encserve_client._logic.calls import Core, ModelKey, Settings, request_template
-from encserve_client._logic.streams import Result, StreamBooks, StreamRun
+from encserve_client._logic.calls import Core, ModelKey, Settings
+from encserve_client._logic.dispatch import TimeLimit
+from encserve_client._logic.streams import Result, StreamOptions
 from encserve_client._logic.wire import Wire
 from encserve_client.exceptions import ClientClosedError, EncserveError, InvalidInputError
 from encserve_client.inputs import Input, Spanned, check_input, check_iterable, check_spans, read_inputs
@@ -43,7 +44,7 @@ DEFAULT_TIMEOUT_SECONDS = 30.0
 DEFAULT_MAX_MESSAGE_BYTES = 64 * MIB
 DEFAULT_MAX_CONCURRENT_MESSAGES = 4
 DEFAULT_MAX_IN_FLIGHT = 64
-DEFAULT_MAX_VECTORS_IN_FLIGHT = 256
+DEFAULT_MAX_VECTORS_IN_FLIGHT = 2048
 _MOST_NAMED = 10
 
 
@@ -348,34 +349,24 @@ class BaseClient:
         max_in_flight: int,
         timeout_seconds: float | None,
         progress: Progress | None,
-    ) -> StreamRun:
-        """Checks the arguments of encode_stream and embed_stream, before anything is read.
+    ) -> AsyncGenerator[tuple[int, Result], None]:
+        """Check the arguments of encode_stream and embed_stream, before anything is read.
 
         Raises:
             InvalidInputError: `inputs` is itself one input but no text, or an option is wrong.
         """
+        self._check_open()
         check_iterable(inputs)
         check_progress(progress)
-        if not isinstance(inputs, Iterable | AsyncIterable):
-            raise InvalidInputError(f"inputs must be an iterable of inputs; was {type(inputs).__name__}")
         if as_int("max_in_flight", max_in_flight) < 1:
             raise InvalidInputError(f"max_in_flight must be >= 1; was {max_in_flight}")
-        settings = self._core.settings
-        seconds = self._core.time_limit(timeout_seconds, 0.0).seconds
         items = [inputs] if isinstance(inputs, str) else inputs
-        books: StreamBooks[Array] = StreamBooks(
-            settings.retry,
-            max_in_flight,
-            seconds,
-            ordered,
-            settings.random,
-            settings.target,
-            settings.max_concurrent_messages,
-            self._core.contact,
-        )
-        template = request_template(key, options, settings)
         total = len(items) if isinstance(items, Sized) else None
-        return StreamRun(self._wire(items), books, template, options, progress, total)
+        iterator = None if isinstance(items, AsyncIterable) else iter(items)
+        seconds = self._core.time_limit(timeout_seconds, 0.0).seconds
+        stream = StreamOptions(iterator, total, ordered, max_in_flight, progress)
+        wire = self._wire(items) if isinstance(items, AsyncIterable) else self._wire()
+        return self._core.stream(wire, key, options, TimeLimit(seconds), stream)
 
 
 def encode_options(

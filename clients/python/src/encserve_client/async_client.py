@@ -2,7 +2,7 @@
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
@@ -29,7 +29,7 @@ from encserve_client._grpc.async_wire import AsyncWire
 from encserve_client._grpc.channel import Link
 from encserve_client._grpc.metadata import with_trace
 from encserve_client._logic.inspecting import inspect_request
-from encserve_client._logic.streams import StreamRun
+from encserve_client._logic.streams import Result
 from encserve_client.exceptions import EncserveError, InvalidInputError
 from encserve_client.inputs import Input
 from encserve_client.options import (
@@ -413,8 +413,10 @@ class AsyncEncoderClient(BaseClient):
                 task=task,
             ),
         )
-        run = self._stream(inputs, key, options, ordered, max_in_flight, timeout_seconds, progress)
-        return self._results(run, ordered, return_exceptions)
+        if not isinstance(inputs, Iterable | AsyncIterable):
+            raise InvalidInputError(f"inputs must be an iterable of inputs; was {type(inputs).__name__}")
+        results = self._stream(inputs, key, options, ordered, max_in_flight, timeout_seconds, progress)
+        return self._results(results, ordered, return_exceptions)
 
     @overload
     def embed_stream(
@@ -488,8 +490,10 @@ class AsyncEncoderClient(BaseClient):
                 task=task,
             ),
         )
-        run = self._stream(inputs, key, options, ordered, max_in_flight, timeout_seconds, progress)
-        return self._results(run, ordered, return_exceptions)
+        if not isinstance(inputs, Iterable | AsyncIterable):
+            raise InvalidInputError(f"inputs must be an iterable of inputs; was {type(inputs).__name__}")
+        results = self._stream(inputs, key, options, ordered, max_in_flight, timeout_seconds, progress)
+        return self._results(results, ordered, return_exceptions)
 
     @overload
     async def tokenize(  # type: ignore[overload-overlap]
@@ -557,15 +561,13 @@ class AsyncEncoderClient(BaseClient):
         """One model; without a name the server's default one."""
         return await self._core.get_model(self._wire(), model_key(name, version), timeout_seconds)
 
-    def _wire(self, inputs: Iterable[Input] | AsyncIterable[Input] = ()) -> AsyncWire:
+    def _wire(self, inputs: AsyncIterable[Input] | None = None) -> AsyncWire:
         self._check_open()
         loop = asyncio.get_running_loop()
         if self._loop not in (None, loop):
             raise InvalidInputError("the client belongs to the event loop of its first use: make one in each loop")
         self._loop = loop
-        return AsyncWire(
-            self._current_link, with_trace(self._metadata), _iterate(inputs), lambda: self._closed, self._diagnosis
-        )
+        return AsyncWire(self._current_link, with_trace(self._metadata), inputs, lambda: self._closed, self._diagnosis)
 
     def _current_link(self) -> Link:
         """The channel for a new call; gRPC closes one that nobody holds any more."""
@@ -581,19 +583,11 @@ class AsyncEncoderClient(BaseClient):
             self._links.add(self._link)
         return self._link
 
-    async def _results(self, run: StreamRun, ordered: bool, return_exceptions: bool) -> AsyncGenerator[Any, None]:
+    async def _results(
+        self, results: AsyncGenerator[tuple[int, Result], None], ordered: bool, return_exceptions: bool
+    ) -> AsyncGenerator[Any, None]:
         try:
-            while (result := await run.next()) is not None:
+            async for result in results:
                 yield shown(*result, ordered, return_exceptions)
         finally:
-            await run.aclose()
-
-
-async def _iterate(inputs: Iterable[Input] | AsyncIterable[Input]) -> AsyncIterator[Input]:
-    """Makes any iterable an async one."""
-    if isinstance(inputs, AsyncIterable):
-        async for item in inputs:
-            yield item
-    else:
-        for item in inputs:
-            yield item
+            await results.aclose()

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
@@ -28,9 +28,9 @@ from encserve_client._grpc.channel import Link
 from encserve_client._grpc.metadata import with_trace
 from encserve_client._grpc.sync_wire import SyncWire
 from encserve_client._logic.inspecting import inspect_request
-from encserve_client._logic.streams import StreamRun
+from encserve_client._logic.streams import Result
 from encserve_client._logic.wire import run_without_loop
-from encserve_client.exceptions import EncserveError
+from encserve_client.exceptions import EncserveError, InvalidInputError
 from encserve_client.inputs import Input
 from encserve_client.options import (
     Array,
@@ -70,16 +70,15 @@ class EncoderClient(BaseClient):
 
     Args:
         target: The server, as host:port, or as any name that gRPC resolves, such as "unix:///run/e.sock". Or several,
-            which take turns call by call while their health service says SERVING: all addresses of a DNS name,
-            "dns:///encoder:50051", or a list, ["10.0.0.7:50051", "10.0.0.8:50051"]. One `encode_stream` stays with one
-            of them until that one stops.
+            which take turns message by message while their health service says SERVING: all addresses of a DNS name,
+            "dns:///encoder:50051", or a list, ["10.0.0.7:50051", "10.0.0.8:50051"].
         tls: True to encrypt and check the server's certificate, or a `Tls` with files. Default: plaintext.
         credentials: gRPC channel credentials, for what `tls` cannot say. Not both.
         token: Sent with every call as "authorization: Bearer …". Readable by anyone on the way unless `tls` is used.
         metadata: More to send with every call; keys in lower case.
         timeout_seconds: How long one message of a call may take, from when it is first sent until it is answered,
-            attempts and the waits between them included; of `encode_stream`, one input. A call of many inputs is many
-            messages, and as a whole has a limit only if it is given one of its own. Default: 30. `math.inf` for none.
+            attempts and the waits between them included. A call of many inputs is many messages, and as a whole has a
+            limit only if it is given one of its own. Default: 30. `math.inf` for none.
         max_message_bytes: The largest message to send or take, in bytes. Default: 64 MiB, as the server's replies.
         max_concurrent_messages: How many messages of one call are out at a time. Default: 4.
         retry: When a failed message is sent again. Default: up to 5 attempts; see `RetryPolicy`.
@@ -613,17 +612,16 @@ class EncoderClient(BaseClient):
             for rows in client.encode_stream(read_texts()):  # (seq_len, d_model)
                 ...
 
-        Inputs are read in the caller's thread, when the next result is asked for, and never more than `max_in_flight`
-        ahead of the results taken. Short ones that come fast share messages. A stream that breaks is opened again, and
-        only what was not answered is sent again. Leaving the loop, or closing the generator, cancels what is still
-        going on.
+        Inputs are read in the caller's thread, when the caller takes results, and at most `max_in_flight` ahead.
+        Inputs that arrive fast share messages. A message that is lost is sent again. Leaving the loop, or closing the
+        generator, cancels the messages that are under way.
 
         Args:
             inputs: As for `encode`; may be endless.
             ordered: Whether results come in the order of the inputs. If not, each comes as soon as it is ready, as
                 (index, result).
-            return_exceptions: Whether an input that fails yields its `EncserveError` in place of an array. If not, it
-                is raised and ends the call. A stream that breaks for good is raised in any case.
+            return_exceptions: Whether an input that fails yields its `EncserveError` in place of an array. If not, the
+                error is raised and ends the call. An error that concerns all inputs is always raised.
             model: As for `encode`.
             version: As for `encode`.
             dtype: As for `encode`.
@@ -632,9 +630,9 @@ class EncoderClient(BaseClient):
             l2_normalize: As for `encode`.
             prompt_name: As for `encode`.
             task: As for `run`.
-            timeout_seconds: How long one input may take from when it is read until it is answered, retries included,
-                not counting the time that the caller is busy with results, or with making the next input. Default: the
-                client's. The stream as a whole has no limit.
+            timeout_seconds: How long one message may take from when it is first sent until it is answered, retries
+                included. Time that the caller spends with results or inputs does not count. Default: the client's. The
+                stream as a whole has no limit.
             progress: Called with each result, with how many there were and, where `inputs` has a length, of how many.
             max_in_flight: How many inputs may be read and not yet yielded.
 
@@ -656,8 +654,10 @@ class EncoderClient(BaseClient):
                 task=task,
             ),
         )
-        run = self._stream(inputs, key, options, ordered, max_in_flight, timeout_seconds, progress)
-        return self._results(run, ordered, return_exceptions)
+        if not isinstance(inputs, Iterable):
+            raise InvalidInputError(f"inputs must be an iterable of inputs; was {type(inputs).__name__}")
+        results = self._stream(inputs, key, options, ordered, max_in_flight, timeout_seconds, progress)
+        return self._results(results, ordered, return_exceptions)
 
     @overload
     def embed_stream(
@@ -744,8 +744,10 @@ class EncoderClient(BaseClient):
                 task=task,
             ),
         )
-        run = self._stream(inputs, key, options, ordered, max_in_flight, timeout_seconds, progress)
-        return self._results(run, ordered, return_exceptions)
+        if not isinstance(inputs, Iterable):
+            raise InvalidInputError(f"inputs must be an iterable of inputs; was {type(inputs).__name__}")
+        results = self._stream(inputs, key, options, ordered, max_in_flight, timeout_seconds, progress)
+        return self._results(results, ordered, return_exceptions)
 
     @overload
     def tokenize(  # type: ignore[overload-overlap]
@@ -876,15 +878,15 @@ class EncoderClient(BaseClient):
         """
         return run_without_loop(self._core.get_model(self._wire(), model_key(name, version), timeout_seconds))
 
-    def _wire(self, inputs: Iterable[Input] = ()) -> SyncWire:
+    def _wire(self, inputs: None = None) -> SyncWire:
         self._check_open()
-        return SyncWire(
-            self._current_link, with_trace(self._metadata), iter(inputs), lambda: self._closed, self._diagnosis
-        )
+        return SyncWire(self._current_link, with_trace(self._metadata), lambda: self._closed, self._diagnosis)
 
-    def _results(self, run: StreamRun, ordered: bool, return_exceptions: bool) -> Generator[Any, None, None]:
+    def _results(
+        self, results: AsyncGenerator[tuple[int, Result], None], ordered: bool, return_exceptions: bool
+    ) -> Generator[Any, None, None]:
         try:
-            while (result := run_without_loop(run.next())) is not None:
+            while (result := run_without_loop(anext(results, None))) is not None:
                 yield shown(*result, ordered, return_exceptions)
         finally:
-            run_without_loop(run.aclose())
+            run_without_loop(results.aclose())

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -15,16 +15,7 @@ from encserve_client._grpc.metadata import Metadata
 from encserve_client._logic.failures import Failure, failure_of_call, failure_of_crash
 from encserve_client._logic.inspecting import Gathering
 from encserve_client._logic.planning import Message
-from encserve_client._logic.wire import (
-    Answered,
-    Event,
-    Failed,
-    InputRead,
-    InputsEnded,
-    Rpc,
-    StreamAnswered,
-    StreamEnded,
-)
+from encserve_client._logic.wire import Answered, Event, Failed, InputRead, InputsEnded, Rpc
 from encserve_client.exceptions import ClientClosedError
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -36,7 +27,7 @@ class AsyncWire:
         self,
         link: Callable[[], Link],
         metadata: Metadata,
-        inputs: AsyncIterator[object],
+        inputs: AsyncIterable[object] | None,
         is_client_closed: Callable[[], bool],
         diagnosis: Diagnosis | None = None,
     ) -> None:
@@ -48,7 +39,9 @@ class AsyncWire:
         self._is_client_closed = is_client_closed
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._streams: dict[int, _Stream] = {}
+        self._may_read = asyncio.Semaphore(0)  # inputs that may be read and were not
+        self._is_reading = False
+        self._starts_unseen = False  # whether a message was started since the event loop last ran
 
     def now(self) -> float:
         """See `Wire`."""
@@ -58,29 +51,21 @@ class AsyncWire:
         """See `Wire`. Never blocks, alone or not."""
         call = _begin(getattr(self._stub(), rpc), message.request, timeout=timeout_seconds, metadata=self._metadata)
         self._spawn(self._finish_call(call, message))
+        self._starts_unseen = True
 
-    def open_stream(self) -> int:
-        """See `Wire`."""
-        number = len(self._streams) + 1
-        self._streams[number] = stream = _Stream(_begin(self._stub().EncodeStream, metadata=self._metadata))
-        self._spawn(self._read_stream(number, stream))
-        self._spawn(stream.write())
-        return number
-
-    def send(self, stream: int, request: pb.EncodeStreamRequest) -> None:
-        """See `Wire`."""
-        self._streams[stream].requests.put_nowait(request)
-
-    def finish(self, stream: int) -> None:
-        """See `Wire`."""
-        self._streams[stream].requests.put_nowait(None)
-
-    def read_input(self) -> None:
-        """See `Wire`. Reads in a task, so that answers come in while the caller's iterable waits for something."""
-        self._spawn(self._read_input())
+    def read_inputs(self, count: int) -> None:
+        """See `Wire`. A task reads them, so that answers arrive while the caller's iterable waits."""
+        for _ in range(count):
+            self._may_read.release()
+        if self._inputs is not None and not self._is_reading:
+            self._is_reading = True
+            self._spawn(self._read_inputs(aiter(self._inputs)))
 
     async def wait(self, seconds: float | None) -> Event | None:
         """See `Wire`."""
+        if self._starts_unseen:  # a caller that is never suspended would keep the messages from being sent
+            self._starts_unseen = False
+            await asyncio.sleep(0)
         if not self._events.empty():
             event = self._events.get_nowait()
         elif seconds == 0:
@@ -91,16 +76,14 @@ class AsyncWire:
                     event = await self._events.get()
             except TimeoutError:
                 return None
-        if isinstance(event, Failed | StreamEnded) and self._is_client_closed():
-            raise ClientClosedError("the client was closed during the call")
-        if isinstance(event, Failed | StreamEnded) and event.failure is not None:
+        if isinstance(event, Failed):
+            if self._is_client_closed():
+                raise ClientClosedError("the client was closed during the call")
             event = replace(event, failure=await self._explained(event.failure))
         return event
 
     async def aclose(self) -> None:
         """See `Wire`."""
-        for stream in self._streams.values():
-            stream.call.cancel()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -139,48 +122,15 @@ class AsyncWire:
         else:
             self._events.put_nowait(Answered(message, response))
 
-    async def _read_stream(self, number: int, stream: "_Stream") -> None:
-        failure: Failure | None = None
+    async def _read_inputs(self, inputs: AsyncIterator[object]) -> None:
         try:
-            async for response in stream.call:
-                self._events.put_nowait(StreamAnswered(number, response))
-        except grpc.aio.AioRpcError as error:
-            failure = failure_of_stream(error)
-        except asyncio.CancelledError:
-            self._events.put_nowait(StreamEnded(number, _CANCELLED))
-            raise
-        except Exception as error:
-            failure = failure_of_crash(error)
-        finally:
-            stream.requests.put_nowait(None)  # ends the writer
-        self._events.put_nowait(StreamEnded(number, failure))
-
-    async def _read_input(self) -> None:
-        try:
-            item = await anext(self._inputs)
+            while True:
+                await self._may_read.acquire()
+                self._events.put_nowait(InputRead(await anext(inputs)))
         except StopAsyncIteration:
             self._events.put_nowait(InputsEnded())
         except Exception as error:
             self._events.put_nowait(InputsEnded(error))
-        else:
-            self._events.put_nowait(InputRead(item))
-
-
-class _Stream:
-    """One EncodeStream and the requests that wait to be written to it."""
-
-    def __init__(self, call: Any) -> None:
-        self.call = call
-        self.requests: asyncio.Queue[pb.EncodeStreamRequest | None] = asyncio.Queue()
-
-    async def write(self) -> None:
-        """Writes what is queued. The reader learns why a stream broke; all there is to do here is to end it."""
-        try:
-            while (request := await self.requests.get()) is not None:
-                await self.call.write(request)
-            await self.call.done_writing()
-        except Exception:
-            self.call.cancel()
 
 
 async def _gather(call: Any, request: pb.InspectRequest) -> Gathering:
@@ -201,15 +151,3 @@ def _begin(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return method(*args, **kwargs)
     except grpc.aio.UsageError as error:  # gRPC's word for a channel that was closed
         raise ClientClosedError from error
-
-
-def failure_of_stream(error: grpc.aio.AioRpcError) -> Failure:
-    """Reads the status of a stream that broke.
-
-    When a write meets a stream that has just ended, grpc.aio puts a status of its own in place of the real one
-    (grpc/grpc issue 36066). Only a new stream can tell what is the matter, so this counts as UNAVAILABLE.
-    """
-    failure = failure_of_call(error)
-    if failure.code is grpc.StatusCode.INTERNAL and failure.message == "Internal error from Core":
-        return Failure(grpc.StatusCode.UNAVAILABLE, "the stream broke while a request was being written")
-    return failure

@@ -1,9 +1,8 @@
 """The wire for threads: gRPC's blocking API and its futures. Never suspends."""
 
 import queue
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,35 +11,21 @@ import grpc
 from encserve_client._grpc.channel import Link
 from encserve_client._grpc.diagnosis import Diagnosis
 from encserve_client._grpc.metadata import Metadata
-from encserve_client._logic.failures import Failure, failure_of_call, failure_of_crash
+from encserve_client._logic.failures import failure_of_call
 from encserve_client._logic.inspecting import Gathering
 from encserve_client._logic.planning import Message
-from encserve_client._logic.wire import (
-    Answered,
-    Event,
-    Failed,
-    InputRead,
-    InputsEnded,
-    Rpc,
-    StreamAnswered,
-    StreamEnded,
-)
+from encserve_client._logic.wire import Answered, Event, Failed, Rpc
 from encserve_client.exceptions import ClientClosedError
 from encserve_proto.v1 import encoder_pb2 as pb
 
 
 class SyncWire:
-    """One call's I/O on the caller's thread.
-
-    Only the caller's thread touches anything here but `_events` and `_Stream.requests`, which are queues. Unary calls
-    use no thread of ours; each stream uses one, which reads its answers and ends with it.
-    """
+    """The I/O of one call, on the caller's thread. The threads of gRPC only put events into `_events`."""
 
     def __init__(
         self,
         link: Callable[[], Link],
         metadata: Metadata,
-        inputs: Iterator[object],
         is_client_closed: Callable[[], bool],
         diagnosis: Diagnosis | None = None,
     ) -> None:
@@ -48,11 +33,9 @@ class SyncWire:
         self._links: set[Link] = set()  # those in use, which so are not closed
         self._diagnosis = diagnosis
         self._metadata = metadata
-        self._inputs = inputs
         self._is_client_closed = is_client_closed
         self._events: queue.SimpleQueue[Event | _Done] = queue.SimpleQueue()
         self._calls: set[Any] = set()  # those that are out
-        self._streams: dict[int, _Stream] = {}
 
     def now(self) -> float:
         """See `Wire`."""
@@ -87,29 +70,9 @@ class SyncWire:
                 break
         self._events.put(Answered(message, gathering))
 
-    def open_stream(self) -> int:
-        """See `Wire`."""
-        number = len(self._streams) + 1
-        try:
-            self._streams[number] = _Stream(number, self._stub(), self._metadata, self._events)
-        except ValueError as error:
-            raise _closed_or(error) from None
-        return number
-
-    def send(self, stream: int, request: pb.EncodeStreamRequest) -> None:
-        """See `Wire`."""
-        self._streams[stream].requests.put(request)
-
-    def finish(self, stream: int) -> None:
-        """See `Wire`."""
-        self._streams[stream].requests.put(None)
-
-    def read_input(self) -> None:
-        """See `Wire`. Reads here and now, in the caller's thread; what the caller's iterable raises comes out."""
-        try:
-            self._events.put(InputRead(next(self._inputs)))
-        except StopIteration:
-            self._events.put(InputsEnded())
+    def read_inputs(self, count: int) -> None:
+        """See `Wire`. A client for threads takes no async iterables."""
+        raise NotImplementedError
 
     async def wait(self, seconds: float | None) -> Event | None:
         """See `Wire`."""
@@ -120,18 +83,17 @@ class SyncWire:
         if isinstance(event, _Done):
             self._calls.discard(event.call)  # it holds the response
             event = _end_of(event)
-        if isinstance(event, Failed | StreamEnded) and self._is_client_closed():
-            raise ClientClosedError("the client was closed during the call")
-        if isinstance(event, Failed | StreamEnded) and self._diagnosis is not None and event.failure is not None:
-            event = replace(event, failure=self._diagnosis.explain(event.failure))
+        if isinstance(event, Failed):
+            if self._is_client_closed():
+                raise ClientClosedError("the client was closed during the call")
+            if self._diagnosis is not None:
+                event = replace(event, failure=self._diagnosis.explain(event.failure))
         return event
 
     async def aclose(self) -> None:
         """See `Wire`."""
         for call in self._calls:
             call.cancel()
-        for stream in self._streams.values():
-            stream.close()
         self._links.clear()
 
     def _stub(self) -> Any:
@@ -147,36 +109,6 @@ class _Done:
 
     call: Any
     message: Message
-
-
-class _Stream:
-    """One EncodeStream: a queue that gRPC's thread sends from, and a thread that reads the answers."""
-
-    def __init__(self, number: int, stub: Any, metadata: Metadata, events: "queue.SimpleQueue[Event | _Done]") -> None:
-        self.requests: queue.SimpleQueue[pb.EncodeStreamRequest | None] = queue.SimpleQueue()
-        self._number = number
-        self._events = events
-        self._call = stub.EncodeStream(iter(self.requests.get, None), metadata=metadata)
-        self._reader = threading.Thread(target=self._read, name="encserve-stream-reader", daemon=True)
-        self._reader.start()
-
-    def close(self) -> None:
-        """Cancels the stream and waits for its thread. A stream that is over is left as it is."""
-        self._call.cancel()
-        self.requests.put(None)  # or gRPC's sending thread would wait for ever
-        self._reader.join()
-
-    def _read(self) -> None:
-        failure: Failure | None = None
-        try:
-            for response in self._call:
-                self._events.put(StreamAnswered(self._number, response))
-        except grpc.RpcError as error:
-            failure = failure_of_call(error)
-        except Exception as error:
-            failure = failure_of_crash(error)
-        self.requests.put(None)
-        self._events.put(StreamEnded(self._number, failure))
 
 
 def _closed_or(error: ValueError) -> Exception:

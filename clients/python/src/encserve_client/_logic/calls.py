@@ -1,10 +1,9 @@
 """Everything that a client does, written once for both: over a `Wire`, with no I/O of its own."""
 
-import math
 import random as random_module
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from encserve_client._arguments import as_float
@@ -18,14 +17,15 @@ from encserve_client._logic.answers import (
     model_info,
     sequence_infos,
 )
-from encserve_client._logic.dispatch import Dispatch, TimeLimit
+from encserve_client._logic.dispatch import Dispatch, MessageSource, Planned, TimeLimit
 from encserve_client._logic.failures import Contact
 from encserve_client._logic.inspecting import Gathering
-from encserve_client._logic.planning import Limits, Message, as_bulk, plan_messages, plan_texts
+from encserve_client._logic.planning import Limits, Message, MessageBuilder, as_bulk, plan_messages, plan_texts
+from encserve_client._logic.streams import Gathered, Result, Stream, StreamOptions
 from encserve_client._logic.wire import Answered, Failed, Rpc, Wire
 from encserve_client.exceptions import EncserveError, InvalidInputError, ProtocolError
 from encserve_client.inputs import Input, Spanned
-from encserve_client.options import PRIORITIES, Options, Priority, Progress, check_choice
+from encserve_client.options import PRIORITIES, Array, Options, Priority, Progress, check_choice
 from encserve_client.results import EncodeResult, InspectResult, ModelInfo, SequenceInfo
 from encserve_client.retry import RetryPolicy
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -125,7 +125,7 @@ class Core:
                 messages = plan_messages(inputs, template, options, limits, rejected)
                 if self.settings.priority is None:
                     messages = as_bulk(messages, template)
-                dispatch: Dispatch[Part] = self._dispatch(messages, time_limit, rejected)
+                dispatch: Dispatch[Part] = self._dispatch(Planned(messages), time_limit, rejected)
                 tell = _Teller(progress, len(inputs), rejected)
                 await self._exchange_parts(wire, dispatch, key, options, describe, tell)
                 attempts += dispatch.attempts
@@ -138,13 +138,51 @@ class Core:
         expected.check(result)
         return result
 
+    async def stream(
+        self, wire: Wire, key: ModelKey, options: Options, time_limit: TimeLimit, stream: StreamOptions
+    ) -> AsyncGenerator[tuple[int, Result], None]:
+        """Send inputs while they are read. Yield (index, array or error) for each.
+
+        The array of an input is (rows, width) for tokens, and (width,) for a pooled output.
+
+        Raises:
+            FingerprintError: The model was replaced during the call.
+            EncserveError: The call as a whole failed.
+        """
+        fingerprint = self.settings.expected.fingerprint
+
+        def decode(message: Message, response: pb.EncodeResponse) -> list[Array]:
+            nonlocal fingerprint
+            part = decode_response(response, options, message.n_inputs, describe=False)
+            self.settings.expected.check(part)
+            fingerprint = fingerprint or part.fingerprint
+            check_fingerprint(fingerprint, part.fingerprint)
+            block = part.blocks[0]
+            return list(block.rows) if options.outputs[0].is_pooled else block.split()
+
+        concurrent = self.settings.max_concurrent_messages
+        async with aclosing(wire):
+            info = await self._model_that_takes(options, wire, key, time_limit, use_remembered=True)
+            limits = Limits.of(info, self.settings.max_message_bytes, concurrent)
+            share = max(stream.max_in_flight // concurrent, 1)  # so that several messages can be out
+            limits = replace(limits, max_sequences=min(limits.max_sequences, share))
+            source = Gathered(MessageBuilder(request_template(key, options, self.settings), options, limits))
+            dispatch: Dispatch[list[Array]] = self._dispatch(source, time_limit, rejected={})
+            try:
+                async with aclosing(Stream(wire, source, dispatch, decode, stream).results()) as results:
+                    async for result in results:
+                        yield result
+            finally:
+                if dispatch.saw_too_large:  # the remembered limits may be out of date
+                    self._models.pop(key, None)
+
     async def inspect(self, wire: Wire, request: pb.InspectRequest, timeout_seconds: float | None) -> InspectResult:
         """Has one input looked into."""
         started = wire.now()
         time_limit = self.time_limit(timeout_seconds, started)
         expected = self.settings.expected
         request.expected_fingerprint, request.expected_space_id = expected.fingerprint, expected.space_id
-        dispatch: Dispatch[Gathering] = self._dispatch([Message(request)], time_limit)
+        dispatch: Dispatch[Gathering] = self._dispatch(Planned([Message(request)]), time_limit)
         async with aclosing(wire):
             await exchange(wire, "Inspect", dispatch, lambda _, answer: answer)
         [(_, answer)] = dispatch.answers
@@ -175,8 +213,8 @@ class Core:
                 return response.fingerprint, found
 
             for _ in range(_MOST_ROUNDS):
-                messages = plan_texts(texts, template, limits)
-                dispatch: Dispatch[tuple[str, list[SequenceInfo]]] = self._dispatch(messages, time_limit)
+                source = Planned(plan_texts(texts, template, limits))
+                dispatch: Dispatch[tuple[str, list[SequenceInfo]]] = self._dispatch(source, time_limit)
                 await exchange(wire, "Tokenize", dispatch, decode)
                 answers = sorted(dispatch.answers, key=lambda answer: answer[0])
                 fingerprints = {fingerprint for _, (fingerprint, _) in answers}
@@ -258,16 +296,16 @@ class Core:
     async def _ask(
         self, wire: Wire, rpc: Rpc, request: pb.GetModelRequest | pb.ListModelsRequest, time_limit: TimeLimit
     ) -> Any:
-        dispatch: Dispatch[Any] = self._dispatch([Message(request)], time_limit)
+        dispatch: Dispatch[Any] = self._dispatch(Planned([Message(request)]), time_limit)
         await exchange(wire, rpc, dispatch, lambda _, response: response)
         return dispatch.answers[0][1]
 
     def _dispatch(
-        self, messages: Iterable[Message], time_limit: TimeLimit, rejected: dict[int, EncserveError] | None = None
+        self, source: MessageSource, time_limit: TimeLimit, rejected: dict[int, EncserveError] | None = None
     ) -> Dispatch[Any]:
         settings = self.settings
         return Dispatch(
-            messages,
+            source,
             settings.retry,
             time_limit,
             settings.max_concurrent_messages,
@@ -304,8 +342,7 @@ async def exchange(wire: Wire, rpc: Rpc, dispatch: Dispatch[R], decode: Callable
     while True:
         taken = dispatch.take(wire.now())
         for message in taken:
-            seconds_left = None if math.isinf(message.deadline) else max(message.deadline - wire.now(), 0.001)
-            wire.start(rpc, message, seconds_left, alone=dispatch.is_alone)
+            wire.start(rpc, message, message.seconds_left(wire.now()), alone=dispatch.is_alone)
         if dispatch.done:
             return
         event = await wire.wait(dispatch.seconds_to_wait(wire.now()))

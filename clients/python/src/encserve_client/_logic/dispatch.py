@@ -1,16 +1,17 @@
-"""One call's messages: which to send now, and what an answer or a failure means for the rest. Pure.
+"""The messages of one call: which to send now, and what follows from an answer or a failure. Without I/O.
 
-The driver (`calls.exchange`) asks `take` what to send, does the I/O, and reports each end to `answered` or `failed`;
-time comes in as an argument. Nothing here blocks, and only the driver of the call touches it.
+The driver of the call is `calls.exchange` or `streams.Stream`. The driver takes messages from `Dispatch.take`, sends
+them, and reports each end to `answered` or `failed`. The driver also passes the time. Nothing here blocks.
 """
 
 import heapq
 import itertools
 import random as random_module
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Generic, Protocol, TypeVar
 
 import grpc
 
@@ -21,6 +22,7 @@ from encserve_client.retry import RetryPolicy
 
 R = TypeVar("R")
 T = TypeVar("T")
+_TOO_LATE = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class Outbox(Generic[T]):
@@ -56,11 +58,33 @@ class Outbox(Generic[T]):
         """When the next waiting item may be sent; None if none waits."""
         return self._later[0][0] if self._later else None
 
-    def discard(self, item: T) -> None:
-        """Removes an item that is no longer wanted, if it is here."""
-        self._ready = deque(it for it in self._ready if it is not item)
-        self._later = [entry for entry in self._later if entry[2] is not item]
-        heapq.heapify(self._later)
+
+class MessageSource(Protocol):
+    """The messages of a call that were not sent yet."""
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether no message will come any more."""
+
+    def take(self, *, idle: bool) -> Message | None:
+        """Return the next message, or None if there is none now.
+
+        `idle`: whether the server has nothing of this call to do, so that a partial message is better than none.
+        """
+
+
+class Planned:
+    """The messages of a call with a known list of inputs, made as they are taken."""
+
+    def __init__(self, messages: Iterable[Message]) -> None:
+        self._messages = iter(messages)
+        self.is_ended = False
+
+    def take(self, *, idle: bool) -> Message | None:
+        """See `MessageSource`."""
+        message = next(self._messages, None)
+        self.is_ended = message is None
+        return message
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +107,23 @@ class TimeLimit:
 class Dispatch(Generic[R]):
     """The messages of one call.
 
-    At most `max_concurrent` are out at a time, and messages are drawn from their iterator only when there is room. A
-    message that failed for a while is sent again within the policy and its deadline; one that is too large is replaced
-    by its halves, which are new messages. Where `rejected` is given, a failure of one input is booked there, and the
-    message's others are sent without it. Any other failure ends the call.
+    At most `max_concurrent` messages are out at a time. A message is taken from the source only when there is room. A
+    message with a temporary failure is sent again, within the policy and before its deadline. A message that is too
+    large is replaced by two halves.
+
+    If `rejected` is given, the failure of one input is recorded there, and the other inputs of the message are sent
+    again. The failure of one message is recorded for each of its inputs. Any other failure ends the call.
 
     Attributes:
-        answers: What `answered` was given, each after its message's first_index; in no order.
-        attempts: How many messages were sent, those sent again included.
-        rejected: The error of each input that failed by itself, by its index; None where that ends the call.
-        saw_too_large: Whether a message was refused for its size, so that known limits may be out of date.
+        answers: (first_index of the message, answer) of each answered message, in the order of arrival.
+        attempts: Number of sent messages, repeated messages included.
+        rejected: Index of an input → its error. None if the first error ends the call.
+        saw_too_large: Whether a message was refused for its size, so that remembered limits may be out of date.
     """
 
     def __init__(
         self,
-        messages: Iterable[Message],
+        source: MessageSource,
         policy: RetryPolicy,
         limit: TimeLimit,
         max_concurrent: int,
@@ -110,7 +136,7 @@ class Dispatch(Generic[R]):
         self.rejected = rejected
         self.attempts = 0
         self.saw_too_large = False
-        self._messages: Iterator[Message] | None = iter(messages)
+        self._source = source
         self._outbox: Outbox[Message] = Outbox()
         self._policy = policy
         self._limit = limit
@@ -124,12 +150,12 @@ class Dispatch(Generic[R]):
     @property
     def done(self) -> bool:
         """Whether every message was answered. True only after a `take` that found nothing more."""
-        return self._messages is None and not self._out and not self._outbox
+        return self._source.is_ended and not self._out and not self._outbox
 
     @property
     def is_alone(self) -> bool:
         """Whether the one message that is out is all there is to do until it ends."""
-        return self._out == 1 and (self._max_concurrent == 1 or (self._messages is None and not self._outbox))
+        return self._out == 1 and (self._max_concurrent == 1 or (self._source.is_ended and not self._outbox))
 
     def take(self, now: float) -> list[Message]:
         """The messages to send now; they count as out until they are reported back.
@@ -142,12 +168,8 @@ class Dispatch(Generic[R]):
             if not message.attempts:
                 message.deadline = self._limit.deadline(now)
             if now >= message.deadline:
-                raise DeadlineError(
-                    f"{self._call.timeout_seconds:g} s passed before everything was sent"
-                    + (f" to {self._call.target}" if self._call.target else ""),
-                    code=grpc.StatusCode.DEADLINE_EXCEEDED,
-                    attempts=message.attempts,
-                )
+                self._give_up(message, partial(self._too_late, message), is_of_message=self._limit.ends is None)
+                continue
             message.attempts += 1
             self.attempts += 1
             self._out += 1
@@ -183,21 +205,44 @@ class Dispatch(Generic[R]):
                 return
         attempts = message.away if is_away else message.attempts - message.away
         wait = seconds_until_retry(self._policy, failure, attempts, message.deadline - now, self._random, is_away)
-        if wait is None:
-            error = failure.to_exception(message.attempts, message.first_index, self._call, message.n_inputs)
-            place = failure.input_at_fault(message.n_inputs)
-            if self.rejected is None or place is None:
-                raise error
-            self.rejected[message.first_index + place] = error
+        if wait is not None:
+            self._outbox.push_later(now + wait, message)
+            return
+        place = failure.input_at_fault(message.n_inputs)
+        if self.rejected is not None and place is not None:
+            index = message.first_index + place
+            self.rejected[index] = failure.to_exception(message.attempts, message.first_index, self._call)
             self._outbox.push_first(message.without(place))
             return
-        self._outbox.push_later(now + wait, message)
+        self._give_up(
+            message,
+            lambda: failure.to_exception(message.attempts, message.first_index, self._call, message.n_inputs),
+            is_of_message=failure.is_of_message and (self._limit.ends is None or failure.code is not _TOO_LATE),
+        )
 
     def _next(self, now: float) -> Message | None:
         message = self._outbox.pop(now)
-        # While the server is away no further message is drawn: its time would begin, long before its turn comes.
-        if message is None and self._messages is not None and not self._away:
-            message = next(self._messages, None)
-            if message is None:
-                self._messages = None
+        # While the server is away, no new message is taken. Its timeout would begin long before its turn.
+        if message is None and not self._away and not self._source.is_ended:
+            message = self._source.take(idle=not self._out and not self._outbox)
         return message
+
+    def _too_late(self, message: Message) -> EncserveError:
+        target = f" to {self._call.target}" if self._call.target else ""
+        return DeadlineError(
+            f"{self._call.timeout_seconds:g} s passed before everything was sent{target}",
+            code=_TOO_LATE,
+            attempts=message.attempts,
+        )
+
+    def _give_up(self, message: Message, make_error: Callable[[], EncserveError], *, is_of_message: bool) -> None:
+        """Record an error for each input of the message.
+
+        Raises:
+            EncserveError: The error ends the call: it concerns other messages too, or `rejected` is None.
+        """
+        if self.rejected is None or not is_of_message:
+            raise make_error()
+        for index in range(message.first_index, message.first_index + message.n_inputs):
+            self.rejected[index] = error = make_error()
+            error.index = index

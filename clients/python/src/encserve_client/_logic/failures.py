@@ -1,4 +1,4 @@
-"""Why one message failed, in one form for both kinds of RPC; which exception that is, and whether it is tried again."""
+"""Why one message failed, which exception reports the failure, and whether the message is sent again."""
 
 import math
 import re
@@ -10,7 +10,6 @@ import grpc
 
 from encserve_client import exceptions as errors
 from encserve_client.retry import RetryPolicy
-from encserve_proto.v1 import encoder_pb2 as pb
 
 _CUT_OFF_CODES = frozenset({grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL})
 REASON_TRAILER = "encserve-error-reason"
@@ -27,10 +26,14 @@ _LEAST_WAIT_SECONDS = 0.05
 _AT_FAULT = re.compile(r"(?:inputs|texts)\[(\d+)\]")
 # gRPC itself refuses an oversize message, on either side, with this text and no reason of ours.
 _TOO_LARGE_TEXT = re.compile(r"message larger than max|exceeds maximum (allowed )?size", re.IGNORECASE)
-
-# How gRPC, and Envoy, say that they did not reach the server, so that it has not seen the message.
-_UNREACHED_TEXT = re.compile(
-    r"failed to connect|connections to all backends failing|no healthy upstream|connection failure", re.IGNORECASE
+# The server or the network failed one message. Other codes concern the whole call: its options, its caller, the server.
+_CODES_OF_A_MESSAGE = frozenset(
+    {
+        grpc.StatusCode.DATA_LOSS,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+    }
 )
 
 _BY_CODE: dict[grpc.StatusCode, type[errors.EncserveError]] = {
@@ -61,7 +64,6 @@ _BY_REASON: dict[str, type[errors.EncserveError]] = {
     "SPACE_MISMATCH": errors.SpaceError,
     "UNAUTHENTICATED": errors.UnauthenticatedError,
 }
-_BY_NUMBER: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +98,9 @@ class Failure:
     retry_forbidden: bool = False
 
     @property
-    def unreached(self) -> bool:
-        """Whether the message did not get to the server, so that its inputs are not the cause."""
-        return self.code is grpc.StatusCode.UNAVAILABLE and (
-            bool(self.reason) or bool(_UNREACHED_TEXT.search(self.message))
-        )
+    def is_of_message(self) -> bool:
+        """Whether other messages of the call may still succeed."""
+        return self.code in _CODES_OF_A_MESSAGE
 
     @property
     def too_large(self) -> bool:
@@ -185,15 +185,6 @@ def failure_of_call(call: Any) -> Failure:
 def failure_of_crash(error: Exception) -> Failure:
     """An error that gRPC should not raise, as a failure: the driver waits for one, and must not wait for ever."""
     return Failure(grpc.StatusCode.UNKNOWN, f"gRPC could not make the call: {error!r}")
-
-
-def failure_of_stream_error(error: pb.StreamError) -> Failure:
-    """Reads the error of one request of a stream; its retry_delay_seconds is 0 where trying again does not help."""
-    code = _BY_NUMBER.get(error.code, grpc.StatusCode.UNKNOWN)
-    if code is grpc.StatusCode.OK:
-        code = grpc.StatusCode.UNKNOWN
-    delay = error.retry_delay_seconds if error.retry_delay_seconds > 0 else None
-    return Failure(code, error.message, error.reason, delay)
 
 
 @dataclass(slots=True)

@@ -62,6 +62,10 @@ class Message:
             return len(self.request.texts)
         return len(self.request.inputs) if isinstance(self.request, pb.EncodeRequest) else 0
 
+    def seconds_left(self, now: float) -> float | None:
+        """Return the time until the deadline for gRPC, at least 1 ms. Return None without a deadline."""
+        return None if math.isinf(self.deadline) else max(self.deadline - now, 0.001)
+
     def halves(self) -> "list[Message]":
         """The same inputs in two messages; none where there is one input or no inputs at all."""
         middle = self.n_inputs // 2
@@ -208,29 +212,73 @@ def plan_messages(
     Raises:
         InvalidInputError: An input is none, and there is no `rejected`.
     """
-    packed: list[pb.Input] = []
-    first_index, total = 0, Cost()
+    builder = MessageBuilder(template, options, limits)
     for index, item in enumerate(inputs):
         try:
-            checked = item if isinstance(item, Spanned) else check_input(item, f"inputs[{index}]")
-            message = pack_input(checked, f"inputs[{index}]")
+            full = builder.add(index, item)
         except InvalidInputError as error:
-            error.index = index
             if rejected is None:
                 raise
             rejected[index] = error
             continue
-        cost = cost_of(message, options, limits)
-        # A message's inputs follow each other, so that of each the caller's index is known.
-        if packed and (index != first_index + len(packed) or not total.plus(cost).fits(limits)):
-            yield Message(request_like(template, packed), first_index)
-            packed, total = [], Cost()
-        if not packed:
-            first_index = index
-        packed.append(message)
-        total = total.plus(cost)
-    if packed:
-        yield Message(request_like(template, packed), first_index)
+        if full is not None:
+            yield full
+    if (last := builder.flush()) is not None:
+        yield last
+
+
+class MessageBuilder:
+    """Gathers the inputs of a call into messages within the limits."""
+
+    def __init__(self, template: pb.EncodeRequest, options: Options, limits: Limits) -> None:
+        """Create a builder. `template` is a request without inputs; `options` are the options in the template."""
+        self._template = template
+        self._options = options
+        self._limits = limits
+        self._packed: list[pb.Input] = []
+        self._first_index = 0
+        self._total = Cost()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no input was added since the last message."""
+        return not self._packed
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the message has as many inputs as one message may have."""
+        return self._total.sequences >= self._limits.max_sequences
+
+    def add(self, index: int, item: object) -> Message | None:
+        """Add the input with this index. Return the previous message if the input begins a new message.
+
+        Raises:
+            InvalidInputError: `item` is not an input. The error has the index, and the builder does not change.
+        """
+        name = f"inputs[{index}]"
+        try:
+            packed = pack_input(item if isinstance(item, Spanned) else check_input(item, name), name)
+        except InvalidInputError as error:
+            error.index = index
+            raise
+        total = self._total.plus(cost := cost_of(packed, self._options, self._limits))
+        full = None
+        # The inputs of a message have consecutive indices, so the first index gives the index of each.
+        if self._packed and (index != self._first_index + len(self._packed) or not total.fits(self._limits)):
+            full, total = self.flush(), cost
+        if not self._packed:
+            self._first_index = index
+        self._packed.append(packed)
+        self._total = total
+        return full
+
+    def flush(self) -> Message | None:
+        """Return the message with the inputs that were added since the last message. Return None without inputs."""
+        if not self._packed:
+            return None
+        message = Message(request_like(self._template, self._packed), self._first_index)
+        self._packed, self._total = [], Cost()
+        return message
 
 
 def as_bulk(messages: Iterator[Message], template: pb.EncodeRequest) -> Iterator[Message]:

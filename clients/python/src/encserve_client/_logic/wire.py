@@ -10,7 +10,6 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from encserve_client._logic.failures import Failure
 from encserve_client._logic.planning import Message
-from encserve_proto.v1 import encoder_pb2 as pb
 
 Rpc = Literal["Encode", "Inspect", "Tokenize", "ListModels", "GetModel"]
 T = TypeVar("T")
@@ -33,36 +32,20 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamAnswered:
-    """A stream brought one answer."""
-
-    stream: int
-    response: pb.EncodeStreamResponse
-
-
-@dataclass(frozen=True, slots=True)
-class StreamEnded:
-    """A stream is over: with a failure, or because the server had no more to say."""
-
-    stream: int
-    failure: Failure | None
-
-
-@dataclass(frozen=True, slots=True)
 class InputRead:
-    """The caller's iterable brought its next input."""
+    """The caller's async iterable returned its next input."""
 
     item: object
 
 
 @dataclass(frozen=True, slots=True)
 class InputsEnded:
-    """The caller's iterable is at its end, or raised this."""
+    """The caller's async iterable ended, or raised this error."""
 
     error: BaseException | None = None
 
 
-Event = Answered | Failed | StreamAnswered | StreamEnded | InputRead | InputsEnded
+Event = Answered | Failed | InputRead | InputsEnded
 
 
 class Wire(Protocol):
@@ -81,17 +64,8 @@ class Wire(Protocol):
         to its driver it is a call like any other: what broke off half-way has failed, and is sent again as a whole.
         """
 
-    def open_stream(self) -> int:
-        """Opens an EncodeStream and returns its number, never 0."""
-
-    def send(self, stream: int, request: pb.EncodeStreamRequest) -> None:
-        """Queues a request for a stream; a stream that is over drops it."""
-
-    def finish(self, stream: int) -> None:
-        """Says that no more requests come on a stream; its answers still do."""
-
-    def read_input(self) -> None:
-        """Asks for the caller's next input."""
+    def read_inputs(self, count: int) -> None:
+        """Allow so many more inputs to be read from the caller's async iterable, each of which becomes an event."""
 
     async def wait(self, seconds: float | None) -> Event | None:
         """The next event; None if none came within so many seconds. None as an argument waits for ever.

@@ -1,0 +1,308 @@
+"""Tests of the logic of `encode_stream`, with a fake connection and a fake clock.
+
+They test order, the look-ahead, the size of messages, retries and errors of single inputs.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from fake_wire import FakeWire, Outcome, counting, echo
+from hypothesis import given
+from hypothesis import strategies as st
+
+from encserve_client import (
+    DeadlineError,
+    EncserveError,
+    FingerprintError,
+    InvalidInputError,
+    InvalidRequestError,
+    ServerError,
+    ServerUnavailableError,
+)
+from encserve_client._logic.calls import Core, Settings
+from encserve_client._logic.dispatch import TimeLimit
+from encserve_client._logic.failures import Failure
+from encserve_client._logic.streams import StreamOptions
+from encserve_client._logic.wire import Rpc, run_without_loop
+from encserve_client.options import Options
+from encserve_client.retry import RetryPolicy
+from encserve_proto.v1 import encoder_pb2 as pb
+
+Code = grpc.StatusCode
+DOWN = Failure(Code.UNAVAILABLE, "connection reset")
+MODEL = pb.ModelInfo(fingerprint="f", name="m", d_model=1, max_sequence_tokens=4096)
+
+
+def ids_in(request: pb.EncodeRequest) -> list[int]:
+    """Return the token ids of all inputs of a message."""
+    return [token for item in request.inputs for token in item.token_ids.ids]
+
+
+class Server:
+    """A fake server that records the token ids of each message."""
+
+    def __init__(self, encode: Callable[[pb.EncodeRequest], Outcome]) -> None:
+        self.encode = encode
+        self.sent: list[list[int]] = []
+        self.wire = FakeWire(self._answer)
+
+    def _answer(self, rpc: Rpc, request: Any) -> Outcome:
+        if rpc == "GetModel":
+            return 0.0, pb.GetModelResponse(model=MODEL)
+        self.sent.append(ids_in(request))
+        return self.encode(request)
+
+
+def stream(
+    server: Server,
+    inputs: Iterable[object],
+    *,
+    ordered: bool = True,
+    max_in_flight: int = 64,
+    timeout: float = 100.0,
+    max_attempts: int = 3,
+) -> Iterator[tuple[int, Any]]:
+    """Yield the index of each input, with the token id in its result or with its error."""
+    policy = RetryPolicy(max_attempts=max_attempts, initial_backoff_seconds=1.0, backoff_multiplier=2.0)
+    core = Core(Settings(timeout, 64 << 20, 4, policy, random=lambda: 1.0, target="host:1"))
+    options = StreamOptions(iter(inputs), None, ordered, max_in_flight, None)
+    results = core.stream(server.wire, ("", ""), Options(), TimeLimit(timeout), options)
+    while (item := run_without_loop(anext(results, None))) is not None:
+        index, result = item
+        yield index, result if isinstance(result, EncserveError) else int(result[0, 0])
+    assert server.wire.is_closed
+
+
+@given(
+    delays=st.lists(st.floats(0, 10), min_size=1, max_size=30),
+    lost=st.sets(st.integers(1, 30), max_size=4),
+    refused=st.sets(st.integers(1, 30)),
+    max_in_flight=st.integers(1, 40),
+    ordered=st.booleans(),
+)
+def test_every_input_is_answered_once(
+    delays: list[float], lost: set[int], refused: set[int], max_in_flight: int, ordered: bool
+) -> None:
+    """Replies may be late, and messages may be lost or refused. Each input still gets exactly one result.
+
+    With `ordered`, the results come in input order. At any time, the client has read at most
+    `max_in_flight` inputs that have no result yet.
+    """
+    read: list[int] = []
+    lose_once, refuse_once = set(lost), set(refused)
+
+    def encode(request: pb.EncodeRequest) -> Outcome:
+        tokens = ids_in(request)
+        assert len(tokens) <= max(max_in_flight // 4, 1)
+        if lose_once.intersection(tokens):
+            lose_once.difference_update(tokens)
+            return 0.5, DOWN
+        if refuse_once.intersection(tokens):
+            refuse_once.difference_update(tokens)
+            return 0.1, Failure(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", 1.0)
+        return max(delays[token - 1] for token in tokens), echo(request)
+
+    found = []
+    server = Server(encode)
+    for item in stream(
+        server,
+        counting(len(delays), read),
+        ordered=ordered,
+        max_in_flight=max_in_flight,
+        timeout=1000.0,
+        max_attempts=70,
+    ):
+        found.append(item)
+        assert len(read) - (len(found) - 1) <= max_in_flight
+    everything = [(i, i + 1) for i in range(len(delays))]
+    assert (found if ordered else sorted(found)) == everything
+    assert server.wire.most_out <= 4
+
+
+def test_results_come_as_they_are_ready_if_asked() -> None:
+    server = Server(lambda request: (10.0 - ids_in(request)[0], echo(request)))
+    assert list(stream(server, [[1], [2], [3]], ordered=False, max_in_flight=4)) == [(2, 3), (1, 2), (0, 1)]
+
+
+def test_reading_stops_at_the_bound_behind_a_slow_first_answer() -> None:
+    """The first reply is slow. The client holds back the later results, because results must be in input order.
+
+    Meanwhile the client reads only `max_in_flight` inputs.
+    """
+    read: list[int] = []
+    server = Server(lambda request: (90.0 if 1 in ids_in(request) else 0.0, echo(request)))
+    assert next(stream(server, counting(1000, read), max_in_flight=5)) == (0, 1)
+    assert len(read) == 5
+
+
+def test_a_ready_result_waits_for_one_read_at_most() -> None:
+    read: list[int] = []
+    results = stream(Server(lambda request: (0.0, echo(request))), counting(1000, read))
+    next(results)
+    before = len(read)
+    next(results)
+    assert len(read) - before <= 1
+
+
+def test_an_outage_is_waited_out() -> None:
+    """The server replies once and is then down for 30 s. Each input still gets a result."""
+    server = Server(lambda request: (0.1, echo(request)))
+
+    def encode(request: pb.EncodeRequest) -> Outcome:
+        return (0.0, DOWN) if 1.0 < server.wire.time < 31.0 else (0.7, echo(request))
+
+    server.encode = encode
+    assert list(stream(server, [[i] for i in range(1, 301)])) == [(i, i + 1) for i in range(300)]
+
+
+def test_a_server_that_does_not_come_back_ends_the_call() -> None:
+    """The server goes down and does not come back. The call fails after the timeout of a message."""
+    server = Server(lambda request: (0.0, DOWN) if server.wire.time > 1.0 else (0.7, echo(request)))
+    with pytest.raises(ServerUnavailableError, match="^host:1: connection reset"):
+        list(stream(server, [[i] for i in range(1, 301)], timeout=20.0))
+    assert 20.0 < server.wire.time < 30.0
+
+
+def test_an_error_of_one_input_does_not_fail_its_neighbours() -> None:
+    """If inputs of a message are bad, the client sends the message again without them.
+
+    The index in the error text counts the inputs of the whole call, not those of one message.
+    """
+
+    def encode(request: pb.EncodeRequest) -> Outcome:
+        bad = [place for place, token in enumerate(ids_in(request)) if token % 3 == 0]
+        if bad:
+            return 0.5, Failure(Code.INVALID_ARGUMENT, f"inputs[{bad[0]}]: is bad", "INVALID_INPUT")
+        return 0.5, echo(request)
+
+    server = Server(encode)
+    for index, result in stream(server, [[i] for i in range(1, 101)]):
+        if (index + 1) % 3:
+            assert result == index + 1
+        else:
+            assert (str(result), result.index) == (f"inputs[{index}]: is bad", index)
+    assert max(map(len, server.sent)) == 16
+
+
+def test_a_failed_message_fails_only_its_own_inputs() -> None:
+    """A message gets INTERNAL, and another gets no reply in time. The other messages get results."""
+
+    def encode(request: pb.EncodeRequest) -> Outcome:
+        if 20 in ids_in(request):
+            return 0.0, Failure(Code.INTERNAL, "broken")
+        return 1000.0 if 60 in ids_in(request) else 1.0, echo(request)
+
+    server = Server(encode)
+    found = dict(stream(server, [[i] for i in range(1, 101)], timeout=10.0))
+    [broken], [late] = ([its for its in server.sent if token in its] for token in (20, 60))
+    for index in range(100):
+        kind = ServerError if index + 1 in broken else DeadlineError if index + 1 in late else int
+        assert type(found[index]) is kind
+        assert kind is int or found[index].index == index
+    assert str(found[59]) == "Deadline Exceeded: host:1 did not answer within 10 s"
+
+
+def test_an_error_of_the_options_ends_the_call() -> None:
+    server = Server(lambda _: (0.0, Failure(Code.INVALID_ARGUMENT, "options.prompt_name: no prompts")))
+    with pytest.raises(InvalidRequestError, match=r"^options\.prompt_name: no prompts$") as caught:
+        list(stream(server, [[1], [2]]))
+    assert caught.value.index is None
+
+
+def test_a_slow_caller_costs_no_input_its_time() -> None:
+    """The caller takes 60 s with each result. The first message fails meanwhile, and is still sent again."""
+    failures = [DOWN]
+    server = Server(lambda request: (3.0, failures.pop() if failures and 5 in ids_in(request) else echo(request)))
+    found = []
+    for item in stream(server, [[i] for i in range(1, 20)], timeout=5.0, max_in_flight=2):
+        found.append(item)
+        server.wire.time += 60.0
+    assert found == [(i, i + 1) for i in range(19)]
+
+
+def test_a_stream_does_not_mix_vector_spaces() -> None:
+    server = Server(lambda request: (0.0, echo(request, str(ids_in(request)[0]))))
+    with pytest.raises(FingerprintError):
+        list(stream(server, [[1], [2]]))
+
+
+@pytest.mark.parametrize("wrong", [5, [], [1.5], None, np.array([[0.0, np.nan]])])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_wrong_input_is_an_error_in_its_place(wrong: object, ordered: bool) -> None:
+    """An invalid input gets an error that names its index, and is not sent. The other inputs get results."""
+    server = Server(lambda request: (1.0, echo(request)))
+    found = list(stream(server, [[7], wrong, [9]], ordered=ordered))
+    assert [index for index, _ in found] == ([0, 1, 2] if ordered else [1, 0, 2])
+    got = dict(found)
+    assert isinstance(got[1], InvalidInputError)
+    assert "inputs[1]" in str(got[1])
+    assert got[1].index == 1
+    assert (got[0], got[2]) == (7, 9)
+    assert server.sent == [[7], [9]]
+
+
+def test_an_endless_row_of_wrong_inputs_is_read_no_further_than_allowed() -> None:
+    read: list[None] = []
+
+    def inputs() -> Iterator[None]:
+        while True:
+            read.append(None)
+            yield None
+
+    results = stream(Server(lambda request: (0.0, echo(request))), inputs(), max_in_flight=3)
+    for taken in range(1, 9):
+        assert isinstance(next(results)[1], InvalidInputError)
+        assert len(read) <= taken + 3
+
+
+def test_short_inputs_that_come_fast_share_messages() -> None:
+    """The first input is sent immediately. Later messages have up to a quarter of `max_in_flight` inputs."""
+    server = Server(lambda request: (1.0, echo(request)))
+    found = dict(stream(server, [[i] for i in range(1, 1001)]))
+    assert found == {i: i + 1 for i in range(1000)}
+    assert [it for its in server.sent for it in its] == list(range(1, 1001))
+    assert server.sent[0] == [1]
+    assert max(map(len, server.sent)) == 16
+    assert len(server.sent) < 1000 / 12
+
+
+def test_an_input_that_comes_alone_is_sent_at_once() -> None:
+    """An input is sent immediately if all earlier inputs have been answered."""
+    server = Server(lambda request: (0.0, echo(request)))
+    times: list[float] = []
+
+    def inputs() -> Iterator[list[int]]:
+        for i in range(1, 6):
+            server.wire.time += 100.0  # longer than the timeout, but the timeout begins when an input is sent
+            times.append(server.wire.time)
+            yield [i]
+
+    assert dict(stream(server, inputs(), timeout=10.0)) == {i: i + 1 for i in range(5)}
+    assert server.wire.sent[1:] == times  # the first message asks for the model
+
+
+def test_long_inputs_do_not_share_messages() -> None:
+    """The inputs are so long that two inputs exceed the maximum tokens of a message. Each input is sent alone."""
+    server = Server(lambda request: (1.0, echo(request)))
+    assert len(list(stream(server, [[1] * 2049] * 30))) == 30
+    assert server.sent == [[1] * 2049] * 30
+
+
+def test_a_message_that_is_too_large_is_halved() -> None:
+    def encode(request: pb.EncodeRequest) -> Outcome:
+        if len(request.inputs) > 3:
+            return 0.1, Failure(Code.INVALID_ARGUMENT, "too many", "TOO_MANY_INPUTS")
+        return 0.1, echo(request)
+
+    server = Server(encode)
+    assert dict(stream(server, [[i] for i in range(1, 101)])) == {i: i + 1 for i in range(100)}
+    assert {2, 4, 8, 16} <= set(map(len, server.sent))
+
+
+def test_no_inputs_send_no_message() -> None:
+    server = Server(lambda request: (0.0, echo(request)))
+    assert list(stream(server, [])) == []
+    assert server.sent == []
