@@ -30,7 +30,7 @@ STAMPS := .cache/checks
 PROTO_FILES := proto/buf.yaml proto/contract.binpb $(shell find proto/encserve $(TRITON) -name '*.proto')
 STUBS := $(shell find proto/src $(TRITON) -name '*_pb2*.py*' -not -path '*/__pycache__/*')
 
-.PHONY: help install demo serve test test-system test-weekly lint format types proto contract check-proto lock test-containers bench bench-bulk bench-peers bench-scaling docs screenshots wheels clean $(SUITES) $(SLOW_SUITES) $(ALONE)
+.PHONY: help install demo serve test test-system test-weekly lint format types sync-client proto contract check-proto lock test-containers bench bench-bulk bench-peers bench-scaling docs screenshots wheels clean $(SUITES) $(SLOW_SUITES) $(ALONE)
 
 help:  ## List the targets.
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1|/' | awk -F'|' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -91,6 +91,9 @@ format: $(VENV)/.installed  ## Put everything into the project's style.
 
 types: $(VENV)/.installed  ## Check types.
 	$(BIN)/mypy $(CHECKED)
+
+sync-client: $(VENV)/.installed  ## Regenerate the Python client for threads from the one for asyncio.
+	$(BIN)/python scripts/generate_sync_client.py
 
 proto:  ## Regenerate the committed stubs.
 	PYTHON=$(PYTHON) scripts/generate-proto.sh

@@ -194,7 +194,7 @@ class Load:
         with EncoderClient(f"127.0.0.1:{self._port}", retry=self._retry) as client:
             while not self._stop.is_set():
                 try:
-                    (row,) = client.encode([TEXT])
+                    (row,) = client.token_vectors([TEXT])
                     outcome = "" if row.shape == (len(IDS), 384) else f"hidden states of the shape {row.shape}"
                 except EncserveError as error:
                     outcome = type(error).__name__

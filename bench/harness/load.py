@@ -59,7 +59,7 @@ class Served:
     def rows(self, indices: Sequence[int]) -> list[Any]:
         """Return the hidden states of the sequences at `indices`, (seq, d_model) each."""
         with EncoderClient(self.server.target) as client:
-            return list(client.encode([self._workload.sequences[index] for index in indices]))
+            return list(client.token_vectors([self._workload.sequences[index] for index in indices]))
 
     def vectors(self, indices: Sequence[int]) -> list[Any]:
         """Return the pooled vectors of the texts at `indices`, scaled to length 1: (1, d_model) each."""

@@ -54,7 +54,7 @@ def encode_at_once(server: RealServer, sequences: Sequence[TokenIds], callers: i
         EncoderClient(server.target, timeout_seconds=math.inf) as client,
         ThreadPoolExecutor(callers) as threads,
     ):
-        list(threads.map(lambda ids: client.encode([ids]), sequences))
+        list(threads.map(lambda ids: client.token_vectors([ids]), sequences))
 
 
 def memory_mib(models: Path, cache_dir: str) -> float:

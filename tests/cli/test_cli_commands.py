@@ -120,6 +120,7 @@ async def test_embed(service: FakeEncoder) -> None:
 
     The request has the task, the prompt name and the truncation that the flags set.
     """
+    service.model_info = pb.ModelInfo(tasks=TASKS)
     options = ["--task", "query", "--prompt-name", "q", "--truncate"]
     result = await encserve(service, "embed", "two words", "one", *options)
     assert (result.exit_code, result.stderr) == (0, "")

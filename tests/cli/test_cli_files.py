@@ -144,7 +144,7 @@ async def test_rows_of_every_token(service: FakeEncoder, tmp_path: Path) -> None
     for suffix in (".npz", ".jsonl", ".parquet"):
         result = await encserve(service, "encode", source, "--output", tmp_path / f"v{suffix}")
     with EncoderClient(service.target) as client:
-        want = await asyncio.to_thread(client.encode, TEXTS)
+        want = await asyncio.to_thread(client.token_vectors, TEXTS)
     with np.load(tmp_path / "v.npz", allow_pickle=False) as file:
         np.testing.assert_array_equal(file["rows"], np.concatenate(want))
         assert file["lengths"].tolist() == [len(it) for it in want]

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from dns_server import DnsServer
 from fake_encoder import Caller
@@ -64,7 +65,7 @@ async def call_until(client: AsyncEncoderClient, condition: Callable[[], bool]) 
     """
     async with asyncio.timeout(60):
         while not condition():
-            await client.encode([IDS])
+            await client.token_vectors([IDS])
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
@@ -79,10 +80,10 @@ async def test_calls_alternate_between_servers(start: Start, kind: str) -> None:
     # Call until each server has answered once. During the first calls, only one connection may be ready.
     async with asyncio.timeout(60):
         while not all(counts()):
-            await caller(client.encode, [IDS])
+            await caller(client.token_vectors, [IDS])
     before = counts()
     for _ in range(200):
-        await caller(client.encode, [IDS])
+        await caller(client.token_vectors, [IDS])
     await caller.close(client)
     grown = [after - earlier for after, earlier in zip(counts(), before, strict=True)]
     assert sum(grown) == 200
@@ -106,7 +107,7 @@ async def only_this_server_is_called(client: AsyncEncoderClient, chosen: FakeSer
         while True:
             before = answered(chosen), answered(other)
             for _ in range(100):
-                await client.encode([IDS])
+                await client.token_vectors([IDS])
             if (answered(chosen), answered(other)) == (before[0] + 100, before[1]):
                 return
 
@@ -115,7 +116,7 @@ async def test_a_single_server_gets_calls_despite_its_health(start: Start) -> No
     server = await start()
     async with AsyncEncoderClient(address(server), retry=RetryPolicy(max_attempts=1)) as client:
         set_health(server, serving=False)
-        assert (await client.encode([IDS]))[0].shape == (3, 4)
+        assert (await client.token_vectors([IDS]))[0].shape == (3, 4)
 
 
 async def test_a_restart_fails_no_call(start: Start) -> None:
@@ -198,7 +199,7 @@ async def test_a_call_during_a_renewal_is_not_lost(start: Start, kind: str) -> N
     caller = Caller(kind)
     async with await asyncio.start_server(renew_at_first_call, "127.0.0.1", port) as listener:
         client = caller.connect(target=f"127.0.0.1:{port}", retry=RetryPolicy(max_attempts=1))
-        await caller(client.encode, [IDS])
+        await caller(client.token_vectors, [IDS])
         await caller.close(client)
     assert [answered(server) for server in servers] == [1]
 
@@ -227,7 +228,8 @@ async def test_a_stream_continues_on_another_server(start: Start) -> None:
     async with AsyncEncoderClient([address(server) for server in servers]) as client:
         shapes = []
         stopping = None
-        async for rows in client.encode_stream(inputs(), max_in_flight=8):
+        async for _, rows in client.stream(inputs(), kind="tokens", max_in_flight=8):
+            assert isinstance(rows, np.ndarray)
             shapes.append(rows.shape)
             if len(shapes) == 100:
                 stopping = asyncio.ensure_future(stop(servers[0]))

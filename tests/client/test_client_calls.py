@@ -38,18 +38,18 @@ async def test_every_input_gets_its_rows(caller: Caller) -> None:
     Each input gets a read-only array of shape (seq_len, d_model). The arrays are in input order.
     """
     inputs = ["two words", [5, 6, 7], (8,), np.array([9, 10], np.uint16), np.array([11], np.int64)]
-    arrays = await caller(caller.connect().encode, inputs)
+    arrays = await caller(caller.connect().token_vectors, inputs)
     for array, ids in zip(arrays, [[1, 3, 5, 2], [5, 6, 7], [8], [9, 10], [11]], strict=True):
         np.testing.assert_array_equal(array, rows_of(ids))
         assert array.dtype == np.float32
-        assert not array.flags.writeable
+        assert array.flags.writeable
         assert not array.flags.owndata
 
 
 async def test_options_reach_the_server(caller: Caller, service: FakeEncoder) -> None:
     client = caller.connect()
     [array] = await caller(
-        client.encode,
+        client.token_vectors,
         ["two words"],
         model="tiny",
         version="1",
@@ -68,7 +68,7 @@ async def test_options_reach_the_server(caller: Caller, service: FakeEncoder) ->
 
 async def test_a_sequence_without_rows(caller: Caller) -> None:
     """If special tokens are excluded, an empty text has no tokens. Its result is an array without rows."""
-    [array] = await caller(caller.connect().encode, [""], exclude_special_tokens=True)
+    [array] = await caller(caller.connect().token_vectors, [""], exclude_special_tokens=True)
     assert array.shape == (0, 8)
 
 
@@ -110,7 +110,7 @@ async def test_no_inputs(caller: Caller, service: FakeEncoder) -> None:
     An empty matrix has the width of the model.
     """
     client = caller.connect()
-    assert await caller(client.encode, []) == []
+    assert await caller(client.token_vectors, []) == []
     assert service.n_get_model == 0
     assert (await caller(client.embed, iter([]))).shape == (0, 8)
     int8 = await caller(client.run, [], outputs=["mean"], dtype="int8")
@@ -135,12 +135,12 @@ async def test_oversize_replies_are_split(caller: Caller, service: FakeEncoder) 
     """
     client = caller.connect(max_message_bytes=6000, max_concurrent_messages=1)
     service.before = _padded(service, 1000)
-    arrays = await caller(client.encode, [[5]] * 20)
+    arrays = await caller(client.token_vectors, [[5]] * 20)
     assert len(arrays) == 20
     assert len(service.requests[0].inputs) == 20
     service.before = _padded(service, 9000)
     with pytest.raises(MessageTooLargeError, match="larger than max") as caught:
-        await caller(client.encode, [[5]])
+        await caller(client.token_vectors, [[5]])
     assert caught.value.attempts == 1
 
 
@@ -164,7 +164,7 @@ async def test_a_full_queue_is_retried_after_its_delay(caller: Caller, service: 
             raise Refused(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", "80")
 
     service.before = full_twice
-    arrays = await caller(caller.connect().encode, [[5]])
+    arrays = await caller(caller.connect().token_vectors, [[5]])
     np.testing.assert_array_equal(arrays[0], rows_of([5]))
     assert all(gap >= 0.08 for gap in np.diff(times))
 
@@ -181,11 +181,11 @@ async def test_an_exceeded_share_is_retried_without_a_limit(caller: Caller, serv
 
     service.before = refused
     policy = RetryPolicy(max_attempts=2, initial_backoff_seconds=0.001, max_backoff_seconds=0.001)
-    arrays = await caller(caller.connect(retry=policy).encode, [[5]])
+    arrays = await caller(caller.connect(retry=policy).token_vectors, [[5]])
     np.testing.assert_array_equal(arrays[0], rows_of([5]))
     service.requests.clear()
     with pytest.raises(OverloadedError):
-        await caller(caller.connect(retry=RetryPolicy(max_attempts=1)).encode, [[5]])
+        await caller(caller.connect(retry=RetryPolicy(max_attempts=1)).token_vectors, [[5]])
 
 
 @pytest.mark.parametrize("priority", [None, "interactive", "bulk"])
@@ -196,11 +196,11 @@ async def test_the_priority_reaches_the_server(caller: Caller, service: FakeEnco
     """
     service.max_request_sequences = 1
     client = caller.connect(priority=priority)
-    await caller(client.encode, [[5]] * 2)
+    await caller(client.token_vectors, [[5]] * 2)
     few = pb.PRIORITY_UNSPECIFIED if priority is None else PRIORITIES[priority]
     assert [request.priority for request in service.requests] == [few] * 2
     service.requests.clear()
-    await caller(client.encode, [[5]] * 5)
+    await caller(client.token_vectors, [[5]] * 5)
     many = pb.PRIORITY_BULK if priority is None else PRIORITIES[priority]
     assert [request.priority for request in service.requests] == [many] * 5
     service.requests.clear()
@@ -214,10 +214,10 @@ async def test_a_server_that_comes_back_is_found(caller: Caller, service: FakeEn
     After the server has restarted on the same port, the call succeeds.
     """
     client = caller.connect(retry=RetryPolicy(max_attempts=1000, max_backoff_seconds=0.2))
-    await caller(client.encode, [[5]])
+    await caller(client.token_vectors, [[5]])
     port = int(service.target.rpartition(":")[2])
     await service.server.stop(None)
-    call = asyncio.create_task(caller(client.encode, [[6]]))
+    call = asyncio.create_task(caller(client.token_vectors, [[6]]))
     await asyncio.sleep(0.3)
     assert not call.done()
     await service.start(port)
@@ -239,12 +239,12 @@ async def test_a_call_that_a_stopping_server_cancels_is_sent_again(caller: Calle
 
     service.before = cancel_once
     client = caller.connect()
-    np.testing.assert_array_equal((await caller(client.encode, [[5]]))[0], rows_of([5]))
+    np.testing.assert_array_equal((await caller(client.token_vectors, [[5]]))[0], rows_of([5]))
     np.testing.assert_array_equal((await caller.all_of(client, [[6]]))[0], rows_of([6]))
     assert cancelled == [[5], [6]]
 
 
-@pytest.mark.parametrize("method", ["encode", "inspect"])
+@pytest.mark.parametrize("method", ["token_vectors", "inspect"])
 async def test_a_slow_server_meets_the_deadline(caller: Caller, service: FakeEncoder, method: str) -> None:
     """The server does not reply within the timeout. The client raises DeadlineError.
 
@@ -270,14 +270,14 @@ async def test_the_first_failure_cancels_the_other_messages(caller: Caller, serv
 
     service.before = third_fails
     with pytest.raises(InferenceError, match=r"inputs\[2\]: not finite"):
-        await caller(caller.connect().encode, [[i] for i in range(1, 20)])
+        await caller(caller.connect().token_vectors, [[i] for i in range(1, 20)])
     await until(lambda: service.n_cancelled == 3)
     assert len(service.requests) == 4
 
 
 @pytest.mark.parametrize("code", [code for code in Code if code is not Code.OK])
 async def test_no_exception_is_of_grpc(caller: Caller, service: FakeEncoder, code: Code) -> None:
-    """`encode` and `encode_stream` fail with every gRPC status. The exception is never a `grpc.RpcError`."""
+    """`token_vectors` and `stream` fail with every gRPC status. The exception is never a `grpc.RpcError`."""
 
     async def fail(*_: object) -> None:
         raise Refused(code, "because")
@@ -285,31 +285,34 @@ async def test_no_exception_is_of_grpc(caller: Caller, service: FakeEncoder, cod
     service.before = fail
     client = caller.connect(retry=RetryPolicy(max_attempts=1))
     with pytest.raises(EncserveError, match="because") as caught:
-        await caller(client.encode, [[5]])
+        await caller(client.token_vectors, [[5]])
     assert grpc.RpcError not in type(caught.value).__mro__
     assert caught.value.code is code
-    with pytest.raises(type(caught.value), match="because"):
-        await caller.all_of(client, [[5]])
+    try:
+        [error] = await caller.all_of(client, [[5]])
+    except EncserveError as raised:
+        error = raised
+    assert (type(error), error.code) == (type(caught.value), code)
 
 
 async def test_an_unknown_model(caller: Caller) -> None:
     with pytest.raises(ModelNotFoundError, match="'nope' is not loaded") as caught:
-        await caller(caller.connect().encode, [[1]], model="nope")
+        await caller(caller.connect().token_vectors, [[1]], model="nope")
     assert caught.value.reason == "UNKNOWN_MODEL"
 
 
 @pytest.mark.parametrize(
     ("method", "arguments", "options", "text"),
     [
-        ("encode", [b"text"], {}, r"inputs\[0\] is a single id"),
-        ("encode", [[b"bytes"]], {}, r"inputs\[0\] must be"),
-        ("encode", [[[]]], {}, r"inputs\[0\] must have"),
-        ("encode", [5], {}, "inputs must be"),
+        ("token_vectors", [b"text"], {}, "inputs must be a str or a list of inputs; was bytes: decode the bytes"),
+        ("token_vectors", [[b"bytes"]], {}, r"inputs\[0\] must be"),
+        ("token_vectors", [[[]]], {}, r"inputs\[0\] must have"),
+        ("token_vectors", [5], {}, "inputs must be"),
         ("embed", [["a"]], {"pooling": "sum"}, "pooling must be one of"),
-        ("encode", [["a"]], {"timeout_seconds": 0}, "timeout_seconds must be > 0; was 0"),
-        ("encode", [["a"]], {"timeout_seconds": "5"}, "timeout_seconds must be a number; was str"),
-        ("encode", [["a"]], {"model": 1}, "model must be a str or None; was int"),
-        ("encode", [["a"]], {"version": 1}, "version must be a str or None; was int"),
+        ("token_vectors", [["a"]], {"timeout_seconds": 0}, "timeout_seconds must be > 0; was 0"),
+        ("token_vectors", [["a"]], {"timeout_seconds": "5"}, "timeout_seconds must be a number; was str"),
+        ("token_vectors", [["a"]], {"model": 1}, "model must be a str or None; was int"),
+        ("token_vectors", [["a"]], {"version": 1}, "version must be a str or None; was int"),
         ("model", ["tiny", 1], {}, "version must be a str or None; was int"),
     ],
 )
@@ -327,7 +330,7 @@ async def test_no_server(caller: Caller) -> None:
     with pytest.raises(ServerUnavailableError, match=text):
         await caller(client.models)
     with pytest.raises(ServerUnavailableError, match=text):
-        await caller.all_of(client, [[1]] * 10, return_exceptions=True)
+        await caller.all_of(client, [[1]] * 10)
 
 
 async def test_names_are_resolved(caller: Caller, service: FakeEncoder) -> None:
@@ -337,7 +340,7 @@ async def test_names_are_resolved(caller: Caller, service: FakeEncoder) -> None:
 
 async def test_metadata_and_token_are_sent(caller: Caller, service: FakeEncoder) -> None:
     client = caller.connect(token="secret", metadata={"x-tenant": "a"})
-    await caller(client.encode, [[1]])
+    await caller(client.token_vectors, [[1]])
     sent = service.metadata[0]
     assert (sent["authorization"], sent["x-tenant"]) == ("Bearer secret", "a")
     assert "encserve-client" in sent["user-agent"]
@@ -350,7 +353,7 @@ async def test_a_closed_client_refuses_calls(caller: Caller) -> None:
     for _ in range(2):
         await caller.close(client)
     assert "[closed]" in repr(client)
-    for call in (client.models, lambda: client.encode_stream(["a"])):
+    for call in (client.models, lambda: client.stream(["a"])):
         with pytest.raises(ClientClosedError, match="the client is closed"):
             await caller(call)
 
@@ -368,8 +371,8 @@ async def test_closing_a_client_ends_its_calls(caller: Caller, service: FakeEnco
     )
     await caller(client.model)
     calls = [
-        asyncio.create_task(caller(client.encode, [[1]])),
-        asyncio.create_task(caller(client.encode, [[1]] * 5)),
+        asyncio.create_task(caller(client.token_vectors, [[1]])),
+        asyncio.create_task(caller(client.token_vectors, [[1]] * 5)),
         asyncio.create_task(caller(client.inspect, [1])),
         asyncio.create_task(caller.all_of(client, [[1]] * 5)),
     ]
@@ -386,7 +389,7 @@ async def test_an_error_in_grpc_does_not_hang_a_call(caller: Caller) -> None:
     """With invalid metadata, gRPC raises an error without a status. The client then raises ServerError."""
     client = caller.connect()
     client._metadata = (("Bad Key", "x"),)
-    for call, arguments in ((client.models, []), (client.encode, [[[1]]]), (client.inspect, [[1]])):
+    for call, arguments in ((client.models, []), (client.token_vectors, [[[1]]]), (client.inspect, [[1]])):
         with pytest.raises(ServerError):
             await caller(call, *arguments)
     with pytest.raises(ServerError):

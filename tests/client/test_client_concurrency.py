@@ -20,8 +20,8 @@ async def test_threads_share_a_client(service: FakeEncoder) -> None:
     def work(client: EncoderClient, thread: int) -> int:
         for call in range(5):
             inputs = [[thread + 1] * (1 + (call + i) % 4) for i in range(1 + call * 2)]
-            streamed = list(client.encode_stream(inputs))
-            for arrays in (client.encode(inputs), streamed):
+            streamed = [rows for _, rows in client.stream(inputs, kind="tokens")]
+            for arrays in (client.token_vectors(inputs), streamed):
                 for array, ids in zip(arrays, inputs, strict=True):
                     np.testing.assert_array_equal(array, rows_of(ids))
         return thread
@@ -42,8 +42,8 @@ async def test_tasks_share_a_client(service: FakeEncoder) -> None:
 
         async def work(task: int) -> None:
             inputs = [[task + 1] * length for length in (1, 2, 3, 4, 5)]
-            streamed = [array async for array in client.encode_stream(inputs)]
-            for arrays in (await client.encode(inputs), streamed):
+            streamed = [rows async for _, rows in client.stream(inputs, kind="tokens")]
+            for arrays in (await client.token_vectors(inputs), streamed):
                 for array, ids in zip(arrays, inputs, strict=True):
                     np.testing.assert_array_equal(array, rows_of(ids))
 
@@ -52,7 +52,7 @@ async def test_tasks_share_a_client(service: FakeEncoder) -> None:
 
 @pytest.mark.parametrize(
     ("method", "inputs", "n_requests"),
-    [("encode", [[1]], 1), ("encode", [[1]] * 6, 4), ("inspect", [1], 1)],
+    [("token_vectors", [[1]], 1), ("token_vectors", [[1]] * 6, 4), ("inspect", [1], 1)],
     ids=["one message", "several messages", "inspect"],
 )
 async def test_cancelling_a_task_cancels_its_call(
@@ -79,7 +79,7 @@ async def test_cancelling_a_task_cancels_its_call(
         with pytest.raises(asyncio.CancelledError):
             await unsent
         service.before = service.inspect = None
-        assert len(await client.encode([[1]])) == 1
+        assert len(await client.token_vectors([[1]])) == 1
         assert (await client.inspect([5, 6, 7])).attention_layers == (0, 1)
 
 
@@ -88,7 +88,7 @@ async def test_asyncio_timeout_ends_a_call(service: FakeEncoder) -> None:
     async with AsyncEncoderClient(service.target) as client:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
-                await client.encode([[1]])
+                await client.token_vectors([[1]])
 
 
 async def test_the_async_client_can_be_made_outside_a_loop(service: FakeEncoder) -> None:
@@ -104,7 +104,7 @@ async def test_the_async_client_can_be_made_outside_a_loop(service: FakeEncoder)
 async def test_an_async_client_refuses_another_loop(service: FakeEncoder) -> None:
     """The client refuses a call from another event loop. After that, calls in its first loop still succeed."""
     async with AsyncEncoderClient(service.target) as client:
-        await client.encode([[1]])
+        await client.token_vectors([[1]])
         with pytest.raises(InvalidInputError, match="the event loop of its first use: make one in each loop"):
-            await asyncio.to_thread(lambda: asyncio.run(client.encode([[1]])))
-        await client.encode([[1]])
+            await asyncio.to_thread(lambda: asyncio.run(client.token_vectors([[1]])))
+        await client.token_vectors([[1]])

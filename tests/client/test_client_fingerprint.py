@@ -52,7 +52,7 @@ async def test_a_model_that_changes_again_and_again_is_said(caller: Caller, serv
     switch_after(service, 1, 2, 2, 2, 2)
     client = caller.connect(max_concurrent_messages=1)
     with pytest.raises(FingerprintError, match="answers of one call have different fingerprints"):
-        await caller(client.encode, TEXTS)
+        await caller(client.token_vectors, TEXTS)
     assert len(service.requests) == 9  # the client makes the call three times, with three messages each
 
 
@@ -66,13 +66,13 @@ async def test_servers_of_different_versions_are_not_asked_about_their_model_eve
     client = caller.connect()
     for version in ("old", "new") * 5:
         service.fingerprint = version
-        await caller(client.encode, TEXTS)
+        await caller(client.token_vectors, TEXTS)
     assert service.n_get_model == 1
 
 
 async def test_no_inputs_are_answered_as_of_now(caller: Caller, service: FakeEncoder) -> None:
     client = caller.connect()
-    await caller(client.encode, TEXTS)
+    await caller(client.token_vectors, TEXTS)
     service.fingerprint = "new"
     assert (await caller(client.run, [])).fingerprint == "new"
     client = caller.connect(expected_fingerprint="mine")
@@ -86,7 +86,7 @@ async def test_no_inputs_are_answered_as_of_now(caller: Caller, service: FakeEnc
 async def test_every_request_says_what_is_expected(caller: Caller, service: FakeEncoder) -> None:
     service.max_request_sequences = 2
     client = caller.connect(expected_fingerprint=service.fingerprint, expected_space_id=service.space_id)
-    await caller(client.encode, TEXTS)
+    await caller(client.token_vectors, TEXTS)
     await caller(client.embed, TEXTS)
     await caller(client.inspect, TEXTS[0])
     assert len(service.requests) == 4
@@ -112,7 +112,7 @@ async def test_a_refusal_is_an_error_of_its_own(
     service.before = refuse
     client = caller.connect(**{f"expected_{what}": "mine"})
     with pytest.raises(error, match="'mine' is expected") as caught:
-        await caller(client.encode, TEXTS)
+        await caller(client.token_vectors, TEXTS)
     assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.FAILED_PRECONDITION, reason)
     assert len(service.requests) == 1
 
@@ -127,7 +127,7 @@ async def test_a_server_that_does_not_know_the_field_is_not_believed(
     """
     client = caller.connect(**{f"expected_{what}": "mine"})
     message = f"{what} mine is expected, but the answer has {getattr(service, what)[:4]}"
-    for call in (client.encode, client.embed, client.run):
+    for call in (client.token_vectors, client.embed, client.run):
         with pytest.raises(error, match=message):
             await caller(call, TEXTS)
     with pytest.raises(error, match=message):
@@ -135,7 +135,7 @@ async def test_a_server_that_does_not_know_the_field_is_not_believed(
 
 
 async def test_nothing_is_expected_by_default(caller: Caller, service: FakeEncoder) -> None:
-    await caller(caller.connect().encode, TEXTS)
+    await caller(caller.connect().token_vectors, TEXTS)
     assert (service.requests[0].expected_fingerprint, service.requests[0].expected_space_id) == ("", "")
 
 

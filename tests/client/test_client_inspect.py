@@ -153,7 +153,7 @@ async def test_an_inspection(caller: Caller, service: FakeEncoder) -> None:
         np.testing.assert_array_equal(got, tensor_of(kind, 4))
         assert got is not None
         assert got.dtype == np.dtype("<f4")
-        assert not got.flags.writeable
+        assert got.flags.writeable
         assert not got.flags.owndata
     timings = result.timings
     assert (timings.tokenize_seconds, timings.queue_seconds, timings.compute_seconds) == (0.001, 0.002, 0.003)
@@ -207,7 +207,7 @@ def test_chunk_boundaries_do_not_change_the_result(sizes: list[int], dtype: str)
         assert got is not None
         assert got.tobytes() == want.astype(dtype).tobytes()
         assert got.shape == want.shape
-        assert not got.flags.writeable
+        assert got.flags.writeable
     assert (result.timings.total_seconds, result.timings.attempts) == (1.5, 2)
 
 
@@ -224,8 +224,8 @@ def peak_bytes(work: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(("n_chunks", "copies"), [(1, 1), (16, 2)])
-def test_numbers_are_copied_once_at_most(n_chunks: int, copies: int) -> None:
+@pytest.mark.parametrize("n_chunks", [1, 16])
+def test_numbers_are_copied_once(n_chunks: int) -> None:
     """The reply has two tensors of 16 MiB each, in one chunk or in 16 chunks.
 
     The client joins the chunks of one tensor at a time, so at most one tensor is in memory twice.
@@ -251,7 +251,7 @@ def test_numbers_are_copied_once_at_most(n_chunks: int, copies: int) -> None:
             assert all(gathering.add(part) for _ in range(n_chunks))
         gathering.result(0.0, 1)
 
-    assert 2 * size < peak_bytes(gather) < (1 + copies) * size + size // 4
+    assert 2 * size < peak_bytes(gather) < 3 * size + size // 4
 
 
 def test_an_announced_size_allocates_no_memory() -> None:

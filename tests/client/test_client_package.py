@@ -37,6 +37,13 @@ def test_public_names_exist() -> None:
     assert (Path(encserve_client.__file__).parent / "py.typed").exists()
 
 
+def test_the_client_for_threads_is_generated(tmp_path: Path) -> None:
+    made = tmp_path / "client.py"
+    script = Path(__file__).parents[2] / "scripts/generate_sync_client.py"
+    subprocess.run([sys.executable, script, made], check=True, timeout=60)
+    assert made.read_text() == Path(inspect.getfile(EncoderClient)).read_text(), "run `make sync-client`"
+
+
 def test_the_docstring_lists_every_exception() -> None:
     """The docstring of the module `exceptions` has a tree of exactly the exceptions in the module.
 

@@ -151,8 +151,8 @@ def test_a_message_is_limited_to_a_quarter_of_the_queue() -> None:
     ("inputs", "text"),
     [
         (7, "inputs must be a list of inputs; was int"),
-        ({"input_ids": [1, 2]}, "inputs must be a list of inputs, in an order of its own; was dict"),
-        ({"b", "a"}, "inputs must be a list of inputs, in an order of its own; was set"),
+        ({"input_ids": [1, 2]}, "inputs must be a list of inputs; was dict"),
+        ({"b", "a"}, "inputs must be a list of inputs; was set"),
         ([1, 2, 3], r"inputs\[0\] is a single id; for one sequence of ids pass \[ids\]"),
         (np.array([1, 2]), r"inputs\[0\] is a single id"),
         (["a", None], r"inputs\[1\] must be a text, a list, tuple or .* array of vectors; was NoneType"),

@@ -1,4 +1,4 @@
-"""Tests of the methods for queries and documents: requests, results of each kind of model, and scores."""
+"""Tests of `embed` with tasks and kinds: requests, results of each kind, missing kinds, and scores."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,24 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from encserve_client import InvalidInputError, Output, ProtocolError, SparseVector, TruncationWarning, maxsim, rank
+from encserve_client import InvalidInputError, InvalidRequestError, Output, ProtocolError, SparseVector, maxsim, rank
 from encserve_client._logic.answers import decode_response
 from encserve_client.options import Options
 from encserve_proto.v1 import encoder_pb2 as pb
 
 TEXTS = ["a word or two", "", "longest of them"]
-LATE = pb.ModelInfo(multi_vector_width=8, multi_vector_similarity="meanmaxsim")
-SPARSE = pb.ModelInfo(sparse_width=100)
 TASKS = [
     pb.TaskInfo(task=pb.TASK_QUERY, prompt_name="q", max_tokens=32, min_tokens=32),
     pb.TaskInfo(task=pb.TASK_DOCUMENT, max_tokens=60),
 ]
+LATE = pb.ModelInfo(multi_vector_width=8, multi_vector_similarity="meanmaxsim", tasks=TASKS)
+SPARSE = pb.ModelInfo(sparse_width=100)
 
 
 @pytest.mark.parametrize("task", ["query", "document"])
 async def test_one_vector_each(caller: Caller, service: FakeEncoder, task: str) -> None:
+    service.model_info = pb.ModelInfo(tasks=TASKS)
     client = caller.connect()
-    vectors = await caller(getattr(client, f"encode_{task}"), TEXTS, prompt_name="p", dimensions=3)
+    vectors = await caller(client.embed, TEXTS, task=task, prompt_name="p", dimensions=3, truncate=True)
     assert vectors.shape == (3, 8)
     (request,) = service.requests
     asked = request.options
@@ -40,7 +41,7 @@ async def test_one_vector_each(caller: Caller, service: FakeEncoder, task: str) 
 async def test_the_vectors_of_maxsim(caller: Caller, service: FakeEncoder) -> None:
     service.model_info = LATE
     client = caller.connect()
-    got = await caller(client.encode_document, TEXTS, pool_factor=2.5)
+    got = await caller(client.embed, TEXTS, kind="multi_vector", pool_factor=2.5)
     assert [its.shape for its in got] == [(4, 8), (0, 8), (3, 8)]
     assert service.requests[0].options.outputs[0].pool_factor == 2.5
     result = await caller(client.run, TEXTS, outputs=["multi_vector", "tokens"], task="document")
@@ -51,7 +52,7 @@ async def test_the_vectors_of_maxsim(caller: Caller, service: FakeEncoder) -> No
 async def test_sparse_vectors(caller: Caller, service: FakeEncoder) -> None:
     service.model_info = SPARSE
     client = caller.connect()
-    got = await caller(client.encode_query, TEXTS, max_active_dims=5)
+    got = await caller(client.embed, TEXTS, kind="sparse", max_active_dims=5)
     assert [(its.indices.tolist(), its.values.tolist(), its.width) for its in got] == [
         ([3, 4], [1.5, 2.0], 100),
         ([], [], 100),
@@ -59,38 +60,65 @@ async def test_sparse_vectors(caller: Caller, service: FakeEncoder) -> None:
     ]
     assert got[2].dense()[[4, 5, 7]].tolist() == [2.0, 0.0, 3.5]
     assert service.requests[0].options.outputs[0].max_active_dims == 5
-    assert await caller(client.encode_query, []) == []
+    assert await caller(client.embed, [], kind="sparse") == []
+    (first, *_) = await caller.all_of(client, TEXTS, kind="sparse")
+    assert (first.indices.tolist(), first.width) == ([3, 4], 100)
 
 
 async def test_a_kind_of_several_can_be_chosen(caller: Caller, service: FakeEncoder) -> None:
     service.model_info = pb.ModelInfo(sparse_width=100, multi_vector_width=8, pooling=pb.OUTPUT_KIND_CLS, tasks=TASKS)
     client = caller.connect()
-    assert (await caller(client.encode_query, TEXTS)).shape == (3, 8)
-    assert len(await caller(client.encode_query, TEXTS, kind="multi_vector")) == 3
-    assert isinstance((await caller(client.encode_query, TEXTS, kind="sparse"))[0], SparseVector)
-    tasks = (await caller(client.model)).tasks
+    assert (await caller(client.embed, TEXTS)).shape == (3, 8)
+    assert len(await caller(client.embed, TEXTS, kind="multi_vector")) == 3
+    assert isinstance((await caller(client.embed, TEXTS, kind="sparse"))[0], SparseVector)
+    info = await caller(client.model)
+    assert info.kinds == ("vector", "multi_vector", "sparse")
+    tasks = info.tasks
     assert (tasks["query"].prompt_name, tasks["query"].min_tokens, tasks["document"].max_tokens) == ("q", 32, 60)
 
 
-async def test_what_was_cut_is_said(caller: Caller, service: FakeEncoder) -> None:
-    async def cut(request: pb.EncodeRequest) -> pb.EncodeResponse:
-        response = service.answer(request)
-        response.sequences[2].truncated = True
-        return response
-
-    service.before = cut
+@pytest.mark.parametrize(
+    ("lacking", "options", "problem"),
+    [
+        ({}, {"kind": "sparse"}, "kind='sparse': model tiny has the kinds 'vector'"),
+        ({}, {"kind": "multi_vector"}, "kind='multi_vector': model tiny has the kinds 'vector'"),
+        (
+            {"sparse_width": 9},
+            {},
+            "pooling='model': model tiny does not say how it was trained to pool. It has the kinds 'sparse'; name one "
+            "of these kinds, or a pooling such as 'mean'",
+        ),
+        ({}, {"prompt_name": "x"}, "prompt_name='x': model tiny has the prompts 'p', 'q'"),
+        ({}, {"task": "query"}, "task='query': model tiny has no tasks"),
+    ],
+)
+async def test_the_model_lacks_what_the_call_asks_for(
+    caller: Caller, service: FakeEncoder, lacking: dict[str, Any], options: dict[str, Any], problem: str
+) -> None:
+    """The error is in the words of `embed`, and lists what the model has. No input is sent."""
+    service.model_info = pb.ModelInfo(**lacking)
     client = caller.connect()
-    with pytest.warns(
-        TruncationWarning, match=r"^1 of 3 inputs were longer than a query may be, and were cut: inputs 2$"
-    ):
-        await caller(client.encode_query, TEXTS)
+    with pytest.raises(InvalidRequestError) as caught:
+        await caller(client.embed, TEXTS, **options)
+    assert str(caught.value) == problem
+    with pytest.raises(InvalidRequestError):
+        await caller.all_of(client, TEXTS, **{"kind": "vector", **options})
+    assert not service.requests
+
+
+async def test_a_kind_that_the_model_gets_later_is_noticed(caller: Caller, service: FakeEncoder) -> None:
+    client = caller.connect()
+    await caller(client.embed, TEXTS)
+    service.model_info = SPARSE
+    assert len(await caller(client.embed, TEXTS, kind="sparse")) == 3
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"kind": "dense"}, "kind must be one of 'model', 'multi_vector', 'sparse'; was 'dense'"),
-        ({"kind": "tokens"}, "kind must be one of 'model', 'multi_vector', 'sparse'; was 'tokens'"),
+        ({"kind": "dense"}, "kind must be one of 'vector', 'multi_vector', 'sparse'; was 'dense'"),
+        ({"kind": "tokens"}, "kind must be one of 'vector', 'multi_vector', 'sparse'; was 'tokens'"),
+        ({"kind": "sparse", "pooling": "mean"}, "pooling='mean' is for kind='vector'; leave pooling out with kind='s"),
         ({"max_active_dims": 0}, "max_active_dims must be >= 1; was 0"),
         ({"pool_factor": 0.5}, "pool_factor must be >= 1; was 0.5"),
         ({"dimensions": -1}, "dimensions must be >= 1; was -1"),
@@ -100,7 +128,7 @@ async def test_what_no_server_takes(
     caller: Caller, service: FakeEncoder, options: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(InvalidInputError, match=problem):
-        await caller(caller.connect().encode_query, TEXTS, **options)
+        await caller(caller.connect().embed, TEXTS, **options)
     assert not service.requests
 
 

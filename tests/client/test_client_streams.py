@@ -1,4 +1,4 @@
-"""Tests of `encode_stream` of both clients, with a real gRPC server.
+"""Tests of `stream` of both clients, with a real gRPC server.
 
 They test limits, lost connections, streams that the caller leaves early, and leaks.
 """
@@ -6,6 +6,7 @@ They test limits, lost connections, streams that the caller leaves early, and le
 import asyncio
 import gc
 import random
+import re
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
@@ -35,7 +36,7 @@ async def test_results_come_in_the_order_of_the_inputs(caller: Caller, service: 
     arrays = await caller.all_of(caller.connect(), inputs)
     for array, ids in zip(arrays, inputs, strict=True):
         np.testing.assert_array_equal(array, rows_of(ids))
-        assert not array.flags.writeable
+        assert array.flags.writeable
 
 
 async def test_unordered_results_come_when_ready(caller: Caller, service: FakeEncoder) -> None:
@@ -46,7 +47,7 @@ async def test_unordered_results_come_when_ready(caller: Caller, service: FakeEn
             await first_may_end.wait()
 
     service.before = first_waits
-    stream = caller.connect().encode_stream([[1], [2]], ordered=False)
+    stream = caller.connect().stream([[1], [2]], kind="tokens", ordered=False)
     index, array = await caller.first_of(stream)
     first_may_end.set()
     assert (index, (await caller.first_of(stream))[0]) == (1, 0)
@@ -56,11 +57,11 @@ async def test_unordered_results_come_when_ready(caller: Caller, service: FakeEn
 
 async def test_pooled_results_are_vectors(caller: Caller) -> None:
     texts = ["two words"] * 50
-    vectors = await caller.all_of(caller.connect(), texts, method="embed_stream", pooling="model", dtype="float16")
+    vectors = await caller.all_of(caller.connect(), texts, kind="vector", dtype="float16")
     assert [vector.shape for vector in vectors] == [(8,)] * 50
     for vector in vectors:
         np.testing.assert_allclose(vector, rows_of([1, 3, 5, 2]).mean(axis=0), rtol=1e-3)
-        assert not vector.flags.writeable
+        assert vector.flags.writeable
 
 
 async def test_a_lost_connection_loses_and_doubles_nothing(caller: Caller, service: FakeEncoder) -> None:
@@ -106,23 +107,21 @@ async def test_a_full_queue_delays_only_its_inputs(caller: Caller, service: Fake
     ],
     ids=["refused by the server", "empty", "None"],
 )
-async def test_a_wrong_input_is_raised_or_yielded_in_its_place(
+async def test_a_wrong_input_is_an_error_in_its_place(
     caller: Caller, wrong: Any, kind: type[EncserveError], text: str
 ) -> None:
     client, inputs = caller.connect(), [[1], wrong, [3]]
-    first, error, last = await caller.all_of(client, inputs, return_exceptions=True)
+    first, error, last = await caller.all_of(client, inputs)
     assert first.shape == last.shape == (1, 8)
     assert type(error) is kind
-    stream = client.encode_stream(inputs)
-    assert (await caller.first_of(stream)).shape == (1, 8)
-    with pytest.raises(kind, match=rf"inputs\[1\].* {text}"):
-        await caller.first_of(stream)
+    assert re.search(rf"inputs\[1\].* {text}", str(error))
+    assert error.index == 1
 
 
 async def test_a_slow_caller_bounds_what_is_read(caller: Caller, service: FakeEncoder) -> None:
     """The caller takes results slowly. The client reads and sends at most `max_in_flight` further inputs."""
     read: list[int] = []
-    stream = caller.connect().encode_stream(counting(10_000, read), max_in_flight=5)
+    stream = caller.connect().stream(counting(10_000, read), kind="tokens", max_in_flight=5)
     for taken in range(1, 20):
         await caller.first_of(stream)
         await asyncio.sleep(0.005)
@@ -140,7 +139,7 @@ async def test_leaving_early_leaks_nothing(caller: Caller, service: FakeEncoder,
     service.before = jitter
     client = caller.connect()
     threads, tasks = set(threading.enumerate()), asyncio.all_tasks()
-    stream = client.encode_stream(counting(10_000, []))
+    stream = client.stream(counting(10_000, []), kind="tokens")
     for _ in range(3):
         await caller.first_of(stream)
     if leave == "close":
@@ -160,7 +159,7 @@ async def test_leaving_early_leaks_nothing(caller: Caller, service: FakeEncoder,
 
 async def test_a_stream_that_was_never_begun_needs_no_closing(caller: Caller, service: FakeEncoder) -> None:
     threads = set(threading.enumerate())
-    stream = caller.connect().encode_stream([[1]])
+    stream = caller.connect().stream([[1]])
     assert set(threading.enumerate()) == threads
     del stream
     assert service.requests == []
@@ -185,17 +184,17 @@ async def test_the_callers_own_error_comes_through(caller: Caller, service: Fake
         ({"max_in_flight": "3"}, "max_in_flight must be an int; was str"),
         ({"timeout_seconds": -1}, "timeout_seconds must be > 0; was -1"),
         ({"model": "tiny", "version": 1}, "version must be a str or None; was int"),
-        ({"inputs": 5}, "inputs must be an iterable of inputs; was int"),
+        ({"inputs": 5}, "inputs must be a list of inputs; was int"),
     ],
 )
 def test_a_wrong_argument_is_refused_before_the_first_result(options: dict[str, Any], text: str) -> None:
     with EncoderClient() as client, pytest.raises(InvalidInputError, match=text):
-        client.encode_stream(**{"inputs": ["a"], **options})
+        client.stream(**{"inputs": ["a"], **options})
 
 
 def test_a_stream_of_vectors_needs_a_pooling() -> None:
     with EncoderClient() as client, pytest.raises(InvalidInputError, match="pooling must be one of"):
-        client.embed_stream(["a"], pooling="sum")  # type: ignore[call-overload]
+        client.stream(["a"], pooling="sum")  # type: ignore[call-overload]
 
 
 async def test_a_single_text_is_one_input(caller: Caller) -> None:
@@ -212,7 +211,7 @@ async def test_progress(caller: Caller) -> None:
         told.append((done, total))
 
     await caller.all_of(client, [[1], [2], [3]], progress=progress)
-    await caller.all_of(client, iter([[1], [2]]), method="embed_stream", progress=progress)
+    await caller.all_of(client, iter([[1], [2]]), kind="vector", progress=progress)
     assert told == [(1, 3), (2, 3), (3, 3), (1, None), (2, None)]
 
 
@@ -230,7 +229,7 @@ async def test_an_input_that_is_never_answered_is_given_up(caller: Caller, servi
     client = caller.connect()
     await caller.all_of(client, [[1]])
     service.before = first_never
-    found = await caller.all_of(client, [[1], [2]], timeout_seconds=1.0, return_exceptions=True)
+    found = await caller.all_of(client, [[1], [2]], timeout_seconds=1.0)
     assert [isinstance(it, EncserveError) for it in found] == [True, False]
 
 
@@ -248,7 +247,7 @@ async def test_answers_come_while_an_async_iterable_waits(caller: Caller) -> Non
         yield [2]
 
     found = 0
-    async with aclosing(caller.connect().encode_stream(inputs())) as stream:
+    async with aclosing(caller.connect().stream(inputs())) as stream:
         async for _ in stream:
             found += 1
             answered.set()
@@ -269,8 +268,8 @@ async def test_leaving_while_an_async_iterable_waits(caller: Caller, service: Fa
             raise
 
     tasks = asyncio.all_tasks()
-    async with aclosing(caller.connect().encode_stream(inputs(), max_in_flight=2)) as stream:
-        assert (await anext(stream)).shape == (1, 8)
+    async with aclosing(caller.connect().stream(inputs(), kind="tokens", max_in_flight=2)) as stream:
+        assert (await anext(stream))[1].shape == (1, 8)
     assert ended == ["cancelled"]
     await until(lambda: service.n_open == 0)
     await until(lambda: not [it for it in asyncio.all_tasks() - tasks if "encserve_client" in repr(it)])

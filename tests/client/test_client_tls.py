@@ -248,7 +248,7 @@ async def test_a_stream_continues_while_files_change(
     tls = Tls(ca=mount.ca, cert=mount.pair.cert, key=mount.pair.key)
     async with AsyncEncoderClient(target, tls=tls, retry=ONCE) as client:
         got = 0
-        async for _ in client.embed_stream(["a"] * 20, max_in_flight=2):
+        async for _ in client.stream(["a"] * 20, max_in_flight=2):
             if got == 5:
                 mount.put(made.authority.issue("client-2"), made.ca)
                 assert len(await client.models()) == 1

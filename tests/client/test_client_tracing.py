@@ -28,7 +28,7 @@ def span() -> Iterator[None]:
 @pytest.mark.usefixtures("span")
 async def test_every_call_carries_the_current_span(caller: Caller, service: FakeEncoder) -> None:
     client = caller.connect(metadata={"x-tenant": "a"})
-    await caller(client.encode, [[1, 2]])
+    await caller(client.token_vectors, [[1, 2]])
     await caller.all_of(client, [[1, 2]])
     assert len(service.metadata) == 2
     for sent in service.metadata:
@@ -36,7 +36,7 @@ async def test_every_call_carries_the_current_span(caller: Caller, service: Fake
 
 
 async def test_without_a_span_nothing_is_added(caller: Caller, service: FakeEncoder) -> None:
-    await caller(caller.connect().encode, [[1, 2]])
+    await caller(caller.connect().token_vectors, [[1, 2]])
     assert "traceparent" not in service.metadata[0]
 
 

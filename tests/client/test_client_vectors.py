@@ -152,14 +152,14 @@ def test_messages_are_cut_by_bytes() -> None:
 
 
 async def test_vectors_get_their_rows(caller: Caller, service: FakeEncoder) -> None:
-    """`encode`, `embed` and `run` accept vectors, also if a call needs several messages.
+    """`token_vectors`, `embed` and `run` accept vectors, also if a call needs several messages.
 
-    One call of `encode` has both vectors and token ids.
+    One call of `token_vectors` has both vectors and token ids.
     """
     service.max_request_sequences = 2
     client = caller.connect()
     arrays = [vectors(n, dtype=dtype) for n, dtype in ((1, np.float32), (5, np.float16), (3, np.float64))]
-    for got, want in zip(await caller(client.encode, [*arrays, [5]]), arrays, strict=False):
+    for got, want in zip(await caller(client.token_vectors, [*arrays, [5]]), arrays, strict=False):
         np.testing.assert_array_equal(got, want)
     pooled = await caller(client.embed, arrays, pooling="cls")
     np.testing.assert_array_equal(pooled, [array[0] for array in arrays])
@@ -173,7 +173,7 @@ async def test_vectors_get_their_rows(caller: Caller, service: FakeEncoder) -> N
 async def test_vectors_on_a_stream(caller: Caller) -> None:
     """An input that contains NaN gets an error with its index. The other inputs get results."""
     inputs = [vectors(2), np.full((1, 8), np.nan), vectors(3, dtype=np.float16)]
-    first, error, last = await caller.all_of(caller.connect(), inputs, return_exceptions=True)
+    first, error, last = await caller.all_of(caller.connect(), inputs)
     np.testing.assert_array_equal(first, vectors(2))
     assert isinstance(error, InvalidInputError)
     assert "inputs[1]: the number in row 0, column 0 must be finite; was nan" in str(error)
@@ -182,7 +182,7 @@ async def test_vectors_on_a_stream(caller: Caller) -> None:
 
 async def test_one_sequence_of_vectors_is_not_taken_for_several(caller: Caller, service: FakeEncoder) -> None:
     client = caller.connect()
-    for call in (client.encode, client.embed, client.run, client.encode_stream):
+    for call in (client.token_vectors, client.embed, client.run, client.stream):
         with pytest.raises(InvalidInputError, match=r"for one sequence of vectors pass \[array\]"):
             await caller(call, vectors(3))
     assert service.n_get_model == 0

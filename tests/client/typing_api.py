@@ -20,6 +20,7 @@ from encserve_client import (
     OverloadedError,
     RetryPolicy,
     SequenceInfo,
+    SparseVector,
     Tls,
     TokenEmbeddings,
 )
@@ -35,9 +36,9 @@ def with_threads() -> None:
     tls = Tls(ca="ca.pem")
     with EncoderClient("host:1", tls=tls, retry=RetryPolicy(max_attempts=2), channel_arguments={"a": 1}) as client:
         assert_type(client, EncoderClient)
-        assert_type(client.encode(["a", [1, 2], (3,), ids]), list[Array])
-        assert_type(client.encode(text for text in "abc"), list[Array])
-        assert_type(client.encode([vectors, np.zeros((2, 8)), one_input]), list[Array])
+        assert_type(client.token_vectors(["a", [1, 2], (3,), ids]), list[Array])
+        assert_type(client.token_vectors(text for text in "abc"), list[Array])
+        assert_type(client.token_vectors([vectors, np.zeros((2, 8)), one_input]), list[Array])
         inspected = client.inspect(vectors, attention=[0, 2], hidden_states=False, positions=True, dtype="float16")
         assert_type(inspected, InspectResult)
         assert_type(inspected.attention, Array | None)
@@ -49,30 +50,26 @@ def with_threads() -> None:
         assert_type(result.sequences[0].offsets, npt.NDArray[np.int64] | None)
         assert_type(client.models(), list[ModelInfo])
         assert_type(client.model("m"), ModelInfo)
-        assert_type(client.encode_stream(["a"]), Generator[Array, None, None])
-        assert_type(client.encode_stream(["a"], ordered=False), Generator[tuple[int, Array], None, None])
-        assert_type(
-            client.embed_stream(["a"], return_exceptions=True, pooling="model"),
-            Generator[Array | EncserveError, None, None],
-        )
-        assert_type(
-            client.encode_stream(["a"], ordered=False, return_exceptions=True, max_in_flight=3),
-            Generator[tuple[int, Array | EncserveError], None, None],
-        )
+        results = client.stream(["a"], pooling="mean", max_in_flight=3)
+        assert_type(results, Generator[tuple[int, Array | EncserveError], None, None])
+        assert_type(client.stream(["a"], kind="tokens"), Generator[tuple[int, Array | EncserveError], None, None])
+        weights = client.stream(["a"], kind="sparse", ordered=False)
+        assert_type(weights, Generator[tuple[int, SparseVector | EncserveError], None, None])
         client.embed(["a"], pooling="sum")  # type: ignore[call-overload]
-        assert_type(client.encode("a"), Array)
-        assert_type(client.encode("a", return_exceptions=True), Array | EncserveError)
-        assert_type(client.encode(["a"], return_exceptions=True), list[Array | EncserveError])
+        assert_type(client.token_vectors("a"), Array)
         assert_type(client.embed("a", dtype="binary"), Array)
+        assert_type(client.embed(["a"], kind="multi_vector"), list[Array])
+        assert_type(client.embed("a", kind="multi_vector", task="query"), Array)
+        assert_type(client.embed(["a"], kind="sparse"), list[SparseVector])
+        assert_type(client.embed("a", kind="sparse"), SparseVector)
         assert_type(client.embed(["a"], dtype="int8"), Array)
-        assert_type(client.embed(["a"], return_exceptions=True), list[Array | EncserveError])
         assert_type(client.embed_spans("a text", [(0, 1), (2, 6)], pooling="max"), Array)
         assert_type(client.tokenize("a"), SequenceInfo)
         assert_type(client.tokenize(["a"], truncate=True), list[SequenceInfo])
-        client.encode([1.5])  # type: ignore[list-item]
+        client.token_vectors([1.5])  # type: ignore[list-item]
         client.inspect(["a", "b"])  # type: ignore[list-item]
         client.inspect("a", attention=1.5)  # type: ignore[arg-type]
-        client.encode_stream(["a"], max_in_fligth=3)  # type: ignore[call-overload]
+        client.stream(["a"], max_in_fligth=3)  # type: ignore[call-overload]
 
 
 async def with_asyncio() -> None:
@@ -82,14 +79,14 @@ async def with_asyncio() -> None:
         yield "a"
 
     async with AsyncEncoderClient() as client:
-        assert_type(await client.encode(["a"]), list[Array])
+        assert_type(await client.token_vectors(["a"]), list[Array])
         assert_type(await client.embed(["a"]), Array)
         assert_type(await client.run(["a"]), EncodeResult)
         assert_type(await client.inspect("a", attention=range(2)), InspectResult)
-        assert_type(client.encode_stream(texts()), AsyncGenerator[Array, None])
-        async for index, rows in client.encode_stream(texts(), ordered=False):
+        assert_type(client.stream(texts()), AsyncGenerator[tuple[int, Array | EncserveError], None])
+        async for index, rows in client.stream(texts(), kind="tokens", ordered=False):
             assert_type(index, int)
-            assert_type(rows, Array)
+            assert_type(rows, Array | EncserveError)
 
 
 def handle(error: Exception) -> Any:

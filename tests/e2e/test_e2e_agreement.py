@@ -43,11 +43,11 @@ def test_rows_alone_in_mixed_batches_and_in_concurrent_calls(
     client: EncoderClient, minilm: Any, real_ids: list[int]
 ) -> None:
     sequences = [real_ids[7 * i : 7 * i + length] for i, length in enumerate(LENGTHS)]
-    alone = [client.encode([ids])[0] for ids in sequences]
+    alone = [client.token_vectors([ids])[0] for ids in sequences]
     assert_rows(alone, [rows_of(minilm, ids) for ids in sequences], PYTORCH)
     with ThreadPoolExecutor(32) as pool:
-        concurrent = list(pool.map(lambda ids: client.encode([ids])[0], sequences))
-    for rows in (client.encode(sequences), client.encode(sequences[::-1])[::-1], concurrent):
+        concurrent = list(pool.map(lambda ids: client.token_vectors([ids])[0], sequences))
+    for rows in (client.token_vectors(sequences), client.token_vectors(sequences[::-1])[::-1], concurrent):
         assert_rows(rows, alone, OTHER_BATCH)
 
 
@@ -61,8 +61,12 @@ async def test_rows_and_tokens_of_texts_by_each_method_of_the_clients(
     assert [list(info.tokens or []) for info in result.sequences] == [it.tokens for it in encodings]
     assert_rows(rows, [rows_of(minilm, it.ids) for it in encodings], PYTORCH)
     async with AsyncEncoderClient(server.target) as other:
-        in_stream = [it async for it in other.encode_stream(TEXTS)]
-        for got in (list(client.encode_stream(TEXTS)), await other.encode(TEXTS), in_stream):
+        in_stream = [rows async for _, rows in other.stream(TEXTS, kind="tokens")]
+        for got in (
+            [rows for _, rows in client.stream(TEXTS, kind="tokens")],
+            await other.token_vectors(TEXTS),
+            in_stream,
+        ):
             assert_rows(got, rows, OTHER_BATCH)
 
 
@@ -78,19 +82,20 @@ def test_golden_checkpoints_that_take_vectors(tmp_path: Path, engine: str) -> No
         for name in BARE_GOLDENS:
             model, table, (ids, want) = f"{name}-vectors", golden_vectors(name), golden_cases(name)
             vectors = [table[it] for it in ids]
-            assert_rows(client.encode(vectors, model=model), want, PYTORCH)
-            assert_rows([client.encode([one], model=model)[0] for one in vectors], want, PYTORCH)
-            assert_rows(list(client.encode_stream(vectors, model=model)), want, PYTORCH)
+            assert_rows(client.token_vectors(vectors, model=model), want, PYTORCH)
+            assert_rows([client.token_vectors([one], model=model)[0] for one in vectors], want, PYTORCH)
+            in_stream = [rows for _, rows in client.stream(vectors, kind="tokens", model=model)]
+            assert_rows(in_stream, want, PYTORCH)
             states = client.inspect(vectors[0], model=model).hidden_states
             assert states is not None
             assert worst_relative_error(states[-1], want[0]) <= PYTORCH
             assert client.model(model).input_kind == "embeddings"
         with pytest.raises(InvalidRequestError, match=f"model {model} takes embeddings only"):
-            client.encode([[1, 2]], model=model)
+            client.token_vectors([[1, 2]], model=model)
 
 
 def test_pooled_vectors_are_the_normalized_means_of_the_rows(client: EncoderClient) -> None:
-    means = np.stack([rows.mean(axis=0) for rows in client.encode(TEXTS)])
+    means = np.stack([rows.mean(axis=0) for rows in client.token_vectors(TEXTS)])
     means /= np.linalg.norm(means, axis=1, keepdims=True)
     np.testing.assert_allclose(client.embed(TEXTS), means, atol=1e-6)
     np.testing.assert_allclose(client.embed(TEXTS, dtype="float16"), means, atol=1e-3)
@@ -108,4 +113,4 @@ def test_the_limit_is_max_seq_length_of_sentence_transformers(client: EncoderCli
     assert info.token_ids is not None
     assert (info.token_ids[0], info.token_ids[-1]) == (101, 102)
     with pytest.raises(InvalidRequestError, match=r"takes token ids or text; it was not exported for embeddings"):
-        client.encode([np.ones((2, 384), np.float32)])
+        client.token_vectors([np.ones((2, 384), np.float32)])

@@ -44,7 +44,7 @@ class Load(threading.Thread):
         """Make calls until `finish` is called. A refused call raises UnauthenticatedError."""
         with EncoderClient(self._server.target, token=self._key) as client:
             while not self._finished.is_set():
-                client.encode([[1, 2, 3]])
+                client.token_vectors([[1, 2, 3]])
                 self.answered.append(time.monotonic())
 
     def finish(self) -> None:
@@ -87,7 +87,7 @@ class StreamLoad(Load):
                     self.answered.append(time.monotonic())
                     may_send.release()
             except grpc.RpcError as error:
-                raise UnauthenticatedError(error.details()) from error
+                raise UnauthenticatedError(str(error.details())) from error
             finally:
                 may_send.release()
 
@@ -166,7 +166,7 @@ def test_a_read_that_hangs_stops_neither_calls_nor_the_server(tmp_path: Path, se
         while not server.metric("encserve_callers_file_refused"):
             time.sleep(0.05)
         with EncoderClient(server.target, token=key) as client:
-            client.encode([[1, 2, 3]])
+            client.token_vectors([[1, 2, 3]])
         server.terminate()
         assert server.wait() == 0
     problems = [line["message"] for line in server.log if "callers refused" in line["message"]]

@@ -92,9 +92,9 @@ async def test_a_refusal_of_one_server_is_repeated_at_the_other(fakes: list[Fake
     texts = ["hello " * 40_000] * 16  # 3.7 MiB
     async with AsyncEncoderClient(envoy.target, retry=ONCE) as client:
         for _ in range(3):
-            assert len(await client.encode(texts, truncate=True)) == 16
+            assert len(await client.token_vectors(texts, truncate=True)) == 16
         for _ in range(20):
-            assert len(await client.encode(["hello"])) == 1
+            assert len(await client.token_vectors(["hello"])) == 1
     refused = fakes[0].sample("encserve_refused_total", reason="DRAINING")
     assert refused > 0, "nothing went to the server that refuses, so nothing was tested"
     assert envoy.metric("envoy_cluster_upstream_rq_retry", envoy_cluster_name="encserve") == refused
@@ -169,7 +169,7 @@ async def test_a_callers_deadline_reaches_the_server(fakes: list[FakeServer], en
     async with AsyncEncoderClient(envoy.target) as client:
         await client.models()
         with pytest.raises(DeadlineError):
-            await client.encode(["hello"], timeout_seconds=1.5)
+            await client.token_vectors(["hello"], timeout_seconds=1.5)
     labels = {"grpc_type": "unary", "grpc_service": SERVICE, "grpc_method": "Encode"}
     async with asyncio.timeout(60):
         while not any(
@@ -195,7 +195,7 @@ async def test_a_client_takes_turns_among_envoys(envoys: list[RealEnvoy]) -> Non
     """A client has the addresses of both Envoys. Both Envoys get a part of the client's calls."""
     async with AsyncEncoderClient([envoy.target for envoy in envoys], retry=ONCE) as client:
         for _ in range(40):
-            await client.encode(["hello"])
+            await client.token_vectors(["hello"])
     for envoy in envoys:
         assert envoy.metric("envoy_http_downstream_rq_xx", envoy_http_conn_manager_prefix="encserve") >= 10
 
@@ -203,7 +203,7 @@ async def test_a_client_takes_turns_among_envoys(envoys: list[RealEnvoy]) -> Non
 def test_replies_of_tens_of_megabytes(server: RealServer, tmp_path: Path, real_ids: list[int]) -> None:
     with real_envoy(tmp_path, [server.target, server.target]) as envoy, EncoderClient(envoy.target) as client:
         sequences = [real_ids[start : start + 250] for start in range(0, 48 * 25, 25)]
-        rows = client.encode(sequences, model=MODEL)
+        rows = client.token_vectors(sequences, model=MODEL)
     assert [it.shape for it in rows] == [(250, 384)] * 48  # 17.6 MiB in all
 
 

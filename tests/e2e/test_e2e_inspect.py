@@ -44,7 +44,7 @@ async def test_a_real_model_and_a_text(server: RealServer, client: EncoderClient
     assert result.hidden_states.shape == (info.n_layers + 1, length, info.d_model)
     assert result.positions.shape == (256, 384)
     assert np.abs(result.attention.sum(axis=-1) - 1).max() <= 1e-5
-    rows = client.encode([*TEXTS.values(), text])[-1]
+    rows = client.token_vectors([*TEXTS.values(), text])[-1]
     assert worst_relative_error(result.hidden_states[-1], rows) <= 1e-5
     async with AsyncEncoderClient(server.target) as async_client:
         some = await async_client.inspect(text, attention=[0, 5], hidden_states=[6], dtype="float16")
@@ -68,14 +68,14 @@ def test_a_replaced_bundle_is_never_mixed_with_the_running_one(tmp_path: Path) -
     """
     path = export_golden("raw-matrices", tmp_path).path
     with real_server(tmp_path) as server, EncoderClient(server.target) as client:
-        before = client.encode([[1, 2, 3]])[0].copy()
+        before = client.token_vectors([[1, 2, 3]])[0].copy()
         # The running server has mapped the old file into memory. So keep this file, and write a new file.
         data, backup = path / "model.onnx.data", tmp_path / "backup"
         data.rename(backup)
         data.write_bytes(bytes(backup.stat().st_size))
         with pytest.raises(InspectUnavailableError, match="the server cannot load its inspection graph"):
             client.inspect([1, 2, 3])
-        np.testing.assert_array_equal(client.encode([[1, 2, 3]])[0], before)
+        np.testing.assert_array_equal(client.token_vectors([[1, 2, 3]])[0], before)
         backup.replace(data)
         states = client.inspect([1, 2, 3]).hidden_states
         assert states is not None

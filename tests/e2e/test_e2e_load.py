@@ -70,7 +70,7 @@ async def test_a_cancelled_and_an_expired_call_leave_62_callers_unharmed(
 ) -> None:
     """Of 64 calls, one is cancelled and one passes its deadline. The others return the right hidden states."""
     callers = sequences(real_ids, 64, longest=60)
-    want = [client.encode([ids])[0] for ids in callers]
+    want = [client.token_vectors([ids])[0] for ids in callers]
     async with grpc.aio.insecure_channel(server.target) as channel:
         rpc: Any = channel.unary_unary(protocol.method)
         cancelled = 0
@@ -173,7 +173,7 @@ def test_the_batch_budget_is_measured_once_and_remembered(tmp_path: Path) -> Non
     directory = export_golden("split-qkv", tmp_path).path
     with real_server(tmp_path, "--tune-batches") as server, EncoderClient(server.target) as client:
         budget = server.metric("encserve_batch_limit_tokens")
-        assert client.encode([[1, 2, 3]])[0].shape == (3, 64)
+        assert client.token_vectors([[1, 2, 3]])[0].shape == (3, 64)
     assert budget in (256, 384, 512, 768, 1024)
     remembered = directory.parent / ".1.tuned.json"
     messages = [line["message"] for line in server.log if line["message"].startswith("batch budget")]

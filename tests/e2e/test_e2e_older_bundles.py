@@ -10,15 +10,14 @@ import pytest
 from checkpoints import DATA
 from real_server import real_server
 
-from encserve_client import EncoderClient, SpaceError
-from encserve_client.options import TrainedKind
+from encserve_client import EncoderClient, Kind, SpaceError, Task
 
 # BUNDLES contains the models of tests/support/space_models.py. The exporter of commit 337f60e wrote these models.
 # EXPECTED contains the ids and vectors that the server of the same commit returned.
 BUNDLES = DATA / "bundles-337f60e.zip"
 EXPECTED: dict[str, dict[str, Any]] = json.loads((DATA / "bundles-337f60e.json").read_text())
 TEXTS = ["The cat sat on the warm mat", "query : w1 café", "W1"]
-KINDS: tuple[TrainedKind, ...] = ("model", "multi_vector", "sparse")
+KINDS: dict[str, Kind] = {"model": "vector", "multi_vector": "multi_vector", "sparse": "sparse"}
 # The largest allowed error of a vector, relative to its norm. Models that are not in this table have the limit 5e-5. m3
 # has a larger limit, because CPUs round float16 differently.
 TOLERANCE = {"m3": 2e-3}
@@ -39,11 +38,10 @@ def client(target: str) -> Iterator[EncoderClient]:
         yield client
 
 
-def vectors(client: EncoderClient, model: str, kind: TrainedKind) -> list[list[float]]:
+def vectors(client: EncoderClient, model: str, kind: Kind) -> list[list[float]]:
     """Return the vectors of TEXTS as lists of numbers, first for queries, then for documents."""
-    outputs = [
-        it for encode in (client.encode_query, client.encode_document) for it in encode(TEXTS, model=model, kind=kind)
-    ]
+    tasks: tuple[Task, ...] = ("query", "document")
+    outputs = [it for task in tasks for it in client.embed(TEXTS, kind=kind, task=task, truncate=True, model=model)]
     return [np.ravel(it if isinstance(it, np.ndarray) else it.dense()).tolist() for it in outputs]
 
 
@@ -52,15 +50,15 @@ def test_ids_and_vectors_of_a_bundle(name: str, client: EncoderClient) -> None:
     want = EXPECTED[name]
     info = client.model(name)
     assert (info.space_id, info.fingerprint) == (want["space_id"], want["fingerprint"])
-    for kind in KINDS:
-        if kind in want:
-            for got, expected in zip(vectors(client, name, kind), want[kind], strict=True):
+    for output, kind in KINDS.items():
+        if output in want:
+            for got, expected in zip(vectors(client, name, kind), want[output], strict=True):
                 distance = np.linalg.norm(np.subtract(got, expected))
                 assert distance <= TOLERANCE.get(name, 5e-5) * np.linalg.norm(expected)
 
 
 def test_an_older_space_id_can_be_expected(target: str) -> None:
     with EncoderClient(target, expected_space_id=EXPECTED["dense"]["space_id"]) as strict:
-        assert len(strict.encode_query(TEXTS, model="dense")) == len(TEXTS)
+        assert len(strict.embed(TEXTS, task="query", model="dense")) == len(TEXTS)
         with pytest.raises(SpaceError, match=f"{EXPECTED['dense']['space_id']}.*{EXPECTED['late']['space_id']}"):
-            strict.encode_query(TEXTS, model="late")
+            strict.embed(TEXTS, task="query", kind="multi_vector", model="late")

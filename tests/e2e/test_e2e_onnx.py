@@ -101,7 +101,7 @@ def in_onnx_runtime(path: Path, names: tuple[str, str, str, str], sequence: Any)
 def test_mixed_lengths_in_one_batch(onnx_client: EncoderClient, given: dict[str, Path], engine: str, name: str) -> None:
     random = np.random.default_rng(0)
     sequences = [random.integers(0, 50, length) for length in LENGTHS]
-    got = onnx_client.encode([ids.tolist() for ids in sequences], model=name)
+    got = onnx_client.token_vectors([ids.tolist() for ids in sequences], model=name)
     for rows, ids in zip(got, sequences, strict=True):
         assert worst_relative_error(rows, in_onnx_runtime(given[name], FILES[name], ids)) <= SAME[engine]
 
@@ -109,7 +109,7 @@ def test_mixed_lengths_in_one_batch(onnx_client: EncoderClient, given: dict[str,
 def test_the_real_model_from_its_own_onnx(onnx_client: EncoderClient, client: EncoderClient, engine: str) -> None:
     """Export all-MiniLM-L6-v2 from an ONNX file and from the checkpoint. Both models give the same results."""
     texts = ["I understand this", "", "a " * 240, "Grüße aus Köln"]
-    for got, want in zip(onnx_client.encode(texts, model=MODEL), client.encode(texts), strict=True):
+    for got, want in zip(onnx_client.token_vectors(texts, model=MODEL), client.token_vectors(texts), strict=True):
         assert worst_relative_error(got, want) <= SAME[engine]
     np.testing.assert_allclose(onnx_client.embed(texts, model=MODEL), client.embed(texts), atol=SAME[engine])
 

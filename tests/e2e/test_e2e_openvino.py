@@ -41,16 +41,16 @@ def sequences(real_ids: list[int]) -> list[list[int]]:
 def test_rows_in_float32(models: Path, client: EncoderClient, sequences: list[list[int]]) -> None:
     flags = ("--model", MODEL, "--engine", "openvino")
     with real_server(models, *flags) as server, EncoderClient(server.target) as float32_client:
-        together = float32_client.encode(sequences)
-        alone = [float32_client.encode([ids])[0] for ids in sequences]
-    assert max(map(worst_relative_error, together, client.encode(sequences))) <= 5e-5
+        together = float32_client.token_vectors(sequences)
+        alone = [float32_client.token_vectors([ids])[0] for ids in sequences]
+    assert max(map(worst_relative_error, together, client.token_vectors(sequences))) <= 5e-5
     assert max(map(worst_relative_error, together, alone)) <= 1e-5
 
 
 def test_rows_in_bfloat16(bfloat16_client: EncoderClient, client: EncoderClient, sequences: list[list[int]]) -> None:
-    want = client.encode(sequences)
-    together = bfloat16_client.encode(sequences)
-    alone = [bfloat16_client.encode([ids])[0] for ids in sequences]
+    want = client.token_vectors(sequences)
+    together = bfloat16_client.token_vectors(sequences)
+    alone = [bfloat16_client.token_vectors([ids])[0] for ids in sequences]
     assert min(least_cosine(together, want), least_cosine(alone, want)) >= 0.999
     assert least_cosine(together, alone) >= 0.9995
     assert max(map(worst_relative_error, together, want)) > 1e-3, "the server computed in float32"

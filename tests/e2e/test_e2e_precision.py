@@ -68,9 +68,9 @@ def test_rows_of_real_text_alone_and_in_batches(
 ) -> None:
     sequences = [[101, *real_ids[11 * i : 11 * i + length - 2], 102][:length] for i, length in enumerate(LENGTHS)]
     model = f"{MODEL}-{precision}"
-    together = rounded.encode(sequences, model=model)
-    assert least_cosine(together, client.encode(sequences)) >= LEAST[precision]
-    alone = [rounded.encode([ids], model=model)[0] for ids in sequences]
+    together = rounded.token_vectors(sequences, model=model)
+    assert least_cosine(together, client.token_vectors(sequences)) >= LEAST[precision]
+    alone = [rounded.token_vectors([ids], model=model)[0] for ids in sequences]
     assert least_cosine(together, alone) >= ALONE
 
 
@@ -95,17 +95,18 @@ def test_the_last_inspected_state_is_the_row_that_encode_gives(
     assert want.hidden_states is not None
     assert np.abs(inspected.attention.sum(axis=-1) - 1).max() <= 2e-3
     assert least_cosine(list(inspected.hidden_states), list(want.hidden_states)) >= LEAST[precision]
-    assert least_cosine([inspected.hidden_states[-1]], [rounded.encode([text], model=model)[0]]) >= ALONE
+    assert least_cosine([inspected.hidden_states[-1]], [rounded.token_vectors([text], model=model)[0]]) >= ALONE
 
 
 def scores(client: EncoderClient, model: str) -> np.ndarray:
     """Return the MaxSim score of each query with each document, (queries, documents)."""
-    documents = client.encode_document(DOCUMENTS, model=model)
-    return np.array([[maxsim(query, it) for it in documents] for query in client.encode_query(QUERIES, model=model)])
+    documents = client.embed(DOCUMENTS, task="document", kind="multi_vector", model=model)
+    queries = client.embed(QUERIES, task="query", kind="multi_vector", model=model)
+    return np.array([[maxsim(query, it) for it in documents] for query in queries])
 
 
 def weights(client: EncoderClient, model: str) -> list[np.ndarray]:
-    return [it.dense()[None] for it in client.encode_document(DOCUMENTS, model=model)]
+    return [it.dense()[None] for it in client.embed(DOCUMENTS, task="document", kind="sparse", model=model)]
 
 
 @pytest.fixture(scope="module")

@@ -160,24 +160,24 @@ def test_a_damaged_version_is_refused_and_the_old_version_stays(
     until(lambda: bool(refusals()))
     assert "model.onnx.data: its sha256 is" in refusals()[0]
     with EncoderClient(server.target) as client:
-        client.encode(INPUTS)
+        client.token_vectors(INPUTS)
 
 
 def test_a_client_gets_only_the_expected_fingerprint(server: RealServer, repository: Path, drafts: Path) -> None:
     with EncoderClient(server.target) as client:
         fingerprint = client.model().fingerprint
     with EncoderClient(server.target, expected_fingerprint=fingerprint) as client:
-        client.encode(INPUTS)
-        list(client.encode_stream(INPUTS))
+        client.token_vectors(INPUTS)
+        list(client.stream(INPUTS, kind="tokens"))
         client.inspect(INPUTS[1])
         publish(drafts, repository, "1")
         server.process.send_signal(signal.SIGHUP)
         until(lambda: served(server) == ["1"])
         for call in (
-            lambda: client.encode(INPUTS),
+            lambda: client.token_vectors(INPUTS),
             lambda: client.embed(INPUTS, pooling="mean"),
             lambda: client.inspect(INPUTS[1]),
-            lambda: list(client.encode_stream(INPUTS)),
+            lambda: list(client.stream(INPUTS, kind="tokens")),
         ):
             with pytest.raises(FingerprintError, match=f"'{fingerprint}' is expected, but m@1 has ") as caught:
                 call()
@@ -187,7 +187,7 @@ def test_a_client_gets_only_the_expected_fingerprint(server: RealServer, reposit
 def test_a_stream_never_mixes_versions(server: RealServer, repository: Path, drafts: Path) -> None:
     """Replace the model during a stream. The stream ends with an error."""
     with EncoderClient(server.target) as client:
-        results = client.encode_stream(iter(INPUTS * 100), max_in_flight=4)
+        results = client.stream(iter(INPUTS * 100), kind="tokens", max_in_flight=4)
         next(results)
         publish(drafts, repository, "1")
         server.process.send_signal(signal.SIGHUP)

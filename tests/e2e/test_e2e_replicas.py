@@ -63,7 +63,7 @@ class Replicas:
         self.one, self.other = Replica(models, stack), Replica(models, stack)
         self.targets = [replica.server.target for replica in (self.one, self.other)]
         with EncoderClient(self.targets[0]) as client:
-            self.want = client.encode(TEXTS)
+            self.want = client.token_vectors(TEXTS)
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def embed(target: str, _: Path) -> Any:
 
 def embed_stream(target: str, _: Path) -> Any:
     with EncoderClient(target) as client:
-        return list(client.embed_stream(TEXTS, pooling="mean"))
+        return [vector for _, vector in client.stream(TEXTS, pooling="mean")]
 
 
 def command(target: str, folder: Path) -> Any:

@@ -22,7 +22,7 @@ def test_a_trace_goes_through_and_the_end_loses_nothing(tmp_path: Path, monkeypa
     write_bundle(tmp_path)
     with otlp_receiver() as receiver, real_server(tmp_path, "--trace-endpoint", receiver.endpoint) as server:
         with EncoderClient(server.target) as client, use_span(NonRecordingSpan(CALLER)):
-            client.encode([[1, 2, 3], [4, 5]])
+            client.token_vectors([[1, 2, 3], [4, 5]])
         assert receiver.spans == []
         server.terminate()
         assert server.wait() == 0
@@ -50,7 +50,7 @@ def test_without_a_receiver_the_server_serves_and_ends(tmp_path: Path) -> None:
     with real_server(tmp_path, "--trace-endpoint", "http://127.0.0.1:9", "--grace-seconds", "1") as server:
         with EncoderClient(server.target) as client:
             for _ in range(20):
-                assert client.encode([[1, 2, 3]])[0].shape == (3, 8)
+                assert client.token_vectors([[1, 2, 3]])[0].shape == (3, 8)
         server.terminate()
         began = time.monotonic()
         assert server.wait() == 0

@@ -25,7 +25,7 @@ from sentence_models import text_of
 from zoo import LATE, MODELS, SPARSE, SPARSE_TEXTS, TEXTS, Way, Zoo, assert_same, served
 
 from encserve_cli.commands import cli
-from encserve_client import AsyncEncoderClient, EncoderClient, InvalidRequestError, Output, TruncationWarning, maxsim
+from encserve_client import AsyncEncoderClient, EncoderClient, InvalidRequestError, Output, maxsim
 from encserve_client.options import TrainedKind
 from encserve_export import Target, export_hf
 
@@ -79,10 +79,10 @@ def compare_with_the_library(zoo: Zoo, client: EncoderClient, name: str) -> None
 def compare_with_transformers(client: EncoderClient, architecture: Architecture) -> None:
     model, random = build(architecture), np.random.default_rng(0)
     sequences = [random.integers(3, VOCAB_SIZE, length).tolist() for length in LENGTHS]
-    together = client.encode(sequences, model=architecture.folder)
+    together = client.token_vectors(sequences, model=architecture.folder)
     for got, ids in zip(together, sequences, strict=True):
         want = rows_of(model, ids)
-        (alone,) = client.encode([ids], model=architecture.folder)
+        (alone,) = client.token_vectors([ids], model=architecture.folder)
         assert max(worst_relative_error(got, want), worst_relative_error(alone, want)) <= 5e-5
 
 
@@ -117,7 +117,7 @@ def test_openvino_bfloat16_vectors_are_close_to_the_library(zoo: Zoo, models: Pa
         for architecture in ARCHITECTURES:
             if architecture.folder in names:
                 ids = np.random.default_rng(0).integers(3, VOCAB_SIZE, 60).tolist()
-                got = client.encode([ids], model=architecture.folder)
+                got = client.token_vectors([ids], model=architecture.folder)
                 assert least_cosine(got, [rows_of(build(architecture), ids)]) >= 0.999
 
 
@@ -156,15 +156,16 @@ def _dense(weights: list[dict[str, Any]], width: int) -> Array:
     return dense
 
 
-async def test_the_async_client_gives_the_same_vectors_and_warns_of_cut_texts(zoo: Zoo, server: RealServer) -> None:
+async def test_the_async_client_gives_the_same_vectors(zoo: Zoo, server: RealServer) -> None:
     name, texts = "fixed-unattended", TEXTS
     # The model's limit is 80 tokens. The prompt, [CLS] and [SEP] take four of these tokens.
-    cut = [i for i, text in enumerate(texts) if len(text.split()) > 80 - 4]
+    too_long = next(i for i, text in enumerate(texts) if len(text.split()) > 80 - 4)
     async with AsyncEncoderClient(server.target) as client:
-        with pytest.warns(TruncationWarning, match=f"inputs {', '.join(map(str, cut))}$"):
-            documents = await client.encode_document(texts, model=name)
-        queries = await client.encode_query(texts[:6], model=name)
-        weights = await client.encode_query(SPARSE_TEXTS[:6], model="sum-log1p")
+        with pytest.raises(InvalidRequestError, match=rf"^inputs\[{too_long}\]"):
+            await client.embed(texts, kind="multi_vector", task="document", model=name)
+        documents = await client.embed(texts, kind="multi_vector", task="document", truncate=True, model=name)
+        queries = await client.embed(texts[:6], kind="multi_vector", task="query", truncate=True, model=name)
+        weights = await client.embed(SPARSE_TEXTS[:6], kind="sparse", task="query", truncate=True, model="sum-log1p")
         vectors = await client.embed(texts[:6], model="all-of-it", prompt_name="passage", dimensions=9)
     assert_same("multi_vector", documents, zoo.vectors(name, Way("document")))
     assert_same("multi_vector", queries, zoo.vectors(name, Way("query"), texts[:6]))
@@ -208,7 +209,7 @@ def test_prompt_and_chat_template_tokens_have_no_offsets(client: EncoderClient) 
     assert info.special is not None
     assert info.offsets.tolist() == [[0, 0]] * 5 + [[0, 3], [4, 7]] + [[0, 0]] * 3
     assert info.special.tolist() == [True] * 5 + [False] * 2 + [True] * 3
-    (rows,) = client.encode(["the cat"], model="messages", exclude_special_tokens=True)
+    (rows,) = client.token_vectors(["the cat"], model="messages", exclude_special_tokens=True)
     assert len(rows) == 2
 
 

@@ -87,7 +87,7 @@ def test_the_client_needs_only_grpc_protobuf_and_numpy(client_bin: Path) -> None
 def test_they_talk_to_each_other(server_bin: Path, client_bin: Path, command_bin: Path, tmp_path: Path) -> None:
     """The client and the command call a server. All three run from their wheels, not from this checkout."""
     write_bundle(tmp_path)
-    code = "import sys, encserve_client as e; print(e.EncoderClient(sys.argv[1]).encode([[1, 2, 3]])[0].shape)"
+    code = "import sys, encserve_client as e; print(e.EncoderClient(sys.argv[1]).token_vectors([[1, 2, 3]])[0].shape)"
     with real_server(tmp_path, program=server_bin / "encserve-server") as server:
         assert run(client_bin / "python", "-c", code, server.target).strip() == "(3, 8)"
         assert "tiny" in run(command_bin / "encserve", "--target", server.target, "models")

@@ -74,7 +74,7 @@ def test_a_text_without_vectors_is_last_and_has_sparse_weights(names: dict[str, 
 
 
 def test_one_run_has_the_same_outputs_as_three_calls(names: dict[str, Any]) -> None:
-    encode = functools.partial(names["client"].encode_document, TEXTS, model="bge-m3")
+    encode = functools.partial(names["client"].embed, TEXTS, task="document", model="bge-m3")
     np.testing.assert_allclose(names["dense"].matrix(), encode(), atol=1e-5)
     for one, its in zip(names["sparse"].sparse_vectors(), encode(kind="sparse"), strict=True):
         np.testing.assert_allclose(one.dense(), its.dense(), atol=1e-5)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from agreement import worst_relative_error
 
@@ -42,10 +42,10 @@ class InThreads:
     async def run(self, inputs: Sequence[str]) -> Any:
         return await asyncio.to_thread(self._client.run, inputs)
 
-    async def encode_stream(self, inputs: Iterator[str], max_in_flight: int) -> AsyncIterator[Any]:
-        answers = self._client.encode_stream(inputs, max_in_flight=max_in_flight)
-        while (rows := await asyncio.to_thread(next, answers, None)) is not None:
-            yield rows
+    async def stream(self, inputs: Iterator[str], kind: Literal["tokens"], max_in_flight: int) -> AsyncIterator[Any]:
+        results = self._client.stream(inputs, kind="tokens", max_in_flight=max_in_flight)
+        while (result := await asyncio.to_thread(next, results, None)) is not None:
+            yield result
 
 
 CLIENTS: dict[str, Callable[..., Any]] = {"sync": InThreads, "async": AsyncEncoderClient}
@@ -129,7 +129,7 @@ class Callers:
     async def _stream(self, client: Any, stream: int) -> None:
         turn = 0
         endless = itertools.takewhile(lambda _: not self._stop.is_set(), itertools.cycle(self._texts))
-        async for rows in client.encode_stream(endless, max_in_flight=4):
+        async for _, rows in client.stream(endless, kind="tokens", max_in_flight=4):
             self._last[stream] = time.monotonic()
             self.n_streamed += 1
             self._check("a stream", turn, rows)

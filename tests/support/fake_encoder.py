@@ -193,6 +193,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
             max_request_bytes=self.max_message_bytes,
             max_response_bytes=self.max_message_bytes,
             ready=True,
+            prompts={"p": "passage: ", "q": "query: "},
         )
         if self.model_info.sparse_width or self.model_info.multi_vector_width:
             info.ClearField("pooling")
@@ -320,15 +321,15 @@ class Caller:
             return await method(*args, **kwargs)
         return await asyncio.to_thread(method, *args, **kwargs)
 
-    async def all_of(self, client: Any, inputs: Any, method: str = "encode_stream", **options: Any) -> list[Any]:
-        """Return all results of a stream."""
-        stream = getattr(client, method)(inputs, **options)
+    async def all_of(self, client: Any, inputs: Any, kind: str = "tokens", **options: Any) -> list[Any]:
+        """Return all results of a stream, without their indices."""
+        stream = client.stream(inputs, kind=kind, **options)
         if self.kind == "async":
-            return [it async for it in stream]
-        return await asyncio.to_thread(list, stream)
+            return [result async for _, result in stream]
+        return [result for _, result in await asyncio.to_thread(list, stream)]
 
     async def first_of(self, stream: Any) -> Any:
-        """Return the next result of a stream."""
+        """Return the next index and result of a stream."""
         return await (anext(stream) if self.kind == "async" else asyncio.to_thread(next, stream))
 
     async def close(self, it: Any) -> None:

@@ -8,7 +8,6 @@ computes our vectors. Models of plain transformers are in `architectures`.
 import dataclasses
 import functools
 import shutil
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -273,12 +272,10 @@ class Zoo:
 
 def served(client: Any, name: str, way: Way, texts: Sequence[str], **options: Any) -> list[Array]:
     """Return the vectors that a server computes. The shapes are the same as in `Zoo.vectors`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the client warns about truncated texts
-        if way.task:
-            made = getattr(client, f"encode_{way.task}")(list(texts), model=name, **options)
-        else:
-            made = client.embed(list(texts), model=name, truncate=True, prompt_name=way.prompt_name, **options)
+    kind = {"dense": "vector"}.get(kind := {**MODELS, **OTHERS}[name].kind, kind)
+    made = client.embed(
+        list(texts), kind=kind, task=way.task, prompt_name=way.prompt_name, truncate=True, model=name, **options
+    )
     return [np.atleast_2d(it.dense() if hasattr(it, "dense") else it) for it in made]
 
 

@@ -3,13 +3,12 @@
     from encserve_client import EncoderClient
 
     with EncoderClient("localhost:50051") as client:
-        rows = client.encode(["a text", "another"])     # a (seq_len, d_model) array for each
-        vectors = client.embed(["a text", "another"])   # (2, d_model)
+        vectors = client.embed(["a text", "another"])       # (2, d_model)
+        rows = client.token_vectors(["a text", "another"])  # a (seq_len, d_model) array for each
 
 `AsyncEncoderClient` is the same for asyncio.
 """
 
-from encserve_client._base import TruncationWarning
 from encserve_client.async_client import AsyncEncoderClient
 from encserve_client.client import EncoderClient
 from encserve_client.exceptions import (
@@ -35,7 +34,7 @@ from encserve_client.exceptions import (
     UnauthenticatedError,
 )
 from encserve_client.inputs import Input, TokenEmbeddings, TokenIds
-from encserve_client.options import Array, DType, Output, OutputKind, Pooling, Priority, Progress, Task
+from encserve_client.options import Array, DType, Kind, Output, OutputKind, Pooling, Priority, Progress, Task
 from encserve_client.results import (
     Block,
     EncodedOutput,
@@ -74,6 +73,7 @@ __all__ = [
     "InspectUnavailableError",
     "InvalidInputError",
     "InvalidRequestError",
+    "Kind",
     "MessageTooLargeError",
     "ModelInfo",
     "ModelNotFoundError",
@@ -98,7 +98,6 @@ __all__ = [
     "Tls",
     "TokenEmbeddings",
     "TokenIds",
-    "TruncationWarning",
     "UnauthenticatedError",
     "maxsim",
     "rank",

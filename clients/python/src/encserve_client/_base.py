@@ -1,8 +1,7 @@
 """What both clients have in common apart from I/O: settings, credentials, and arguments made into options."""
 
-import warnings
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence, Sized
-from typing import Any, TypedDict, TypeVar, Unpack, cast
+from typing import Any, TypedDict, TypeVar, cast
 
 import grpc
 
@@ -13,9 +12,9 @@ from encserve_client._grpc.metadata import GivenMetadata, call_metadata
 from encserve_client._logic.answers import Expected
 from encserve_client._logic.calls import Core, ModelKey, Settings
 from encserve_client._logic.dispatch import TimeLimit
-from encserve_client._logic.streams import Result, StreamOptions
+from encserve_client._logic.streams import StreamOptions
 from encserve_client._logic.wire import Wire
-from encserve_client.exceptions import ClientClosedError, EncserveError, InvalidInputError
+from encserve_client.exceptions import ClientClosedError, InvalidInputError
 from encserve_client.inputs import Input, Spanned, check_input, check_iterable, check_spans, read_inputs
 from encserve_client.options import (
     UNITS,
@@ -23,15 +22,11 @@ from encserve_client.options import (
     DType,
     OffsetUnit,
     Options,
-    Output,
     Pooling,
     Priority,
     Progress,
     SpanUnit,
     Task,
-    TrainedKind,
-    check_choice,
-    pooled_output,
 )
 from encserve_client.results import EncodeResult
 from encserve_client.retry import RetryPolicy
@@ -48,47 +43,43 @@ DEFAULT_MAX_VECTORS_IN_FLIGHT = 2048
 _MOST_NAMED = 10
 
 
-class CallOptions(TypedDict, total=False):
-    """The arguments of `encode` and `embed` that both have, and that do not change the type of what is returned."""
-
+class _CallOptions(TypedDict, total=False):
+    task: Task | None
+    prompt_name: str | None
+    truncate: bool
+    dimensions: int | None
+    l2_normalize: bool
+    dtype: DType
     model: str | None
     version: str | None
-    dtype: DType
-    truncate: bool
-    l2_normalize: bool
-    prompt_name: str | None
-    task: Task | None
     timeout_seconds: float | None
     progress: Progress | None
 
 
-class EncodeOptions(CallOptions, total=False):
-    """The arguments of `encode` that do not change the type of what it returns."""
+class EmbedOptions(_CallOptions, total=False):
+    """The arguments of `embed` that do not change the type of the result."""
+
+    pooling: Pooling | int
+    max_active_dims: int | None
+    pool_factor: float | None
+
+
+class TokenVectorOptions(_CallOptions, total=False):
+    """The arguments of `token_vectors` that do not change the type of the result."""
 
     exclude_special_tokens: bool
 
 
-class EmbedOptions(CallOptions, total=False):
-    """The arguments of `embed` that do not change the type of what it returns."""
+class StreamCallOptions(EmbedOptions, total=False):
+    """The arguments of `stream` that do not change the type of the results."""
 
-    pooling: Pooling | int
-    dimensions: int | None
-
-
-class EncodeStreamOptions(EncodeOptions, total=False):
-    """The arguments of `encode_stream` that do not change the type of what it yields."""
-
-    max_in_flight: int
-
-
-class EmbedStreamOptions(EmbedOptions, total=False):
-    """The arguments of `embed_stream` that do not change the type of what it yields."""
-
-    max_in_flight: int
+    exclude_special_tokens: bool
+    ordered: bool
+    max_in_flight: int | None
 
 
 class TokenizeOptions(TypedDict, total=False):
-    """The arguments of `tokenize` that do not change the type of what it returns."""
+    """The arguments of `tokenize` that do not change the type of the result."""
 
     model: str | None
     version: str | None
@@ -99,19 +90,6 @@ class TokenizeOptions(TypedDict, total=False):
     offset_unit: OffsetUnit
     timeout_seconds: float | None
     progress: Progress | None
-
-
-class OutputOptions(TypedDict, total=False):
-    """The arguments of `encode_query` and `encode_document` that say what comes back."""
-
-    l2_normalize: bool
-    dimensions: int | None
-    max_active_dims: int | None
-    pool_factor: float | None
-
-
-class TruncationWarning(UserWarning):
-    """Inputs were cut because they are longer than the model takes."""
 
 
 class BaseClient:
@@ -174,8 +152,8 @@ class BaseClient:
         if self._closed:
             raise ClientClosedError
 
-    def _wire(self, inputs: Any = ()) -> Wire:
-        """What one call goes over; `inputs` are those that it reads itself, for its two kinds to say of what type."""
+    def _wire(self, inputs: Any = None) -> Wire:
+        """Return the I/O of one call. `inputs` is an async iterable that the wire reads itself."""
         raise NotImplementedError
 
     async def _run(
@@ -186,115 +164,35 @@ class BaseClient:
         timeout_seconds: float | None,
         progress: Progress | None,
     ) -> EncodeResult:
-        """Everything about inputs of which none may fail."""
         items, _ = read_inputs(inputs)
         check_progress(progress)
         return await self._core.encode(
             self._wire(), items, key, options, timeout_seconds, describe=True, progress=progress
         )
 
-    async def _rows(
+    async def _embed(
         self,
         inputs: Iterable[Input],
         key: ModelKey,
         options: Options,
         timeout_seconds: float | None,
         progress: Progress | None,
-        return_exceptions: bool,
     ) -> Any:
-        """What `encode` returns."""
-        items, is_one = read_inputs(inputs, keep_wrong=return_exceptions)
-        if not items:
-            return []
-        result, rejected = await self._try(items, key, options, timeout_seconds, progress, return_exceptions)
-        rows = in_their_places(len(items), result.outputs[0].arrays(), rejected)
-        return rows[0] if is_one else rows
-
-    async def _vectors(
-        self,
-        inputs: Iterable[Input],
-        key: ModelKey,
-        options: Options,
-        timeout_seconds: float | None,
-        progress: Progress | None,
-        return_exceptions: bool,
-    ) -> Any:
-        """What `embed` returns."""
-        items, is_one = read_inputs(inputs, keep_wrong=return_exceptions)
-        result, rejected = await self._try(items, key, options, timeout_seconds, progress, return_exceptions)
-        matrix = result.outputs[0].matrix()
-        if return_exceptions:
-            vectors = in_their_places(len(items), list(matrix), rejected)
-            return vectors[0] if is_one else vectors
-        return matrix[0] if is_one else matrix
-
-    async def _try(
-        self,
-        items: list[Input],
-        key: ModelKey,
-        options: Options,
-        timeout_seconds: float | None,
-        progress: Progress | None,
-        return_exceptions: bool,
-        describe: bool = False,
-    ) -> tuple[EncodeResult, dict[int, EncserveError]]:
-        """The result of the inputs that did not fail by themselves, and the errors of the others."""
+        """Return the one output of each input: a matrix if the output is pooled, otherwise a list."""
+        items, is_one = read_inputs(inputs)
         check_progress(progress)
-        rejected: dict[int, EncserveError] = {}
-        result = await self._core.encode(
-            self._wire(),
-            items,
-            key,
-            options,
-            timeout_seconds,
-            describe=describe,
-            progress=progress,
-            rejected=rejected if return_exceptions else None,
-        )
-        return result, rejected
-
-    async def _encode_task(
-        self,
-        task: Task,
-        inputs: Iterable[Input],
-        kind: TrainedKind | None,
-        model: str | None,
-        version: str | None,
-        timeout_seconds: float | None,
-        *,
-        dtype: DType,
-        truncate: bool,
-        prompt_name: str | None,
-        progress: Progress | None,
-        return_exceptions: bool,
-        **output: Unpack[OutputOptions],
-    ) -> tuple[Any, str]:
-        """What the model makes of texts of a task, and which of them were cut, for people; empty if none was."""
-        (items, is_one), key = read_inputs(inputs, keep_wrong=return_exceptions), model_key(model, version)
-        check_choice("kind", kind or "model", TrainedKind)
-        Output(kind or "model", **output)  # refused before anything is asked
-        if kind is None:
-            kind = (await self._core.known_model(self._wire(), key, timeout_seconds)).trained_kind
-        options = Options(
-            (Output(kind, **output),), dtype, truncate, prompt_name=prompt_name, task=task, detail="counts"
-        )
-        result, rejected = await self._try(
-            items, key, options, timeout_seconds, progress, return_exceptions, describe=True
-        )
-        sequences = in_their_places(len(items), result.sequences, rejected)
-        cut = [i for i, it in enumerate(sequences) if not isinstance(it, EncserveError) and it.truncated]
-        told = ""
-        if cut:
-            first = ", ".join(map(str, cut[:_MOST_NAMED])) + (", …" if len(cut) > _MOST_NAMED else "")
-            told = f"{len(cut)} of {len(items)} inputs were longer than a {task} may be, and were cut: inputs {first}"
-        encoded = result.outputs[0]
-        if kind == "model" and not return_exceptions:
-            return (encoded.matrix()[0] if is_one else encoded.matrix()), told
-        one_each: Sequence[Any] = encoded.sparse_vectors() if kind == "sparse" else encoded.arrays()
-        if kind == "model":
-            one_each = [its[0] for its in one_each]
-        found = in_their_places(len(items), one_each, rejected)
-        return (found[0] if is_one else found), told
+        kind = options.outputs[0].kind
+        if not items and kind in ("tokens", "multi_vector", "sparse"):
+            return []
+        result = await self._core.encode(self._wire(), items, key, options, timeout_seconds, progress=progress)
+        output = result.outputs[0]
+        if kind == "sparse":
+            found: Any = output.sparse_vectors()
+        elif kind in ("tokens", "multi_vector"):
+            found = output.arrays()
+        else:
+            found = output.matrix()
+        return found[0] if is_one else found
 
     async def _tokenize(
         self,
@@ -305,7 +203,6 @@ class BaseClient:
         timeout_seconds: float | None,
         progress: Progress | None,
     ) -> Any:
-        """What `tokenize` returns."""
         items, is_one = read_inputs(texts)
         for index, item in enumerate(items):
             want(f"texts[{index}]", item, str, "a str")
@@ -335,7 +232,6 @@ class BaseClient:
         options: Options,
         timeout_seconds: float | None,
     ) -> Array:
-        """What `embed_spans` returns."""
         spanned = Spanned(check_input(item, "text"), check_spans(spans), unit)
         call = self._core.encode(self._wire(), [spanned], key, options, timeout_seconds)
         return (await call).outputs[0].matrix()
@@ -346,76 +242,35 @@ class BaseClient:
         key: ModelKey,
         options: Options,
         ordered: bool,
-        max_in_flight: int,
+        max_in_flight: int | None,
         timeout_seconds: float | None,
         progress: Progress | None,
-    ) -> AsyncGenerator[tuple[int, Result], None]:
-        """Check the arguments of encode_stream and embed_stream, before anything is read.
+    ) -> AsyncGenerator[tuple[int, Any], None]:
+        """Check the arguments of `stream` before anything is read, and return the results.
 
         Raises:
-            InvalidInputError: `inputs` is itself one input but no text, or an option is wrong.
+            InvalidInputError: An argument is wrong.
         """
         self._check_open()
         check_iterable(inputs)
         check_progress(progress)
+        if max_in_flight is None:
+            few_rows = options.outputs[0].is_pooled or options.outputs[0].kind == "sparse"
+            max_in_flight = DEFAULT_MAX_VECTORS_IN_FLIGHT if few_rows else DEFAULT_MAX_IN_FLIGHT
         if as_int("max_in_flight", max_in_flight) < 1:
             raise InvalidInputError(f"max_in_flight must be >= 1; was {max_in_flight}")
+        seconds = self._core.time_limit(timeout_seconds, 0.0).seconds
         items = [inputs] if isinstance(inputs, str) else inputs
         total = len(items) if isinstance(items, Sized) else None
         iterator = None if isinstance(items, AsyncIterable) else iter(items)
-        seconds = self._core.time_limit(timeout_seconds, 0.0).seconds
         stream = StreamOptions(iterator, total, ordered, max_in_flight, progress)
         wire = self._wire(items) if isinstance(items, AsyncIterable) else self._wire()
         return self._core.stream(wire, key, options, TimeLimit(seconds), stream)
 
 
-def encode_options(
-    *,
-    dtype: DType,
-    truncate: bool,
-    exclude_special_tokens: bool,
-    l2_normalize: bool,
-    prompt_name: str | None,
-    task: Task | None,
-) -> Options:
-    """Those of `encode` and `encode_stream`: a row per token, and nothing told of the tokens."""
-    return Options(
-        (Output("tokens", l2_normalize),),
-        dtype,
-        truncate,
-        exclude_special_tokens,
-        prompt_name=prompt_name,
-        task=task,
-        detail="counts",
-    )
-
-
-def embed_options(
-    *,
-    pooling: Pooling | int,
-    dtype: DType,
-    truncate: bool,
-    l2_normalize: bool,
-    dimensions: int | None,
-    prompt_name: str | None,
-    task: Task | None,
-) -> Options:
-    """Those of `embed` and `embed_stream`: a row per input, and nothing told of it."""
-    output = pooled_output(pooling, l2_normalize, dimensions)
-    return Options((output,), dtype, truncate, prompt_name=prompt_name, task=task, detail="none")
-
-
 def check_progress(progress: object) -> None:
     """Raises InvalidInputError for what cannot be called."""
     want("progress", progress, (Callable, type(None)), "a function or None")  # type: ignore[arg-type]
-
-
-def in_their_places(
-    n_inputs: int, found: Iterable[T], rejected: Mapping[int, EncserveError]
-) -> list[T | EncserveError]:
-    """What was found for the inputs that did not fail, with the errors of the others where they belong."""
-    rest = iter(found)
-    return [rejected[index] if index in rejected else next(rest) for index in range(n_inputs)]
 
 
 def model_key(model: str | None, version: str | None) -> ModelKey:
@@ -427,18 +282,3 @@ def model_key(model: str | None, version: str | None) -> ModelKey:
     for name, value in (("model", model), ("version", version)):
         want(name, value, (str, type(None)), "a str or None")
     return model or "", version or ""
-
-
-def told(answer: tuple[Any, str]) -> Any:
-    """What `encode_query` and `encode_document` return; warns their caller of what was cut."""
-    encoded, cut = answer
-    if cut:
-        warnings.warn(cut, TruncationWarning, stacklevel=3)
-    return encoded
-
-
-def shown(index: int, result: Result, ordered: bool, return_exceptions: bool) -> Result | tuple[int, Result]:
-    """What a stream yields for one result. Raises it if it is an error and errors are to be raised."""
-    if isinstance(result, EncserveError) and not return_exceptions:
-        raise result
-    return result if ordered else (index, result)

@@ -1,41 +1,18 @@
-"""The client for asyncio. The same methods as `EncoderClient`, which has the full descriptions."""
+"""The client for asyncio."""
 
-import asyncio
-import weakref
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
-from types import TracebackType
-from typing import Any, Literal, Self, Unpack, overload
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, Unpack, overload
 
-import grpc
-import grpc.aio
-
-from encserve_client._base import (
-    DEFAULT_MAX_IN_FLIGHT,
-    DEFAULT_MAX_VECTORS_IN_FLIGHT,
-    BaseClient,
-    EmbedOptions,
-    EmbedStreamOptions,
-    EncodeOptions,
-    EncodeStreamOptions,
-    OutputOptions,
-    TokenizeOptions,
-    embed_options,
-    encode_options,
-    model_key,
-    shown,
-    told,
-)
-from encserve_client._grpc.async_wire import AsyncWire
-from encserve_client._grpc.channel import Link
-from encserve_client._grpc.metadata import with_trace
+from encserve_client._async_transport import AsyncTransport, Results, StreamInputs
+from encserve_client._base import EmbedOptions, StreamCallOptions, TokenizeOptions, TokenVectorOptions, model_key
 from encserve_client._logic.inspecting import inspect_request
-from encserve_client._logic.streams import Result
-from encserve_client.exceptions import EncserveError, InvalidInputError
+from encserve_client.exceptions import EncserveError
 from encserve_client.inputs import Input
 from encserve_client.options import (
     Array,
     Detail,
     DType,
+    Kind,
     Layers,
     OffsetUnit,
     Options,
@@ -45,234 +22,306 @@ from encserve_client.options import (
     Progress,
     SpanPooling,
     SpanUnit,
+    StreamKind,
     Task,
-    TrainedKind,
     as_outputs,
+    embed_output,
 )
-from encserve_client.results import EncodeResult, InspectResult, ModelInfo, SequenceInfo
-from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceStub
+from encserve_client.results import EncodeResult, InspectResult, ModelInfo, SequenceInfo, SparseVector
 
 
-class AsyncEncoderClient(BaseClient):
-    """Asks an encserve server for vectors, from asyncio.
-
-    One client holds one channel, which belongs to the event loop in which it is first used. Any number of tasks may
-    use it at a time. Cancelling a task cancels its call on the server.
+class AsyncEncoderClient(AsyncTransport):
+    """A client of an encserve server, for asyncio.
 
         async with AsyncEncoderClient("localhost:50051") as client:
-            rows = await client.encode(["a text", [101, 2023, 102]])  # a (seq, d_model) array for each
+            vectors = await client.embed(["a text", "another"])       # (2, d_model)
+            rows = await client.token_vectors(["a text", "another"])  # a (seq_len, d_model) array for each
 
-    Arguments, results and errors are those of `EncoderClient`.
+    A client holds one channel. It connects when it is first used, and connects again by itself. Many calls may use it
+    at the same time. A context of OpenTelemetry goes along with every call.
+
+    Every method raises an `EncserveError`; its subclasses say what happened. Large calls are cut into messages, and a
+    message that fails for a while is sent again; see `RetryPolicy`.
+
+    Args:
+        target: The server, as host:port, or as any name that gRPC resolves, such as "unix:///run/e.sock". Or several,
+            which take turns message by message while their health service says SERVING: all addresses of a DNS name,
+            "dns:///encoder:50051", or a list, ["10.0.0.7:50051", "10.0.0.8:50051"].
+        tls: True to encrypt and check the server's certificate, or a `Tls` with files. Default: plaintext.
+        credentials: gRPC channel credentials, for what `tls` cannot say. Not both.
+        token: Sent with every call as "authorization: Bearer …". Readable by anyone on the way unless `tls` is used.
+        metadata: More to send with every call; keys in lower case.
+        timeout_seconds: The time of one message, from when it is first sent until it is answered, with attempts and
+            the waits between them. A call of many messages has no limit as a whole, unless the call sets one. Default:
+            30. `math.inf` for none.
+        max_message_bytes: The largest message to send or receive, in bytes. Default: 64 MiB, as the server's replies.
+        max_concurrent_messages: The number of messages of one call that may be under way. Default: 4.
+        retry: When a failed message is sent again. Default: up to 5 attempts; see `RetryPolicy`.
+        priority: "interactive" for calls that somebody waits for, or "bulk" for a job, which gets what interactive
+            calls leave. Default: interactive, but a call of more than 2 messages is bulk.
+        expected_fingerprint: The `fingerprint` that every answer must have, so that all answers come from one bundle.
+            Another fingerprint raises FingerprintError. Default: any.
+        expected_space_id: The `space_id` that every answer must have, so that vectors of different models never mix.
+            Another space raises SpaceError. Default: any.
+        channel_arguments: gRPC channel arguments by name; they override the library's own.
+
+    Raises:
+        InvalidInputError: A setting is out of bounds or of the wrong type, or a file of `tls` cannot be read.
     """
-
-    def _set_up(self) -> None:
-        self._link: Link | None = None  # made when first used, because it belongs to a loop
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._links: weakref.WeakSet[Link] = weakref.WeakSet()  # all that are in use
-
-    async def __aenter__(self) -> Self:
-        self._check_open()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Closes the channel. Calls that other tasks are still in raise `ClientClosedError`. May be called again."""
-        self._closed = True
-        for link in list(self._links):
-            await link.channel.close()
-
-    @overload
-    async def encode(  # type: ignore[overload-overlap]
-        self,
-        inputs: str,
-        *,
-        return_exceptions: Literal[False] = ...,
-        **options: Unpack[EncodeOptions],
-    ) -> Array: ...
-
-    @overload
-    async def encode(  # type: ignore[overload-overlap]
-        self,
-        inputs: str,
-        *,
-        return_exceptions: Literal[True],
-        **options: Unpack[EncodeOptions],
-    ) -> Array | EncserveError: ...
-
-    @overload
-    async def encode(
-        self,
-        inputs: Iterable[Input],
-        *,
-        return_exceptions: Literal[False] = ...,
-        **options: Unpack[EncodeOptions],
-    ) -> list[Array]: ...
-
-    @overload
-    async def encode(
-        self,
-        inputs: Iterable[Input],
-        *,
-        return_exceptions: Literal[True],
-        **options: Unpack[EncodeOptions],
-    ) -> list[Array | EncserveError]: ...
-
-    async def encode(
-        self,
-        inputs: Iterable[Input],
-        *,
-        model: str | None = None,
-        version: str | None = None,
-        dtype: DType = "float32",
-        truncate: bool = False,
-        exclude_special_tokens: bool = False,
-        l2_normalize: bool = False,
-        prompt_name: str | None = None,
-        task: Task | None = None,
-        timeout_seconds: float | None = None,
-        progress: Progress | None = None,
-        return_exceptions: bool = False,
-    ) -> Any:
-        """One row per token for every input: a (seq_len, d_model) array each. See `EncoderClient.encode`."""
-        key, options = (
-            model_key(model, version),
-            encode_options(
-                dtype=dtype,
-                truncate=truncate,
-                exclude_special_tokens=exclude_special_tokens,
-                l2_normalize=l2_normalize,
-                prompt_name=prompt_name,
-                task=task,
-            ),
-        )
-        return await self._rows(inputs, key, options, timeout_seconds, progress, return_exceptions)
 
     @overload
     async def embed(
-        self,
-        inputs: Iterable[Input],
-        *,
-        return_exceptions: Literal[False] = ...,
-        **options: Unpack[EmbedOptions],
+        self, inputs: Iterable[Input], *, kind: Literal["vector"] = ..., **options: Unpack[EmbedOptions]
     ) -> Array: ...
 
     @overload
     async def embed(  # type: ignore[overload-overlap]
-        self,
-        inputs: str,
-        *,
-        return_exceptions: Literal[True],
-        **options: Unpack[EmbedOptions],
-    ) -> Array | EncserveError: ...
+        self, inputs: str, *, kind: Literal["multi_vector"], **options: Unpack[EmbedOptions]
+    ) -> Array: ...
 
     @overload
     async def embed(
-        self,
-        inputs: Iterable[Input],
-        *,
-        return_exceptions: Literal[True],
-        **options: Unpack[EmbedOptions],
-    ) -> list[Array | EncserveError]: ...
+        self, inputs: Iterable[Input], *, kind: Literal["multi_vector"], **options: Unpack[EmbedOptions]
+    ) -> list[Array]: ...
+
+    @overload
+    async def embed(  # type: ignore[overload-overlap]
+        self, inputs: str, *, kind: Literal["sparse"], **options: Unpack[EmbedOptions]
+    ) -> SparseVector: ...
+
+    @overload
+    async def embed(
+        self, inputs: Iterable[Input], *, kind: Literal["sparse"], **options: Unpack[EmbedOptions]
+    ) -> list[SparseVector]: ...
 
     async def embed(
         self,
         inputs: Iterable[Input],
         *,
+        kind: Kind = "vector",
         pooling: Pooling | int = "model",
-        model: str | None = None,
-        version: str | None = None,
-        dtype: DType = "float32",
-        truncate: bool = False,
-        l2_normalize: bool = False,
-        dimensions: int | None = None,
-        prompt_name: str | None = None,
         task: Task | None = None,
+        prompt_name: str | None = None,
+        truncate: bool = False,
+        dimensions: int | None = None,
+        l2_normalize: bool = False,
+        dtype: DType = "float32",
+        max_active_dims: int | None = None,
+        pool_factor: float | None = None,
+        model: str | None = None,
+        version: str | None = None,
         timeout_seconds: float | None = None,
         progress: Progress | None = None,
-        return_exceptions: bool = False,
     ) -> Any:
-        """One row per input: (inputs, width). See `EncoderClient.embed`."""
-        key, options = (
-            model_key(model, version),
-            embed_options(
-                pooling=pooling,
-                dtype=dtype,
-                truncate=truncate,
-                l2_normalize=l2_normalize,
-                dimensions=dimensions,
-                prompt_name=prompt_name,
-                task=task,
-            ),
-        )
-        return await self._vectors(inputs, key, options, timeout_seconds, progress, return_exceptions)
+        """Return one vector per input. An input that is too long is an error, unless `truncate` cuts it.
 
-    async def encode_query(
+            query = await client.embed("how warm is the sea?", task="query")
+            documents = await client.embed(texts, task="document")
+            best = rank(query, documents)
+
+        Args:
+            inputs: Texts, and sequences of token ids (lists, tuples, or (seq,) integer arrays), freely mixed. A model
+                whose `ModelInfo.input_kind` is "embeddings" takes vectors instead: a (seq, d_model) array of float32,
+                float16, or float64 for each input; float64 is sent as float32. A str is one text.
+            kind: "vector" for one vector per input; "multi_vector" for the vectors that MaxSim compares; "sparse" for
+                weights over the vocabulary. `ModelInfo.kinds` lists the kinds that a model has.
+            pooling: For "vector": how the rows of the tokens become one vector. "model" is what the model was trained
+                for, with its own layers, normalisation and dimensions after the pooling. The others pool over all
+                tokens, special tokens included: "mean", "cls" (the first token), "max", "last_token", "weighted_mean",
+                "mean_sqrt_length". A number for an OutputKind without a name here.
+            task: "query" for a search query, "document" for a document to search, if the model treats them
+                differently; see `ModelInfo.tasks`. Default: neither.
+            prompt_name: The name in `ModelInfo.prompts` of the prompt to put before every text; "" for no prompt.
+                Default: the prompt of the task, or `ModelInfo.default_prompt_name`. Only texts get prompts.
+            truncate: Whether to cut off the end of an input that is too long for the model.
+            dimensions: Keep only so many first numbers of each vector. Default: `ModelInfo.default_dimensions` for
+                pooling "model", otherwise all.
+            l2_normalize: Whether to scale each vector to Euclidean length 1, after it was cut to `dimensions`.
+            dtype: The type of the numbers: "float32", "float16", "int8" or "binary"; the last two only for "vector".
+                "binary" has one bit per number, set if the number is above 0, packed as `numpy.packbits` does.
+                "int8" has, for the vector x scaled to length 1,
+                `np.clip(np.rint(x * np.float32(127 * np.sqrt(width) / 4)), -128, 127)`. The cosine similarity of two
+                such vectors is their dot product, in int32, divided by both norms.
+            max_active_dims: For "sparse": keep only so many weights, the largest. Default: as the model was trained.
+            pool_factor: For "multi_vector": the average number of vectors that are joined into one, by hierarchical
+                clustering, of inputs of at most 2,048 tokens. Default: as the model was trained.
+            model: The name of the model. Default: the server's default model.
+            version: The version of the model. Default: the model's default version.
+            timeout_seconds: The time of the whole call. Default: no limit for the whole call; the client's
+                `timeout_seconds` is for each message.
+            progress: Called after each message with the number of finished inputs and of all inputs, in the caller's
+                thread. An exception of `progress` ends the call. The count starts again if the model was replaced
+                during the call.
+
+        Returns:
+            For "vector": (inputs, width) of `dtype`, or (width,) for a str. The width is `dimensions`, or
+            `ModelInfo.vector_width` for pooling "model", or d_model; for "binary" ceil(width / 8) of uint8.
+            For "multi_vector": a list of (n, width) arrays. For "sparse": a list of `SparseVector`. For a str the one
+            element instead of the list.
+
+        Raises:
+            InvalidInputError: An input or an argument is of the wrong type. Nothing was sent.
+            InvalidRequestError: The server refused an input, or the model lacks the kind, pooling, task or prompt. The
+                text has the numbers; `index` is the index of the input.
+            MessageTooLargeError: One input, or its vectors, do not fit into a message.
+            ModelNotFoundError: There is no such model or version.
+            AccessDeniedError: The server, or a proxy, refused the caller.
+            OverloadedError, ServerUnavailableError: The server was still busy or away after all retries.
+            DeadlineError: The time of the call, or of one of its messages, is over.
+            InferenceError: The model could not compute one of the inputs.
+            FingerprintError: Another bundle than expected answered, or the model was replaced again and again.
+            SpaceError: The vectors would be of another space than expected.
+            ServerError, ProtocolError: The server failed without an explanation, or broke the contract.
+            CallCancelledError, ClientClosedError: The call was cancelled, or the client was closed.
+        """
+        output = embed_output(kind, pooling, l2_normalize, dimensions, max_active_dims, pool_factor, Kind)
+        options = Options((output,), dtype, truncate, prompt_name=prompt_name, task=task, detail="none")
+        return await self._call(self._embed(inputs, model_key(model, version), options, timeout_seconds, progress))
+
+    @overload
+    async def token_vectors(  # type: ignore[overload-overlap]
+        self, inputs: str, **options: Unpack[TokenVectorOptions]
+    ) -> Array: ...
+
+    @overload
+    async def token_vectors(self, inputs: Iterable[Input], **options: Unpack[TokenVectorOptions]) -> list[Array]: ...
+
+    async def token_vectors(
         self,
         inputs: Iterable[Input],
         *,
-        kind: TrainedKind | None = None,
+        task: Task | None = None,
+        prompt_name: str | None = None,
+        truncate: bool = False,
+        exclude_special_tokens: bool = False,
+        dimensions: int | None = None,
+        l2_normalize: bool = False,
+        dtype: DType = "float32",
         model: str | None = None,
         version: str | None = None,
-        dtype: DType = "float32",
-        truncate: bool = True,
-        prompt_name: str | None = None,
         timeout_seconds: float | None = None,
         progress: Progress | None = None,
-        return_exceptions: bool = False,
-        **output: Unpack[OutputOptions],
     ) -> Any:
-        """What the model makes of texts that are looked for. See `EncoderClient.encode_query`."""
-        call = self._encode_task(
-            "query",
-            inputs,
-            kind,
-            model,
-            version,
-            timeout_seconds,
-            dtype=dtype,
-            truncate=truncate,
-            prompt_name=prompt_name,
-            progress=progress,
-            return_exceptions=return_exceptions,
-            **output,
-        )
-        return told(await call)
+        """Return one row per token of each input. An input that is too long is an error, unless `truncate` cuts it.
 
-    async def encode_document(
+        Args:
+            inputs: As for `embed`.
+            task: As for `embed`.
+            prompt_name: As for `embed`.
+            truncate: As for `embed`.
+            exclude_special_tokens: Whether to leave out the rows of special tokens.
+            dimensions: Keep only so many first numbers of each row. Default: all.
+            l2_normalize: Whether to scale each row to Euclidean length 1.
+            dtype: "float32" or "float16".
+            model: As for `embed`.
+            version: As for `embed`.
+            timeout_seconds: As for `embed`.
+            progress: As for `embed`.
+
+        Returns:
+            A (seq_len, d_model) array for each input, in order. For a str its array. The arrays of one message share
+            memory.
+
+        Raises:
+            EncserveError: As for `embed`.
+        """
+        output = Output("tokens", l2_normalize, dimensions)
+        options = Options(
+            (output,), dtype, truncate, exclude_special_tokens, prompt_name=prompt_name, task=task, detail="counts"
+        )
+        return await self._call(self._embed(inputs, model_key(model, version), options, timeout_seconds, progress))
+
+    @overload
+    def stream(
+        self, inputs: StreamInputs, *, kind: Literal["sparse"], **options: Unpack[StreamCallOptions]
+    ) -> Results[SparseVector | EncserveError]: ...
+
+    @overload
+    def stream(
         self,
-        inputs: Iterable[Input],
+        inputs: StreamInputs,
         *,
-        kind: TrainedKind | None = None,
+        kind: Literal["vector", "tokens", "multi_vector"] = ...,
+        **options: Unpack[StreamCallOptions],
+    ) -> Results[Array | EncserveError]: ...
+
+    def stream(
+        self,
+        inputs: StreamInputs,
+        *,
+        kind: StreamKind = "vector",
+        pooling: Pooling | int = "model",
+        task: Task | None = None,
+        prompt_name: str | None = None,
+        truncate: bool = False,
+        exclude_special_tokens: bool = False,
+        dimensions: int | None = None,
+        l2_normalize: bool = False,
+        dtype: DType = "float32",
+        max_active_dims: int | None = None,
+        pool_factor: float | None = None,
         model: str | None = None,
         version: str | None = None,
-        dtype: DType = "float32",
-        truncate: bool = True,
-        prompt_name: str | None = None,
+        ordered: bool = True,
+        max_in_flight: int | None = None,
         timeout_seconds: float | None = None,
         progress: Progress | None = None,
-        return_exceptions: bool = False,
-        **output: Unpack[OutputOptions],
-    ) -> Any:
-        """What the model makes of texts that are found. See `EncoderClient.encode_document`."""
-        call = self._encode_task(
-            "document",
-            inputs,
-            kind,
-            model,
-            version,
-            timeout_seconds,
-            dtype=dtype,
-            truncate=truncate,
+    ) -> Results[Any]:
+        """Yield (index, vector or error) for any number of inputs, in bounded memory.
+
+        An input that is too long is an error, unless `truncate` cuts it.
+
+            async for index, vector in client.stream(read_texts()):
+                if isinstance(vector, EncserveError):
+                    print(index, vector)
+
+        Inputs are read while results are taken, at most `max_in_flight` ahead. Inputs that arrive fast share messages.
+        A message that is lost is sent again. Closing the generator cancels the messages that are under way.
+
+        Args:
+            inputs: As for `embed`. The iterable may be endless, and the async client takes async iterables too.
+            kind: As for `embed`, or "tokens" for one row per token.
+            pooling: As for `embed`.
+            task: As for `embed`.
+            prompt_name: As for `embed`.
+            truncate: As for `embed`.
+            exclude_special_tokens: For "tokens": whether to leave out the rows of special tokens.
+            dimensions: As for `embed`.
+            l2_normalize: As for `embed`.
+            dtype: As for `embed`.
+            max_active_dims: As for `embed`.
+            pool_factor: As for `embed`.
+            model: As for `embed`.
+            version: As for `embed`.
+            ordered: Whether results come in the order of the inputs. Otherwise each comes as soon as it is ready.
+            max_in_flight: The largest number of inputs that were read and not yet yielded. Default: 2,048 for "vector"
+                and "sparse", 64 for "tokens" and "multi_vector".
+            timeout_seconds: The time of one message from when it is first sent until it is answered, retries included.
+                Time that the caller spends with results or inputs does not count. Default: the client's. The stream as
+                a whole has no limit.
+            progress: Called with each result, with the number of results and, if `inputs` has a length, of inputs.
+
+        Yields:
+            The index of the input, and its result: (width,) for "vector", (seq_len, d_model) for "tokens", (n, width)
+            for "multi_vector", a `SparseVector` for "sparse". If the input fails, its `EncserveError`: an invalid
+            input, an input that the server refuses, or an input of a message that the server failed.
+
+        Raises:
+            FingerprintError: The model was replaced while the stream ran.
+            EncserveError: Every input would fail: a wrong option, no access, no server.
+        """
+        output = embed_output(kind, pooling, l2_normalize, dimensions, max_active_dims, pool_factor, StreamKind)
+        options = Options(
+            (output,),
+            dtype,
+            truncate,
+            exclude_special_tokens,
             prompt_name=prompt_name,
-            progress=progress,
-            return_exceptions=return_exceptions,
-            **output,
+            task=task,
+            detail="counts" if kind == "tokens" else "none",
         )
-        return told(await call)
+        key = model_key(model, version)
+        return self._iterate(self._stream(inputs, key, options, ordered, max_in_flight, timeout_seconds, progress))
 
     async def run(
         self,
@@ -292,7 +341,39 @@ class AsyncEncoderClient(BaseClient):
         timeout_seconds: float | None = None,
         progress: Progress | None = None,
     ) -> EncodeResult:
-        """Everything about the inputs at once. See `EncoderClient.run`."""
+        """Return several outputs, the tokens of each input, and the timings.
+
+        An input that is too long is an error, unless `truncate` cuts it.
+
+            result = await client.run(texts, outputs=["tokens", Output("mean", l2_normalize=True)])
+            rows = result.outputs[0].arrays()     # a (seq_len, d_model) array for each
+            vectors = result.outputs[1].matrix()  # (inputs, d_model)
+
+        Args:
+            inputs: As for `embed`.
+            outputs: The outputs, each at most once, and at most `ModelInfo.max_outputs`: an `Output`, or the kind of an
+                output that is not normalised.
+            model: As for `embed`.
+            version: As for `embed`.
+            dtype: As for `embed`.
+            truncate: As for `embed`.
+            exclude_special_tokens: Whether to leave the rows of special tokens out of "tokens".
+            include_token_strings: Whether to return the vocabulary's strings in `SequenceInfo.tokens`.
+            prompt_name: As for `embed`.
+            task: As for `embed`.
+            detail: What `EncodeResult.sequences` has of each input: "none"; "counts" for the number of tokens and
+                whether the input was cut; "tokens" for everything. Default: "tokens" if an output has rows of tokens or
+                indices of the vocabulary, otherwise "counts".
+            offset_unit: The unit of `SequenceInfo.offsets`.
+            timeout_seconds: As for `embed`.
+            progress: As for `embed`.
+
+        Returns:
+            The result.
+
+        Raises:
+            EncserveError: As for `embed`.
+        """
         options = Options(
             as_outputs(outputs),
             dtype,
@@ -304,7 +385,7 @@ class AsyncEncoderClient(BaseClient):
             detail,
             offset_unit,
         )
-        return await self._run(inputs, model_key(model, version), options, timeout_seconds, progress)
+        return await self._call(self._run(inputs, model_key(model, version), options, timeout_seconds, progress))
 
     async def inspect(
         self,
@@ -321,7 +402,35 @@ class AsyncEncoderClient(BaseClient):
         task: Task | None = None,
         timeout_seconds: float | None = None,
     ) -> InspectResult:
-        """What the model did with one input, layer by layer. See `EncoderClient.inspect`."""
+        """Return the attention weights and hidden states of one input, layer by layer.
+
+        An input that is too long is an error, unless `truncate` cuts it.
+
+            result = await client.inspect("I understand this", attention=[0])
+            result.attention[0, 3]     # (seq, seq): block 0, head 3
+            result.hidden_states[-1]   # (seq, d_model): the rows of `token_vectors`
+
+        Args:
+            input: One text, sequence of token ids, or array of vectors, of at most `ModelInfo.max_inspect_tokens`
+                tokens.
+            attention: The blocks whose attention weights to return, from 0 and ascending; True for all, False for none.
+            hidden_states: The depths whose rows to return, in the same way. There is one depth more than blocks.
+            positions: Whether to return the position vectors that the model adds to tokens.
+            model: As for `embed`.
+            version: As for `embed`.
+            dtype: "float32" or "float16".
+            truncate: As for `embed`.
+            prompt_name: As for `embed`.
+            task: As for `embed`.
+            timeout_seconds: As for `embed`.
+
+        Returns:
+            The result.
+
+        Raises:
+            InspectUnavailableError: The model, or the server, does not answer `inspect`.
+            EncserveError: As for `embed`.
+        """
         request = inspect_request(
             input,
             model_key(model, version),
@@ -333,167 +442,7 @@ class AsyncEncoderClient(BaseClient):
             prompt_name=prompt_name,
             task=task,
         )
-        return await self._core.inspect(self._wire(), request, timeout_seconds)
-
-    @overload
-    def encode_stream(
-        self,
-        inputs: Iterable[Input] | AsyncIterable[Input],
-        *,
-        ordered: Literal[True] = ...,
-        return_exceptions: Literal[False] = ...,
-        **options: Unpack[EncodeStreamOptions],
-    ) -> AsyncGenerator[Array, None]: ...
-
-    @overload
-    def encode_stream(
-        self,
-        inputs: Iterable[Input] | AsyncIterable[Input],
-        *,
-        ordered: Literal[False],
-        return_exceptions: Literal[False] = ...,
-        **options: Unpack[EncodeStreamOptions],
-    ) -> AsyncGenerator[tuple[int, Array], None]: ...
-
-    @overload
-    def encode_stream(
-        self,
-        inputs: Iterable[Input] | AsyncIterable[Input],
-        *,
-        ordered: Literal[True] = ...,
-        return_exceptions: Literal[True],
-        **options: Unpack[EncodeStreamOptions],
-    ) -> AsyncGenerator[Array | EncserveError, None]: ...
-
-    @overload
-    def encode_stream(
-        self,
-        inputs: Iterable[Input] | AsyncIterable[Input],
-        *,
-        ordered: Literal[False],
-        return_exceptions: Literal[True],
-        **options: Unpack[EncodeStreamOptions],
-    ) -> AsyncGenerator[tuple[int, Array | EncserveError], None]: ...
-
-    def encode_stream(
-        self,
-        inputs: Iterable[Input] | AsyncIterable[Input],
-        *,
-        ordered: bool = True,
-        return_exceptions: bool = False,
-        model: str | None = None,
-        version: str | None = None,
-        dtype: DType = "float32",
-        truncate: bool = False,
-        exclude_special_tokens: bool = False,
-        l2_normalize: bool = False,
-        prompt_name: str | None = None,
-        task: Task | None = None,
-        timeout_seconds: float | None = None,
-        progress: Progress | None = None,
-        max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
-    ) -> AsyncGenerator[Any, None]:
-        """Encodes as many inputs as there are, however many, in bounded memory. See `EncoderClient.encode_stream`.
-
-        Inputs may come from an async iterable, which is read while answers come in. Leaving an `async for` early does
-        not close its generator at once; `contextlib.aclosing` does:
-
-            async with aclosing(client.encode_stream(texts())) as rows_of_texts:
-                async for rows in rows_of_texts:  # (seq_len, d_model)
-                    ...
-        """
-        key, options = (
-            model_key(model, version),
-            encode_options(
-                dtype=dtype,
-                truncate=truncate,
-                exclude_special_tokens=exclude_special_tokens,
-                l2_normalize=l2_normalize,
-                prompt_name=prompt_name,
-                task=task,
-            ),
-        )
-        if not isinstance(inputs, Iterable | AsyncIterable):
-            raise InvalidInputError(f"inputs must be an iterable of inputs; was {type(inputs).__name__}")
-        results = self._stream(inputs, key, options, ordered, max_in_flight, timeout_seconds, progress)
-        return self._results(results, ordered, return_exceptions)
-
-    @overload
-    def embed_stream(
-        self,
-        inputs: Iterable[Input] | AsyncIterable[Input],
-        *,
-        ordered: Literal[True] = ...,
-        return_exceptions: Literal[False] = ...,
-        **options: Unpack[EmbedStreamOptions],
-    ) -> AsyncGenerator[Array, None]: ...
-
-    @overload
-    def embed_stream(
-        self,
-        inputs: Iterable[Input] | AsyncIterable[Input],
-        *,
-        ordered: Literal[False],
-        return_exceptions: Literal[False] = ...,
-        **options: Unpack[EmbedStreamOptions],
-    ) -> AsyncGenerator[tuple[int, Array], None]: ...
-
-    @overload
-    def embed_stream(
-        self,
-        inputs: Iterable[Input] | AsyncIterable[Input],
-        *,
-        ordered: Literal[True] = ...,
-        return_exceptions: Literal[True],
-        **options: Unpack[EmbedStreamOptions],
-    ) -> AsyncGenerator[Array | EncserveError, None]: ...
-
-    @overload
-    def embed_stream(
-        self,
-        inputs: Iterable[Input] | AsyncIterable[Input],
-        *,
-        ordered: Literal[False],
-        return_exceptions: Literal[True],
-        **options: Unpack[EmbedStreamOptions],
-    ) -> AsyncGenerator[tuple[int, Array | EncserveError], None]: ...
-
-    def embed_stream(
-        self,
-        inputs: Iterable[Input] | AsyncIterable[Input],
-        *,
-        ordered: bool = True,
-        return_exceptions: bool = False,
-        pooling: Pooling | int = "model",
-        model: str | None = None,
-        version: str | None = None,
-        dtype: DType = "float32",
-        truncate: bool = False,
-        l2_normalize: bool = False,
-        dimensions: int | None = None,
-        prompt_name: str | None = None,
-        task: Task | None = None,
-        timeout_seconds: float | None = None,
-        progress: Progress | None = None,
-        max_in_flight: int = DEFAULT_MAX_VECTORS_IN_FLIGHT,
-    ) -> AsyncGenerator[Any, None]:
-        """Embeds as many inputs as there are, however many, in bounded memory. See `EncoderClient.embed_stream`."""
-        key, options = (
-            model_key(model, version),
-            embed_options(
-                pooling=pooling,
-                dtype=dtype,
-                truncate=truncate,
-                l2_normalize=l2_normalize,
-                dimensions=dimensions,
-                prompt_name=prompt_name,
-                task=task,
-            ),
-        )
-        if not isinstance(inputs, Iterable | AsyncIterable):
-            raise InvalidInputError(f"inputs must be an iterable of inputs; was {type(inputs).__name__}")
-        results = self._stream(inputs, key, options, ordered, max_in_flight, timeout_seconds, progress)
-        return self._results(results, ordered, return_exceptions)
+        return await self._call(self._core.inspect(self._wire(), request, timeout_seconds))
 
     @overload
     async def tokenize(  # type: ignore[overload-overlap]
@@ -517,8 +466,30 @@ class AsyncEncoderClient(BaseClient):
         timeout_seconds: float | None = None,
         progress: Progress | None = None,
     ) -> Any:
-        """Which tokens the model would see of texts, with nothing computed. See `EncoderClient.tokenize`."""
-        key = model_key(model, version)
+        """Return the tokens of texts without running the model. Works also while the model is not ready.
+
+            info = await client.tokenize("I understand this")
+            info.token_ids, info.offsets, info.token_count
+
+        Args:
+            texts: The texts. A str is one text.
+            model: As for `embed`.
+            version: As for `embed`.
+            prompt_name: As for `embed`.
+            task: As for `embed`.
+            truncate: True to cut a text that is too long, as `embed` does; False to refuse it. Default: all tokens of
+                the text, whatever its length.
+            include_token_strings: Whether to return the vocabulary's strings in `SequenceInfo.tokens`.
+            offset_unit: The unit of `SequenceInfo.offsets`.
+            timeout_seconds: As for `embed`.
+            progress: As for `embed`.
+
+        Returns:
+            A `SequenceInfo` for each text, in order. For a str its own.
+
+        Raises:
+            EncserveError: As for `embed`. InvalidRequestError also if the model has no tokenizer.
+        """
         options = Options(
             truncate=bool(truncate),
             include_token_strings=include_token_strings,
@@ -526,7 +497,8 @@ class AsyncEncoderClient(BaseClient):
             task=task,
             offset_unit=offset_unit,
         )
-        return await self._tokenize(texts, key, options, truncate, timeout_seconds, progress)
+        key = model_key(model, version)
+        return await self._call(self._tokenize(texts, key, options, truncate, timeout_seconds, progress))
 
     async def embed_spans(
         self,
@@ -545,49 +517,58 @@ class AsyncEncoderClient(BaseClient):
         task: Task | None = None,
         timeout_seconds: float | None = None,
     ) -> Array:
-        """One row for each range of one text, from one run over the whole of it. See `EncoderClient.embed_spans`."""
-        key = model_key(model, version)
+        """Return one vector for each range of one text, each computed with the whole text as context: late chunking.
+
+        A text that is too long is an error, unless `truncate` cuts it.
+
+            vectors = await client.embed_spans(text, sentence_spans(text))  # (sentences, d_model)
+
+        Args:
+            text: The text; or token ids, or vectors, as one input of `embed`.
+            spans: (start, end) of each range, without the end, at most 16,384 ranges; they may overlap.
+                `sentence_spans` and `token_spans` make ranges. A range has the tokens that share characters with it,
+                but no special tokens and no tokens of a prompt.
+            unit: The unit of the ranges; "tokens" counts special tokens too. Default: "code_points" for a text,
+                otherwise "tokens".
+            pooling: How the rows of a range become one vector, as for `embed`.
+            model: As for `embed`.
+            version: As for `embed`.
+            dtype: As for `embed`.
+            truncate: As for `embed`. The part that is cut off has no tokens.
+            l2_normalize: As for `embed`.
+            dimensions: As for `embed`.
+            prompt_name: As for `embed`.
+            task: As for `embed`.
+            timeout_seconds: As for `embed`.
+
+        Returns:
+            (spans, d_model) of `dtype`. A range without tokens has a row of zeros: an empty range, white space, or a
+            part that was cut off.
+
+        Raises:
+            EncserveError: As for `embed`. InvalidRequestError also if a range starts after its end, or ends after the
+                text.
+        """
         output = Output("spans", l2_normalize, dimensions, span_pooling=pooling)
         options = Options((output,), dtype, truncate, prompt_name=prompt_name, task=task, detail="none")
-        return await self._spans(text, spans, unit, key, options, timeout_seconds)
+        key = model_key(model, version)
+        return await self._call(self._spans(text, spans, unit, key, options, timeout_seconds))
 
     async def models(self, *, timeout_seconds: float | None = None) -> list[ModelInfo]:
-        """Every model and version that the server has loaded, the default first."""
-        return await self._core.list_models(self._wire(), timeout_seconds)
+        """Return every model and version that the server has loaded, the default model first.
+
+        Raises:
+            EncserveError: As for `embed`.
+        """
+        return await self._call(self._core.list_models(self._wire(), timeout_seconds))
 
     async def model(
         self, name: str | None = None, version: str | None = None, *, timeout_seconds: float | None = None
     ) -> ModelInfo:
-        """One model; without a name the server's default one."""
-        return await self._core.get_model(self._wire(), model_key(name, version), timeout_seconds)
+        """Return the sizes and limits of one model, and its device. Default: the server's default model.
 
-    def _wire(self, inputs: AsyncIterable[Input] | None = None) -> AsyncWire:
-        self._check_open()
-        loop = asyncio.get_running_loop()
-        if self._loop not in (None, loop):
-            raise InvalidInputError("the client belongs to the event loop of its first use: make one in each loop")
-        self._loop = loop
-        return AsyncWire(self._current_link, with_trace(self._metadata), inputs, lambda: self._closed, self._diagnosis)
-
-    def _current_link(self) -> Link:
-        """The channel for a new call; gRPC closes one that nobody holds any more."""
-        self._check_open()
-        changed = self._freshness.new_credentials()
-        if self._link is None or changed is not None:
-            self._credentials = changed or self._credentials
-            if self._credentials is None:
-                channel = grpc.aio.insecure_channel(self._target, self._channel_options)
-            else:
-                channel = grpc.aio.secure_channel(self._target, self._credentials, self._channel_options)
-            self._link = Link(channel, EncoderServiceStub(channel))
-            self._links.add(self._link)
-        return self._link
-
-    async def _results(
-        self, results: AsyncGenerator[tuple[int, Result], None], ordered: bool, return_exceptions: bool
-    ) -> AsyncGenerator[Any, None]:
-        try:
-            async for result in results:
-                yield shown(*result, ordered, return_exceptions)
-        finally:
-            await results.aclose()
+        Raises:
+            ModelNotFoundError: There is no such model or version.
+            EncserveError: As for `embed`.
+        """
+        return await self._call(self._core.get_model(self._wire(), model_key(name, version), timeout_seconds))

@@ -1,7 +1,7 @@
 """The caller's inputs, checked and made into protobuf messages."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import AsyncIterable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -41,25 +41,22 @@ _SENT_AS: dict[str, tuple[np.dtype[np.floating[Any]], pb.DataType]] = {
 }
 
 
-def read_inputs(inputs: Iterable[Input], *, keep_wrong: bool = False) -> tuple[list[Input], bool]:
-    """Reads all inputs, so that one of the wrong type is found before anything is sent; `keep_wrong` leaves it there.
+def read_inputs(inputs: Iterable[Input]) -> tuple[list[Input], bool]:
+    """Read all inputs, so that an input of the wrong type is found before anything is sent.
 
     Returns:
-        The inputs, and whether there is but one because `inputs` is a text.
+        The inputs, and whether `inputs` was a single text.
 
     Raises:
-        InvalidInputError: `inputs` is itself one input but no text, or one of them is none.
+        InvalidInputError: `inputs` is one input but not a text, or one of the inputs is of the wrong type.
     """
     if isinstance(inputs, str):
         return [inputs], True
     check_iterable(inputs)
     if isinstance(inputs, Mapping | Set):  # a tokenizer's own result, say, would be encoded by its keys
-        kind = type(inputs).__name__
-        raise InvalidInputError(f"inputs must be a list of inputs, in an order of its own; was {kind}")
-    if not isinstance(inputs, Iterable):
         raise InvalidInputError(f"inputs must be a list of inputs; was {type(inputs).__name__}")
     items = list(inputs)
-    for index, item in enumerate(items if not keep_wrong else ()):
+    for index, item in enumerate(items):
         try:
             check_input(item, f"inputs[{index}]")
         except InvalidInputError as error:
@@ -69,11 +66,17 @@ def read_inputs(inputs: Iterable[Input], *, keep_wrong: bool = False) -> tuple[l
 
 
 def check_iterable(inputs: object) -> None:
-    """Refuses one input where several are wanted, though it could be iterated over.
+    """Check that `inputs` can be several inputs.
 
     Raises:
-        InvalidInputError: It is the vectors of one sequence.
+        InvalidInputError: `inputs` is not iterable, or is one sequence of vectors, or bytes.
     """
+    if isinstance(inputs, bytes | bytearray):
+        raise InvalidInputError(
+            f"inputs must be a str or a list of inputs; was {type(inputs).__name__}: decode the bytes"
+        )
+    if not isinstance(inputs, Iterable | AsyncIterable):
+        raise InvalidInputError(f"inputs must be a list of inputs; was {type(inputs).__name__}")
     if isinstance(inputs, np.ndarray) and inputs.ndim == 2 and inputs.dtype.kind == "f":
         raise InvalidInputError("inputs must be a list of inputs; for one sequence of vectors pass [array]")
 

@@ -34,6 +34,8 @@ SpanUnit = Literal["code_points", "utf8_bytes", "tokens"]
 Task = Literal["query", "document"]
 Priority = Literal["interactive", "bulk"]
 TrainedKind = Literal["model", "multi_vector", "sparse"]
+Kind = Literal["vector", "multi_vector", "sparse"]
+StreamKind = Literal["vector", "tokens", "multi_vector", "sparse"]
 Array = npt.NDArray[Any]
 """Numbers of float32, float16 or int8; of "binary" uint8, with 8 numbers in each."""
 Progress = Callable[[int, int | None], None]
@@ -249,10 +251,27 @@ def as_outputs(outputs: Sequence[Output | OutputKind | int]) -> tuple[Output, ..
     return tuple(it if isinstance(it, Output) else Output(it) for it in outputs)
 
 
-def pooled_output(pooling: Pooling | int, l2_normalize: bool, dimensions: int | None = None) -> Output:
-    """The output for a pooling. Raises InvalidInputError for one that does not exist."""
+def embed_output(
+    kind: StreamKind,
+    pooling: Pooling | int,
+    l2_normalize: bool,
+    dimensions: int | None,
+    max_active_dims: int | None,
+    pool_factor: float | None,
+    allowed: object,
+) -> Output:
+    """Return the output for the arguments of `embed` and `stream`. `allowed` is the Literal of the kinds.
+
+    Raises:
+        InvalidInputError: There is no such kind or pooling, or two arguments contradict each other.
+    """
+    check_choice("kind", kind, allowed)
     _check_kind("pooling", pooling, Pooling)
-    return Output(pooling, l2_normalize, dimensions)
+    if kind == "vector":
+        return Output(pooling, l2_normalize, dimensions, max_active_dims, pool_factor)
+    if pooling != "model":
+        raise InvalidInputError(f"pooling={pooling!r} is for kind='vector'; leave pooling out with kind={kind!r}")
+    return Output(kind, l2_normalize, dimensions, max_active_dims, pool_factor)
 
 
 def kind_name(kind: int) -> OutputKind | int:

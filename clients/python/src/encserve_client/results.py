@@ -2,20 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from encserve_client.options import Array, InputKind, Output, OutputKind, Pooling, Task, TrainedKind
-
-A = TypeVar("A", bound=npt.NDArray[Any])
-
-
-def read_only(array: A) -> A:
-    """The same array, which from now on cannot be written to."""
-    array.flags.writeable = False
-    return array
+from encserve_client.options import Array, InputKind, Kind, Output, OutputKind, Pooling, Task, TrainedKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +14,7 @@ class Block:
     """The rows of one message's sequences: a part of an `EncodedOutput`.
 
     Attributes:
-        rows: (sum(lengths), d_model), a view on the bytes received. The three arrays are made read-only.
+        rows: (sum(lengths), d_model).
         lengths: (sequences,) int64, the rows of each.
         indices: (sum(lengths),) uint32: of "multi_vector" the token that each row comes from, of "sparse" its place in
             the vocabulary; None where rows have none.
@@ -33,12 +24,13 @@ class Block:
     lengths: npt.NDArray[np.int64]
     indices: npt.NDArray[np.uint32] | None = None
 
-    def __post_init__(self) -> None:
-        """What a call returns is read-only, whether it is a view on the bytes received or not."""
-        read_only(self.rows)
-        read_only(self.lengths)
-        if self.indices is not None:
-            read_only(self.indices)
+    def sparse_vectors(self, width: int) -> "list[SparseVector]":
+        """Return one sparse vector of this width per sequence."""
+        nothing = np.empty(0, np.uint32)
+        return [
+            SparseVector(nothing if indices is None else indices, rows[:, 0], width)
+            for rows, indices in zip(self.split(), self.split_indices(), strict=True)
+        ]
 
     def split(self) -> list[Array]:
         """One view per sequence, (rows, d_model) each."""
@@ -98,36 +90,34 @@ class EncodedOutput:
         return [indices for block in self.blocks for indices in block.split_indices()]
 
     def sparse_vectors(self) -> list[SparseVector]:
-        """Of "sparse" one vector per input, in order."""
-        nothing = read_only(np.empty(0, np.uint32))
-        return [
-            SparseVector(nothing if indices is None else indices, rows[:, 0], self.sparse_width)
-            for block in self.blocks
-            for rows, indices in zip(block.split(), block.split_indices(), strict=True)
-        ]
+        """Return one vector per input, in order.
+
+        Raises:
+            ValueError: The output is of another kind.
+        """
+        if self.kind != "sparse":
+            raise ValueError(f"sparse_vectors: the output must be of kind 'sparse'; is of {self.kind!r}")
+        return [vector for block in self.blocks for vector in block.sparse_vectors(self.sparse_width)]
 
     def arrays(self) -> list[Array]:
-        """One (rows, d_model) array per input, in order: a row per token, or a single row if pooled.
+        """Return one (rows, d_model) array per input, in order: a row per token, or one row if pooled.
 
-        They are read-only views on the bytes received; nothing is copied.
+        The arrays of one message share memory.
         """
         return [array for block in self.blocks for array in block.split()]
 
     def matrix(self) -> Array:
-        """All rows one under another: (inputs, d_model) if pooled, (sum of rows, d_model) for tokens.
-
-        Read-only: a view where the call was one message, otherwise a copy.
-        """
+        """Return all rows, one under another: (inputs, d_model) if pooled, (sum of rows, d_model) for tokens."""
         if len(self.blocks) == 1:
             return self.blocks[0].rows
-        return read_only(np.concatenate([block.rows for block in self.blocks]))
+        return np.concatenate([block.rows for block in self.blocks])
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SequenceInfo:
     """One input as the model saw it, as far as the call's `detail` goes.
 
-    Arrays are read-only, and (token_count,) unless they say otherwise.
+    Arrays are (token_count,) unless they say otherwise.
 
     Attributes:
         token_count: The tokens that the model saw, special tokens included.
@@ -303,6 +293,16 @@ class ModelInfo:
     max_outputs: int = 0
 
     @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of `embed` that the model was trained for."""
+        has: dict[Kind, bool] = {
+            "vector": self.pooling is not None,
+            "multi_vector": bool(self.multi_vector_width),
+            "sparse": bool(self.sparse_width),
+        }
+        return tuple(kind for kind, is_there in has.items() if is_there)
+
+    @property
     def trained_kind(self) -> TrainedKind:
         """What it was trained to make of a text: the first that it has of "model", "multi_vector" and "sparse"."""
         if self.pooling is None and self.multi_vector_width:
@@ -322,7 +322,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class InspectResult:
-    """What the model did with one input. The arrays are read-only views on the bytes received.
+    """Attention weights and hidden states of one input.
 
     Attributes:
         model: The name of the model that ran.
@@ -334,7 +334,7 @@ class InspectResult:
         attention_layers: The blocks along the first axis of `attention`, from 0.
         hidden_states: (layers, seq, d_model): the tokens' rows at each depth. None if they were not asked for.
         hidden_state_layers: The depths along the first axis of `hidden_states`: 0 is what enters the first block, i
-            what leaves block i - 1; the last, n_layers, is what `encode` returns.
+            what leaves block i - 1; the last, n_layers, is what `token_vectors` returns.
         positions: (max_sequence_tokens, d_model): what the model adds to a token for its place, for every place. None
             if it was not asked for.
         timings: Where the time went.

@@ -21,7 +21,6 @@ from encserve_client.results import (
     SequenceInfo,
     TaskInfo,
     Timings,
-    read_only,
 )
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -129,7 +128,7 @@ def sequence_info(message: pb.SequenceInfo) -> SequenceInfo:
     offsets = None
     if message.char_starts or message.char_ends:
         _want("char_ends of a sequence", len(message.char_ends), len(message.char_starts))
-        offsets = read_only(np.array([message.char_starts, message.char_ends], dtype=np.int64)).T  # (token_count, 2)
+        offsets = np.array([message.char_starts, message.char_ends], dtype=np.int64).T  # (token_count, 2)
     return SequenceInfo(
         token_count=count,
         original_token_count=message.original_token_count,
@@ -143,7 +142,7 @@ def sequence_info(message: pb.SequenceInfo) -> SequenceInfo:
 
 
 def _array(values: Sequence[Any], dtype: type[T]) -> npt.NDArray[T] | None:
-    return read_only(np.array(values, dtype)) if values else None
+    return np.array(values, dtype) if values else None
 
 
 def sequence_infos(response: pb.TokenizeResponse, n_texts: int) -> list[SequenceInfo]:
@@ -217,7 +216,7 @@ def _kind(tensor: pb.RaggedTensor, output: Output, name: str) -> OutputKind | in
 
 
 def _block(tensor: pb.RaggedTensor, options: Options, n_inputs: int, name: str) -> Block:
-    """The rows of a tensor as a view on its bytes."""
+    """Return a copy of the rows of a tensor, which the caller may write to."""
     if tensor.data_type != options.data_type:
         raise ProtocolError(f"{name}.data_type must be {options.data_type}; was {tensor.data_type}")
     if tensor.width < 1:
@@ -225,15 +224,15 @@ def _block(tensor: pb.RaggedTensor, options: Options, n_inputs: int, name: str) 
     _want(f"{name}.lengths", len(tensor.lengths), n_inputs)
     lengths = np.array(tensor.lengths, dtype=np.int64)
     rows = int(lengths.sum())
-    data = tensor.data  # protobuf makes one `bytes` of it here; everything after is a view on that
+    data = tensor.data  # protobuf makes one `bytes` of it here
     columns = options.columns(tensor.width)
     n_bytes = rows * columns * options.numpy_dtype.itemsize
     if len(data) != n_bytes:
         raise ProtocolError(
             f"{name}.data must have {n_bytes} bytes: {rows} rows of {tensor.width} {options.dtype}; was {len(data)}"
         )
-    matrix: Array = np.frombuffer(data, dtype=options.numpy_dtype).reshape(rows, columns)
-    indices = np.frombuffer(tensor.indices, "<u4") if tensor.indices else None  # (rows,)
+    matrix: Array = np.frombuffer(data, dtype=options.numpy_dtype).reshape(rows, columns).copy()
+    indices = np.frombuffer(tensor.indices, "<u4").copy() if tensor.indices else None  # (rows,)
     if indices is not None:
         _want(f"{name}.indices", len(tensor.indices), 4 * rows)
     return Block(matrix, lengths, indices)

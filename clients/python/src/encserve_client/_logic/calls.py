@@ -1,7 +1,7 @@
 """Everything that a client does, written once for both: over a `Wire`, with no I/O of its own."""
 
 import random as random_module
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from encserve_client._logic.answers import (
     model_info,
     sequence_infos,
 )
+from encserve_client._logic.capabilities import find_lack
 from encserve_client._logic.dispatch import Dispatch, MessageSource, Planned, TimeLimit
 from encserve_client._logic.failures import Contact
 from encserve_client._logic.inspecting import Gathering
@@ -26,7 +27,7 @@ from encserve_client._logic.wire import Answered, Failed, Rpc, Wire
 from encserve_client.exceptions import EncserveError, InvalidInputError, ProtocolError
 from encserve_client.inputs import Input, Spanned
 from encserve_client.options import PRIORITIES, Array, Options, Priority, Progress, check_choice
-from encserve_client.results import EncodeResult, InspectResult, ModelInfo, SequenceInfo
+from encserve_client.results import EncodeResult, InspectResult, ModelInfo, SequenceInfo, SparseVector
 from encserve_client.retry import RetryPolicy
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -100,12 +101,10 @@ class Core:
         *,
         describe: bool = False,
         progress: Progress | None = None,
-        rejected: dict[int, EncserveError] | None = None,
     ) -> EncodeResult:
-        """Cuts inputs into messages, has them answered, and puts the answers together.
+        """Cut inputs into messages, send them, and put the answers together.
 
-        `describe`: whether the result says what the model saw of each input. `rejected`: gets the error of each input
-        that fails by itself, by its index; the result then is of the others. None to have it end the call.
+        `describe`: whether the result has the tokens of each input.
         """
         started = wire.now()
         time_limit = self.time_limit(timeout_seconds, started)
@@ -120,20 +119,16 @@ class Core:
             template = request_template(key, options, self.settings)
             attempts = 0
             for _ in range(_MOST_ROUNDS):
-                if rejected is not None:
-                    rejected.clear()
-                messages = plan_messages(inputs, template, options, limits, rejected)
+                messages = plan_messages(inputs, template, options, limits)
                 if self.settings.priority is None:
                     messages = as_bulk(messages, template)
-                dispatch: Dispatch[Part] = self._dispatch(Planned(messages), time_limit, rejected)
-                tell = _Teller(progress, len(inputs), rejected)
-                await self._exchange_parts(wire, dispatch, key, options, describe, tell)
+                dispatch: Dispatch[Part] = self._dispatch(Planned(messages), time_limit)
+                report = _ProgressReporter(progress, len(inputs))
+                await self._exchange_parts(wire, dispatch, key, options, describe, report)
                 attempts += dispatch.attempts
                 parts = [part for _, part in sorted(dispatch.answers, key=lambda answer: answer[0])]
                 if len({part.fingerprint for part in parts}) <= 1:
                     break
-        if not parts:  # all of them were rejected
-            return empty_result(info, options, wire.now() - started)
         result = merge_parts(parts, wire.now() - started, attempts, info.sparse_width)
         expected.check(result)
         return result
@@ -141,9 +136,9 @@ class Core:
     async def stream(
         self, wire: Wire, key: ModelKey, options: Options, time_limit: TimeLimit, stream: StreamOptions
     ) -> AsyncGenerator[tuple[int, Result], None]:
-        """Send inputs while they are read. Yield (index, array or error) for each.
+        """Send inputs while they are read. Yield (index, result or error) for each.
 
-        The array of an input is (rows, width) for tokens, and (width,) for a pooled output.
+        A result is (width,) for a pooled output, a `SparseVector` for "sparse", and (rows, width) otherwise.
 
         Raises:
             FingerprintError: The model was replaced during the call.
@@ -151,13 +146,15 @@ class Core:
         """
         fingerprint = self.settings.expected.fingerprint
 
-        def decode(message: Message, response: pb.EncodeResponse) -> list[Array]:
+        def decode(message: Message, response: pb.EncodeResponse) -> Sequence[Array | SparseVector]:
             nonlocal fingerprint
             part = decode_response(response, options, message.n_inputs, describe=False)
             self.settings.expected.check(part)
             fingerprint = fingerprint or part.fingerprint
             check_fingerprint(fingerprint, part.fingerprint)
             block = part.blocks[0]
+            if options.outputs[0].kind == "sparse":
+                return block.sparse_vectors(info.sparse_width)
             return list(block.rows) if options.outputs[0].is_pooled else block.split()
 
         concurrent = self.settings.max_concurrent_messages
@@ -167,7 +164,7 @@ class Core:
             share = max(stream.max_in_flight // concurrent, 1)  # so that several messages can be out
             limits = replace(limits, max_sequences=min(limits.max_sequences, share))
             source = Gathered(MessageBuilder(request_template(key, options, self.settings), options, limits))
-            dispatch: Dispatch[list[Array]] = self._dispatch(source, time_limit, rejected={})
+            dispatch: Dispatch[Sequence[Array | SparseVector]] = self._dispatch(source, time_limit, rejected={})
             try:
                 async with aclosing(Stream(wire, source, dispatch, decode, stream).results()) as results:
                     async for result in results:
@@ -205,11 +202,11 @@ class Core:
             time_limit = self.time_limit(timeout_seconds, wire.now())
             info = self._models.get(key) or await self._fetch_model(wire, key, time_limit)
             limits = Limits.of(info, self.settings.max_message_bytes, self.settings.max_concurrent_messages)
-            tell = _Teller(progress, len(texts))
+            report = _ProgressReporter(progress, len(texts))
 
             def decode(message: Message, response: pb.TokenizeResponse) -> tuple[str, list[SequenceInfo]]:
                 found = sequence_infos(response, message.n_inputs)
-                tell(message.n_inputs)
+                report(message.n_inputs)
                 return response.fingerprint, found
 
             for _ in range(_MOST_ROUNDS):
@@ -237,10 +234,6 @@ class Core:
         async with aclosing(wire):
             return await self._fetch_model(wire, key, time_limit)
 
-    async def known_model(self, wire: Wire, key: ModelKey, timeout_seconds: float | None) -> ModelInfo:
-        """A model as it is remembered, or else asked for."""
-        return self._models.get(key) or await self.get_model(wire, key, timeout_seconds)
-
     def time_limit(self, timeout_seconds: float | None, now: float) -> TimeLimit:
         """How long a call that begins now may take in all; with None each of its messages, by the client's setting."""
         if timeout_seconds is None:
@@ -251,18 +244,23 @@ class Core:
         return TimeLimit(timeout, now + timeout)
 
     async def _exchange_parts(
-        self, wire: Wire, dispatch: Dispatch[Part], key: ModelKey, options: Options, describe: bool, tell: "_Teller"
+        self,
+        wire: Wire,
+        dispatch: Dispatch[Part],
+        key: ModelKey,
+        options: Options,
+        describe: bool,
+        report: "_ProgressReporter",
     ) -> None:
         """Has every input encoded once; the answers' fingerprints may differ."""
 
         def decode(message: Message, response: pb.EncodeResponse) -> Part:
             part = decode_response(response, options, message.n_inputs, describe=describe)
-            tell(message.n_inputs)
+            report(message.n_inputs)
             return part
 
         try:
             await exchange(wire, "Encode", dispatch, decode)
-            tell(0)
         finally:
             if dispatch.saw_too_large:  # the limits that the plan was made for may be out of date
                 self._models.pop(key, None)
@@ -270,19 +268,17 @@ class Core:
     async def _model_that_takes(
         self, options: Options, wire: Wire, key: ModelKey, time_limit: TimeLimit, *, use_remembered: bool
     ) -> ModelInfo:
-        """The model of a call with these outputs. Servers older than `max_outputs` judge outputs themselves.
+        """Return the model of a call with these options.
 
         Raises:
-            InvalidInputError: It takes fewer outputs than these.
+            InvalidInputError: The model takes fewer outputs.
+            InvalidRequestError: The model lacks an output, the task or the prompt.
         """
-        n_outputs = len(options.outputs)
         info = self._models.get(key) if use_remembered else None
-        if info is None or 0 < info.max_outputs < n_outputs:  # the server may take more by now
+        if info is None or find_lack(info, options) is not None:  # the server may have replaced the model
             info = await self._fetch_model(wire, key, time_limit)
-        if 0 < info.max_outputs < n_outputs:
-            raise InvalidInputError(
-                f"outputs must be at most {info.max_outputs} (ModelInfo.max_outputs); was {n_outputs}: make more calls"
-            )
+        if (error := find_lack(info, options)) is not None:
+            raise error
         return info
 
     async def _fetch_model(self, wire: Wire, key: ModelKey, time_limit: TimeLimit) -> ModelInfo:
@@ -316,25 +312,19 @@ class Core:
         )
 
 
-class _Teller:
-    """Tells a call's `progress` how many of its inputs are done, whenever they are more than before."""
+class _ProgressReporter:
+    """Calls `progress` of a call with the number of answered inputs."""
 
-    def __init__(
-        self, progress: Progress | None, total: int, rejected: Mapping[int, EncserveError] | None = None
-    ) -> None:
+    def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress = progress
         self._total = total
-        self._rejected = {} if rejected is None else rejected
-        self._answered = 0
-        self._told = 0
+        self._done = 0
 
     def __call__(self, answered: int) -> None:
-        """So many more inputs were answered."""
-        self._answered += answered
-        done = self._answered + len(self._rejected)
-        if self._progress is not None and done > self._told:
-            self._told = done
-            self._progress(done, self._total)
+        """Report that so many more inputs were answered."""
+        self._done += answered
+        if self._progress is not None:
+            self._progress(self._done, self._total)
 
 
 async def exchange(wire: Wire, rpc: Rpc, dispatch: Dispatch[R], decode: Callable[[Message, Any], R]) -> None:

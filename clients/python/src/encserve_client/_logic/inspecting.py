@@ -189,7 +189,7 @@ class Gathering:
             self._pieces.append(data)
             self._n_bytes += len(data)
         if self._n_bytes == n_wanted:
-            whole = b"".join(self._pieces)  # the one copy; none where there is one piece
+            whole = bytearray().join(self._pieces)  # the caller may write to a bytearray
             self._arrays.append(np.frombuffer(whole, self._dtype).reshape(self._shapes[index]))
             self._pieces, self._n_bytes = [], 0
 

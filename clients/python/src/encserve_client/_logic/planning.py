@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from encserve_client.exceptions import EncserveError, InvalidInputError
+from encserve_client.exceptions import InvalidInputError
 from encserve_client.inputs import Input, Spanned, check_input, pack_input
 from encserve_client.options import Options, Output, numpy_dtype
 from encserve_client.results import ModelInfo
@@ -195,7 +195,6 @@ def plan_messages(
     template: pb.EncodeRequest,
     options: Options,
     limits: Limits,
-    rejected: dict[int, EncserveError] | None = None,
 ) -> Iterator[Message]:
     """Cuts inputs into messages: each input once, in order, each message within the limits, none needlessly small.
 
@@ -207,21 +206,13 @@ def plan_messages(
         template: A request with everything but the inputs.
         options: The same options as in the template.
         limits: What one message may hold.
-        rejected: Gets the error of each input that is none, by its index; None to raise it.
 
     Raises:
-        InvalidInputError: An input is none, and there is no `rejected`.
+        InvalidInputError: An input is of the wrong type.
     """
     builder = MessageBuilder(template, options, limits)
     for index, item in enumerate(inputs):
-        try:
-            full = builder.add(index, item)
-        except InvalidInputError as error:
-            if rejected is None:
-                raise
-            rejected[index] = error
-            continue
-        if full is not None:
+        if (full := builder.add(index, item)) is not None:
             yield full
     if (last := builder.flush()) is not None:
         yield last

@@ -1,11 +1,11 @@
-"""One call of `encode_stream` or `embed_stream`: inputs are read with a bounded look-ahead, and results are yielded.
+"""One call of `stream`: inputs are read with a bounded look-ahead, and results are yielded.
 
 `Dispatch` sends the messages, as for every other call. This module adds three things: inputs are read while results
 are taken, results are put into order, and the time of a slow caller counts for no input.
 """
 
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -14,10 +14,12 @@ from encserve_client._logic.planning import Message, MessageBuilder
 from encserve_client._logic.wire import Answered, Event, Failed, InputRead, InputsEnded, Wire
 from encserve_client.exceptions import EncserveError, InvalidInputError
 from encserve_client.options import Array, Progress
+from encserve_client.results import SparseVector
 from encserve_proto.v1 import encoder_pb2 as pb
 
 R = TypeVar("R")
-Result = Array | EncserveError
+Value = Array | SparseVector
+Result = Value | EncserveError
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +108,8 @@ class Stream:
         self,
         wire: Wire,
         source: Gathered,
-        dispatch: Dispatch[list[Array]],
-        decode: Callable[[Message, pb.EncodeResponse], list[Array]],
+        dispatch: Dispatch[Sequence[Value]],
+        decode: Callable[[Message, pb.EncodeResponse], Sequence[Value]],
         options: StreamOptions,
     ) -> None:
         self._wire = wire

@@ -4,7 +4,7 @@ The logic in `calls` is written once, as coroutines over this interface. The wir
 that `run_without_loop` drives them to the end in the caller's own thread; the one for asyncio suspends as usual.
 """
 
-from collections.abc import Coroutine
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -78,12 +78,11 @@ class Wire(Protocol):
         """Cancels everything that is still going on and waits until it has ended."""
 
 
-def run_without_loop(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Drives a coroutine that never suspends, and returns what it returns."""
+def run_without_loop(awaitable: Awaitable[T]) -> T:
+    """Run an awaitable that never suspends, and return its result."""
     try:
-        coroutine.send(None)
+        next(awaitable.__await__())
     except StopIteration as stop:
         value: T = stop.value
         return value
-    coroutine.close()
     raise RuntimeError("a coroutine suspended outside an event loop")

@@ -1,0 +1,77 @@
+"""The part of the asyncio client that opens channels and makes calls."""
+
+import asyncio
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Iterable
+from types import TracebackType
+from typing import Any, Self, TypeAlias, TypeVar
+
+import grpc
+import grpc.aio
+
+from encserve_client._base import BaseClient
+from encserve_client._grpc.async_wire import AsyncWire
+from encserve_client._grpc.channel import Link
+from encserve_client._grpc.metadata import with_trace
+from encserve_client.exceptions import InvalidInputError
+from encserve_client.inputs import Input
+from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceStub
+
+R = TypeVar("R")
+T = TypeVar("T")
+StreamInputs: TypeAlias = Iterable[Input] | AsyncIterable[Input]
+"""The inputs of a stream."""
+Results: TypeAlias = AsyncGenerator[tuple[int, R], None]
+"""The results of a stream, each with the index of its input."""
+
+
+class AsyncTransport(BaseClient):
+    """A client whose calls belong to the event loop of its first call."""
+
+    def _set_up(self) -> None:
+        self._link: Link | None = None  # opened by the first call, because a channel belongs to an event loop
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._links: weakref.WeakSet[Link] = weakref.WeakSet()  # those in use
+
+    async def __aenter__(self) -> Self:
+        self._check_open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the channel. Calls of other tasks raise `ClientClosedError`. A second call does nothing."""
+        self._closed = True
+        for link in list(self._links):
+            await link.channel.close()
+
+    async def _call(self, call: Coroutine[Any, Any, T]) -> T:
+        return await call
+
+    def _iterate(self, results: Results[R]) -> Results[R]:
+        return results
+
+    def _wire(self, inputs: AsyncIterable[Input] | None = None) -> AsyncWire:
+        self._check_open()
+        loop = asyncio.get_running_loop()
+        if self._loop not in (None, loop):
+            raise InvalidInputError("the client belongs to the event loop of its first use: make one in each loop")
+        self._loop = loop
+        return AsyncWire(self._current_link, with_trace(self._metadata), inputs, lambda: self._closed, self._diagnosis)
+
+    def _current_link(self) -> Link:
+        """Return the channel for a new call. gRPC closes a channel that no call holds."""
+        self._check_open()
+        changed = self._freshness.new_credentials()
+        if self._link is None or changed is not None:
+            self._credentials = changed or self._credentials
+            if self._credentials is None:
+                channel = grpc.aio.insecure_channel(self._target, self._channel_options)
+            else:
+                channel = grpc.aio.secure_channel(self._target, self._credentials, self._channel_options)
+            self._link = Link(channel, EncoderServiceStub(channel))
+            self._links.add(self._link)
+        return self._link
