@@ -1,5 +1,6 @@
 """The file of callers or keys changes under load, or cannot be read because its disk hangs."""
 
+import itertools
 import sys
 import threading
 import time
@@ -71,19 +72,21 @@ class StreamLoad(Load):
     """A thread that sends requests in a gRPC stream. A refusal ends the stream; then the thread opens a new stream."""
 
     def _call(self) -> None:
-        request = pb.EncodeStreamRequest(request=pb.EncodeRequest(inputs=[pb.Input(token_ids={"ids": [1, 2, 3]})]))
+        request = pb.EncodeRequest(inputs=[pb.Input(token_ids=pb.TokenIds(ids=[1, 2, 3]))])
         may_send = threading.Semaphore(2)
         metadata = (("authorization", f"Bearer {self._key}"),)
 
         def requests() -> Iterator[pb.EncodeStreamRequest]:
-            while may_send.acquire() and not self._finished.is_set():
-                yield request
+            for number in itertools.count():
+                may_send.acquire()
+                if self._finished.is_set():
+                    return
+                yield pb.EncodeStreamRequest(request_id=str(number), request=request)
 
         with grpc.insecure_channel(self._server.target) as channel:
             try:
                 for answer in EncoderServiceStub(channel).EncodeStream(requests(), metadata=metadata):
-                    if answer.error.reason == "UNAUTHENTICATED":
-                        raise UnauthenticatedError(answer.error.message)
+                    assert not answer.HasField("error"), answer.error
                     self.answered.append(time.monotonic())
                     may_send.release()
             except grpc.RpcError as error:
