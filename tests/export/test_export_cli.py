@@ -84,6 +84,7 @@ def test_hf_reports_the_result_on_stdout_and_progress_on_stderr(models: Path) ->
     assert "comparing" not in result.stdout
 
 
+@pytest.mark.system  # takes more than a second
 def test_hf_refuses_pooling_for_a_directory_with_its_own(tmp_path: Path, models: Path) -> None:
     directory = shutil.copytree(DATA / "hf-bert", tmp_path / "bert")
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
@@ -115,6 +116,7 @@ def test_checkpoint(models: Path, tmp_path: Path, write_tokenizer: Callable[...,
     assert "expected     no rows given" in result.stdout
 
 
+@pytest.mark.system  # takes more than a second
 def test_module(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "sizes.py").write_text("WIDTH = 16")

@@ -125,6 +125,7 @@ def test_other_precisions_are_smaller(data2vec: Path, models: Path, precision: P
     assert data < {"float16": 0.6, "int8": 0.6}[precision] * weights
 
 
+@pytest.mark.system  # takes more than a second
 def test_layers_that_share_weights_are_stored_once(tmp_path: Path) -> None:
     sizes = []
     for n_layers in (1, 8):

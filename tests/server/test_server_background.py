@@ -53,6 +53,7 @@ async def test_an_event_ends_the_pause() -> None:
     [(ledger.Places, "_look"), (sending.Sending, "_look"), (health.ModelHealth, "_look")],
     ids=["slow requests", "unread replies", "health"],
 )
+@pytest.mark.system  # takes more than a second
 async def test_a_watch_survives_an_error(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: type, look: str
 ) -> None:

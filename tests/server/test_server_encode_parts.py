@@ -163,6 +163,7 @@ async def test_padded_tensors_in_parts_equal_those_in_one_piece(
         assert await ask(server, "ModelInfer", request, triton.ModelInferResponse) == whole
 
 
+@pytest.mark.system  # takes more than a second
 async def test_a_call_of_more_tokens_than_the_queue_runs_in_parts(start_server: StartServer) -> None:
     """All protocols take such calls. The largest call takes a quarter of the queue at most."""
     server = await start_server(http_port=0, **SMALL_QUEUE)
@@ -235,6 +236,7 @@ async def test_only_one_sequence_can_be_larger_than_the_queue(start_server: Star
 
 
 @pytest.mark.parametrize("ending", ["the caller leaves", "the engine fails", "the deadline passes"])
+@pytest.mark.system  # takes more than a second
 async def test_a_call_that_ends_in_the_middle_gives_everything_back(start_server: StartServer, ending: str) -> None:
     server = await start_server(**SMALL_QUEUE)
     timeout = 1.0 if ending == "the deadline passes" else None

@@ -214,6 +214,7 @@ async def test_a_caller_that_waits_for_100_continue(shared: FakeServer) -> None:
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.system  # takes more than a second
 async def test_connections_are_bounded(start_server: StartServer) -> None:
     """If every connection has a call, the server refuses further requests, but it still answers health checks."""
     server = await start_server(http_port=0, max_connections=2)
@@ -260,6 +261,7 @@ async def test_silent_connections_give_way(start_server: StartServer) -> None:
         await known_reader.readuntil(b"HTTP/1.1 200")
 
 
+@pytest.mark.system  # takes more than a second
 async def test_an_idle_connection_is_kept_and_a_slow_head_is_not(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

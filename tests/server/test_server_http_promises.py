@@ -95,6 +95,7 @@ async def test_a_body_that_does_not_arrive(server: FakeServer, monkeypatch: pyte
     assert server.held_bytes() == 0
 
 
+@pytest.mark.system  # takes more than a second
 async def test_a_caller_that_does_not_read_loses_its_connection(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

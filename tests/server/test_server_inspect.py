@@ -337,6 +337,7 @@ async def end_of(call: Any) -> grpc.aio.AioRpcError:
     raise AssertionError("the reply was complete")
 
 
+@pytest.mark.system  # takes more than a second
 async def test_a_caller_that_reads_nothing_loses_its_connection(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

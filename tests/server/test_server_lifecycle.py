@@ -64,6 +64,7 @@ def page_status(server: FakeServer, path: str) -> int:
 # Health
 
 
+@pytest.mark.system  # takes more than a second
 async def test_health_follows_the_engine(server: FakeServer) -> None:
     """With a broken engine, health is NOT_SERVING and calls fail as UNAVAILABLE.
 
@@ -221,6 +222,7 @@ async def test_a_stop_right_after_a_change_of_health_ends(start_server: StartSer
 # Starting
 
 
+@pytest.mark.system  # takes more than a second
 async def test_a_port_in_use_stops_the_start(start_server: StartServer) -> None:
     """If a port of the server is in use, the start fails with an error that names the option.
 

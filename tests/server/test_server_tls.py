@@ -298,6 +298,7 @@ async def test_an_open_or_unencrypted_server_warns(
     assert {it for it in ("NOT ENCRYPTED", OPEN) if it in caplog.text} == warnings
 
 
+@pytest.mark.system  # takes more than a second
 async def test_changed_files(
     start_server: StartServer, made: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -496,6 +497,7 @@ async def test_a_certificate_is_used_as_soon_as_it_is_valid(made: Certificates, 
     assert (seen, watch.current.cert) == (["loaded", "refused", "loaded"], later.cert.read_bytes())
 
 
+@pytest.mark.system  # takes more than a second
 async def test_handshakes_that_do_not_end(
     start_server: StartServer, made: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ async def test_bad_vectors_are_named_by_field_index_and_numbers(
     assert shared.engine.batches == batches
 
 
+@pytest.mark.system  # takes more than a second
 async def test_an_unhealthy_engine_is_probed_with_vectors(start_server: StartServer) -> None:
     server = await start_server(takes_vectors=True)
     server.engine.broken = True
