@@ -356,7 +356,7 @@ class EncoderClient(BaseClient):
 
             query = client.encode_query("how warm is the sea?")
             documents = client.encode_document(texts)
-            best = rank(query, documents)
+            best = rank(query, documents, client.model())
 
         Args:
             inputs: Texts; a str is one. Of token ids only where the task does not change the text; see
