@@ -343,21 +343,25 @@ async def test_models(service: FakeEncoder) -> None:
 
 
 async def test_more_is_sent_with_every_call(service: FakeEncoder) -> None:
-    flags = ["--metadata", "x-team=search", "--metadata", "x-empty=", "--token", "secret"]
+    flags = ["--metadata", "x-team=search", "--metadata", "x-empty=", "--api-key", "secret"]
     await encserve(service, *flags, "embed", "one")
     sent = service.metadata[-1]
     assert (sent["x-team"], sent["x-empty"], sent["authorization"]) == ("search", "", "Bearer secret")
-    for environment in ({"ENCSERVE_API_KEY": "key"}, {"ENCSERVE_TOKEN": "key", "ENCSERVE_API_KEY": "other"}):
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            await encserve(service, "embed", "one")
-        assert service.metadata[-1]["authorization"] == "Bearer key"
+    await encserve(service, "embed", "one", env={"ENCSERVE_API_KEY": "key\n"})
+    assert service.metadata[-1]["authorization"] == "Bearer key"
     assert (
         "--metadata wants NAME=VALUE; was 'x'"
         in (await encserve(service, "--metadata", "x", "models", status=2)).stderr
     )
-    assert "--cert and --key go together" in (await encserve(service, "--cert", "a.pem", "models", status=2)).stderr
+    assert "--cert and --tls-key go together" in (await encserve(service, "--cert", "a.pem", "models", status=2)).stderr
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_one_line() -> None:
+    result = CliRunner().invoke(cli, ["--target", "10.0.0.7", "--api-key", "secret", "--timeout", "0.01", "models"])
+    assert result.exit_code == 1
+    warning, *_ = result.stderr.splitlines()
+    assert warning.startswith("Warning: the key goes to 10.0.0.7:50051 without encryption, and everybody on the way")
 
 
 @pytest.mark.parametrize(

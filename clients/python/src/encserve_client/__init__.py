@@ -9,7 +9,12 @@
 `AsyncEncoderClient` is the same for asyncio.
 """
 
-from encserve_client._base import TruncationWarning
+import os
+
+# gRPC prints each failed connection on stderr, with less than the client's errors say. GRPC_VERBOSITY=INFO shows it.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+from encserve_client._base import PlaintextKeyWarning, TruncationWarning
 from encserve_client.async_client import AsyncEncoderClient
 from encserve_client.client import EncoderClient
 from encserve_client.exceptions import (
@@ -81,6 +86,7 @@ __all__ = [
     "OutputKind",
     "OverloadedError",
     "PermissionDeniedError",
+    "PlaintextKeyWarning",
     "Pooling",
     "Priority",
     "Progress",

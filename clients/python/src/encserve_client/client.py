@@ -57,7 +57,7 @@ class EncoderClient(BaseClient):
     """Asks an encserve server for vectors.
 
     One client holds one channel, connects when it is first used, connects again by itself, and may be used by many
-    threads at a time. Close it, or use it in a `with` statement.
+    threads at a time. Close it, or use it in a `with` statement. A client cannot be pickled: make one in each process.
 
         with EncoderClient("localhost:50051") as client:
             rows = client.encode(["a text", [101, 2023, 102]])  # a (seq, d_model) array for each
@@ -69,20 +69,23 @@ class EncoderClient(BaseClient):
     too large for one message are cut up and sent in several; see `RetryPolicy` for what is sent again.
 
     Args:
-        target: The server, as host:port, or as any name that gRPC resolves, such as "unix:///run/e.sock". Or several,
-            which take turns call by call while their health service says SERVING: all addresses of a DNS name,
-            "dns:///encoder:50051", or a list, ["10.0.0.7:50051", "10.0.0.8:50051"]. One `encode_stream` stays with one
-            of them until that one stops.
+        target: The server, as "host:port", "host" for port 50051, or any name that gRPC resolves, such as
+            "unix:///run/e.sock". Or several, which take turns call by call while their health service says SERVING:
+            all addresses of a DNS name, "dns:///encoder", or a list, ["10.0.0.7:50051", "10.0.0.8:50051"]. One
+            `encode_stream` stays with one of them until that one stops. Default: the environment variable
+            ENCSERVE_TARGET, or "localhost:50051".
         tls: True to encrypt and check the server's certificate, or a `Tls` with files. Default: plaintext.
         credentials: gRPC channel credentials, for what `tls` cannot say. Not both.
-        token: Sent with every call as "authorization: Bearer …". Readable by anyone on the way unless `tls` is used.
+        api_key: The server's key, sent with every call as "authorization: Bearer …"; "" for none. Anybody on the way
+            can read the key unless `tls` is used, so a `PlaintextKeyWarning` warns of a key that leaves this machine
+            in plaintext. Default: the environment variable ENCSERVE_API_KEY.
         metadata: More to send with every call; keys in lower case.
         timeout_seconds: How long one message of a call may take, from when it is first sent until it is answered,
             attempts and the waits between them included; of `encode_stream`, one input. A call of many inputs is many
             messages, and as a whole has a limit only if it is given one of its own. Default: 30. `math.inf` for none.
         max_message_bytes: The largest message to send or take, in bytes. Default: 64 MiB, as the server's replies.
         max_concurrent_messages: How many messages of one call are out at a time. Default: 4.
-        retry: When a failed message is sent again. Default: up to 5 attempts; see `RetryPolicy`.
+        retry: When a failed message is sent again. Default: as often as its time allows; see `RetryPolicy`.
         priority: "interactive" for calls that somebody waits for, or "bulk" for those of a job, which run in what
             interactive calls leave. Default: interactive, but a call that needs more than 2 messages is bulk.
         expected_fingerprint: The `fingerprint` that every answer must have, so that all come from one bundle;
