@@ -298,8 +298,8 @@ async def test_vectors(service: FakeEncoder, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.system
-async def test_encryption_and_a_token(service: FakeEncoder, tmp_path: Path) -> None:
-    """The load generators are separate processes. They also use the CA file and the token from the command line."""
+async def test_encryption_and_a_key(service: FakeEncoder, tmp_path: Path) -> None:
+    """The load generators are separate processes. They also use the CA file and the key from the command line."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     server = grpc.aio.server()
@@ -308,7 +308,7 @@ async def test_encryption_and_a_token(service: FakeEncoder, tmp_path: Path) -> N
     pair = (issued.private_key_pem.bytes(), issued.cert_chain_pems[0].bytes())
     port = server.add_secure_port("localhost:0", grpc.ssl_server_credentials([pair]))
     await server.start()
-    command = ["--target", f"localhost:{port}", "--ca", str(tmp_path / "ca.pem"), "--token", "secret", "bench"]
+    command = ["--target", f"localhost:{port}", "--ca", str(tmp_path / "ca.pem"), "--api-key", "secret", "bench"]
     load = ["--concurrency", "1", "--seconds", str(SECONDS), "--warmup-seconds", "0.1", "--json"]
     result = await asyncio.to_thread(CliRunner().invoke, cli, [*command, *load])
     await server.stop(None)

@@ -109,10 +109,22 @@ async def test_similarity(service: FakeEncoder) -> None:
 async def test_similarity_json(service: FakeEncoder) -> None:
     result = await encserve(service, "similarity", "one", "two words", "--json", "--pooling", "cls")
     answer = json.loads(result.stdout)
-    cosine = np.array(answer["cosine"])
-    assert cosine.shape == (2, 2)
-    np.testing.assert_allclose(np.diag(cosine), 1)
-    assert (answer["pooling"], answer["texts"]) == ("cls", ["one", "two words"])
+    scores = np.array(answer["scores"])
+    assert scores.shape == (2, 2)
+    np.testing.assert_allclose(np.diag(scores), 1)
+    assert (answer["pooling"], answer["texts"], answer["compared_by"]) == ("cls", ["one", "two words"], "cosine")
+
+
+async def test_similarity_by_the_measure_of_the_model(service: FakeEncoder) -> None:
+    """A model that was trained for the dot product is compared by it. Long numbers widen the columns."""
+    service.model_info = pb.ModelInfo(similarity="dot")
+    answer = json.loads((await encserve(service, "similarity", "one", "two words", "--json")).stdout)
+    vectors = service.answer(service.requests[-1]).outputs[0]
+    rows = np.frombuffer(vectors.data, np.float32).reshape(2, -1)
+    assert answer["compared_by"] == "dot"
+    np.testing.assert_allclose(answer["scores"], rows @ rows.T, rtol=1e-6)
+    shown = await encserve(service, "similarity", *(f"text {i}" for i in range(20)))
+    assert shown.stdout.count("dot similarity") > 1
 
 
 async def test_embed(service: FakeEncoder) -> None:
@@ -186,8 +198,17 @@ async def test_embed_weights(service: FakeEncoder, tmp_path: Path) -> None:
     assert (matrix[0, 3], matrix[0, 5], matrix.nnz) == (1.5, 2.5, 2)
 
 
+COSINE = pb.ModelInfo(sparse_width=100, similarity="cosine")
+
+
 @pytest.mark.parametrize(
-    ("model", "compared_by", "score"), [(LATE, "meanmaxsim", 87.378), (SPARSE, "dot", 2.25), (WHICHEVER, "dot", 2.25)]
+    ("model", "compared_by", "score"),
+    [
+        (LATE, "meanmaxsim", 87.378),
+        (SPARSE, "dot", 2.25),
+        (COSINE, "cosine", 1.0),
+        (WHICHEVER, "dot", 2.25),
+    ],
 )
 async def test_similarity_is_a_ranking(
     service: FakeEncoder, model: pb.ModelInfo, compared_by: str, score: float
@@ -250,16 +271,11 @@ async def test_a_page_of_what_met(service: FakeEncoder, tmp_path: Path) -> None:
 
 
 async def test_what_similarity_cannot_compare(service: FakeEncoder) -> None:
-    """The command refuses a query without vectors, and a sparse model with cosine similarity.
-
-    It also refuses --pooling together with --kind sparse.
-    """
+    """The command refuses a query without vectors, and --pooling together with --kind sparse."""
     service.model_info = LATE
     result = await encserve(service, "similarity", "", "two", status=1)
     assert result.stderr == "Error: query must have at least 1 vector; had none\n"
-    service.model_info = pb.ModelInfo(sparse_width=100, similarity="cosine")
-    result = await encserve(service, "similarity", "one", "two", status=1)
-    assert "compares weights by cosine, and this command only by their dot product" in result.stderr
+    service.model_info = SPARSE
     result = await encserve(service, "similarity", "one", "two", "--pooling", "mean", "--kind", "sparse", status=2)
     assert "--pooling makes one vector of a text; leave it out with --kind sparse" in result.stderr
 
@@ -328,21 +344,25 @@ async def test_models(service: FakeEncoder) -> None:
 
 
 async def test_more_is_sent_with_every_call(service: FakeEncoder) -> None:
-    flags = ["--metadata", "x-team=search", "--metadata", "x-empty=", "--token", "secret"]
+    flags = ["--metadata", "x-team=search", "--metadata", "x-empty=", "--api-key", "secret"]
     await encserve(service, *flags, "embed", "one")
     sent = service.metadata[-1]
     assert (sent["x-team"], sent["x-empty"], sent["authorization"]) == ("search", "", "Bearer secret")
-    for environment in ({"ENCSERVE_API_KEY": "key"}, {"ENCSERVE_TOKEN": "key", "ENCSERVE_API_KEY": "other"}):
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            await encserve(service, "embed", "one")
-        assert service.metadata[-1]["authorization"] == "Bearer key"
+    await encserve(service, "embed", "one", env={"ENCSERVE_API_KEY": "key\n"})
+    assert service.metadata[-1]["authorization"] == "Bearer key"
     assert (
         "--metadata wants NAME=VALUE; was 'x'"
         in (await encserve(service, "--metadata", "x", "models", status=2)).stderr
     )
-    assert "--cert and --key go together" in (await encserve(service, "--cert", "a.pem", "models", status=2)).stderr
+    assert "--cert and --tls-key go together" in (await encserve(service, "--cert", "a.pem", "models", status=2)).stderr
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_one_line() -> None:
+    result = CliRunner().invoke(cli, ["--target", "10.0.0.7", "--api-key", "secret", "--timeout", "0.01", "models"])
+    assert result.exit_code == 1
+    warning, *_ = result.stderr.splitlines()
+    assert warning.startswith("Warning: the key goes to 10.0.0.7:50051 without encryption, and everybody on the way")
 
 
 @pytest.mark.parametrize(

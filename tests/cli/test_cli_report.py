@@ -21,7 +21,7 @@ from encserve_cli.report.matches import match
 from encserve_cli.report.page import build_page
 from encserve_client import maxsim
 from encserve_client.results import Timings
-from encserve_client.scoring import Similarity
+from encserve_client.scoring import MaxSimilarity
 
 
 def data_of(page: str) -> dict[str, Any]:
@@ -237,14 +237,14 @@ def test_markup_is_only_text() -> None:
 
 
 @given(n=st.integers(1, 12), m=st.integers(1, 30), by=st.sampled_from(["maxsim", "meanmaxsim"]))
-def test_what_the_vectors_add_is_the_score(n: int, m: int, by: Similarity) -> None:
+def test_what_the_vectors_add_is_the_score(n: int, m: int, by: MaxSimilarity) -> None:
     found = match(vectors_of(n), vectors_of(m), by)
     assert found.added.sum() == pytest.approx(maxsim(vectors_of(n), vectors_of(m), by), rel=1e-5, abs=1e-6)
     assert found.products[np.arange(n), found.best].tolist() == found.products.max(axis=1).tolist()
 
 
 @pytest.mark.parametrize("by", ["maxsim", "meanmaxsim"])
-def test_a_query_against_documents(by: Similarity) -> None:
+def test_a_query_against_documents(by: MaxSimilarity) -> None:
     """The page shows the dot products of all pairs of vectors, and a frame around the largest product of each row.
 
     A bar shows how much a query vector adds to the score. The sum of all bars is the score.

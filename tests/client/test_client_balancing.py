@@ -14,7 +14,8 @@ from fake_server import FakeServer, start_fake_server
 from ports import free_port
 
 from encserve_client import AsyncEncoderClient, EncoderClient, InvalidInputError, RetryPolicy, Tls
-from encserve_client._grpc.channel import SERVICE_NAME, channel_options, is_balanced
+from encserve_client._grpc.channel import SERVICE_NAME, channel_options
+from encserve_client._grpc.target import is_balanced
 
 IDS = [1, 2, 3]
 Start = Callable[..., Awaitable[FakeServer]]
@@ -265,11 +266,10 @@ def test_the_service_config_of_the_caller_has_priority() -> None:
     [
         ([], "target must be a str such as 'localhost:50051', or a list of addresses; was empty"),
         (["10.0.0.7:1", 5], r"target\[1\] must be a str such as '10.0.0.7:50051'; was int"),
-        (["10.0.0.7:1", "encoder:1"], r"target\[1\] must be an IP address with a port.*; was 'encoder:1'.*dns:///NAME:PORT"),
-        (["10.0.0.7"], r"target\[0\] must be an IP address with a port.*; was '10.0.0.7'"),
-        (["10.0.0.7:99999"], r"target\[0\] must be an IP address with a port.*; was '10.0.0.7:99999'"),
-        (["fd00::7:1"], r"target\[0\] must be an IP address with a port.*; was 'fd00::7:1'"),
-        (["[10.0.0.7]:1"], r"target\[0\] must be an IP address with a port.*; was '\[10.0.0.7\]:1'"),
+        (["10.0.0.7:1", "encoder:1"], r"target\[1\] must be an IP address with or without.*; was 'encoder:1'.*dns:///NAME:PORT"),
+        (["10.0.0.7:99999"], r"target\[0\] must be an IP address with or without.*; was '10.0.0.7:99999'"),
+        (["fd00::7:1"], r"target\[0\] must be an IP address with or without.*; was 'fd00::7:1'"),
+        (["[10.0.0.7]:1"], r"target\[0\] must be an IP address with or without.*; was '\[10.0.0.7\]:1'"),
         (["10.0.0.7:1", "[fd00::7]:1"], "target must have IPv4 addresses or IPv6 addresses; had both"),
         ({"10.0.0.7:1"}, "target must be a str such as 'localhost:50051', or a list of addresses; was set"),
     ],

@@ -33,7 +33,8 @@ Code = grpc.StatusCode
 Encode = Callable[[pb.EncodeRequest], Outcome]
 DOWN = Failure(Code.UNAVAILABLE, "down")
 FULL = Failure(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", 2.0)
-POLICY = RetryPolicy(max_attempts=3, initial_backoff_seconds=1.0, backoff_multiplier=2.0)
+POLICY = RetryPolicy(initial_backoff_seconds=1.0, backoff_multiplier=2.0)
+THRICE = RetryPolicy(max_attempts=3, initial_backoff_seconds=1.0)
 ONE_OUTPUT = Options()
 THREE_OUTPUTS = Options(tuple(Output(dimensions=dimensions) for dimensions in (None, 1, 2)))
 
@@ -94,10 +95,7 @@ def failing(failures: list[Failure]) -> Encode:
     ids=["the backoff doubles", "the server's delay and 1 s of jitter", "the backoff is at most 5 s"],
 )
 def test_a_failed_message_is_sent_again(failures: list[Failure], sent: list[float]) -> None:
-    """A failed message is sent again after a wait with backoff.
-
-    If the server has replied to GetModel and is then unavailable, `max_attempts` does not limit the retries.
-    """
+    """A failed message is sent again after a wait with backoff, as often as its time allows."""
     server = Server(failing(failures))
     result = encode(core_of(), server, [[5, 6]])
     assert server.wire.sent[1:] == sent  # the first request is GetModel
@@ -109,11 +107,12 @@ def test_a_failed_message_is_sent_again(failures: list[Failure], sent: list[floa
 @pytest.mark.parametrize(
     ("core", "failures", "error", "text", "attempts"),
     [
-        (core_of(), [FULL] * 9, OverloadedError, "full (sent 3 times)", 3),
+        (core_of(retry=THRICE), [FULL] * 9, OverloadedError, "full (sent 3 times)", 3),
+        (core_of(timeout_seconds=40.0), [FULL] * 99, OverloadedError, "full (sent 7 times)", 7),
         (core_of(timeout_seconds=40.0), [DOWN] * 99, ServerUnavailableError, "host:1: down (sent 10 times)", 10),
         (core_of(retry=RetryPolicy(max_attempts=1)), [DOWN], ServerUnavailableError, "host:1: down", 1),
     ],
-    ids=["a full queue", "no time is left", "one attempt"],
+    ids=["max_attempts", "a full queue until no time is left", "no time is left", "one attempt"],
 )
 def test_attempts_end(
     core: Core, failures: list[Failure], error: type[EncserveError], text: str, attempts: int
@@ -123,20 +122,12 @@ def test_attempts_end(
     assert (str(caught.value), caught.value.attempts) == (text, attempts)
 
 
-def test_a_server_that_never_answers_gets_max_attempts() -> None:
+def test_a_server_that_never_answers_gets_two_seconds() -> None:
+    """The waits have 1 s and 2 s. The second wait would end after the two seconds."""
     server = Server(failing([]))
     server.wire = FakeWire(lambda rpc, request: (0.0, DOWN))
-    with pytest.raises(ServerUnavailableError, match=r"^host:1: down \(sent 3 times\)$"):
+    with pytest.raises(ServerUnavailableError, match=r"^host:1: down \(sent 2 times\)$"):
         encode(core_of(), server, [[5]])
-
-
-def test_attempts_during_an_outage_do_not_count() -> None:
-    """The server refuses a message twice because its queue is full. In between, it is unavailable five times.
-
-    Only the two refusals count towards `max_attempts`, because a queue is often full after an outage.
-    """
-    server = Server(failing([FULL, *[DOWN] * 5, FULL]))
-    assert encode(core_of(), server, [[5]]).timings.attempts == 8
 
 
 def test_all_attempts_of_a_message_share_its_timeout() -> None:

@@ -163,7 +163,7 @@ async def test_an_inspection(caller: Caller, service: FakeEncoder) -> None:
 
 
 async def test_the_result_has_only_the_wanted_tensors(caller: Caller, service: FakeEncoder) -> None:
-    client = caller.connect(token="secret")
+    client = caller.connect(api_key="secret")
     result = await caller(
         client.inspect,
         [5, 6],

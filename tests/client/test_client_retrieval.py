@@ -11,8 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from encserve_client import InvalidInputError, InvalidRequestError, Output, ProtocolError, SparseVector, maxsim, rank
-from encserve_client._logic.answers import decode_response
+from encserve_client import (
+    InvalidInputError,
+    InvalidRequestError,
+    ModelInfo,
+    Output,
+    ProtocolError,
+    SparseVector,
+    maxsim,
+    rank,
+)
+from encserve_client._logic.answers import decode_response, model_info
 from encserve_client.options import Options
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -171,13 +180,99 @@ def test_a_ranking_is_of_all_documents_the_best_first(query: Floats, documents: 
     assert all(score == maxsim(query, documents[index]) for index, score in ranked)
 
 
-def test_sparse_and_single_vectors_are_ranked_by_their_dot_product() -> None:
-    def sparse(**weights: float) -> SparseVector:
-        places = [int(name[1:]) for name in weights]
-        return SparseVector(np.array(places, np.uint32), np.array(list(weights.values()), np.float32), 10)
+def sparse(*weights: float) -> SparseVector:
+    """Make a sparse vector from its numbers, zeros included."""
+    dense = np.array(weights, np.float32)
+    return SparseVector(np.flatnonzero(dense).astype(np.uint32), dense[dense != 0], dense.size)
 
-    assert rank(sparse(w1=2, w5=1), [sparse(w2=9), sparse(w1=1, w5=3), sparse(w5=6)]) == [(2, 6.0), (1, 5.0), (0, 0.0)]
-    assert rank(np.array([1, 2.0]), [np.array([1, 0.0]), np.array([0, 3.0])]) == [(1, 6.0), (0, 1.0)]
+
+def test_each_kind_has_a_default_similarity() -> None:
+    """Cosine for single vectors, so the length of a document has no effect; the dot product for weights."""
+    assert rank(np.array([3, 4.0]), [np.array([9, 0.0]), np.array([0.3, 0.4])]) == [(1, 1.0), (0, pytest.approx(0.6))]
+    assert rank(sparse(2, 0, 1), [sparse(0, 9, 0), sparse(1, 0, 3), sparse(0, 0, 6)]) == [(2, 6.0), (1, 5.0), (0, 0.0)]
+
+
+ROWS = hnp.arrays(np.float32, st.tuples(st.integers(1, 9), st.just(4)), elements=st.integers(-8, 8))
+BY_DEFINITION: dict[Any, Callable[[Floats, Floats], float]] = {
+    "cosine": lambda q, d: float(q @ d) / max(float(np.linalg.norm(q) * np.linalg.norm(d)), 1e-9),
+    "dot": lambda q, d: float(q @ d),
+    "euclidean": lambda q, d: -float(np.linalg.norm(q - d)),
+    "manhattan": lambda q, d: -float(np.abs(q - d).sum()),
+}
+
+
+@given(ROWS, st.sampled_from(sorted(BY_DEFINITION)), st.booleans())
+def test_similarities_by_their_definitions(rows: Floats, by: Any, is_sparse: bool) -> None:
+    """The first row is the query. A list of documents, an array of documents, and sparse weights give equal scores."""
+    query, want = rows[0], [BY_DEFINITION[by](rows[0], row) for row in rows]
+    rankings = [rank(query, rows, by), rank(query, list(rows), by), rank(query.astype(np.float16), rows, by)]
+    if is_sparse:
+        rankings = [rank(sparse(*query), [sparse(*row) for row in rows], by)]
+    for ranked in rankings:
+        assert [score for _, score in sorted(ranked)] == pytest.approx(want, rel=1e-5, abs=1e-5)
+        assert ranked == sorted(ranked, key=lambda pair: -pair[1])
+
+
+def test_packed_bits_are_ranked_by_hamming_distance() -> None:
+    bits = np.random.default_rng(0).integers(0, 2, (50, 20), np.uint8)
+    packed = np.packbits(bits, axis=1)
+    want = [-int((bits[0] != row).sum()) for row in bits]
+    for documents in (packed, list(packed)):
+        ranked = rank(packed[0], documents)
+        assert [score for _, score in sorted(ranked)] == want
+        assert ranked[0] == (0, 0.0)
+    assert rank(packed[0], packed, model(similarity="cosine")) == ranked
+
+
+def test_int8_rows_do_not_overflow() -> None:
+    rows = np.array([[-128] * 64, [127] * 64], np.int8)
+    assert rank(rows[0], rows, "dot") == [(0, 128.0 * 128 * 64), (1, -128.0 * 127 * 64)]
+
+
+def model(**fields: Any) -> ModelInfo:
+    return model_info(pb.ModelInfo(d_model=3, **fields))
+
+
+def test_a_model_gives_its_own_similarity() -> None:
+    """The similarity of a model is that of the kind that it was trained for."""
+    long, near = np.array([4, 3.0]), np.array([1, 0.0])
+    for by, best in (("dot", 0), ("cosine", 1), ("euclidean", 1), ("", 1)):
+        info = model(pooling=pb.OUTPUT_KIND_MEAN, similarity=by)
+        assert rank(near, [long, near], info)[0][0] == best
+    late = model(multi_vector_width=2, multi_vector_similarity="meanmaxsim", similarity="dot")
+    assert rank(np.eye(2), [np.eye(2)], late) == [(0, 1.0)]
+    assert rank(near, [long, near], late)[0][0] == 1
+    weights = model(sparse_width=2, similarity="cosine")
+    assert rank(sparse(1, 0), [sparse(4, 3), sparse(1, 0)], weights)[0][0] == 1
+    unknown = model(pooling=pb.OUTPUT_KIND_MEAN, similarity="hyperbolic")
+    with pytest.raises(InvalidInputError, match="similarity must be 'cosine' or .* for a vector, .*; was 'hyperbolic'"):
+        rank(near, [long], unknown)
+
+
+@pytest.mark.parametrize("documents", [np.ones((5, 3)), [np.ones(3)] * 5, [np.ones((2, 3))] * 5, [sparse(1, 0)] * 5])
+def test_the_best_documents(documents: Any) -> None:
+    """Of equal scores, the first documents are returned."""
+    query = documents[0]
+    assert [index for index, _ in rank(query, documents, top_k=3)] == [0, 1, 2]
+    assert len(rank(query, documents, top_k=9)) == 5
+    assert rank(query, documents[:0], top_k=3) == []
+
+
+def test_many_documents_are_compared_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result does not depend on the size of a block, which bounds the extra memory."""
+    rng = np.random.default_rng(0)
+    rows = rng.integers(-4, 5, (40, 6)).astype(np.float32)
+    late = [rows[:n] for n in rng.integers(0, 9, 40)]
+    weights = [sparse(*(row * (row > 2))) for row in rows]
+    calls: list[Callable[[], Any]] = [
+        lambda: rank(rows[0], rows, "dot"),
+        lambda: rank(rows[:3], late),
+        lambda: rank(weights[0], weights),
+    ]
+    whole = [call() for call in calls]
+    for numbers in (1, 20, 100):
+        monkeypatch.setattr("encserve_client.scoring._BLOCK_NUMBERS", numbers)
+        assert [call() for call in calls] == whole
 
 
 def test_a_document_without_vectors_comes_last() -> None:
@@ -187,29 +282,60 @@ def test_a_document_without_vectors_comes_last() -> None:
 
 
 NO_WEIGHTS = SparseVector(np.empty(0, np.uint32), np.empty(0, np.float32), 9)
+BITS = np.ones(3, np.uint8)
 
 
 @pytest.mark.parametrize(
-    ("query", "document", "problem"),
+    ("query", "documents", "options", "problem"),
     [
-        (np.ones((2, 3)), np.ones((2, 4)), r"were \(2, 3\) and \(2, 4\)"),
-        (np.empty((0, 3)), np.ones((2, 3)), "query must have at least 1 vector"),
-        (np.ones(3), np.ones((2, 3)), r"must be of one kind; were \(3,\) and \(2, 3\)"),
-        (np.ones(3), np.ones(4), "equally wide"),
-        (NO_WEIGHTS, np.ones(3), "were sparse and"),
+        (np.ones((2, 3)), [np.ones((2, 4))], {}, r"query and documents\[0\] must be equally wide; were 3 and 4"),
+        (np.empty((0, 3)), [np.ones((2, 3))], {}, "query must have at least 1 vector"),
+        (np.ones(3), [np.ones((2, 3))], {}, r"must be of one kind; were a vector and vectors for MaxSim"),
+        (
+            np.ones((1, 3)),
+            np.ones((2, 3)),
+            {},
+            "a row of documents must be of one kind; were vectors for MaxSim and a v",
+        ),
+        (np.ones(3), np.ones((2, 4)), {}, "query and a row of documents must be equally wide; were 3 and 4"),
+        (np.ones(3), [np.ones(3), np.ones(4)], {}, r"documents\[1\] must be equally wide"),
+        (NO_WEIGHTS, [np.ones(3)], {}, "were sparse weights and a vector"),
+        (BITS, [np.ones(3)], {}, "were packed bits and a vector"),
+        (BITS, [BITS], {"similarity": "cosine"}, "similarity must be 'hamming' for packed bits, .*; was 'cosine'"),
+        (np.ones(3), [np.ones(3)], {"similarity": "hamming"}, "'dot' or 'euclidean' or 'manhattan' for a vector"),
+        (np.ones(3), [np.ones(3)], {"similarity": "maxsim"}, "was 'maxsim'"),
+        (np.ones((2, 3)), [np.ones((2, 3))], {"similarity": "dot"}, "'maxsim' or 'meanmaxsim' for vectors for MaxSim"),
+        (np.ones(3), [np.ones(3)], {"similarity": 5}, "was 5"),
+        ("a", [np.ones(3)], {}, "query must be an array or a SparseVector; was str"),
+        ([1.0], [np.ones(3)], {}, "query must be an array or a SparseVector; was list"),
+        (np.array(["a"]), [np.ones(3)], {}, r"query must be a \(width,\) or .* array of numbers; was \(1,\) of <U1"),
+        (np.ones((2, 2), np.uint8), [BITS], {}, r"query must be one vector of packed bits, \(bytes,\); was \(2, 2\)"),
+        (np.ones(3), "a", {}, "documents must be a list or an array; was str"),
+        (np.ones(3), None, {}, "documents must be a list or an array; was NoneType"),
+        (np.ones(3), np.ones(3), {}, r"documents must be a list, or a \(documents, width\) array; was \(3,\)"),
+        (
+            np.ones(3),
+            [np.ones(3), InvalidInputError("x")],
+            {},
+            r"documents\[1\] must be an array .*; was InvalidInputE",
+        ),
+        (np.ones(3), [np.ones(3)], {"top_k": 0}, "top_k must be >= 1; was 0"),
+        (np.ones(3), [np.ones(3)], {"top_k": 1.5}, "top_k must be an int; was float"),
     ],
 )
-def test_what_cannot_be_compared(query: Any, document: Any, problem: str) -> None:
+def test_what_cannot_be_ranked(query: Any, documents: Any, options: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidInputError, match=problem):
-        rank(query, [document])
+        rank(query, documents, **options)
 
 
 def test_maxsim_is_of_several_vectors_and_by_one_of_two_names() -> None:
     vectors = np.ones((2, 3), np.float32)
-    for query, document in ((NO_WEIGHTS, NO_WEIGHTS), ([[1.0]], vectors), (vectors, NO_WEIGHTS)):
-        with pytest.raises(ValueError, match=r"query and document must be \(n, width\) and \(m, width\) arrays; were"):
+    for query, document, problem in (
+        (NO_WEIGHTS, NO_WEIGHTS, r"query must be a \(n, width\) array of numbers; was sparse weights"),
+        ([[1.0]], vectors, "query must be an array or a SparseVector; was list"),
+        (vectors, NO_WEIGHTS, "query and document must be of one kind; were vectors for MaxSim and sparse weights"),
+    ):
+        with pytest.raises(InvalidInputError, match=problem):
             maxsim(query, document)  # type: ignore[arg-type]
-    calls: list[tuple[Callable[..., Any], Any]] = [(maxsim, vectors), (rank, [vectors])]
-    for compare, compared in calls:
-        with pytest.raises(ValueError, match="similarity must be 'maxsim' or 'meanmaxsim'; was 'cosine'"):
-            compare(vectors, compared, similarity="cosine")
+    with pytest.raises(InvalidInputError, match="similarity must be 'maxsim' or 'meanmaxsim'; was 'cosine'"):
+        maxsim(vectors, vectors, similarity="cosine")  # type: ignore[arg-type]

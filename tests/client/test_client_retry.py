@@ -66,7 +66,7 @@ def always(value: float):  # type: ignore[no-untyped-def]
 )
 def test_only_temporary_failures_are_retried(failure: Failure, expected: bool) -> None:
     assert is_retryable(failure) is expected
-    wait = seconds_until_retry(POLICY, failure, 1, 100.0, always(0.5))
+    wait = seconds_until_retry(POLICY, failure, 1, 100.0, always(0.5), is_away=False)
     assert (wait is not None) is expected
 
 
@@ -93,8 +93,26 @@ def test_backoff_doubles_up_to_its_bound_then_ends() -> None:
 
     After `max_attempts` there is no further retry.
     """
-    waits = [seconds_until_retry(POLICY, DOWN, attempts, 100.0, always(1.0)) for attempts in (1, 2, 3, 4)]
+    waits = [seconds_until_retry(POLICY, DOWN, n, 100.0, always(1.0), is_away=True) for n in (1, 2, 3, 4)]
     assert waits == [pytest.approx(0.1), pytest.approx(0.2), pytest.approx(0.3), None]
+
+
+def test_a_policy_without_backoff_waits_a_little() -> None:
+    policy = RetryPolicy(initial_backoff_seconds=0, max_backoff_seconds=0)
+    assert seconds_until_retry(policy, FULL, 9, 100.0, always(1.0)) == pytest.approx(1.55)
+
+
+@pytest.mark.parametrize("is_away", [True, False])
+def test_a_server_that_has_never_answered_gets_two_seconds(is_away: bool) -> None:
+    """A server that has answered is worth waiting for. Another one may not exist."""
+    waited, attempts = 0.0, 0
+    while waited < 25.0:
+        attempts += 1
+        wait = seconds_until_retry(RetryPolicy(), DOWN, attempts, 30.0 - waited, always(1.0), is_away=is_away)
+        if wait is None:
+            break
+        waited += wait
+    assert (waited > 24.0) if is_away else (1.0 < waited < 2.0)
 
 
 def test_a_wait_is_at_least_the_servers_delay() -> None:
@@ -116,7 +134,7 @@ def test_no_wait_exceeds_the_deadline() -> None:
 )
 def test_a_wait_is_within_its_bounds(attempts: int, draw: float, remaining: float, asked: float | None) -> None:
     """A wait is at least the server's delay, and at most `max_backoff_seconds` longer. It ends before the deadline."""
-    policy = RetryPolicy(max_attempts=20_000)
+    policy = RetryPolicy()
     failure = Failure(Code.UNAVAILABLE, "", retry_delay_seconds=asked)
     wait = seconds_until_retry(policy, failure, attempts, remaining, lambda: draw)
     if wait is not None:
@@ -132,12 +150,13 @@ def test_a_wait_is_within_its_bounds(attempts: int, draw: float, remaining: floa
         ({"backoff_multiplier": 0.5}, "backoff_multiplier must be >= 1; was 0.5"),
         ({"initial_backoff_seconds": 9}, "was 5.0 < 9"),
         ({"max_attempts": 2.5}, "max_attempts must be an int; was float"),
+        ({"max_attempts": None}, "max_attempts must be an int; was NoneType"),
         ({"max_backoff_seconds": "9"}, "max_backoff_seconds must be a number; was str"),
     ],
 )
 def test_a_wrong_policy_is_refused(settings: dict[str, float], text: str) -> None:
     with pytest.raises(InvalidInputError, match=text):
-        RetryPolicy(**settings)  # type: ignore[arg-type]
+        RetryPolicy(**settings)
 
 
 EXPECTED: dict[Code, type[EncserveError]] = {
@@ -231,3 +250,9 @@ def test_the_index_counts_inputs_of_the_call() -> None:
     failure = Failure(Code.INVALID_ARGUMENT, "inputs[3].token_ids.ids[17]: must be < 100; was 200")
     assert str(failure.to_exception(1, first_index=256)).startswith("inputs[259].token_ids.ids[17]: must")
     assert str(failure.to_exception(1)).startswith("inputs[3].token_ids")
+
+
+def test_a_missing_key_says_where_it_comes_from() -> None:
+    failure = Failure(Code.UNAUTHENTICATED, "unknown or revoked key", "UNAUTHENTICATED")
+    text = "unknown or revoked key; this client takes the key from api_key=, --api-key or ENCSERVE_API_KEY"
+    assert str(failure.to_exception(attempts=1)) == text

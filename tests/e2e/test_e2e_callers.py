@@ -43,7 +43,7 @@ class Load(threading.Thread):
 
     def _call(self) -> None:
         """Make calls until `finish` is called. A refused call raises UnauthenticatedError."""
-        with EncoderClient(self._server.target, token=self._key) as client:
+        with EncoderClient(self._server.target, api_key=self._key) as client:
             while not self._finished.is_set():
                 client.token_vectors([[1, 2, 3]])
                 self.answered.append(time.monotonic())
@@ -168,7 +168,7 @@ def test_a_read_that_hangs_stops_neither_calls_nor_the_server(tmp_path: Path, se
     with real_server(tmp_path / "models", "--drain-delay-seconds", "0", setting, str(file), program=program) as server:
         while not server.metric("encserve_callers_file_refused"):
             time.sleep(0.05)
-        with EncoderClient(server.target, token=key) as client:
+        with EncoderClient(server.target, api_key=key) as client:
             client.token_vectors([[1, 2, 3]])
         server.terminate()
         assert server.wait() == 0

@@ -131,7 +131,7 @@ async def test_a_token_names_the_caller_and_nothing_else_does(deployment: Deploy
     named = {"x-gateway-inference-fairness-id": "x"}
     assert (await deployment.post(provider.token("reports"), **named)).status_code == 200
     tls, token = Tls(ca=deployment.ca), provider.token("search")
-    async with AsyncEncoderClient(deployment.target, tls=tls, token=token) as client:
+    async with AsyncEncoderClient(deployment.target, tls=tls, api_key=token) as client:
         await client.embed(["hello"])
     assert server.sample("encserve_caller_calls_total", caller="reports", outcome="OK") == 1
     assert server.sample("encserve_caller_calls_total", caller="search", outcome="OK") >= 1
@@ -154,11 +154,11 @@ async def test_other_tokens_are_refused_by_the_proxy(deployment: Deployment) -> 
         Provider().token("search"),
         provider.token("search", audience="other"),
         provider.token("search", seconds=-3600),
-        "no token",
+        "no-token",
     ]
     for token in wrong:
         assert (await deployment.post(token)).status_code in (401, 403)  # 403 if the token is for another audience
-        async with AsyncEncoderClient(deployment.target, tls=Tls(ca=deployment.ca), token=token) as client:
+        async with AsyncEncoderClient(deployment.target, tls=Tls(ca=deployment.ca), api_key=token) as client:
             with pytest.raises(AccessDeniedError):
                 await client.embed(["hello"])
     assert not [it for it in callers_of(deployment.server) if it["outcome"] == "OK"]

@@ -144,7 +144,7 @@ def send_invalid_heads(server: RealServer, key: str) -> None:
 
 def call_ours(server: RealServer, outputs: Outputs, key: str, *, is_right: bool) -> None:
     """Call the server with `EncoderClient` and with the command `encserve`. Collect the outputs of both."""
-    with EncoderClient(server.target, token=key, retry=RetryPolicy(max_attempts=1)) as client:
+    with EncoderClient(server.target, api_key=key, retry=RetryPolicy(max_attempts=1)) as client:
         outputs.add("our client", repr(client), vars(client).keys())
         if is_right:
             client.embed(["w3 w4"])
@@ -155,12 +155,12 @@ def call_ours(server: RealServer, outputs: Outputs, key: str, *, is_right: bool)
         with pytest.raises(EncserveError) as wrong:
             client.embed([[999_999]])
         outputs.add("our client", repr(wrong.value), vars(wrong.value))
-    flag, variables = ("--token", key), ({"ENCSERVE_API_KEY": key}, {"ENCSERVE_TOKEN": key})
+    flag, variable = ("--api-key", key), {"ENCSERVE_API_KEY": key}
     for given, environment, command in (
         (flag, {}, ("models",)),
         (flag, {}, ("embed", "--ids", "no")),
-        ((), variables[0], ("embed", "w3 w4")),
-        ((), variables[1], ("bench", "--json", "--seconds", "1")),
+        ((), variable, ("embed", "w3 w4")),
+        ((), variable, ("bench", "--json", "--seconds", "1")),
     ):
         done = subprocess.run(
             [COMMAND.parent / "encserve", "--target", server.target, *given, *command],

@@ -103,10 +103,9 @@ def test_our_command(servers: Servers) -> None:
         return execute(command, "--target", target, "--timeout", "5", *flags, "embed", "w3 w4", **environment)
 
     ca = ("--ca", made.ca)
-    assert embed(servers.right, *ca, "--cert", made.client.cert, "--key", made.client.key).returncode == 0
+    assert embed(servers.right, *ca, "--cert", made.client.cert, "--tls-key", made.client.key).returncode == 0
     assert "the server wants a client certificate" in " ".join(embed(servers.right, *ca).stderr.split())
-    for variable in ("ENCSERVE_API_KEY", "ENCSERVE_TOKEN"):
-        assert embed(servers.keyed, *ca, **{variable: KEY}).returncode == 0
+    assert embed(servers.keyed, *ca, ENCSERVE_API_KEY=KEY).returncode == 0
     refused = embed(servers.keyed, *ca, ENCSERVE_API_KEY=WRONG_KEY)
     assert refused.returncode == 1
     assert "unknown or revoked key" in " ".join(refused.stderr.split())
@@ -229,7 +228,7 @@ def test_examples(servers: Servers, tmp_path: Path, language: str) -> None:
         command = [program("node", "nodejs"), script]
         unavailable, unauthenticated = "UNAVAILABLE", "UNAUTHENTICATED"
     files = {"ENCSERVE_CA": str(made.ca), "ENCSERVE_PROTO": str(ROOT / "proto")}
-    pair = {"ENCSERVE_CERT": str(made.client.cert), "ENCSERVE_KEY": str(made.client.key)}
+    pair = {"ENCSERVE_CERT": str(made.client.cert), "ENCSERVE_TLS_KEY": str(made.client.key)}
 
     def encode(server: RealServer, **environment: str) -> subprocess.CompletedProcess[str]:
         return execute(*command, f"localhost:{server.grpc_port}", "w3 w4", **files, **environment)

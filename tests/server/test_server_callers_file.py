@@ -139,6 +139,10 @@ def test_a_wrong_file_of_keys(data: bytes, problem: str) -> None:
         read_keys(data, "it")
 
 
+def test_a_file_of_keys_may_begin_with_a_byte_order_mark() -> None:
+    assert read_keys(b"\xef\xbb\xbf" + b"k" * 16 + b"\r\n", "it")[0].digests == (digest_of("k" * 16),)
+
+
 def test_hash_key_makes_a_new_key_and_its_hash() -> None:
     runs = [CliRunner().invoke(main, ["hash-key"]).stdout for _ in range(2)]
     assert runs[0] != runs[1]

@@ -1,6 +1,6 @@
 // Prints the vector of each text as a line of JSON: go run . localhost:50051 "I understand this" "and that"
 //
-// With ENCSERVE_CA, a PEM file of authorities, by TLS; with ENCSERVE_CERT and ENCSERVE_KEY it shows a certificate.
+// With ENCSERVE_CA, a PEM file of authorities, by TLS; with ENCSERVE_CERT and ENCSERVE_TLS_KEY it shows a certificate.
 // With ENCSERVE_API_KEY it presents that key.
 package main
 
@@ -40,7 +40,7 @@ func security() grpc.DialOption {
 		log.Fatal("no certificate in " + ca)
 	}
 	if cert := os.Getenv("ENCSERVE_CERT"); cert != "" {
-		pair, err := tls.LoadX509KeyPair(cert, os.Getenv("ENCSERVE_KEY"))
+		pair, err := tls.LoadX509KeyPair(cert, os.Getenv("ENCSERVE_TLS_KEY"))
 		if err != nil {
 			log.Fatal(err)
 		}

@@ -1,5 +1,5 @@
 // Prints the vector of each text as a line of JSON: node encode.js localhost:50051 "I understand this" "and that"
-// With ENCSERVE_CA, a PEM file of authorities, by TLS; with ENCSERVE_CERT and ENCSERVE_KEY it shows a certificate.
+// With ENCSERVE_CA, a PEM file of authorities, by TLS; with ENCSERVE_CERT and ENCSERVE_TLS_KEY it shows a certificate.
 // With ENCSERVE_API_KEY it presents that key.
 "use strict";
 
@@ -21,7 +21,7 @@ const { EncoderService } = grpc.loadPackageDefinition(definition).encserve.v1;
 const limits = { "grpc.max_receive_message_length": 64 * 1024 * 1024 };
 const read = (name) => (process.env[name] ? fs.readFileSync(process.env[name]) : null);
 const security = process.env.ENCSERVE_CA
-  ? grpc.credentials.createSsl(read("ENCSERVE_CA"), read("ENCSERVE_KEY"), read("ENCSERVE_CERT"))
+  ? grpc.credentials.createSsl(read("ENCSERVE_CA"), read("ENCSERVE_TLS_KEY"), read("ENCSERVE_CERT"))
   : grpc.credentials.createInsecure();
 const client = new EncoderService(address, security, limits);
 const metadata = new grpc.Metadata();

@@ -15,7 +15,7 @@ _PORT = f"{PREFIX}PORT"
 # The variables of the command `encserve`, of its subcommands, and of the tests.
 _OTHER_PROGRAMS = frozenset(
     f"{PREFIX}{name}"
-    for name in ("TARGET", "TIMEOUT", "TLS", "CA", "CERT", "KEY", "TOKEN", "SERVER_NAME", "METADATA", "VERSION")
+    for name in ("TARGET", "TIMEOUT", "TLS", "CA", "CERT", "TLS_KEY", "SERVER_NAME", "METADATA", "VERSION")
 )
 _COMMANDS = ("ENCODE", "MODELS", "EMBED", "TOKENIZE", "SIMILARITY", "INSPECT", "BENCH")
 _OTHER_PROGRAMS_PREFIXES = tuple(f"{PREFIX}{name}_" for name in (*_COMMANDS, "REQUIRE"))

@@ -128,7 +128,7 @@ def bench(
     )
     info = client.model(model, model_version)
     workload = _workload(settings, info, model, model_version)
-    connection = Connection(target=target, tls=keywords["tls"], token=keywords["token"])
+    connection = Connection(target=target, tls=keywords["tls"], token=keywords["api_key"])
     results = _run_all(settings, connection, workload)
     body = json.dumps(bench_json.document(settings, started_at, info, workload, results), ensure_ascii=False)
     if output_json is not None:

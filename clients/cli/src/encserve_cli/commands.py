@@ -13,13 +13,19 @@ from encserve_cli.files.command import Printing, Sources, deliver, prints_rows, 
 from encserve_cli.inspect import inspect
 from encserve_cli.job_options import SectionCommand, makes_jobs
 from encserve_cli.retrieval import embed, similarity
-from encserve_cli.shared import calls_server, names_model, treats_texts
+from encserve_cli.shared import calls_server, names_model, treats_texts, warnings_in_one_line
 from encserve_cli.tokens import tokenize
 from encserve_client import EncoderClient, Output, Task, Tls
 
 
 @click.group("encserve", context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "ENCSERVE"})
-@click.option("--target", default="localhost:50051", show_default=True, show_envvar=True, help="The server, host:port.")
+@click.option(
+    "--target",
+    default="localhost:50051",
+    show_default=True,
+    show_envvar=True,
+    help="The server, host:port. The default port is 50051.",
+)
 @click.option(
     "--timeout",
     default=30.0,
@@ -30,16 +36,11 @@ from encserve_client import EncoderClient, Output, Task, Tls
 @click.option("--tls", is_flag=True, help="Encrypt, and check the server's certificate.")
 @click.option("--ca", type=click.Path(path_type=Path), help="PEM file of the authorities to trust; implies --tls.")
 @click.option("--cert", type=click.Path(path_type=Path), help="PEM file of the certificate to show; implies --tls.")
-@click.option("--key", type=click.Path(path_type=Path), help="PEM file of its private key.")
+@click.option("--tls-key", type=click.Path(path_type=Path), help="PEM file of the private key of --cert.")
 @click.option(
     "--server-name", help="The name of the server's certificate, where it is not the target's; implies --tls."
 )
-@click.option(
-    "--token",
-    envvar=["ENCSERVE_TOKEN", "ENCSERVE_API_KEY"],
-    show_envvar=True,
-    help="The server's key, or any bearer token; use it with --tls.",
-)
+@click.option("--api-key", show_envvar=True, help="The server's key, or any bearer token; use it with --tls.")
 @click.option("--metadata", multiple=True, metavar="NAME=VALUE", help="Sent with every call; may be repeated.")
 @click.version_option(package_name="encserve-cli", prog_name="encserve")
 @click.pass_context
@@ -50,23 +51,24 @@ def cli(
     tls: bool,
     ca: Path | None,
     cert: Path | None,
-    key: Path | None,
+    tls_key: Path | None,
     server_name: str | None,
-    token: str | None,
+    api_key: str | None,
     metadata: tuple[str, ...],
 ) -> None:
     """Ask an encserve server for vectors."""
-    if (cert is None) != (key is None):
-        raise click.UsageError("--cert and --key go together")
+    if (cert is None) != (tls_key is None):
+        raise click.UsageError("--cert and --tls-key go together")
     if wrong := [it for it in metadata if not it.partition("=")[1]]:
         raise click.UsageError(f"--metadata wants NAME=VALUE; was {wrong[0]!r}")
+    context.with_resource(warnings_in_one_line())
     # Made when a command needs it, so that `encserve encode --help` reads no files.
     context.obj = functools.partial(
         EncoderClient,
         target,
-        tls=Tls(ca=ca, cert=cert, key=key, server_name=server_name) if ca or cert or server_name or tls else False,
+        tls=Tls(ca=ca, cert=cert, key=tls_key, server_name=server_name) if ca or cert or server_name or tls else False,
         timeout_seconds=timeout,
-        token=token,
+        api_key=api_key,
         metadata=[(name, value) for name, _, value in (it.partition("=") for it in metadata)],
     )
 

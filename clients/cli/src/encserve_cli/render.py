@@ -19,7 +19,7 @@ _ID_WIDTH = 6
 _TOKEN_WIDTH = 14
 _COSINE_WIDTH = 6  # "-0.123"
 _NO_VECTORS = "no vectors"  # in place of a score
-_TEXT_WIDTH = 20  # the least that a text gets beside its cosines
+_TEXT_WIDTH = 20  # the least that a text gets beside its scores
 # Least cosine, and the style of a cell from there on. Colour only repeats what the number says.
 _STYLES = ((0.999, "dim"), (0.7, "bold green"), (0.4, "green"), (0.2, "yellow"), (-1.0, "red"))
 
@@ -127,22 +127,25 @@ def print_saved(path: Path, result: EncodeResult, inputs: int, rows: int, second
     console.print(Text(f"model {result.model}, version {result.version}, fingerprint {result.fingerprint}", "dim"))
 
 
-def print_similarity(texts: Sequence[str], cosines: npt.NDArray[np.float64], result: EncodeResult) -> None:
-    """The matrix, with the texts at its left; in several tables where it is too wide for one."""
+def print_similarity(
+    texts: Sequence[str], scores: npt.NDArray[np.float64], compared_by: str, result: EncodeResult
+) -> None:
+    """The (texts, texts) matrix of scores, with the texts at its left; in several tables if one would be too wide."""
     console = Console(highlight=False)
+    cells = [[Text(f"{value:.3f}", style=_style(value, compared_by)) for value in row] for row in scores.tolist()]
+    cell_width = max(_COSINE_WIDTH, *(len(cell) for row in cells for cell in row))
     fixed = 2 + len(str(len(texts))) + _GAP + _GAP  # the edges, the column of numbers, the gap after the text
-    per_table = max((console.width - fixed - _TEXT_WIDTH) // (_COSINE_WIDTH + _GAP), 1)
+    per_table = max((console.width - fixed - _TEXT_WIDTH) // (cell_width + _GAP), 1)
     for first in range(0, len(texts), per_table):
-        block = cosines[:, first : first + per_table]
-        text_width = console.width - fixed - block.shape[1] * (_COSINE_WIDTH + _GAP)
+        numbers = range(first, min(first + per_table, len(texts)))
+        text_width = console.width - fixed - len(numbers) * (cell_width + _GAP)
         table = make_table()
         table.add_column("", justify="right")
-        table.add_column("cosine similarity", no_wrap=True)
-        for number in range(first, first + block.shape[1]):
-            table.add_column(str(number + 1), justify="right", min_width=_COSINE_WIDTH, no_wrap=True)
-        for number, (text, row) in enumerate(zip(texts, block, strict=True), start=1):
-            cells = [Text(f"{value:.3f}", style=_style(value)) for value in row.tolist()]
-            table.add_row(str(number), _clip(text, text_width), *cells)
+        table.add_column(f"{compared_by} similarity", no_wrap=True)
+        for number in numbers:
+            table.add_column(str(number + 1), justify="right", min_width=cell_width, no_wrap=True)
+        for number, (text, row) in enumerate(zip(texts, cells, strict=True), start=1):
+            table.add_row(str(number), _clip(text, text_width), *(row[column] for column in numbers))
         console.print(table)
     console.print(Text(f"pooling {result.outputs[0].kind}"))
     print_footer(console, result)
@@ -281,8 +284,8 @@ def print_footer(console: Console, result: EncodeResult | InspectResult) -> None
     console.print(Text(", ".join(known), "dim"))
 
 
-def _style(value: float) -> str:
-    return next((style for least, style in _STYLES if value >= least), "red")
+def _style(value: float, compared_by: str) -> str:
+    return next((style for least, style in _STYLES if value >= least), "red") if compared_by == "cosine" else ""
 
 
 def _clip(text: str, width: int, style: str = "") -> Text:

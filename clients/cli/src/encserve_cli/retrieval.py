@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import click
 import numpy as np
@@ -18,7 +18,7 @@ from encserve_cli.report.matches import Side
 from encserve_cli.shared import calls_server, check_pooling, ids_of, names_model, treats_texts
 from encserve_client import EncodedOutput, EncoderClient, EncodeResult, ModelInfo, Output, Pooling, Task, Timings, rank
 from encserve_client.options import TrainedKind
-from encserve_client.scoring import Similarity
+from encserve_client.scoring import similarity_of
 
 _KIND = click.option(
     "--kind",
@@ -115,9 +115,10 @@ def similarity(
 ) -> None:
     """Print how similar TEXTs are, by what the model makes of them.
 
-    Of one vector each, the cosine similarity of every two. Of the vectors of MaxSim, and of weights over the
-    vocabulary, how well each text answers the first: that one is the query and the others are documents, unless --task
-    says what all of them are.
+    If the model makes one vector of a text, the command prints the similarity of every two texts, by the model's own
+    measure: cosine, if it names none. For vectors of MaxSim, and for weights over the vocabulary, the first text is a
+    query and the others are documents, unless --task says what all of them are. The command prints how well each
+    document answers the query.
     """
     if len(texts) < 2:
         raise ValueError(f"similarity needs at least 2 texts; was {len(texts)}")
@@ -134,14 +135,14 @@ def similarity(
         _rank(client, texts, as_json, chosen, info, html, options)
         return
     result = client.run(texts, outputs=[pooling or ("model" if kind or info.pooling else "mean")], **options)
-    vectors = result.outputs[0].matrix().astype(np.float64)  # (texts, d_model)
-    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float64).tiny)
-    cosines = np.clip(vectors @ vectors.T, -1, 1)  # (texts, texts)
+    vectors = result.outputs[0].matrix()  # (texts, d_model)
+    compared_by = similarity_of(info, "model")
+    scores = np.array([[score for _, score in sorted(rank(it, vectors, compared_by))] for it in vectors])
     if as_json:
-        body = ids_of(result) | {"pooling": result.outputs[0].kind, "texts": texts, "cosine": cosines.tolist()}
-        click.echo(json.dumps(body, ensure_ascii=False))
+        body = {"pooling": result.outputs[0].kind, "texts": texts, "compared_by": compared_by}
+        click.echo(json.dumps(ids_of(result) | body | {"scores": scores.tolist()}, ensure_ascii=False))
     else:
-        render.print_similarity(texts, cosines, result)
+        render.print_similarity(texts, scores, compared_by, result)
 
 
 def _rank(
@@ -154,7 +155,7 @@ def _rank(
     options: dict[str, Any],
 ) -> None:
     """How well the texts after the first answer it, the best first."""
-    compared_by = _compared_by(kind, info)
+    compared_by = similarity_of(info, kind)
     task = options.pop("task")
     parts: tuple[tuple[Task, Sequence[str]], ...] = (("query", texts[:1]), ("document", texts[1:]))
     asked = [
@@ -168,13 +169,12 @@ def _rank(
         for own, part in parts
     ]
     query, documents = ([*_encoded(result.outputs[0])] for result in asked)
-    by = cast("Similarity", compared_by)  # which `rank` reads where there are several vectors
-    scores = rank(query[0], documents, by)
+    scores = rank(query[0], documents, compared_by)
     if html is not None:
         from encserve_cli.report.page import build_match_page  # plotly takes a second to import
 
         [asker], sides = (_sides(part, result) for (_, part), result in zip(parts, asked, strict=True))
-        page = build_match_page(asker, [(sides[index], score) for index, score in scores], by, asked[0])
+        page = build_match_page(asker, [(sides[index], score) for index, score in scores], compared_by, asked[0])
         html.write_text(page, encoding="utf-8", newline="\n")
     ranking = [
         (index, None if kind == "multi_vector" and not len(documents[index]) else score) for index, score in scores
@@ -197,18 +197,6 @@ def _sides(texts: Sequence[str], result: EncodeResult) -> list[Side]:
         Side(text, tuple(visible(name) for name in render.vector_names(info, places, len(rows))), rows)
         for text, rows, places, info in found
     ]
-
-
-def _compared_by(kind: TrainedKind, info: ModelInfo) -> str:
-    """What `rank` compares by, or "dot". ValueError where weights are compared in another way."""
-    if kind == "multi_vector":
-        return info.multi_vector_similarity or "maxsim"
-    if info.trained_kind == "sparse" and info.similarity not in ("", "dot"):
-        raise ValueError(
-            f"model {info.name} compares weights by {info.similarity}, and this command only by their dot product; "
-            "encserve embed has the weights themselves"
-        )
-    return "dot"
 
 
 def _encoded(output: EncodedOutput) -> Sequence[Any]:

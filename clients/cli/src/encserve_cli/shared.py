@@ -1,6 +1,7 @@
 """What the subcommands of `encserve` have in common."""
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -32,6 +33,18 @@ def errors_in_one_line(*others: type[Exception]) -> Iterator[None]:
         yield
     except caught as error:
         raise click.ClickException(" ".join(str(error).split())) from error
+
+
+@contextmanager
+def warnings_in_one_line() -> Iterator[None]:
+    """Prints warnings as one line on stderr, without the line of code that they come from."""
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        click.echo(f"Warning: {message}", err=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
 
 
 def check_pooling(kind: str | None, pooling: str | None) -> None:

@@ -9,6 +9,12 @@
 `AsyncEncoderClient` is the same for asyncio.
 """
 
+import os
+
+# gRPC prints each failed connection on stderr, with less than the client's errors say. GRPC_VERBOSITY=INFO shows it.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+from encserve_client._base import PlaintextKeyWarning
 from encserve_client.async_client import AsyncEncoderClient
 from encserve_client.client import EncoderClient
 from encserve_client.exceptions import (
@@ -81,6 +87,7 @@ __all__ = [
     "OutputKind",
     "OverloadedError",
     "PermissionDeniedError",
+    "PlaintextKeyWarning",
     "Pooling",
     "Priority",
     "Progress",

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def want(name: str, value: object, kind: type[T] | tuple[type[T], ...], words: str) -> T:
-    """Returns a value of one of these types. The text of the error keeps the value secret: it may be a token.
+    """Returns a value of one of these types. The error has no part of the value, which may be a key.
 
     Raises:
         InvalidInputError: It is of another type.

@@ -1,14 +1,17 @@
 """What both clients have in common apart from I/O: settings, credentials, and arguments made into options."""
 
+import warnings
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, TypedDict, TypeVar, cast
 
 import grpc
 
 from encserve_client._arguments import as_float, as_int, want
-from encserve_client._grpc.channel import Freshness, as_target, channel_credentials, channel_options
+from encserve_client._grpc.channel import Freshness, channel_credentials, channel_options
 from encserve_client._grpc.diagnosis import Diagnosis
-from encserve_client._grpc.metadata import GivenMetadata, call_metadata
+from encserve_client._grpc.metadata import GivenMetadata, call_metadata, has_bearer_key
+from encserve_client._grpc.proxy import proxy_of
+from encserve_client._grpc.target import as_target, has_several_addresses, is_local
 from encserve_client._logic.answers import Expected
 from encserve_client._logic.calls import Core, ModelKey, Settings
 from encserve_client._logic.dispatch import TimeLimit
@@ -92,16 +95,20 @@ class TokenizeOptions(TypedDict, total=False):
     progress: Progress | None
 
 
+class PlaintextKeyWarning(UserWarning):
+    """A client sends a key to another machine without encryption."""
+
+
 class BaseClient:
     """Holds what does not depend on threads or asyncio; see `EncoderClient` for the arguments."""
 
     def __init__(
         self,
-        target: str | Sequence[str] = "localhost:50051",
+        target: str | Sequence[str] | None = None,
         *,
         tls: Tls | bool = False,
         credentials: grpc.ChannelCredentials | None = None,
-        token: str | None = None,
+        api_key: str | None = None,
         metadata: GivenMetadata | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
@@ -127,7 +134,7 @@ class BaseClient:
         )
         self._core = Core(settings)
         checked_tls, self._credentials = channel_credentials(tls, credentials)
-        if checked_tls is not None and checked_tls.server_name is None and not isinstance(target, str):
+        if checked_tls is not None and checked_tls.server_name is None and has_several_addresses(self._target):
             raise InvalidInputError(
                 "several addresses need tls=Tls(server_name=…), the one name that their certificates have"
             )
@@ -135,14 +142,28 @@ class BaseClient:
             self._target, settings.max_message_bytes, checked_tls, channel_arguments
         )
         self._freshness = Freshness(checked_tls)
+        proxy = proxy_of(self._target, dict(self._channel_options))
         # What `credentials` stand for is not known.
-        self._diagnosis = None if credentials is not None else Diagnosis(self._target, checked_tls)
-        self._metadata = call_metadata(token, metadata)
+        self._diagnosis = None if credentials is not None else Diagnosis(self._target, checked_tls, proxy)
+        self._metadata = call_metadata(api_key, metadata)
+        if self._credentials is None and not is_local(self._target) and has_bearer_key(self._metadata):
+            warnings.warn(
+                f"the key goes to {self._target} without encryption, and everybody on the way can read it: give "
+                "tls=True or Tls(ca=…), or --tls or --ca in a command",
+                PlaintextKeyWarning,
+                stacklevel=2,
+            )
         self._closed = False
         self._set_up()
 
     def _set_up(self) -> None:
         """What a client does when it is made, with all of its settings there; for its two kinds to say."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} has open connections and cannot be pickled or copied: make a client in each "
+            "process, worker or actor, in the function that runs there"
+        )
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"

@@ -39,25 +39,29 @@ class EncoderClient(SyncTransport):
             rows = client.token_vectors(["a text", "another"])  # a (seq_len, d_model) array for each
 
     A client holds one channel. It connects when it is first used, and connects again by itself. Many calls may use it
-    at the same time. A context of OpenTelemetry goes along with every call.
+    at the same time. A client cannot be pickled: make one in each process. A context of OpenTelemetry goes along with
+    every call.
 
     Every method raises an `EncserveError`; its subclasses say what happened. Large calls are cut into messages, and a
     message that fails for a while is sent again; see `RetryPolicy`.
 
     Args:
-        target: The server, as host:port, or as any name that gRPC resolves, such as "unix:///run/e.sock". Or several,
-            which take turns message by message while their health service says SERVING: all addresses of a DNS name,
-            "dns:///encoder:50051", or a list, ["10.0.0.7:50051", "10.0.0.8:50051"].
+        target: The server, as "host:port", "host" for port 50051, or any name that gRPC resolves, such as
+            "unix:///run/e.sock". Or several, which take turns message by message while their health service says
+            SERVING: all addresses of a DNS name, "dns:///encoder", or a list, ["10.0.0.7:50051", "10.0.0.8:50051"].
+            Default: the environment variable ENCSERVE_TARGET, or "localhost:50051".
         tls: True to encrypt and check the server's certificate, or a `Tls` with files. Default: plaintext.
         credentials: gRPC channel credentials, for what `tls` cannot say. Not both.
-        token: Sent with every call as "authorization: Bearer …". Readable by anyone on the way unless `tls` is used.
+        api_key: The server's key, sent with every call as "authorization: Bearer …"; "" for none. Anybody on the way
+            can read the key unless `tls` is used, so a `PlaintextKeyWarning` warns of a key that leaves this machine
+            in plaintext. Default: the environment variable ENCSERVE_API_KEY.
         metadata: More to send with every call; keys in lower case.
         timeout_seconds: The time of one message, from when it is first sent until it is answered, with attempts and
             the waits between them. A call of many messages has no limit as a whole, unless the call sets one. Default:
             30. `math.inf` for none.
         max_message_bytes: The largest message to send or receive, in bytes. Default: 64 MiB, as the server's replies.
         max_concurrent_messages: The number of messages of one call that may be under way. Default: 4.
-        retry: When a failed message is sent again. Default: up to 5 attempts; see `RetryPolicy`.
+        retry: When a failed message is sent again. Default: as often as its time allows; see `RetryPolicy`.
         priority: "interactive" for calls that somebody waits for, or "bulk" for a job, which gets what interactive
             calls leave. Default: interactive, but a call of more than 2 messages is bulk.
         expected_fingerprint: The `fingerprint` that every answer must have, so that all answers come from one bundle.
@@ -118,7 +122,7 @@ class EncoderClient(SyncTransport):
 
             query = client.embed("how warm is the sea?", task="query")
             documents = client.embed(texts, task="document")
-            best = rank(query, documents)
+            best = rank(query, documents, client.model())
 
         Args:
             inputs: Texts, and sequences of token ids (lists, tuples, or (seq,) integer arrays), freely mixed. A model

@@ -78,7 +78,7 @@ class AccessDeniedError(EncserveError):
 
 
 class UnauthenticatedError(AccessDeniedError):
-    """There is no key, or no certificate, that the server knows; `token` of the client is the key."""
+    """There is no key, or no certificate, that the server knows; `api_key` of the client is the key."""
 
 
 class PermissionDeniedError(AccessDeniedError):

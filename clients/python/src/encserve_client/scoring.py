@@ -1,83 +1,260 @@
-"""How queries and documents are compared: MaxSim, and rankings. Pure NumPy."""
+"""Comparison of queries with documents: similarities, MaxSim, and rankings. Pure NumPy."""
 
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
+import numpy.typing as npt
 
+from encserve_client._arguments import as_int, want
 from encserve_client.exceptions import InvalidInputError
-from encserve_client.options import Array
-from encserve_client.results import SparseVector
+from encserve_client.options import Array, TrainedKind
+from encserve_client.results import ModelInfo, SparseVector
 
-Similarity = Literal["maxsim", "meanmaxsim"]
+VectorSimilarity = Literal["cosine", "dot", "euclidean", "manhattan"]
+BitSimilarity = Literal["hamming"]
+MaxSimilarity = Literal["maxsim", "meanmaxsim"]
+Similarity = Literal[VectorSimilarity, BitSimilarity, MaxSimilarity]
 Encoded = Array | SparseVector
-# What sentence-transformers gives a document without vectors.
-_NOTHING = -1e9
+Floats = npt.NDArray[Any]
+
+# sentence-transformers gives this score to a document without vectors.
+_NO_VECTORS_SCORE = -1e9
+_BLOCK_NUMBERS = 2**18  # a MB in float32, which stays in a cache of the CPU
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, np.newaxis], axis=1).sum(axis=1)  # (256,): bits set in a byte
+# The kinds of what is compared, and for each the similarities that it has. The first one is the default.
+_CHOICES: dict[str, Any] = {
+    "a vector": VectorSimilarity,
+    "packed bits": BitSimilarity,
+    "vectors for MaxSim": MaxSimilarity,
+    "sparse weights": VectorSimilarity,
+}
 
 
-def maxsim(query: Array, document: Array, similarity: Similarity = "maxsim") -> float:
-    """How well a document answers a query, Khattab & Zaharia 2020, section 3.2.
+def maxsim(query: Array, document: Array, similarity: MaxSimilarity = "maxsim") -> float:
+    """The score of a document for a query by MaxSim, Khattab & Zaharia 2020, section 3.2.
 
     Args:
         query: (n, width), the query's vectors.
         document: (m, width), the document's.
         similarity: "maxsim" for the sum over the query's vectors of the largest dot product with one of the document's;
-            "meanmaxsim" for that sum divided by n. The model says which in `ModelInfo.multi_vector_similarity`.
+            "meanmaxsim" for that sum divided by n. `ModelInfo.multi_vector_similarity` names the model's.
 
     Returns:
-        The score, computed in float32; -1e9 where the document has no vectors.
+        The score, computed in float32; -1e9 if the document has no vectors.
 
     Raises:
         InvalidInputError: They are not two-dimensional arrays that are equally wide, the query has no vectors, or there
             is no such similarity.
     """
-    if similarity not in get_args(Similarity):
+    if similarity not in get_args(MaxSimilarity):
         raise InvalidInputError(f"similarity must be 'maxsim' or 'meanmaxsim'; was {similarity!r}")
-    shapes = [its.shape if isinstance(its, np.ndarray) else type(its).__name__ for its in (query, document)]
-    if any(len(shape) != 2 or isinstance(shape, str) for shape in shapes) or shapes[0][1] != shapes[1][1]:
-        raise InvalidInputError(
-            f"query and document must be (n, width) and (m, width) arrays; were {shapes[0]} and {shapes[1]}"
-        )
-    if not len(query):
-        raise InvalidInputError("query must have at least 1 vector; had none")
-    if not len(document):
-        return _NOTHING
-    best = (query.astype(np.float32) @ document.astype(np.float32).T).max(axis=1)  # (n,)
-    return float(best.mean() if similarity == "meanmaxsim" else best.sum())
+    if (kind := _kind("query", query)) != "vectors for MaxSim":
+        raise InvalidInputError(f"query must be a (n, width) array of numbers; was {kind}")
+    _check_document("document", document, query)
+    return float(_maxsim_scores(query, [document], similarity)[0])
 
 
-def rank(query: Encoded, documents: Sequence[Encoded], similarity: Similarity = "maxsim") -> list[tuple[int, float]]:
-    """Orders documents by how well they answer a query.
+def rank(
+    query: Encoded,
+    documents: Array | Sequence[Encoded],
+    similarity: Similarity | ModelInfo | None = None,
+    *,
+    top_k: int | None = None,
+) -> list[tuple[int, float]]:
+    """Orders documents by their similarity to a query.
+
+        rank(client.embed("a text", task="query"), client.embed(texts, task="document"), client.model(), top_k=10)
 
     Args:
-        query: What `encode_query` gave for it: (width,), (n, width), or a `SparseVector`.
-        documents: What `encode_document` gave, one for each document.
-        similarity: For (n, width), as for `maxsim`. Other vectors are compared by their dot product.
+        query: The result of `embed` for one text: (width,), (n, width), or a `SparseVector`.
+        documents: The result of `embed` for texts: (documents, width), or a list of one array or `SparseVector` for
+            each document.
+        similarity: The model, from `client.model()`, for the similarity that it was trained for; or a name. For single
+            vectors and for sparse weights: "cosine", "dot", "euclidean" or "manhattan". For (n, width): "maxsim" or
+            "meanmaxsim", as in `maxsim`. For packed bits, the uint8 arrays of dtype="binary": "hamming", whatever the
+            model says. Default: "cosine" for single vectors, "dot" for sparse weights, "maxsim", "hamming".
+        top_k: The number of documents to return. Default: all.
 
     Returns:
-        The index of each document and its score, the best first; of equal scores the first document's first.
+        The index of each document and its score, the best first; of equal scores the first document's first. Scores of
+        the three distances ("euclidean", "manhattan", "hamming") are negative: a document that equals the query has 0.
+        A document without vectors for MaxSim has -1e9.
 
     Raises:
-        InvalidInputError: A document is of another kind, or another width, than the query; and as for `maxsim`.
+        InvalidInputError: An argument is of the wrong type, a document is of another kind or width than the query, or
+            the similarity is not one for this kind.
     """
-    scores = [_score(query, document, similarity) for document in documents]
-    return sorted(enumerate(scores), key=lambda pair: -pair[1])
+    by = _similarity_for(_kind("query", query), similarity)
+    _check_documents(documents, query)
+    most = len(documents) if top_k is None else as_int("top_k", top_k)
+    if top_k is not None and most < 1:
+        raise InvalidInputError(f"top_k must be >= 1; was {top_k}")
+    if isinstance(query, SparseVector):
+        scores = _sparse_scores(query, cast("Sequence[SparseVector]", documents), by)
+    elif query.ndim == 2:
+        scores = _maxsim_scores(query, cast("Sequence[Array]", documents), by)
+    else:
+        scores = _vector_scores(query, cast("Sequence[Array]", documents), by)
+    scores += 0.0  # -0.0 becomes 0.0
+    best = np.argsort(-scores, kind="stable")[:most]
+    return list(zip(best.tolist(), scores[best].tolist(), strict=True))
 
 
-def _score(query: Encoded, document: Encoded, similarity: Similarity) -> float:
-    if isinstance(query, SparseVector) and isinstance(document, SparseVector):
-        if query.width != document.width:
-            raise InvalidInputError(f"query and document must be equally wide; were {query.width} and {document.width}")
-        _, ours, theirs = np.intersect1d(query.indices, document.indices, assume_unique=True, return_indices=True)
-        return float(query.values[ours].astype(np.float32) @ document.values[theirs].astype(np.float32))
-    if isinstance(query, SparseVector) or isinstance(document, SparseVector) or query.ndim != document.ndim:
-        raise InvalidInputError(f"query and document must be of one kind; were {_shape(query)} and {_shape(document)}")
-    if query.ndim == 2:
-        return maxsim(query, document, similarity)
-    if query.shape != document.shape:
-        raise InvalidInputError(f"query and document must be equally wide; were {query.shape} and {document.shape}")
-    return float(query.astype(np.float32) @ document.astype(np.float32))
+def similarity_of(model: ModelInfo, kind: TrainedKind) -> Similarity:
+    """The similarity by which a model's results of a kind are compared.
+
+    `ModelInfo.similarity` is that of the kind that the model was trained for. For another kind, or if the model does
+    not say: "cosine" of single vectors, "dot" of sparse weights.
+    """
+    if kind == "multi_vector":
+        return cast("Similarity", model.multi_vector_similarity or "maxsim")
+    trained = model.similarity if model.trained_kind == kind else ""
+    return cast("Similarity", trained or ("dot" if kind == "sparse" else "cosine"))
 
 
-def _shape(encoded: Encoded) -> Any:
-    return "sparse" if isinstance(encoded, SparseVector) else encoded.shape
+def _kind(name: str, encoded: object) -> str:
+    """One of `_CHOICES`. Raises InvalidInputError for anything else."""
+    if isinstance(encoded, SparseVector):
+        return "sparse weights"
+    array = want(name, encoded, np.ndarray, "an array or a SparseVector")
+    if array.ndim not in (1, 2) or array.dtype.kind not in "fiu":
+        raise InvalidInputError(
+            f"{name} must be a (width,) or (n, width) array of numbers; was {array.shape} of {array.dtype}"
+        )
+    if array.dtype == np.uint8:
+        if array.ndim == 2:
+            raise InvalidInputError(f"{name} must be one vector of packed bits, (bytes,); was {array.shape} of uint8")
+        return "packed bits"
+    return "a vector" if array.ndim == 1 else "vectors for MaxSim"
+
+
+def _check_documents(documents: object, query: Encoded) -> None:
+    """Raises InvalidInputError if a document cannot be compared with the query, or there is no list of documents."""
+    if isinstance(documents, np.ndarray) and documents.ndim == 2:
+        if len(documents):
+            _check_document("a row of documents", documents[0], query)
+        return
+    if isinstance(documents, np.ndarray) and documents.ndim != 3:
+        raise InvalidInputError(f"documents must be a list, or a (documents, width) array; was {documents.shape}")
+    for index, document in enumerate(want("documents", documents, (list, tuple, np.ndarray), "a list or an array")):
+        _check_document(f"documents[{index}]", document, query)
+
+
+def _check_document(name: str, document: object, query: Encoded) -> None:
+    """Raises InvalidInputError if a document cannot be compared with the query."""
+    if isinstance(document, np.ndarray) and isinstance(query, np.ndarray):
+        alike = (query.ndim, query.dtype, query.shape[-1:]) == (document.ndim, document.dtype, document.shape[-1:])
+        if alike:  # the common case, fast for many documents
+            return
+    kind, wanted = _kind(name, document), _kind("query", query)
+    if kind != wanted:
+        raise InvalidInputError(f"query and {name} must be of one kind; were {wanted} and {kind}")
+    if _width(document) != _width(query):
+        raise InvalidInputError(f"query and {name} must be equally wide; were {_width(query)} and {_width(document)}")
+
+
+def _width(encoded: Any) -> int:
+    return int(encoded.width if isinstance(encoded, SparseVector) else encoded.shape[-1])
+
+
+def _similarity_for(kind: str, similarity: Similarity | ModelInfo | None) -> Similarity:
+    """The name of a similarity. Raises InvalidInputError if it is not one for a kind of `_CHOICES`."""
+    choices = get_args(_CHOICES[kind])
+    if kind == "packed bits" and isinstance(similarity, ModelInfo):
+        similarity = None
+    if similarity is None:
+        return cast("Similarity", "dot" if kind == "sparse weights" else choices[0])
+    if isinstance(similarity, ModelInfo):
+        trained: dict[str, TrainedKind] = {"vectors for MaxSim": "multi_vector", "sparse weights": "sparse"}
+        similarity = similarity_of(similarity, trained.get(kind, "model"))
+    if similarity not in choices:
+        allowed = " or ".join(map(repr, choices))
+        raise InvalidInputError(f"similarity must be {allowed} for {kind}, or a ModelInfo; was {similarity!r}")
+    return similarity
+
+
+def _vector_scores(query: Array, documents: Sequence[Array], by: str) -> Floats:
+    """The score of each document, (documents,), from vectors of (width,)."""
+    scores = np.empty(len(documents))
+    for group in _groups(np.full(len(documents), query.size)):
+        block = np.asarray(documents[group])  # (rows, width)
+        if by != "hamming":
+            block = block.astype(np.result_type(block, query, np.float32), copy=False)
+        scores[group] = _COMPARE[by](block, query)
+    return scores
+
+
+def _cosines(block: Array, query: Array) -> Floats:
+    norms = np.sqrt(np.einsum("ij,ij->i", block, block))
+    products = block @ (query / max(np.linalg.norm(query.astype(block.dtype)), np.finfo(block.dtype).tiny))
+    cosines: Floats = np.clip(products / np.maximum(norms, np.finfo(block.dtype).tiny), -1, 1)
+    return cosines
+
+
+# For (rows, width) and (width,) the score of each row, (rows,).
+_COMPARE: dict[str, Callable[[Array, Array], Floats]] = {
+    "cosine": _cosines,
+    "dot": lambda block, query: block @ query.astype(block.dtype),
+    "euclidean": lambda block, query: -np.linalg.norm(block - query, axis=1),
+    "manhattan": lambda block, query: -np.abs(block - query).sum(axis=1),
+    "hamming": lambda block, query: -_BITS[block ^ query].sum(axis=1, dtype=np.float64),
+}
+
+
+def _maxsim_scores(query: Array, documents: Sequence[Array], by: str) -> Floats:
+    """The score of each document, (documents,), from vectors of (n, width) and of (m, width) for each document."""
+    if not len(query):
+        raise InvalidInputError("query must have at least 1 vector; had none")
+    query = query.astype(np.float32)
+    scores = np.full(len(documents), _NO_VECTORS_SCORE)
+    lengths = np.array([len(document) for document in documents], np.int64)
+    for group in _groups(lengths * max(query.shape)):
+        places = np.flatnonzero(lengths[group]) + group.start  # documents that have vectors
+        if not places.size:
+            continue
+        vectors = np.concatenate([documents[place] for place in places.tolist()]).astype(np.float32, copy=False)
+        starts = np.cumsum(lengths[places]) - lengths[places]
+        best = np.maximum.reduceat(vectors @ query.T, starts, axis=0)  # (documents, n)
+        scores[places] = best.mean(axis=1) if by == "meanmaxsim" else best.sum(axis=1)
+    return scores
+
+
+def _sparse_scores(query: SparseVector, documents: Sequence[SparseVector], by: str) -> Floats:
+    """The score of each document, (documents,).
+
+    For the distances, the sum over all places is that of a document without weights, and a change at each weight.
+    """
+    dense = query.dense().astype(np.float64)  # (width,)
+    norm = np.linalg.norm(dense)
+    scores = np.empty(len(documents))
+    for group in _groups(np.array([document.indices.size for document in documents], np.int64)):
+        block = documents[group]
+        owners = np.repeat(np.arange(len(block)), [document.indices.size for document in block])
+        theirs = np.concatenate([document.values for document in block]).astype(np.float64)
+        ours = dense[np.concatenate([document.indices for document in block])]
+
+        def total(terms: Floats, owners: Floats = owners, count: int = len(block)) -> Floats:
+            return np.bincount(owners, terms, minlength=count)
+
+        if by == "euclidean":
+            scores[group] = -np.sqrt(np.maximum(norm**2 + total((ours - theirs) ** 2 - ours**2), 0))
+        elif by == "manhattan":
+            scores[group] = -(np.abs(dense).sum() + total(np.abs(ours - theirs) - np.abs(ours)))
+        elif by == "cosine":
+            lengths = np.maximum(norm * np.sqrt(total(theirs**2)), np.finfo(np.float64).tiny)
+            scores[group] = np.clip(total(ours * theirs) / lengths, -1, 1)
+        else:
+            scores[group] = total(ours * theirs)
+    return scores
+
+
+def _groups(sizes: npt.NDArray[np.int64]) -> Iterator[slice]:
+    """Successive documents of at most `_BLOCK_NUMBERS` numbers together, or one larger document."""
+    ends = np.cumsum(sizes)
+    start = 0
+    while start < len(sizes):
+        limit = ends[start] - sizes[start] + _BLOCK_NUMBERS
+        stop = max(int(np.searchsorted(ends, limit, side="right")), start + 1)
+        yield slice(start, stop)
+        start = stop

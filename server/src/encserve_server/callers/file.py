@@ -70,7 +70,7 @@ def read_keys(data: bytes, where: str) -> list[CallerRules]:
         CallersError: The file has no key, or a line is not a key.
     """
     try:
-        keys = [line.strip() for line in data.decode().splitlines() if line.strip()]
+        keys = [line.strip() for line in data.decode("utf-8-sig").splitlines() if line.strip()]
     except UnicodeDecodeError as error:
         raise CallersError(f"{where}: must be UTF-8; byte {error.start} is not") from None
     if not keys:

@@ -1,21 +1,23 @@
 """The channel to a target, which is one server or several that take turns: its options and its credentials."""
 
-import ipaddress
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from encserve_client._arguments import want
+from encserve_client._grpc.proxy import uses_proxy
+from encserve_client._grpc.target import is_balanced
 from encserve_client.exceptions import InvalidInputError
 from encserve_client.tls import Tls
 from encserve_proto.v1 import encoder_pb2 as pb
 
 # Files of certificates are looked at so often, at most.
 _LOOK_SECONDS = 1.0
+_CONNECT_MS = 5_000
 
 ChannelOption = tuple[str, str | int]
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
@@ -57,31 +59,6 @@ class Freshness:
         return credentials
 
 
-def as_target(target: str | Sequence[str]) -> str:
-    """The gRPC target of one name, or of several addresses.
-
-    Raises:
-        InvalidInputError: It is neither a name nor a list of addresses that gRPC can have in one target.
-    """
-    if isinstance(target, str):
-        if not target:
-            raise InvalidInputError("target must be a str such as 'localhost:50051'; was empty")
-        return target
-    words = "a str such as 'localhost:50051', or a list of addresses"
-    addresses = want("target", target, (list, tuple), words)
-    if not addresses:
-        raise InvalidInputError(f"target must be {words}; was empty")
-    schemes = {_scheme(index, address) for index, address in enumerate(addresses)}
-    if len(schemes) > 1:
-        raise InvalidInputError("target must have IPv4 addresses or IPv6 addresses; had both")
-    return f"{schemes.pop()}:{','.join(addresses)}"
-
-
-def is_balanced(target: str) -> bool:
-    """Whether calls take turns among all addresses of a gRPC target: of several, and of a name given as "dns:"."""
-    return target.startswith("dns:") or (target.startswith(("ipv4:", "ipv6:")) and "," in target)
-
-
 def balancing_options() -> dict[str, str | int]:
     """The channel arguments that send call after call to the next server that says it is serving."""
     config = {
@@ -97,12 +74,6 @@ def balancing_options() -> dict[str, str | int]:
         # A name is looked up again when a connection is lost, but by default no sooner than 30 s after the last time:
         # servers replaced one after another, with new addresses, could all be unknown until then.
         "grpc.dns_min_time_between_resolutions_ms": 1000,
-        # A machine that goes down says nothing. Within 20 s its connections are given up, early enough for its calls to
-        # be sent to another within the default timeout. Servers allow a ping every 10 s. The third is for the pings by
-        # which gRPC measures bandwidth: while one is out, which may be 60 s, there is none to keep alive.
-        "grpc.keepalive_time_ms": 12_000,
-        "grpc.keepalive_timeout_ms": 8_000,
-        "grpc.http2.ping_timeout_ms": 8_000,
     }
 
 
@@ -121,9 +92,19 @@ def channel_options(
         # then our retries would be used up, or a server that is back would go unnoticed for minutes.
         "grpc.initial_reconnect_backoff_ms": 100,
         "grpc.max_reconnect_backoff_ms": 5000,
+        # An address that drops packets fails after 5 s, not after gRPC's 20 s. The name of this option is gRPC's.
+        "grpc.min_reconnect_backoff_ms": _CONNECT_MS,
+        # A machine that goes down closes no connection. gRPC gives up such a connection within 20 s, and the calls on
+        # it still have time for another attempt. Servers allow a ping every 10 s. The third option is for the pings
+        # that measure bandwidth: during such a ping, which may last 60 s, gRPC sends no keepalive ping.
+        "grpc.keepalive_time_ms": 12_000,
+        "grpc.keepalive_timeout_ms": 8_000,
+        "grpc.http2.ping_timeout_ms": 8_000,
         "grpc.primary_user_agent": "encserve-client",
         **(balancing_options() if is_balanced(target) else {}),
     }
+    if not uses_proxy(target):
+        options["grpc.enable_http_proxy"] = 0
     if tls is not None and tls.server_name is not None:
         options["grpc.ssl_target_name_override"] = tls.server_name
     for name, value in want("channel_arguments", {} if extra is None else extra, Mapping, "a dict").items():
@@ -149,23 +130,3 @@ def channel_credentials(
     if credentials is not None:
         raise InvalidInputError("give tls or credentials, not both")
     return settings, settings.credentials()
-
-
-def _scheme(index: int, address: object) -> str:
-    """How gRPC calls the kind of an address: ipv4 or ipv6."""
-    name = f"target[{index}]"
-    host, colon, port = want(name, address, str, "a str such as '10.0.0.7:50051'").rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    try:
-        if not colon or not (port.isascii() and port.isdigit() and int(port) < 65536):
-            raise ValueError
-        version = ipaddress.ip_address(host[1:-1] if bracketed else host).version
-        if bracketed is not (version == 6):
-            raise ValueError
-    except ValueError:
-        # gRPC takes one name in a target, and what it means now, looked up once, would soon be out of date.
-        raise InvalidInputError(
-            f"{name} must be an IP address with a port, such as '10.0.0.7:50051' or '[fd00::7]:50051'; was {address!r}."
-            " Servers that have names: give one DNS name that has the addresses of all, 'dns:///NAME:PORT'"
-        ) from None
-    return f"ipv{version}"

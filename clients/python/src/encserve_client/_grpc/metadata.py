@@ -1,5 +1,6 @@
-"""What every call sends along: the caller's own, and the caller's trace where there is one."""
+"""The metadata of every call: the caller's own, the key, and the caller's trace if there is one."""
 
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,19 +11,23 @@ from encserve_client.exceptions import InvalidInputError
 Metadata = tuple[tuple[str, str | bytes], ...]
 GivenMetadata = Mapping[str, str] | Sequence[tuple[str, str]]
 _KEY = re.compile(r"[0-9a-z_.-]+")
+_VARIABLE = "ENCSERVE_API_KEY"
 
 
-def call_metadata(token: str | None, metadata: GivenMetadata | None) -> Metadata:
-    """What every call sends along.
+def call_metadata(api_key: str | None, metadata: GivenMetadata | None) -> Metadata:
+    """The metadata of every call, with the key as "authorization: Bearer …".
+
+    Args:
+        api_key: The key; "" for none; None for that of the environment variable ENCSERVE_API_KEY, unless `metadata` has
+            an "authorization" of its own.
+        metadata: The caller's own.
 
     Raises:
-        InvalidInputError: Something is of the wrong type, or a key or a value cannot be sent; the text names the key
-            and keeps the value secret.
+        InvalidInputError: Something is of the wrong type, or cannot be sent. The text names the argument or the
+            metadata key, and no secret value.
     """
     given = () if metadata is None else want("metadata", metadata, (Mapping, list, tuple), "a dict or a list of pairs")
     pairs = list(given.items() if isinstance(given, Mapping) else given)
-    if token is not None:
-        pairs.append(("authorization", f"Bearer {want('token', token, str, 'a str or None')}"))
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise InvalidInputError("metadata must be of (key, value) pairs")
@@ -32,7 +37,31 @@ def call_metadata(token: str | None, metadata: GivenMetadata | None) -> Metadata
             raise InvalidInputError(f"a metadata key must be of a-z, 0-9, '-', '_' and '.'; was {key!r}")
         if not isinstance(value, str) or not (value.isascii() and value.isprintable()):
             raise InvalidInputError(f"the metadata value of {key!r} must be a str of printable ASCII")
+    if bearer := _read_key(api_key, has_authorization="authorization" in dict(pairs)):
+        pairs.append(("authorization", f"Bearer {bearer}"))
     return tuple(pairs)
+
+
+def has_bearer_key(metadata: Metadata) -> bool:
+    """Whether a call sends a bearer key, as `call_metadata` adds one."""
+    return any(key == "authorization" and str(value).startswith("Bearer ") for key, value in metadata)
+
+
+def _read_key(api_key: str | None, *, has_authorization: bool) -> str:
+    name, key = "api_key", api_key
+    if key is None:
+        name, key = _VARIABLE, "" if has_authorization else os.environ.get(_VARIABLE, "")
+    # Files and editors add a line break, or a byte order mark at the start.
+    key = want(name, key, str, "a str or None").strip().removeprefix("\ufeff").strip()
+    if key and has_authorization:
+        raise InvalidInputError("give api_key, or 'authorization' in metadata, not both")
+    for i, char in enumerate(key):
+        if not "!" <= char <= "~":
+            raise InvalidInputError(
+                f"{name} must be the key alone, of printable ASCII without spaces; character {i + 1} of {len(key)} is "
+                "not. encserve-server hash-key makes such keys"
+            )
+    return key
 
 
 def with_trace(metadata: Metadata) -> Metadata:

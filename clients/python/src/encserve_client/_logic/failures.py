@@ -18,10 +18,9 @@ PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
 # What the server calls a message that may pass in smaller pieces.
 _TOO_LARGE_REASONS = frozenset({"RESPONSE_TOO_LARGE", "REQUEST_TOO_LARGE", "TOO_MANY_INPUTS"})
 # What the server says where it has no room now.
-_SHARE_REASON = "SHARE_EXCEEDED"
-_NO_ROOM_REASONS = frozenset({"QUEUE_FULL", _SHARE_REASON, "BUDGET_FULL", "RATE_LIMITED"})
-# Between attempts whose number has no bound, where the policy has no backoff.
-_LEAST_WAIT_SECONDS = 0.05
+_NO_ROOM_REASONS = frozenset({"QUEUE_FULL", "SHARE_EXCEEDED", "BUDGET_FULL", "RATE_LIMITED"})
+# How long a message waits for a server that has never answered.
+_FIRST_CONTACT_SECONDS = 2.0
 # How the server's text begins where one input is at fault.
 _AT_FAULT = re.compile(r"(?:inputs|texts)\[(\d+)\]")
 # gRPC itself refuses an oversize message, on either side, with this text and no reason of ours.
@@ -156,6 +155,8 @@ class Failure:
             text = f"{text}: {call.target} did not answer within {call.timeout_seconds:g} s"
         elif call.target and self.code is grpc.StatusCode.UNAVAILABLE:
             text = f"{call.target}: {text}"
+        elif self.reason == "UNAUTHENTICATED":
+            text = f"{text}; this client takes the key from api_key=, --api-key or ENCSERVE_API_KEY"
         return f"{text} (sent {attempts} times)" if attempts > 1 else text
 
 
@@ -237,17 +238,13 @@ def seconds_until_retry(
         random: Draws evenly from [0, 1).
         is_away: Whether the server has answered before, and is UNAVAILABLE now; see `Contact.failed`.
     """
-    # A caller's share is free again when its turn comes, and a server that is restarted is back after a while, however
-    # many attempts that takes: the message's time is the bound.
-    is_bound_by_time = (is_away or failure.reason == _SHARE_REASON) and policy.max_attempts > 1
-    if (attempts >= policy.max_attempts and not is_bound_by_time) or not is_retryable(failure):
+    if attempts >= policy.max_attempts or not is_retryable(failure):
         return None
-    # The exponent is capped so that many attempts cannot overflow a float.
-    longest = policy.initial_backoff_seconds * policy.backoff_multiplier ** min(attempts - 1, 64)
-    # Never less than half, so that all attempts together outlast the time in which a server that is back is noticed.
-    wait = (failure.retry_delay_seconds or 0.0) + (0.5 + random() / 2) * min(longest, policy.max_backoff_seconds)
-    if is_away:
-        wait = max(wait, _LEAST_WAIT_SECONDS)
+    if failure.code is grpc.StatusCode.UNAVAILABLE and not is_away:  # no server has ever answered
+        waited = sum(map(policy.longest_wait, range(1, attempts)))
+        remaining_seconds = min(remaining_seconds, _FIRST_CONTACT_SECONDS - waited)
+    # Never less than half, so that few attempts outlast the time in which a server that is back is noticed.
+    wait = (failure.retry_delay_seconds or 0.0) + (0.5 + random() / 2) * policy.longest_wait(attempts)
     return wait if wait < remaining_seconds else None
 
 

@@ -1,0 +1,142 @@
+"""Targets: the names and addresses of servers, checked and completed for gRPC."""
+
+import ipaddress
+import os
+import re
+from collections.abc import Sequence
+
+from encserve_client._arguments import want
+from encserve_client.exceptions import InvalidInputError
+
+DEFAULT_TARGET = "localhost:50051"
+DEFAULT_PORT = 50051
+_VARIABLE = "ENCSERVE_TARGET"
+# https://github.com/grpc/grpc/blob/master/doc/naming.md
+_SCHEMES = frozenset({"dns", "ipv4", "ipv6", "unix", "unix-abstract", "vsock", "xds"})
+# A name, an IPv4 address, or an IPv6 address in brackets; then a port, or none.
+_HOST_AND_PORT = re.compile(r"(\[[^\[\]]+\]|[^\s/@?#,:\[\]]+)(?::([0-9]{1,5}))?")
+
+Address = tuple[str, int]
+
+
+def as_target(target: str | Sequence[str] | None) -> str:
+    """The gRPC target of one server name, or of several addresses. Each gets port 50051 if it has none.
+
+    Args:
+        target: "host", "host:port", a target with one of gRPC's schemes, or a list of IP addresses; None for the
+            environment variable ENCSERVE_TARGET, or "localhost:50051".
+
+    Raises:
+        InvalidInputError: The target is not a name that gRPC can resolve, or not a list of IP addresses of one version.
+            The text names the argument or the variable.
+    """
+    name = "target"
+    if target is None:
+        name, target = _VARIABLE, os.environ.get(_VARIABLE) or DEFAULT_TARGET
+    if isinstance(target, str):
+        return _named_target(target.strip(), name)
+    words = f"a str such as {DEFAULT_TARGET!r}, or a list of addresses"
+    items = want(name, target, (list, tuple), words)
+    if not items:
+        raise InvalidInputError(f"{name} must be {words}; was empty")
+    addresses = [_ip_address(f"{name}[{index}]", item) for index, item in enumerate(items)]
+    schemes = {"ipv6" if host.startswith("[") else "ipv4" for host, _ in addresses}
+    if len(schemes) > 1:
+        raise InvalidInputError(f"{name} must have IPv4 addresses or IPv6 addresses; had both")
+    return f"{schemes.pop()}:{','.join(f'{host}:{port}' for host, port in addresses)}"
+
+
+def is_balanced(target: str) -> bool:
+    """Whether calls take turns among all addresses of a gRPC target: of several, and of a name given as "dns:"."""
+    return target.startswith("dns:") or has_several_addresses(target)
+
+
+def has_several_addresses(target: str) -> bool:
+    """Whether a gRPC target is a list of addresses."""
+    return target.startswith(("ipv4:", "ipv6:")) and "," in target
+
+
+def addresses_of(target: str) -> list[Address]:
+    """The hosts and ports of a gRPC target, IPv6 addresses without brackets.
+
+    The list is empty for a Unix socket, and for a name that this process cannot resolve as gRPC does: xDS, or a DNS
+    server of its own, as in "dns://10.0.0.2/encoder:50051".
+    """
+    scheme, _, rest = target.partition(":")
+    if scheme == "dns":
+        authority, _, target = rest.removeprefix("//").rpartition("/")
+        if authority:
+            return []
+    elif scheme in ("ipv4", "ipv6"):
+        target = rest
+    elif scheme in _SCHEMES:
+        return []
+    parts = [part.rpartition(":") for part in target.split(",")]
+    return [(host.strip("[]"), int(port)) for host, _, port in parts if port.isdigit()]
+
+
+def is_local(target: str) -> bool:
+    """Whether all connections to a gRPC target stay on this machine: by loopback or by a Unix socket."""
+    addresses = addresses_of(target)
+    return all(_is_loopback(host) for host, _ in addresses) if addresses else target.startswith("unix")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".") == "localhost"
+
+
+def _named_target(target: str, name: str) -> str:
+    scheme, colon, rest = target.partition(":")
+    if colon and scheme in _SCHEMES:
+        if scheme != "dns":
+            return target
+        place, slash, host = rest.rpartition("/")
+        return f"dns:{place}{slash}{_with_port(host, name)}"
+    if "://" in target:
+        tls = ", and tls=True" if scheme in ("https", "grpcs") else ""
+        raise InvalidInputError(
+            f"{name} must be host:port, without {scheme}://; was {target!r}. Give the host with the server's gRPC port "
+            f"(50051 by default){tls}"
+        )
+    return _with_port(target, name)
+
+
+def _with_port(address: str, name: str) -> str:
+    try:
+        host, port = _split(address)
+    except ValueError:
+        was = repr(address) if address else "empty"
+        raise InvalidInputError(
+            f"{name} must be host:port, such as {DEFAULT_TARGET!r} or '[fd00::7]:50051'; was {was}"
+        ) from None
+    return f"{host}:{port}"
+
+
+def _ip_address(name: str, address: object) -> Address:
+    text = want(name, address, str, "a str such as '10.0.0.7:50051'")
+    try:
+        host, port = _split(text)
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        # gRPC takes one name in a target. An address that is looked up once here would soon be out of date.
+        raise InvalidInputError(
+            f"{name} must be an IP address with or without a port, such as '10.0.0.7:50051' or '[fd00::7]:50051'; was "
+            f"{address!r}. For servers with names give one DNS name that has the addresses of all, 'dns:///NAME:PORT'"
+        ) from None
+    return host, port
+
+
+def _split(address: str) -> Address:
+    """The host, in brackets if it is an IPv6 address, and the port. ValueError if it is not host, or host:port."""
+    found = _HOST_AND_PORT.fullmatch(address)
+    if found is None:
+        raise ValueError
+    host, port = found[1], int(found[2] or DEFAULT_PORT)
+    if host.startswith("["):
+        ipaddress.IPv6Address(host[1:-1])
+    if not 0 < port < 65536:
+        raise ValueError
+    return host, port
