@@ -29,21 +29,14 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
 from harness.command import console
-from harness.load import CALLERS
+from harness.load import CALLERS, call_server
 from harness.machine import describe_machine
+from harness.meter import Meter
 from real_server import RealServer, real_server
 
-from encserve_cli.load import (
-    Call,
-    LoadResult,
-    Request,
-    closed_loop,
-    make_calls,
-    open_loop,
-    real_text_lengths,
-    sample_lengths,
-)
-from encserve_cli.load.samples import percentile
+from encserve_cli.load.calls import Call, Request, random_calls
+from encserve_cli.load.lengths import real_text_lengths, sample_lengths
+from encserve_cli.load.results import Load, LoadResult, percentile
 from encserve_client import EncoderClient
 from encserve_server.system.cpus import usable_cpus
 
@@ -95,7 +88,7 @@ class Bench:
         with EncoderClient(server.target) as client:
             info = client.model()
         chosen = sample_lengths(real_text_lengths(), 4096, seed=self.seed) if lengths is None else lengths
-        return make_calls([min(length, info.max_sequence_tokens) for length in chosen], info)
+        return random_calls([min(length, info.max_sequence_tokens) for length in chosen], info)
 
     def interleaved(self, points: Sequence[Any], measure: Callable[[Any, int], dict[str, Any]]) -> list[dict[str, Any]]:
         """Call `measure(point, round number)` for every point once a round, in random order. Return the results."""
@@ -110,17 +103,13 @@ class Bench:
     def closed(self, server: RealServer, calls: Sequence[Call], callers: int) -> LoadResult:
         """Run callers that send the next call after each reply. During the warm-up, each caller gets a reply."""
         warmup = max(1.0, 1.2 * callers * MEAN_TOKENS / LEAST_TOKENS_PER_SECOND)
-        return closed_loop(server.target, calls, concurrency=callers, seconds=self.seconds, warmup_seconds=warmup)
+        return call_server(server.target, calls, Load(concurrency=callers, seconds=self.seconds, warmup_seconds=warmup))
 
     def opened(self, server: RealServer, calls: Sequence[Call], rate_per_second: float, number: int) -> LoadResult:
         """Start calls at random times, independently of replies. The times depend on the seed and the round."""
-        return open_loop(
-            server.target,
-            calls,
-            rate_per_second=rate_per_second,
-            seconds=max(self.seconds, TAIL_SECONDS),
-            seed=self.seed + 1000 * number,
-        )
+        seconds = max(self.seconds, TAIL_SECONDS)
+        load = Load(rate_per_second=rate_per_second, seconds=seconds, seed=self.seed + 1000 * number)
+        return call_server(server.target, calls, load)
 
 
 def _brief(value: Any) -> str:
@@ -193,7 +182,7 @@ def by_load(bench: Bench) -> list[dict[str, Any]]:
             result = bench.opened(server, calls, load * saturation[number], number)
             return {
                 "load": load,
-                "rate_per_second": result.rate_per_second,
+                "rate_per_second": result.load.rate_per_second,
                 "p50_seconds": result.latency_percentile_seconds(50),
                 "p99_seconds": result.latency_percentile_seconds(99),
                 "alone_p50_seconds": alone.latency_percentile_seconds(50),
@@ -238,15 +227,15 @@ def memory(bench: Bench) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         for count in MEMORY_REQUESTS:
             while (done := server.metric("grpc_server_handled_total", grpc_method="Encode", grpc_code="OK")) < count:
-                closed_loop(server.target, calls, concurrency=CALLERS, seconds=10, warmup_seconds=0.5)
+                call_server(server.target, calls, Load(concurrency=CALLERS, seconds=10, warmup_seconds=0.5))
             found.append({"round": 0, "requests": int(done), "resident_bytes": server.resident_bytes()})
             console.print(f"  after {int(done):,} requests {found[-1]['resident_bytes'] / 2**20:.0f} MiB")
         return found
 
 
 @contextmanager
-def fake_engine_server() -> Iterator[tuple[str, str]]:
-    """Start a server whose engine runs no model. Yield the server's gRPC target, and the URL of its metrics."""
+def fake_engine_server() -> Iterator[tuple[str, int]]:
+    """Start a server whose engine runs no model. Yield the server's gRPC target, and the port of its metrics."""
     spawn = multiprocessing.get_context("spawn")
     near, far = spawn.Pipe()
     with tempfile.TemporaryDirectory() as folder:
@@ -266,7 +255,7 @@ def _serve_fake_engine(pipe: Connection, folder: Path) -> None:
     async def serve() -> None:
         queue_tokens = 2 * CALLERS * SEQUENCES_PER_CALL[-1] * CALL_TOKENS
         app = (await start_fake_server(folder, max_queue_tokens=queue_tokens)).app
-        pipe.send((f"127.0.0.1:{app.grpc_port}", f"http://127.0.0.1:{app.metrics_port}/metrics"))
+        pipe.send((f"127.0.0.1:{app.grpc_port}", app.metrics_port))
         await asyncio.Event().wait()
 
     uvloop.run(serve())
@@ -274,21 +263,20 @@ def _serve_fake_engine(pipe: Connection, folder: Path) -> None:
 
 def front_end(bench: Bench) -> list[dict[str, Any]]:
     """Measure the server without a model: the calls/s of 64 callers, and the CPU time of a call."""
-    with fake_engine_server() as (target, metrics_url):
+    with fake_engine_server() as (target, metrics_port):
         with EncoderClient(target) as client:
             info = client.model()
 
         def measure(count: int, _: int) -> dict[str, Any]:
-            calls = make_calls([CALL_TOKENS] * 1024, info, Request(sequences_per_call=count))
-            result = closed_loop(
-                target, calls, concurrency=CALLERS, seconds=bench.seconds, warmup_seconds=1.0, metrics_url=metrics_url
-            )
-            cpu = result.server.cpu_seconds if result.server is not None else None
+            calls = random_calls([CALL_TOKENS] * 1024, info, Request(sequences_per_call=count))
+            meter = Meter(metrics_port)
+            load = Load(concurrency=CALLERS, seconds=bench.seconds, warmup_seconds=1.0)
+            result = call_server(target, calls, load, meter)
             return {
                 "sequences_per_call": count,
                 "calls_per_second": result.calls_per_second,
                 "sequences_per_second": result.sequences_per_second,
-                "server_cpu_seconds_per_call": None if cpu is None else cpu / max(result.calls, 1),
+                "server_cpu_seconds_per_call": meter.cpu_seconds / max(result.calls, 1),
                 "generator_cpu_seconds_per_call": result.generator_cpu_seconds / max(result.calls, 1),
                 "errors": sum(result.errors.values()),
             }

@@ -4,6 +4,7 @@ A side is one way to run the model on the sequences.
 
 - `workload` makes the sequences.
 - `load` makes the sides that call an encserve server.
+- `meter` reads the metrics of a server.
 - `sides` makes the sides that run the model in this process.
 - `rounds` runs the sides and computes ratios.
 - `agreement` compares the results of the sides.

@@ -9,8 +9,12 @@ from typing import Any
 
 from real_server import COMMAND, RealServer, real_server
 
-from encserve_cli.load import Call, Request, closed_loop, make_calls, make_text_calls
+from encserve_cli.load.calls import Call, Request, random_calls, text_calls
+from encserve_cli.load.connection import Connection
+from encserve_cli.load.generator import run_load
+from encserve_cli.load.results import Load, LoadResult
 from encserve_client import EncoderClient
+from harness.meter import Meter
 from harness.rounds import Measurement, Side
 from harness.workload import Workload
 
@@ -29,6 +33,18 @@ def warmup_seconds(seconds: float) -> float:
     return min(1.0, seconds)
 
 
+def call_server(target: str, calls: Sequence[Call], load: Load, meter: Meter | None = None) -> LoadResult:
+    """Run a load. `meter` reads the server's metrics at the start and at the end of the measured time.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C was pressed. A part of a measurement is of no use here.
+    """
+    result = run_load(Connection(target=target), calls, load, on_edge=meter.read if meter else None)
+    if result.interrupted:
+        raise KeyboardInterrupt
+    return result
+
+
 class Served:
     """A running server, and the calls that measure the server.
 
@@ -43,18 +59,15 @@ class Served:
         self._seconds = seconds
         with EncoderClient(server.target) as client:
             self._info = client.model()
-        self._calls = make_calls(workload.lengths, self._info)
+        self._calls = random_calls(workload.lengths, self._info)
         self._pooled = self._pooled_calls()
         self._measure(self._calls, CALLERS)  # the first calls allocate the server's memory
 
     def _pooled_calls(self) -> list[Call]:
         request = Request(pooling="model" if self._info.pooling else "mean")
         if not self._workload.texts:
-            return make_calls(self._workload.lengths, self._info, request)
-        calls = make_text_calls(self._workload.texts, self._info, request)
-        # The load generator does not tokenize the texts, so the number of tokens comes from the workload.
-        lengths = self._workload.lengths
-        return [dataclasses.replace(call, tokens=tokens) for call, tokens in zip(calls, lengths, strict=True)]
+            return random_calls(self._workload.lengths, self._info, request)
+        return text_calls(self._workload.texts, self._workload.lengths, self._info, request)
 
     def rows(self, indices: Sequence[int]) -> list[Any]:
         """Return the hidden states of the sequences at `indices`, (seq, d_model) each."""
@@ -91,7 +104,7 @@ class Served:
         """Send calls that take seconds. Few calls end during the measurement, so count the tokens of batches."""
         count = LARGE_CALL_SEQUENCES * LARGE_CALLERS
         lengths = itertools.islice(itertools.cycle(self._workload.lengths), count)
-        calls = make_calls(list(lengths), self._info, Request(sequences_per_call=LARGE_CALL_SEQUENCES))
+        calls = random_calls(list(lengths), self._info, Request(sequences_per_call=LARGE_CALL_SEQUENCES))
         return self._measure(calls, LARGE_CALLERS, by_batch=True)
 
     def _measure(
@@ -102,24 +115,22 @@ class Served:
         If `by_batch` is true, count the tokens of the server's batches instead.
 
         Raises:
-            RuntimeError: A call failed, no call was answered, or the server's metrics are not readable.
+            RuntimeError: A call failed, or no call was answered.
         """
-        result = closed_loop(
-            self.server.target,
-            calls,
+        load = Load(
             concurrency=callers,
             seconds=self._seconds,
             warmup_seconds=warmup_seconds(self._seconds) if warmup else 0,
             timeout_seconds=TIMEOUT_SECONDS,
-            metrics_url=f"http://127.0.0.1:{self.server.metrics_port}/metrics",
         )
-        view = result.server
-        if result.errors or view is None:
-            raise RuntimeError(f"{callers} callers: {result.errors or result.server_missing} {result.error_examples}")
-        tokens, seconds = (view.tokens, view.seconds) if by_batch else (result.tokens, result.seconds)
+        meter = Meter(self.server.metrics_port)
+        result = call_server(self.server.target, calls, load, meter)
+        if result.errors:
+            raise RuntimeError(f"{callers} callers: {result.errors} {result.error_examples}")
+        tokens, seconds = (meter.tokens, meter.seconds) if by_batch else (result.tokens, result.seconds)
         if not tokens:
             raise RuntimeError(f"{callers} callers: no call was answered in {seconds:g} s; raise --seconds")
-        cpu_ms = None if view.cpu_seconds is None else 1000 * view.cpu_seconds / max(view.sequences, 1)
+        cpu_ms = 1000 * meter.cpu_seconds / max(meter.sequences, 1)
         return Measurement(tokens, seconds, [(0, latency) for latency in result.latency_seconds.tolist()], cpu_ms)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from encserve_cli.load import real_text_lengths, sample_lengths
+from encserve_cli.load.lengths import real_text_lengths, sample_lengths
 from encserve_server.repository.bundle import read_bundle
 from encserve_server.repository.scan import find_slots, require
 from encserve_server.types.bundles import Bundle

@@ -207,27 +207,27 @@ def test_the_fastest_setting_takes_part_and_the_others_are_closed() -> None:
 
 
 def test_a_load_with_errors_or_without_replies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    view = SimpleNamespace(tokens=700, sequences=40, seconds=0.7, cpu_seconds=0.2)
-    answer = {"tokens": 120, "seconds": 0.5, "errors": {}, "error_examples": {}, "server": view, "server_missing": ""}
+    meter = SimpleNamespace(read=None, tokens=700, sequences=40, seconds=0.7, cpu_seconds=0.2)
+    answer = {"tokens": 120, "seconds": 0.5, "errors": {}, "error_examples": {}, "interrupted": False}
     answer["latency_seconds"] = np.array([0.1, 0.2, 0.3])
     client = SimpleNamespace(model=lambda: SimpleNamespace(pooling=None))
     monkeypatch.setattr(load, "EncoderClient", lambda _: contextlib.nullcontext(client))
-    monkeypatch.setattr(load, "make_calls", lambda lengths, *_, **__: [SimpleNamespace(tokens=it) for it in lengths])
-    monkeypatch.setattr(load, "closed_loop", lambda *_, **__: SimpleNamespace(**answer))
+    monkeypatch.setattr(load, "Meter", lambda port: meter)
+    monkeypatch.setattr(load, "random_calls", lambda lengths, *_: [SimpleNamespace(tokens=it) for it in lengths])
+    monkeypatch.setattr(load, "run_load", lambda *_, **__: SimpleNamespace(**answer))
     server: Any = SimpleNamespace(target="localhost:1", metrics_port=1)
     served = Served(server, random_workload([5, 70], vocab_size=9, seed=0), seconds=0.5)
     sides = {side.name: side for side in served.sides()}
     assert sides[ONE].run() == Measurement(120, 0.5, [(5, 0.1), (70, 0.2), (5, 0.3)], 5.0)
     assert sides[LARGE].run().tokens == 700  # the tokens that the server counted
-    for change, message in (
-        ({"tokens": 0}, r"^64 callers: no call was answered in 0.5 s; raise --seconds$"),
-        ({"errors": {"UNAVAILABLE": 3}}, r"^64 callers: \{'UNAVAILABLE': 3\}"),
-        ({"server": None, "server_missing": "no page"}, r"^64 callers: no page"),
+    for key, value, error, message in (
+        ("tokens", 0, RuntimeError, r"^64 callers: no call was answered in 0.5 s; raise --seconds$"),
+        ("errors", {"UNAVAILABLE": 3}, RuntimeError, r"^64 callers: \{'UNAVAILABLE': 3\}"),
+        ("interrupted", True, KeyboardInterrupt, "^$"),
     ):
         with monkeypatch.context() as patch:
-            for key, value in change.items():
-                patch.setitem(answer, key, value)
-            with pytest.raises(RuntimeError, match=message):
+            patch.setitem(answer, key, value)
+            with pytest.raises(error, match=message):
                 sides[MANY].run()
 
 

@@ -85,6 +85,7 @@ def test_compare_runs_every_side_and_another_checkout(
     }  # fmt: skip
     assert set(found["agreement"]) == {"encserve", f"encserve of {other}", "padded graph", "PyTorch"}
     assert found["sides"][CEILING]["ratio_to_ceiling"]["median"] == 1
+    assert found["sides"][MANY]["server_cpu_ms"]["median"] > 0
     assert set(found["ratios"]) == ours
     assert "ratio to ceiling" in capsys.readouterr().out
 
@@ -135,6 +136,7 @@ def test_scaling_measures_parts_keeps_the_others_and_draws(
         assert all(point["tokens_per_second"] > 0 for point in found[part])
     assert 0 < found["load"][0]["p50_seconds"] <= found["load"][0]["p99_seconds"]
     assert found["overload"][0]["saturation_per_second"] > 0
+    assert found["front_end"][0]["server_cpu_seconds_per_call"] > 0
     assert found["front_end"][0]["sequences_per_second"] == 4 * found["front_end"][0]["calls_per_second"]
     drawn = CliRunner().invoke(scaling.main, ["draw", str(file), str(tmp_path / "plots")], catch_exceptions=False)
     assert len(list((tmp_path / "plots").glob("*.svg"))) == len(drawn.output.split()) == 5

@@ -2,5 +2,5 @@
 
 from encserve_cli.commands import cli
 
-if __name__ == "__main__":  # generator processes import this too
+if __name__ == "__main__":
     cli(prog_name="encserve")

@@ -1,4 +1,4 @@
-"""How long the sequences are: a distribution from a file, and as many lengths of it as are wanted."""
+"""Distributions of the lengths of sequences, in tokens."""
 
 import json
 from collections import Counter
@@ -14,47 +14,32 @@ Lengths = npt.NDArray[np.int64]
 
 
 def real_text_lengths() -> dict[int, int]:
-    """How many of 14,397 real English texts have how many tokens: tokens → texts."""
+    """Return the lengths of 14,397 real English texts. The keys are lengths, and the values are numbers of texts."""
     text = resources.files("encserve_cli.load").joinpath("lengths.json").read_text(encoding="utf-8")
-    return parse_lengths(json.loads(text))
+    return _histogram(json.loads(text))
 
 
 def read_lengths(path: Path) -> dict[int, int]:
-    """Reads a distribution: tokens → how many sequences have them.
+    """Read a JSON file: a list of lengths, or an object with "histogram", the number of sequences of each length.
+
+    Returns:
+        The number of sequences of each length.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: It is not JSON, or not what `parse_lengths` takes.
+        OSError: The file is not readable.
+        ValueError: The content is not valid.
     """
     try:
-        return parse_lengths(json.loads(path.read_text(encoding="utf-8")))
+        return _histogram(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def parse_lengths(found: Any) -> dict[int, int]:
-    """Takes a list of lengths, or an object whose "histogram" says how many sequences have each length.
-
-    Raises:
-        ValueError: It is neither, it is empty, or a length is under 1 or no whole number.
-    """
-    if isinstance(found, list):
-        histogram = Counter(_whole(it) for it in found)
-    elif isinstance(found, Mapping) and isinstance(found.get("histogram"), Mapping):
-        histogram = Counter({_whole(length): _whole(count, 0) for length, count in found["histogram"].items()})
-    else:
-        raise ValueError('lengths must be a JSON list of numbers, or an object with "histogram": {"tokens": count}')
-    histogram = +histogram  # without those that occur 0 times
-    if not histogram:
-        raise ValueError("lengths must hold at least one length; was empty")
-    return dict(sorted(histogram.items()))
-
-
 def sample_lengths(histogram: Mapping[int, int], count: int, seed: int) -> Lengths:
-    """So many lengths, (count,), in random order.
+    """Return `count` lengths of a distribution in random order, (count,).
 
-    They are the distribution's quantiles in the middle of `count` equal parts, not draws: so their mean is that of the
-    distribution, and two seeds differ in order only.
+    The lengths are quantiles in the middle of `count` equal parts of the distribution. So they have the mean of the
+    distribution, and the seed changes only their order.
     """
     lengths = np.array(list(histogram), np.int64)
     cumulative = np.cumsum(np.array(list(histogram.values()), np.int64))
@@ -64,9 +49,22 @@ def sample_lengths(histogram: Mapping[int, int], count: int, seed: int) -> Lengt
     return found
 
 
-def _whole(value: Any, least: int = 1) -> int:
-    """A whole number, also as the text that a JSON object's key is."""
+def _histogram(content: Any) -> dict[int, int]:
+    if isinstance(content, list):
+        histogram = Counter(_integer(length) for length in content)
+    elif isinstance(content, Mapping) and isinstance(content.get("histogram"), Mapping):
+        histogram = Counter({_integer(length): _integer(count, 0) for length, count in content["histogram"].items()})
+    else:
+        raise ValueError('lengths must be a JSON list of integers, or an object with "histogram": {"LENGTH": COUNT}')
+    histogram = +histogram  # drops lengths with the count 0
+    if not histogram:
+        raise ValueError("lengths must have at least one length; was empty")
+    return dict(sorted(histogram.items()))
+
+
+def _integer(value: Any, least: int = 1) -> int:
+    """Return an integer. The keys of a JSON object are strings, so a string of digits is an integer too."""
     number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
     if not isinstance(number, int) or isinstance(number, bool) or number < least:
-        raise ValueError(f"lengths must hold whole numbers from {least}; was {value!r}")
+        raise ValueError(f"lengths must be integers of at least {least}; was {value!r}")
     return number

@@ -1,0 +1,153 @@
+"""Sends the calls of a load, and records when each call was due, sent and answered.
+
+The calls are serialized before the load, and replies are not parsed. The load generator usually shares its CPUs with
+the server, so the server would have less CPU time for each computation here.
+"""
+
+import asyncio
+import gc
+import itertools
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import grpc.aio
+import numpy as np
+
+from encserve_cli.load.calls import Call
+from encserve_cli.load.connection import SERVICE, Connection
+from encserve_cli.load.results import NOT_SENT, Load, LoadResult, summarize
+
+# After an error a caller waits before its next call. Otherwise a server that refuses calls, or is down, would get
+# thousands of calls a second, and the load generator would take CPU time that the server needs to recover.
+ERROR_PAUSE_SECONDS = 0.01
+_CONNECT_SECONDS = 10.0
+# Calls at random times may be sent late. Calls that are still not sent this long after the end are not sent any more.
+GRACE_SECONDS = 1.0
+
+
+def run_load(
+    connection: Connection, calls: Sequence[Call], load: Load, *, on_edge: Callable[[], None] | None = None
+) -> LoadResult:
+    """Load a server, and return the measurement. Wait until all open calls have ended.
+
+    The load runs on a new event loop in this thread. Ctrl-C ends the load at once. The result then has the calls that
+    ended before Ctrl-C, and not the open calls.
+
+    Args:
+        connection: The server.
+        calls: The calls, sent in this order. After the last call the first call is sent again.
+        load: The rate and the duration.
+        on_edge: A function that is called at the start and at the end of the measured time. Another thread runs it.
+
+    Raises:
+        ServerUnavailableError: No server answers within 10 s.
+        KeyboardInterrupt: Ctrl-C was pressed before the first call.
+        ValueError: `calls` is empty.
+    """
+    if not calls:
+        raise ValueError("calls must have at least one call; was empty")
+    generator = _Generator(calls, load, on_edge)
+    gc.collect()
+    gc.freeze()  # garbage collections during the load do not look at the objects that exist now
+    try:
+        return asyncio.run(generator.run(connection))
+    finally:
+        gc.unfreeze()
+
+
+class _Generator:
+    """Runs one load. Times are seconds of `time.perf_counter`."""
+
+    def __init__(self, calls: Sequence[Call], load: Load, on_edge: Callable[[], None] | None) -> None:
+        self._calls = calls
+        self._load = load
+        self._on_edge = on_edge
+        self._rows = array("d")  # for each call: due, sent, answered, index of the call, index of the label
+        self._labels: dict[str, int] = {"": 0}  # the empty label is for calls without an error
+        self._examples: dict[str, str] = {}
+        self._cpu_seconds = 0.0
+
+    async def run(self, connection: Connection) -> LoadResult:
+        load = self._load
+        async with connection.open() as channel:
+            await connection.wait_until_ready(channel, _CONNECT_SECONDS)
+            method: Any = channel.unary_unary(f"/{SERVICE}/Encode")
+            self._send = partial(method, timeout=load.timeout_seconds, metadata=connection.call_metadata())
+            self._begin = time.perf_counter()
+            self._start = self._begin + load.warmup_seconds
+            self._end = ended = self._start + load.seconds
+            is_interrupted = False
+            try:
+                await self._send_all()
+            except asyncio.CancelledError:  # asyncio cancels this task when Ctrl-C is pressed
+                is_interrupted, ended = True, min(self._end, time.perf_counter())
+        return summarize(
+            load,
+            self._calls,
+            np.frombuffer(self._rows, np.float64).reshape(-1, 5),
+            list(self._labels),
+            start=self._start,
+            end=ended,
+            is_interrupted=is_interrupted,
+            error_examples=self._examples,
+            generator_cpu_seconds=self._cpu_seconds,
+        )
+
+    async def _send_all(self) -> None:
+        order = itertools.cycle(range(len(self._calls)))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch())
+            if self._load.rate_per_second is not None:
+                await self._send_at_random_times(order, group)
+            for _ in range(self._load.concurrency or 0):
+                group.create_task(self._run_caller(order))
+
+    async def _run_caller(self, order: Iterator[int]) -> None:
+        while (now := time.perf_counter()) < self._end:
+            if not await self._call(now, next(order)):
+                await asyncio.sleep(ERROR_PAUSE_SECONDS)
+
+    async def _send_at_random_times(self, order: Iterator[int], group: asyncio.TaskGroup) -> None:
+        times = self._begin + self._load.arrival_seconds()
+        for index, due in enumerate(times):
+            # Also if a call is late, `sleep` lets the tasks of earlier calls run.
+            await asyncio.sleep(max(float(due) - time.perf_counter(), 0))
+            if time.perf_counter() > self._end + GRACE_SECONDS:
+                label = self._label(NOT_SENT, "the load generator has no CPU time for so many calls a second")
+                for unsent in times[index:]:
+                    self._rows.extend((unsent, np.nan, self._end, 0, label))
+                return
+            group.create_task(self._call(float(due), next(order)))
+
+    async def _call(self, due: float, index: int) -> bool:
+        """Send a call and record the times. Return whether the call succeeded."""
+        sent, label = time.perf_counter(), 0
+        try:
+            await self._send(self._calls[index].data)
+        except grpc.aio.AioRpcError as error:
+            reason = dict(error.trailing_metadata() or ()).get("encserve-error-reason", "")
+            label = self._label(f"{error.code().name} {reason}".strip(), error.details() or "")
+        self._rows.extend((due, sent, time.perf_counter(), index, label))
+        return label == 0
+
+    def _label(self, label: str, example: str) -> int:
+        self._examples.setdefault(label, example)
+        return self._labels.setdefault(label, len(self._labels))
+
+    async def _watch(self) -> None:
+        """Measure the CPU time of this process within the measured time, and call `on_edge`."""
+        await asyncio.sleep(self._start - time.perf_counter())
+        before = time.process_time()
+        try:
+            await self._report_edge()
+            await asyncio.sleep(self._end - time.perf_counter())
+        finally:
+            self._cpu_seconds = time.process_time() - before
+        await self._report_edge()
+
+    async def _report_edge(self) -> None:
+        if self._on_edge is not None:
+            await asyncio.to_thread(self._on_edge)
