@@ -152,20 +152,14 @@ const FIGURES = {
     return { data: [heatmap(entropy, scale("blues"), 0, max_bits)], layout, hover, click: ({ x, y }) => select(y, x) };
   },
 
-  // One line for each of a few tokens. Many tokens share one trace with gaps, because hundreds of traces are slow.
+  // A line for each token, and a line for the mean. Many tokens share one colour and one entry of the legend.
   norms({ depths, stages, norms, means, log }, width) {
     const lineColours = colours("lines");
-    const places = [...names.keys()];
     const areFew = names.length <= lineColours.length;
-    const groups = areFew ? places.map((place) => [place]) : [places];
-    const data = groups.map((group, index) => ({
-      x: group.flatMap(() => [...depths, null]),
-      y: group.flatMap((place) => [...norms.map((row) => row[place]), null]),
-      customdata: group.flatMap((place) => Array(depths.length + 1).fill(place)),
-      name: areFew ? plain(axisNames[index]) : "each token",
-      opacity: areFew ? 1 : 0.55,
-      marker: { color: areFew ? lineColours[index] : colour("accent"), size: 5 },
-      line: { width: 1.5 },
+    const data = names.map((_, place) => ({
+      x: depths, y: norms.map((row) => row[place]), opacity: areFew ? 1 : 0.55,
+      name: areFew ? plain(axisNames[place]) : "each token", showlegend: areFew || place === 0,
+      marker: { color: areFew ? lineColours[place] : colour("accent"), size: 5 }, line: { width: 1.5 },
     }));
     const line = { width: 3, dash: "dot" };
     data.push({ x: depths, y: means, name: "mean", marker: { color: colour("strong"), size: 7 }, line });
@@ -178,13 +172,13 @@ const FIGURES = {
       legend: { orientation: "h", yanchor: "bottom", y: 1.02, x: 0 },
     };
     if (log) Object.assign(layout.yaxis, { title: { text: "norm, on a log scale" }, type: "log" });
-    if (width < 520) {
+    if (width < 520 && areFew) {
       layout.height += 10 * data.length;
       Object.assign(layout.legend, { entrywidthmode: "fraction", entrywidth: 0.46 });
     }
-    const hover = ({ x, y, customdata: place }) => ({
-      from: tipNames[place] ?? "mean of all tokens", fromPlace: place, value: fixed(y, 2),
-      where: `norm, ${stages[depths.indexOf(x)]}`,
+    const hover = ({ x, y, curveNumber: place }) => ({
+      ...(place < names.length ? { from: tipNames[place], fromPlace: place } : { from: "mean of all tokens" }),
+      value: fixed(y, 2), where: `norm, ${stages[depths.indexOf(x)]}`,
     });
     return { data, layout, hover };
   },
