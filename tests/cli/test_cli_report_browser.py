@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from browser import OpenPage, chromium
-from made_inspections import make_inspection
+from made_inspections import TOKENS, make_inspection
 from made_matches import match_page, side_of
 from playwright.sync_api import Browser
 
-from encserve_cli.report.numbers import cosine_similarity
+from encserve_cli.report.numbers import cosine_similarity, state_norms
 from encserve_cli.report.page import build_page
 
 pytestmark = pytest.mark.system
@@ -92,7 +92,7 @@ def test_everything_is_drawn_and_fits(opened: OpenPage) -> None:
 
 
 def test_hovering_says_tokens_and_number(opened: OpenPage) -> None:
-    """Hover over the large attention map, a small attention map and a similarity map.
+    """Hover over the large attention map, a small attention map, a similarity map and a point of a line.
 
     The tooltip shows the tokens and the number.
     """
@@ -109,6 +109,14 @@ def test_hovering_says_tokens_and_number(opened: OpenPage) -> None:
     cosine = cosine_similarity(result.hidden_states)[6, 1, 5]
     assert it.hover("figure:nth-child(7)", 5.5 / 8, 1.5 / 8) == f"i 1 and i 5 {cosine:.3f} after layer 5"
     assert it.page.evaluate(TIP_FITS)
+    it.page.mouse.move(2, 2)
+    it.page.wait_for_selector("#tip", state="hidden")
+    norms = state_norms(result.hidden_states)[6]
+    token = int(norms.argmax())  # no other point is near
+    it.page.locator("#norms .trace.scatter").nth(token).locator("path.point").last.hover(force=True)
+    it.page.wait_for_selector("#tip", state="visible")
+    said = " ".join((it.page.locator("#tip").text_content() or "").split())
+    assert said == f"{TOKENS[token]} {token} {norms[token]:.2f} norm, after layer 5"
     it.page.mouse.move(2, 2)
     it.page.wait_for_selector("#tip", state="hidden")
     assert it.complaints == []
