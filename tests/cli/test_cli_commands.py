@@ -260,10 +260,10 @@ async def test_a_page_of_what_met(service: FakeEncoder, tmp_path: Path) -> None:
     """
     service.model_info, path = LATE, tmp_path / "met.html"
     result = await encserve(service, "similarity", "two words", "one", "four five", "--html", str(path))
-    page = path.read_text()
-    assert 'data-figure="match-0"' in page
-    assert 'data-figure="match-1"' in page
-    assert "words" in page
+    [data] = re.findall(r'<script type="application/json" id="report">(.*?)</script>', path.read_text(), re.DOTALL)
+    matches = json.loads(data)["matches"]
+    assert sorted(match["text"] for match in matches) == ["four five", "one"]
+    assert all("words" in match["figure"]["rows"] for match in matches)
     service.model_info = WHICHEVER
     result = await encserve(service, "similarity", "one", "two", "--html", str(tmp_path / "not.html"), status=1)
     assert "--html shows which vectors of MaxSim met" in result.stderr

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -63,27 +62,27 @@ def test_tables(stub: StubClient) -> None:
     result = inspect("I understand this")
     assert (result.exit_code, result.stderr) == (0, "")
     lines = [line.split() for line in result.stdout.splitlines() if line.strip()]
-    assert lines[0] == ["token", "id", "norm", "in", "after", "2", "in", "layer", "2", "looks", "at", "weight"]
+    assert lines[0] == ["token", "id", "norm", "in", "after", "2", "attends", "to", "(layer", "2)", "weight"]
     [row] = [line for line in lines if line[:1] == ["understand"]]
     assert stub.result.hidden_states is not None
     norms = np.linalg.norm(stub.result.hidden_states[:, 2].astype(np.float64), axis=-1)
     assert row[1:4] == ["295", f"{norms[0]:.3f}", f"{norms[3]:.3f}"]
+    assert stub.result.attention is not None
+    weights = stub.result.attention[2, :, 2].mean(axis=0, dtype=np.float64)  # of the third token, over the heads
+    assert [row[4], row[6]] == [str(weights.argmax()), f"{weights.max():.3f}"]
     assert [line[0] for line in lines if line[-1:] == ["bits"] or line[:1] == ["input"]] == ["input", "0", "1", "2"]
     assert "tokenize 0.4 ms, queue 0.1 ms, compute 11.7 ms, total 16.3 ms" in result.stdout
     assert stub.asked["input"] == "I understand this"
     assert stub.asked["positions"] is False
 
 
-def test_the_prompt_is_the_one_asked_for(stub: StubClient) -> None:
-    for given, sent in (((), None), (("--prompt-name", ""), ""), (("--prompt-name", "query"), "query")):
-        assert inspect("I understand this", *given).exit_code == 0
-        assert stub.asked["prompt_name"] == sent
-
-
-def test_the_task_is_the_one_asked_for(stub: StubClient) -> None:
-    for given, sent in (((), None), (("--task", "query"), "query")):
-        assert inspect("I understand this", *given).exit_code == 0
-        assert stub.asked["task"] == sent
+@pytest.mark.parametrize(("option", "values"), [("prompt_name", ["", "query"]), ("task", ["query"])])
+def test_the_prompt_and_the_task_are_sent(stub: StubClient, option: str, values: list[str]) -> None:
+    inspect("I understand this")
+    assert stub.asked[option] is None
+    for value in values:
+        assert inspect("I understand this", f"--{option.replace('_', '-')}", value).exit_code == 0
+        assert stub.asked[option] == value
 
 
 def test_few_rows(stub: StubClient) -> None:
@@ -141,40 +140,22 @@ def test_ids(stub: StubClient) -> None:
     )
 
 
-def _as_vectors(stub: StubClient) -> None:
-    stub.info = dataclasses.replace(stub.info, input_kind="embeddings")
-
-
-def _failing(stub: StubClient) -> None:
-    stub.error = EncserveError("no graph\nfor it")
-
-
-def _as_onnx(stub: StubClient) -> None:
-    stub.info = dataclasses.replace(stub.info, n_layers=0, can_inspect=False)
-    stub.error = EncserveError("no graph for it")
-
-
-def _as_it_is(stub: StubClient) -> None:
-    pass
-
-
 @pytest.mark.parametrize(
-    ("prepare", "arguments", "status", "text"),
+    ("changes", "arguments", "status", "text"),
     [
-        (_as_it_is, [], 2, "give either a TEXT or --ids"),
-        (_as_it_is, ["a", "--ids", "1"], 2, "give either a TEXT or --ids"),
-        (_as_it_is, ["--ids", "1,x"], 2, "must be whole numbers from 0 with commas between them; was '1,x'"),
-        (_as_it_is, ["a", "--layers", "-1"], 2, "must be whole numbers from 0 with commas between them; was '-1'"),
-        (_as_it_is, ["a", "--layers", "3"], 1, "--layers must be from 0 to 2; was 3"),
-        (_as_vectors, ["a"], 1, "takes vectors, which no command line holds; call client.inspect"),
-        (_as_onnx, ["a", "--layers", "3"], 1, "Error: no graph for it"),
-        (_failing, ["a"], 1, "Error: no graph for it"),
+        ({}, [], 2, "give either a TEXT or --ids"),
+        ({}, ["a", "--ids", "1"], 2, "give either a TEXT or --ids"),
+        ({}, ["--ids", "1,x"], 2, "must be whole numbers from 0 with commas between them; was '1,x'"),
+        ({}, ["a", "--layers", "-1"], 2, "must be whole numbers from 0 with commas between them; was '-1'"),
+        ({}, ["a", "--layers", "3"], 1, "--layers must be from 0 to 2; was 3"),
+        ({"input_kind": "embeddings"}, ["a"], 1, "takes vectors, and this command takes none; call client.inspect"),
+        ({"n_layers": 0, "can_inspect": False}, ["a", "--layers", "3"], 1, "Error: no graph for it"),
     ],
 )
-def test_errors(
-    stub: StubClient, prepare: Callable[[StubClient], None], arguments: list[str], status: int, text: str
-) -> None:
-    prepare(stub)
+def test_errors(stub: StubClient, changes: dict[str, Any], arguments: list[str], status: int, text: str) -> None:
+    stub.info = dataclasses.replace(stub.info, **changes)
+    if not stub.info.can_inspect:
+        stub.error = EncserveError("no graph\nfor it")
     result = inspect(*arguments)
     assert (result.exit_code, result.stdout) == (status, "")
     assert text in result.stderr

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from browser import OpenPage, chromium
-from made_inspections import make_inspection
+from made_inspections import TOKENS, make_inspection
 from made_matches import match_page, side_of
 from playwright.sync_api import Browser
 
-from encserve_cli.report.numbers import cosine_similarity
+from encserve_cli.report.numbers import cosine_similarity, state_norms
 from encserve_cli.report.page import build_page
 
 pytestmark = pytest.mark.system
@@ -83,7 +83,7 @@ def test_everything_is_drawn_and_fits(opened: OpenPage) -> None:
         *["attention"] * 13,
         "entropy",
         *["similarity"] * 7,
-        *("norms", "positions", "parameters", "times"),
+        *("norms", "positions"),
     ]
     assert all(figure["marks"] >= 1 and figure["size"] >= 50 for figure in figures), figures
     assert opened.page.evaluate("document.documentElement.scrollWidth - window.innerWidth") == 0
@@ -92,43 +92,54 @@ def test_everything_is_drawn_and_fits(opened: OpenPage) -> None:
 
 
 def test_hovering_says_tokens_and_number(opened: OpenPage) -> None:
-    """Hover over the large attention map, a small attention map and a similarity map.
+    """Hover over the large attention map, a small attention map, a similarity map and a point of a line.
 
-    The tooltip shows the tokens and the number of the cell.
+    The tooltip shows the tokens and the number.
     """
     it = opened
     result, _ = make_inspection(6, 12, 64)
     assert result.attention is not None
     assert result.hidden_states is not None
     weight = result.attention[0, 0, 2, 1]
-    assert it.hover("#large", 1.5 / 8, 2.5 / 8) == f"understand 2 looks at i 1 {weight:.3f} layer 0, head 0"
+    assert it.hover("#large", 1.5 / 8, 2.5 / 8) == f"understand 2 attends to i 1 {weight:.3f} layer 0, head 0"
     weight = result.attention[0, 9, 7, 3]
-    assert it.hover('.head[data-head="9"]', 3.5 / 8, 7.5 / 8) == f"[SEP] 7 looks at this 3 {weight:.3f} layer 0, head 9"
+    assert (
+        it.hover(".head:nth-child(10)", 3.5 / 8, 7.5 / 8) == f"[SEP] 7 attends to this 3 {weight:.3f} layer 0, head 9"
+    )
     cosine = cosine_similarity(result.hidden_states)[6, 1, 5]
-    said = it.hover('figure[data-stage="after layer 5"]', 5.5 / 8, 1.5 / 8)
-    assert said == f"i 1 and i 5 {cosine:.3f} after layer 5"
+    assert it.hover("figure:nth-child(7)", 5.5 / 8, 1.5 / 8) == f"i 1 and i 5 {cosine:.3f} after layer 5"
     assert it.page.evaluate(TIP_FITS)
+    it.page.mouse.move(2, 2)
+    it.page.wait_for_selector("#tip", state="hidden")
+    norms = state_norms(result.hidden_states)[6]
+    token = int(norms.argmax())  # no other point is near
+    it.page.locator("#norms .trace.scatter").nth(token).locator("path.point").last.hover(force=True)
+    it.page.wait_for_selector("#tip", state="visible")
+    said = " ".join((it.page.locator("#tip").text_content() or "").split())
+    assert said == f"{TOKENS[token]} {token} {norms[token]:.2f} norm, after layer 5"
     it.page.mouse.move(2, 2)
     it.page.wait_for_selector("#tip", state="hidden")
     assert it.complaints == []
 
 
 def test_choosing_a_layer_and_a_head(browser: Browser, usual: Path) -> None:
-    """Click on a layer, then on the small map of a head. The maps show this layer and this head.
+    """Choose a layer and a head with the keyboard. The maps show this layer and this head.
 
-    A click on a cell of the overview selects both a layer and a head.
+    A click on a cell of the overview selects both a layer and a head. In a dark theme the colours change.
     """
     it = OpenPage(browser, usual, 1400)
     result, _ = make_inspection(6, 12, 64)
     assert result.attention is not None
-    it.page.locator('.layers input[value="4"]').check()
+    it.page.get_by_role("radio", name="0").press("ArrowLeft")
+    it.page.get_by_role("radio", name="5").press("ArrowLeft")
     it.wait()
-    it.page.locator('.head[data-head="7"] button').click()
+    it.page.get_by_role("button", name="head 7").press("Enter")
     it.wait()
     assert it.page.locator("#which").text_content() == "Layer 4, head 7"
+    assert it.page.get_by_role("button", pressed=True).all_text_contents() == ["head 7"]
     shown = it.page.evaluate("[...document.getElementById('large').data[0].z[3]]")
     assert shown == pytest.approx(result.attention[4, 7, 3].tolist(), abs=2e-5)
-    small = it.page.evaluate("""[...document.querySelector('.head[data-head="2"] .plot').data[0].z[3]]""")
+    small = it.page.evaluate("[...document.querySelector('.head:nth-child(3) .plot').data[0].z[3]]")
     assert small == pytest.approx(result.attention[4, 2, 3].tolist(), abs=2e-5)
     overview = it.page.locator('.plot[data-figure="entropy"]')
     overview.scroll_into_view_if_needed()
@@ -137,6 +148,10 @@ def test_choosing_a_layer_and_a_head(browser: Browser, usual: Path) -> None:
     it.page.mouse.click(box["x"] + box["width"] * 11.5 / 12, box["y"] + box["height"] * 1.5 / 6)
     it.page.wait_for_function("document.getElementById('which').textContent === 'Layer 1, head 11'")
     it.wait()
+    colour = "getComputedStyle(document.querySelector('#large .ytick text')).fill"
+    assert it.page.evaluate(colour) == "rgb(60, 68, 82)"
+    it.page.emulate_media(color_scheme="dark")
+    it.page.wait_for_function(f"{colour} === 'rgb(180, 189, 202)'")
     assert it.complaints == []
     it.close()
 
@@ -152,8 +167,11 @@ def test_a_query_against_documents(browser: Browser, tmp_path: Path, width: int)
     path.write_text(match_page(*sides), encoding="utf-8", newline="\n")
     it = OpenPage(browser, path, width)
     figures = it.page.evaluate(DRAWN)
-    assert [figure["name"] for figure in figures] == ["match-0", "match-1"]
+    assert [figure["name"] for figure in figures] == ["match", "match"]
     assert all(figure["marks"] >= 1 and figure["size"] >= 50 for figure in figures), figures
+    product = (sides[0].vectors @ sides[2].vectors.T)[8, 0]
+    said = it.hover("section:last-of-type", 0.5 / 12, 8.5 / 9)
+    assert said == f"$x$ 8 and w0 0 {product:.4f}"
     assert it.page.evaluate(WIDER) == []
     assert it.page.locator("img").count() == 0
     assert it.complaints == []
@@ -165,7 +183,7 @@ def test_a_hostile_text_is_only_text(browser: Browser, tmp_path: Path) -> None:
     path = _write(tmp_path, " ".join(HOSTILE), n_layers=2, n_heads=2, tokens=HOSTILE)
     it = OpenPage(browser, path, 390)
     said = it.hover("#large", 0.5 / 9, 1.5 / 9)
-    assert said.startswith("</script><script>alert(2)</script> 1 looks at <img src=x onerror=alert(1)> 0 ")
+    assert said.startswith("</script><script>alert(2)</script> 1 attends to <img src=x onerror=alert(1)> 0 ")
     assert it.page.evaluate(TIP_FITS)
     assert it.page.locator("img").count() == 0
     assert it.page.locator("script").count() == 3
@@ -193,7 +211,7 @@ def test_the_policy_stops_what_slips_through(browser: Browser, usual: Path) -> N
 
 @pytest.mark.parametrize(
     ("n_layers", "n_heads", "n_tokens", "figures"),
-    [(1, 1, 1, 1 + 2 + 4), (1, 2, 3, 3 + 1 + 2 + 4), (12, 12, 64, 13 + 1 + 13 + 4), (2, 2, 256, 3 + 1 + 3 + 4)],
+    [(1, 1, 1, 1 + 2 + 2), (1, 2, 3, 3 + 1 + 2 + 2), (12, 12, 64, 13 + 1 + 13 + 2), (2, 2, 256, 3 + 1 + 3 + 2)],
 )
 def test_sizes(browser: Browser, tmp_path: Path, n_layers: int, n_heads: int, n_tokens: int, figures: int) -> None:
     """Draw pages with one token and one layer, and pages with many tokens or layers.

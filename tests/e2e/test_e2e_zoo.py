@@ -270,8 +270,8 @@ def test_maxsim_scores_and_html_report_equal_the_library(
     assert result.exit_code == 0, result.output
     data = re.search(r'<script type="application/json" id="report">(.*?)</script>', page.read_text(), re.DOTALL)
     assert data
-    _, _, bars = json.loads(data[1])["figures"]["match-0"]["data"]
-    assert sum(bars["x"]) == pytest.approx(want[1, 9], rel=1e-4)
+    (match,) = json.loads(data[1])["matches"]
+    assert sum(match["figure"]["added"]) == pytest.approx(want[1, 9], rel=1e-4)
 
 
 def test_one_bge_m3_call_gives_the_three_outputs_of_flag_embedding(

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from encserve_cli.report.matches import Side
-from encserve_cli.report.page import build_match_page
+from encserve_cli.report.matches import Side, build_match_page
 from encserve_client import Array, EncodeResult, maxsim
 from encserve_client.results import Timings
 from encserve_client.scoring import MaxSimilarity

@@ -14,7 +14,7 @@ from encserve_cli import render
 from encserve_cli.files.command import Printing, Sources, deliver, prints_rows, reads_inputs
 from encserve_cli.job_options import SectionCommand, makes_jobs
 from encserve_cli.report.labels import visible
-from encserve_cli.report.matches import Side
+from encserve_cli.report.matches import Side, build_match_page
 from encserve_cli.shared import calls_server, check_pooling, ids_of, names_model, treats_texts
 from encserve_client import EncodedOutput, EncoderClient, EncodeResult, ModelInfo, Output, Pooling, Task, Timings, rank
 from encserve_client.options import TrainedKind
@@ -171,8 +171,6 @@ def _rank(
     query, documents = ([*_encoded(result.outputs[0])] for result in asked)
     scores = rank(query[0], documents, compared_by)
     if html is not None:
-        from encserve_cli.report.page import build_match_page  # plotly takes a second to import
-
         [asker], sides = (_sides(part, result) for (_, part), result in zip(parts, asked, strict=True))
         page = build_match_page(asker, [(sides[index], score) for index, score in scores], compared_by, asked[0])
         html.write_text(page, encoding="utf-8", newline="\n")

@@ -1,4 +1,4 @@
-"""`encserve tokenize`: which tokens a model sees of texts."""
+"""`encserve tokenize`: the tokens of texts."""
 
 import json
 from typing import Any
@@ -24,7 +24,7 @@ from encserve_client.options import OffsetUnit
     type=click.Choice(["code_points", "utf8_bytes"]),
     default="code_points",
     show_default=True,
-    help="What places in a text are counted in.",
+    help="The unit of the tokens' start and end.",
 )
 @calls_server
 def tokenize(
@@ -39,13 +39,13 @@ def tokenize(
     offset_unit: OffsetUnit,
     **options: Any,
 ) -> None:
-    """Print the tokens of each TEXT: the vocabulary's string, its id, and where it begins and ends.
+    """Print the tokens of each TEXT: the string in the vocabulary, the id, the start and the end.
 
     A TEXT that ends in .txt, .jsonl, .csv, .tsv or .parquet is a file of texts: a path, or a URI such as
     s3://bucket/texts.csv. All but .parquet may be compressed (.csv.gz, .csv.zst). - is standard input, a text a line.
-    With --text every TEXT is a text, whatever it looks like.
-    Nothing is computed, and the model need not be ready. Without --truncate there are all tokens, however many. --json
-    prints a line for each text.
+    With --text every TEXT is a text, even if it looks like a file.
+    The model computes no vectors and need not be ready. Without --truncate the command prints all tokens of a text.
+    --json prints a line for each text.
     """
     console = Console(highlight=False)
 
@@ -69,11 +69,10 @@ def tokenize(
 
 
 def _record(info: SequenceInfo) -> dict[str, Any]:
+    arrays = {"token_ids": info.token_ids, "offsets": info.offsets, "special": info.special}
     return {
         "token_count": info.token_count,
         "original_token_count": info.original_token_count,
         "tokens": info.tokens or (),
-        "token_ids": [] if info.token_ids is None else info.token_ids.tolist(),
-        "offsets": [] if info.offsets is None else info.offsets.tolist(),
-        "special": [] if info.special is None else info.special.tolist(),
+        **{name: [] if array is None else array.tolist() for name, array in arrays.items()},
     }

@@ -1,16 +1,19 @@
-"""A query against a document: which of their vectors met, how strongly, and what that added to the score."""
+"""The HTML page of `encserve similarity`: how the vectors of a query match the vectors of documents."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from encserve_client import Array
+from encserve_cli.report import numbers
+from encserve_cli.report.page import as_items, render_page, round_finite, scale_to, shorten
+from encserve_client import Array, EncodeResult
 from encserve_client.scoring import Similarity
 
-MOST_COLUMNS = 512  # of one picture
-_MOST_NUMBERS = 400_000  # of all pictures of a page: some 3 MB
+MAX_COLUMNS = 512  # of one figure
+MAX_PRODUCTS = 400_000  # in all figures of a page: about 3 MB
+_MAX_TEXT = 400  # characters of a document
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -19,7 +22,7 @@ class Side:
 
     Attributes:
         text: The text.
-        names: What stands for each vector: the token that it comes from.
+        names: For each vector, the name of its token.
         vectors: (n, width).
     """
 
@@ -28,40 +31,67 @@ class Side:
     vectors: Array
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Match:
-    """What MaxSim makes of n vectors of a query and m ≥ 1 of a document, all in float32.
+def build_match_page(query: Side, ranking: Sequence[tuple[Side, float]], by: Similarity, result: EncodeResult) -> str:
+    """Return the HTML page of a query and documents.
 
-    Attributes:
-        products: (n, m), the dot products.
-        best: (n,), the place of each row's largest.
-        added: (n,), what each vector of the query added to the score: they sum to what `maxsim` returns.
+    Args:
+        query: The query, with at least one vector.
+        ranking: The documents and their scores, in the order of the page.
+        by: The similarity that gave the scores.
+        result: The reply with the query's vectors, which names the model.
     """
+    matches, room = [], MAX_PRODUCTS
+    for place, (document, score) in enumerate(ranking, start=1):
+        size = len(query.vectors) * min(len(document.vectors), MAX_COLUMNS)
+        has_figure = 0 < size <= room
+        room -= size if has_figure else 0
+        matches.append(_match(place, query, document, score, by, has_figure=has_figure))
+    data = {
+        "eyebrow": "A query and its matches",
+        "facts": as_items(
+            {
+                "model": result.model,
+                "version": result.version,
+                "vectors of the query": f"{len(query.vectors):,}",
+                "compared by": by,
+            }
+        ),
+        "fingerprint": result.fingerprint,
+        "matches": matches,
+        "footer": f"Made by encserve similarity from {result.model}, version {result.version}.",
+    }
+    return render_page(query.text, data)
 
-    products: npt.NDArray[np.float32]
-    best: npt.NDArray[np.int64]
-    added: npt.NDArray[np.float32]
 
-
-def match(query: Array, document: Array, similarity: Similarity) -> Match:
-    """Compares (n, width) with (m, width), m ≥ 1."""
-    products = query.astype(np.float32) @ document.astype(np.float32).T  # (n, m)
-    largest = products.max(axis=1)
-    return Match(products, products.argmax(axis=1), largest / len(query) if similarity == "meanmaxsim" else largest)
-
-
-def columns_to_show(found: Match, most: int) -> list[int]:
-    """The places of at most so many vectors of the document, ascending: those that are most like one of the query."""
-    most_like = np.argsort(-found.products.max(axis=0), kind="stable")
-    counted = dict.fromkeys(found.best.tolist())  # each is the frame of a row
-    return sorted([*counted, *(it for it in most_like.tolist() if it not in counted)][: max(most, len(counted))])
-
-
-def pictured(documents: Sequence[Side], n_query_vectors: int) -> list[bool]:
-    """Which documents get a picture, so that the page stays small: each that still fits, from the first on."""
-    numbers, fits = 0, []
-    for document in documents:
-        size = n_query_vectors * min(len(document.vectors), MOST_COLUMNS)
-        fits.append(numbers + size <= _MOST_NUMBERS)
-        numbers += size if fits[-1] else 0
-    return fits
+def _match(
+    place: int, query: Side, document: Side, score: float, by: Similarity, *, has_figure: bool
+) -> dict[str, Any]:
+    count = len(document.vectors)
+    match: dict[str, Any] = {"title": f"{place}. {score:.4f}", "text": shorten(document.text, _MAX_TEXT)}
+    if not count:
+        return match | {"title": f"{place}. No vectors", "lead": "This document has no vectors."}
+    if not has_figure:
+        return match | {"lead": f"Its {count:,} vectors are left out, so that the page stays small. Try shorter texts."}
+    products = query.vectors.astype(np.float32) @ document.vectors.astype(np.float32).T  # (query, document)
+    largest, best = products.max(axis=1), products.argmax(axis=1)  # (query,)
+    # A column for the largest product of each row, and then for the vectors most similar to a vector of the query.
+    most_similar = np.argsort(-products.max(axis=0), kind="stable").tolist()
+    columns = sorted([*dict.fromkeys([*best.tolist(), *most_similar])][: max(MAX_COLUMNS, len(set(best.tolist())))])
+    shown = f"each of the {count:,} columns is a vector of the document"
+    if len(columns) < count:
+        shown = (
+            f"each column is a vector of the document (the {len(columns):,} of its {count:,} vectors that are most "
+            "similar to a vector of the query)"
+        )
+    return match | {
+        "lead": f"Each row is a vector of the query, {shown}, and each colour is their dot product. A frame marks the "
+        "largest product of a row. A bar shows how much that product adds to the score.",
+        "figure": scale_to(numbers.widest(products))
+        | {
+            "rows": query.names,
+            "columns": [{"place": column, "name": document.names[column]} for column in columns],
+            "products": round_finite(products[:, columns]),
+            "best": [columns.index(column) for column in best.tolist()],
+            "added": round_finite(largest / (len(largest) if by == "meanmaxsim" else 1), 7),
+        },
+    }

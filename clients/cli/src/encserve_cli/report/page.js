@@ -1,269 +1,302 @@
 "use strict";
-// Draws the figures of the page. Nothing here puts a string into the document as HTML: `report.names` are made safe for
-// plotly, which reads markup, and all other text goes in as text.
+// Fills in the templates of the page and draws the figures with plotly. Data become text only, never HTML: `plain`
+// escapes the names for plotly, which reads tags and entities.
 const report = JSON.parse(document.getElementById("report").textContent);
-const dark = window.matchMedia("(prefers-color-scheme: dark)");
-const CONFIG = { displayModeBar: false, responsive: false, showTips: false };
-const GAP = { ticks: "outside", ticklen: 4, tickcolor: "rgba(0,0,0,0)" }; // between a map and the names
-const LARGEST_CELL = 160; // pixels
-const EDGE = 9; // pixels at the top and the right of a map; less would hide the first and the last name
-const ruler = document.createElement("canvas").getContext("2d");
-const unpacked = new Map();
-const chosen = { layer: 0, head: 0 };
+const figureData = new Map(); // the data of the box of each figure
 
-function theme() {
-  return dark.matches ? report.themes.dark : report.themes.light;
+// Writes the values of `data` into `root`, and replaces each template by a copy for each of its items.
+function fill(root, data) {
+  for (const element of root.querySelectorAll("[data-text]")) {
+    const text = data[element.dataset.text];
+    if (text == null) element.remove();
+    else element.textContent = text;
+  }
+  for (const element of root.querySelectorAll("[data-class]")) element.className = data[element.dataset.class];
+  for (const element of root.querySelectorAll("[data-width]")) element.style.width = data[element.dataset.width];
+  for (const box of root.querySelectorAll(".plot")) figureData.set(box, data);
+  for (const template of root.querySelectorAll("template")) {
+    const items = [data[template.dataset.each] ?? []].flat();
+    const copies = items.map((item) => {
+      const copy = document.importNode(template.content, true);
+      fill(copy, item);
+      return copy;
+    });
+    template.replaceWith(...copies);
+  }
+}
+fill(document.querySelector("main"), report);
+
+// The colours are variables of page.css, which has a light and a dark theme.
+const style = getComputedStyle(document.documentElement);
+const colour = (name) => style.getPropertyValue(`--${name}`).trim();
+const colours = (name) => colour(name).split(/\s*,\s*/);
+const FONT = colour("sans");
+
+// A colour scale of plotly. Power 2 lets the colours follow the square root of the values.
+function scale(name, power = 1) {
+  const stops = colours(name);
+  return stops.map((stop, place) => [(place / (stops.length - 1)) ** power, stop]);
 }
 
-// One matrix of a stack: rows of numbers, from the uint16 that stand for them.
-function matrix(name, index) {
-  const stack = report.stacks[name];
-  if (!unpacked.has(name)) {
+// One matrix of a stack, as rows of numbers. The stack has uint16 in base64: 0 is `low`, 1 is `low + step`.
+function matrix(stack, index) {
+  if (!stack.values) {
     const text = atob(stack.data);
     const bytes = new Uint8Array(text.length);
     for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
-    unpacked.set(name, new DataView(bytes.buffer));
+    stack.values = new Uint16Array(bytes.buffer);
   }
-  const view = unpacked.get(name);
-  const size = stack.rows * stack.columns;
-  const rows = [];
-  for (let row = 0; row < stack.rows; row++) {
-    const numbers = new Float32Array(stack.columns);
-    const first = index * size + row * stack.columns;
-    for (let column = 0; column < stack.columns; column++) {
-      numbers[column] = stack.low + stack.step * view.getUint16(2 * (first + column), true);
-    }
-    rows.push(numbers);
-  }
-  return rows;
+  return Array.from({ length: stack.rows }, (_, row) => {
+    const start = (index * stack.rows + row) * stack.columns;
+    const values = stack.values.subarray(start, start + stack.columns);
+    return Float32Array.from(values, (value) => stack.low + stack.step * value);
+  });
 }
 
-// What hovering over a map of tokens says. plotly's own label would be cut off at the edge of a small map.
-const tip = document.getElementById("tip");
-function showTip(box, { event, points: [{ x, y, z }] }) {
-  const isAttention = box.dataset.stack === "attention";
-  const texts = {
-    from: report.hovers[y], "from-place": y, to: report.hovers[x], "to-place": x,
-    verb: isAttention ? "looks at" : "and",
-    value: z.toFixed(3),
-    where: isAttention ? attentionTitle(box) : box.closest("figure").dataset.stage,
+const fixed = (value, digits) => value?.toFixed(digits) ?? "NaN"; // JSON has null for NaN
+
+// A text that plotly draws as it is. The isolates stop a right-to-left name from reordering the text next to it.
+const plain = (text) => `\u2068${String(text).replace(/[&<>]/g, (it) => `&#${it.charCodeAt(0)};`)}\u2069`;
+
+function clip(text, most) {
+  const letters = [...text];
+  return letters.length <= most ? text : `${letters.slice(0, most - 1).join("")}…`;
+}
+const clipForAxis = (name) => clip(name, 14);
+const clipForTip = (name) => clip(name, 60);
+document.title = clipForTip(report.heading);
+
+// An axis with as many of the names as fit into `room` pixels, if each name needs `each` pixels.
+function ticks(names, room, each, positions = [...names.keys()]) {
+  const step = Math.max(Math.ceil((each * names.length) / Math.max(room, 1)), 1);
+  const shown = [...names.keys()].filter((place) => place % step === 0);
+  return {
+    tickmode: "array",
+    tickvals: shown.map((place) => positions[place]),
+    ticktext: shown.map((place) => plain(names[place])),
   };
-  for (const [name, text] of Object.entries(texts)) tip.querySelector(`[data-part="${name}"]`).textContent = text;
+}
+const DOWN = { autorange: "reversed" };
+
+function heatmap(z, colorscale, zmin, zmax) {
+  return { type: "heatmap", z, colorscale, zmin, zmax, showscale: false };
+}
+
+const names = (report.tokens ?? []).map(({ name }) => name);
+const axisNames = names.map(clipForAxis);
+const tipNames = names.map(clipForTip);
+const ruler = document.createElement("canvas").getContext("2d");
+ruler.font = `12px ${FONT}`;
+const nameRoom = Math.ceil(Math.max(...axisNames.map((name) => ruler.measureText(name).width))) + 12; // pixels
+const selected = { layer: 0, head: 0 };
+
+// A square map of every two tokens. If there is no room for the tokens' names, the map has no axes.
+function tokenMap(trace, fit, width, verb, where) {
+  const titleRoom = fit === "full" ? 22 : 0;
+  const edge = 9; // at the top and the right, or plotly hides the first and the last name
+  const left = nameRoom + titleRoom;
+  const side = Math.min(width - left - edge, names.length * 160);
+  const cell = side / names.length;
+  let layout = {
+    height: width, margin: { l: 0, r: 0, t: 0, b: 0 }, xaxis: { visible: false }, yaxis: { ...DOWN, visible: false },
+  };
+  if (fit === "full" ? side > 0 : fit === "panel" && width >= 215 && cell >= 11) {
+    const outside = { ticks: "outside", ticklen: 4, tickcolor: "transparent" }; // a gap between the map and the names
+    const axis = { ...outside, ...ticks(axisNames, side, 13) };
+    const between = side / axis.tickvals.length;
+    const angle = between >= nameRoom + 4 ? 0 : between >= 20 ? -45 : -90;
+    const bottom = { 0: 26, "-45": 0.75 * nameRoom + 11, "-90": nameRoom + 4 }[angle] + titleRoom;
+    const title = (text) => (titleRoom ? { text, standoff: 6 } : undefined);
+    layout = {
+      width: left + side + edge, height: edge + side + bottom, margin: { l: left, r: edge, t: edge, b: bottom },
+      xaxis: { ...axis, tickangle: angle, title: title("token attended to") },
+      yaxis: { ...axis, ...DOWN, title: title("attending token") },
+    };
+    if (cell >= 36) Object.assign(trace, { texttemplate: "%{z:.2f}", textfont: { size: cell >= 48 ? 12 : 10.5 } });
+  }
+  const hover = ({ x, y, z }) => ({
+    from: tipNames[y], fromPlace: y, verb, to: tipNames[x], toPlace: x, value: fixed(z, 3), where,
+  });
+  return { data: [trace], layout, hover };
+}
+
+// Each function returns a figure: `data` and `layout` for plotly, and `hover`, the texts of the tip for a point.
+const FIGURES = {
+  attention({ head = selected.head }, width, fit) {
+    const { layers, entropy, matrices } = report.attention;
+    const weights = matrix(matrices, selected.layer * entropy[0].length + head);
+    const where = `layer ${layers[selected.layer].name}, head ${head}`;
+    return tokenMap(heatmap(weights, scale("blues", 2), 0, 1), fit, width, "attends to", where);
+  },
+
+  similarity({ index, stage }, width, fit) {
+    const cosines = matrix(report.similarity.matrices, index);
+    return tokenMap(heatmap(cosines, scale("diverging"), -1, 1), fit, width, "and", stage);
+  },
+
+  entropy(_, width) {
+    const { layers, entropy, max_bits } = report.attention;
+    const height = layers.length * Math.min(22, Math.max(14, 170 / layers.length));
+    const { head, layer } = selected;
+    const frame = { x0: head - 0.5, x1: head + 0.5, y0: layer - 0.5, y1: layer + 0.5 };
+    const layerNames = layers.map(({ name }) => name);
+    const layout = {
+      height: height + 50, margin: { l: 46, r: 4, t: 6, b: 44 },
+      xaxis: { title: { text: "head" }, ...ticks([...entropy[0].keys()], width - 50, 20) },
+      yaxis: { title: { text: "layer" }, ...DOWN, ...ticks(layerNames, height, 14) },
+      shapes: [{ type: "rect", ...frame, line: { color: colour("chosen"), width: 2.5 } }],
+    };
+    const hover = ({ x, y, z }) => ({
+      from: `layer ${layerNames[y]}, head ${x}`, value: `${fixed(z, 2)} bits`, where: "mean entropy",
+    });
+    return { data: [heatmap(entropy, scale("blues"), 0, max_bits)], layout, hover, click: ({ x, y }) => select(y, x) };
+  },
+
+  // A line for each token, and a line for the mean. Many tokens share one colour and one entry of the legend.
+  norms({ depths, stages, norms, means, log }, width) {
+    const lineColours = colours("lines");
+    const areFew = names.length <= lineColours.length;
+    const data = names.map((_, place) => ({
+      x: depths, y: norms.map((row) => row[place]), opacity: areFew ? 1 : 0.55,
+      name: areFew ? plain(axisNames[place]) : "each token", showlegend: areFew || place === 0,
+      marker: { color: areFew ? lineColours[place] : colour("accent"), size: 5 }, line: { width: 1.5 },
+    }));
+    const line = { width: 3, dash: "dot" };
+    data.push({ x: depths, y: means, name: "mean", marker: { color: colour("strong"), size: 7 }, line });
+    for (const trace of data) trace.mode = "lines+markers";
+    const layerNames = depths.map((depth) => (depth ? depth - 1 : "input"));
+    const layout = {
+      height: 400, margin: { l: 56, r: 12, t: 8, b: 48 },
+      xaxis: { title: { text: "after layer" }, showgrid: true, tickangle: 0, ...ticks(layerNames, width, 46, depths) },
+      yaxis: { title: { text: "norm" }, showgrid: true, rangemode: "tozero" },
+      legend: { orientation: "h", yanchor: "bottom", y: 1.02, x: 0 },
+    };
+    if (log) Object.assign(layout.yaxis, { title: { text: "norm, on a log scale" }, type: "log" });
+    if (width < 520 && areFew) {
+      layout.height += 10 * data.length;
+      Object.assign(layout.legend, { entrywidthmode: "fraction", entrywidth: 0.46 });
+    }
+    const hover = ({ x, y, curveNumber: place }) => ({
+      ...(place < names.length ? { from: tipNames[place], fromPlace: place } : { from: "mean of all tokens" }),
+      value: fixed(y, 2), where: `norm, ${stages[depths.indexOf(x)]}`,
+    });
+    return { data, layout, hover };
+  },
+
+  positions({ matrices, limit }) {
+    const zsmooth = matrices.rows * matrices.columns > 20_000 && "fast"; // one image instead of a shape per value
+    const layout = {
+      height: 400, margin: { l: 56, r: 8, t: 8, b: 48 },
+      xaxis: { title: { text: "position" } },
+      yaxis: { title: { text: "dimension" }, ...DOWN },
+    };
+    const hover = ({ x, y, z }) => ({ from: `position ${x}, dimension ${y}`, value: fixed(z, 3) });
+    return { data: [{ ...heatmap(matrix(matrices, 0), scale("diverging"), -limit, limit), zsmooth }], layout, hover };
+  },
+
+  // The dot products of the vectors of a query and of a document, the largest of each row, and what it adds.
+  match({ rows, columns, products, best, added, limit }, width) {
+    const places = [...rows.keys()];
+    const margin = { l: 108, r: 8, t: 8, b: 120 };
+    const columnNames = columns.map(({ name }) => clipForAxis(name));
+    const data = [
+      heatmap(products, scale("diverging"), -limit, limit),
+      {
+        mode: "markers", x: best, y: places, hoverinfo: "skip",
+        marker: { symbol: "square-open", size: 10, line: { width: 2 }, color: colour("strong") },
+      },
+      {
+        type: "bar", orientation: "h", x: added, y: places, xaxis: "x2", marker: { color: colour("accent") },
+        text: width < 520 ? [] : places.map((row) => `${fixed(added[row], 3)} ${plain(columnNames[best[row]])}`),
+        textposition: "auto", insidetextanchor: "start",
+        textfont: { color: colour("strong"), size: 13 }, insidetextfont: { color: colour("surface"), size: 13 },
+      },
+    ];
+    const columnTicks = ticks(columnNames, (width - margin.l - margin.r) * 0.72, 14);
+    const layout = {
+      height: 24 * rows.length + 136, margin, showlegend: false,
+      xaxis: { domain: [0, 0.72], range: [-0.5, columns.length - 0.5], tickangle: -90, ...columnTicks },
+      xaxis2: { domain: [0.75, 1], anchor: "y", nticks: 3, showgrid: true, title: { text: "added" } },
+      yaxis: { range: [rows.length - 0.5, -0.5], ...ticks(rows.map(clipForAxis), rows.length, 1) },
+    };
+    const hover = ({ x, y, z }) => {
+      const isBar = z === undefined;
+      const { place, name } = columns[isBar ? best[y] : x];
+      const value = isBar ? `${fixed(added[y], 4)} added` : fixed(z, 4);
+      const verb = isBar ? "is most similar to" : "and";
+      return { from: clipForTip(rows[y]), fromPlace: y, verb, to: clipForTip(name), toPlace: place, value };
+    };
+    return { data, layout, hover };
+  },
+};
+
+// The page has its own tip, because plotly's label ends at the edge of a figure, and some figures are small.
+const tip = document.getElementById("tip");
+function showTip(texts, { clientX, clientY }) {
+  for (const part of tip.querySelectorAll("[data-part]")) part.textContent = texts[part.dataset.part] ?? "";
   tip.hidden = false;
   const { width, height } = tip.getBoundingClientRect();
-  const left = event.clientX + 16 + width > window.innerWidth - 8 ? event.clientX - 16 - width : event.clientX + 16;
-  const top = event.clientY + 16 + height > window.innerHeight - 8 ? event.clientY - 16 - height : event.clientY + 16;
-  tip.style.left = `${Math.max(left, 8)}px`;
-  tip.style.top = `${Math.max(top, 8)}px`;
+  const near = (at, size, end) => Math.max(at + 16 + size > end - 8 ? at - 16 - size : at + 16, 8);
+  tip.style.left = `${near(clientX, width, window.innerWidth)}px`;
+  tip.style.top = `${near(clientY, height, window.innerHeight)}px`;
 }
 
 function hideTip() {
   tip.hidden = true;
 }
 
-function attentionTitle({ dataset: { head } }) {
-  return `layer ${report.attention.layers[chosen.layer]}, head ${head ?? chosen.head}`;
-}
-
-// Puts a theme's colours in for their names.
-function dress(figure) {
-  const colours = theme();
-  const layout = figure.layout;
-  layout.font.color = colours.text;
-  layout.hoverlabel = {
-    bgcolor: colours.surface, bordercolor: colours.muted, align: "left",
-    font: { color: colours.strong, family: layout.font.family, size: 13 },
-  };
-  for (const axis of [layout.xaxis, layout.xaxis2 ?? {}, layout.yaxis]) {
-    axis.gridcolor = colours.grid;
-    axis.linecolor = colours.grid;
-  }
-  for (const trace of figure.data) {
-    if (trace.type === "heatmap") trace.colorscale = colours.scales[layout.meta.scale];
-    const name = trace.meta && trace.meta.colour;
-    if (name === undefined) continue;
-    const colour = typeof name === "number" ? colours.tokens[name] : colours[name];
-    trace.marker = { ...trace.marker, color: colour };
-    if (trace.type === "scatter") trace.line = { ...trace.line, color: colour };
-    else trace.textfont = { color: colours.strong, size: 13 };
-    trace.insidetextfont = { color: colours.surface, size: 13 };
-  }
-}
-
-// The pixels of the longest of these names.
-function longest(names, size) {
-  ruler.font = `${size}px ${report.font}`;
-  return Math.max(...names.map((name) => ruler.measureText(name.replace(/&\w+;/g, "<")).width));
-}
-
-// Makes a map of tokens square, with as many names beside it as can be read. `fit` is "full", "panel" or "bare".
-function layTokens(figure, width, fit) {
-  const { layout, data: [trace] } = figure;
-  const count = report.names.length;
-  const titled = fit === "full";
-  const size = titled ? 12 : 11;
-  const outer = titled ? 22 : 0; // of the axis's title
-  const roomBeside = (label) => Math.min(width - label - outer - EDGE, count * LARGEST_CELL);
-  const widest = roomBeside(longest(report.names, size) + 12);
-  if (fit === "bare" || widest <= 0 || (!titled && (width < 215 || widest / count < 11))) {
-    layout.margin = { l: 0, r: 0, t: 0, b: 0 };
-    layout.height = width;
-    layout.xaxis.visible = layout.yaxis.visible = false;
-    return;
-  }
-  // Which names there is room for decides how much room they take.
-  const step = Math.max(Math.ceil((13 * count) / widest), 1);
-  const places = report.names.map((_, place) => place).filter((place) => place % step === 0);
-  const names = places.map((place) => report.names[place]);
-  const label = Math.ceil(longest(names, size)) + 12;
-  const room = roomBeside(label);
-  const left = label + outer;
-  const cell = room / count;
-  const between = cell * step;
-  const angle = between >= label + 4 ? 0 : between >= 20 ? -45 : -90;
-  const bottom = Math.ceil({ 0: 26, "-45": label * 0.75 + 10, "-90": label + 4 }[angle]) + outer;
-  for (const axis of [layout.xaxis, layout.yaxis]) {
-    Object.assign(axis, { tickmode: "array", tickvals: places, ticktext: names, tickfont: { size }, ...GAP });
-    axis.title = titled ? { ...axis.title, standoff: 6, font: { size: 12 } } : undefined;
-  }
-  layout.xaxis.tickangle = angle;
-  layout.margin = { l: left, r: EDGE, t: EDGE, b: bottom };
-  layout.width = left + room + EDGE;
-  layout.height = EDGE + room + bottom;
-  if (cell >= 36) {
-    trace.texttemplate = "%{z:.2f}";
-    trace.textfont = { size: cell >= 48 ? 12 : 10.5 };
-  }
-}
-
-// Names as many places of an axis as there is room for, in pixels.
-function thin(axis, room, each) {
-  const { tickvals, ticktext } = axis;
-  const step = Math.ceil(tickvals.length / Math.max(Math.floor(room / each), 1));
-  axis.tickvals = tickvals.filter((_, place) => place % step === 0);
-  axis.ticktext = ticktext.filter((_, place) => place % step === 0);
-}
-
-// On a phone fewer layers are named, and the legend takes two columns and room of its own.
-function layLines({ layout, data }, width) {
-  thin(layout.xaxis, width, 46);
-  layout.xaxis.tickangle = 0;
-  if (width >= 520) return;
-  Object.assign(layout.legend, { entrywidthmode: "fraction", entrywidth: 0.46 });
-  layout.height += 10 * data.length;
-}
-
-function render(box) {
-  const { figure: name, stack, index, fit } = box.dataset;
-  const figure = structuredClone(report.figures[name]);
+function drawFigure(box) {
   const width = Math.floor(box.clientWidth);
   if (!width) return;
-  if (stack) figure.data[0].z = matrix(stack, Number(index));
-  if (fit) {
-    layTokens(figure, width, fit);
-  } else if (name === "entropy") {
-    outline(figure);
-  } else if (name === "norms") {
-    layLines(figure, width);
-  } else if (name.startsWith("match")) {
-    const { margin: { l, r }, xaxis } = figure.layout;
-    thin(xaxis, (width - l - r) * xaxis.domain[1], 14);
-    if (width < 520) delete figure.data[2].text; // bars without room for it
-  }
-  dress(figure);
-  figure.layout.width ??= width;
-  box.style.minHeight = `${figure.layout.height}px`;
-  Plotly.react(box, figure.data, figure.layout, CONFIG);
-  if (shown.has(box)) return;
-  if (name === "entropy") box.on("plotly_click", ({ points: [point] }) => choose(point.y, point.x));
-  if (fit) {
-    box.on("plotly_hover", (found) => showTip(box, found));
-    box.on("plotly_unhover", hideTip);
-  }
+  const { data, layout, hover, click } = FIGURES[box.dataset.figure](figureData.get(box), width, box.dataset.fit);
+  box.style.minHeight = `${layout.height}px`;
+  const axis = { fixedrange: true, showgrid: false, zeroline: false, ticks: "", gridcolor: colour("line") };
+  const font = { family: FONT, size: 12, color: colour("text") };
+  const clear = { paper_bgcolor: "transparent", plot_bgcolor: "transparent" };
+  const template = { layout: { ...clear, font, hovermode: "closest", dragmode: false, xaxis: axis, yaxis: axis } };
+  const traces = data.map((trace) => ({ hoverinfo: "none", ...trace }));
+  Plotly.react(box, traces, { width, ...layout, template }, { displayModeBar: false, showTips: false });
+  const isNew = !box.tipTexts;
+  box.tipTexts = hover;
+  if (!isNew) return;
+  box.on("plotly_hover", ({ event, points: [point] }) => showTip(box.tipTexts(point), event));
+  box.on("plotly_unhover", hideTip);
+  if (click) box.on("plotly_click", ({ points: [point] }) => click(point));
 }
 
-// A frame around the head that is chosen.
-function outline(figure) {
-  const [x, y] = [chosen.head, chosen.layer];
-  figure.layout.shapes = [{
-    type: "rect", x0: x - 0.5, x1: x + 0.5, y0: y - 0.5, y1: y + 0.5, line: { color: theme().tokens[1], width: 2.5 },
-  }];
-}
-
-const boxes = [...document.querySelectorAll(".plot")];
-const waiting = new Set(boxes);
-const shown = new Set();
-
-// Draws what waits, a figure at a time so that the page stays alive; what can be seen comes first.
-let isDrawing = false;
-async function draw() {
-  if (isDrawing) return;
-  isDrawing = true;
-  while (waiting.size) {
-    const visible = [...waiting].find((box) => {
-      const { top, bottom } = box.getBoundingClientRect();
-      return bottom > 0 && top < window.innerHeight;
-    });
-    const box = visible || waiting.values().next().value;
+// Draws figures one after another, with pauses in which the page reacts. Calls may overlap: they share the boxes.
+const waiting = new Set();
+async function draw(boxes) {
+  delete document.body.dataset.drawn;
+  for (const box of boxes) waiting.add(box);
+  for (const box of waiting) {
     waiting.delete(box);
-    render(box);
-    shown.add(box);
+    drawFigure(box);
     await new Promise((resolve) => setTimeout(resolve));
   }
-  isDrawing = false;
-  document.body.dataset.drawn = String(shown.size);
+  document.body.dataset.drawn = "";
 }
+const boxes = [...figureData.keys()];
+const drawAll = () => draw(boxes);
 
-function drawAgain(which) {
-  delete document.body.dataset.drawn;
-  for (const box of which) waiting.add(box);
-  draw();
-}
-
-// Shows a layer, by its place among those of the page, and one of its heads.
-function choose(layer, head) {
-  const isNewLayer = layer !== chosen.layer;
-  Object.assign(chosen, { layer, head });
-  const { layers, heads, entropy } = report.attention;
-  const changed = [];
-  for (const box of boxes) {
-    if (box.dataset.stack === "attention") {
-      const own = box.dataset.head === undefined ? head : Number(box.dataset.head);
-      box.dataset.index = String(layer * heads + own);
-      if (isNewLayer || box.dataset.head === undefined) changed.push(box);
-    } else if (box.dataset.figure === "entropy") {
-      changed.push(box);
-    }
-  }
-  for (const item of document.querySelectorAll(".head")) {
-    const isOwn = Number(item.dataset.head) === head;
-    item.classList.toggle("chosen", isOwn);
-    item.querySelector("button").setAttribute("aria-pressed", String(isOwn));
-  }
-  document.querySelector(`input[name="layer"][value="${layer}"]`).checked = true;
-  document.getElementById("which").textContent = `Layer ${layers[layer]}, head ${head}`;
+// Shows a layer, by its place among the layers of the page, and one of its heads.
+const layerInputs = document.querySelectorAll('input[name="layer"]');
+const headItems = document.querySelectorAll(".head");
+function select(layer, head) {
+  Object.assign(selected, { layer, head });
+  const { layers, entropy } = report.attention;
+  layerInputs[layer].checked = true;
+  headItems.forEach((item, place) => item.querySelector("button").setAttribute("aria-pressed", place === head));
+  document.getElementById("which").textContent = `Layer ${layers[layer].name}, head ${head}`;
+  document.getElementById("focus").textContent = `mean entropy ${fixed(entropy[layer][head], 2)} bits`;
   hideTip();
-  document.getElementById("focus").textContent = `mean entropy ${entropy[layer][head].toFixed(2)} bits`;
-  drawAgain(changed);
+  draw(boxes.filter((box) => box.closest("#attention")));
 }
+layerInputs.forEach((input, layer) => input.addEventListener("change", () => select(layer, selected.head)));
+headItems.forEach((item, head) => item.addEventListener("click", () => select(selected.layer, head)));
+if (report.attention) select(0, 0);
 
-if (report.attention) {
-  for (const input of document.querySelectorAll('input[name="layer"]')) {
-    input.addEventListener("change", () => choose(Number(input.value), chosen.head));
-  }
-  for (const item of document.querySelectorAll(".head")) {
-    item.addEventListener("click", () => choose(chosen.layer, Number(item.dataset.head)));
-  }
-  choose(0, 0);
-}
-draw();
 window.addEventListener("scroll", hideTip, { passive: true });
-dark.addEventListener("change", () => drawAgain(boxes));
-let timer = 0;
-let lastWidth = window.innerWidth;
-window.addEventListener("resize", () => {
-  if (window.innerWidth === lastWidth) return; // a phone's address bar changes the height alone
-  lastWidth = window.innerWidth;
-  clearTimeout(timer);
-  timer = setTimeout(() => drawAgain(boxes), 120);
-});
+window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+// The observer calls at once, and when the width changes. The address bar of a phone changes only the window's height.
+new ResizeObserver(drawAll).observe(document.querySelector("header"));

@@ -1,182 +1,262 @@
-"""The page of a report: sections of HTML around the figures, in one file that needs nothing else.
+"""The HTML page of `encserve inspect`: one file that needs no network.
 
-Every text that comes from a caller or a server is escaped. A content security policy allows this page's two scripts by
-their hashes and no others, so that even markup that slipped through could neither run nor reach a network.
+The file has all data in one JSON object. `page.js` fills in the templates of `page.html` and draws the figures. Data
+become text only, never HTML. A content security policy allows only the page's two scripts, by their hashes.
 """
 
 import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from html import escape
 from importlib import resources
 from string import Template
 from typing import Any
 
-import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
+import numpy as np
 
-from encserve_cli.report import figures, labels, numbers, palette, sections, stacks
-from encserve_cli.report.matches import MOST_COLUMNS, Side, columns_to_show, match, pictured
-from encserve_client import EncodeResult, InspectResult, ModelInfo
-from encserve_client.scoring import Similarity
+from encserve_cli.report import numbers
+from encserve_cli.report.labels import token_names
+from encserve_client import Array, InspectResult, ModelInfo, SequenceInfo, Timings
 
-TITLE_COLUMNS = 60
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Part:
-    """A section, and what its figures need."""
-
-    html: str
-    figures: dict[str, go.Figure]
-    stacks: dict[str, stacks.Stack]
-    attention: dict[str, Any] | None = None
+MAX_NUMBERS = 12_000_000  # in one part: 32 MB of page. 12 layers × 12 heads × 256² weights are 9.4 million.
+MAX_POSITIONS = 512
+MAX_DIMENSIONS = 384
+_MAX_TEXT = 2000  # characters
+_LONG_TEXT = 90  # a longer text has smaller letters
+_STEPS = 65535  # of a uint16
 
 
 def build_page(result: InspectResult, model: ModelInfo, text: str | None = None) -> str:
-    """The whole page as HTML.
+    """Return the HTML page of an inspection. Parts without numbers are left out.
 
     Args:
-        result: What `inspect` returned; sections without numbers are left out.
-        model: The model that ran.
-        text: The text that was sent; None for ids or vectors.
+        result: The result of `inspect`.
+        model: The inspected model.
+        text: The inspected text; None for token ids or vectors.
     """
-    names = labels.token_names(result.sequence)
-    parts = [
-        part
-        for part in (_attention(result), _similarity(result), _norms(result, names), _positions(result, model))
-        if part is not None
-    ]
-    body = [sections.top(result, model, names, text)]
-    body += [part.html for part in parts]
-    body.append(sections.pair(_parameters(model), _times(result)))
-    body.append(sections.bottom(result))
-    drawn = {"parameters": figures.parameter_bars(model.parameters)} if model.parameters else {}
-    drawn["times"] = figures.time_bars(numbers.time_parts(result.timings))
-    for part in parts:
-        drawn |= part.figures
-    data = _data(drawn) | {
-        "names": [labels.for_plotly(labels.clip(name, labels.AXIS_COLUMNS)) for name in names],
-        "hovers": [labels.clip(name, labels.HOVER_COLUMNS) for name in names],
-        "stacks": {name: stack.to_json() for part in parts for name, stack in part.stacks.items()},
-        "attention": next((part.attention for part in parts if part.attention), None),
+    sequence = result.sequence
+    count = sequence.token_count
+    parts = {
+        "attention": _attention(result),
+        "similarity": _similarity(result),
+        "norms": _norms(result),
+        "positions": _positions(result, model),
+        "totals": [*_parameters(model), _times(result.timings)],
     }
-    return _fill(labels.clip(text or f"{len(names)} tokens", TITLE_COLUMNS), "\n".join(body), data)
-
-
-def build_match_page(query: Side, ranking: Sequence[tuple[Side, float]], by: Similarity, result: EncodeResult) -> str:
-    """The page of a query against documents, as HTML.
-
-    Args:
-        query: The query, of one vector at least.
-        ranking: The documents and their scores, in the order in which they are shown.
-        by: How the scores were made.
-        result: What names the model.
-    """
-    body = [sections.match_top(query.text, len(query.vectors), result, by)]
-    drawn = {}
-    fits = pictured([document for document, _ in ranking], len(query.vectors))
-    for place, ((document, score), fit) in enumerate(zip(ranking, fits, strict=True)):
-        n_vectors = len(document.vectors)
-        if not n_vectors or not fit:
-            body.append(sections.no_match(place, document.text, n_vectors, score))
-            continue
-        found = match(query.vectors, document.vectors, by)
-        columns = columns_to_show(found, MOST_COLUMNS)
-        drawn[f"match-{place}"] = figures.match_map(found, query.names, document.names, columns)
-        end = numbers.widest(found.products)
-        body.append(sections.match(place, document.text, (n_vectors, len(columns)), score, end))
-    body.append(sections.match_bottom(result))
-    return _fill(labels.clip(query.text, TITLE_COLUMNS), "\n".join(body), _data(drawn))
-
-
-def _data(drawn: Mapping[str, go.Figure]) -> dict[str, Any]:
-    """What the script of every page draws from."""
-    return {
-        "font": figures.FONT,
-        "themes": {"light": palette.LIGHT, "dark": palette.DARK},
-        "figures": {name: json.loads(figure.to_json()) for name, figure in drawn.items()},
+    header = {
+        "eyebrow": f"What {result.model} did with",
+        "tokens": _tokens(sequence),
+        "facts": as_items(_facts(result, model)),
+        "fingerprint": result.fingerprint,
+        "footer": f"Made by encserve inspect from {result.model}, version {result.version}. Layers and heads count "
+        "from 0. Attention weights and similarities are exact to 3 digits.",
     }
+    if sequence.truncated:
+        header["truncated"] = f"Cut off after {count:,} of {sequence.original_token_count:,} tokens."
+    return render_page(text or f"{count} {'token' if count == 1 else 'tokens'}", header | parts)
 
 
-def _attention(result: InspectResult) -> _Part | None:
-    stack = stacks.attention_stack(result)
-    if stack is None or result.attention is None:
-        return None
-    kept = [result.attention_layers.index(layer) for layer in stack.layers]
-    entropy = numbers.attention_entropy(result.attention[kept])  # (layers, heads, seq)
-    n_heads = entropy.shape[1]
-    drawn = {"attention": figures.attention_map()}
-    if entropy.shape[0] * n_heads > 1:
-        drawn["entropy"] = figures.entropy_map(entropy, stack.layers)
-    facts = {
-        "layers": stack.layers,
-        "heads": n_heads,
-        "entropy": [[round(value, 4) for value in row] for row in entropy.mean(axis=-1).tolist()],
-    }
-    html = sections.attention(stack.layers, n_heads, entropy.shape[2], stack.left_out)
-    return _Part(html, drawn, {"attention": stack}, facts)
+def render_page(heading: str, data: dict[str, Any]) -> str:
+    """Return a page with a heading and the data of its templates."""
+    from plotly.offline import get_plotlyjs  # the import takes a second
 
-
-def _similarity(result: InspectResult) -> _Part | None:
-    stack = stacks.similarity_stack(result)
-    if stack is None or result.hidden_states is None:
-        return None
-    kept = [result.hidden_state_layers.index(layer) for layer in stack.layers]
-    means = numbers.mean_similarity(numbers.cosine_similarity(result.hidden_states[kept]))
-    html = sections.similarity([figures.stage(depth) for depth in stack.layers], means.tolist(), stack.left_out)
-    return _Part(html, {"similarity": figures.similarity_map()}, {"similarity": stack})
-
-
-def _norms(result: InspectResult, names: tuple[str, ...]) -> _Part | None:
-    if result.hidden_states is None or not result.hidden_states.size:
-        return None
-    norms = numbers.state_norms(result.hidden_states)
-    return _Part(sections.norms(), {"norms": figures.norms_lines(norms, result.hidden_state_layers, names)}, {})
-
-
-def _positions(result: InspectResult, model: ModelInfo) -> _Part | None:
-    stack = stacks.positions_stack(result.positions)
-    if stack is None or result.positions is None:
-        return None
-    dimensions, places = stack.values.shape[1:]
-    end, beyond = numbers.contrast(result.positions[:places, :dimensions])
-    html = sections.positions(model.position, result.positions.shape, (places, dimensions), end, beyond)
-    figure = figures.positions_map(end, is_large=places * dimensions > 20_000)
-    return _Part(html, {"positions": figure}, {"positions": stack})
-
-
-def _parameters(model: ModelInfo) -> str:
-    return sections.parameters(model.parameters) if model.parameters else ""
-
-
-def _times(result: InspectResult) -> str:
-    return sections.times(result.timings)
-
-
-def _fill(title: str, body: str, data: dict[str, Any]) -> str:
-    """The template with everything in its place."""
-    # Line ends as a browser reads them, or the hashes would not be those of what it runs.
+    data = {"heading": shorten(heading, _MAX_TEXT), "size": "long" if len(heading) > _LONG_TEXT else ""} | data
+    # A browser hashes scripts after it has changed the ends of lines.
     plotly, script = (code.replace("\r\n", "\n") for code in (get_plotlyjs(), _file("page.js")))
-    hashes = " ".join(f"'sha256-{_sha256(code)}'" for code in (plotly, script))
-    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'"
+    hashes = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'" for code in (plotly, script)
+    )
     return Template(_file("page.html")).substitute(
-        policy=policy,
-        title=escape(title),
-        style=Template(_file("page.css")).substitute(palette.gradients()),
-        body=body,
-        # "<" would let a text end the element.
-        data=json.dumps(data, separators=(",", ":"), ensure_ascii=True).replace("<", "\\u003c"),
+        policy=f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "base-uri 'none'",
+        style=_file("page.css"),
+        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),  # "</script>" in a text
         plotly=plotly,
         script=script,
     )
 
 
+def as_items(facts: dict[str, str]) -> list[dict[str, str]]:
+    """Return facts about the model as items of a template."""
+    return [{"name": name, "value": value} for name, value in facts.items()]
+
+
+def shorten(text: str, most: int) -> str:
+    """Return at most so many characters of a text, and an ellipsis if there are more."""
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def round_finite(values: Array, decimals: int = 4) -> list[Any]:
+    """Return rounded values. NaN and infinity become None, because JSON has neither."""
+    rounded = np.round(values.astype(np.float64), decimals).astype(object)
+    rounded[~np.isfinite(values)] = None
+    return list(rounded.tolist())
+
+
+def scale_to(limit: float) -> dict[str, Any]:
+    """Return a scale of colours from -limit to limit, and the names of its ends."""
+    return {"limit": limit, "lowest": f"−{limit:.2g}", "highest": f"{limit:.2g}"}
+
+
+def _tokens(sequence: SequenceInfo) -> list[dict[str, Any]]:
+    names = token_names(sequence)
+    ids: Sequence[int | None] = [None] * len(names)
+    if sequence.tokens is not None and sequence.token_ids is not None:
+        ids = sequence.token_ids.tolist()
+    special = [False] * len(names) if sequence.special is None else sequence.special.tolist()
+    return [
+        {"name": name, "id": token_id, "kind": "special" if is_special else "word"}
+        for name, token_id, is_special in zip(names, ids, special, strict=True)
+    ]
+
+
+def _facts(result: InspectResult, model: ModelInfo) -> dict[str, str]:
+    total = sum(model.parameters.values())
+    return {
+        "model": result.model,
+        "version": result.version,
+        "layers × heads": f"{model.n_layers} × {model.n_heads}",
+        "hidden size": f"{model.d_model:,}",
+        "tokens": f"{result.sequence.token_count:,} of at most {model.max_sequence_tokens:,}",
+        "vocabulary": f"{model.vocab_size:,}" if model.vocab_size else "none, takes vectors",
+        "parameters": f"{total:,}" if total else "unknown",
+        "positions": model.position or "unknown",
+        "pooling": f"{model.pooling or 'unknown'}{', norm 1' if model.l2_normalize else ''}",
+        "runs on": f"{model.provider.removesuffix('ExecutionProvider')}, {model.precision}",
+    }
+
+
+def _attention(result: InspectResult) -> dict[str, Any] | None:
+    if result.attention is None or not result.attention.size:
+        return None
+    shown = _indices_with_room(result.attention, result.attention[0].size)
+    attention = result.attention[shown]  # (layers, heads, seq, seq)
+    n_layers, n_heads, seq, _ = attention.shape
+    layers = [result.attention_layers[index] for index in shown]
+    max_bits = float(np.log2(seq)) or 1.0
+    overview = {
+        "heads": [{"head": head, "name": f"head {head}"} for head in range(n_heads)],
+        "uniform": f"{max_bits:.1f}, all {seq} equal",
+    }
+    return {
+        "layers": [{"name": layer} for layer in layers],
+        "entropy": round_finite(numbers.attention_entropy(attention).mean(axis=-1)),  # (layers, heads)
+        "max_bits": max_bits,
+        "overview": overview if n_layers * n_heads > 1 else None,
+        "matrices": _pack(attention.reshape(-1, seq, seq), 0, 1),
+        "omitted": _omitted(result.attention_layers, layers),
+    }
+
+
+def _similarity(result: InspectResult) -> dict[str, Any] | None:
+    if result.hidden_states is None or not result.hidden_states.size:
+        return None
+    shown = _indices_with_room(result.hidden_states, result.hidden_states.shape[1] ** 2)
+    cosines = numbers.cosine_similarity(result.hidden_states[shown])  # (layers, seq, seq)
+    depths = [result.hidden_state_layers[index] for index in shown]
+    panels = zip(depths, numbers.mean_similarity(cosines), strict=True)
+    return {
+        "panels": [
+            {"index": index, "stage": _stage(depth), "mean": f"mean {mean:z.2f}"}
+            for index, (depth, mean) in enumerate(panels)
+        ],
+        "matrices": _pack(cosines, -1, 1),
+        "omitted": _omitted(result.hidden_state_layers, depths),
+    }
+
+
+def _norms(result: InspectResult) -> dict[str, Any] | None:
+    if result.hidden_states is None or not result.hidden_states.size:
+        return None
+    norms = numbers.state_norms(result.hidden_states)  # (layers, seq)
+    return {
+        "depths": result.hidden_state_layers,
+        "stages": [_stage(depth) for depth in result.hidden_state_layers],
+        "norms": round_finite(norms),
+        "means": round_finite(norms.mean(axis=1)),
+        "log": bool(norms.max() > 30 * max(float(norms.min()), 1e-12)),
+    }
+
+
+def _positions(result: InspectResult, model: ModelInfo) -> dict[str, Any] | None:
+    """Return the first positions and dimensions. Evenly spaced ones would show waves that do not exist."""
+    if result.positions is None or not result.positions.size:
+        return None
+    table = result.positions[:MAX_POSITIONS, :MAX_DIMENSIONS]  # (positions, dimensions)
+    (n_all, d_all), (n, d) = result.positions.shape, table.shape
+    extent = f"All {n:,} positions and {d:,} dimensions."
+    if table.shape != result.positions.shape:
+        extent = f"The first {n:,} of {n_all:,} positions and the first {d:,} of {d_all:,} dimensions."
+    limit, beyond = numbers.contrast(table)
+    if beyond:
+        extent += f" {beyond:.1%} of the values lie beyond the colours; point at a cell to see its value."
+    widest = numbers.widest(table)
+    return scale_to(limit) | {
+        "lead": f"The model’s {model.position} positional encoding, the same for every text. {extent}",
+        "matrices": _pack(table.T[None], -widest, widest),
+    }
+
+
+def _parameters(model: ModelInfo) -> list[dict[str, Any]]:
+    if not model.parameters:
+        return []
+    counts = {part.replace("_", " "): count for part, count in model.parameters.items()}
+    total = sum(counts.values())
+    texts = [f"{count:,} · {count / max(total, 1):.1%}" for count in counts.values()]
+    return [{"title": "Parameters", "lead": f"{total:,} parameters in all.", "bars": _bars(counts, texts)}]
+
+
+def _times(timings: Timings) -> dict[str, Any]:
+    seconds = {
+        "tokenize": timings.tokenize_seconds,
+        "queue": timings.queue_seconds,
+        "compute": timings.compute_seconds,
+    }
+    seconds["network and other"] = max(timings.total_seconds - sum(seconds.values()), 0.0)
+    return {
+        "title": "Time",
+        "lead": f"{timings.total_seconds * 1000:.1f} ms from the call to the reply. The first call also waits in the "
+        "queue until the server has loaded the graph of inspections.",
+        "bars": _bars(seconds, [f"{part * 1000:.3f} ms" for part in seconds.values()]),
+    }
+
+
+def _bars(values: Mapping[str, float], texts: Sequence[str]) -> list[dict[str, str]]:
+    longest = max(values.values()) or 1
+    return [
+        {"name": name, "text": text, "width": f"{value / longest:.2%}"}
+        for (name, value), text in zip(values.items(), texts, strict=True)
+    ]
+
+
+def _indices_with_room(layers: Array, numbers_each: int) -> list[int]:
+    return numbers.spread(len(layers), max(MAX_NUMBERS // numbers_each, 1))
+
+
+def _omitted(layers: Sequence[int], shown: Sequence[int]) -> str | None:
+    omitted = ", ".join(str(layer) for layer in layers if layer not in shown)
+    return f"Left out, so that the page stays small: {omitted}. --layers selects layers." if omitted else None
+
+
+def _stage(depth: int) -> str:
+    return "input of layer 0" if depth == 0 else f"after layer {depth - 1}"
+
+
+def _pack(matrices: Array, low: float, high: float) -> dict[str, Any]:
+    """Return matrices (count, rows, columns) as base64 of uint16, from 0 for low to 65535 for high.
+
+    Values outside become the nearer end, and NaN becomes low. The error of other values is at most half a step.
+    """
+    scaled = np.nan_to_num((matrices.astype(np.float64) - low) / (high - low), nan=0.0, posinf=1.0, neginf=0.0)
+    steps = np.rint(np.clip(scaled, 0, 1) * _STEPS).astype("<u2")
+    return {
+        "data": base64.b64encode(steps.tobytes()).decode("ascii"),
+        "rows": matrices.shape[1],
+        "columns": matrices.shape[2],
+        "low": low,
+        "step": (high - low) / _STEPS,
+    }
+
+
 def _file(name: str) -> str:
     return resources.files("encserve_cli.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _sha256(code: str) -> str:
-    return base64.b64encode(hashlib.sha256(code.encode()).digest()).decode("ascii")
