@@ -118,14 +118,14 @@ async def test_a_key_is_sent_without_line_breaks_and_byte_order_mark(
     caller: Caller, service: FakeEncoder, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     """The key comes from the argument or from the environment. The argument has precedence; "" means no key."""
-    await caller(caller.connect(api_key=key).encode, [[1]])
+    await caller(caller.connect(api_key=key).token_vectors, [[1]])
     monkeypatch.setenv("ENCSERVE_API_KEY", key)
-    await caller(caller.connect().encode, [[1]])
+    await caller(caller.connect().token_vectors, [[1]])
     assert [sent["authorization"] for sent in service.metadata] == ["Bearer secret"] * 2
     service.metadata.clear()
-    await caller(caller.connect(api_key="other").encode, [[1]])
-    await caller(caller.connect(metadata={"authorization": "Basic x"}).encode, [[1]])
-    await caller(caller.connect(api_key="").encode, [[1]])
+    await caller(caller.connect(api_key="other").token_vectors, [[1]])
+    await caller(caller.connect(metadata={"authorization": "Basic x"}).token_vectors, [[1]])
+    await caller(caller.connect(api_key="").token_vectors, [[1]])
     assert [sent.get("authorization") for sent in service.metadata] == ["Bearer other", "Basic x", None]
 
 

@@ -66,7 +66,7 @@ def always(value: float):  # type: ignore[no-untyped-def]
 )
 def test_only_temporary_failures_are_retried(failure: Failure, expected: bool) -> None:
     assert is_retryable(failure) is expected
-    wait = seconds_until_retry(POLICY, failure, 1, 100.0, always(0.5), is_away=False)
+    wait = seconds_until_retry(POLICY, failure, 1, 100.0, always(0.5), is_outage=False)
     assert (wait is not None) is expected
 
 
@@ -93,7 +93,7 @@ def test_backoff_doubles_up_to_its_bound_then_ends() -> None:
 
     After `max_attempts` there is no further retry.
     """
-    waits = [seconds_until_retry(POLICY, DOWN, n, 100.0, always(1.0), is_away=True) for n in (1, 2, 3, 4)]
+    waits = [seconds_until_retry(POLICY, DOWN, n, 100.0, always(1.0), is_outage=True) for n in (1, 2, 3, 4)]
     assert waits == [pytest.approx(0.1), pytest.approx(0.2), pytest.approx(0.3), None]
 
 
@@ -102,17 +102,17 @@ def test_a_policy_without_backoff_waits_a_little() -> None:
     assert seconds_until_retry(policy, FULL, 9, 100.0, always(1.0)) == pytest.approx(1.55)
 
 
-@pytest.mark.parametrize("is_away", [True, False])
-def test_a_server_that_has_never_answered_gets_two_seconds(is_away: bool) -> None:
+@pytest.mark.parametrize("is_outage", [True, False])
+def test_a_server_that_has_never_answered_gets_two_seconds(is_outage: bool) -> None:
     """A server that has answered is worth waiting for. Another one may not exist."""
     waited, attempts = 0.0, 0
     while waited < 25.0:
         attempts += 1
-        wait = seconds_until_retry(RetryPolicy(), DOWN, attempts, 30.0 - waited, always(1.0), is_away=is_away)
+        wait = seconds_until_retry(RetryPolicy(), DOWN, attempts, 30.0 - waited, always(1.0), is_outage=is_outage)
         if wait is None:
             break
         waited += wait
-    assert (waited > 24.0) if is_away else (1.0 < waited < 2.0)
+    assert (waited > 24.0) if is_outage else (1.0 < waited < 2.0)
 
 
 def test_a_wait_is_at_least_the_servers_delay() -> None:

@@ -62,10 +62,9 @@ def stream(
     ordered: bool = True,
     max_in_flight: int = 64,
     timeout: float = 100.0,
-    max_attempts: int = 3,
 ) -> Iterator[tuple[int, Any]]:
     """Yield the index of each input, with the token id in its result or with its error."""
-    policy = RetryPolicy(max_attempts=max_attempts, initial_backoff_seconds=1.0, backoff_multiplier=2.0)
+    policy = RetryPolicy(initial_backoff_seconds=1.0)
     core = Core(Settings(timeout, 64 << 20, 4, policy, random=lambda: 1.0, target="host:1"))
     options = StreamOptions(iter(inputs), None, ordered, max_in_flight, None)
     results = core.stream(server.wire, ("", ""), Options(), TimeLimit(timeout), options)
@@ -112,7 +111,6 @@ def test_every_input_is_answered_once(
         ordered=ordered,
         max_in_flight=max_in_flight,
         timeout=1000.0,
-        max_attempts=70,
     ):
         found.append(item)
         assert len(read) - (len(found) - 1) <= max_in_flight

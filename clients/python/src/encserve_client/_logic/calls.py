@@ -19,7 +19,7 @@ from encserve_client._logic.answers import (
 )
 from encserve_client._logic.capabilities import find_lack
 from encserve_client._logic.dispatch import Dispatch, MessageSource, Planned, TimeLimit
-from encserve_client._logic.failures import Contact
+from encserve_client._logic.failures import ServerHistory
 from encserve_client._logic.inspecting import Gathering
 from encserve_client._logic.planning import Limits, Message, MessageBuilder, as_bulk, plan_messages, plan_texts
 from encserve_client._logic.streams import Gathered, Result, Stream, StreamOptions
@@ -79,16 +79,16 @@ def request_template(key: ModelKey, options: Options, settings: Settings) -> pb.
 class Core:
     """The logic of a client. One per client, shared by its threads or tasks.
 
-    `_models` and `contact` are all that changes: entries are set and dropped whole, which a dict does atomically.
+    Only `_models` and `history` change. A dict sets and removes entries of `_models` atomically.
 
     Attributes:
         settings: The client's settings.
-        contact: Whether the server has ever answered.
+        history: Whether the server has ever answered.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.contact = Contact()
+        self.history = ServerHistory()
         self._models: dict[ModelKey, ModelInfo] = {}
 
     async def encode(
@@ -308,7 +308,7 @@ class Core:
             settings.random,
             settings.target,
             rejected,
-            self.contact,
+            self.history,
         )
 
 

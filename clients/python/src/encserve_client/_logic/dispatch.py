@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 import grpc
 
-from encserve_client._logic.failures import CallInfo, Contact, Failure, seconds_until_retry
+from encserve_client._logic.failures import CallInfo, Failure, ServerHistory, seconds_until_retry
 from encserve_client._logic.planning import Message
 from encserve_client.exceptions import DeadlineError, EncserveError
 from encserve_client.retry import RetryPolicy
@@ -130,7 +130,7 @@ class Dispatch(Generic[R]):
         random: Callable[[], float] = random_module.random,
         target: str = "",
         rejected: dict[int, EncserveError] | None = None,
-        contact: Contact | None = None,
+        history: ServerHistory | None = None,
     ) -> None:
         self.answers: list[tuple[int, R]] = []
         self.rejected = rejected
@@ -143,9 +143,9 @@ class Dispatch(Generic[R]):
         self._max_concurrent = max_concurrent
         self._random = random
         self._call = CallInfo(target, limit.seconds)
-        self._contact = contact or Contact()
+        self._history = history or ServerHistory()
         self._out = 0
-        self._away: set[int] = set()  # by id, the messages that met a server that was away, until it says something
+        self._met_outage: set[int] = set()  # by id, the messages whose last attempt met an outage
 
     @property
     def done(self) -> bool:
@@ -184,8 +184,8 @@ class Dispatch(Generic[R]):
     def answered(self, message: Message, answer: R) -> None:
         """Books an answer."""
         self._out -= 1
-        self._away.discard(id(message))
-        self._contact.made = True
+        self._met_outage.discard(id(message))
+        self._history.server_seen = True
         self.answers.append((message.first_index, answer))
 
     def failed(self, message: Message, failure: Failure, now: float) -> None:
@@ -195,16 +195,15 @@ class Dispatch(Generic[R]):
             EncserveError: The failure ends the call.
         """
         self._out -= 1
-        is_away = self._contact.failed(failure)
-        message.away += is_away
-        (self._away.add if is_away else self._away.discard)(id(message))
+        is_outage = self._history.is_outage(failure)
+        (self._met_outage.add if is_outage else self._met_outage.discard)(id(message))
         if failure.too_large:
             self.saw_too_large = True
             if halves := message.halves():
                 self._outbox.push_first(halves)
                 return
-        attempts = message.away if is_away else message.attempts - message.away
-        wait = seconds_until_retry(self._policy, failure, attempts, message.deadline - now, self._random, is_away)
+        seconds_left = message.deadline - now
+        wait = seconds_until_retry(self._policy, failure, message.attempts, seconds_left, self._random, is_outage)
         if wait is not None:
             self._outbox.push_later(now + wait, message)
             return
@@ -222,8 +221,8 @@ class Dispatch(Generic[R]):
 
     def _next(self, now: float) -> Message | None:
         message = self._outbox.pop(now)
-        # While the server is away, no new message is taken. Its timeout would begin long before its turn.
-        if message is None and not self._away and not self._source.is_ended:
+        # During an outage no new message is taken. Its timeout would begin long before its turn.
+        if message is None and not self._met_outage and not self._source.is_ended:
             message = self._source.take(idle=not self._out and not self._outbox)
         return message
 

@@ -189,19 +189,19 @@ def failure_of_crash(error: Exception) -> Failure:
 
 
 @dataclass(slots=True)
-class Contact:
-    """Whether a server has ever answered a client, be it with an error. One per client; it only becomes true.
+class ServerHistory:
+    """Whether the server of a client has ever answered, also with an error. Each client has one.
 
-    A server that has answered and is UNAVAILABLE now is being restarted, and worth waiting for. One that never has is
-    more likely not there, or its address is wrong.
+    A server that has answered before and is UNAVAILABLE now is probably being restarted, so the client waits. A server
+    that has never answered is probably not there, or its address is wrong.
     """
 
-    made: bool = False
+    server_seen: bool = False
 
-    def failed(self, failure: Failure) -> bool:
-        """Books a failure, and says whether it is that of a server which has answered and is away for a while."""
-        self.made = self.made or bool(failure.reason)  # only the server itself gives one
-        return self.made and failure.code is grpc.StatusCode.UNAVAILABLE
+    def is_outage(self, failure: Failure) -> bool:
+        """Record a failure. Return whether a server that has answered before is unavailable."""
+        self.server_seen = self.server_seen or bool(failure.reason)  # only the server itself gives a reason
+        return self.server_seen and failure.code is grpc.StatusCode.UNAVAILABLE
 
 
 def is_retryable(failure: Failure) -> bool:
@@ -225,22 +225,21 @@ def seconds_until_retry(
     attempts: int,
     remaining_seconds: float,
     random: Callable[[], float],
-    is_away: bool = False,
+    is_outage: bool = False,
 ) -> float | None:
-    """How long to wait before sending a message again; None for never.
+    """Return how long to wait before a message is sent again, or None for never.
 
     Args:
         policy: The policy.
         failure: How the last attempt ended.
-        attempts: How often the message has been sent, 1 or more: with `is_away` to a server that was away, otherwise
-            to one that was there.
-        remaining_seconds: The time left until its deadline.
+        attempts: How often the message has been sent, at least 1.
+        remaining_seconds: The time until the deadline of the message.
         random: Draws evenly from [0, 1).
-        is_away: Whether the server has answered before, and is UNAVAILABLE now; see `Contact.failed`.
+        is_outage: See `ServerHistory.is_outage`.
     """
     if attempts >= policy.max_attempts or not is_retryable(failure):
         return None
-    if failure.code is grpc.StatusCode.UNAVAILABLE and not is_away:  # no server has ever answered
+    if failure.code is grpc.StatusCode.UNAVAILABLE and not is_outage:  # no server has ever answered
         waited = sum(map(policy.longest_wait, range(1, attempts)))
         remaining_seconds = min(remaining_seconds, _FIRST_CONTACT_SECONDS - waited)
     # Never less than half, so that few attempts outlast the time in which a server that is back is noticed.

@@ -45,14 +45,12 @@ class Message:
         request: The request.
         first_index: The index of its first input among the caller's.
         attempts: How often it has been sent; only `Dispatch` counts it up.
-        away: How often of these the server was away; see `Contact`.
         deadline: When its answer must have come; set by `Dispatch` when it is first sent.
     """
 
     request: Request
     first_index: int = 0
     attempts: int = 0
-    away: int = 0
     deadline: float = math.inf
 
     @property
