@@ -14,7 +14,7 @@ class Block:
     """The rows of one message's sequences: a part of an `EncodedOutput`.
 
     Attributes:
-        rows: (sum(lengths), d_model).
+        rows: (sum(lengths), d_model), a read-only view on the bytes received.
         lengths: (sequences,) int64, the rows of each.
         indices: (sum(lengths),) uint32: of "multi_vector" the token that each row comes from, of "sparse" its place in
             the vocabulary; None where rows have none.
@@ -33,12 +33,14 @@ class Block:
         ]
 
     def split(self) -> list[Array]:
-        """One view per sequence, (rows, d_model) each."""
-        return [self.rows[start:end] for start, end in self._bounds()]
+        """Return one (rows, d_model) array per sequence. The arrays are writable views on one copy of `rows`."""
+        rows = self.rows.copy()
+        return [rows[start:end] for start, end in self._bounds()]
 
     def split_indices(self) -> "list[npt.NDArray[np.uint32] | None]":
-        """One view per sequence, (rows,) each; None where rows have no indices."""
-        return [None if self.indices is None else self.indices[start:end] for start, end in self._bounds()]
+        """Return one writable (rows,) array per sequence, or None if rows have no indices."""
+        indices = None if self.indices is None else self.indices.copy()
+        return [None if indices is None else indices[start:end] for start, end in self._bounds()]
 
     def _bounds(self) -> list[tuple[int, int]]:
         ends: list[int] = np.cumsum(self.lengths).tolist()
@@ -108,8 +110,6 @@ class EncodedOutput:
 
     def matrix(self) -> Array:
         """Return all rows, one under another: (inputs, d_model) if pooled, (sum of rows, d_model) for tokens."""
-        if len(self.blocks) == 1:
-            return self.blocks[0].rows
         return np.concatenate([block.rows for block in self.blocks])
 
 

@@ -216,7 +216,7 @@ def _kind(tensor: pb.RaggedTensor, output: Output, name: str) -> OutputKind | in
 
 
 def _block(tensor: pb.RaggedTensor, options: Options, n_inputs: int, name: str) -> Block:
-    """Return a copy of the rows of a tensor, which the caller may write to."""
+    """Return the rows of a tensor as a view on its bytes."""
     if tensor.data_type != options.data_type:
         raise ProtocolError(f"{name}.data_type must be {options.data_type}; was {tensor.data_type}")
     if tensor.width < 1:
@@ -231,8 +231,8 @@ def _block(tensor: pb.RaggedTensor, options: Options, n_inputs: int, name: str) 
         raise ProtocolError(
             f"{name}.data must have {n_bytes} bytes: {rows} rows of {tensor.width} {options.dtype}; was {len(data)}"
         )
-    matrix: Array = np.frombuffer(data, dtype=options.numpy_dtype).reshape(rows, columns).copy()
-    indices = np.frombuffer(tensor.indices, "<u4").copy() if tensor.indices else None  # (rows,)
+    matrix: Array = np.frombuffer(data, dtype=options.numpy_dtype).reshape(rows, columns)
+    indices = np.frombuffer(tensor.indices, "<u4") if tensor.indices else None  # (rows,)
     if indices is not None:
         _want(f"{name}.indices", len(tensor.indices), 4 * rows)
     return Block(matrix, lengths, indices)

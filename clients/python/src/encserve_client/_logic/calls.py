@@ -155,7 +155,7 @@ class Core:
             block = part.blocks[0]
             if options.outputs[0].kind == "sparse":
                 return block.sparse_vectors(info.sparse_width)
-            return list(block.rows) if options.outputs[0].is_pooled else block.split()
+            return list(block.rows.copy()) if options.outputs[0].is_pooled else block.split()
 
         concurrent = self.settings.max_concurrent_messages
         async with aclosing(wire):
