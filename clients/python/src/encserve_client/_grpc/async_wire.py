@@ -32,7 +32,6 @@ class AsyncWire:
         diagnosis: Diagnosis | None = None,
     ) -> None:
         self._link = link
-        self._links: set[Link] = set()  # those in use, which so are not closed
         self._diagnosis = diagnosis
         self._metadata = metadata
         self._inputs = inputs
@@ -49,8 +48,9 @@ class AsyncWire:
 
     def start(self, rpc: Rpc, message: Message, timeout_seconds: float | None, *, alone: bool) -> None:
         """See `Wire`. Never blocks, alone or not."""
-        call = _begin(getattr(self._stub(), rpc), message.request, timeout=timeout_seconds, metadata=self._metadata)
-        self._spawn(self._finish_call(call, message))
+        link = self._link()
+        call = _begin(getattr(link.stub, rpc), message.request, timeout=timeout_seconds, metadata=self._metadata)
+        self._spawn(self._finish_call(call, message, link))
         self._starts_unseen = True
 
     def read_inputs(self, count: int) -> None:
@@ -88,7 +88,6 @@ class AsyncWire:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._links.clear()
 
     async def _explained(self, failure: Failure) -> Failure:
         """The same with its cause, if that is TLS."""
@@ -96,18 +95,13 @@ class AsyncWire:
             return failure
         return await asyncio.to_thread(self._diagnosis.explain, failure)
 
-    def _stub(self) -> Any:
-        """The methods of the newest channel."""
-        link = self._link()
-        self._links.add(link)
-        return link.stub
-
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _finish_call(self, call: Any, message: Message) -> None:
+    async def _finish_call(self, call: Any, message: Message, link: Link) -> None:
+        """Report the end of a call. The task holds `link`, because gRPC closes a channel that nobody holds."""
         request = message.request
         try:
             response = await (_gather(call, request) if isinstance(request, pb.InspectRequest) else call)

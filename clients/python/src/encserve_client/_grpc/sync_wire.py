@@ -30,12 +30,11 @@ class SyncWire:
         diagnosis: Diagnosis | None = None,
     ) -> None:
         self._link = link
-        self._links: set[Link] = set()  # those in use, which so are not closed
         self._diagnosis = diagnosis
         self._metadata = metadata
         self._is_client_closed = is_client_closed
         self._events: queue.SimpleQueue[Event | _Done] = queue.SimpleQueue()
-        self._calls: set[Any] = set()  # those that are out
+        self._calls: dict[Any, Link] = {}  # those that are out, each with its channel, which stays open until the end
 
     def now(self) -> float:
         """See `Wire`."""
@@ -43,10 +42,13 @@ class SyncWire:
 
     def start(self, rpc: Rpc, message: Message, timeout_seconds: float | None, *, alone: bool) -> None:
         """See `Wire`. A call that is alone blocks, which saves gRPC's own polling thread."""
-        method = getattr(self._stub(), rpc)
+        link = self._link()
+        method = getattr(link.stub, rpc)
         try:
             if isinstance(request := message.request, pb.InspectRequest):
-                self._gather(method(request, timeout=timeout_seconds, metadata=self._metadata), message, request)
+                call = method(request, timeout=timeout_seconds, metadata=self._metadata)
+                self._calls[call] = link  # whatever ends the reading, `aclose` ends the call
+                self._gather(call, message, request)
                 return
             if alone:
                 response = method(message.request, timeout=timeout_seconds, metadata=self._metadata)
@@ -58,12 +60,11 @@ class SyncWire:
             return
         except ValueError as error:
             raise _closed_or(error) from None
-        self._calls.add(call)
+        self._calls[call] = link
         call.add_done_callback(lambda done: self._events.put(_Done(done, message)))
 
     def _gather(self, call: Any, message: Message, request: pb.InspectRequest) -> None:
         """Reads an answer of many messages, blocking: a call has but one such message, which so is always alone."""
-        self._calls.add(call)  # whatever ends the reading, `aclose` ends the call
         gathering = Gathering(request)
         for part in call:
             if not gathering.add(part):
@@ -81,7 +82,7 @@ class SyncWire:
         except queue.Empty:
             return None
         if isinstance(event, _Done):
-            self._calls.discard(event.call)  # it holds the response
+            del self._calls[event.call]  # it holds the response
             event = _end_of(event)
         if isinstance(event, Failed):
             if self._is_client_closed():
@@ -94,13 +95,7 @@ class SyncWire:
         """See `Wire`."""
         for call in self._calls:
             call.cancel()
-        self._links.clear()
-
-    def _stub(self) -> Any:
-        """The methods of the newest channel."""
-        link = self._link()
-        self._links.add(link)
-        return link.stub
+        self._calls.clear()
 
 
 @dataclass(frozen=True, slots=True)
