@@ -36,14 +36,28 @@ class SectionCommand(click.Command):
                 formatter.write_dl(records)
 
 
+class _ShardType(click.ParamType[tuple[int, int]]):
+    """I/N with 0 <= I < N, as two numbers."""
+
+    name = "shard"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        """Parse a value."""
+        index, slash, count = str(value).partition("/")
+        if not (slash and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+            self.fail(f"must be I/N with I from 0 to N-1, as 0/8; was {value}", param, ctx)
+        return int(index), int(count)
+
+
 _Options = Mapping[str, Mapping[str, Any]]  # what `click.option` takes, by flag
 _AT_LEAST_1 = click.IntRange(min=1)
 _FOLDER: _Options = {
     "--vectors": {"is_flag": True, "help": "Inputs are lists of vectors, one for each token."},
     "--keep": {
         "multiple": True,
-        "metavar": "NAME[,NAME...]",
-        "help": "Columns of the inputs that come along; may be repeated.",
+        "metavar": "NAME[:TYPE][,...]",
+        "help": "Columns of the inputs to copy into the output; may be repeated. TYPE is string, int64, double or "
+        "bool; default: the type in Parquet, string in .csv, and the type of the first values in .jsonl.",
     },
     "--overwrite": {"is_flag": True, "help": "Remove the output of another job from the folder first."},
     "--add-inputs": {"is_flag": True, "help": "Add the FILEs that the job does not have yet to it."},
@@ -51,6 +65,11 @@ _FOLDER: _Options = {
         "type": click.IntRange(min=0),
         "metavar": "N",
         "help": "Fail once more rows than that are rejected. Default: any number may be.",
+    },
+    "--shard": {
+        "type": _ShardType(),
+        "metavar": "I/N",
+        "help": "Do share I of N, from 0/N to N-1/N: N commands do the job together, as in a Slurm array.",
     },
     "--dry-run": {"is_flag": True, "help": "Show the plan and about how long it takes, and write nothing."},
 }
@@ -102,7 +121,11 @@ _RAY: _Options = {
         "metavar": "ADDRESS",
         "help": 'Run --bundle on this cluster: "auto", ray://HOST:PORT, or "local" to start one. Needs ray.',
     },
-    "--actors": {"type": _AT_LEAST_1, "metavar": "N", "help": "Most actors. Default: as many as there is room for."},
+    "--actors": {
+        "type": _AT_LEAST_1,
+        "metavar": "N",
+        "help": "The number of actors. Default: as many as fit on the present nodes.",
+    },
     "--actor-cpus": {"type": click.FloatRange(min=0), "metavar": "N", "help": "CPUs of an actor."},
     "--actor-gpus": {"type": click.FloatRange(min=0), "metavar": "N", "help": "GPUs of an actor."},
 }
@@ -163,6 +186,10 @@ def _check(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         raise click.UsageError("--vectors or --ids: inputs are one of them")
     if "overwrite" in given and "add_inputs" in given:
         raise click.UsageError("--overwrite or --add-inputs: a job begins again, or goes on")
+    if "shard" in given and ("overwrite" in given or "ray" in given):
+        raise click.UsageError("--shard is for commands that run together: leave out --overwrite and --ray")
+    if "dry_run" in given and "ray" in given:
+        raise click.UsageError("--dry-run runs a sample in this process: leave out --ray")
 
 
 def _check_absent(given: Mapping[str, Any], flags: Iterable[str], problem: str) -> None:

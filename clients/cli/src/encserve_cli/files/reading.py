@@ -1,16 +1,15 @@
 """Inputs: arguments, lines of standard input, and files by their suffix, on this machine or in an object store."""
 
-import csv
-import io
 import json
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
+
+import click
 
 STDIN = "-"
 DEFAULT_COLUMN = "text"
@@ -21,11 +20,25 @@ KNOWN = f"{', '.join(SUFFIXES)}; all but .parquet also with {' or '.join(CODECS)
 _SECRET = re.compile("secret|token|password|key|^sig$", re.IGNORECASE)  # names in the query of a URI
 _URI = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 _STORES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
-_BOM = b"\xef\xbb\xbf"
-# The csv module's own limit, 128 KiB, is less than some documents have. A quote that is never closed ends here.
-_MOST_FIELD_CHARACTERS = 16 * 1024 * 1024
-_BUFFER_BYTES = 1024 * 1024
 _MOST_ID = 2**63 - 1
+_ROWS_AT_ONCE = 256
+
+InputKind = Literal["text", "ids", "vectors"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """The options for turning rows of files into inputs.
+
+    Attributes:
+        input_kind: The kind of every input: a text, token ids, or a list of vectors.
+        column: The column with the inputs; None for "text", or the only column.
+        keep: Further columns to read, as NAME or NAME:TYPE.
+    """
+
+    input_kind: InputKind = "text"
+    column: str | None = None
+    keep: tuple[str, ...] = ()
 
 
 class Sent(NamedTuple):
@@ -57,13 +70,13 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file that holds inputs; it need not exist.
+    """A file of inputs, which need not exist.
 
     Attributes:
-        name: As it was given, for errors.
-        uri: Its absolute path, or a URI.
+        name: The argument that names the file, in valid Unicode, for errors.
+        uri: The absolute path or the URI of the file; "-" for standard input.
         suffix: One of `SUFFIXES`.
-        codec: What it is compressed by, as Arrow calls it, or None.
+        codec: The compression, "gzip" or "zstd"; None for an uncompressed file.
     """
 
     name: str
@@ -73,13 +86,15 @@ class DataFile:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a path on this machine."""
+        """Whether the file is a path on this machine."""
         return not is_uri(self.uri)
 
-    @property
-    def is_in_order(self) -> bool:
-        """Whether it can only be read from its beginning."""
-        return self.codec is not None or self.suffix in (".csv", ".tsv")
+    def place(self, number: int) -> str:
+        """Return the place of a row for errors: "texts.csv, line 7" or "texts.parquet, row 7"."""
+        return f"{self.name}, {'row' if self.suffix == '.parquet' else 'line'} {number}"
+
+
+STDIN_FILE = DataFile("standard input", STDIN, ".txt", None)
 
 
 def is_uri(argument: str) -> bool:
@@ -121,18 +136,19 @@ def find_file(argument: str) -> DataFile | None:
         if suffix not in SUFFIXES:
             raise ValueError(f"{argument}: must end in {KNOWN}")
         return DataFile(argument, argument, suffix, codec)
-    path = Path(unquote(urlsplit(argument).path) if is_uri(argument) else argument).absolute()
+    path = Path(unquote(urlsplit(argument).path, errors="surrogateescape") if is_uri(argument) else argument).absolute()
     suffix, codec = _kind_of(str(path))
+    name = click.format_filename(argument)
     if _is(path.is_dir):
-        raise ValueError(f"{argument}: is a folder; name its files, as {argument.rstrip('/')}/*.parquet does")
+        raise ValueError(f"{name}: is a folder; name its files, as {name.rstrip('/')}/*.parquet does")
     if _is(path.exists):
         if suffix not in SUFFIXES:
-            raise ValueError(f"{argument}: is a file of a kind that is not known; known are {KNOWN}")
+            raise ValueError(f"{name}: is a file of a kind that is not known; known are {KNOWN}")
     elif suffix in SUFFIXES:
-        raise FileNotFoundError(f"{argument}: there is no such file")
+        raise FileNotFoundError(f"{name}: there is no such file")
     else:
         return None
-    return DataFile(argument, str(path), suffix, codec)
+    return DataFile(name, str(path), suffix, codec)
 
 
 def _kind_of(path: str) -> tuple[str, str | None]:
@@ -153,10 +169,10 @@ def _is(holds: Callable[[], bool]) -> bool:
 
 
 def read_inputs(arguments: Sequence[str], column: str | None, *, ids: bool, texts: bool = False) -> Iterator[Sent]:
-    """Every input, in order. "-" is standard input; files are what `find_file` finds.
+    """Yield every input, in order. "-" is standard input; files are what `find_file` finds.
 
     Args:
-        arguments: What was given.
+        arguments: The arguments of the command.
         column: The column of a file that has several. Default: "text", or the only one.
         ids: Whether inputs are token ids, with commas or spaces between them where they are text.
         texts: Whether every argument is a text, even if there is a file of that name.
@@ -165,19 +181,28 @@ def read_inputs(arguments: Sequence[str], column: str | None, *, ids: bool, text
         ValueError: Something cannot be read as an input; the text names the file and the line.
         OSError: A file cannot be opened.
     """
+    options = ReadOptions("ids" if ids else "text", column)
     for number, it in enumerate(_sources(arguments, texts=texts), start=1):
-        found: Iterator[tuple[str, Any]]
         if isinstance(it, DataFile):
-            found = _rows(it, column, ids=ids)
-        elif it == STDIN and not texts:
-            lines = enumerate(sys.stdin, start=1)
-            found = ((f"standard input, line {line}", text.rstrip("\r\n")) for line, text in lines)
+            yield from _file_inputs(it, options)
         else:
-            found = iter([(f"argument {number}", it)])
-        for where, value in found:
+            where = f"argument {number}"
             with _at(where):
-                sent = Sent(where, as_ids(value) if ids else as_text(value))
+                sent = Sent(where, as_ids(it) if ids else as_text(it))
             yield sent
+
+
+def _file_inputs(file: DataFile, options: ReadOptions) -> Iterator[Sent]:
+    from encserve_cli.files.rows import open_rows  # which imports pyarrow
+
+    with open_rows(file, options) as reader:
+        while not reader.at_end:
+            rows = reader.read(_ROWS_AT_ONCE)
+            for place, (number, value) in enumerate(zip(rows.numbers, rows.values, strict=True)):
+                if place in rows.problems:
+                    raise ValueError(f"{file.place(number)}: {rows.problems[place]}")
+                assert isinstance(value, str | list)  # noqa: S101 - the options ask for no vectors
+                yield Sent(file.place(number), value)
 
 
 @contextmanager
@@ -189,24 +214,11 @@ def _at(where: str) -> Iterator[None]:
 
 
 def count_inputs(arguments: Sequence[str], *, texts: bool = False) -> int | None:
-    """How many inputs there are; None where that takes reading all of them as they will be read."""
-    count = 0
-    for it in _sources(arguments, texts=texts):
-        if not isinstance(it, DataFile):
-            if it == STDIN and not texts:
-                return None
-            count += 1
-        elif it.suffix == ".parquet":
-            from encserve_cli.files.storage import open_parquet
+    """Return the number of inputs, or None if a file must be read as a whole to count its inputs."""
+    from encserve_cli.files.storage import count_rows  # which imports pyarrow
 
-            with open_parquet(it) as file:
-                count += file.metadata.num_rows
-        elif it.suffix in (".txt", ".jsonl") and it.codec is None and it.is_local:
-            with Path(it.uri).open("rb") as lines:
-                count += sum(1 for _ in lines)
-        else:
-            return None
-    return count
+    counts = [count_rows(it) if isinstance(it, DataFile) else 1 for it in _sources(arguments, texts=texts)]
+    return None if None in counts else sum(it for it in counts if it is not None)
 
 
 def _sources(arguments: Sequence[str], *, texts: bool) -> list[DataFile | str]:
@@ -214,14 +226,14 @@ def _sources(arguments: Sequence[str], *, texts: bool) -> list[DataFile | str]:
     found: list[DataFile | str] = []
     for argument in arguments:
         try:
-            file = None if texts or argument == STDIN else find_file(argument)
+            file = None if texts else STDIN_FILE if argument == STDIN else find_file(argument)
         except (ValueError, FileNotFoundError) as error:
             raise type(error)(f"{error}; --text takes every argument as a text") from None
         found.append(file or argument)
     return found
 
 
-# What follows says what is wrong, but not where: one reader stops there, and another goes on with the next row.
+# The errors below do not name the row: a command stops at the row, and a job rejects the row.
 
 
 def as_text(value: object) -> str:
@@ -276,89 +288,7 @@ def json_input(value: Any, column: str | None) -> Any:
     return value[column_of(column, list(value))] if isinstance(value, dict) else value
 
 
-def field_of(row: Sequence[str], place: int, names: Sequence[str]) -> str:
-    """A field of a record. ValueError if the record has too few fields, or too many."""
-    if len(row) != len(names):
-        raise ValueError(f"must have {len(names)} fields as line 1 has; had {len(row)}")
-    return row[place]
-
-
 def no_column(file: DataFile, option: str) -> ValueError:
     """The error of a .txt file where an option asks for a column."""
     known = f"{', '.join(SUFFIXES[1:-1])} and {SUFFIXES[-1]}"
     return ValueError(f"{file.name}: {option} is for {known}; every line of a .txt file is one input")
-
-
-def byte_lines(stream: Any) -> tuple[io.BufferedReader, int]:
-    """Lines of a binary stream, with their ends, of which only a line feed is one; and how long its byte order mark is.
-
-    The lines begin behind the mark.
-    """
-    lines = io.BufferedReader(stream, _BUFFER_BYTES)
-    mark_bytes = len(_BOM) if lines.peek(len(_BOM)).startswith(_BOM) else 0
-    lines.read(mark_bytes)
-    return lines, mark_bytes
-
-
-def csv_rows(file: DataFile, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    """The records of a .csv or .tsv file, names first, each with the number of its last line; empty lines are left out.
-
-    Raises:
-        ValueError: It is no such file; the text names the file and the line.
-    """
-    csv.field_size_limit(max(csv.field_size_limit(), _MOST_FIELD_CHARACTERS))
-    # A carriage return alone ends a record too, and the csv module wants lines that end there.
-    divided = (part for line in lines for part in io.StringIO(line, newline=""))
-    rows = csv.reader(divided, strict=True, delimiter="\t" if file.suffix == ".tsv" else ",")
-    try:
-        for row in rows:
-            if row:
-                yield rows.line_num, row
-    except csv.Error as error:
-        raise ValueError(f"{file.name}, line {rows.line_num}: {error}") from error
-
-
-def _rows(file: DataFile, column: str | None, *, ids: bool) -> Iterator[tuple[str, Any]]:
-    """The values of a file, each with its place."""
-    from encserve_cli.files.storage import errors_named, open_stream, parquet_values  # which import pyarrow
-
-    if file.suffix == ".parquet":
-        rows = enumerate(parquet_values(file, column, ids=ids), start=1)
-        yield from ((f"{file.name}, row {number}", value) for number, value in rows)
-        return
-    if column is not None and file.suffix == ".txt":
-        raise no_column(file, "--column")
-    with errors_named(file), open_stream(file) as stream:
-        lines = _decoded(file, byte_lines(stream)[0])
-        if file.suffix in (".csv", ".tsv"):
-            yield from _csv_values(file, lines, column)
-            return
-        for number, line in enumerate(lines, start=1):
-            where = f"{file.name}, line {number}"
-            text = line.removesuffix("\n").removesuffix("\r")
-            with _at(where):
-                value = json_input(json_value(text), column) if file.suffix == ".jsonl" else text
-            yield where, value
-
-
-def _decoded(file: DataFile, lines: Iterable[bytes]) -> Iterator[str]:
-    for number, line in enumerate(lines, start=1):
-        try:
-            yield line.decode()
-        except UnicodeDecodeError as error:
-            where = f"{file.name}, line {number}"
-            raise ValueError(f"{where}: must be UTF-8: {error.reason} at byte {error.start} of the line") from error
-
-
-def _csv_values(file: DataFile, lines: Iterable[str], column: str | None) -> Iterator[tuple[str, str]]:
-    rows = csv_rows(file, lines)
-    _, names = next(rows, (0, []))
-    if not names:
-        return
-    with _at(f"{file.name}, line 1"):
-        place = names.index(column_of(column, names))
-    for number, row in rows:
-        where = f"{file.name}, line {number}"
-        with _at(where):
-            value = field_of(row, place, names)
-        yield where, value

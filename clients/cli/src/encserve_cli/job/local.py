@@ -7,11 +7,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from encserve_cli.job.job import Opened
-from encserve_cli.job.plan import MakeOptions, ModelFacts, Plan
-from encserve_cli.job.run import LocalRunner, PartWorker, Runner
-from encserve_cli.job.store import Store
-from encserve_cli.job.types import BatchProgress, Encoded, Stopped, Value, ignore_batch
+from encserve_cli.files.rows import Value
+from encserve_cli.job.plan import MakeOptions, ModelFacts
+from encserve_cli.job.run import LocalWorker
+from encserve_cli.job.types import BatchProgress, Encoded, Stopped, ignore_batch
 from encserve_client import Block, EncodedOutput, EncodeResult, SequenceInfo, Timings
 
 _UNTIMED = Timings(0.0, 0.0, 0.0, 0.0, 0, 0)
@@ -103,9 +102,7 @@ class LocalEncoder:
         made = self.run(values, on_batch)
         good = np.ones(len(values), np.bool_)  # (values,)
         good[list(made.refused)] = False
-        return Encoded(
-            self._result(made, good) if good.any() else None, dict(made.refused), made.tokens, made.padded_tokens
-        )
+        return Encoded(self._result(made, good) if good.any() else None, dict(made.refused))
 
     def run(self, values: Sequence[Value], on_batch: BatchProgress) -> Any:
         """What the embedder makes of values: an `encserve_server.offline.Embedded`."""
@@ -187,16 +184,16 @@ def model_facts(
     )
 
 
-class LocalSource:
-    """A bundle, run in this process."""
+class LocalBackend:
+    """A bundle that runs in this process; see `encserve_cli.job.job.Backend`."""
 
     def __init__(self, bundle: Path, options: EngineOptions) -> None:
-        """Takes the folder of the bundle, NAME/VERSION or NAME for its newest version, and how it is run."""
+        """Take the folder of the bundle, NAME/VERSION or NAME for the newest version, and the engine's options."""
         self._bundle = bundle
         self._options = options
 
-    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> Opened:
-        """See `Source`.
+    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> LocalWorker:
+        """See `Backend`.
 
         Raises:
             ValueError: encserve-server is not installed.
@@ -209,9 +206,4 @@ class LocalSource:
         except BaseException:
             embedder.close()
             raise
-        encoder = LocalEncoder(embedder, made)
-
-        def runner(plan: Plan, store: Store) -> Runner:
-            return LocalRunner(PartWorker(plan, encoder, store))
-
-        return Opened(made, facts, runner, embedder.close, lambda: encoder)
+        return LocalWorker(made, facts, LocalEncoder(embedder, made))

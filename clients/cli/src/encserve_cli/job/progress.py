@@ -22,11 +22,11 @@ _LOG_SECONDS = 30.0
 
 
 @contextmanager
-def shown_progress(total_rows: int, *, as_json: bool, clock: Clock = time.monotonic) -> Iterator[OnProgress]:
-    """What is to be told of progress; it may be told from any thread, and as often as there is any.
+def shown_progress(total_rows: int | None, *, as_json: bool, clock: Clock = time.monotonic) -> Iterator[OnProgress]:
+    """Give a function that shows progress. Any thread may call the function, at any rate.
 
     Args:
-        total_rows: The rows of the job.
+        total_rows: The rows of the job; None if they are not known.
         as_json: Whether to write JSON to standard output; otherwise the progress goes to standard error.
         clock: Tells the time in seconds.
     """
@@ -56,11 +56,11 @@ def _every(seconds: float, show: OnProgress, clock: Clock, first_at: float = flo
 
 
 @contextmanager
-def _bar(console: Console, total_rows: int) -> Iterator[OnProgress]:
+def _bar(console: Console, total_rows: int | None) -> Iterator[OnProgress]:
     columns = (MofNCompleteColumn(), TextColumn("rows"), BarColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=total_rows)
-        yield lambda it: bar.update(task, completed=it.rows, total=it.total_rows, description=", ".join(_facts(it)))
+        yield lambda it: bar.update(task, completed=it.rows, description=", ".join(_facts(it)))
 
 
 def as_record(progress: JobProgress) -> dict[str, object]:
@@ -69,7 +69,8 @@ def as_record(progress: JobProgress) -> dict[str, object]:
 
 
 def _line(it: JobProgress) -> str:
-    done = f"{it.rows:,} of {it.total_rows:,} rows, {it.parts:,} of {it.total_parts:,} parts"
+    total = "" if it.total_rows is None else f" of {it.total_rows:,}"
+    done = f"{it.rows:,}{total} rows, {it.parts:,} parts"
     rejected = [f"{it.rejected:,} rejected"] if it.rejected else []
     return ", ".join([done, *rejected, *_facts(it)])
 
