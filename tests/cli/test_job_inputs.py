@@ -415,7 +415,13 @@ def test_a_column_with_a_type(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("its", "value", "shown"),
-    [("int64", "0.5", "0.5"), ("double", str(2**53 + 1), str(2**53 + 1)), ("bool", '"a"', '"a"')],
+    [
+        ("int64", "0.5", "0.5"),
+        ("int64", "true", "true"),
+        ("double", str(2**53 + 1), str(2**53 + 1)),
+        ("double", "true", "true"),
+        ("bool", '"a"', '"a"'),
+    ],
 )
 def test_a_later_value_that_does_not_fit_is_an_error(tmp_path: Path, its: str, value: str, shown: str) -> None:
     """A value is never changed silently, even if a type was found or given that does not hold the value."""

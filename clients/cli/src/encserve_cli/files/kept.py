@@ -48,74 +48,54 @@ def type_named(name: str) -> Any:
         return None
 
 
-def array_of(values: Sequence[Any], name: str, its: str, place: Callable[[int], str]) -> Any:
-    """Return an Arrow array of JSON values or of CSV's texts.
+def array_of(values: Sequence[Any], name: str, its: str, place: Callable[[int], str], *, parsed: bool) -> Any:
+    """Return an Arrow array of the values of a column.
 
     Args:
-        values: (rows,) The values. For other types than "string", null and the empty text give null.
+        values: (rows,) The values; None for null.
         name: The name of the column.
         its: The type.
         place: Gives the place of a row in the inputs, from its index.
+        parsed: Whether values are those of JSON. Otherwise they are texts, and the empty text is null for all types
+            but "string".
 
     Raises:
         ValueError: The type does not hold a value exactly; the text names the row.
     """
-    convert = _CONVERT.get(its, _as_they_are)
-    found = []
-    for index, value in enumerate(values):
-        try:
-            found.append(None if value is None else convert(value))
-        except (ValueError, TypeError, OverflowError):
-            raise ValueError(
-                f"{place(index)}: --keep {name}: must be of the type {its}, as the rows before; was "
-                f"{json.dumps(value, default=str)[:60]}; begin again with --keep {name}:string --overwrite"
-            ) from None
+    if its == "string":
+        values = [None if value is None else _to_string(value) for value in values]
+    elif not parsed:
+        values = [value or None for value in values]
     try:
-        return pa.array(found, type_named(its))
-    except (TypeError, OverflowError, pa.ArrowException) as error:  # a type of Parquet that `TYPES` does not have
-        raise ValueError(f"{place(0)} and later: --keep {name}: must be of the type {its}: {error}") from error
+        return _converted(values, its, parsed=parsed)
+    except _ERRORS:
+        for index, value in enumerate(values):
+            try:
+                _converted([value], its, parsed=parsed)
+            except _ERRORS:
+                raise ValueError(
+                    f"{place(index)}: --keep {name}: must be of the type {its}, as the rows before; was "
+                    f"{json.dumps(value, default=str)[:60]}; begin again with --keep {name}:string --overwrite"
+                ) from None
+        raise
 
 
-def _as_they_are(value: Any) -> Any:
-    return value
+_ERRORS = (TypeError, OverflowError, pa.ArrowException)
+
+
+def _converted(values: Sequence[Any], its: str, *, parsed: bool) -> Any:
+    """Return an array. Arrow refuses most values that the type does not hold exactly."""
+    wanted = type_named(its)
+    if not parsed:
+        return pa.array(values, pa.string()).cast(wanted)
+    # But Arrow would cut fractions off, and make numbers of true and false.
+    takes = (int,) if pa.types.is_integer(wanted) else (int, float) if pa.types.is_floating(wanted) else None
+    if takes and any(value is not None and type(value) not in takes for value in values):
+        raise TypeError
+    return pa.array(values, wanted)
 
 
 def _to_string(value: Any) -> str:
     """Return a text itself, and other values as JSON. A text that is not valid UTF-8 gets question marks."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if text.isascii() else text.encode(errors="replace").decode()
-
-
-def _to_int64(value: Any) -> int | None:
-    if isinstance(value, str):
-        value = int(value) if value else None
-    if value is not None and (type(value) is not int or not -(2**63) <= value < 2**63):
-        raise ValueError
-    found: int | None = value
-    return found
-
-
-def _to_double(value: Any) -> float | None:
-    if isinstance(value, str):
-        return float(value) if value else None
-    if type(value) not in (int, float) or (type(value) is int and int(float(value)) != value):
-        raise ValueError
-    return float(value)
-
-
-def _to_bool(value: Any) -> bool | None:
-    if isinstance(value, str):
-        value = _BOOLS.get(value.lower(), value)
-    if value is not None and type(value) is not bool:
-        raise ValueError
-    found: bool | None = value
-    return found
-
-
-_BOOLS = {"true": True, "false": False, "": None}
-_CONVERT: Mapping[str, Callable[[Any], Any]] = {
-    "string": _to_string,
-    "int64": _to_int64,
-    "double": _to_double,
-    "bool": _to_bool,
-}

@@ -72,10 +72,14 @@ def _ignore() -> None:
 
 
 class RowReader(ABC):
-    """Reads the rows of one file in order. One thread may use a reader at a time."""
+    """Reads the rows of one file in order. One thread may use a reader at a time.
+
+    Attributes:
+        file: The file.
+    """
 
     def __init__(self, file: DataFile, options: ReadOptions, kept_types: Mapping[str, str]) -> None:
-        self._file = file
+        self.file = file
         self._options = options
         self._kept_types = kept_types
 
@@ -121,11 +125,12 @@ class RowReader(ABC):
                 problems[index] = str(error)
         return Rows(numbers, values, problems, kept)
 
-    def _kept_table(self, numbers: Sequence[int], columns: Mapping[str, Sequence[Any]]) -> Any:
-        """Return the table of --keep from the values of each column, (rows,)."""
+    def _kept_table(self, numbers: Sequence[int], columns: Mapping[str, Sequence[Any]], *, parsed: bool) -> Any:
+        """Return the table of --keep from the values of each column, (rows,); `parsed` as in `array_of`."""
+        types, place = self._kept_types, self.file.place
         return pa.table(
             {
-                name: array_of(values, name, self._kept_types[name], lambda index: self._file.place(numbers[index]))
+                name: array_of(values, name, types[name], lambda index: place(numbers[index]), parsed=parsed)
                 for name, values in columns.items()
             }
         )
@@ -222,7 +227,7 @@ class _SequentialRows(RowReader, Generic[Record]):
         return self._next is None
 
     def skip(self, rows: int) -> None:
-        with errors_named(self._file):
+        with errors_named(self.file):
             for _ in range(rows):
                 if self._next is None:
                     return
@@ -232,7 +237,7 @@ class _SequentialRows(RowReader, Generic[Record]):
         numbers: list[int] = []
         records: list[Record] = []
         size = 0
-        with errors_named(self._file):
+        with errors_named(self.file):
             while self._next is not None and len(records) < rows and size < _READ_BYTES:
                 number, length, record = self._next
                 numbers.append(number)
@@ -242,7 +247,7 @@ class _SequentialRows(RowReader, Generic[Record]):
         return self._rows(numbers, records)
 
     def close(self) -> None:
-        if self._file.uri != STDIN:
+        if self.file.uri != STDIN:
             self._stream.close()
 
 
@@ -287,7 +292,7 @@ class _JsonRows(_TextRows):
         parsed = list(map(_json_or_error, records))
         kept = {name: [_field(it, name) for it in parsed] for name in self._kept_types}
         found = (_input_or_error(it, self._options.column) for it in parsed)
-        return self._checked(numbers, found, self._kept_table(numbers, kept))
+        return self._checked(numbers, found, self._kept_table(numbers, kept, parsed=True))
 
     def sampled_types(self, keep: Sequence[str]) -> dict[str, set[str]]:
         """Return the types of fields in the first lines. The reader cannot be used afterwards."""
@@ -301,7 +306,7 @@ class _JsonRows(_TextRows):
                 raise ValueError(f"--keep {name}: is the column of the inputs, which the output has anyway")
             if its is None and parsed and not any(isinstance(it, dict) and name in it for it in parsed):
                 raise ValueError(
-                    f"{self._file.name}: none of the first {len(parsed):,} lines has a field {name!r} for --keep; if "
+                    f"{self.file.name}: none of the first {len(parsed):,} lines has a field {name!r} for --keep; if "
                     f"a later line has it, give --keep {name}:string"
                 )
             found[name] = json_types(_field(it, name) for it in parsed)
@@ -335,7 +340,7 @@ class _CsvRows(_SequentialRows[list[str]]):
 
     def _parse(self, lines: Iterator[bytes | None]) -> Iterator[tuple[int, int, list[str]]]:
         csv.field_size_limit(max(csv.field_size_limit(), _MOST_LINE_BYTES))
-        records = csv.reader(self._divided(lines), strict=True, delimiter="\t" if self._file.suffix == ".tsv" else ",")
+        records = csv.reader(self._divided(lines), strict=True, delimiter="\t" if self.file.suffix == ".tsv" else ",")
         try:
             for record in records:
                 if record and not self._names:
@@ -343,21 +348,21 @@ class _CsvRows(_SequentialRows[list[str]]):
                 elif record:
                     yield records.line_num, sum(map(len, record)), record
         except csv.Error as error:
-            raise ValueError(f"{self._file.place(records.line_num)}: {error}") from error
+            raise ValueError(f"{self.file.place(records.line_num)}: {error}") from error
 
     def _divided(self, lines: Iterator[bytes | None]) -> Iterator[str]:
         """Yield lines that also end at a carriage return, as the csv module wants them."""
         for number, line in enumerate(lines, start=1):
             if line is None:
-                raise ValueError(f"{self._file.place(number)}: {_LONG_LINE}")
+                raise ValueError(f"{self.file.place(number)}: {_LONG_LINE}")
             yield from io.StringIO(line.decode(errors="surrogateescape"), newline="")
 
     def _take_names(self, names: Sequence[str], number: int) -> None:
         try:
             self._column = names.index(column_of(self._options.column, names))
         except ValueError as error:
-            raise ValueError(f"{self._file.place(number)}: {error}") from None
-        _check_columns(self._file, [*self._kept_types], names[self._column], names)
+            raise ValueError(f"{self.file.place(number)}: {error}") from None
+        _check_columns(self.file, [*self._kept_types], names[self._column], names)
         self._names = names
 
     def _rows(self, numbers: list[int], records: list[list[str]]) -> Rows:
@@ -367,7 +372,7 @@ class _CsvRows(_SequentialRows[list[str]]):
             name: [it[place] if whole else None for it, whole in zip(records, is_whole, strict=True)]
             for name, place in places.items()
         }
-        return self._checked(numbers, map(self._field_or_error, records), self._kept_table(numbers, kept))
+        return self._checked(numbers, map(self._field_or_error, records), self._kept_table(numbers, kept, parsed=False))
 
     def _field_or_error(self, record: Sequence[str]) -> str | ValueError:
         if len(record) != len(self._names):
@@ -400,11 +405,11 @@ class _ParquetRows(RowReader):
         self._row = 0
 
     def _find_columns(self) -> None:
-        self._column = parquet_column(self._file, self._opened, self._options.column, self._options.input_kind)
+        self._column = parquet_column(self.file, self._opened, self._options.column, self._options.input_kind)
         schema = self._opened.schema_arrow
         if twice := {name for name in schema.names if schema.names.count(name) > 1}:
-            raise ValueError(f"{self._file.name}: has more than one column {min(twice)!r}; rename one")
-        _check_columns(self._file, [*self._kept_types], self._column, schema.names)
+            raise ValueError(f"{self.file.name}: has more than one column {min(twice)!r}; rename one")
+        _check_columns(self.file, [*self._kept_types], self._column, schema.names)
         self._kept_schema = pa.schema(
             [(name, self._kept_type(schema.field(name).type, wanted)) for name, wanted in self._kept_types.items()]
         )
@@ -413,7 +418,7 @@ class _ParquetRows(RowReader):
         plain = _plain_type(its)
         found = plain if str(plain) == wanted else type_named(wanted)
         if found is None:
-            raise ValueError(f"{self._file.name}: --keep: a column must be of the type {wanted}; is {its}")
+            raise ValueError(f"{self.file.name}: --keep: a column must be of the type {wanted}; is {its}")
         return found
 
     @property
@@ -435,7 +440,7 @@ class _ParquetRows(RowReader):
             self._batch_row += len(self._batch or ())
             self._batch = next(self._batches, None)
             if self._batch is None:
-                raise ValueError(f"{self._file.name}: cannot be read as Parquet: has fewer rows than its footer says")
+                raise ValueError(f"{self.file.name}: cannot be read as Parquet: has fewer rows than its footer says")
         return self._batch.slice(self._row - self._batch_row, rows)
 
     def read(self, rows: int) -> Rows:
@@ -444,7 +449,7 @@ class _ParquetRows(RowReader):
         problems: dict[int, str] = {}
         kept = []
         size = 0
-        with errors_named(self._file):
+        with errors_named(self.file):
             while len(values) < rows and size < _READ_BYTES and not self.at_end:
                 batch = self._peek(rows - len(values))
                 found = self._checked([], self._values(batch.column(self._column)), None)
@@ -468,7 +473,7 @@ class _ParquetRows(RowReader):
             return table.cast(self._kept_schema)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise ValueError(
-                f"{self._file.place(self._row + 1)} and later: --keep: must be "
+                f"{self.file.place(self._row + 1)} and later: --keep: must be "
                 f"{', '.join(f'{it.name}:{it.type}' for it in self._kept_schema)}: {error}"
             ) from error
 

@@ -23,6 +23,8 @@ _OUTPUT_COLUMNS = ("text", "ids", "vector", "rows", "token_ids", "token_indices"
 
 def in_threads(function: Callable[[T], V], values: Sequence[T]) -> list[V]:
     """Return the results of a function for all values, in order. The calls wait for files or a network."""
+    if len(values) == 1:  # so that Ctrl-C ends the call
+        return [function(values[0])]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="encserve-file") as pool:
         return list(pool.map(function, values))
 
@@ -168,4 +170,4 @@ def _part_blocks(reader: RowReader, part: Part, rows: int) -> Iterator[Block]:
     while left and not reader.at_end:
         found = reader.read(left)
         left -= len(found.values)
-        yield Block(part, found, not left or reader.at_end, reader.at_end)
+        yield Block(part, found, reader.file, not left or reader.at_end, reader.at_end)

@@ -90,6 +90,8 @@ class EmbedJob:
         self._part_rows = part_rows
         self._add_inputs = add_inputs
         self.shard = shard or Shard()
+        # Of a dry run that would remove the parts in the folder, no part is done.
+        self._finished: dict[Part, PartReport] | None = {} if overwrite and not save else None
         with ExitStack() as stack:
             self.store: Store = open_store(output)
             before = None if overwrite else self._saved_plan()
@@ -203,8 +205,10 @@ class EmbedJob:
 
     def finished(self) -> dict[Part, PartReport]:
         """Return the parts of the share that are done; see `finished_parts`."""
-        found = finished_parts(self.plan, self.store)
-        return {part: report for part, report in found.items() if self.shard.has(part)}
+        if self._finished is None:
+            found = finished_parts(self.plan, self.store)
+            self._finished = {part: report for part, report in found.items() if self.shard.has(part)}
+        return self._finished
 
     def run(self, *, on_progress: OnProgress | None = None, max_rejected: int | None = None) -> JobSummary:
         """Do the missing parts. Call it once: the model is freed at the end.
@@ -218,6 +222,7 @@ class EmbedJob:
         run = JobRun(self.plan, finished, total_rows=self.total_rows, on_progress=on_progress)
         run.check_rejected(max_rejected)
         work = self.plan.work(finished, self.shard, divided=self.worker.divides_files)
+        self._finished = None
         with closing(self.worker.run(self.plan, self.store, work, run.count_batch)) as reports:
             for report in reports:
                 run.count_part(report)

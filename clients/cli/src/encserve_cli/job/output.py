@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 
-from encserve_cli.files.reading import find_file
 from encserve_cli.files.storage import errors_named_as
 from encserve_cli.files.writing import ParquetFile
 from encserve_cli.job.inputs import in_threads
@@ -72,7 +71,7 @@ def write_part(plan: Plan, store: Store, blocks: Iterator[tuple[Block, Encoded]]
             stack.close()
         _write_rejected(plan, store, part, rejected)
         draft.publish()
-    first = f"{_place(plan, part, rejected[0][0])}: {rejected[0][1]}" if rejected else ""
+    first = f"{block.file.place(rejected[0][0])}: {rejected[0][1]}" if rejected else ""
     return PartReport(part, rows, len(rejected), block.ends_file, first)
 
 
@@ -91,12 +90,6 @@ def _record(plan: Plan, part: Part, rows: int) -> dict[str, Any]:
         "kept_types": dict(plan.kept_types),
         "rows": rows,
     }
-
-
-def _place(plan: Plan, part: Part, number: int) -> str:
-    file = find_file(plan.inputs[part.input].uri)
-    assert file is not None  # noqa: S101 - its rows have just been read
-    return file.place(number)
 
 
 def _write_rejected(plan: Plan, store: Store, part: Part, rejected: Sequence[tuple[int, str]]) -> None:

@@ -25,6 +25,7 @@ PLAN_FORMAT = 2
 # The rows of a part, for outputs of one vector and for outputs of any number of rows. Some seconds to a minute each.
 VECTOR_ROWS, RAGGED_ROWS = 2048, 256
 _MOST_PART_BYTES = 512 * MIB
+_MOST_PIECES = 64  # of a text file that several workers share
 # The Arrow types of numbers; one of "binary" holds 8.
 _ARROW_TYPES: Mapping[DType, Any] = {
     "float32": pa.float32(),
@@ -170,8 +171,11 @@ class Plan:
             if end is None or not divided:
                 found.append(Work(index, 0, end, frozenset(done), shard))
                 continue
-            for first in range(0, end, STRIPE_PARTS):
-                last = min(first + STRIPE_PARTS, end)
+            # Each piece of a text file is found by reading the lines before it.
+            most = 10**6 if it.uri.lower().endswith(".parquet") else _MOST_PIECES
+            piece = max(STRIPE_PARTS, -(-end // most))
+            for first in range(0, end, piece):
+                last = min(first + piece, end)
                 found.append(Work(index, first, last, frozenset(done).intersection(range(first, last)), shard))
         return [
             it

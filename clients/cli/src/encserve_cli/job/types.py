@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from encserve_cli.files.reading import DataFile
 from encserve_cli.files.rows import Rows, Value
 from encserve_client import EncodeResult
 
@@ -96,12 +97,14 @@ class Block:
     Attributes:
         part: The part.
         rows: The rows.
+        file: The file of the rows.
         ends_part: Whether these are the last rows of the part.
         ends_file: Whether these are the last rows of the file.
     """
 
     part: Part
     rows: Rows
+    file: DataFile
     ends_part: bool
     ends_file: bool
 
