@@ -188,7 +188,7 @@ async def test_another_job_is_refused_with_what_differs(
     for arguments, told in (
         ([source, "--dtype", "float16"], "dtype is 'float16'; the job has 'float32'"),
         ([source, "--pooling", "cls"], "kind is 'cls'; the job has 'model'"),
-        ([source, other], f"{other} is no input of the job (--add-inputs adds it)"),
+        ([source, other], f"{other} is not an input of the job (--add-inputs adds it)"),
         ([other], f"the job has the input {source}, which is not given now"),
     ):
         result = await encserve(service, "embed", *arguments, *output, status=1)

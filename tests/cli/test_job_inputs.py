@@ -443,7 +443,7 @@ def test_a_later_value_that_does_not_fit_is_an_error(tmp_path: Path, its: str, v
         ("a.csv", ["x,y", "a,b"], {"column": "x", "keep": ("x",)}, "--keep x: is the column of the inputs"),
         ("a.csv", ["x", "a"], {"keep": ("x",)}, "--keep x: is the column of the inputs"),
         ("a.csv", ["text", "a"], {"keep": ("x", "x")}, "--keep x: is given twice"),
-        ("a.csv", ["x,vector", "a,b"], {"column": "x", "keep": ("vector",)}, "has a column 'vector' of its own"),
+        ("a.csv", ["x,vector", "a,b"], {"column": "x", "keep": ("vector",)}, "the job writes a column 'vector'"),
         ("a.csv", ["text", "a"], {"input_kind": "vectors"}, r"vectors are read from \.jsonl and \.parquet files"),
         ("a.txt", ["a"], {"column": "x"}, r"--column is for \.jsonl, \.csv, \.tsv and \.parquet"),
         ("a.txt", ["a"], {"keep": ("x",)}, r"--keep is for \.jsonl, \.csv, \.tsv and \.parquet"),
@@ -499,7 +499,7 @@ def test_arguments_of_a_job_are_files_that_can_be_read_again(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     for arguments, problem in (
         (["-"], "reads its inputs again, and standard input is gone then"),
-        (["a text"], "'a text': is no file; the inputs of a job are files that end in .txt"),
+        (["a text"], "'a text': is not a file; the inputs of a job are files that end in .txt"),
         (["a.txt", str(path)], "a.txt: is given twice"),
         (["b.xlsx"], "b.xlsx: is a file of a kind that is not known; known are .txt"),
         (["folder.parquet"], r"folder.parquet: is a folder; name its files, as folder.parquet/\*.parquet does"),

@@ -1,4 +1,4 @@
-"""The options of jobs, for the commands that make some, and which of them go together."""
+"""The options of jobs, and checks of their combinations."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -13,19 +13,19 @@ Command = Callable[..., Any]
 
 
 class SectionOption(click.Option):
-    """An option that the help lists in a section of its own."""
+    """An option in a section of the help."""
 
     def __init__(self, *args: Any, section: str, **kwargs: Any) -> None:
-        """Takes the section's title, and what `click.Option` takes."""
+        """Take the section's title, and the arguments of `click.Option`."""
         self.section = section
         super().__init__(*args, **kwargs)
 
 
 class SectionCommand(click.Command):
-    """A command whose help lists options by their sections."""
+    """A command with sections of options in its help."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the options, those without a section first."""
+        """Write the options; options without a section come first."""
         sections: dict[str, list[tuple[str, str]]] = {"Options": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
@@ -73,7 +73,7 @@ _FOLDER: _Options = {
     },
     "--dry-run": {"is_flag": True, "help": "Show the plan and about how long it takes, and write nothing."},
 }
-# Of the engine, the names and the texts are those of encserve-server.
+# The options of the engine have the names and the texts of encserve-server.
 _BUNDLE: _Options = {
     "--bundle": {
         "metavar": "BUNDLE",
@@ -86,8 +86,8 @@ _BUNDLE: _Options = {
     },
     "--precision": {
         "type": click.Choice(["model", "float32", "bfloat16"]),
-        "help": "What it computes in. bfloat16 needs --engine openvino and a CPU with AVX512-BF16 or AMX. Default: "
-        "what the bundle has.",
+        "help": "The type of the engine's numbers. bfloat16 needs --engine openvino and a CPU with AVX512-BF16 or AMX. "
+        "Default: the precision of the bundle.",
     },
     "--device": {
         "type": click.Choice(["auto", "cpu", "cuda"]),
@@ -140,7 +140,7 @@ _NAMES = tuple(_name(flag) for options in _SECTIONS.values() for flag in options
 
 
 def makes_jobs(command: Command) -> Command:
-    """Adds the options of jobs to a command, and runs a job in its place where --output is a folder."""
+    """Add the options of jobs to a command. If --output is a folder, a job runs instead of the command."""
 
     @functools.wraps(command)
     def wrapper(**options: Any) -> None:
@@ -170,7 +170,7 @@ def makes_jobs(command: Command) -> Command:
 
 
 def _check(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Raises UsageError for options that do not go together."""
+    """Raise UsageError for options that do not go together."""
     check_pooling(options.get("kind"), options.get("pooling"))
     if options["printing"].folder is None:
         _check_absent(given, (*_FOLDER, *_RAY), "is of a job: have --output name a folder that is there, or end in /")

@@ -12,13 +12,13 @@ _EXACT_IN_DOUBLE = 2**53  # greater whole numbers may have no float64 of the sam
 
 
 def split_type(column: str) -> tuple[str, str | None]:
-    """Split NAME:TYPE of --keep into the name and the type, which is None if there is none."""
+    """Split NAME:TYPE of --keep into the name and the type; the type of NAME alone is None."""
     name, colon, its = column.rpartition(":")
     return (name, its) if colon and name and its in TYPES else (column, None)
 
 
 def json_types(values: Iterable[Any]) -> set[str]:
-    """Return the types of JSON values, of those that `TYPES` has; null has none, and all others are "string"."""
+    """Return the types of JSON values: keys of `TYPES`, and "long" for integers that a double may not hold."""
     found = set()
     for value in values:
         if type(value) is int:
@@ -31,7 +31,7 @@ def json_types(values: Iterable[Any]) -> set[str]:
 
 
 def common_type(types: Iterable[str]) -> str:
-    """Return the one type for values of several JSON types: "string" unless another type holds all of them exactly."""
+    """Return the one type that holds values of several JSON types exactly; "string" holds all values."""
     found = set(types)
     is_long = "long" in found
     found.discard("long")
@@ -56,7 +56,7 @@ def array_of(values: Sequence[Any], name: str, its: str, place: Callable[[int], 
         name: The name of the column.
         its: The type.
         place: Gives the place of a row in the inputs, from its index.
-        parsed: Whether values are those of JSON. Otherwise they are texts, and the empty text is null for all types
+        parsed: Whether the values come from JSON. Otherwise they are texts, and the empty text is null for all types
             but "string".
 
     Raises:

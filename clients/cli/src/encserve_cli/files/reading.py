@@ -1,4 +1,4 @@
-"""Inputs: arguments, lines of standard input, and files by their suffix, on this machine or in an object store."""
+"""Inputs: texts as arguments, lines of standard input, and files on this machine or in an object store."""
 
 import json
 import re
@@ -13,7 +13,7 @@ import click
 
 STDIN = "-"
 DEFAULT_COLUMN = "text"
-# What holds inputs, and what these files may be compressed by.
+# The files of inputs, and their compression.
 SUFFIXES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 KNOWN = f"{', '.join(SUFFIXES)}; all but .parquet also with {' or '.join(CODECS)}"
@@ -45,7 +45,7 @@ class Sent(NamedTuple):
     """One input.
 
     Attributes:
-        where: Where it comes from, for errors: "texts.csv, line 7".
+        where: The place of the input, for errors: "texts.csv, line 7".
         value: The text, or the token ids.
     """
 
@@ -54,7 +54,7 @@ class Sent(NamedTuple):
 
     @property
     def column(self) -> str:
-        """What the input is called beside its vectors."""
+        """The name of the column of inputs in an output."""
         return "text" if isinstance(self.value, str) else "ids"
 
     @property
@@ -64,7 +64,7 @@ class Sent(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Roughly how many bytes of text it is."""
+        """About how many bytes of text the input has."""
         return len(self.value) if isinstance(self.value, str) else 4 * len(self.value)
 
 
@@ -103,10 +103,10 @@ def is_uri(argument: str) -> bool:
 
 
 def check_no_secret(uri: str) -> None:
-    """Refuses a URI with a password or a key, because plans, logs and errors name the files of a job.
+    """Refuse a URI with a password or a key, because plans, logs and errors name the files of a job.
 
     Raises:
-        ValueError: It has one; the text does not show it.
+        ValueError: The URI has a secret, which the text does not show.
     """
     its = urlsplit(uri)
     if its.password is not None or any(
@@ -119,11 +119,11 @@ def check_no_secret(uri: str) -> None:
 
 
 def find_file(argument: str) -> DataFile | None:
-    """The file that an argument names; None where it names none.
+    """Return the file that an argument names, or None for a text.
 
     Raises:
-        ValueError: It names a folder, or a file of a kind that is not known.
-        FileNotFoundError: It ends as a file does, and there is none. In object stores this shows when it is read.
+        ValueError: The argument names a folder, or a file of an unknown kind.
+        FileNotFoundError: The file is missing. In object stores, a missing file is found when it is read.
     """
     if not argument:
         return None
@@ -152,7 +152,7 @@ def find_file(argument: str) -> DataFile | None:
 
 
 def _kind_of(path: str) -> tuple[str, str | None]:
-    """The suffix, and the codec; the suffix is "" for what is compressed and must not be."""
+    """Return the suffix and the codec. The suffix is "" for compressed Parquet, which is not supported."""
     name = Path(path.lower())
     if (codec := CODECS.get(name.suffix)) is None:
         return name.suffix, None
@@ -161,7 +161,7 @@ def _kind_of(path: str) -> tuple[str, str | None]:
 
 
 def _is(holds: Callable[[], bool]) -> bool:
-    """What `Path` says of a path; False for a text that is too long to be one."""
+    """Return the answer of a `Path`; False for a text that is too long for a path."""
     try:
         return holds()
     except OSError:
@@ -173,12 +173,12 @@ def read_inputs(arguments: Sequence[str], column: str | None, *, ids: bool, text
 
     Args:
         arguments: The arguments of the command.
-        column: The column of a file that has several. Default: "text", or the only one.
-        ids: Whether inputs are token ids, with commas or spaces between them where they are text.
-        texts: Whether every argument is a text, even if there is a file of that name.
+        column: The column of files with several columns. Default: "text", or the only column.
+        ids: Whether inputs are token ids. In texts, commas or spaces are between ids.
+        texts: Whether every argument is a text, even if a file has this name.
 
     Raises:
-        ValueError: Something cannot be read as an input; the text names the file and the line.
+        ValueError: A row is not an input; the text names the file and the line.
         OSError: A file cannot be opened.
     """
     options = ReadOptions("ids" if ids else "text", column)
@@ -222,7 +222,7 @@ def count_inputs(arguments: Sequence[str], *, texts: bool = False) -> int | None
 
 
 def _sources(arguments: Sequence[str], *, texts: bool) -> list[DataFile | str]:
-    """What each argument is, before any is read."""
+    """Return the file of each argument, or the argument itself if it is a text."""
     found: list[DataFile | str] = []
     for argument in arguments:
         try:
@@ -237,7 +237,7 @@ def _sources(arguments: Sequence[str], *, texts: bool) -> list[DataFile | str]:
 
 
 def as_text(value: object) -> str:
-    """A text. ValueError for anything else."""
+    """Return a text. ValueError for anything else."""
     if not isinstance(value, str):
         raise ValueError(f"must be text; was {_shown(value)}; token ids are read with --ids")
     try:
@@ -248,7 +248,7 @@ def as_text(value: object) -> str:
 
 
 def as_ids(value: object) -> list[int]:
-    """Ids out of a list, or out of text. ValueError for anything else."""
+    """Return the ids in a list or in a text. ValueError for anything else."""
     if isinstance(value, str):
         try:
             value = [int(it) for it in value.replace(",", " ").split()]
@@ -266,7 +266,7 @@ def _shown(value: object) -> str:
 
 
 def column_of(wanted: str | None, names: Sequence[str]) -> str:
-    """The name of the column that holds inputs. ValueError, with the names that are there, if it is none of them."""
+    """Return the name of the column of inputs. ValueError, with the names of all columns, if it is missing."""
     name = wanted or (names[0] if len(names) == 1 else DEFAULT_COLUMN)
     if name not in names:
         raise ValueError(
@@ -276,7 +276,7 @@ def column_of(wanted: str | None, names: Sequence[str]) -> str:
 
 
 def json_value(line: str) -> Any:
-    """What a line of a .jsonl file holds. ValueError if it is no JSON."""
+    """Return the value of a line of a .jsonl file. ValueError if the line is not JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -284,11 +284,11 @@ def json_value(line: str) -> Any:
 
 
 def json_input(value: Any, column: str | None) -> Any:
-    """The input in the value of a line: that itself, or a field of an object. ValueError as in `column_of`."""
+    """Return the input in the value of a line: a field of an object, or the value. ValueError as in `column_of`."""
     return value[column_of(column, list(value))] if isinstance(value, dict) else value
 
 
 def no_column(file: DataFile, option: str) -> ValueError:
-    """The error of a .txt file where an option asks for a column."""
+    """Return the error for an option that asks for a column of a .txt file."""
     known = f"{', '.join(SUFFIXES[1:-1])} and {SUFFIXES[-1]}"
     return ValueError(f"{file.name}: {option} is for {known}; every line of a .txt file is one input")

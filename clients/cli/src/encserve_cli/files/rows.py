@@ -1,7 +1,7 @@
 """The reader of input files: rows in order, each with an input or a problem, and with the columns of --keep.
 
 Commands and jobs use this reader, so they read the same inputs from the same files. The reader never stops at a bad
-row: the caller decides what a problem means.
+row: a command fails there, and a job rejects the row.
 """
 
 import bisect
@@ -58,7 +58,7 @@ class Rows:
         numbers: (rows,) Where each row is in its file, from 1: the last line of the row, or the row of Parquet.
         values: (rows,) The input of each row; None for a row without an input.
         problems: Why a row has no usable input, by its index.
-        kept: pyarrow.Table, (rows, columns of --keep); without columns if there is no --keep.
+        kept: pyarrow.Table, (rows, columns of --keep); without columns unless --keep is given.
     """
 
     numbers: list[int]
@@ -151,7 +151,7 @@ def open_rows(
         on_read: Called while a long line is skipped. An error that it raises ends the read.
 
     Raises:
-        ValueError: The file is not what its suffix says, or lacks a column.
+        ValueError: The file is of another kind than its suffix, or lacks a column.
         OSError: The file cannot be read.
     """
     if options.input_kind == "vectors" and file.suffix not in (".jsonl", ".parquet"):
@@ -171,7 +171,7 @@ def open_rows(
 def column_types(file: DataFile, options: ReadOptions) -> dict[str, set[str]]:
     """Return the types of the columns of --keep in a file, by name, as far as the first rows show them.
 
-    A Parquet or CSV file has one type for each column. Types of .jsonl files are those of `json_types`.
+    A Parquet or CSV file has one type for each column. A .jsonl file has the types of `json_types`.
 
     Raises:
         ValueError: The file cannot be read, or lacks the column of the inputs or one of --keep.

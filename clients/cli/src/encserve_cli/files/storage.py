@@ -1,4 +1,4 @@
-"""Files on this machine and in object stores, as streams of pyarrow. Takes long to import, so only readers do."""
+"""Files on this machine and in object stores. Importing pyarrow takes long, so only readers import this module."""
 
 import gzip
 import hashlib
@@ -31,11 +31,11 @@ _CHECKSUM_BLOCK_BYTES = 256 * 1024
 
 
 def filesystem_of(uri: str) -> tuple[Any, str]:
-    """The file system of an absolute path or a URI, and the path in it.
+    """Return the file system of an absolute path or a URI, and the path inside.
 
     Raises:
         ValueError: pyarrow does not know the kind of URI.
-        OSError: It knows the kind, but cannot use it on this machine.
+        OSError: pyarrow cannot use this kind on this machine.
     """
     if not is_uri(uri):
         return arrow_fs.LocalFileSystem(), uri
@@ -45,7 +45,7 @@ def filesystem_of(uri: str) -> tuple[Any, str]:
 
 
 def _with_patience(uri: str) -> str:
-    """Google's client tries for 15 minutes to reach anybody, unless the URI says otherwise."""
+    """Set a limit for retries: without a limit, Google's client tries for 15 minutes."""
     if uri.lower().startswith(("gs://", "gcs://")) and "retry_limit_seconds=" not in uri:
         return f"{uri}{'&' if '?' in uri else '?'}retry_limit_seconds={_RETRY_SECONDS}"
     return uri
@@ -92,7 +92,7 @@ def checksum(file: DataFile, size_bytes: int) -> str:
 
 
 def count_rows(file: DataFile) -> int | None:
-    """Return the number of rows if it takes little time: of Parquet files, and of lines on this machine."""
+    """Return the number of rows of a Parquet file, or of lines on this machine; None for files that take longer."""
     if file.suffix == ".parquet":
         with open_parquet(file) as opened:
             return int(opened.metadata.num_rows)
@@ -141,11 +141,11 @@ def open_parquet(file: DataFile) -> Any:
 
 
 def errors_named(file: DataFile) -> AbstractContextManager[None]:
-    """Puts a file's name before what pyarrow says of it while it is read.
+    """Put a file's name before errors of pyarrow while the file is read.
 
     Raises:
-        ValueError: The file is not whole, or not what its suffix says.
-        OSError: It cannot be read.
+        ValueError: The file is damaged, or of another kind than its suffix.
+        OSError: The file cannot be read.
     """
     kind = f" as {'Parquet' if file.suffix == '.parquet' else file.codec or file.suffix}"
     return errors_named_as(file.name, kind, is_local=file.is_local)
@@ -175,10 +175,10 @@ def _first_line(error: Exception) -> str:
 
 
 def parquet_column(file: DataFile, opened: Any, column: str | None, kind: Literal["text", "ids", "vectors"]) -> str:
-    """The name of the column that holds inputs.
+    """Return the name of the column of inputs.
 
     Raises:
-        ValueError: There is no such column, there are several, or it is of a type that holds no inputs of this kind.
+        ValueError: The column is missing, is not the only one of its name, or has a type without such inputs.
     """
     schema = opened.schema_arrow
     try:
@@ -203,7 +203,7 @@ _WANTED = {"text": "text", "ids": "lists of whole numbers", "vectors": "lists of
 
 
 def is_text(its: Any) -> bool:
-    """Whether an Arrow type is one of text."""
+    """Whether an Arrow type is a type of text."""
     if pa.types.is_dictionary(its):
         its = its.value_type
     return any(is_a(its) for is_a in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view))
@@ -215,7 +215,7 @@ def _is_list(its: Any, holds: Callable[[Any], bool]) -> bool:
 
 
 def batch_rows(opened: Any) -> int:
-    """How many rows of a Parquet file to read at a time, so that they are some MiB at most on average."""
+    """Return how many rows of a Parquet file to read at a time: 16 MiB on average, at most."""
     metadata = opened.metadata
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     widest = max((its.total_byte_size / max(its.num_rows, 1) for its in groups), default=0)

@@ -1,4 +1,4 @@
-"""Vectors into files, by their suffix: call by call, and under the file's own name only when it is whole."""
+"""Writers of vectors, by the suffix of the file. A file has its name only when it is whole."""
 
 import csv
 import json
@@ -30,15 +30,15 @@ class Writer(Protocol):
     """Writes one kind of file."""
 
     def write(self, inputs: Sequence[Sent], result: EncodeResult) -> None:
-        """Adds what was made of some inputs; all results are of the same model and kind."""
+        """Add some inputs and their outputs. All results are of the same model and kind."""
 
     def finish(self) -> None:
-        """Writes what is still held; the file is whole then."""
+        """Write the rest. Afterwards the file is whole."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[Writer]:
-    """A writer of the file, which is there, or replaced, only if the block ends well.
+    """Give a writer of a file. The file is created, or replaced, only if the block ends without an error.
 
     Raises:
         ValueError: Nobody writes files of this suffix, or what does is not installed, or the file cannot hold what is
@@ -61,7 +61,7 @@ def writing(path: Path) -> Iterator[Writer]:
 
 
 class _GrowingArray:
-    """A .npy file whose first axis grows. NumPy leaves room in the header for its length."""
+    """A .npy file whose first axis grows. NumPy leaves room for the length in the header."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self._file = stack.enter_context(path.open("w+b"))
@@ -69,7 +69,7 @@ class _GrowingArray:
         self._dtype: np.dtype[Any] | None = None
 
     def append(self, array: Array) -> None:
-        """Adds rows of the shape and type of those before."""
+        """Add rows. All rows have the same shape and type."""
         if self._dtype is None:
             self._dtype, self._shape = array.dtype, (0, *array.shape[1:])
             self._write_header()
@@ -77,7 +77,7 @@ class _GrowingArray:
         self._shape = (self._shape[0] + len(array), *self._shape[1:])
 
     def finish(self) -> None:
-        """Puts the length into the header."""
+        """Put the length into the header."""
         self._write_header()
         self._file.flush()
 
@@ -102,7 +102,7 @@ class _NpyWriter:
 
 
 class _NpzWriter:
-    """Each array grows in a file of its own, and all are put into one in the end."""
+    """Each array grows in a temporary file. At the end, all files are put into one archive."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self._path = path
@@ -323,27 +323,27 @@ def _flat(numbers: Array) -> Any:
 
 
 def _one_each(result: EncodeResult, suffix: str) -> Array:
-    """(inputs, width)."""
+    """Return (inputs, width)."""
     if (kind := result.outputs[0].kind) in RAGGED:
         raise ValueError(
-            f"--output: a {suffix} file holds one vector for each input, and of {kind!r} each has a number of its own: "
+            f"--output: a {suffix} file holds one vector for each input, and {kind!r} gives any number of rows: "
             ".npz, .jsonl and .parquet hold them"
         )
     return result.outputs[0].matrix()
 
 
 def _lengths(result: EncodeResult) -> Array:
-    """(inputs,), the rows of each."""
+    """Return (inputs,), the number of rows of each input."""
     return np.concatenate([block.lengths for block in result.outputs[0].blocks]).astype(np.int64)
 
 
 def _indices(output: EncodedOutput) -> Array:
-    """(weights,), the vocabulary's entry of each."""
+    """Return (weights,), the token id of each weight."""
     return np.concatenate([its.indices for its in output.sparse_vectors()])
 
 
 def _beside_rows(result: EncodeResult) -> dict[str, Array]:
-    """What stands beside each row: the id of its token, or the place of that in the text unless rows are pooled."""
+    """Return the id of each row's token, or the index of the token in the text; empty for pooled rows."""
     output = result.outputs[0]
     if output.kind == "multi_vector":
         places = [its for its in output.token_indices() if its is not None]

@@ -110,30 +110,30 @@ def embed_files(
         output: The folder, a path or a URI.
         bundle: Embeds in this process, with the package encserve-server: a bundle, a directory that holds a checkpoint,
             or the name of one on the hub, as `--bundle` takes it.
-        client: Embeds through a server; best with `EncoderClient(..., priority="bulk")`. It stays open.
+        client: Embeds through a server; best with `EncoderClient(..., priority="bulk")`. The client stays open.
         model: The served model. Default: the server's.
-        model_version: Its version. Default: the model's.
-        engine: How the bundle is run. Default: as encserve-server runs it.
+        model_version: The version of the model. Default: the model's default version.
+        engine: The options for running the bundle. Default: those of encserve-server.
         ray: Runs the bundle on a Ray cluster instead, with the package ray.
-        input_kind: What an input is: "text", "ids" for token ids, or "vectors".
+        input_kind: The kind of every input: "text", "ids" for token ids, or "vectors".
         column: The column of files that have several. Default: "text", or the only one.
         keep: Other columns to copy into the output, as NAME or NAME:TYPE with the type string, int64, double or bool.
-        kind: What is made of an input. Default: what the model was trained for.
-        dimensions: To how many numbers a row is cut. Default: the model's own.
-        dtype: The type of the numbers; "binary" packs 8 of them into a byte.
-        task: What the texts are. Default: neither queries nor documents.
-        prompt_name: What is put before every text; "" for nothing. Default: the model's, or the task's.
+        kind: The kind of the output. Default: the kind that the model was trained for.
+        dimensions: The numbers that are left of a row. Default: the model's own.
+        dtype: The type of the numbers; "binary" packs 8 numbers into a byte.
+        task: Whether the texts are queries or documents. Default: neither.
+        prompt_name: The prompt before every text; "" for none. Default: the model's, or the task's.
         truncate: Whether an input that is too long is cut. Otherwise its row is rejected.
         exclude_special_tokens: Whether "tokens" has no rows of special tokens.
         part_rows: The rows of a part of a new job. Default: 2,048, or up to 256 for kinds with many rows.
         shard: The index, from 0, and the number of shares, if several calls do the job together.
         overwrite: Whether to remove the output of another job first.
-        add_inputs: Whether inputs that the job does not have yet are added to it.
-        max_rejected: How many rows may be rejected. Default: any number.
-        on_progress: Is told of progress; it is called from any thread, often, and should return soon.
+        add_inputs: Whether to add inputs that the job does not have yet.
+        max_rejected: The most rows that may be rejected. Default: any number.
+        on_progress: Called with the progress, often and from any thread. It should return soon.
 
     Returns:
-        What became of the job.
+        The summary of the job.
 
     Raises:
         TooManyRejected: More than `max_rejected` rows were rejected.

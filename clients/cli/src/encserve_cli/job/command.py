@@ -42,7 +42,7 @@ _ACTORS = ("actors", "actor_cpus", "actor_gpus")
 
 
 def run_job(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Runs the job that a command's options describe, and ends the command with its exit status.
+    """Run the job of a command's options, and end the command with its exit status.
 
     Args:
         given: The options of `encserve_cli.job_options` that were given, by their names.
@@ -76,10 +76,10 @@ def run_job(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def _give_memory_back() -> None:
-    """Has glibc return pieces of 1 MiB and more when they are freed, unless its variables say otherwise.
+    """Make glibc return freed pieces of 1 MiB and more to the system, unless its variables set other limits.
 
-    Otherwise it soon keeps pieces of up to 32 MiB, with gaps between what parts hold: 1,000,000 short texts took 490
-    MiB, not 380, and 80 more than 100,000 did, not 45.
+    By default, glibc keeps pieces of up to 32 MiB, with gaps between the data of parts: 1,000,000 short texts took 490
+    MiB instead of 380.
     """
     if not {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys():
         with suppress(OSError, AttributeError):  # another C library has no such function
@@ -101,7 +101,7 @@ def _ray_options(given: Mapping[str, Any]) -> RayOptions | None:
 
 
 def deliver_from_bundle(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Prints what --bundle makes of inputs, or writes it to one file; the arguments are those of `run_job`.
+    """Print the outputs of --bundle, or write them to one file. The arguments are those of `run_job`.
 
     Raises:
         ClickException: The bundle or an input cannot be used, or the file cannot be written.
@@ -116,7 +116,7 @@ def deliver_from_bundle(given: Mapping[str, Any], options: Mapping[str, Any]) ->
 
 
 def _encode(encoder: Encoder, inputs: Sequence[Value]) -> EncodeResult:
-    """What a client's `run` does; an input that is refused fails the call."""
+    """Return the outputs as a client's `run` does. A refused input fails the call."""
     began = time.perf_counter()
     encoded = encoder.encode(inputs, ignore_batch)
     if encoded.refused:
@@ -139,7 +139,7 @@ def _make_options(options: Mapping[str, Any]) -> MakeOptions:
 
 
 def _kind(options: Mapping[str, Any]) -> str | None:
-    """The kind of output; None for what the model was trained for."""
+    """Return the kind of the output; None for the kind that the model was trained for."""
     if "exclude_special" in options:  # of `encserve encode` alone
         return "tokens"
     kind: str | None = options["pooling"] or options["kind"]
@@ -215,13 +215,13 @@ def _stopped(job: EmbedJob, given: Mapping[str, Any]) -> str:
 
 
 class Interrupts:
-    """While it is entered, the first Ctrl-C or SIGTERM stops the job after its batches, and the second ends at once.
+    """A context in which the first Ctrl-C or SIGTERM stops the job after its batches, and the second ends at once.
 
     Before the job runs, the first one raises KeyboardInterrupt.
 
     Attributes:
-        came: Whether there was one.
-        job: The job that runs; None before it does.
+        came: Whether a signal came.
+        job: The running job; None before a job runs.
     """
 
     def __init__(self) -> None:

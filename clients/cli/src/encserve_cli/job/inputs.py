@@ -60,7 +60,7 @@ def _files(arguments: Sequence[str]) -> list[DataFile]:
             )
         file = find_file(argument)
         if file is None:
-            raise ValueError(f"{argument[:60]!r}: is no file; the inputs of a job are files that end in {KNOWN}")
+            raise ValueError(f"{argument[:60]!r}: is not a file; the inputs of a job are files that end in {KNOWN}")
         place = str(Path(file.uri).resolve()) if file.is_local else file.uri
         if place in found:
             raise ValueError(f"{file.name}: is given twice")
@@ -90,7 +90,7 @@ def _check_names(options: ReadOptions) -> None:
         if name in names[:place]:
             raise ValueError(f"--keep {name}: is given twice")
         if name in _OUTPUT_COLUMNS:
-            raise ValueError(f"--keep {name}: the output has a column {name!r} of its own; rename that of the inputs")
+            raise ValueError(f"--keep {name}: the job writes a column {name!r}; rename the column of the inputs")
 
 
 def _type_of(name: str, found: Sequence[tuple[DataFile, Mapping[str, set[str]]]]) -> str:

@@ -196,7 +196,7 @@ class EmbedJob:
                 problems.append(f"the job has the input {name}, which is not given now")
         old = {it.uri for it in before.inputs}
         added = [] if self._add_inputs else [click.format_filename(uri) for uri in new if uri not in old]
-        return problems + [f"{name} is no input of the job (--add-inputs adds it)" for name in added]
+        return problems + [f"{name} is not an input of the job (--add-inputs adds it)" for name in added]
 
     @property
     def total_rows(self) -> int | None:
@@ -215,7 +215,7 @@ class EmbedJob:
 
         Raises:
             Stopped: `stop` was called. Finished parts stay.
-            TooManyRejected: More rows than `max_rejected` were rejected, those of earlier runs included.
+            TooManyRejected: More rows than `max_rejected` were rejected, also by earlier runs.
             Exception: An error of the model, the inputs or the output.
         """
         finished = self.finished()

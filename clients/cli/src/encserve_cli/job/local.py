@@ -18,11 +18,11 @@ _UNTIMED = Timings(0.0, 0.0, 0.0, 0.0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How a bundle is run in this process; None for what encserve-server would take.
+    """The options for running a bundle in this process; None for the default of encserve-server.
 
     Attributes:
         engine: "onnxruntime" or "openvino".
-        precision: "model" for what the bundle has, "float32", or with OpenVINO "bfloat16".
+        precision: "model" for the precision of the bundle, "float32", or with OpenVINO "bfloat16".
         device: "auto", "cpu" or "cuda".
         max_batch_tokens: The most padded tokens of a batch.
         intra_op_threads: The CPU's threads that run batches.
@@ -41,7 +41,7 @@ class EngineOptions:
     cache_dir: Path | None = None
 
     def as_before(self, before: ModelFacts | None) -> "EngineOptions":
-        """The same, with what it leaves open as a job's plan has it."""
+        """Return these options, with the values of a job's plan for the options that are None."""
         if before is None or before.engine != self.engine:
             return self
         return replace(
@@ -53,7 +53,7 @@ class EngineOptions:
 
 
 def open_embedder(bundle: Path, options: EngineOptions) -> Any:
-    """Loads a bundle.
+    """Load a bundle.
 
     Raises:
         ValueError: encserve-server is not installed.
@@ -86,10 +86,10 @@ def open_embedder(bundle: Path, options: EngineOptions) -> Any:
 
 
 class LocalEncoder:
-    """Encodes with a model in this process. Several threads may use it at a time."""
+    """An `Encoder` with a model in this process."""
 
     def __init__(self, embedder: Any, make: MakeOptions) -> None:
-        """Takes an `encserve_server.offline.Embedder`, which this then owns, and what is to be made."""
+        """Take an `encserve_server.offline.Embedder`, which `close` frees, and the output of each value."""
         self._embedder = embedder
         self._make = make
 
@@ -97,7 +97,7 @@ class LocalEncoder:
         """See `Encoder`.
 
         Raises:
-            RuntimeError: The engine fails whatever it is given.
+            RuntimeError: The engine fails for every value.
         """
         made = self.run(values, on_batch)
         good = np.ones(len(values), np.bool_)  # (values,)
@@ -105,7 +105,7 @@ class LocalEncoder:
         return Encoded(self._result(made, good) if good.any() else None, dict(made.refused))
 
     def run(self, values: Sequence[Value], on_batch: BatchProgress) -> Any:
-        """What the embedder makes of values: an `encserve_server.offline.Embedded`."""
+        """Return the outputs of values, as an `encserve_server.offline.Embedded`."""
         from encserve_server import offline
         from encserve_server.errors import EncserveError as ServerError
 
@@ -128,7 +128,7 @@ class LocalEncoder:
             raise RuntimeError(str(error)) from error
 
     def _result(self, made: Any, good: Any) -> EncodeResult:
-        """The same as a client would give it, of the inputs that were not refused."""
+        """Return the outputs of the accepted inputs, as a client returns them."""
         block = Block(made.rows, made.lengths[good], made.indices)
         output = EncodedOutput(self._make.kind, made.l2_normalized, (block,), made.sparse_width)  # type: ignore[arg-type]
         bundle = self._embedder.bundle
@@ -146,7 +146,7 @@ class LocalEncoder:
 
 
 def _infos(made: Any, good: Any) -> Sequence[SequenceInfo]:
-    """What the model saw of each input; of "tokens" the ids and the number are those of its rows."""
+    """Return the token counts of each input. For "tokens", each row has an id, and only rows are counted."""
     counts, originals = made.token_counts[good].tolist(), made.original_token_counts[good].tolist()
     ids: Sequence[Any] = [None] * len(counts)
     if made.token_ids is not None:
@@ -160,7 +160,7 @@ def _infos(made: Any, good: Any) -> Sequence[SequenceInfo]:
 def model_facts(
     embedder: Any, options: EngineOptions, make: MakeOptions, kind: str | None
 ) -> tuple[MakeOptions, ModelFacts]:
-    """What is made, with the kind filled in, and what a plan holds of the model.
+    """Return the output of each input with its kind, and the model as plans have it.
 
     Raises:
         RuntimeError: The model has no such output.

@@ -1,4 +1,4 @@
-"""The parts of a job's output: how they are written, and which of them are whole."""
+"""The parts of a job's output: writing them, and finding the whole ones."""
 
 import json
 import logging
@@ -148,7 +148,7 @@ def _report_or_problem(plan: Plan, store: Store, part: Part) -> PartReport | str
 
 
 def _report(plan: Plan, part: Part, opened: Any) -> PartReport:
-    """Return what the footer of a part says; ValueError if the part is not whole or not of the job."""
+    """Return the report in the footer of a part; ValueError if the part is not whole or not of the job."""
     name = f"{part.name}.parquet"
     rows = opened.metadata.num_rows
     metadata = {key.decode(): value.decode() for key, value in (opened.metadata.metadata or {}).items()}
@@ -166,7 +166,7 @@ def _report(plan: Plan, part: Part, opened: Any) -> PartReport:
     if record != _record(plan, part, rows) or not isinstance(rejected, int):
         raise ValueError(f"{name}: does not have the rows of this part, but {rows:,} others")
     if rows != _expected_rows(plan, part, rows if ends_file else plan.part_rows):
-        raise ValueError(f"{name}: has {rows:,} rows and not those of a part")
+        raise ValueError(f"{name}: has {rows:,} rows, which is not the size of this part")
     return PartReport(part, rows, rejected, ends_file)
 
 

@@ -1,4 +1,4 @@
-"""How far a job is, shown as it goes: a bar on a terminal, a line now and then in a log, or JSON for programs."""
+"""The progress of a job: a bar on a terminal, a line every 30 s in a log, or JSON for programs."""
 
 import json
 import threading
@@ -41,7 +41,7 @@ def shown_progress(total_rows: int | None, *, as_json: bool, clock: Clock = time
 
 
 def _every(seconds: float, show: OnProgress, clock: Clock, first_at: float = float("-inf")) -> OnProgress:
-    """Shows progress, but at most once in so many seconds."""
+    """Return a function that shows progress at most once in so many seconds."""
     lock = threading.Lock()
     next_at = first_at
 
@@ -64,7 +64,7 @@ def _bar(console: Console, total_rows: int | None) -> Iterator[OnProgress]:
 
 
 def as_record(progress: JobProgress) -> dict[str, object]:
-    """The progress as what JSON can hold."""
+    """Return the progress as JSON values."""
     return asdict(progress) | {"tokens_per_second": progress.tokens_per_second}
 
 
@@ -76,12 +76,12 @@ def _line(it: JobProgress) -> str:
 
 
 def _facts(it: JobProgress) -> list[str]:
-    """The speed, the padding and the time left, as far as they are known."""
+    """Return the known ones of the speed, the padding and the time left."""
     facts = [f"{it.tokens_per_second:,.0f} tokens/s"] if it.tokens else []
     facts += [] if it.padding is None else [f"{it.padding:.1%} padding"]
     return facts + ([] if it.seconds_left is None else [f"{duration(it.seconds_left)} left"])
 
 
 def duration(seconds: float) -> str:
-    """A time for people: "0:00:07", or "2 days, 3:00:00"."""
+    """Return a time for people: "0:00:07", or "2 days, 3:00:00"."""
     return str(timedelta(seconds=round(seconds)))

@@ -89,7 +89,7 @@ class RayBackend:
         """Join or start the cluster, and load the model in a first actor.
 
         Raises:
-            RuntimeError: There is no cluster, or the actor cannot load the model.
+            RuntimeError: No cluster answers, or the actor cannot load the model.
         """
         was_connected = ray.is_initialized()  # by the program that calls us
         if not was_connected:
@@ -106,7 +106,7 @@ def _connect(address: str) -> None:
     """Join a cluster, or start one on this machine.
 
     Raises:
-        RuntimeError: There is no cluster.
+        RuntimeError: No cluster answers.
     """
     settings: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "error"}
     if address == "local":
@@ -121,7 +121,7 @@ def _connect(address: str) -> None:
     except (OSError, ValueError, RuntimeError, RayError) as error:
         raise RuntimeError(
             f"--ray {address}: no Ray cluster answers there ({_first_line(error)}); `ray start --head` starts one, "
-            "and --ray local runs the job on a cluster of its own on this machine"
+            "and --ray local starts a cluster on this machine for the job"
         ) from error
 
 
@@ -310,7 +310,7 @@ class RayWorker:
 
 
 def _plain(error: RayError, what: str) -> RuntimeError:
-    """Return the error of an actor as if it had been raised here; `what` says what the death of an actor means."""
+    """Return the error of an actor as if it had been raised here; `what` is the error if the actor died."""
     if isinstance(error, RayTaskError):
         return RuntimeError(str(error.cause if type(error.cause) is RuntimeError else error))
     return RuntimeError(f"{what}. Perhaps a node has too little memory for an actor: {_first_line(error)}")

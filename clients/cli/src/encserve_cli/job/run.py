@@ -30,7 +30,7 @@ class JobProgress:
     """The progress of a job.
 
     Attributes:
-        rows: The rows that are done, those of earlier runs included. Of unfinished parts, the encoded rows.
+        rows: The rows that are done, also by earlier runs. In unfinished parts, the encoded rows count.
         total_rows: The rows of the job; None if they are not known.
         parts: The parts that are done.
         rejected: The rows that were rejected.
