@@ -25,6 +25,7 @@ _BATCH_ROWS = 4096
 _BATCH_BYTES = 16 * 1024 * 1024
 _RETRY_SECONDS = 30
 _BUFFER_BYTES = 1024 * 1024
+_MOST_COUNTED_BYTES = 1024 * 1024 * 1024
 # A checksum covers so many blocks of so many bytes.
 _CHECKSUM_BLOCKS = 8
 _CHECKSUM_BLOCK_BYTES = 256 * 1024
@@ -92,11 +93,16 @@ def checksum(file: DataFile, size_bytes: int) -> str:
 
 
 def count_rows(file: DataFile) -> int | None:
-    """Return the number of rows of a Parquet file, or of lines on this machine; None for files that take longer."""
+    """Return the number of rows of a Parquet file, or of at most 1 GiB of lines on this machine.
+
+    None for other files, which take longer to count.
+    """
     if file.suffix == ".parquet":
         with open_parquet(file) as opened:
             return int(opened.metadata.num_rows)
     if file.suffix in (".csv", ".tsv") or file.codec or not file.is_local or file.uri == STDIN:
+        return None
+    if Path(file.uri).stat().st_size > _MOST_COUNTED_BYTES:
         return None
     count, block = 0, b""
     with errors_named(file), Path(file.uri).open("rb", buffering=0) as stream:

@@ -169,11 +169,9 @@ class _Actor:
             if problems := differences(plan, plan.read, make, model):
                 raise ValueError(f"the model is not the one of the job: {'; '.join(problems)}")
             assert self._worker is not None  # noqa: S101 - `open` sets it
-            done = finished_parts(plan, store, work.has)  # by an earlier actor, which died
-            left = dataclasses.replace(work, finished=work.finished.union(it.number for it in done))
-            made = list(self._worker.run(plan, store, [left], lambda _, *tokens: counts.append(tokens)))
+            made = list(self._worker.run(plan, store, [work], lambda _, *tokens: counts.append(tokens)))
         tokens, padded_tokens = map(sum, zip(*counts, strict=True))
-        return [*done.values(), *made], tokens, padded_tokens
+        return made, tokens, padded_tokens
 
 
 @contextmanager
@@ -245,6 +243,9 @@ class RayWorker:
                     answer = ray.get(reply)
                 except RayActorError as error:
                     if given is not None:
+                        done = finished_parts(plan, store, given.has)
+                        yield from done.values()
+                        given = dataclasses.replace(given, finished=given.finished.union(it.number for it in done))
                         left.append(given)
                     self._repeat(actor, given, plan, error)
                     continue
@@ -275,7 +276,7 @@ class RayWorker:
         """
         since = self._away_since.setdefault(id(actor), time.monotonic())
         if given is not None:
-            self._deaths[given] += 1
+            self._deaths[given] += 1  # other work if parts have been finished since the last death
             if self._deaths[given] == _MOST_DEATHS:
                 name, uri = Part(given.input, given.first).name, plan.inputs[given.input].uri
                 raise _plain(error, f"{_MOST_DEATHS} actors died while they did {name} or a part soon after, of {uri}")
