@@ -191,7 +191,7 @@ async def test_arguments_files_and_standard_input_together(service: FakeEncoder,
     await encserve(service, "embed", "zero", tmp_path / "one.txt", "-", "--output", output, stdin="two\nfour")
     assert [json.loads(line)["text"] for line in output.read_text().splitlines()] == ["zero", "one", "two", "four"]
     for stdin in ("two\r\nfour", "\ufefftwo\nfour\n"):
-        printed = await encserve(service, "embed", "-", "--json", stdin=stdin)
+        printed = await encserve(service, "embed", "-", "--json", "--column", "of other files", stdin=stdin)
         assert [it["text"] for it in json.loads(printed.stdout)["sequences"]] == ["two", "four"]
 
 

@@ -156,7 +156,7 @@ def open_rows(
     """
     if options.input_kind == "vectors" and file.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"{file.name}: vectors are read from .jsonl and .parquet files")
-    if file.suffix == ".txt" and (options.column is not None or options.keep):
+    if file.suffix == ".txt" and file.uri != STDIN and (options.column is not None or options.keep):
         raise no_column(file, "--keep" if options.keep else "--column")
     with errors_named(file):
         if file.suffix == ".parquet":
