@@ -45,11 +45,8 @@ from harness.rounds import Measurement, Side, best_rates
 from harness.sides import CEILING, SWEEP_ROUNDS, ceiling_side, run_batches, sweep_budgets
 from harness.workload import Workload, choose_lengths, read_newest, sorted_batches, text_workload
 
-from encserve_cli.job.job import EmbedJob, Opened
-from encserve_cli.job.local import EngineOptions, LocalSource
-from encserve_cli.job.plan import MakeOptions, ModelFacts
-from encserve_cli.job.run import run_parts
-from encserve_cli.job.types import PartLimits, ReadOptions
+from encserve_cli.files.reading import ReadOptions
+from encserve_cli.job import EmbedJob, EngineOptions, LocalBackend, LocalWorker, MakeOptions, ModelFacts
 from encserve_server.engine.base import Engine
 from encserve_server.engine.opening import open_engine
 from encserve_server.errors import DeviceError, EngineMissing
@@ -75,39 +72,45 @@ class Job:
     `EmbedJob` calls the method `open` of this class to get the model.
 
     Attributes:
-        opened: The loaded model.
+        worker: The loaded model.
         budget: The largest number of padded tokens in a batch.
     """
 
     def __init__(self, directory: Path, engine: EngineOptions, file: Path, part_rows: int) -> None:
         """Load the model in `directory`. The job embeds the texts of the Parquet file `file`."""
-        self.opened = LocalSource(directory, engine).open(MakeOptions(), None, None)
-        self.budget = self.opened.model.max_batch_tokens
+        self.worker = LocalBackend(directory, engine).open(MakeOptions(), None, None)
+        self.budget = self.worker.model.max_batch_tokens
         self._file = file
-        self._limits = PartLimits(max_rows=part_rows)
+        self._part_rows = part_rows
 
-    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> Opened:
+    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> LocalWorker:
         """Return the loaded model. `EmbedJob` calls this method."""
         del make, kind, before
-        return dataclasses.replace(self.opened, close=lambda: None)  # keeps the model open for the next round
+        return OpenWorker(self.worker.make, self.worker.model, self.worker.encoder)
 
     def run(self, tokens: int) -> tuple[Measurement, Any]:
         """Embed all texts. Return the measurement and the table that the job wrote. The texts have `tokens` tokens."""
         with (
             tempfile.TemporaryDirectory() as folder,
             EmbedJob(
-                [str(self._file)], folder, self, read=ReadOptions(), make=MakeOptions(), limits=self._limits
+                [str(self._file)], folder, self, read=ReadOptions(), make=MakeOptions(), part_rows=self._part_rows
             ) as job,
         ):
-            runner = self.opened.runner(job.plan, job.store)  # closing the runner would close the model
             began = time.perf_counter()
-            done = run_parts(job.plan, job.store, runner)
+            done = job.run()
             seconds = time.perf_counter() - began
             if (done.rejected, done.tokens) != (0, tokens):
                 raise RuntimeError(
                     f"the job computed {done.tokens:,} of {tokens:,} tokens; rejected texts: {done.rejected}"
                 )
             return Measurement(tokens, seconds), parquet.read_table(folder)
+
+
+class OpenWorker(LocalWorker):
+    """A worker whose model stays open after a job, for the next round."""
+
+    def close(self) -> None:
+        """Keep the model open."""
 
 
 class Sides:
@@ -146,7 +149,7 @@ class Sides:
         self._add_ceiling(suffix, engine)
         directory = self._options.model_repository / self._bundle.name / self._bundle.version
         job = Job(directory, engine, self._file, self._options.part_rows)
-        self._stack.callback(job.opened.close)
+        self._stack.callback(job.worker.close)
         table = job.run(self._workload.tokens)[1]
         if table["text"].to_pylist() != self._workload.texts:
             raise SystemExit("the rows of the job's output do not have the same texts as the input in the same order")
@@ -226,7 +229,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = make_parser(__doc__, checkpoint_for="sentence-transformers", needs_checkpoint=True, rounds=7, patience=300)
     parser.add_argument("--texts", type=int, default=3000)
-    parser.add_argument("--part-rows", type=int, default=750, help="the largest number of rows in a part of the job")
+    parser.add_argument("--part-rows", type=int, default=750, help="the number of rows in a part of the job")
     budget_help = "the largest number of padded tokens in a batch of the job; default: the job chooses it"
     parser.add_argument("--max-batch-tokens", type=int, metavar="TOKENS", help=budget_help)
     return parser.parse_args(arguments)

@@ -1,9 +1,11 @@
 """If `encserve embed` cannot continue, it prints one line with the reason, and leaves no incomplete output file."""
 
 import contextlib
+import gzip
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -42,7 +44,6 @@ def numbers(path: Path) -> None:
     ("spoil", "problem"),
     [
         (truncated, "corpus-001.parquet: cannot be read"),
-        (damaged, "corpus-001.parquet: cannot be read"),
         (renamed, "corpus-001.parquet: has no column 'text'; it has 'id', 'body': --column chooses one"),
         (numbers, "corpus-001.parquet: column 'text' must be of text; its type is double"),
     ],
@@ -58,6 +59,40 @@ def test_an_unreadable_file_stops_the_job_first(
     assert problem in done.stderr
     assert len(said(done.stderr)) == 1, done.stderr
     assert not (tmp_path / "vectors").exists()
+
+
+def test_a_damaged_file_stops_the_job_when_it_is_read(encoder: Path, tmp_path: Path) -> None:
+    """The rows before the damage are not lost. The file may be replaced by a whole one, and the job goes on."""
+    corpus = write_corpus(tmp_path / "texts", 3000, files=3)
+    whole = corpus[1].read_bytes()
+    damaged(corpus[1])
+    command = ("embed", *corpus, "--keep", "id", "--output", f"{tmp_path}/vectors/", "--bundle", encoder)
+    done = run(*command)
+    assert done.returncode == 1
+    assert "corpus-001.parquet: cannot be read" in done.stderr
+    assert len(said(done.stderr)) == 1, done.stderr
+    assert part_names(tmp_path / "vectors") == ["part-00000-000000.parquet"]
+    corpus[1].write_bytes(whole)
+    done = run(*command)
+    assert done.returncode == SOME_REJECTED, done.stderr
+    assert "1 of them made before" in done.stdout
+    check_rows(output_of(tmp_path / "vectors"), short_texts(3000))
+
+
+def test_a_line_of_two_gigabytes(encoder: Path, tmp_path: Path) -> None:
+    """A line that is too long is rejected while it is read, and never held in memory."""
+    source = tmp_path / "texts.txt.gz"
+    with gzip.open(source, "wb", compresslevel=1) as file:
+        file.write(b"w1\n")
+        for _ in range(256):
+            file.write(bytes(8 * 1024 * 1024))
+        file.write(b"\nw2\n")
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_DATA, (3 << 29, 3 << 29)); "
+    code = limit + "from encserve_cli.commands import cli; cli()"
+    arguments = ["embed", str(source), "--output", f"{tmp_path}/vectors/", "--bundle", str(encoder)]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == SOME_REJECTED, done.stderr
+    assert output_of(tmp_path / "vectors")["text"].to_pylist() == ["w1", None, "w2"]
 
 
 def test_a_damaged_bundle(encoder: Path, tmp_path: Path) -> None:
@@ -120,6 +155,6 @@ def test_a_read_only_disk(encoder: Path, tmp_path: Path) -> None:
         mount(disk, "remount,ro")
         done = run("embed", corpus, "--output", f"{disk}/vectors/", "--bundle", encoder)
         assert done.returncode == 1
-        assert done.stderr.endswith("disk/vectors/_plan.json: cannot be written: Read-only file system\n")
+        assert done.stderr.endswith("disk/vectors/_job.json: cannot be written: Read-only file system\n")
         assert len(said(done.stderr)) == 1, done.stderr
         assert not list(disk.iterdir())

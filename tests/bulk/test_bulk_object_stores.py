@@ -24,7 +24,7 @@ SOME_REJECTED = 3
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Input files in three formats: Parquet, JSON lines and compressed JSON lines.
 
-    A job can read byte ranges of Parquet and JSON lines. A job reads a compressed file from the beginning.
+    A job skips row groups of Parquet. A job reads the other files from the beginning.
     """
     paths = write_corpus(tmp_path_factory.mktemp("corpus") / "texts", ROWS, FILES)
     for i, suffix in ((2, ".jsonl"), (4, ".jsonl.gz")):
@@ -52,9 +52,9 @@ class Bucket:
         return [self.uri(f"texts/{it.name}") for it in paths]
 
     def contents(self, folder: str) -> dict[str, bytes]:
-        """Return the content of each output file in a job's folder, except _plan.json. The keys are the file names."""
+        """Return the content of each output file in a job's folder, except _job.json. The keys are the file names."""
         found = self.files.get_file_info(fs.FileSelector(f"corpus/{folder}", recursive=True, allow_not_found=True))
-        paths = [it.path for it in found if it.type == fs.FileType.File and it.base_name != "_plan.json"]
+        paths = [it.path for it in found if it.type == fs.FileType.File and it.base_name != "_job.json"]
         return {it.removeprefix(f"corpus/{folder}/"): self.files.open_input_stream(it).read() for it in paths}
 
 

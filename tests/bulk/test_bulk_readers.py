@@ -1,5 +1,6 @@
 """pandas, polars, DuckDB and PyArrow read the same values from the output files of `encserve embed`."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from pyarrow import parquet
 from tiny_bundle import D_MODEL
 from tiny_heads import WIDTH, text
 
-from encserve_cli.job import PartLimits, embed_files
+from encserve_cli.job import embed_files
 
 TEXTS = [text(5, 6, 7), text(8), None, text(9, 9), text(*[5] * 100), *(text(3 + i) for i in range(20))]
 REJECTED = (2, 4)
@@ -93,7 +94,7 @@ def test_four_readers_find_the_same(tiny: Path, tmp_path: Path, name: str) -> No
     (asked, columns), corpus = MADE[name], tmp_path / "texts.parquet"
     parquet.write_table(pa.table({"id": range(len(TEXTS)), "text": TEXTS}), corpus)
     folder = tmp_path / "vectors"
-    embed_files([corpus], folder, bundle=tiny, keep=["id"], limits=PartLimits(max_rows=PART_ROWS), **asked)
+    embed_files([corpus], folder, bundle=tiny, keep=["id"], part_rows=PART_ROWS, **asked)
     assert len(list(folder.glob("*.parquet"))) == 3
     schema = parquet.read_schema(folder / "part-00000-000000.parquet")
     assert {it.name: it.type for it in schema} == {"text": pa.string(), **columns, "id": pa.int64()}
@@ -106,3 +107,21 @@ def test_four_readers_find_the_same(tiny: Path, tmp_path: Path, name: str) -> No
     for reader, rows in found.items():
         for column in ("id", "text", *columns):
             assert [plain(it[column]) for it in rows] == [it[column] for it in want], (reader, column)
+
+
+def test_the_search_of_the_documentation_takes_rejected_rows(tiny: Path, tmp_path: Path) -> None:
+    """The query of docs/bulk.md works beside a row without a vector."""
+    corpus = tmp_path / "texts.parquet"
+    parquet.write_table(pa.table({"id": range(3), "text": [text(5, 6), None, text(7)]}), corpus)
+    embed_files([corpus], tmp_path / "vectors", bundle=tiny, keep=["id"], kind="model")
+    parquet.write_table(pa.table({"text": [text(7)]}), corpus)
+    embed_files([corpus], tmp_path / "query", bundle=tiny, kind="model")
+    page = (Path(__file__).parents[2] / "docs" / "bulk.md").read_text()
+    found = re.search(r'duckdb\.sql\("""(.*?)"""\)', page, re.DOTALL)
+    assert found is not None
+    query = found[1].replace("vectors/", f"{tmp_path}/vectors/").replace("query.parquet", f"{tmp_path}/query/*.parquet")
+    relation = duckdb.sql(query.replace("[384]", f"[{D_MODEL}]"))
+    assert relation is not None
+    rows = relation.fetchall()
+    assert [row[0] for row in rows] == [2, 0]
+    assert rows[0][2] == pytest.approx(1.0)

@@ -23,10 +23,11 @@ from embed_jobs import (
     write_corpus,
 )
 
-from encserve_cli.job import EmbedJob, EngineOptions, LocalSource, MakeOptions, ModelFacts, Opened, ReadOptions
+from encserve_cli.job import EmbedJob, EngineOptions, LocalBackend, LocalWorker, MakeOptions, ModelFacts, ReadOptions
 
 ROWS, MANY_ROWS = 200_000, 1_000_000
 FEWER_ROWS = 100_000
+PART_ROWS = 2048
 KILLS = 5
 MIB = 1024 * 1024
 SOME_REJECTED = 3
@@ -90,7 +91,7 @@ def alone(corpus: Path, encoder: Path, tmp_path_factory: pytest.TempPathFactory)
 
 def killed_at_random(rows: int, corpus: Path, output: Path, bundle: Path, part_seconds: float) -> Iterator[list[str]]:
     """Start and kill the job KILLS times. After each kill, yield the names of the finished output files."""
-    parts = -(-rows // 20_000)
+    parts = -(-rows // PART_ROWS)
     for begun in sorted(random.sample(range(parts - 3), KILLS)):
         with running(*command(corpus, output, bundle)) as process:
             while len(part_names(output)) < begun and process.poll() is None:
@@ -115,7 +116,7 @@ def test_a_job_killed_five_times_gives_the_same_bytes(
     """
     output = tmp_path / "vectors"
     made: dict[str, int] = {}
-    for names in killed_at_random(rows, corpus, output, encoder, alone.seconds * 20_000 / rows):
+    for names in killed_at_random(rows, corpus, output, encoder, alone.seconds * PART_ROWS / rows):
         made = {name: (output / name).stat().st_mtime_ns for name in names} | made
     last = run(*command(corpus, output, encoder), seconds=2300)
     assert last.returncode == SOME_REJECTED, last.stderr
@@ -139,14 +140,14 @@ def test_two_runs_of_a_job_at_once(encoder: Path, tmp_path: Path) -> None:
     check_rows(output_of(tmp_path / "both"), short_texts(20_000))
 
 
-class SlowSource(LocalSource):
-    """A LocalSource whose first `open` calls `other()` before it opens the model. `other()` starts the same job."""
+class SlowBackend(LocalBackend):
+    """A LocalBackend whose first `open` calls `other()` before it opens the model. `other()` starts the same job."""
 
     def __init__(self, bundle: Path, other: Callable[[], None]) -> None:
         super().__init__(bundle, EngineOptions())
         self._other = other
 
-    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> Opened:
+    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> LocalWorker:
         if before is None:
             self._other()
         return super().open(make, kind, before)
@@ -155,9 +156,10 @@ class SlowSource(LocalSource):
 def test_the_slower_of_two_runs_takes_the_plan_of_the_faster(encoder: Path, tmp_path: Path) -> None:
     corpus, output = write_corpus(tmp_path / "texts", 100)[0], str(tmp_path / "vectors")
 
-    def job(source: LocalSource) -> EmbedJob:
-        return EmbedJob([str(corpus)], output, source, read=ReadOptions(), make=MakeOptions())
+    def job(backend: LocalBackend) -> EmbedJob:
+        return EmbedJob([str(corpus)], output, backend, read=ReadOptions(), make=MakeOptions())
 
-    with job(SlowSource(encoder, lambda: job(LocalSource(encoder, EngineOptions(max_batch_tokens=96))).close())) as it:
+    faster = LocalBackend(encoder, EngineOptions(max_batch_tokens=96))
+    with job(SlowBackend(encoder, lambda: job(faster).close())) as it:
         assert it.plan.model.max_batch_tokens == 96
         assert it.run().parts_before == 0

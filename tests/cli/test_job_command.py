@@ -6,13 +6,13 @@ A job writes Parquet files, which are called parts. A part has one row for each 
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +27,28 @@ from fake_clock import FakeClock
 from fake_encoder import FakeEncoder
 
 from encserve_cli.commands import cli
+from encserve_cli.files.reading import ReadOptions
+from encserve_cli.files.rows import Value
 from encserve_cli.job import (
     EmbedJob,
     Encoded,
     EngineOptions,
     JobProgress,
+    LocalWorker,
     MakeOptions,
     ModelFacts,
-    Opened,
-    PartLimits,
     RayOptions,
-    ServerSource,
+    ServerBackend,
+    Shard,
     Stopped,
     embed_files,
 )
 from encserve_cli.job import command as job_command
 from encserve_cli.job.command import Interrupts
-from encserve_cli.job.plan import Plan
 from encserve_cli.job.progress import shown_progress
-from encserve_cli.job.run import LocalRunner, PartWorker
-from encserve_cli.job.sample import Sample, shared_out, take_sample
+from encserve_cli.job.sample import take_sample
 from encserve_cli.job.server import _joined, server_facts
-from encserve_cli.job.types import BatchProgress, InputFile, Part, ReadOptions, Value
+from encserve_cli.job.types import BatchProgress
 from encserve_client import Block, EncodedOutput, EncoderClient, EncodeResult, SequenceInfo, Timings
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -59,7 +59,8 @@ WIDE_TERMINAL = {**TERMINAL, "COLUMNS": "150"}
 
 @pytest.fixture(autouse=True)
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encserve_cli.job.job.PartLimits", partial(PartLimits, max_rows=10))
+    for name in ("VECTOR_ROWS", "RAGGED_ROWS"):
+        monkeypatch.setattr(f"encserve_cli.job.plan.{name}", 10)
 
 
 def write_texts(path: Path, texts: Sequence[str] = TEXTS) -> Path:
@@ -181,13 +182,13 @@ async def test_a_second_run_makes_missing_parts_only(
 async def test_another_job_is_refused_with_what_differs(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
 ) -> None:
-    other = write_texts(tmp_path / "other.txt")
+    other = write_texts(tmp_path / "other.txt", ["other"])
     await encserve(service, "embed", source, *output)
     before = files_in(folder)
     for arguments, told in (
         ([source, "--dtype", "float16"], "dtype is 'float16'; the job has 'float32'"),
         ([source, "--pooling", "cls"], "kind is 'cls'; the job has 'model'"),
-        ([source, other], f"{other} is no input of the job (--add-inputs adds it)"),
+        ([source, other], f"{other} is not an input of the job (--add-inputs adds it)"),
         ([other], f"the job has the input {source}, which is not given now"),
     ):
         result = await encserve(service, "embed", *arguments, *output, status=1)
@@ -228,26 +229,27 @@ async def test_another_job_is_overwritten(
 async def test_a_dry_run_shows_the_plan_and_writes_nothing(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
 ) -> None:
-    """A dry run prints the numbers of rows and parts, and an estimate of the time.
+    """A dry run prints the number of rows, the size of a part, and an estimate of the time.
 
-    It also names the CSV file, because only one worker can read such a file.
+    The rows of a CSV file are not counted, so the time is not known then.
     """
     table = tmp_path / "table.csv"
     table.write_text("text\none\n")
-    command = ("embed", source, table, *output, "--dry-run")
-    result = await encserve(service, *command)
+    result = await encserve(service, "embed", source, *output, "--dry-run")
     shown = " ".join(result.stdout.split())
-    assert "inputs 2 files, 26 rows" in shown
-    assert f"in order {table}: one worker reads it" in shown
-    assert f"in order {source}" not in shown
-    assert "parts 4" in shown
+    assert "inputs 1 file, 25 rows" in shown
+    assert "parts of 10 rows" in shown
     assert "model tiny, version 1" in shown
     assert "engine server, float32" in shown
     assert "time about 0:00:00, as" in shown
-    [plan] = events_of(await encserve(service, *command, "--json"))
-    assert (plan["event"], plan["rows"], plan["parts"], plan["parts_before"]) == ("plan", 26, 4, 0)
+    [plan] = events_of(await encserve(service, "embed", source, *output, "--dry-run", "--json"))
+    assert (plan["event"], plan["rows"], plan["part_rows"], plan["parts_before"]) == ("plan", 25, 10, 0)
     assert plan["estimated_seconds"] >= 0
-    assert plan["output_bytes"] == 26 * 8 * 4 + plan["text_bytes"]
+    assert plan["output_bytes"] == 25 * 8 * 4
+    result = await encserve(service, "embed", source, table, *output, "--dry-run")
+    shown = " ".join(result.stdout.split())
+    assert "inputs 2 files, rows not counted" in shown
+    assert "time not known; 8 rows took" in shown
     assert not folder.exists()  # noqa: ASYNC240
 
 
@@ -270,8 +272,8 @@ async def test_rejected_rows_are_counted_and_named(
     source = write_texts(tmp_path / "texts.txt", [*TEXTS, TOO_LONG])
     command = ("embed", source, *output)
     result = await encserve(service, *command, status=3)
-    assert f"rejected: 1 row, such as {source}, row 26: has 72 tokens" in result.stdout
-    assert f"{folder}/_rejected says which and why" in result.stdout
+    assert f"rejected: 1 row, such as {source}, line 26: has 72 tokens" in result.stdout
+    assert f"{folder}/_rejected has the reasons" in result.stdout
     assert table_of(folder)["vector"].to_pylist()[-1] is None
     again = await encserve(service, *command, status=3)
     assert "rejected: 1 row\n" in again.stdout
@@ -309,10 +311,10 @@ async def test_programs_read_json_lines(
     plan, *progress, done = events_of(result)
     assert (plan["event"], plan["rows"], plan["model"]["fingerprint"]) == ("plan", 26, "f" * 16)
     assert {it["event"] for it in progress} == {"progress"}
-    assert {"rows", "total_rows", "tokens_per_second", "padding", "seconds_left"} <= progress[0].keys()
+    assert {"rows", "total_rows", "parts", "tokens_per_second", "padding", "seconds_left"} <= progress[0].keys()
     assert (done["event"], done["rows"], done["rejected"], done["parts"]) == ("done", 26, 1, 3)
     assert done["rejected_output"] == f"{folder}/_rejected"
-    assert done["first_rejected"].startswith(f"{source}, row 26")
+    assert done["first_rejected"].startswith(f"{source}, line 26")
     assert done["tokens"] == sum(len(text.split()) + 2 for text in TEXTS)
     assert result.stderr == ""
 
@@ -326,7 +328,7 @@ async def test_progress_of_a_job_is_shown_on_a_terminal(
 
 
 def progress_at(rows: int, seconds: float = 10.0, padding: float | None = 0.125) -> JobProgress:
-    return JobProgress(rows, 1000, rows // 10, 100, 2, rows * 50, padding, seconds, 3700.0 if rows else None)
+    return JobProgress(rows, 1000, rows // 10, 2, rows * 50, padding, seconds, 3700.0 if rows else None)
 
 
 def test_in_a_log_there_is_a_line_every_30_s(capsys: pytest.CaptureFixture[str]) -> None:
@@ -337,7 +339,7 @@ def test_in_a_log_there_is_a_line_every_30_s(capsys: pytest.CaptureFixture[str])
             clock.advance(1)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(" ")[0] for line in lines] == ["300", "600", "900"]
-    assert lines[0] == ("300 of 1,000 rows, 30 of 100 parts, 2 rejected, 1,500 tokens/s, 12.5% padding, 1:01:40 left")
+    assert lines[0] == ("300 of 1,000 rows, 30 parts, 2 rejected, 1,500 tokens/s, 12.5% padding, 1:01:40 left")
 
 
 def test_programs_are_told_at_most_once_a_second(capsys: pytest.CaptureFixture[str]) -> None:
@@ -388,6 +390,11 @@ def test_what_is_not_known_yet_is_not_shown(
         (["--output", "folder/", "--vectors", "--ids"], "--vectors or --ids"),
         (["--output", "folder/", "--overwrite", "--add-inputs"], "--overwrite or --add-inputs"),
         (["--output", "folder/", "--text"], "--text"),
+        (["--shard", "0/2"], "--shard"),
+        (["--output", "folder/", "--shard", "2/2"], "must be I/N with I from 0 to N-1, as 0/8; was 2/2"),
+        (["--output", "folder/", "--shard", "1"], "must be I/N"),
+        (["--output", "folder/", "--shard", "0/2", "--overwrite"], "--shard"),
+        (["--output", "folder/", "--bundle", "b", "--ray", "auto", "--dry-run"], "--dry-run"),
         (["--output", "folder/", "--pooling", "mean", "--kind", "sparse"], "--pooling"),
         (["--output", "s3://bucket/vectors.npy"], "--output s3://bucket/vectors.npy"),
     ],
@@ -438,14 +445,8 @@ class Words:
     stopped: threading.Event = field(default_factory=threading.Event)
     encoded: list[int] = field(default_factory=list)
 
-    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> Opened:
-        return Opened(
-            replace(make, kind=kind or "model"),
-            FACTS,
-            lambda plan, store: LocalRunner(PartWorker(plan, self, store)),
-            lambda: None,
-            lambda: self,
-        )
+    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> LocalWorker:
+        return LocalWorker(replace(make, kind=kind or "model"), FACTS, self)
 
     def encode(self, values: Sequence[Value], on_batch: BatchProgress) -> Encoded:
         if self.on_encode is not None:
@@ -460,7 +461,7 @@ class Words:
         output = EncodedOutput("model", False, (Block(rows, np.ones(len(counts), np.uint32), None),), 0)
         infos = tuple(SequenceInfo(count, count, False, None, None, None, None) for count in counts)
         result = EncodeResult("words", "1", "f" * 16, (output,), infos, Timings(0, 0, 0, 0, 0, 0), "")
-        return Encoded(result, refused, sum(counts), 2 * sum(counts))
+        return Encoded(result, refused)
 
     def stop(self) -> None:
         self.stopped.set()
@@ -475,7 +476,7 @@ def run_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
     source = write_texts(tmp_path / "texts.txt")
 
     def run(words: Any, *flags: str) -> Result:
-        monkeypatch.setattr(job_command, "source_of", lambda **_: words)
+        monkeypatch.setattr(job_command, "backend_of", lambda **_: words)
         command = ["embed", str(source), "--output", f"{tmp_path}/vectors/", "--bundle", "words", *flags]
         return CliRunner().invoke(cli, command)
 
@@ -492,7 +493,7 @@ def test_ctrl_c_ends_after_the_batch_and_says_how_to_go_on(
 ) -> None:
     """Ctrl-C or SIGTERM ends the job after the current batch. The same command then computes the missing parts."""
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    once = threading.Lock()  # the job encodes three parts at a time, but only one part sends the signal
+    once = threading.Lock()  # the job encodes three blocks at a time, but only one block sends the signal
 
     def interrupt(words: Words) -> None:
         if words.encoded and once.acquire(blocking=False):
@@ -502,7 +503,7 @@ def test_ctrl_c_ends_after_the_batch_and_says_how_to_go_on(
     result = run_words(Words(interrupt))
     assert result.exit_code == 130, result.output
     done = len(list(folder.glob("part-*")))
-    assert f"{done} of 3 parts are in {folder}; the same command goes on from there" in result.stderr
+    assert f"{10 * done} of 25 rows, {done} parts, are in {folder}; the same command goes on" in result.stderr
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
     words = Words()
     assert run_words(words).exit_code == 0
@@ -512,7 +513,7 @@ def test_ctrl_c_ends_after_the_batch_and_says_how_to_go_on(
 
 def test_ctrl_c_before_the_job_begins(run_words: Callable[..., Result], folder: Path) -> None:
     class Loading(Words):
-        def open(self, *_: Any) -> Opened:
+        def open(self, *_: Any) -> LocalWorker:
             press_ctrl_c()
             raise AssertionError("Ctrl-C did not end the job")
 
@@ -555,7 +556,7 @@ def test_an_error_while_it_stops_is_not_a_failure(run_words: Callable[..., Resul
 
 def test_a_bundle_that_cannot_be_used_is_one_line(run_words: Callable[..., Result]) -> None:
     class Broken(Words):
-        def open(self, *_: Any) -> Opened:
+        def open(self, *_: Any) -> LocalWorker:
             raise RuntimeError("manifest.json: checksum\nis wrong")
 
     result = run_words(Broken())
@@ -568,51 +569,15 @@ def test_a_dry_run_shows_how_a_bundle_is_run(run_words: Callable[..., Result]) -
     assert "engine onnxruntime, float32, batches of 512 tokens, 2 threads, 2 batches at once" in shown
 
 
-def test_a_dry_run_counts_with_all_actors_of_a_cluster(
-    run_words: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Cluster(Words):
-        def open(self, *options: Any) -> Opened:
-            return replace(super().open(*options), workers=lambda: 2)
-
-    taken = Sample(rows=8, text_bytes=100, tokens=20, seconds=10.0)
-    monkeypatch.setattr(job_command, "take_sample", lambda *_: taken)
-    [alone] = events_of(run_words(Words(), "--dry-run", "--json"))
-    [shared] = events_of(run_words(Cluster(), "--dry-run", "--json"))
-    assert shared["estimated_seconds"] == pytest.approx(alone["estimated_seconds"] / 2, rel=0.3)
-    shown = " ".join(run_words(Cluster(), "--dry-run").stdout.split())
-    assert "on 2 actors, as 8 rows took 10.00 s on one" in shown
-
-
 def test_a_dry_run_of_a_job_that_is_done(run_words: Callable[..., Result]) -> None:
     words = Words()
     run_words(words)
     shown = " ".join(run_words(words, "--dry-run").stdout.split())
-    assert "parts 3, of which 3 are done" in shown
+    assert "parts of 10 rows, of which 3 are done" in shown
     assert "time none, as all parts are done" in shown
     [plan] = events_of(run_words(words, "--dry-run", "--json"))
     assert plan["estimated_seconds"] == 0
     assert len(words.encoded) == 3, "the dry run must not encode a sample"
-
-
-def test_work_is_shared_out_as_far_as_it_can_be_divided() -> None:
-    """`shared_out` divides parts among workers, and returns the number of bytes of each worker.
-
-    A file with `in_order` can only be read from its start, so one worker gets all parts of the file. Other parts may
-    go to any worker.
-    """
-
-    def shares(workers: int, *, in_order: bool = False) -> list[int]:
-        files = (InputFile("a", 0, 0, 3, in_order), InputFile("b.txt", 0, 0, 2, False))
-        parts = [Part(0, number, 0, 1, 0, 0, 20) for number in range(3)] + [Part(1, i, 0, 1, 0, 0, 15) for i in (0, 1)]
-        plan = Plan(ReadOptions(), MakeOptions(), FACTS, files, tuple(parts), {})
-        return sorted(shared_out(plan, parts, workers))
-
-    assert shares(1) == [90]
-    assert shares(3) == [20, 35, 35]
-    assert shares(100) == [15, 15, 20, 20, 20]
-    assert shares(2, in_order=True) == [30, 60]
-    assert shares(100, in_order=True) == [15, 15, 60]
 
 
 def test_a_bundle_makes_single_files_and_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path) -> None:
@@ -620,7 +585,7 @@ def test_a_bundle_makes_single_files_and_prints(monkeypatch: pytest.MonkeyPatch,
 
     If an input is refused, the error names the line of the input.
     """
-    monkeypatch.setattr(job_command, "source_of", lambda **_: Words())
+    monkeypatch.setattr(job_command, "backend_of", lambda **_: Words())
     command = ["embed", str(source), "--bundle", "words"]
     result = CliRunner().invoke(cli, [*command, "--output", str(tmp_path / "vectors.npy")])
     assert result.exit_code == 0, result.output
@@ -641,11 +606,11 @@ def test_options_of_bundles_and_clusters_are_handed_on(
 ) -> None:
     found: dict[str, Any] = {}
 
-    def source_of(**options: Any) -> Words:
+    def backend_of(**options: Any) -> Words:
         found.update(options)
         return Words()
 
-    monkeypatch.setattr(job_command, "source_of", source_of)
+    monkeypatch.setattr(job_command, "backend_of", backend_of)
     flags = ["--engine", "openvino", "--precision", "bfloat16", "--max-batch-tokens", "9", "--tokenizer-threads", "3"]
     flags += ["--ray", "auto", "--actors", "4", "--actor-cpus", "2"]
     command = ["embed", str(source), *output, "--bundle", "b", *flags]
@@ -657,16 +622,13 @@ def test_options_of_bundles_and_clusters_are_handed_on(
     assert found["ray"] == RayOptions("auto", 4, 2)
 
 
-def open_words(source: Path, words: Words) -> EmbedJob:
-    return EmbedJob(
-        [str(source)],
-        f"{source.parent}/vectors",
-        words,
-        read=ReadOptions(),
-        make=MakeOptions(),
-        limits=PartLimits(),
-        save=False,
-    )
+def words_job(source: Path, words: Words, **options: Any) -> EmbedJob:
+    output = f"{source.parent}/vectors"
+    return EmbedJob([str(source)], output, words, read=ReadOptions(), make=MakeOptions(), **options)
+
+
+def sample_of(job: EmbedJob, encoder: Words, clock: FakeClock) -> Any:
+    return take_sample(job.plan, job.plan.work({}, Shard(), divided=False), encoder, clock.now)
 
 
 def test_a_sample_is_taken_until_it_has_taken_a_while(tmp_path: Path) -> None:
@@ -674,23 +636,22 @@ def test_a_sample_is_taken_until_it_has_taken_a_while(tmp_path: Path) -> None:
 
     No further sample starts after 1.5 s. The result has the rows and the time of the last sample.
     """
-    with open_words(write_texts(tmp_path / "texts.txt", TEXTS * 40), Words()) as job:
+    with words_job(write_texts(tmp_path / "texts.txt", TEXTS * 40), Words(), part_rows=1000, save=False) as job:
         clock = FakeClock()
         slow = Words(lambda _: clock.advance(0.5))
-        sample = take_sample(job.plan, job.plan.parts[0], slow, clock.now)
+        sample = sample_of(job, slow, clock)
         assert slow.encoded == [1, 2, 4]
-        assert sample is not None
-        assert (sample.rows, sample.seconds) == (4, 0.5)
-        assert sample.seconds_of(10 * sample.text_bytes) == 5.0
+        assert (sample.rows, sample.seconds, sample.seconds_of(40)) == (4, 0.5, 5.0)
         quick = Words()
-        take_sample(job.plan, job.plan.parts[0], quick, FakeClock().now)
+        sample_of(job, quick, FakeClock())
         assert quick.encoded == [2**i for i in range(10)]
 
 
-def test_empty_texts_give_no_sample(tmp_path: Path) -> None:
-    words = Words()
-    with open_words(write_texts(tmp_path / "texts.txt", ["", ""]), words) as job:
-        assert take_sample(job.plan, job.plan.parts[0], words, FakeClock().now) is None
+def test_rows_without_an_input_give_no_sample(tmp_path: Path) -> None:
+    source = tmp_path / "texts.jsonl"
+    source.write_text("null\n{\n")
+    with words_job(source, Words(), save=False) as job:
+        assert sample_of(job, Words(), FakeClock()) is None
 
 
 async def test_files_are_embedded_from_python(service: FakeEncoder, source: Path, folder: Path) -> None:
@@ -728,6 +689,7 @@ async def test_a_job_goes_on_with_its_version_while_that_is_served(service: Fake
 
     class Client:
         served = (old, new)
+        run = print
 
         def model(self, name: str | None, version: str | None) -> Any:
             return new
@@ -737,11 +699,11 @@ async def test_a_job_goes_on_with_its_version_while_that_is_served(service: Fake
 
     fake: Any = Client()
     facts = server_facts(old, MakeOptions())
-    assert ServerSource(fake).open(MakeOptions(), None, None).model.version == "2"
-    assert ServerSource(fake).open(MakeOptions(), None, facts).model.version == "1"
-    assert ServerSource(fake, None, "2").open(MakeOptions(), None, facts).model.version == "2"
+    assert ServerBackend(fake).open(MakeOptions(), None, None).model.version == "2"
+    assert ServerBackend(fake).open(MakeOptions(), None, facts).model.version == "1"
+    assert ServerBackend(fake, None, "2").open(MakeOptions(), None, facts).model.version == "2"
     fake.served = (new,)
-    assert ServerSource(fake).open(MakeOptions(), None, facts).model.version == "2"
+    assert ServerBackend(fake).open(MakeOptions(), None, facts).model.version == "2"
 
 
 def test_without_ray_the_error_names_what_to_install(
@@ -809,6 +771,219 @@ async def test_added_inputs_may_come_before_those_that_are_there(
     for flags in (["--add-inputs"], ["--add-inputs"], []):
         await encserve(service, "embed", *paths, *output, *flags)
     assert table_of(folder)["text"].to_pylist() == TEXTS * 3
+
+
+@pytest.mark.parametrize("change", ["time", "folder"])
+async def test_a_job_goes_on_with_the_same_files_at_another_time_or_place(
+    service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path, change: str
+) -> None:
+    """Inputs that were copied or downloaded again are the same inputs if their size and checksum agree."""
+    (tmp_path / "old").mkdir()
+    sources = [write_texts(tmp_path / "old" / name, TEXTS) for name in ("a.txt", "b.txt")]
+    sources.append(write_texts(tmp_path / "old" / "c.txt", TEXTS[:5]))
+    await encserve(service, "embed", *sources, *output)
+    (folder / "part-00001-000001.parquet").unlink()
+    if change == "time":
+        for it in sources:
+            os.utime(it, ns=(0, 1))
+    else:
+        (tmp_path / "old").rename(tmp_path / "new")
+        sources = [tmp_path / "new" / it.name for it in reversed(sources)]
+    result = await encserve(service, "embed", *sources, *output)
+    assert "55 rows in 7 parts, 6 of them made before" in result.stdout
+    assert table_of(folder)["text"].to_pylist() == [*TEXTS, *TEXTS, *TEXTS[:5]]
+    sources[1].write_text("other\n")
+    result = await encserve(service, "embed", *sources, *output, status=1)
+    assert "b.txt" in result.stderr
+
+
+async def test_changed_inputs_are_refused(service: FakeEncoder, source: Path, output: tuple[str, str]) -> None:
+    await encserve(service, "embed", source, *output)
+    size = source.stat().st_size  # noqa: ASYNC240
+    for text, problem in (("x" * size, "its checksum differs"), ("x", f"{size:,} bytes then, 1 now")):
+        source.write_text(text)  # noqa: ASYNC240
+        os.utime(source, ns=(0, 1))
+        result = await encserve(service, "embed", source, *output, status=1)
+        assert f"{source} was changed: {problem}" in result.stderr
+
+
+async def test_a_job_without_parts_blocks_no_folder(
+    service: FakeEncoder, tmp_path: Path, source: Path, folder: Path, output: tuple[str, str]
+) -> None:
+    """A job that was stopped before its first part has left only its settings. Another job replaces them."""
+
+    def stop(words: Words) -> None:
+        raise RuntimeError("the power fails")
+
+    with words_job(source, Words(stop)) as job, pytest.raises(RuntimeError, match="the power fails"):
+        job.run()
+    assert files_in(folder).keys() == {"_job.json"}
+    await encserve(service, "embed", source, *output, "--dtype", "float16")
+    assert table_of(folder)["text"].to_pylist() == TEXTS
+    result = await encserve(service, "embed", source, *output, status=1)
+    assert "dtype is 'float32'; the job has 'float16'" in result.stderr
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def half(path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.parquet.read_table(path).slice(0, 5), path)
+
+
+def of_another_file(path: Path) -> None:
+    path.with_name("part-00001-000000.parquet").replace(path)
+
+
+def of_the_same_file(path: Path) -> None:
+    shutil.copy(path.with_name("part-00000-000000.parquet"), path)
+
+
+def of_another_program(path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS[10:20]}), path)
+
+
+def of_another_model(path: Path) -> None:
+    table = pyarrow.parquet.read_table(path)
+    metadata = pyarrow.parquet.read_metadata(path).metadata
+    kept = {key: b"other" if key == b"fingerprint" else its for key, its in metadata.items() if key != b"ARROW:schema"}
+    pyarrow.parquet.write_table(table.replace_schema_metadata(kept), path)
+
+
+def a_link(path: Path) -> None:
+    target = path.parent.parent / "elsewhere.parquet"
+    path.rename(target)
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize(
+    "spoil", [empty, cut_off, half, of_another_file, of_the_same_file, of_another_program, of_another_model, a_link]
+)
+def test_a_part_that_is_not_whole_or_not_of_the_job_is_made_again(
+    tmp_path: Path, source: Path, folder: Path, spoil: Callable[[Path], None]
+) -> None:
+    other = write_texts(tmp_path / "other.txt", [f"{text} too" for text in TEXTS])
+
+    def run() -> tuple[Words, Any]:
+        words = Words()
+        job = EmbedJob([str(source), str(other)], str(folder), words, read=ReadOptions(), make=MakeOptions())
+        with job:
+            return words, job.run()
+
+    run()
+    whole = table_of(folder)
+    spoil(folder / "part-00000-000001.parquet")
+    words, summary = run()
+    again = 20 if spoil is of_another_file else 10
+    assert sum(words.encoded) == again
+    assert (summary.rows, summary.parts, summary.parts_before) == (50, 6, 6 - again // 10)
+    assert table_of(folder).equals(whole)
+    if spoil is a_link:
+        assert (tmp_path / "elsewhere.parquet").exists()
+
+
+@pytest.mark.parametrize("name", ["part-00000-000003.parquet", "part-00001-000000.parquet"])
+def test_a_part_behind_the_job_is_refused(run_words: Callable[..., Result], folder: Path, name: str) -> None:
+    """Readers of the folder would find the rows of such a part."""
+    run_words(Words())
+    shutil.copy(folder / "part-00000-000002.parquet", folder / name)
+    result = run_words(Words())
+    assert result.exit_code == 1
+    assert f"{folder}/{name}: is not a part of this job" in result.stderr
+
+
+def test_a_plan_that_cannot_be_read_is_named(run_words: Callable[..., Result], folder: Path) -> None:
+    folder.mkdir()
+    for data in (b"\xff", b"{}", b"[]", b'{"format": 1}', b'{"format": 2, "read": 1}'):
+        (folder / "_job.json").write_bytes(data)
+        result = run_words(Words())
+        assert result.exit_code == 1
+        assert f"{folder}/_job.json: is not the file of a job: " in result.stderr
+        assert "--overwrite begins again" in result.stderr
+    assert run_words(Words(), "--overwrite").exit_code == 0
+
+
+def test_only_regular_files_are_opened_and_no_link_is_followed(
+    run_words: Callable[..., Result], tmp_path: Path, folder: Path
+) -> None:
+    """A FIFO in the folder blocks nothing. --overwrite removes nothing outside the folder."""
+    folder.mkdir()
+    os.mkfifo(folder / ".unfinished-x")
+    assert run_words(Words()).exit_code == 0
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "part-00000-000000.jsonl").write_text("mine")
+    (folder / "_rejected").symlink_to(outside)
+    result = run_words(Words(), "--overwrite")
+    assert result.exit_code == 1
+    assert f"{folder}/_rejected: is a link, not a folder; remove it" in result.stderr
+    assert (outside / "part-00000-000000.jsonl").read_text() == "mine"
+    (folder / "_rejected").unlink()
+    (folder / "_job.json").unlink()
+    os.mkfifo(folder / "_job.json")
+    result = run_words(Words())
+    assert f"{folder}/_job.json: is not a regular file; remove it" in result.stderr
+
+
+async def test_an_empty_line_is_a_text_in_jobs_and_in_files(
+    service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path
+) -> None:
+    source = write_texts(tmp_path / "texts.txt", ["one", "", "three"])
+    await encserve(service, "embed", source, *output)
+    await encserve(service, "embed", source, "--output", tmp_path / "vectors.npy")
+    table = table_of(folder)
+    assert table["text"].to_pylist() == ["one", "", "three"]
+    np.testing.assert_array_equal(np.array(table["vector"].to_pylist(), np.float32), np.load(tmp_path / "vectors.npy"))
+
+
+async def test_rejected_rows_keep_their_text(
+    service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path
+) -> None:
+    source = tmp_path / "texts.jsonl"
+    source.write_text(json.dumps(TOO_LONG) + '\nnull\n""\n')
+    await encserve(service, "embed", source, *output, status=3)
+    table = table_of(folder)
+    assert table["text"].to_pylist() == [TOO_LONG, None, ""]
+    assert [it is None for it in table["vector"].to_pylist()] == [True, True, False]
+    lines = [json.loads(line) for line in (folder / "_rejected/part-00000-000000.jsonl").read_text().splitlines()]
+    assert [(it["file"], it["row"]) for it in lines] == [(str(source), 1), (str(source), 2)]
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".csv"])
+def test_shards_do_a_job_together(tmp_path: Path, folder: Path, suffix: str) -> None:
+    """Each of three commands does its share. Afterwards nothing is missing."""
+    texts = [f"text {i}" for i in range(150)]
+    source = write_texts(tmp_path / f"texts{suffix}", ["text", *texts] if suffix == ".csv" else texts)
+    rows = 0
+    for index in range(3):
+        with words_job(source, Words(), shard=Shard(index, 3)) as job:
+            summary = job.run()
+        rows += summary.rows
+        assert summary.parts == 4 + (index == 0) * 3
+    assert rows == 150
+    words = Words()
+    with words_job(source, words) as job:
+        assert job.run().parts_before == 15
+    assert words.encoded == []
+    assert table_of(folder)["text"].to_pylist() == texts
+
+
+def test_a_folder_and_a_file_with_names_that_are_not_utf8(tmp_path: Path) -> None:
+    source = write_texts(tmp_path / "caf\udce9.txt", [*TEXTS, "bad"])
+    output = tmp_path / "out\udce9"
+    for _ in range(2):
+        job = EmbedJob([str(source)], str(output), Words(), read=ReadOptions(), make=MakeOptions())
+        with job:
+            assert job.run().rejected == 1
+    output = output.rename(tmp_path / "out")
+    assert table_of(output)["text"].to_pylist() == [*TEXTS, "bad"]
+    [line] = (output / "_rejected/part-00000-000002.jsonl").read_text().splitlines()
+    assert json.loads(line)["file"] == str(source)
 
 
 def test_a_message_without_rows_keeps_the_indices_of_others() -> None:

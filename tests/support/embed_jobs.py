@@ -110,7 +110,7 @@ def run(
 
 def said(errors: str) -> list[str]:
     """Return the lines of standard error, except the progress lines. A job prints a progress line every 30 s."""
-    return [line for line in errors.splitlines() if re.match(r"[\d,]+ of [\d,]+ rows, ", line) is None]
+    return [line for line in errors.splitlines() if re.match(r"[\d,]+( of [\d,]+)? rows, ", line) is None]
 
 
 def part_names(folder: Path) -> list[str]:
@@ -128,7 +128,7 @@ def digests(folder: Path) -> dict[str, str]:
 
     The file of the job's plan is left out, because the plan contains the modification times of the input files.
     """
-    files = (it for it in folder.rglob("*") if it.is_file() and it.name != "_plan.json")
+    files = (it for it in folder.rglob("*") if it.is_file() and it.name != "_job.json")
     return {str(it.relative_to(folder)): hashlib.sha256(it.read_bytes()).hexdigest() for it in files}
 
 

@@ -1,6 +1,6 @@
-"""Fake sources for jobs on Ray, and a Ray cluster of several nodes on this machine.
+"""A fake backend for jobs on Ray, and a Ray cluster of several nodes on this machine.
 
-A source opens an encoder. Ray actors import these fake sources, which need no model.
+A backend opens an encoder. Ray actors import the fake backend, which needs no model.
 """
 
 import os
@@ -13,12 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from encserve_cli.job.api import RayOptions
-from encserve_cli.job.job import Opened, Source
+from encserve_cli.files.rows import Value
 from encserve_cli.job.plan import MakeOptions, ModelFacts
-from encserve_cli.job.ray import open_on_ray
-from encserve_cli.job.run import LocalRunner, PartWorker
-from encserve_cli.job.types import BatchProgress, Encoded, Stopped, Value
+from encserve_cli.job.run import LocalWorker
+from encserve_cli.job.types import BatchProgress, Encoded, Stopped
 from encserve_client import Block, EncodedOutput, EncodeResult, Timings
 
 WIDTH = 4
@@ -52,7 +50,8 @@ class FakeEncoder:
         rows = np.array([[len(str(it)), *str(it).encode()[:3].ljust(3)] for it in values], np.float32)
         output = EncodedOutput("mean", True, (Block(rows, np.ones(len(values), np.int64), None),), 0)
         result = EncodeResult("fake", "1", FACTS.fingerprint, (output,), (), Timings(0.0, 0.0, 0.0, 0.0, 0, 0), "")
-        return Encoded(result, {}, len(values), len(values))
+        on_batch(len(values), len(values), len(values))
+        return Encoded(result, {})
 
     def stop(self) -> None:
         """See `Encoder`."""
@@ -63,12 +62,12 @@ class FakeEncoder:
 
 
 @dataclass(frozen=True)
-class FakeSource:
+class FakeBackend:
     """Opens a `FakeEncoder`.
 
     Attributes:
         seconds: The duration of each call of encode.
-        together: A folder and a number of processes. Each process that opens the source creates a file in the folder.
+        together: A folder and a number of processes. Each process that opens the backend creates a file in the folder.
             The first call of encode waits until the folder has a file from each process.
         fingerprint_of: A folder with a file "fingerprint". The file contains the model's fingerprint.
     """
@@ -77,33 +76,14 @@ class FakeSource:
     together: tuple[Path, int] | None = None
     fingerprint_of: Path | None = None
 
-    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> Opened:
-        """See `Source`."""
+    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> LocalWorker:
+        """See `Backend`."""
         if self.together is not None:
             (self.together[0] / str(os.getpid())).touch()
         facts = FACTS
         if self.fingerprint_of is not None:
             facts = replace(FACTS, fingerprint=(self.fingerprint_of / "fingerprint").read_text())
-        encoder = FakeEncoder(self.seconds, self.together)
-        return Opened(
-            replace(make, kind=kind or "model"),
-            facts,
-            lambda plan, store: LocalRunner(PartWorker(plan, encoder, store)),
-            encoder.close,
-            lambda: encoder,
-        )
-
-
-@dataclass(frozen=True)
-class OnRay:
-    """A source that runs another source on a Ray cluster."""
-
-    source: Source
-    options: RayOptions
-
-    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> Opened:
-        """See `Source`."""
-        return open_on_ray(self.source, self.options, make, kind, before)
+        return LocalWorker(replace(make, kind=kind or "model"), facts, FakeEncoder(self.seconds, self.together))
 
 
 class SmallCluster:

@@ -1,4 +1,4 @@
-"""The options of jobs, for the commands that make some, and which of them go together."""
+"""The options of jobs, and checks of their combinations."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -13,19 +13,19 @@ Command = Callable[..., Any]
 
 
 class SectionOption(click.Option):
-    """An option that the help lists in a section of its own."""
+    """An option in a section of the help."""
 
     def __init__(self, *args: Any, section: str, **kwargs: Any) -> None:
-        """Takes the section's title, and what `click.Option` takes."""
+        """Take the section's title, and the arguments of `click.Option`."""
         self.section = section
         super().__init__(*args, **kwargs)
 
 
 class SectionCommand(click.Command):
-    """A command whose help lists options by their sections."""
+    """A command with sections of options in its help."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the options, those without a section first."""
+        """Write the options; options without a section come first."""
         sections: dict[str, list[tuple[str, str]]] = {"Options": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
@@ -36,14 +36,28 @@ class SectionCommand(click.Command):
                 formatter.write_dl(records)
 
 
+class _ShardType(click.ParamType[tuple[int, int]]):
+    """I/N with 0 <= I < N, as two numbers."""
+
+    name = "shard"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        """Parse a value."""
+        index, slash, count = str(value).partition("/")
+        if not (slash and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+            self.fail(f"must be I/N with I from 0 to N-1, as 0/8; was {value}", param, ctx)
+        return int(index), int(count)
+
+
 _Options = Mapping[str, Mapping[str, Any]]  # what `click.option` takes, by flag
 _AT_LEAST_1 = click.IntRange(min=1)
 _FOLDER: _Options = {
     "--vectors": {"is_flag": True, "help": "Inputs are lists of vectors, one for each token."},
     "--keep": {
         "multiple": True,
-        "metavar": "NAME[,NAME...]",
-        "help": "Columns of the inputs that come along; may be repeated.",
+        "metavar": "NAME[:TYPE][,...]",
+        "help": "Columns of the inputs to copy into the output; may be repeated. TYPE is string, int64, double or "
+        "bool; default: the type in Parquet, string in .csv, and the type of the first values in .jsonl.",
     },
     "--overwrite": {"is_flag": True, "help": "Remove the output of another job from the folder first."},
     "--add-inputs": {"is_flag": True, "help": "Add the FILEs that the job does not have yet to it."},
@@ -52,9 +66,14 @@ _FOLDER: _Options = {
         "metavar": "N",
         "help": "Fail once more rows than that are rejected. Default: any number may be.",
     },
+    "--shard": {
+        "type": _ShardType(),
+        "metavar": "I/N",
+        "help": "Do share I of N, from 0/N to N-1/N: N commands do the job together, as in a Slurm array.",
+    },
     "--dry-run": {"is_flag": True, "help": "Show the plan and about how long it takes, and write nothing."},
 }
-# Of the engine, the names and the texts are those of encserve-server.
+# The options of the engine have the names and the texts of encserve-server.
 _BUNDLE: _Options = {
     "--bundle": {
         "metavar": "BUNDLE",
@@ -67,8 +86,8 @@ _BUNDLE: _Options = {
     },
     "--precision": {
         "type": click.Choice(["model", "float32", "bfloat16"]),
-        "help": "What it computes in. bfloat16 needs --engine openvino and a CPU with AVX512-BF16 or AMX. Default: "
-        "what the bundle has.",
+        "help": "The type of the engine's numbers. bfloat16 needs --engine openvino and a CPU with AVX512-BF16 or AMX. "
+        "Default: the precision of the bundle.",
     },
     "--device": {
         "type": click.Choice(["auto", "cpu", "cuda"]),
@@ -102,7 +121,11 @@ _RAY: _Options = {
         "metavar": "ADDRESS",
         "help": 'Run --bundle on this cluster: "auto", ray://HOST:PORT, or "local" to start one. Needs ray.',
     },
-    "--actors": {"type": _AT_LEAST_1, "metavar": "N", "help": "Most actors. Default: as many as there is room for."},
+    "--actors": {
+        "type": _AT_LEAST_1,
+        "metavar": "N",
+        "help": "The number of actors. Default: as many as fit on the present nodes.",
+    },
     "--actor-cpus": {"type": click.FloatRange(min=0), "metavar": "N", "help": "CPUs of an actor."},
     "--actor-gpus": {"type": click.FloatRange(min=0), "metavar": "N", "help": "GPUs of an actor."},
 }
@@ -117,7 +140,7 @@ _NAMES = tuple(_name(flag) for options in _SECTIONS.values() for flag in options
 
 
 def makes_jobs(command: Command) -> Command:
-    """Adds the options of jobs to a command, and runs a job in its place where --output is a folder."""
+    """Add the options of jobs to a command. If --output is a folder, a job runs instead of the command."""
 
     @functools.wraps(command)
     def wrapper(**options: Any) -> None:
@@ -147,7 +170,7 @@ def makes_jobs(command: Command) -> Command:
 
 
 def _check(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Raises UsageError for options that do not go together."""
+    """Raise UsageError for options that do not go together."""
     check_pooling(options.get("kind"), options.get("pooling"))
     if options["printing"].folder is None:
         _check_absent(given, (*_FOLDER, *_RAY), "is of a job: have --output name a folder that is there, or end in /")
@@ -163,6 +186,10 @@ def _check(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         raise click.UsageError("--vectors or --ids: inputs are one of them")
     if "overwrite" in given and "add_inputs" in given:
         raise click.UsageError("--overwrite or --add-inputs: a job begins again, or goes on")
+    if "shard" in given and ("overwrite" in given or "ray" in given):
+        raise click.UsageError("--shard is for commands that run together: leave out --overwrite and --ray")
+    if "dry_run" in given and "ray" in given:
+        raise click.UsageError("--dry-run runs a sample in this process: leave out --ray")
 
 
 def _check_absent(given: Mapping[str, Any], flags: Iterable[str], problem: str) -> None:

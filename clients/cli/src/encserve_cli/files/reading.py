@@ -1,38 +1,51 @@
-"""Inputs: arguments, lines of standard input, and files by their suffix, on this machine or in an object store."""
+"""Inputs: texts as arguments, lines of standard input, and files on this machine or in an object store."""
 
-import csv
-import io
 import json
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
+
+import click
 
 STDIN = "-"
 DEFAULT_COLUMN = "text"
-# What holds inputs, and what these files may be compressed by.
+# The files of inputs, and their compression.
 SUFFIXES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 KNOWN = f"{', '.join(SUFFIXES)}; all but .parquet also with {' or '.join(CODECS)}"
 _SECRET = re.compile("secret|token|password|key|^sig$", re.IGNORECASE)  # names in the query of a URI
 _URI = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 _STORES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
-_BOM = b"\xef\xbb\xbf"
-# The csv module's own limit, 128 KiB, is less than some documents have. A quote that is never closed ends here.
-_MOST_FIELD_CHARACTERS = 16 * 1024 * 1024
-_BUFFER_BYTES = 1024 * 1024
 _MOST_ID = 2**63 - 1
+_ROWS_AT_ONCE = 256
+
+InputKind = Literal["text", "ids", "vectors"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """The options for turning rows of files into inputs.
+
+    Attributes:
+        input_kind: The kind of every input: a text, token ids, or a list of vectors.
+        column: The column with the inputs; None for "text", or the only column.
+        keep: Further columns to read, as NAME or NAME:TYPE.
+    """
+
+    input_kind: InputKind = "text"
+    column: str | None = None
+    keep: tuple[str, ...] = ()
 
 
 class Sent(NamedTuple):
     """One input.
 
     Attributes:
-        where: Where it comes from, for errors: "texts.csv, line 7".
+        where: The place of the input, for errors: "texts.csv, line 7".
         value: The text, or the token ids.
     """
 
@@ -41,7 +54,7 @@ class Sent(NamedTuple):
 
     @property
     def column(self) -> str:
-        """What the input is called beside its vectors."""
+        """The name of the column of inputs in an output."""
         return "text" if isinstance(self.value, str) else "ids"
 
     @property
@@ -51,19 +64,19 @@ class Sent(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Roughly how many bytes of text it is."""
+        """About how many bytes of text the input has."""
         return len(self.value) if isinstance(self.value, str) else 4 * len(self.value)
 
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file that holds inputs; it need not exist.
+    """A file of inputs, which need not exist.
 
     Attributes:
-        name: As it was given, for errors.
-        uri: Its absolute path, or a URI.
+        name: The argument that names the file, in valid Unicode, for errors.
+        uri: The absolute path or the URI of the file; "-" for standard input.
         suffix: One of `SUFFIXES`.
-        codec: What it is compressed by, as Arrow calls it, or None.
+        codec: The compression, "gzip" or "zstd"; None for an uncompressed file.
     """
 
     name: str
@@ -73,13 +86,15 @@ class DataFile:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a path on this machine."""
+        """Whether the file is a path on this machine."""
         return not is_uri(self.uri)
 
-    @property
-    def is_in_order(self) -> bool:
-        """Whether it can only be read from its beginning."""
-        return self.codec is not None or self.suffix in (".csv", ".tsv")
+    def place(self, number: int) -> str:
+        """Return the place of a row for errors: "texts.csv, line 7" or "texts.parquet, row 7"."""
+        return f"{self.name}, {'row' if self.suffix == '.parquet' else 'line'} {number}"
+
+
+STDIN_FILE = DataFile("standard input", STDIN, ".txt", None)
 
 
 def is_uri(argument: str) -> bool:
@@ -88,10 +103,10 @@ def is_uri(argument: str) -> bool:
 
 
 def check_no_secret(uri: str) -> None:
-    """Refuses a URI with a password or a key, because plans, logs and errors name the files of a job.
+    """Refuse a URI with a password or a key, because plans, logs and errors name the files of a job.
 
     Raises:
-        ValueError: It has one; the text does not show it.
+        ValueError: The URI has a secret, which the text does not show.
     """
     its = urlsplit(uri)
     if its.password is not None or any(
@@ -104,11 +119,11 @@ def check_no_secret(uri: str) -> None:
 
 
 def find_file(argument: str) -> DataFile | None:
-    """The file that an argument names; None where it names none.
+    """Return the file that an argument names, or None for a text.
 
     Raises:
-        ValueError: It names a folder, or a file of a kind that is not known.
-        FileNotFoundError: It ends as a file does, and there is none. In object stores this shows when it is read.
+        ValueError: The argument names a folder, or a file of an unknown kind.
+        FileNotFoundError: The file is missing. In object stores, a missing file is found when it is read.
     """
     if not argument:
         return None
@@ -121,22 +136,23 @@ def find_file(argument: str) -> DataFile | None:
         if suffix not in SUFFIXES:
             raise ValueError(f"{argument}: must end in {KNOWN}")
         return DataFile(argument, argument, suffix, codec)
-    path = Path(unquote(urlsplit(argument).path) if is_uri(argument) else argument).absolute()
+    path = Path(unquote(urlsplit(argument).path, errors="surrogateescape") if is_uri(argument) else argument).absolute()
     suffix, codec = _kind_of(str(path))
+    name = click.format_filename(argument)
     if _is(path.is_dir):
-        raise ValueError(f"{argument}: is a folder; name its files, as {argument.rstrip('/')}/*.parquet does")
+        raise ValueError(f"{name}: is a folder; name its files, as {name.rstrip('/')}/*.parquet does")
     if _is(path.exists):
         if suffix not in SUFFIXES:
-            raise ValueError(f"{argument}: is a file of a kind that is not known; known are {KNOWN}")
+            raise ValueError(f"{name}: is a file of a kind that is not known; known are {KNOWN}")
     elif suffix in SUFFIXES:
-        raise FileNotFoundError(f"{argument}: there is no such file")
+        raise FileNotFoundError(f"{name}: there is no such file")
     else:
         return None
-    return DataFile(argument, str(path), suffix, codec)
+    return DataFile(name, str(path), suffix, codec)
 
 
 def _kind_of(path: str) -> tuple[str, str | None]:
-    """The suffix, and the codec; the suffix is "" for what is compressed and must not be."""
+    """Return the suffix and the codec. The suffix is "" for compressed Parquet, which is not supported."""
     name = Path(path.lower())
     if (codec := CODECS.get(name.suffix)) is None:
         return name.suffix, None
@@ -145,7 +161,7 @@ def _kind_of(path: str) -> tuple[str, str | None]:
 
 
 def _is(holds: Callable[[], bool]) -> bool:
-    """What `Path` says of a path; False for a text that is too long to be one."""
+    """Return the answer of a `Path`; False for a text that is too long for a path."""
     try:
         return holds()
     except OSError:
@@ -153,31 +169,40 @@ def _is(holds: Callable[[], bool]) -> bool:
 
 
 def read_inputs(arguments: Sequence[str], column: str | None, *, ids: bool, texts: bool = False) -> Iterator[Sent]:
-    """Every input, in order. "-" is standard input; files are what `find_file` finds.
+    """Yield every input, in order. "-" is standard input; files are what `find_file` finds.
 
     Args:
-        arguments: What was given.
-        column: The column of a file that has several. Default: "text", or the only one.
-        ids: Whether inputs are token ids, with commas or spaces between them where they are text.
-        texts: Whether every argument is a text, even if there is a file of that name.
+        arguments: The arguments of the command.
+        column: The column of files with several columns. Default: "text", or the only column.
+        ids: Whether inputs are token ids. In texts, commas or spaces are between ids.
+        texts: Whether every argument is a text, even if a file has this name.
 
     Raises:
-        ValueError: Something cannot be read as an input; the text names the file and the line.
+        ValueError: A row is not an input; the text names the file and the line.
         OSError: A file cannot be opened.
     """
+    options = ReadOptions("ids" if ids else "text", column)
     for number, it in enumerate(_sources(arguments, texts=texts), start=1):
-        found: Iterator[tuple[str, Any]]
         if isinstance(it, DataFile):
-            found = _rows(it, column, ids=ids)
-        elif it == STDIN and not texts:
-            lines = enumerate(sys.stdin, start=1)
-            found = ((f"standard input, line {line}", text.rstrip("\r\n")) for line, text in lines)
+            yield from _file_inputs(it, options)
         else:
-            found = iter([(f"argument {number}", it)])
-        for where, value in found:
+            where = f"argument {number}"
             with _at(where):
-                sent = Sent(where, as_ids(value) if ids else as_text(value))
+                sent = Sent(where, as_ids(it) if ids else as_text(it))
             yield sent
+
+
+def _file_inputs(file: DataFile, options: ReadOptions) -> Iterator[Sent]:
+    from encserve_cli.files.rows import open_rows  # which imports pyarrow
+
+    with open_rows(file, options) as reader:
+        while not reader.at_end:
+            rows = reader.read(_ROWS_AT_ONCE)
+            for place, (number, value) in enumerate(zip(rows.numbers, rows.values, strict=True)):
+                if place in rows.problems:
+                    raise ValueError(f"{file.place(number)}: {rows.problems[place]}")
+                assert isinstance(value, str | list)  # noqa: S101 - the options ask for no vectors
+                yield Sent(file.place(number), value)
 
 
 @contextmanager
@@ -189,43 +214,30 @@ def _at(where: str) -> Iterator[None]:
 
 
 def count_inputs(arguments: Sequence[str], *, texts: bool = False) -> int | None:
-    """How many inputs there are; None where that takes reading all of them as they will be read."""
-    count = 0
-    for it in _sources(arguments, texts=texts):
-        if not isinstance(it, DataFile):
-            if it == STDIN and not texts:
-                return None
-            count += 1
-        elif it.suffix == ".parquet":
-            from encserve_cli.files.storage import open_parquet
+    """Return the number of inputs, or None if a file must be read as a whole to count its inputs."""
+    from encserve_cli.files.storage import count_rows  # which imports pyarrow
 
-            with open_parquet(it) as file:
-                count += file.metadata.num_rows
-        elif it.suffix in (".txt", ".jsonl") and it.codec is None and it.is_local:
-            with Path(it.uri).open("rb") as lines:
-                count += sum(1 for _ in lines)
-        else:
-            return None
-    return count
+    counts = [count_rows(it) if isinstance(it, DataFile) else 1 for it in _sources(arguments, texts=texts)]
+    return None if None in counts else sum(it for it in counts if it is not None)
 
 
 def _sources(arguments: Sequence[str], *, texts: bool) -> list[DataFile | str]:
-    """What each argument is, before any is read."""
+    """Return the file of each argument, or the argument itself if it is a text."""
     found: list[DataFile | str] = []
     for argument in arguments:
         try:
-            file = None if texts or argument == STDIN else find_file(argument)
+            file = None if texts else STDIN_FILE if argument == STDIN else find_file(argument)
         except (ValueError, FileNotFoundError) as error:
             raise type(error)(f"{error}; --text takes every argument as a text") from None
         found.append(file or argument)
     return found
 
 
-# What follows says what is wrong, but not where: one reader stops there, and another goes on with the next row.
+# The errors below do not name the row: a command stops at the row, and a job rejects the row.
 
 
 def as_text(value: object) -> str:
-    """A text. ValueError for anything else."""
+    """Return a text. ValueError for anything else."""
     if not isinstance(value, str):
         raise ValueError(f"must be text; was {_shown(value)}; token ids are read with --ids")
     try:
@@ -236,7 +248,7 @@ def as_text(value: object) -> str:
 
 
 def as_ids(value: object) -> list[int]:
-    """Ids out of a list, or out of text. ValueError for anything else."""
+    """Return the ids in a list or in a text. ValueError for anything else."""
     if isinstance(value, str):
         try:
             value = [int(it) for it in value.replace(",", " ").split()]
@@ -254,7 +266,7 @@ def _shown(value: object) -> str:
 
 
 def column_of(wanted: str | None, names: Sequence[str]) -> str:
-    """The name of the column that holds inputs. ValueError, with the names that are there, if it is none of them."""
+    """Return the name of the column of inputs. ValueError, with the names of all columns, if it is missing."""
     name = wanted or (names[0] if len(names) == 1 else DEFAULT_COLUMN)
     if name not in names:
         raise ValueError(
@@ -264,7 +276,7 @@ def column_of(wanted: str | None, names: Sequence[str]) -> str:
 
 
 def json_value(line: str) -> Any:
-    """What a line of a .jsonl file holds. ValueError if it is no JSON."""
+    """Return the value of a line of a .jsonl file. ValueError if the line is not JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -272,93 +284,11 @@ def json_value(line: str) -> Any:
 
 
 def json_input(value: Any, column: str | None) -> Any:
-    """The input in the value of a line: that itself, or a field of an object. ValueError as in `column_of`."""
+    """Return the input in the value of a line: a field of an object, or the value. ValueError as in `column_of`."""
     return value[column_of(column, list(value))] if isinstance(value, dict) else value
 
 
-def field_of(row: Sequence[str], place: int, names: Sequence[str]) -> str:
-    """A field of a record. ValueError if the record has too few fields, or too many."""
-    if len(row) != len(names):
-        raise ValueError(f"must have {len(names)} fields as line 1 has; had {len(row)}")
-    return row[place]
-
-
 def no_column(file: DataFile, option: str) -> ValueError:
-    """The error of a .txt file where an option asks for a column."""
+    """Return the error for an option that asks for a column of a .txt file."""
     known = f"{', '.join(SUFFIXES[1:-1])} and {SUFFIXES[-1]}"
     return ValueError(f"{file.name}: {option} is for {known}; every line of a .txt file is one input")
-
-
-def byte_lines(stream: Any) -> tuple[io.BufferedReader, int]:
-    """Lines of a binary stream, with their ends, of which only a line feed is one; and how long its byte order mark is.
-
-    The lines begin behind the mark.
-    """
-    lines = io.BufferedReader(stream, _BUFFER_BYTES)
-    mark_bytes = len(_BOM) if lines.peek(len(_BOM)).startswith(_BOM) else 0
-    lines.read(mark_bytes)
-    return lines, mark_bytes
-
-
-def csv_rows(file: DataFile, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    """The records of a .csv or .tsv file, names first, each with the number of its last line; empty lines are left out.
-
-    Raises:
-        ValueError: It is no such file; the text names the file and the line.
-    """
-    csv.field_size_limit(max(csv.field_size_limit(), _MOST_FIELD_CHARACTERS))
-    # A carriage return alone ends a record too, and the csv module wants lines that end there.
-    divided = (part for line in lines for part in io.StringIO(line, newline=""))
-    rows = csv.reader(divided, strict=True, delimiter="\t" if file.suffix == ".tsv" else ",")
-    try:
-        for row in rows:
-            if row:
-                yield rows.line_num, row
-    except csv.Error as error:
-        raise ValueError(f"{file.name}, line {rows.line_num}: {error}") from error
-
-
-def _rows(file: DataFile, column: str | None, *, ids: bool) -> Iterator[tuple[str, Any]]:
-    """The values of a file, each with its place."""
-    from encserve_cli.files.storage import errors_named, open_stream, parquet_values  # which import pyarrow
-
-    if file.suffix == ".parquet":
-        rows = enumerate(parquet_values(file, column, ids=ids), start=1)
-        yield from ((f"{file.name}, row {number}", value) for number, value in rows)
-        return
-    if column is not None and file.suffix == ".txt":
-        raise no_column(file, "--column")
-    with errors_named(file), open_stream(file) as stream:
-        lines = _decoded(file, byte_lines(stream)[0])
-        if file.suffix in (".csv", ".tsv"):
-            yield from _csv_values(file, lines, column)
-            return
-        for number, line in enumerate(lines, start=1):
-            where = f"{file.name}, line {number}"
-            text = line.removesuffix("\n").removesuffix("\r")
-            with _at(where):
-                value = json_input(json_value(text), column) if file.suffix == ".jsonl" else text
-            yield where, value
-
-
-def _decoded(file: DataFile, lines: Iterable[bytes]) -> Iterator[str]:
-    for number, line in enumerate(lines, start=1):
-        try:
-            yield line.decode()
-        except UnicodeDecodeError as error:
-            where = f"{file.name}, line {number}"
-            raise ValueError(f"{where}: must be UTF-8: {error.reason} at byte {error.start} of the line") from error
-
-
-def _csv_values(file: DataFile, lines: Iterable[str], column: str | None) -> Iterator[tuple[str, str]]:
-    rows = csv_rows(file, lines)
-    _, names = next(rows, (0, []))
-    if not names:
-        return
-    with _at(f"{file.name}, line 1"):
-        place = names.index(column_of(column, names))
-    for number, row in rows:
-        where = f"{file.name}, line {number}"
-        with _at(where):
-            value = field_of(row, place, names)
-        yield where, value

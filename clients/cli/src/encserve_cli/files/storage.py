@@ -1,15 +1,22 @@
-"""Files on this machine and in object stores, as streams of pyarrow. Takes long to import, so only readers do."""
+"""Files on this machine and in object stores. Importing pyarrow takes long, so only readers import this module."""
 
+import gzip
+import hashlib
+import io
 import os
+import stat
+import sys
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from pathlib import Path
+from typing import IO, Any, Literal, cast
 
 import pyarrow as pa
 import pyarrow.fs as arrow_fs
 from pyarrow import parquet
 
-from encserve_cli.files.reading import DataFile, column_of, is_uri
+from encserve_cli.files.reading import STDIN, DataFile, column_of, is_uri
 
 # Of each column chunk so much is held, however large its row group is.
 _PARQUET_BUFFER_BYTES = 4 * 1024 * 1024
@@ -17,37 +24,47 @@ _PARQUET_BUFFER_BYTES = 4 * 1024 * 1024
 _BATCH_ROWS = 4096
 _BATCH_BYTES = 16 * 1024 * 1024
 _RETRY_SECONDS = 30
+_BUFFER_BYTES = 1024 * 1024
+_MOST_COUNTED_BYTES = 1024 * 1024 * 1024
+# A checksum covers so many blocks of so many bytes.
+_CHECKSUM_BLOCKS = 8
+_CHECKSUM_BLOCK_BYTES = 256 * 1024
 
 
 def filesystem_of(uri: str) -> tuple[Any, str]:
-    """The file system of an absolute path or a URI, and the path in it.
+    """Return the file system of an absolute path or a URI, and the path inside.
 
     Raises:
         ValueError: pyarrow does not know the kind of URI.
-        OSError: It knows the kind, but cannot use it on this machine.
+        OSError: pyarrow cannot use this kind on this machine.
     """
     if not is_uri(uri):
         return arrow_fs.LocalFileSystem(), uri
-    with _named(uri):
+    with errors_named_as(uri):
         files, path = arrow_fs.FileSystem.from_uri(_with_patience(uri))
         return files, path.rstrip("/")
 
 
 def _with_patience(uri: str) -> str:
-    """Google's client tries for 15 minutes to reach anybody, unless the URI says otherwise."""
+    """Set a limit for retries: without a limit, Google's client tries for 15 minutes."""
     if uri.lower().startswith(("gs://", "gcs://")) and "retry_limit_seconds=" not in uri:
         return f"{uri}{'&' if '?' in uri else '?'}retry_limit_seconds={_RETRY_SECONDS}"
     return uri
 
 
 def size_and_time(file: DataFile) -> tuple[int, int]:
-    """The size of a file in bytes, and when it was last changed, in ns since 1970; 0 if unknown.
+    """Return the size of a file in bytes, and its modification time in ns since 1970; 0 if the time is unknown.
 
     Raises:
-        ValueError: pyarrow does not know the kind of URI.
-        OSError: It is not there, is a folder, or the store does not answer.
+        ValueError: The kind of URI is unknown, or the file is not a regular file.
+        OSError: The file is missing or is a folder, or the store does not answer.
     """
     with errors_named(file):
+        if file.is_local:
+            found = Path(file.uri).stat()
+            if not stat.S_ISREG(found.st_mode):
+                raise ValueError(f"{file.name}: is not a regular file; write its contents into a file first")
+            return found.st_size, found.st_mtime_ns
         files, path = filesystem_of(file.uri)
         info = files.get_file_info(path)
         if info.type == arrow_fs.FileType.NotFound:
@@ -57,44 +74,95 @@ def size_and_time(file: DataFile) -> tuple[int, int]:
         return info.size, info.mtime_ns or 0
 
 
-def open_stream(file: DataFile) -> Any:
-    """A file's bytes from the beginning, decompressed, as a binary stream; errors as in `size_and_time`."""
-    with errors_named(file):
-        files, path = filesystem_of(file.uri)
-        return files.open_input_stream(path, compression=file.codec)
+def checksum(file: DataFile, size_bytes: int) -> str:
+    """Return the SHA-256, as hex, of a file's size and of 8 blocks of 256 KiB at equal distances.
+
+    The first and the last block are the beginning and the end of the file. Files of up to 2 MiB are covered whole. Of a
+    larger file, a change between the blocks that keeps the size is not seen.
+    """
+    digest = hashlib.sha256(f"{size_bytes}\n".encode())
+    last = size_bytes - _CHECKSUM_BLOCK_BYTES
+    if size_bytes <= _CHECKSUM_BLOCKS * _CHECKSUM_BLOCK_BYTES:
+        offsets = list(range(0, size_bytes, _CHECKSUM_BLOCK_BYTES))
+    else:
+        offsets = [last * index // (_CHECKSUM_BLOCKS - 1) for index in range(_CHECKSUM_BLOCKS)]
+    with errors_named(file), _open_random(file) as opened:
+        for offset in offsets:
+            digest.update(opened.read_at(min(_CHECKSUM_BLOCK_BYTES, size_bytes - offset), offset))
+    return digest.hexdigest()
 
 
-def open_random(file: DataFile) -> Any:
-    """A file's bytes at any place, as a `pyarrow.NativeFile`; errors as in `size_and_time`."""
+def count_rows(file: DataFile) -> int | None:
+    """Return the number of rows of a Parquet file, or of at most 1 GiB of lines on this machine.
+
+    None for other files, which take longer to count.
+    """
+    if file.suffix == ".parquet":
+        with open_parquet(file) as opened:
+            return int(opened.metadata.num_rows)
+    if file.suffix in (".csv", ".tsv") or file.codec or not file.is_local or file.uri == STDIN:
+        return None
+    if Path(file.uri).stat().st_size > _MOST_COUNTED_BYTES:
+        return None
+    count, block = 0, b""
+    with errors_named(file), Path(file.uri).open("rb", buffering=0) as stream:
+        while found := stream.read(_BUFFER_BYTES):
+            block = found
+            count += block.count(b"\n")
+    return count + (not block.endswith(b"\n") and block not in (b"", b"\xef\xbb\xbf"))
+
+
+def open_stream(file: DataFile) -> IO[bytes]:
+    """Return a file's decompressed bytes as a stream with `readline(limit)`; errors as in `size_and_time`."""
+    if file.uri == STDIN:
+        return sys.stdin.buffer
     with errors_named(file):
-        files, path = filesystem_of(file.uri)
-        return files.open_input_file(path)
+        if file.is_local and file.codec is None:
+            return Path(file.uri).open("rb", buffering=_BUFFER_BYTES)
+        raw = _open_random(file) if file.is_local else _open_input(file)
+        # Python's reader of gzip takes padding at the end, which Arrow's refuses.
+        whole = gzip.GzipFile(fileobj=raw) if file.codec == "gzip" else raw
+        if file.codec == "zstd":
+            whole = pa.CompressedInputStream(raw, "zstd")
+        return io.BufferedReader(cast("io.RawIOBase", whole), _BUFFER_BYTES)
+
+
+def _open_input(file: DataFile) -> Any:
+    files, path = filesystem_of(file.uri)
+    return files.open_input_stream(path, compression=None)
+
+
+def _open_random(file: DataFile) -> Any:
+    """Return a file as a `pyarrow.NativeFile` that reads at any place."""
+    if file.is_local:
+        return pa.OSFile(os.fsencode(file.uri))  # Arrow takes str only if it is valid Unicode
+    files, path = filesystem_of(file.uri)
+    return files.open_input_file(path)
 
 
 def open_parquet(file: DataFile) -> Any:
-    """A `pyarrow.parquet.ParquetFile`; errors as in `size_and_time`, and ValueError if it is none."""
+    """Return a `pyarrow.parquet.ParquetFile`; errors as in `size_and_time`, and ValueError for other files."""
     with errors_named(file):
-        files, path = filesystem_of(file.uri)
-        return parquet.ParquetFile(path, filesystem=files, buffer_size=_PARQUET_BUFFER_BYTES)
+        return parquet.ParquetFile(_open_random(file), buffer_size=_PARQUET_BUFFER_BYTES)
 
 
 def errors_named(file: DataFile) -> AbstractContextManager[None]:
-    """Puts a file's name before what pyarrow says of it while it is read.
+    """Put a file's name before errors of pyarrow while the file is read.
 
     Raises:
-        ValueError: The file is not whole, or not what its suffix says.
-        OSError: It cannot be read.
+        ValueError: The file is damaged, or of another kind than its suffix.
+        OSError: The file cannot be read.
     """
     kind = f" as {'Parquet' if file.suffix == '.parquet' else file.codec or file.suffix}"
-    return _named(file.name, kind, is_local=file.is_local)
+    return errors_named_as(file.name, kind, is_local=file.is_local)
 
 
 @contextmanager
-def _named(name: str, kind: str = "", *, is_local: bool = False) -> Iterator[None]:
-    """See `errors_named`. What a disk says has a number; an error without one comes from what makes sense of bytes."""
+def errors_named_as(name: str, kind: str = "", *, is_local: bool = False) -> Iterator[None]:
+    """See `errors_named`. Errors of a disk have a number; local errors without one come from damaged contents."""
     try:
         yield
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{name}: cannot be read{kind}: {_first_line(error)}") from error
     except OSError as error:
         if str(error).startswith(name):
@@ -113,10 +181,10 @@ def _first_line(error: Exception) -> str:
 
 
 def parquet_column(file: DataFile, opened: Any, column: str | None, kind: Literal["text", "ids", "vectors"]) -> str:
-    """The name of the column that holds inputs.
+    """Return the name of the column of inputs.
 
     Raises:
-        ValueError: There is no such column, there are several, or it is of a type that holds no inputs of this kind.
+        ValueError: The column is missing, is not the only one of its name, or has a type without such inputs.
     """
     schema = opened.schema_arrow
     try:
@@ -141,7 +209,7 @@ _WANTED = {"text": "text", "ids": "lists of whole numbers", "vectors": "lists of
 
 
 def is_text(its: Any) -> bool:
-    """Whether an Arrow type is one of text."""
+    """Whether an Arrow type is a type of text."""
     if pa.types.is_dictionary(its):
         its = its.value_type
     return any(is_a(its) for is_a in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view))
@@ -153,25 +221,8 @@ def _is_list(its: Any, holds: Callable[[Any], bool]) -> bool:
 
 
 def batch_rows(opened: Any) -> int:
-    """How many rows of a Parquet file to read at a time, so that they are some MiB at most on average."""
+    """Return how many rows of a Parquet file to read at a time: 16 MiB on average, at most."""
     metadata = opened.metadata
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     widest = max((its.total_byte_size / max(its.num_rows, 1) for its in groups), default=0)
     return int(min(max(_BATCH_BYTES / max(widest, 1), 1), _BATCH_ROWS))
-
-
-def pylist_of(column: Any) -> list[Any]:
-    """An Arrow array or column as Python's values; text that is no UTF-8 has surrogates in the places of its bytes."""
-    try:
-        return list(column.to_pylist())
-    except UnicodeDecodeError:
-        plain = column.cast(pa.large_string()).cast(pa.large_binary()).to_pylist()
-        return [None if it is None else it.decode(errors="surrogateescape") for it in plain]
-
-
-def parquet_values(file: DataFile, column: str | None, *, ids: bool) -> Iterator[Any]:
-    """Every value of a column, in order; errors as in `open_parquet` and `parquet_column`."""
-    with errors_named(file), open_parquet(file) as opened:
-        name = parquet_column(file, opened, column, "ids" if ids else "text")
-        for batch in opened.iter_batches(batch_rows(opened), columns=[name]):
-            yield from pylist_of(batch.column(name))

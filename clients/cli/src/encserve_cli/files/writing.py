@@ -1,11 +1,12 @@
-"""Vectors into files, by their suffix: call by call, and under the file's own name only when it is whole."""
+"""Writers of vectors, by the suffix of the file. A file has its name only when it is whole."""
 
 import csv
 import json
+import os
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from encserve_cli.shared import ids_of
 from encserve_client import EncodedOutput, EncodeResult
 
 Array = npt.NDArray[Any]
-_RAGGED = ("tokens", "multi_vector", "sparse")
+RAGGED = ("tokens", "multi_vector", "sparse")  # kinds with any number of rows for an input
 _ROW_GROUP_INPUTS = 4096
 
 
@@ -29,15 +30,15 @@ class Writer(Protocol):
     """Writes one kind of file."""
 
     def write(self, inputs: Sequence[Sent], result: EncodeResult) -> None:
-        """Adds what was made of some inputs; all results are of the same model and kind."""
+        """Add some inputs and their outputs. All results are of the same model and kind."""
 
     def finish(self) -> None:
-        """Writes what is still held; the file is whole then."""
+        """Write the rest. Afterwards the file is whole."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[Writer]:
-    """A writer of the file, which is there, or replaced, only if the block ends well.
+    """Give a writer of a file. The file is created, or replaced, only if the block ends without an error.
 
     Raises:
         ValueError: Nobody writes files of this suffix, or what does is not installed, or the file cannot hold what is
@@ -60,7 +61,7 @@ def writing(path: Path) -> Iterator[Writer]:
 
 
 class _GrowingArray:
-    """A .npy file whose first axis grows. NumPy leaves room in the header for its length."""
+    """A .npy file whose first axis grows. NumPy leaves room for the length in the header."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self._file = stack.enter_context(path.open("w+b"))
@@ -68,7 +69,7 @@ class _GrowingArray:
         self._dtype: np.dtype[Any] | None = None
 
     def append(self, array: Array) -> None:
-        """Adds rows of the shape and type of those before."""
+        """Add rows. All rows have the same shape and type."""
         if self._dtype is None:
             self._dtype, self._shape = array.dtype, (0, *array.shape[1:])
             self._write_header()
@@ -76,7 +77,7 @@ class _GrowingArray:
         self._shape = (self._shape[0] + len(array), *self._shape[1:])
 
     def finish(self) -> None:
-        """Puts the length into the header."""
+        """Put the length into the header."""
         self._write_header()
         self._file.flush()
 
@@ -101,7 +102,7 @@ class _NpyWriter:
 
 
 class _NpzWriter:
-    """Each array grows in a file of its own, and all are put into one in the end."""
+    """Each array grows in a temporary file. At the end, all files are put into one archive."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self._path = path
@@ -127,7 +128,7 @@ class _NpzWriter:
             self._more["shape"] = np.array([self._inputs, output.sparse_width])
         else:
             self._append("rows", rows)
-            if output.kind in _RAGGED:
+            if output.kind in RAGGED:
                 self._append("lengths", lengths)
             for name, numbers in _beside_rows(result).items():
                 self._append(name, numbers)
@@ -180,43 +181,124 @@ class _CsvWriter:
 
 
 class _ParquetWriter:
-    """Columns: the input, and `vector`, `rows` with what is beside each, or `indices` and `values`."""
+    """Columns: the inputs, and `vector`, `rows` with a column for each row's token, or `indices` and `values`."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self._path = path
         self._stack = stack
-        self._writer: Any = None
+        self._file: ParquetFile | None = None
         self._held: list[Any] = []
 
     def write(self, inputs: Sequence[Sent], result: EncodeResult) -> None:
-        columns = {inputs[0].column: arrow.array([it.value for it in inputs]), **arrow_columns(result)}
-        table = arrow.table(columns).replace_schema_metadata(ids_of(result))
-        if self._writer is None:
-            self._writer = self._stack.enter_context(parquet.ParquetWriter(self._path, table.schema))
-        self._held.append(table)
+        if self._file is None:
+            output = result.outputs[0]
+            rows = output.matrix()
+            fields = {inputs[0].column: INPUT_TYPES[inputs[0].column]}
+            fields |= output_types(str(output.kind), arrow.from_numpy_dtype(rows.dtype), rows.shape[1])
+            self._file = self._stack.enter_context(ParquetFile(self._path, arrow.schema(fields, ids_of(result))))
+        self._held.append(self._file.table([it.value for it in inputs], result))
         if sum(map(len, self._held)) >= _ROW_GROUP_INPUTS:
             self._write_held()
 
     def _write_held(self) -> None:
         if self._held:
-            self._writer.write_table(arrow.concat_tables(self._held))
+            assert self._file is not None  # noqa: S101 - the first `write` sets it
+            self._file.write(arrow.concat_tables(self._held))
             self._held.clear()
 
     def finish(self) -> None:
         self._write_held()
 
 
-def arrow_columns(result: EncodeResult, missing: npt.NDArray[np.bool_] | None = None) -> dict[str, Any]:
-    """The columns of Parquet files for what was made of inputs, by their names.
+# The column of the inputs, by its name, for each kind of input; vectors are not written.
+INPUT_TYPES: Mapping[str, Any] = {"text": arrow.string(), "ids": arrow.list_(arrow.int64())}
+
+
+def output_types(kind: str, number: Any, width: int) -> dict[str, Any]:
+    """Return the columns of Parquet files for a kind of output, with their Arrow types.
 
     Args:
-        result: What was made.
-        missing: (inputs,) which inputs nothing was made of, so that they are not in `result`; None for no input.
+        kind: The kind of the output.
+        number: The Arrow type of a number; uint8 for "binary".
+        width: The numbers of a row; of "binary" its bytes.
     """
+    row = arrow.list_(number, width)
+    if kind == "sparse":
+        return {"indices": arrow.list_(arrow.uint32()), "values": arrow.list_(number)}
+    if kind == "tokens":
+        return {"rows": arrow.list_(row), "token_ids": arrow.list_(arrow.int64())}
+    if kind == "multi_vector":
+        return {"rows": arrow.list_(row), "token_indices": arrow.list_(arrow.uint32())}
+    return {"vector": row}
+
+
+class ParquetFile:
+    """Writes a Parquet file of inputs and outputs, in row groups. Use it as a context manager."""
+
+    def __init__(self, path: Path, schema: Any) -> None:
+        """Open the file.
+
+        Args:
+            path: The file.
+            schema: The pyarrow.Schema: the column of the inputs if there is one, the columns of `output_types`, and
+                further columns.
+        """
+        self._schema = schema
+        # Numbers of vectors rarely repeat, so a dictionary and statistics of them cost more than they save.
+        plain = [field.name for field in schema if not arrow.types.is_nested(field.type)]
+        self._file = arrow.OSFile(os.fsencode(path), "wb")
+        self._writer = parquet.ParquetWriter(
+            self._file, schema, use_dictionary=plain or False, write_statistics=plain or False
+        )
+
+    def table(
+        self,
+        values: Sequence[Any],
+        result: EncodeResult | None,
+        missing: npt.NDArray[np.bool_] | None = None,
+        further: Any = None,
+    ) -> Any:
+        """Return some rows as a table of the file's schema.
+
+        Args:
+            values: (rows,) The inputs; None for a row without an input.
+            result: The outputs of the rows that are not missing; None if all are missing.
+            missing: (rows,) Which rows have no output, and get null; None if all have one.
+            further: pyarrow.Table, (rows, further columns).
+        """
+        columns = {name: arrow.array(values, its) for name, its in INPUT_TYPES.items() if name in self._schema.names}
+        columns |= {} if result is None else _output_columns(result, missing)
+        columns |= {} if further is None else dict(zip(further.column_names, further.columns, strict=True))
+        arrays = [
+            columns[field.name] if field.name in columns else arrow.nulls(len(values), field.type)
+            for field in self._schema
+        ]
+        return arrow.Table.from_arrays(arrays, schema=self._schema)
+
+    def write(self, table: Any) -> None:
+        """Add a row group."""
+        self._writer.write_table(table)
+
+    def add_metadata(self, metadata: Mapping[str, str]) -> None:
+        """Add metadata to the footer, besides that of the schema."""
+        self._writer.add_key_value_metadata(dict(metadata))
+
+    def __enter__(self) -> "ParquetFile":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Of a file that could not be written, the first error counts.
+        with suppress(*((OSError, arrow.ArrowException) if kind else ())):
+            self._writer.close()
+            self._file.close()
+
+
+def _output_columns(result: EncodeResult, missing: npt.NDArray[np.bool_] | None) -> dict[str, Any]:
+    """Return the columns of a result by name, with null for the rows that are missing in the result."""
     output = result.outputs[0]
     numbers = output.matrix()  # (inputs or rows, width)
     mask = None if missing is None else arrow.array(missing)
-    if output.kind not in _RAGGED:
+    if output.kind not in RAGGED:
         if missing is not None:
             numbers, present = np.zeros((len(missing), numbers.shape[1]), numbers.dtype), numbers
             numbers[~missing] = present
@@ -241,27 +323,27 @@ def _flat(numbers: Array) -> Any:
 
 
 def _one_each(result: EncodeResult, suffix: str) -> Array:
-    """(inputs, width)."""
-    if (kind := result.outputs[0].kind) in _RAGGED:
+    """Return (inputs, width)."""
+    if (kind := result.outputs[0].kind) in RAGGED:
         raise ValueError(
-            f"--output: a {suffix} file holds one vector for each input, and of {kind!r} each has a number of its own: "
+            f"--output: a {suffix} file holds one vector for each input, and {kind!r} gives any number of rows: "
             ".npz, .jsonl and .parquet hold them"
         )
     return result.outputs[0].matrix()
 
 
 def _lengths(result: EncodeResult) -> Array:
-    """(inputs,), the rows of each."""
+    """Return (inputs,), the number of rows of each input."""
     return np.concatenate([block.lengths for block in result.outputs[0].blocks]).astype(np.int64)
 
 
 def _indices(output: EncodedOutput) -> Array:
-    """(weights,), the vocabulary's entry of each."""
+    """Return (weights,), the token id of each weight."""
     return np.concatenate([its.indices for its in output.sparse_vectors()])
 
 
 def _beside_rows(result: EncodeResult) -> dict[str, Array]:
-    """What stands beside each row: the id of its token, or the place of that in the text unless rows are pooled."""
+    """Return the id of each row's token, or the index of the token in the text; empty for pooled rows."""
     output = result.outputs[0]
     if output.kind == "multi_vector":
         places = [its for its in output.token_indices() if its is not None]

@@ -1,27 +1,19 @@
-"""Jobs: the rows of many files embedded into a folder of Parquet files, which a job that is run again completes.
+"""Jobs: the rows of many files embedded into a folder of Parquet files. A job that is run again does the missing parts.
 
-`embed_files` does all of it; `EmbedJob` has the plan first, and can be stopped.
+`embed_files` runs a whole job. An `EmbedJob` shows its plan first, and can be stopped.
 """
 
+from encserve_cli.files.reading import InputKind, ReadOptions
 from encserve_cli.job.api import RayOptions, embed_files
-from encserve_cli.job.job import EmbedJob, Opened, Source
-from encserve_cli.job.local import EngineOptions, LocalSource
+from encserve_cli.job.job import Backend, EmbedJob
+from encserve_cli.job.local import EngineOptions, LocalBackend
 from encserve_cli.job.plan import MakeOptions, ModelFacts, Plan
-from encserve_cli.job.run import JobProgress, JobSummary, OnProgress, TooManyRejected
-from encserve_cli.job.server import ServerSource
-from encserve_cli.job.types import (
-    Encoded,
-    Encoder,
-    InputFile,
-    InputKind,
-    Part,
-    PartLimits,
-    ReadOptions,
-    Scan,
-    Stopped,
-)
+from encserve_cli.job.run import JobProgress, JobSummary, LocalWorker, OnProgress, TooManyRejected, Worker
+from encserve_cli.job.server import ServerBackend
+from encserve_cli.job.types import Encoded, Encoder, InputFile, Part, Shard, Stopped
 
 __all__ = [
+    "Backend",
     "EmbedJob",
     "Encoded",
     "Encoder",
@@ -30,20 +22,19 @@ __all__ = [
     "InputKind",
     "JobProgress",
     "JobSummary",
-    "LocalSource",
+    "LocalBackend",
+    "LocalWorker",
     "MakeOptions",
     "ModelFacts",
     "OnProgress",
-    "Opened",
     "Part",
-    "PartLimits",
     "Plan",
     "RayOptions",
     "ReadOptions",
-    "Scan",
-    "ServerSource",
-    "Source",
+    "ServerBackend",
+    "Shard",
     "Stopped",
     "TooManyRejected",
+    "Worker",
     "embed_files",
 ]

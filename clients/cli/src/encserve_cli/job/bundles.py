@@ -1,4 +1,4 @@
-"""What --bundle names, as a folder that holds one bundle: exported or copied into the user's cache where need be."""
+"""The bundle of --bundle as a folder. A checkpoint is exported, and a URI copied, into the user's cache."""
 
 import fcntl
 import hashlib
@@ -24,14 +24,14 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def find_bundle(given: str) -> Path:
-    """The folder of the bundle that --bundle means.
+    """Return the folder of the bundle of --bundle.
 
     Args:
         given: A bundle, NAME/VERSION with its manifest.json; NAME, for its newest version; the URI of a bundle; a
             directory that holds a checkpoint; or the name of one on the hub, OWNER/NAME.
 
     Raises:
-        ValueError: It is none of these, or encserve-export, which makes a bundle of a checkpoint, is not installed.
+        ValueError: The argument is something else, or names a checkpoint and encserve-export is not installed.
         RuntimeError: The export failed.
         OSError: A file cannot be read, or the cache cannot be written.
     """
@@ -48,12 +48,12 @@ def find_bundle(given: str) -> Path:
 
 
 def _looks_like_path(given: str) -> bool:
-    """Whether what is not there was meant as a path: models/NAME is one where there is a folder models."""
+    """Whether a missing path was meant, not a name on the hub: models/NAME is a path if the folder models exists."""
     return _HUB_ID.fullmatch(given) is None or Path(given).parent.is_dir()
 
 
 def _in_directory(path: Path) -> Path:
-    """The bundle of a directory that is there."""
+    """Return the bundle of an existing directory."""
     if (path / MANIFEST).is_file():
         return path
     if versions := _with_manifest(path.iterdir()):
@@ -72,18 +72,18 @@ def _in_directory(path: Path) -> Path:
 
 
 def _with_manifest(folders: Iterable[Path]) -> list[Path]:
-    """Those that are bundles; what begins with "." is still being written."""
+    """Return the folders that are bundles. Names with a leading "." are still being written."""
     return [it for it in folders if not it.name.startswith(".") and (it / MANIFEST).is_file()]
 
 
 def _version_key(name: str) -> list[tuple[int, int, str]]:
-    """A sort key for which 9 < 10 and 1.0-rc1 < 1.0, as encserve-server sorts versions."""
+    """Return a sort key for which 9 < 10 and 1.0-rc1 < 1.0, as encserve-server sorts versions."""
     parts = [(2, int(part), "") if part.isdigit() else (0, 0, part) for part in re.findall(r"\d+|[^\d.]+", name)]
     return [*parts, (1, 0, name)]
 
 
 def _exported(source: str, own_name: str, facts: object) -> Path:
-    """The bundle that encserve-export makes of a checkpoint, from the cache if it is there."""
+    """Return the bundle that encserve-export makes of a checkpoint, from the cache if possible."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", own_name).lstrip("._-")[:64] or "model"
     where = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     exporter = shutil.which(_EXPORTER, path=where)
@@ -96,7 +96,7 @@ def _exported(source: str, own_name: str, facts: object) -> Path:
                 f"from a checkout, pip install ./proto ./server ./export; or run it elsewhere: {_EXPORTER} hf {source} "
                 f"--model-repository models --name {name}, and give --bundle models/{name}"
             )
-        # Standard output is for this command's own.
+        # Standard output is for vectors.
         done = subprocess.run([exporter, *arguments], stdin=subprocess.DEVNULL, stdout=2, check=False)
         if done.returncode:
             raise RuntimeError(f"--bundle {source}: {_EXPORTER} failed with exit status {done.returncode}; see above")
@@ -105,7 +105,7 @@ def _exported(source: str, own_name: str, facts: object) -> Path:
 
 
 def _copied(uri: str) -> Path:
-    """A copy of the bundle of a URI, from the cache if it is there."""
+    """Return a copy of the bundle of a URI, from the cache if possible."""
     check_no_secret(uri)
     files, path = filesystem_of(uri)
     found = files.get_file_info(arrow_fs.FileSelector(path, recursive=True, allow_not_found=True))

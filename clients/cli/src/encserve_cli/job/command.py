@@ -1,4 +1,4 @@
-"""A job on the command line: what is made of its options, what is shown of it, and how Ctrl-C ends it."""
+"""A job on the command line: its options, its output on the terminal, and Ctrl-C."""
 
 import ctypes
 import functools
@@ -18,15 +18,17 @@ from rich.console import Console
 
 from encserve_cli import render
 from encserve_cli.files.command import Printing, Sources, deliver
-from encserve_cli.job.api import RayOptions, source_of
-from encserve_cli.job.job import EmbedJob, Source
+from encserve_cli.files.reading import InputKind, ReadOptions
+from encserve_cli.files.rows import MIB, Value
+from encserve_cli.job.api import RayOptions, backend_of
+from encserve_cli.job.job import Backend, EmbedJob
 from encserve_cli.job.local import EngineOptions
 from encserve_cli.job.plan import MakeOptions
 from encserve_cli.job.progress import shown_progress
-from encserve_cli.job.run import missing_parts
+from encserve_cli.job.run import LocalWorker
 from encserve_cli.job.sample import take_sample
 from encserve_cli.job.showing import plan_lines, plan_record, summary_lines, summary_record
-from encserve_cli.job.types import MIB, Encoder, InputKind, ReadOptions, Value, ignore_batch
+from encserve_cli.job.types import Encoder, Shard, ignore_batch
 from encserve_cli.shared import errors_in_one_line
 from encserve_client import EncodeResult, Timings
 
@@ -40,7 +42,7 @@ _ACTORS = ("actors", "actor_cpus", "actor_gpus")
 
 
 def run_job(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Runs the job that a command's options describe, and ends the command with its exit status.
+    """Run the job of a command's options, and end the command with its exit status.
 
     Args:
         given: The options of `encserve_cli.job_options` that were given, by their names.
@@ -56,7 +58,7 @@ def run_job(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         interrupts = stack.enter_context(Interrupts())
         try:
             client = None if "bundle" in given else stack.enter_context(context.obj(priority="bulk"))
-            source = source_of(
+            backend = backend_of(
                 bundle=given.get("bundle"),
                 client=client,
                 model=options["model"],
@@ -64,7 +66,7 @@ def run_job(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
                 engine=_engine_options(given),
                 ray=_ray_options(given),
             )
-            with _open(source, given, options) as job:
+            with _open(backend, given, options) as job:
                 status = _work(job, interrupts, given, as_json=options["as_json"])
         except KeyboardInterrupt:
             click.echo("stopped before the job began; nothing was computed", err=True)
@@ -74,10 +76,10 @@ def run_job(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def _give_memory_back() -> None:
-    """Has glibc return pieces of 1 MiB and more when they are freed, unless its variables say otherwise.
+    """Make glibc return freed pieces of 1 MiB and more to the system, unless its variables set other limits.
 
-    Otherwise it soon keeps pieces of up to 32 MiB, with gaps between what parts hold: 1,000,000 short texts took 490
-    MiB, not 380, and 80 more than 100,000 did, not 45.
+    By default, glibc keeps pieces of up to 32 MiB, with gaps between the data of parts: 1,000,000 short texts took 490
+    MiB instead of 380.
     """
     if not {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys():
         with suppress(OSError, AttributeError):  # another C library has no such function
@@ -99,21 +101,22 @@ def _ray_options(given: Mapping[str, Any]) -> RayOptions | None:
 
 
 def deliver_from_bundle(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Prints what --bundle makes of inputs, or writes it to one file; the arguments are those of `run_job`.
+    """Print the outputs of --bundle, or write them to one file. The arguments are those of `run_job`.
 
     Raises:
         ClickException: The bundle or an input cannot be used, or the file cannot be written.
     """
     with errors_in_one_line(RuntimeError), ExitStack() as stack:
-        source = source_of(bundle=given["bundle"], engine=_engine_options(given))
-        opened = source.open(_make_options(options), _kind(options), None)
-        stack.callback(opened.close)
-        run = functools.partial(_encode, opened.encoder())
+        backend = backend_of(bundle=given["bundle"], engine=_engine_options(given))
+        worker = backend.open(_make_options(options), _kind(options), None)
+        stack.callback(worker.close)
+        assert isinstance(worker, LocalWorker)  # noqa: S101 - --ray is for jobs
+        run = functools.partial(_encode, worker.encoder)
         deliver(run, options["sources"], options["printing"], options["as_json"], render.print_made)
 
 
 def _encode(encoder: Encoder, inputs: Sequence[Value]) -> EncodeResult:
-    """What a client's `run` does; an input that is refused fails the call."""
+    """Return the outputs as a client's `run` does. A refused input fails the call."""
     began = time.perf_counter()
     encoded = encoder.encode(inputs, ignore_batch)
     if encoded.refused:
@@ -136,23 +139,24 @@ def _make_options(options: Mapping[str, Any]) -> MakeOptions:
 
 
 def _kind(options: Mapping[str, Any]) -> str | None:
-    """The kind of output; None for what the model was trained for."""
+    """Return the kind of the output; None for the kind that the model was trained for."""
     if "exclude_special" in options:  # of `encserve encode` alone
         return "tokens"
     kind: str | None = options["pooling"] or options["kind"]
     return kind
 
 
-def _open(source: Source, given: Mapping[str, Any], options: Mapping[str, Any]) -> EmbedJob:
+def _open(backend: Backend, given: Mapping[str, Any], options: Mapping[str, Any]) -> EmbedJob:
     sources: Sources = options["sources"]
     input_kind: InputKind = "ids" if sources.ids else "vectors" if "vectors" in given else "text"
     return EmbedJob(
         sources.arguments,
         options["printing"].folder,
-        source,
+        backend,
         read=ReadOptions(input_kind, sources.column, _columns(given.get("keep", ()))),
         make=_make_options(options),
         kind=_kind(options),
+        shard=Shard(*given["shard"]) if "shard" in given else None,
         overwrite="overwrite" in given,
         add_inputs="add_inputs" in given,
         save="dry_run" not in given,
@@ -165,18 +169,18 @@ def _columns(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def _work(job: EmbedJob, interrupts: "Interrupts", given: Mapping[str, Any], *, as_json: bool) -> int:
-    """Does what is asked for of a job that is open, and returns the exit status."""
+    """Run a job that is open, or show its plan, and return the exit status."""
     if "dry_run" in given:
         _show_plan(job, as_json=as_json)
         return 0
     if as_json:
-        _event("plan", plan_record(job.plan, job.store.uri, missing_parts(job.plan, job.store), None, 1))
+        _event("plan", plan_record(job.plan, job.store.uri, job.finished(), None))
     interrupts.job = job
     try:
-        with shown_progress(job.plan.rows, as_json=as_json) as on_progress:
+        with shown_progress(job.total_rows, as_json=as_json) as on_progress:
             summary = job.run(on_progress=on_progress, max_rejected=given.get("max_rejected"))
     except Exception:
-        if not interrupts.came:  # what is stopped may fail in other ways than with Stopped
+        if not interrupts.came:  # a job that is stopped may fail in other ways than with Stopped
             raise
         click.echo(_stopped(job, given), err=True)
         return STOPPED
@@ -188,15 +192,10 @@ def _work(job: EmbedJob, interrupts: "Interrupts", given: Mapping[str, Any], *, 
 
 
 def _show_plan(job: EmbedJob, *, as_json: bool) -> None:
-    missing = missing_parts(job.plan, job.store)
-    sample = None
-    if missing:
-        encoder = job.opened.encoder()
-        try:
-            sample = take_sample(job.plan, missing[0], encoder)
-        finally:
-            encoder.close()
-    shown = (job.plan, job.store.uri, missing, sample, job.opened.workers())
+    finished = job.finished()
+    work = job.plan.work(finished, job.shard, divided=False)
+    assert isinstance(job.worker, LocalWorker)  # noqa: S101 - --dry-run and --ray exclude each other
+    shown = (job.plan, job.store.uri, finished, take_sample(job.plan, work, job.worker.encoder))
     if as_json:
         _event("plan", plan_record(*shown))
     else:
@@ -208,23 +207,21 @@ def _event(name: str, record: Mapping[str, Any]) -> None:
 
 
 def _stopped(job: EmbedJob, given: Mapping[str, Any]) -> str:
-    missing = missing_parts(job.plan, job.store)
-    parts, rows = len(job.plan.parts) - len(missing), job.plan.rows - sum(it.rows for it in missing)
+    finished = job.finished()
+    rows = sum(it.rows for it in finished.values())
+    total = "" if job.total_rows is None else f" of {job.total_rows:,}"
     again = "the same command without --overwrite" if "overwrite" in given else "the same command"
-    return (
-        f"stopped: {rows:,} of {job.plan.rows:,} rows, {parts:,} of {len(job.plan.parts):,} parts are in "
-        f"{job.store.uri}; {again} goes on from there"
-    )
+    return f"stopped: {rows:,}{total} rows, {len(finished):,} parts, are in {job.store.uri}; {again} goes on from there"
 
 
 class Interrupts:
-    """While it is entered, the first Ctrl-C or SIGTERM stops the job after its batches, and the second ends at once.
+    """A context in which the first Ctrl-C or SIGTERM stops the job after its batches, and the second ends at once.
 
     Before the job runs, the first one raises KeyboardInterrupt.
 
     Attributes:
-        came: Whether there was one.
-        job: The job that runs; None before it does.
+        came: Whether a signal came.
+        job: The running job; None before a job runs.
     """
 
     def __init__(self) -> None:

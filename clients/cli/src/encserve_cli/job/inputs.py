@@ -1,66 +1,56 @@
-"""Inputs of a job: one pass over all files finds parts, and a reader then reads parts in any order."""
+"""The input files of a job: their sizes and checksums, and their rows."""
 
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
-from encserve_cli.files.reading import KNOWN, STDIN, DataFile, find_file
-from encserve_cli.files.storage import errors_named, size_and_time
-from encserve_cli.job.cutting import Sizes, cut
-from encserve_cli.job.kept import KeptTypes
-from encserve_cli.job.measuring import measure
-from encserve_cli.job.sources import ChangedError, Source, open_source
-from encserve_cli.job.types import InputFile, Part, PartLimits, ReadOptions, Rows, Scan
+from encserve_cli.files.kept import common_type, split_type, type_named
+from encserve_cli.files.reading import KNOWN, STDIN, DataFile, ReadOptions, find_file
+from encserve_cli.files.rows import RowReader, column_types, open_rows
+from encserve_cli.files.storage import checksum, count_rows, size_and_time
+from encserve_cli.job.plan import Plan
+from encserve_cli.job.types import Block, InputFile, Part, Work
 
-
-def find_inputs(arguments: Sequence[str]) -> list[InputFile]:
-    """The files that arguments name, one each; how many rows they have is not looked for.
-
-    Raises:
-        ValueError: An argument is no file, or is given twice.
-        OSError: A file is not there or cannot be read.
-    """
-    return [_input_of(file) for file in _files(arguments)]
+T = TypeVar("T")
+V = TypeVar("V")
+# Object stores answer slowly, but many requests at a time.
+_THREADS = 16
+# The columns that a job writes itself.
+_OUTPUT_COLUMNS = ("text", "ids", "vector", "rows", "token_ids", "token_indices", "indices", "values")
 
 
-def _input_of(file: DataFile) -> InputFile:
-    size_bytes, modified_ns = size_and_time(file)
-    return InputFile(file.uri, size_bytes, modified_ns, 0, file.is_in_order)
+def in_threads(function: Callable[[T], V], values: Sequence[T]) -> list[V]:
+    """Return the results of a function for all values, in order. The calls wait for files or a network."""
+    if len(values) == 1:  # so that Ctrl-C ends the call
+        return [function(values[0])]
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="encserve-file") as pool:
+        return list(pool.map(function, values))
 
 
-def scan(
-    arguments: Sequence[str],
-    options: ReadOptions,
-    limits: PartLimits,
-    progress: Callable[[int], None] | None = None,
-) -> Scan:
-    """Finds the rows and the parts of all files, for which it reads each once.
+def find_inputs(arguments: Sequence[str], known: Sequence[InputFile] = ()) -> list[InputFile]:
+    """Return the files of the arguments, in order.
 
     Args:
-        arguments: Paths and URIs of files.
-        options: How rows become inputs.
-        limits: Where a part ends.
-        progress: Is told how many more rows were found.
+        arguments: Paths and URIs.
+        known: Files whose checksum is not computed again if place, size and time are the same.
 
     Raises:
-        ValueError: An argument is no file, or is given twice; a file cannot be read as what its suffix says; a column
-            is not there or of another type than it must be.
-        OSError: A file is not there or cannot be read.
+        ValueError: An argument is not a file, is given twice, or cannot be read as Parquet.
+        OSError: A file is missing or cannot be read.
     """
-    kept = KeptTypes(options.keep, options.column)
-    inputs: list[InputFile] = []
-    parts: list[Part] = []
-    for file in _files(arguments):
-        planned = _input_of(file)  # before it is read: what is changed meanwhile is noticed later
-        with errors_named(file):
-            found = list(cut(_told(measure(file, options, kept), progress), limits, len(inputs)))
-        parts += found
-        inputs.append(dataclasses.replace(planned, rows=sum(it.rows for it in found)))
-    return Scan(tuple(inputs), tuple(parts), kept.types())
+    checksums = {(it.uri, it.size_bytes, it.modified_ns): it.checksum for it in known if it.modified_ns}
+    return in_threads(functools.partial(_describe, checksums), _files(arguments))
+
+
+def _describe(checksums: Mapping[tuple[str, int, int], str], file: DataFile) -> InputFile:
+    size_bytes, modified_ns = size_and_time(file)
+    found = checksums.get((file.uri, size_bytes, modified_ns)) or checksum(file, size_bytes)
+    return InputFile(file.uri, size_bytes, modified_ns, found, count_rows(file))
 
 
 def _files(arguments: Sequence[str]) -> list[DataFile]:
-    """The files that arguments name; of a job nothing else is an input."""
     found: dict[str, DataFile] = {}
     for argument in arguments:
         if argument == STDIN:
@@ -70,69 +60,114 @@ def _files(arguments: Sequence[str]) -> list[DataFile]:
             )
         file = find_file(argument)
         if file is None:
-            raise ValueError(f"{argument[:60]!r}: is no file; the inputs of a job are files that end in {KNOWN}")
+            raise ValueError(f"{argument[:60]!r}: is not a file; the inputs of a job are files that end in {KNOWN}")
         place = str(Path(file.uri).resolve()) if file.is_local else file.uri
         if place in found:
-            raise ValueError(f"{argument}: is given twice")
+            raise ValueError(f"{file.name}: is given twice")
         found[place] = file
     return list(found.values())
 
 
-def _told(chunks: Iterable[Sizes], progress: Callable[[int], None] | None) -> Iterator[Sizes]:
-    for chunk in chunks:
-        yield chunk
-        if progress is not None:
-            progress(len(chunk.tokens))
+def kept_types(inputs: Sequence[InputFile], options: ReadOptions) -> dict[str, str]:
+    """Check the columns of all files, and return the Arrow types of the columns of --keep.
 
+    Columns of Parquet files keep their types, and columns of .csv files are text. Fields of .jsonl files get the type
+    of the values in the first lines of all files.
 
-class PartReader:
-    """Reads parts of a job. Only one thread may use it at a time.
-
-    Parts in the order of the plan cost each byte once, because the file stays open where the last part ended. A file
-    that can only be read in order is begun again for a part before that place.
+    Raises:
+        ValueError: A file cannot be read, lacks a column, or has a column of another type than another file.
+        OSError: A file cannot be read.
     """
+    _check_names(options)
+    files = [_file_of(it) for it in inputs]
+    found = list(zip(files, in_threads(lambda file: column_types(file, options), files), strict=True))
+    return {name: its or _type_of(name, found) for name, its in map(split_type, options.keep)}
 
-    def __init__(self, inputs: Sequence[InputFile], options: ReadOptions, kept_types: Mapping[str, str]) -> None:
-        """Takes what the planning pass found."""
-        self._inputs = inputs
-        self._options = options
-        self._kept_types = kept_types
-        self._open: tuple[int, DataFile, Source] | None = None
 
-    def read(self, part: Part) -> Rows:
-        """Reads a part. What is wrong with one of its rows is among its problems.
+def _check_names(options: ReadOptions) -> None:
+    names = [split_type(it)[0] for it in options.keep]
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise ValueError(f"--keep {name}: is given twice")
+        if name in _OUTPUT_COLUMNS:
+            raise ValueError(f"--keep {name}: the job writes a column {name!r}; rename the column of the inputs")
 
-        Raises:
-            ValueError: The file is no longer as it was planned, or cannot be read as what its suffix says.
-            OSError: It is not there or cannot be read.
-        """
-        try:
-            if self._open is None or self._open[0] != part.input:
-                self.close()
-                self._open = (part.input, *self._opened(self._inputs[part.input]))
-            _, file, source = self._open
-            with errors_named(file):
-                return source.read(part)
-        except BaseException as error:
-            self.close()  # where the file stands is not known
-            if isinstance(error, ChangedError):
-                uri = self._inputs[part.input].uri
-                raise ValueError(f"{uri}: was changed since the plan was made: {error}") from error
-            raise
 
-    def _opened(self, planned: InputFile) -> tuple[DataFile, Source]:
-        file = find_file(planned.uri)
-        assert file is not None  # noqa: S101 - it was one for the planning pass
-        size_bytes, modified_ns = size_and_time(file)
-        if size_bytes != planned.size_bytes:
-            raise ChangedError(f"it had {planned.size_bytes:,} bytes and now has {size_bytes:,}")
-        if modified_ns != planned.modified_ns and modified_ns and planned.modified_ns:
-            raise ChangedError("it was written to")
-        with errors_named(file):
-            return file, open_source(file, planned, self._options, self._kept_types)
+def _type_of(name: str, found: Sequence[tuple[DataFile, Mapping[str, set[str]]]]) -> str:
+    own = [(file.name, its) for file, types in found if file.suffix != ".jsonl" for its in types.get(name, ())]
+    fields = [(file.name, types[name]) for file, types in found if file.suffix == ".jsonl" and types.get(name)]
+    for other, its in own:
+        if its != own[0][1]:
+            raise ValueError(_mismatch(name, own[0], (other, its)))
+    common = common_type(its for _, types in fields for its in types)
+    if not own:
+        return common
+    if fields and (common, own[0][1]) not in (("int64", "double"), (own[0][1], common)):
+        raise ValueError(_mismatch(name, own[0], (fields[0][0], common)))
+    if any(file.suffix == ".jsonl" for file, _ in found) and type_named(own[0][1]) is None:
+        raise ValueError(f"--keep {name}: is {own[0][1]} in {own[0][0]}, a type that .jsonl files do not have")
+    return own[0][1]
 
-    def close(self) -> None:
-        """Closes the file that is open, if any; `read` opens it again."""
-        if self._open is not None:
-            self._open[-1].close()
-        self._open = None
+
+def _mismatch(name: str, one: tuple[str, str], other: tuple[str, str]) -> str:
+    return (
+        f"--keep {name}: is {one[1]} in {one[0]} and {other[1]} in {other[0]}; it must be of one type in all inputs: "
+        f"--keep {name}:string makes it text"
+    )
+
+
+def _file_of(planned: InputFile) -> DataFile:
+    file = find_file(planned.uri)
+    assert file is not None  # noqa: S101 - `find_inputs` has found it
+    return file
+
+
+def open_input(plan: Plan, index: int, on_read: Callable[[], None]) -> RowReader:
+    """Open a file of a job before its first row.
+
+    Raises:
+        ValueError: The file is not the same as when the job began.
+        OSError: The file is missing or cannot be read.
+    """
+    planned = plan.inputs[index]
+    file = _file_of(planned)
+    size_bytes, modified_ns = size_and_time(file)
+    is_known = (size_bytes, modified_ns) == (planned.size_bytes, planned.modified_ns) and modified_ns
+    if not is_known and (size_bytes != planned.size_bytes or checksum(file, size_bytes) != planned.checksum):
+        raise ValueError(
+            f"{file.name}: was changed since the job began; put the old file back, or begin again with --overwrite"
+        )
+    return open_rows(file, plan.read, plan.kept_types, on_read)
+
+
+def read_blocks(plan: Plan, work: Work, on_read: Callable[[], None]) -> Generator[Block, None, None]:
+    """Yield the rows of the parts of some work, in order. Each file is read once, from the first part on.
+
+    Args:
+        plan: The job.
+        work: The parts.
+        on_read: Called often. An error that it raises ends the iteration.
+
+    Raises:
+        ValueError: The file was changed or is damaged.
+        OSError: The file is missing or cannot be read.
+    """
+    with open_input(plan, work.input, on_read) as reader:
+        reader.skip(work.first * plan.part_rows)
+        number = work.first
+        while not reader.at_end and (work.end is None or number < work.end):
+            on_read()
+            part = Part(work.input, number)
+            if work.has(part):
+                yield from _part_blocks(reader, part, plan.part_rows)
+            else:
+                reader.skip(plan.part_rows)
+            number += 1
+
+
+def _part_blocks(reader: RowReader, part: Part, rows: int) -> Iterator[Block]:
+    left = rows
+    while left and not reader.at_end:
+        found = reader.read(left)
+        left -= len(found.values)
+        yield Block(part, found, reader.file, not left or reader.at_end, reader.at_end)

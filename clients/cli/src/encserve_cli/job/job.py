@@ -1,189 +1,243 @@
-"""One job from its settings to its summary: the plan is made or found again, then its missing parts are done."""
+"""One job from its settings to its summary: the plan is found or made, and then the missing parts are done."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from types import TracebackType
 from typing import Protocol
 
-from encserve_cli.job.inputs import find_inputs, scan
-from encserve_cli.job.output import REJECTED, is_of_job
-from encserve_cli.job.plan import MakeOptions, ModelFacts, Plan, differences, row_bytes
-from encserve_cli.job.run import PLAN_NAME, JobSummary, OnProgress, Runner, run_parts
+import click
+
+from encserve_cli.files.reading import ReadOptions
+from encserve_cli.job.inputs import find_inputs, kept_types
+from encserve_cli.job.output import REJECTED, finished_parts, part_of
+from encserve_cli.job.plan import (
+    PLAN_NAME,
+    MakeOptions,
+    ModelFacts,
+    Plan,
+    differences,
+    match_inputs,
+    rows_of_part,
+)
+from encserve_cli.job.run import JobRun, JobSummary, OnProgress, Worker
 from encserve_cli.job.store import Store, open_store, write_text
-from encserve_cli.job.types import Encoder, InputFile, PartLimits, ReadOptions
+from encserve_cli.job.types import InputFile, Part, PartReport, Shard
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """What makes vectors, ready to do parts.
+class Backend(Protocol):
+    """The source of vectors: a server, this process, or a cluster."""
 
-    Attributes:
-        make: What is made, with every default filled in.
-        model: What makes it.
-        runner: Makes what does the parts of a plan, whose output goes to a store.
-        close: Frees it.
-        encoder: Makes what encodes values that this process has, such as a sample. On a cluster only counts come back:
-            `Encoded.result` is None.
-        workers: Counts the encoders that do parts at the same time.
-    """
-
-    make: MakeOptions
-    model: ModelFacts
-    runner: Callable[[Plan, Store], Runner]
-    close: Callable[[], None]
-    encoder: Callable[[], Encoder]
-    workers: Callable[[], int] = lambda: 1
-
-
-class Source(Protocol):
-    """Where vectors come from: a server, this process, or a cluster."""
-
-    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> Opened:
-        """Loads or finds the model.
+    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> Worker:
+        """Load or find the model.
 
         Args:
-            make: What is to be made; its kind is not set yet.
-            kind: The output's kind; None for what the model was trained for.
-            before: The model of the job's plan, if there is a plan: what settings leave open is as it says.
+            make: The output of each input; the kind is not set yet.
+            kind: The kind of the output; None for the kind that the model was trained for.
+            before: The model of the job's plan, if there is a plan. Settings that are left open are taken from it.
 
         Raises:
-            EncserveError, RuntimeError, ValueError, OSError: The model cannot be had; the text says why.
+            EncserveError, RuntimeError, ValueError, OSError: The model cannot be loaded; the text says why.
         """
 
 
 class EmbedJob:
-    """A job. Use it as a context manager: `plan` is there at once, and `run` does what is missing."""
+    """A job. Use it as a context manager: `plan` is set after the constructor, and `run` does the missing parts.
+
+    Attributes:
+        store: The output.
+        plan: The job.
+        shard: The share of the job that `run` does.
+        worker: The loaded model.
+    """
 
     def __init__(
         self,
         inputs: Sequence[str],
         output: str,
-        source: Source,
+        backend: Backend,
         *,
         read: ReadOptions,
         make: MakeOptions,
         kind: str | None = None,
-        limits: PartLimits | None = None,
+        part_rows: int | None = None,
+        shard: Shard | None = None,
         overwrite: bool = False,
         add_inputs: bool = False,
         save: bool = True,
     ) -> None:
-        """Opens the model, and finds the plan of the output or makes one.
+        """Load the model, and find the plan in the output or make one.
 
         Args:
             inputs: Files, as paths or URIs.
             output: The folder of the output, a path or a URI.
-            source: Where vectors come from.
-            read: How rows become inputs.
-            make: What is made of each input.
-            kind: The kind of output; None for what the model was trained for.
-            limits: Where parts end; None for the usual limits.
+            backend: The source of vectors.
+            read: The options for reading inputs.
+            make: The output of each input.
+            kind: The kind of the output; None for the kind that the model was trained for.
+            part_rows: The rows of a part of a new job; None for 2,048, or up to 256 for kinds with many rows.
+            shard: The share to do; None for the whole job.
             overwrite: Whether to remove the output of another job first.
-            add_inputs: Whether inputs that the plan lacks are added to it.
-            save: Whether the plan is written, so that `run` can be called.
+            add_inputs: Whether to add inputs that the plan does not have.
+            save: Whether to write the plan, so that `run` can be called.
 
         Raises:
-            ValueError: The folder has the output of another job, an input cannot be used, or the settings contradict
-                each other.
+            ValueError: The folder has parts of another job, an input cannot be used, or settings contradict each other.
             OSError: A file cannot be read or written.
-            Exception: Whatever `Source.open` raises.
+            Exception: An error of `Backend.open`.
         """
-        self._source = source
         self._read = read
-        self._limits = limits or PartLimits()
-        self._stack = ExitStack()
-        self._runner: Runner | None = None
-        self._stopped = False
-        with self._stack:
-            self.store = open_store(output)
-            before = None if overwrite else self._plan_before()
-            found = find_inputs(inputs)
+        self._part_rows = part_rows
+        self._add_inputs = add_inputs
+        self.shard = shard or Shard()
+        # Of a dry run that would remove the parts in the folder, no part is done.
+        self._finished: dict[Part, PartReport] | None = {} if overwrite and not save else None
+        with ExitStack() as stack:
+            self.store: Store = open_store(output)
+            before = None if overwrite else self._saved_plan()
+            found = find_inputs(inputs, before.inputs if before else ())
             self._check_apart(found)
-            self.opened = source.open(make, kind, before.model if before else None)
-            self._stack.callback(self.opened.close)
-            if before is None:
-                self.plan = self._new_plan(inputs)
-                if overwrite and save:  # not before all is known to be good
-                    clear(self.store)
-                if save and not self.store.create(PLAN_NAME, self.plan.to_json()):
-                    before = self._plan_before()  # another run was faster, and what it measured holds for this one
-                    self._stack.close()
-                    self.opened = source.open(make, kind, before.model if before else None)
-                    self._stack.callback(self.opened.close)
-            if before is not None:
-                self.plan = self._known_plan(before, inputs, found, add_inputs=add_inputs, save=save)
-            self._stack = self._stack.pop_all()
+            self.worker = backend.open(make, kind, before.model if before else None)
+            stack.callback(self._close_worker)
+            self.plan, is_new = self._continued(before, found) if before else (self._new_plan(found), True)
+            if overwrite and save:  # not before the model and the inputs are known to be good
+                clear(self.store)
+            if is_new and save and not self._save(before):
+                # Another run has just begun the same job. Its measured settings count.
+                before = self._saved_plan()
+                assert before is not None  # noqa: S101 - it has been written
+                self.worker.close()
+                self.worker = backend.open(make, kind, before.model)
+                self.plan, _ = self._continued(before, found)
+            self._stack = stack.pop_all()
 
-    def _plan_before(self) -> Plan | None:
+    def _saved_plan(self) -> Plan | None:
         text = self.store.read(PLAN_NAME)
         if text is not None:
             return Plan.from_json(text, f"{self.store.uri}/{PLAN_NAME}")
-        others = [name for name in self.store.names() if is_of_job(name)]
-        if others:
+        if others := self._part_names():
             raise ValueError(
-                f"{self.store.uri} has {len(others):,} parts, such as {others[0]}, and no {PLAN_NAME} that says what "
-                "they are; name another folder, or remove them with --overwrite"
+                f"{self.store.uri} has {len(others):,} parts, such as {others[0]}, and no {PLAN_NAME} of their job; "
+                "name another folder, or remove them with --overwrite"
             )
         return None
 
+    def _part_names(self) -> list[str]:
+        return sorted(name for name in self.store.names() if part_of(name))
+
+    def _save(self, before: Plan | None) -> bool:
+        """Write the plan. False if another run was faster."""
+        if before is None:
+            return self.store.create(PLAN_NAME, self.plan.to_json())
+        write_text(self.store, PLAN_NAME, self.plan.to_json())
+        return True
+
     def _check_apart(self, found: Sequence[InputFile]) -> None:
-        """Refuses inputs that lie among the outputs, where they would be read or removed as such."""
+        """Refuse inputs in the folder of the output, where readers would take them for parts."""
         for it in found:
-            if it.uri.rpartition("/")[0] == self.store.uri:
+            if click.format_filename(it.uri.rpartition("/")[0]) == self.store.uri:
                 raise ValueError(
-                    f"{it.uri}: is an input in the folder of the output; name another folder for the output"
+                    f"{click.format_filename(it.uri)}: is an input in the folder of the output; name another folder "
+                    "for the output"
                 )
 
-    def _new_plan(self, inputs: Sequence[str]) -> Plan:
-        per_row, per_token = row_bytes(self.opened.make, self.opened.model.width)
-        limits = dataclasses.replace(
-            self._limits, row_bytes=per_row, token_bytes=per_token, max_tokens=self.opened.model.max_tokens
-        )
-        return Plan.of(scan(inputs, self._read, limits), self._read, self.opened.make, self.opened.model)
+    def _new_plan(self, found: Sequence[InputFile]) -> Plan:
+        make, model = self.worker.make, self.worker.model
+        types = kept_types(found, self._read)
+        return Plan(self._read, make, model, self._part_rows or rows_of_part(make, model), types, tuple(found))
 
-    def _known_plan(
-        self, before: Plan, inputs: Sequence[str], found: Sequence[InputFile], *, add_inputs: bool, save: bool
-    ) -> Plan:
-        known = {it.uri for it in before.inputs}
-        new = [argument for argument, its in zip(inputs, found, strict=True) if its.uri not in known]
-        compared = [it for it in found if it.uri in known] if add_inputs else found
-        if problems := differences(before, self._read, self.opened.make, self.opened.model, compared):
+    def _continued(self, before: Plan, found: Sequence[InputFile]) -> tuple[Plan, bool]:
+        """Return the plan of a job that goes on, with the present places of its files, and whether it has changed.
+
+        A job without parts does not go on: its plan is replaced by a new one if it differs. In the same way, a file
+        without parts is replaced by the file that is at its place now.
+        """
+        names = self._part_names()
+        known, new = match_inputs(before.inputs, found)
+        places = {it.uri: it for it in new}
+        begun = {part.input for part in map(part_of, names) if part is not None}
+        for index, was in enumerate(before.inputs):
+            if known[index] is None and index not in begun:
+                known[index] = places.pop(was.uri, None)
+        new = [it for it in new if it.uri in places]
+        problems = differences(before, self._read, self.worker.make, self.worker.model)
+        problems += self._input_problems(before, known, places)
+        if problems and not names:
+            return self._new_plan(found), True
+        if problems:
             raise ValueError(
                 f"{self.store.uri} has the output of another job: {'; '.join(problems)}. Name another folder, or begin "
                 "again with --overwrite"
             )
-        if not (add_inputs and new):
-            return before
-        plan = before.extended(self._new_plan(new))
-        if save:
-            write_text(self.store, PLAN_NAME, plan.to_json())
-        return plan
+        plan = dataclasses.replace(before, inputs=tuple(it for it in known if it is not None))
+        is_replaced = [it.checksum for it in plan.inputs] != [it.checksum for it in before.inputs]
+        if not new:
+            return plan, is_replaced
+        types = kept_types(new, self._read)
+        if types != dict(plan.kept_types):
+            raise ValueError(
+                f"--keep: the columns of the job are {_listed(plan.kept_types)}; those of the new inputs are "
+                f"{_listed(types)}"
+            )
+        return dataclasses.replace(plan, inputs=(*plan.inputs, *new)), True
+
+    def _input_problems(
+        self, before: Plan, known: Sequence[InputFile | None], new: Mapping[str, InputFile]
+    ) -> list[str]:
+        """Return which inputs differ, for people; `new` has the files that the plan does not have, by place."""
+        problems = []
+        for index, was in enumerate(before.inputs):
+            name = click.format_filename(was.uri)
+            if known[index] is None and was.uri in new:
+                now = new[was.uri].size_bytes
+                how = "its checksum differs" if now == was.size_bytes else f"{was.size_bytes:,} bytes then, {now:,} now"
+                problems.append(f"{name} was changed: {how} (remove part-{index:05}-* to make its parts again)")
+            elif known[index] is None:
+                problems.append(f"the job has the input {name}, which is not given now")
+        old = {it.uri for it in before.inputs}
+        added = [] if self._add_inputs else [click.format_filename(uri) for uri in new if uri not in old]
+        return problems + [f"{name} is not an input of the job (--add-inputs adds it)" for name in added]
+
+    @property
+    def total_rows(self) -> int | None:
+        """The number of rows of the share; None if it is not known."""
+        return self.plan.rows if self.shard.count == 1 else None
+
+    def finished(self) -> dict[Part, PartReport]:
+        """Return the parts of the share that are done; see `finished_parts`."""
+        if self._finished is None:
+            found = finished_parts(self.plan, self.store)
+            self._finished = {part: report for part, report in found.items() if self.shard.has(part)}
+        return self._finished
 
     def run(self, *, on_progress: OnProgress | None = None, max_rejected: int | None = None) -> JobSummary:
-        """Does the parts that are missing; to be called once, since the model is freed at the end.
+        """Do the missing parts. Call it once: the model is freed at the end.
 
         Raises:
-            Stopped: `stop` was called; what is done stays done.
-            TooManyRejected: More rows than `max_rejected` were rejected.
-            Exception: Whatever keeps the job from going on, of the model, the inputs or the output.
+            Stopped: `stop` was called. Finished parts stay.
+            TooManyRejected: More rows than `max_rejected` were rejected, also by earlier runs.
+            Exception: An error of the model, the inputs or the output.
         """
-        with ExitStack() as stack:
-            self._runner = self.opened.runner(self.plan, self.store)
-            stack.callback(self._runner.close)
-            if self._stopped:
-                self._runner.stop()
-            return run_parts(self.plan, self.store, self._runner, on_progress=on_progress, max_rejected=max_rejected)
+        finished = self.finished()
+        run = JobRun(self.plan, finished, total_rows=self.total_rows, on_progress=on_progress)
+        run.check_rejected(max_rejected)
+        work = self.plan.work(finished, self.shard, divided=self.worker.divides_files)
+        self._finished = None
+        with closing(self.worker.run(self.plan, self.store, work, run.count_batch)) as reports:
+            for report in reports:
+                run.count_part(report)
+                run.check_rejected(max_rejected)
+        return run.summary(self.store.uri)
 
     def stop(self) -> None:
-        """Has `run` raise Stopped after the batches that run now; callable from any thread and from signals."""
-        self._stopped = True
-        if self._runner is not None:
-            self._runner.stop()
+        """Make `run` raise Stopped after the running batches. Any thread and any signal handler may call."""
+        self.worker.stop()
+
+    def _close_worker(self) -> None:
+        self.worker.close()
 
     def close(self) -> None:
-        """Frees the model."""
+        """Free the model."""
         self._stack.close()
 
     def __enter__(self) -> "EmbedJob":
@@ -195,12 +249,14 @@ class EmbedJob:
         self.close()
 
 
+def _listed(types: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} ({its})" for name, its in types.items()) or "none"
+
+
 def clear(store: Store) -> None:
-    """Removes the output of a job: the plan last, so that a folder without one has nothing left."""
-    for name in store.names():
-        if is_of_job(name):
+    """Remove the output of a job: the plan last, so that a folder without a plan has no parts."""
+    names = [*store.names(), *(f"{REJECTED}/{name}" for name in store.names(REJECTED))]
+    for name in names:
+        if part_of(name.rpartition("/")[2]):
             store.delete(name)
-    for name in store.names(REJECTED):
-        if is_of_job(name):
-            store.delete(f"{REJECTED}/{name}")
     store.delete(PLAN_NAME)

@@ -7,11 +7,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from encserve_cli.job.job import Opened
-from encserve_cli.job.plan import MakeOptions, ModelFacts, Plan
-from encserve_cli.job.run import LocalRunner, PartWorker, Runner
-from encserve_cli.job.store import Store
-from encserve_cli.job.types import BatchProgress, Encoded, Stopped, Value, ignore_batch
+from encserve_cli.files.rows import Value
+from encserve_cli.job.plan import MakeOptions, ModelFacts
+from encserve_cli.job.run import LocalWorker
+from encserve_cli.job.types import BatchProgress, Encoded, Stopped, ignore_batch
 from encserve_client import Block, EncodedOutput, EncodeResult, SequenceInfo, Timings
 
 _UNTIMED = Timings(0.0, 0.0, 0.0, 0.0, 0, 0)
@@ -19,11 +18,11 @@ _UNTIMED = Timings(0.0, 0.0, 0.0, 0.0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How a bundle is run in this process; None for what encserve-server would take.
+    """The options for running a bundle in this process; None for the default of encserve-server.
 
     Attributes:
         engine: "onnxruntime" or "openvino".
-        precision: "model" for what the bundle has, "float32", or with OpenVINO "bfloat16".
+        precision: "model" for the precision of the bundle, "float32", or with OpenVINO "bfloat16".
         device: "auto", "cpu" or "cuda".
         max_batch_tokens: The most padded tokens of a batch.
         intra_op_threads: The CPU's threads that run batches.
@@ -42,7 +41,7 @@ class EngineOptions:
     cache_dir: Path | None = None
 
     def as_before(self, before: ModelFacts | None) -> "EngineOptions":
-        """The same, with what it leaves open as a job's plan has it."""
+        """Return these options, with the values of a job's plan for the options that are None."""
         if before is None or before.engine != self.engine:
             return self
         return replace(
@@ -54,7 +53,7 @@ class EngineOptions:
 
 
 def open_embedder(bundle: Path, options: EngineOptions) -> Any:
-    """Loads a bundle.
+    """Load a bundle.
 
     Raises:
         ValueError: encserve-server is not installed.
@@ -87,10 +86,10 @@ def open_embedder(bundle: Path, options: EngineOptions) -> Any:
 
 
 class LocalEncoder:
-    """Encodes with a model in this process. Several threads may use it at a time."""
+    """An `Encoder` with a model in this process."""
 
     def __init__(self, embedder: Any, make: MakeOptions) -> None:
-        """Takes an `encserve_server.offline.Embedder`, which this then owns, and what is to be made."""
+        """Take an `encserve_server.offline.Embedder`, which `close` frees, and the output of each value."""
         self._embedder = embedder
         self._make = make
 
@@ -98,17 +97,15 @@ class LocalEncoder:
         """See `Encoder`.
 
         Raises:
-            RuntimeError: The engine fails whatever it is given.
+            RuntimeError: The engine fails for every value.
         """
         made = self.run(values, on_batch)
         good = np.ones(len(values), np.bool_)  # (values,)
         good[list(made.refused)] = False
-        return Encoded(
-            self._result(made, good) if good.any() else None, dict(made.refused), made.tokens, made.padded_tokens
-        )
+        return Encoded(self._result(made, good) if good.any() else None, dict(made.refused))
 
     def run(self, values: Sequence[Value], on_batch: BatchProgress) -> Any:
-        """What the embedder makes of values: an `encserve_server.offline.Embedded`."""
+        """Return the outputs of values, as an `encserve_server.offline.Embedded`."""
         from encserve_server import offline
         from encserve_server.errors import EncserveError as ServerError
 
@@ -131,7 +128,7 @@ class LocalEncoder:
             raise RuntimeError(str(error)) from error
 
     def _result(self, made: Any, good: Any) -> EncodeResult:
-        """The same as a client would give it, of the inputs that were not refused."""
+        """Return the outputs of the accepted inputs, as a client returns them."""
         block = Block(made.rows, made.lengths[good], made.indices)
         output = EncodedOutput(self._make.kind, made.l2_normalized, (block,), made.sparse_width)  # type: ignore[arg-type]
         bundle = self._embedder.bundle
@@ -149,7 +146,7 @@ class LocalEncoder:
 
 
 def _infos(made: Any, good: Any) -> Sequence[SequenceInfo]:
-    """What the model saw of each input; of "tokens" the ids and the number are those of its rows."""
+    """Return the token counts of each input. For "tokens", each row has an id, and only rows are counted."""
     counts, originals = made.token_counts[good].tolist(), made.original_token_counts[good].tolist()
     ids: Sequence[Any] = [None] * len(counts)
     if made.token_ids is not None:
@@ -163,7 +160,7 @@ def _infos(made: Any, good: Any) -> Sequence[SequenceInfo]:
 def model_facts(
     embedder: Any, options: EngineOptions, make: MakeOptions, kind: str | None
 ) -> tuple[MakeOptions, ModelFacts]:
-    """What is made, with the kind filled in, and what a plan holds of the model.
+    """Return the output of each input with its kind, and the model as plans have it.
 
     Raises:
         RuntimeError: The model has no such output.
@@ -187,16 +184,16 @@ def model_facts(
     )
 
 
-class LocalSource:
-    """A bundle, run in this process."""
+class LocalBackend:
+    """A bundle that runs in this process; see `encserve_cli.job.job.Backend`."""
 
     def __init__(self, bundle: Path, options: EngineOptions) -> None:
-        """Takes the folder of the bundle, NAME/VERSION or NAME for its newest version, and how it is run."""
+        """Take the folder of the bundle, NAME/VERSION or NAME for the newest version, and the engine's options."""
         self._bundle = bundle
         self._options = options
 
-    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> Opened:
-        """See `Source`.
+    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> LocalWorker:
+        """See `Backend`.
 
         Raises:
             ValueError: encserve-server is not installed.
@@ -209,9 +206,4 @@ class LocalSource:
         except BaseException:
             embedder.close()
             raise
-        encoder = LocalEncoder(embedder, made)
-
-        def runner(plan: Plan, store: Store) -> Runner:
-            return LocalRunner(PartWorker(plan, encoder, store))
-
-        return Opened(made, facts, runner, embedder.close, lambda: encoder)
+        return LocalWorker(made, facts, LocalEncoder(embedder, made))

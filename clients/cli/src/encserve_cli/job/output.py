@@ -1,108 +1,191 @@
-"""A part into its file: the inputs, what was made of them, and the columns that come along, each row in its place."""
+"""The parts of a job's output: writing them, and finding the whole ones."""
 
 import json
+import logging
 import re
-from collections.abc import Mapping
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 
-from encserve_cli.files.writing import arrow_columns
-from encserve_cli.job.plan import Plan, columns_of, value_column
-from encserve_cli.job.store import Store
-from encserve_cli.job.types import Encoded, Part, PartReport, Rows
+from encserve_cli.files.storage import errors_named_as
+from encserve_cli.files.writing import ParquetFile
+from encserve_cli.job.inputs import in_threads
+from encserve_cli.job.plan import Plan, json_text
+from encserve_cli.job.store import Store, write_text, written
+from encserve_cli.job.types import Block, Encoded, Part, PartReport
+
+logger = logging.getLogger(__name__)
 
 REJECTED = "_rejected"
-_OF_JOB = re.compile(r"part-\d{5,}-\d{6,}\.(?:parquet|jsonl)")
+_OF_JOB = re.compile(r"part-(\d{5,})-(\d{6,})\.(?:parquet|jsonl)")
+# In the footer of each part, besides the metadata of the schema.
+_PART_KEY = "encserve_part"
 
 
-def is_of_job(name: str) -> bool:
-    """Whether a job writes files of such a name: parts, and their rejected rows."""
-    return _OF_JOB.fullmatch(name) is not None
+def part_of(name: str) -> Part | None:
+    """Return the part of a file of this name, which has the rows or the rejected rows; None for other files."""
+    found = _OF_JOB.fullmatch(name)
+    return None if found is None else Part(int(found[1]), int(found[2]))
 
 
-class PartWriter:
-    """Writes parts of one job. Several threads may use it at a time."""
+def write_part(plan: Plan, store: Store, blocks: Iterator[tuple[Block, Encoded]]) -> PartReport:
+    """Take the blocks of one part, and write the part: first its rejected rows, then its file.
 
-    def __init__(self, plan: Plan, store: Store) -> None:
-        """Takes the job, and where its output goes."""
-        self._plan = plan
-        self._store = store
+    Args:
+        plan: The job.
+        store: The output.
+        blocks: Blocks with their outputs; the iteration stops after the last block of the part. `Encoded.refused` has
+            the indices of rows in the block.
 
-    def write(self, part: Part, rows: Rows, encoded: Encoded) -> PartReport:
-        """Writes a part: first its rejected rows, then its file, which makes the part done.
-
-        Raises:
-            OSError: One cannot be written; nothing is under the part's name then.
-        """
-        refused = rows.problems | encoded.refused
-        self._write_rejected(part, rows, refused)
-        table = self._table(rows, encoded, refused)
-        with self._store.writing(f"{part.name}.parquet") as path:
-            _write_table(table, path)
-            output_bytes = path.stat().st_size
-        first = min(refused, default=None)
-        where = "" if first is None else f"{self._uri(part)}, row {rows.numbers[first]}: {refused[first]}"
-        return PartReport(part, len(refused), encoded.tokens, encoded.padded_tokens, output_bytes, where)
-
-    def _uri(self, part: Part) -> str:
-        return self._plan.inputs[part.input].uri
-
-    def _write_rejected(self, part: Part, rows: Rows, refused: Mapping[int, str]) -> None:
-        name = f"{REJECTED}/{part.name}.jsonl"
-        if not refused:
-            self._store.delete(name)  # of a run that was killed; through a server it may have refused other rows
-            return
-        with self._store.writing(name) as path:
-            lines = (
-                {"file": self._uri(part), "row": rows.numbers[place], "reason": refused[place]}
-                for place in sorted(refused)
-            )
-            path.write_text("".join(json.dumps(it, ensure_ascii=False) + "\n" for it in lines), encoding="utf-8")
-
-    def _table(self, rows: Rows, encoded: Encoded, refused: Mapping[int, str]) -> pa.Table:
-        columns: list[Any] = []
-        if (value := value_column(self._plan.read.input_kind)) is not None:
-            columns.append(pa.array(rows.values, value[1]))
-        columns += self._made(len(rows.values), encoded, refused)
-        columns += rows.kept.columns
-        return pa.Table.from_arrays(columns, schema=schema_of(self._plan, rows.kept.schema))
-
-    def _made(self, count: int, encoded: Encoded, refused: Mapping[int, str]) -> list[Any]:
-        """The columns of what was made, with null in the places of what was refused."""
-        types = columns_of(self._plan.make, self._plan.model.width)
-        if encoded.result is None:
-            return [pa.nulls(count, its) for its in types.values()]
-        missing = np.zeros(count, np.bool_)  # (rows,)
-        missing[list(refused)] = True
-        made = arrow_columns(encoded.result, missing if refused else None)
-        return [made[name] if name in made else pa.nulls(count, its) for name, its in types.items()]
+    Raises:
+        OSError: The part cannot be written. Nothing has the part's name then.
+        Exception: An error of the iteration.
+    """
+    block, encoded = next(blocks)
+    part = block.part
+    name = f"{part.name}.parquet"
+    rejected: list[tuple[int, str]] = []
+    rows = 0
+    with store.draft(name) as draft, ExitStack() as stack:
+        with written(draft.uri):
+            file = stack.enter_context(ParquetFile(draft.path, _schema(plan, block.rows.kept.schema)))
+        while True:
+            refused = block.rows.problems | encoded.refused
+            missing = np.zeros(len(block.rows.values), np.bool_)  # (rows,)
+            missing[list(refused)] = True
+            table = file.table(block.rows.values, encoded.result, missing if refused else None, block.rows.kept)
+            with written(draft.uri):
+                file.write(table)
+            rejected += [(block.rows.numbers[index], refused[index]) for index in sorted(refused)]
+            rows += len(block.rows.values)
+            if block.ends_part:
+                break
+            block, encoded = next(blocks)
+        record = _record(plan, part, rows) | {"rejected": len(rejected), "ends_file": block.ends_file}
+        with written(draft.uri):
+            file.add_metadata({_PART_KEY: json.dumps(record)})
+            stack.close()
+        _write_rejected(plan, store, part, rejected)
+        draft.publish()
+    first = f"{block.file.place(rejected[0][0])}: {rejected[0][1]}" if rejected else ""
+    return PartReport(part, rows, len(rejected), block.ends_file, first)
 
 
-def schema_of(plan: Plan, kept: pa.Schema) -> pa.Schema:
-    """The schema of every file of a job, with columns that come along; its metadata says what the vectors are."""
-    make, model = plan.make, plan.model
-    value = value_column(plan.read.input_kind)
-    fields = [*([value] if value else []), *columns_of(make, model.width).items()]
-    metadata = {
-        "model": model.model,
-        "version": model.version,
-        "fingerprint": model.fingerprint,
-        "space_id": model.space_id,
-        "kind": make.kind,
-        "pooling": model.pooling if make.kind == "model" else "",
-        "engine": model.engine,
-        "precision": model.precision,
-        "options": json.dumps(asdict(make), ensure_ascii=False),
+def _schema(plan: Plan, kept: Any) -> Any:
+    return pa.schema([*(pa.field(*it) for it in plan.fields()), *kept], plan.metadata())
+
+
+def _record(plan: Plan, part: Part, rows: int) -> dict[str, Any]:
+    """Return the identity of a part: its rows, and the file that they come from."""
+    file = plan.inputs[part.input]
+    return {
+        "input": file.checksum,
+        "input_bytes": file.size_bytes,
+        "number": part.number,
+        "part_rows": plan.part_rows,
+        "kept_types": dict(plan.kept_types),
+        "rows": rows,
     }
-    return pa.schema([*(pa.field(*it) for it in fields), *kept], metadata)
 
 
-def _write_table(table: pa.Table, path: Path) -> None:
-    """Numbers of vectors rarely repeat, so neither a dictionary nor statistics of them are worth their time."""
-    plain = [field.name for field in table.schema if not pa.types.is_nested(field.type)]
-    parquet.write_table(table, path, use_dictionary=plain or False, write_statistics=plain or False)
+def _write_rejected(plan: Plan, store: Store, part: Part, rejected: Sequence[tuple[int, str]]) -> None:
+    name = f"{REJECTED}/{part.name}.jsonl"
+    if not rejected:
+        store.delete(name)  # of a killed run: a server may reject other rows the next time
+        return
+    uri = plan.inputs[part.input].uri
+    lines = (json_text({"file": uri, "row": number, "reason": why}) + "\n" for number, why in rejected)
+    write_text(store, name, "".join(lines))
+
+
+def finished_parts(plan: Plan, store: Store, only: Callable[[Part], bool] | None = None) -> dict[Part, PartReport]:
+    """Return the parts in the output that are whole and are of this job; the log has a warning about others.
+
+    The footer of a part says which rows of which file it has, and the model and the options. All of these must be those
+    of the job, and the part must have as many rows as its footer says. The values are not read.
+
+    Args:
+        plan: The job.
+        store: The output.
+        only: Chooses the parts to look at; None for all.
+
+    Raises:
+        ValueError: The output has a part behind the last part of the job, whose rows readers would find.
+        OSError: A part cannot be read.
+    """
+    names = [name for name in store.names() if name.endswith(".parquet")]
+    parts = sorted(it for it in map(part_of, names) if it is not None and (only is None or only(it)))
+    found: dict[Part, PartReport] = {}
+    problems: list[str] = []
+    for it in in_threads(lambda part: _report_or_problem(plan, store, part), parts):
+        if isinstance(it, PartReport):
+            found[it.part] = it
+        else:
+            problems.append(it)
+    _check_behind(plan, store, parts, found)
+    if problems:
+        logger.warning("%d parts in the output are made again, such as %s", len(problems), problems[0])
+    return found
+
+
+def _report_or_problem(plan: Plan, store: Store, part: Part) -> PartReport | str:
+    name = f"{part.name}.parquet"
+    try:
+        if part.input >= len(plan.inputs):
+            raise ValueError(f"{name}: is of an input that the job does not have")
+        with errors_named_as(name, " as Parquet", is_local=store.is_local):
+            opened = parquet.ParquetFile(store.open(name))
+            try:
+                return _report(plan, part, opened)
+            finally:
+                opened.close(force=True)
+    except ValueError as error:
+        return str(error)
+
+
+def _report(plan: Plan, part: Part, opened: Any) -> PartReport:
+    """Return the report in the footer of a part; ValueError if the part is not whole or not of the job."""
+    name = f"{part.name}.parquet"
+    rows = opened.metadata.num_rows
+    metadata = {key.decode(): value.decode() for key, value in (opened.metadata.metadata or {}).items()}
+    record = json.loads(metadata.get(_PART_KEY, "null"))
+    if not isinstance(record, dict):
+        raise ValueError(f"{name}: is not a part of a job")
+    found = [(field.name, field.type) for field in opened.schema_arrow]
+    own = plan.fields()
+    if found[: len(own)] != own or [it for it, _ in found[len(own) :]] != list(plan.kept_types):
+        raise ValueError(f"{name}: has other columns than the job")
+    if changed := [key for key, value in plan.metadata().items() if metadata.get(key) != value]:
+        raise ValueError(f"{name}: has another value of {changed[0]} than the job: {metadata.get(changed[0])!r}")
+    ends_file = record.pop("ends_file", None) is True
+    rejected = record.pop("rejected", None)
+    if record != _record(plan, part, rows) or not isinstance(rejected, int):
+        raise ValueError(f"{name}: does not have the rows of this part, but {rows:,} others")
+    if rows != _expected_rows(plan, part, rows if ends_file else plan.part_rows):
+        raise ValueError(f"{name}: has {rows:,} rows, which is not the size of this part")
+    return PartReport(part, rows, rejected, ends_file)
+
+
+def _expected_rows(plan: Plan, part: Part, if_unknown: int) -> int:
+    """Return the number of rows that a part must have."""
+    of_file = plan.inputs[part.input].rows
+    found = if_unknown if of_file is None else of_file - part.number * plan.part_rows
+    return max(1, min(found, plan.part_rows))
+
+
+def _check_behind(plan: Plan, store: Store, parts: Sequence[Part], found: Mapping[Part, PartReport]) -> None:
+    """Refuse parts behind the end of a file, and parts of files that the job does not have."""
+    ends = {part.input: part.number for part, report in found.items() if report.ends_file}
+    for index, it in enumerate(plan.inputs):
+        if it.rows is not None:
+            ends[index] = -(-it.rows // plan.part_rows) - 1
+    for part in parts:
+        if part.input >= len(plan.inputs) or part.number > ends.get(part.input, part.number):
+            raise ValueError(
+                f"{store.uri}/{part.name}.parquet: is not a part of this job, and readers of the folder would find its "
+                "rows; remove it, or begin again with --overwrite"
+            )

@@ -1,24 +1,33 @@
-"""What a job is: its inputs, what is made of them, and what makes it, written down before anything is computed.
+"""The settings of a job, which `_job.json` in the output holds.
 
-A plan is all that batches depend on, so a job that is run again does what is missing exactly as the first run would
-have done it; and a job with another plan is refused.
+The settings decide which rows a part has and how they are cut into batches. So a job that is run again writes the
+missing parts as the first run would have written them.
 """
 
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from encserve_cli.job.types import InputFile, InputKind, Part, ReadOptions, Scan
+from encserve_cli.files.reading import ReadOptions
+from encserve_cli.files.rows import MIB
+from encserve_cli.files.writing import INPUT_TYPES, RAGGED, output_types
+from encserve_cli.job.types import STRIPE_PARTS, InputFile, Part, PartReport, Shard, Work
 from encserve_client import DType, Output, Task
 
-PLAN_FORMAT = 1
-# What Arrow calls the numbers of each type; of "binary" one holds 8.
-_ARROW_TYPES: dict[DType, Any] = {
+PLAN_NAME = "_job.json"
+PLAN_FORMAT = 2
+# The rows of a part, for outputs of one vector and for outputs of any number of rows. Some seconds to a minute each.
+VECTOR_ROWS, RAGGED_ROWS = 2048, 256
+_MOST_PART_BYTES = 512 * MIB
+_MOST_PIECES = 64  # of a text file that several workers share
+# The Arrow types of numbers; one of "binary" holds 8.
+_ARROW_TYPES: Mapping[DType, Any] = {
     "float32": pa.float32(),
     "float16": pa.float16(),
     "int8": pa.int8(),
@@ -28,16 +37,16 @@ _ARROW_TYPES: dict[DType, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class MakeOptions:
-    """What is made of each input.
+    """The output of each input.
 
     Attributes:
-        kind: The output's kind, as `Output.kind`.
-        dimensions: To how many numbers a row is cut; None for the model's own.
+        kind: The kind of the output, as `Output.kind`.
+        dimensions: The numbers that are left of a row; None for all.
         dtype: The type of the numbers; "binary" packs 8 into a byte.
-        task: What the texts are.
-        prompt_name: What is put before every text; None for what the model, or the task, has.
+        task: The task of the texts.
+        prompt_name: The name of the prompt before every text; None for the default of the model or the task.
         truncate: Whether an input that is too long is cut. Otherwise its row is rejected.
-        exclude_special: Whether "tokens" has no rows of special tokens.
+        exclude_special: Whether "tokens" leaves out the rows of special tokens.
     """
 
     kind: str = "model"
@@ -50,27 +59,27 @@ class MakeOptions:
 
     @property
     def output(self) -> Output:
-        """The output as the client asks for it."""
+        """The output as the client takes it."""
         return Output(self.kind, dimensions=self.dimensions)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The model that a job runs, and what makes it run.
+    """The model of a job, and the engine that runs the model.
 
     Attributes:
-        model: Its name.
-        version: Its version.
+        model: The name.
+        version: The version.
         fingerprint: Identifies the bundle.
         space_id: Identifies the vector space; empty if unknown.
-        pooling: How "model" makes one vector; empty where that is not known.
-        width: The numbers of a row of the job's output; of "binary" its bytes.
+        pooling: The pooling of "model"; empty if unknown.
+        width: The numbers of a row of the output; of "binary" the bytes.
         max_tokens: The longest input, in tokens.
-        engine: What runs it: "server", or an engine of this process.
-        precision: The type that it computes in.
-        max_batch_tokens: The most padded tokens of a batch; 0 through a server.
-        threads: The CPU's threads that run batches; 0 through a server.
-        parallel_batches: How many batches run at once; 0 through a server.
+        engine: "server", or an engine of this process.
+        precision: The type of the engine's numbers.
+        max_batch_tokens: The most padded tokens of a batch; 0 for a server.
+        threads: The CPU threads that run batches; 0 for a server.
+        parallel_batches: The batches that run at a time; 0 for a server.
     """
 
     model: str
@@ -87,109 +96,149 @@ class ModelFacts:
     parallel_batches: int = 0
 
 
+def rows_of_part(make: MakeOptions, model: ModelFacts) -> int:
+    """Return the number of rows of a part: fewer for long rows of tokens, so that a part has at most 512 MiB."""
+    if make.kind not in RAGGED:
+        return VECTOR_ROWS
+    row_bytes = model.max_tokens * model.width * np.dtype("u1" if make.dtype == "binary" else make.dtype).itemsize
+    return RAGGED_ROWS if make.kind == "sparse" else max(1, min(RAGGED_ROWS, _MOST_PART_BYTES // max(row_bytes, 1)))
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A job.
 
     Attributes:
-        read: How rows become inputs.
-        make: What is made of each input.
-        model: What makes it.
+        read: The options for reading inputs.
+        make: The output of each input.
+        model: The model.
+        part_rows: The rows of each part but the last of a file.
+        kept_types: The columns of --keep with their Arrow types, as `str(type)` gives them.
         inputs: The files.
-        parts: All parts, in the order of files and rows.
-        kept_types: The columns that come along, with their Arrow types.
     """
 
     read: ReadOptions
     make: MakeOptions
     model: ModelFacts
-    inputs: tuple[InputFile, ...]
-    parts: tuple[Part, ...]
+    part_rows: int
     kept_types: Mapping[str, str]
-
-    @classmethod
-    def of(cls, scan: Scan, read: ReadOptions, make: MakeOptions, model: ModelFacts) -> "Plan":
-        """The plan of what was found."""
-        return cls(read, make, model, scan.inputs, scan.parts, scan.kept_types)
+    inputs: tuple[InputFile, ...]
 
     @property
-    def rows(self) -> int:
-        """How many rows all inputs have."""
-        return sum(it.rows for it in self.inputs)
+    def rows(self) -> int | None:
+        """The number of rows of all inputs; None if it is not known."""
+        counts = [it.rows for it in self.inputs]
+        return None if None in counts else sum(it for it in counts if it is not None)
 
-    @property
-    def text_bytes(self) -> int:
-        """The bytes of all inputs."""
-        return sum(it.text_bytes for it in self.parts)
+    def fields(self) -> list[tuple[str, Any]]:
+        """Return the columns of every part that the job adds to --keep, with their Arrow types."""
+        inputs = {"text": "text", "ids": "ids"}.get(self.read.input_kind)
+        number = _ARROW_TYPES[self.make.dtype]
+        return [
+            *([(inputs, INPUT_TYPES[inputs])] if inputs else []),
+            *output_types(self.make.kind, number, self.model.width).items(),
+        ]
 
-    def extended(self, further: "Plan") -> "Plan":
-        """The same with the inputs of another plan behind its own.
+    def metadata(self) -> dict[str, str]:
+        """Return the metadata of every part's schema."""
+        make, model = self.make, self.model
+        return {
+            "model": model.model,
+            "version": model.version,
+            "fingerprint": model.fingerprint,
+            "space_id": model.space_id,
+            "kind": make.kind,
+            "pooling": model.pooling if make.kind == "model" else "",
+            "engine": model.engine,
+            "precision": model.precision,
+            "options": json.dumps(dataclasses.asdict(make), ensure_ascii=False),
+        }
 
-        Raises:
-            ValueError: Their columns that come along are others.
+    def work(self, finished: Mapping[Part, PartReport], shard: Shard, *, divided: bool) -> list[Work]:
+        """Return the missing parts of a share, in order.
+
+        Args:
+            finished: The parts that are done.
+            shard: The share.
+            divided: Whether files are divided into pieces for several workers, as far as their rows are counted.
         """
-        if dict(further.kept_types) != dict(self.kept_types):
-            was, now = _listed(self.kept_types), _listed(further.kept_types)
-            raise ValueError(f"--keep: the columns of the job are {was}; those of the new inputs are {now}")
-        moved = (dataclasses.replace(it, input=it.input + len(self.inputs)) for it in further.parts)
-        return dataclasses.replace(self, inputs=(*self.inputs, *further.inputs), parts=(*self.parts, *moved))
+        found = []
+        by_input: list[dict[int, PartReport]] = [{} for _ in self.inputs]
+        for part, report in finished.items():
+            by_input[part.input][part.number] = report
+        for index, (it, done) in enumerate(zip(self.inputs, by_input, strict=True)):
+            end = self._end_of(it, done)
+            if end is None or not divided:
+                found.append(Work(index, 0, end, frozenset(done), shard))
+                continue
+            # Each piece of a text file is found by reading the lines before it.
+            most = 10**6 if it.uri.lower().endswith(".parquet") else _MOST_PIECES
+            piece = max(STRIPE_PARTS, -(-end // most))
+            for first in range(0, end, piece):
+                last = min(first + piece, end)
+                found.append(Work(index, first, last, frozenset(done).intersection(range(first, last)), shard))
+        return [
+            it
+            for it in found
+            if it.end is None or any(it.has(Part(it.input, number)) for number in range(it.first, it.end))
+        ]
+
+    def _end_of(self, file: InputFile, done: Mapping[int, PartReport]) -> int | None:
+        """Return the number of parts of a file; None if it is not known yet."""
+        if file.rows is not None:
+            return -(-file.rows // self.part_rows)
+        return next((number + 1 for number, report in done.items() if report.ends_file), None)
 
     def to_json(self) -> str:
-        """The plan file: one line for each input and each part, so that `diff` shows what changed."""
+        """Return the text of `_job.json`: a line for each setting and for each input, so that `diff` is readable."""
         head = {
             "format": PLAN_FORMAT,
             "read": dataclasses.asdict(self.read),
             "make": dataclasses.asdict(self.make),
             "model": dataclasses.asdict(self.model),
+            "part_rows": self.part_rows,
             "kept_types": dict(self.kept_types),
-            "rows": self.rows,
         }
-        lines = [f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in head.items()]
-        for name, values in (("inputs", self.inputs), ("parts", self.parts)):
-            rows = ",\n  ".join(json.dumps(list(dataclasses.astuple(it)), ensure_ascii=False) for it in values)
-            lines.append(f"{json.dumps(name)}: [\n  {rows}\n]")
-        return "{\n" + ",\n".join(lines) + "\n}\n"
+        lines = [f"{json.dumps(name)}: {json_text(value)}" for name, value in head.items()]
+        inputs = ",\n  ".join(json_text(dataclasses.asdict(it)) for it in self.inputs)
+        return "{\n" + ",\n".join([*lines, f'"inputs": [\n  {inputs}\n]']) + "\n}\n"
 
     @classmethod
-    def from_json(cls, text: str, where: str) -> "Plan":
-        """Reads a plan file.
+    def from_json(cls, text: bytes, where: str) -> "Plan":
+        """Read a `_job.json`.
 
         Raises:
-            ValueError: It is no plan that this version knows; the text names it.
+            ValueError: It is not the file of a job, or of another version of encserve; the text names it.
         """
         try:
             found = json.loads(text)
             if found["format"] != PLAN_FORMAT:
                 raise ValueError(f"its format is {found['format']}; this version of encserve has {PLAN_FORMAT}")
-            read = found["read"] | {"keep": tuple(found["read"]["keep"])}
             return cls(
-                ReadOptions(**read),
+                ReadOptions(**found["read"] | {"keep": tuple(found["read"]["keep"])}),
                 MakeOptions(**found["make"]),
                 ModelFacts(**found["model"]),
-                tuple(InputFile(*it) for it in found["inputs"]),
-                tuple(Part(*it) for it in found["parts"]),
-                found["kept_types"],
+                int(found["part_rows"]),
+                dict(found["kept_types"]),
+                tuple(InputFile(**it) for it in found["inputs"]),
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{where}: not a plan of encserve embed: {error}; --overwrite begins again") from error
+            raise ValueError(f"{where}: is not the file of a job: {error}; --overwrite begins again") from error
 
 
-def differences(
-    plan: Plan, read: ReadOptions, make: MakeOptions, model: ModelFacts, inputs: Sequence[InputFile]
-) -> list[str]:
-    """What keeps a job with these settings from being the job of a plan, each for people; empty if nothing does.
+def json_text(value: Any) -> str:
+    """Return JSON. Names of files that are not valid UTF-8 are escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
 
-    `rows` and `in_order` of the inputs are not compared: what was not changed since has what it had. Nor is the order
-    of the inputs, which is the plan's.
-    """
-    found = [*_changed("", plan.read, read), *_changed("", plan.make, make), *_changed("model: ", plan.model, model)]
-    was, now = {it.uri: it for it in plan.inputs}, {it.uri: it for it in inputs}
-    found += [f"the job has the input {uri}, which is not given now" for uri in was if uri not in now]
-    found += [f"{uri} is no input of the job (--add-inputs adds it)" for uri in now if uri not in was]
-    for uri in was.keys() & now.keys():
-        if (was[uri].size_bytes, was[uri].modified_ns) != (now[uri].size_bytes, now[uri].modified_ns):
-            found.append(f"{uri} was changed: {was[uri].size_bytes:,} bytes then, {now[uri].size_bytes:,} bytes now")
-    return found
+
+def differences(plan: Plan, read: ReadOptions, make: MakeOptions, model: ModelFacts) -> list[str]:
+    """Return how settings differ from those of a plan, for people; empty if they do not."""
+    return [*_changed("", plan.read, read), *_changed("", plan.make, make), *_changed("model: ", plan.model, model)]
 
 
 def _changed(prefix: str, was: Any, now: Any) -> Iterator[str]:
@@ -199,37 +248,37 @@ def _changed(prefix: str, was: Any, now: Any) -> Iterator[str]:
             yield f"{prefix}{field.name} is {new!r}; the job has {old!r}"
 
 
-def _listed(types: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} ({its})" for name, its in types.items()) or "none"
+def match_inputs(
+    before: Sequence[InputFile], now: Sequence[InputFile]
+) -> tuple[list[InputFile | None], list[InputFile]]:
+    """Find the files of a plan among the files that are given now.
 
+    Files are the same if size and checksum agree, wherever they are and whenever they were written.
 
-def row_bytes(make: MakeOptions, width: int) -> tuple[int, int]:
-    """The bytes of output for each row, and for each token of one, at most.
-
-    Of sparse weights there may be one for every word of the vocabulary; a token is counted with 64 of them, which is
-    more than models that were trained to be sparse give.
+    Returns:
+        For each file of the plan the file of now, or None; and the files that the plan does not have, in their order.
     """
-    number = np.dtype("u1" if make.dtype == "binary" else make.dtype).itemsize
-    if make.kind == "sparse":
-        return 0, 64 * (4 + number)
-    if make.kind in ("tokens", "multi_vector"):
-        return 0, width * number + 8
-    return width * number, 0
+    found: list[InputFile | None] = [None] * len(before)
+    left = list(now)
+    for key in (_place_of, _name_of, _contents_of):  # of several equal files, the one at the same place comes first
+        given: dict[Any, list[InputFile]] = {}
+        for it in reversed(left):
+            given.setdefault(key(it), []).append(it)
+        for index, it in enumerate(before):
+            if found[index] is None and (same := given.get(key(it))):
+                found[index] = same.pop()
+        kept = {id(it) for its in given.values() for it in its}
+        left = [it for it in left if id(it) in kept]
+    return found, left
 
 
-def columns_of(make: MakeOptions, width: int) -> dict[str, Any]:
-    """The columns of what is made, with their Arrow types; all parts have the same."""
-    number = _ARROW_TYPES[make.dtype]
-    row = pa.list_(number, width)
-    if make.kind == "sparse":
-        return {"indices": pa.list_(pa.uint32()), "values": pa.list_(number)}
-    if make.kind == "tokens":
-        return {"rows": pa.list_(row), "token_ids": pa.list_(pa.int64())}
-    if make.kind == "multi_vector":
-        return {"rows": pa.list_(row), "token_indices": pa.list_(pa.uint32())}
-    return {"vector": row}
+def _contents_of(file: InputFile) -> tuple[Any, ...]:
+    return file.size_bytes, file.checksum
 
 
-def value_column(kind: InputKind) -> tuple[str, Any] | None:
-    """The column of the inputs themselves, with its Arrow type; vectors are not written again."""
-    return {"text": ("text", pa.string()), "ids": ("ids", pa.list_(pa.int64())), "vectors": None}[kind]
+def _name_of(file: InputFile) -> tuple[Any, ...]:
+    return PurePosixPath(file.uri).name, *_contents_of(file)
+
+
+def _place_of(file: InputFile) -> tuple[Any, ...]:
+    return file.uri, *_contents_of(file)

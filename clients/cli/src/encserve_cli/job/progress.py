@@ -1,4 +1,4 @@
-"""How far a job is, shown as it goes: a bar on a terminal, a line now and then in a log, or JSON for programs."""
+"""The progress of a job: a bar on a terminal, a line every 30 s in a log, or JSON for programs."""
 
 import json
 import threading
@@ -22,11 +22,11 @@ _LOG_SECONDS = 30.0
 
 
 @contextmanager
-def shown_progress(total_rows: int, *, as_json: bool, clock: Clock = time.monotonic) -> Iterator[OnProgress]:
-    """What is to be told of progress; it may be told from any thread, and as often as there is any.
+def shown_progress(total_rows: int | None, *, as_json: bool, clock: Clock = time.monotonic) -> Iterator[OnProgress]:
+    """Give a function that shows progress. Any thread may call the function, at any rate.
 
     Args:
-        total_rows: The rows of the job.
+        total_rows: The rows of the job; None if they are not known.
         as_json: Whether to write JSON to standard output; otherwise the progress goes to standard error.
         clock: Tells the time in seconds.
     """
@@ -41,7 +41,7 @@ def shown_progress(total_rows: int, *, as_json: bool, clock: Clock = time.monoto
 
 
 def _every(seconds: float, show: OnProgress, clock: Clock, first_at: float = float("-inf")) -> OnProgress:
-    """Shows progress, but at most once in so many seconds."""
+    """Return a function that shows progress at most once in so many seconds."""
     lock = threading.Lock()
     next_at = first_at
 
@@ -56,31 +56,32 @@ def _every(seconds: float, show: OnProgress, clock: Clock, first_at: float = flo
 
 
 @contextmanager
-def _bar(console: Console, total_rows: int) -> Iterator[OnProgress]:
+def _bar(console: Console, total_rows: int | None) -> Iterator[OnProgress]:
     columns = (MofNCompleteColumn(), TextColumn("rows"), BarColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=total_rows)
-        yield lambda it: bar.update(task, completed=it.rows, total=it.total_rows, description=", ".join(_facts(it)))
+        yield lambda it: bar.update(task, completed=it.rows, description=", ".join(_facts(it)))
 
 
 def as_record(progress: JobProgress) -> dict[str, object]:
-    """The progress as what JSON can hold."""
+    """Return the progress as JSON values."""
     return asdict(progress) | {"tokens_per_second": progress.tokens_per_second}
 
 
 def _line(it: JobProgress) -> str:
-    done = f"{it.rows:,} of {it.total_rows:,} rows, {it.parts:,} of {it.total_parts:,} parts"
+    total = "" if it.total_rows is None else f" of {it.total_rows:,}"
+    done = f"{it.rows:,}{total} rows, {it.parts:,} parts"
     rejected = [f"{it.rejected:,} rejected"] if it.rejected else []
     return ", ".join([done, *rejected, *_facts(it)])
 
 
 def _facts(it: JobProgress) -> list[str]:
-    """The speed, the padding and the time left, as far as they are known."""
+    """Return the known ones of the speed, the padding and the time left."""
     facts = [f"{it.tokens_per_second:,.0f} tokens/s"] if it.tokens else []
     facts += [] if it.padding is None else [f"{it.padding:.1%} padding"]
     return facts + ([] if it.seconds_left is None else [f"{duration(it.seconds_left)} left"])
 
 
 def duration(seconds: float) -> str:
-    """A time for people: "0:00:07", or "2 days, 3:00:00"."""
+    """Return a time for people: "0:00:07", or "2 days, 3:00:00"."""
     return str(timedelta(seconds=round(seconds)))

@@ -1,21 +1,24 @@
-"""The loop of a job: parts are read in order, a few at a time are encoded and written, and each is reported."""
+"""The loop of a job: blocks of rows are read in order, a few are encoded at a time, and each part is written."""
 
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Protocol
 
-from encserve_cli.job.inputs import PartReader
-from encserve_cli.job.output import REJECTED, PartWriter
-from encserve_cli.job.plan import Plan
+from encserve_cli.files.rows import Value
+from encserve_cli.job.inputs import read_blocks
+from encserve_cli.job.output import REJECTED, write_part
+from encserve_cli.job.plan import MakeOptions, ModelFacts, Plan
 from encserve_cli.job.store import Store
-from encserve_cli.job.types import BatchProgress, Encoded, Encoder, Part, PartReport, Rows, Value
+from encserve_cli.job.types import BatchProgress, Block, Encoded, Encoder, Part, PartReport, Stopped, Work
 
-PLAN_NAME = "_plan.json"
-# One is computed, one is tokenized or waits, one is written; a fourth is being read.
-_PARTS_AT_ONCE = 3
+# One is computed, one is tokenized or waits, and one is written; a fourth is being read.
+_BLOCKS_AT_ONCE = 3
 
 
 class TooManyRejected(ValueError):
@@ -24,24 +27,22 @@ class TooManyRejected(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class JobProgress:
-    """How far a job is.
+    """The progress of a job.
 
     Attributes:
-        rows: The rows that are done, those of earlier runs included; of parts that run, those that are computed.
-        total_rows: The rows of the job.
+        rows: The rows that are done, also by earlier runs. In unfinished parts, the encoded rows count.
+        total_rows: The rows of the job; None if they are not known.
         parts: The parts that are done.
-        total_parts: The parts of the job.
         rejected: The rows that were rejected.
-        tokens: The tokens that this run computed, padding excluded.
-        padding: The share of padding in what this run computed, from 0 to 1; None where that is not known.
-        seconds: How long this run computes already.
-        seconds_left: How long the rest will take at the speed so far; None while it is unknown.
+        tokens: The tokens that this run computed, without padding.
+        padding: The share of padding in the work of this run, from 0 to 1; None if it is not known.
+        seconds: The duration of this run so far.
+        seconds_left: The time for the other rows at the same speed; None if it is not known.
     """
 
     rows: int
-    total_rows: int
+    total_rows: int | None
     parts: int
-    total_parts: int
     rejected: int
     tokens: int
     padding: float | None
@@ -55,21 +56,22 @@ class JobProgress:
 
 
 OnProgress = Callable[[JobProgress], None]
+Reports = Generator[PartReport, None, None]
 
 
 @dataclass(frozen=True, slots=True)
 class JobSummary:
-    """What became of a job.
+    """The result of a job, or of a share of a job.
 
     Attributes:
-        output: Its folder.
-        rows: The rows that have their place in the output, rejected ones included.
-        rejected: Of these the rejected ones; `_rejected/` says which and why.
-        first_rejected: Where one of these stands, and why; empty where this run rejected nothing.
-        parts: How many files there are.
-        parts_before: How many of them an earlier run made.
-        tokens: The tokens that this run computed, padding excluded.
-        seconds: How long this run took.
+        output: The folder.
+        rows: The rows in the output, rejected ones included.
+        rejected: The rejected rows; `_rejected/` has the reasons.
+        first_rejected: The place of one rejected row, and the reason; empty if this run rejected no row.
+        parts: The files in the output.
+        parts_before: The files that earlier runs made.
+        tokens: The tokens that this run computed, without padding.
+        seconds: The duration of this run.
         plan: The job.
     """
 
@@ -84,212 +86,198 @@ class JobSummary:
     plan: Plan
 
 
-class Runner(Protocol):
-    """Does parts, in this process or elsewhere."""
+class Worker(Protocol):
+    """A loaded model that does parts of jobs: in this process, through a server, or on a cluster."""
 
-    def run(self, parts: Sequence[Part], on_batch: BatchProgress) -> Iterator[PartReport]:
-        """Does all parts, in any order, and reports each once it is written.
+    @property
+    def make(self) -> MakeOptions:
+        """The output of each input, with all defaults filled in."""
+
+    @property
+    def model(self) -> ModelFacts:
+        """The model."""
+
+    @property
+    def divides_files(self) -> bool:
+        """Whether several processes do parts of one file at the same time."""
+
+    def run(self, plan: Plan, store: Store, work: Sequence[Work], on_batch: BatchProgress) -> Reports:
+        """Do all work in any order, and yield each part when it is written.
 
         Raises:
             Stopped: `stop` was called.
-            EncserveError, RuntimeError, OSError, ValueError: The job cannot go on; what is done stays done.
+            EncserveError, RuntimeError, OSError, ValueError: The job cannot go on. Finished parts stay.
         """
 
     def stop(self) -> None:
-        """Has `run` raise Stopped after the batches that run now; callable from any thread and from signals."""
+        """Make `run` raise Stopped after the running batches. Any thread and any signal handler may call."""
 
     def close(self) -> None:
-        """Frees what it holds."""
+        """Free the model."""
 
 
-class PartWorker:
-    """Does one part after another: reads, encodes, writes. Several threads may use it at a time."""
-
-    def __init__(self, plan: Plan, encoder: Encoder, store: Store) -> None:
-        """Takes the job, what encodes, and where the output goes."""
-        self._encoder = encoder
-        self._reader = PartReader(plan.inputs, plan.read, plan.kept_types)
-        self._reading = threading.Lock()
-        self._writer = PartWriter(plan, store)
-
-    def read(self, part: Part) -> Rows:
-        """Reads a part; it costs least if parts are read in order."""
-        with self._reading:
-            return self._reader.read(part)
-
-    def encode(self, part: Part, rows: Rows, on_batch: BatchProgress) -> PartReport:
-        """Encodes and writes the rows of a part."""
-        good = [place for place in range(part.rows) if place not in rows.problems]
-        values: list[Value] = [value for place in good if (value := rows.values[place]) is not None]
-        encoded = self._encoder.encode(values, on_batch) if values else Encoded(None, {}, 0, 0)
-        refused = {good[place]: why for place, why in encoded.refused.items()}
-        return self._writer.write(part, rows, replace(encoded, refused=refused))
-
-    def do(self, part: Part, on_batch: BatchProgress) -> PartReport:
-        """Reads, encodes and writes a part."""
-        return self.encode(part, self.read(part), on_batch)
-
-    def stop(self) -> None:
-        """Has parts that are being encoded raise Stopped."""
-        self._encoder.stop()
-
-    def close(self) -> None:
-        """Frees the encoder and the files."""
-        self._reader.close()
-        self._encoder.close()
-
-
-class LocalRunner:
+class LocalWorker:
     """Does parts in threads of this process, so that reading, tokenizing, computing and writing overlap."""
 
-    def __init__(self, worker: PartWorker) -> None:
-        """Takes what does a part."""
-        self._worker = worker
+    divides_files = False
 
-    def run(self, parts: Sequence[Part], on_batch: BatchProgress) -> Iterator[PartReport]:
-        """See `Runner`."""
-        running: set[Future[PartReport]] = set()
-        with ThreadPoolExecutor(_PARTS_AT_ONCE, thread_name_prefix="encserve-part") as pool:
+    def __init__(self, make: MakeOptions, model: ModelFacts, encoder: Encoder) -> None:
+        """Take an encoder of the model, which `close` frees."""
+        self.make = make
+        self.model = model
+        self.encoder = encoder
+        self._stopped = False  # not an Event: a signal handler may call `stop`
+
+    def run(self, plan: Plan, store: Store, work: Sequence[Work], on_batch: BatchProgress) -> Reports:
+        """See `Worker`."""
+        blocks = itertools.chain.from_iterable(read_blocks(plan, it, self._check_running) for it in work)
+        with closing(self._encoded(blocks, on_batch)) as encoded:
+            for first in encoded:
+                yield write_part(plan, store, itertools.chain([first], encoded))
+
+    def _encoded(
+        self, blocks: Iterator[Block], on_batch: BatchProgress
+    ) -> Generator[tuple[Block, Encoded], None, None]:
+        """Yield blocks with their outputs, in order."""
+        waiting: deque[tuple[Block, Future[Encoded]]] = deque()
+        failure: list[Exception] = []
+        with ThreadPoolExecutor(_BLOCKS_AT_ONCE, thread_name_prefix="encserve-block") as pool:
             try:
-                for part in parts:
-                    rows = self._worker.read(part)
-                    running.add(pool.submit(self._worker.encode, part, rows, on_batch))
-                    del rows
-                    if len(running) >= _PARTS_AT_ONCE:
-                        yield from _finished(running)
-                while running:
-                    yield from _finished(running)
+                for block in _until_failure(blocks, failure):
+                    waiting.append((block, pool.submit(self._encode, block, on_batch)))
+                    if len(waiting) == _BLOCKS_AT_ONCE:
+                        first, future = waiting.popleft()
+                        yield first, future.result()
+                for first, future in waiting:
+                    yield first, future.result()
+                if failure:
+                    raise failure[0]
             except BaseException:
-                self._worker.stop()
+                self.stop()
                 raise
 
+    def _encode(self, block: Block, on_batch: BatchProgress) -> Encoded:
+        """Encode the usable rows of a block. `Encoded.refused` has indices of rows."""
+        good: list[int] = []
+        values: list[Value] = []
+        for index, value in enumerate(block.rows.values):
+            if value is not None:
+                good.append(index)
+                values.append(value)
+        counts: list[int] = []
+
+        def count(rows: int, tokens: int, padded_tokens: int) -> None:
+            counts.append(rows)
+            on_batch(rows, tokens, padded_tokens)
+
+        self._check_running()
+        encoded = self.encoder.encode(values, count) if values else Encoded(None, {})
+        on_batch(len(block.rows.values) - sum(counts), 0, 0)  # rows that were in no batch, such as rejected ones
+        return Encoded(encoded.result, {good[index]: why for index, why in encoded.refused.items()})
+
+    def _check_running(self) -> None:
+        if self._stopped:
+            raise Stopped
+
     def stop(self) -> None:
-        """See `Runner`."""
-        self._worker.stop()
+        """See `Worker`."""
+        self._stopped = True
+        self.encoder.stop()
 
     def close(self) -> None:
-        """See `Runner`."""
-        self._worker.close()
+        """See `Worker`."""
+        self.encoder.close()
 
 
-def _finished(running: set[Future[PartReport]]) -> Iterator[PartReport]:
-    """Waits for a part, and takes those that are done out."""
-    done, _ = wait(running, return_when=FIRST_COMPLETED)
-    running -= done
-    for future in done:
-        yield future.result()
+def _until_failure(blocks: Iterator[Block], failure: list[Exception]) -> Iterator[Block]:
+    """Yield blocks. If a file cannot be read, end, and add the error to `failure`: the rows before it are not lost."""
+    try:
+        yield from blocks
+    except (ValueError, OSError) as error:
+        failure.append(error)
 
 
-def missing_parts(plan: Plan, store: Store) -> list[Part]:
-    """The parts whose files are not there."""
-    there = store.names()
-    return [part for part in plan.parts if f"{part.name}.parquet" not in there]
+class JobRun:
+    """One run of a job: counts, reports progress, and makes the summary."""
 
+    def __init__(
+        self, plan: Plan, finished: Mapping[Part, PartReport], *, total_rows: int | None, on_progress: OnProgress | None
+    ) -> None:
+        """Begin a run.
 
-def run_parts(
-    plan: Plan,
-    store: Store,
-    runner: Runner,
-    *,
-    on_progress: OnProgress | None = None,
-    max_rejected: int | None = None,
-) -> JobSummary:
-    """Does what is missing of a job.
-
-    Raises:
-        TooManyRejected: More than `max_rejected` rows were rejected, those of earlier runs included.
-        Exception: Whatever `Runner.run` raises.
-    """
-    began = time.monotonic()
-    missing = missing_parts(plan, store)
-    books = _Books(plan, missing, _rejected_before(plan, store, missing), on_progress)
-    books.check(max_rejected)
-    for report in runner.run(missing, books.batch) if missing else ():
-        books.done(report)
-        books.check(max_rejected)
-    return JobSummary(
-        output=store.uri,
-        rows=plan.rows,
-        rejected=books.rejected,
-        first_rejected=books.first_rejected,
-        parts=len(plan.parts),
-        parts_before=len(plan.parts) - len(missing),
-        tokens=books.tokens,
-        seconds=time.monotonic() - began,
-        plan=plan,
-    )
-
-
-def _rejected_before(plan: Plan, store: Store, missing: Iterable[Part]) -> int:
-    """The rejected rows of the parts that are done."""
-    done = {f"{part.name}.jsonl" for part in plan.parts} - {f"{part.name}.jsonl" for part in missing}
-    return sum((store.read(f"{REJECTED}/{name}") or "").count("\n") for name in done & store.names(REJECTED).keys())
-
-
-class _Books:
-    """What has been done; batches are counted from any thread."""
-
-    def __init__(self, plan: Plan, missing: Sequence[Part], rejected: int, on_progress: OnProgress | None) -> None:
+        Args:
+            plan: The job.
+            finished: The parts that earlier runs made.
+            total_rows: The rows that the output will have; None if they are not known.
+            on_progress: See `encserve_cli.job.embed_files`.
+        """
         self._plan = plan
+        self._total_rows = total_rows
         self._on_progress = on_progress
         self._lock = threading.Lock()
         self._began = time.monotonic()
-        self._left_rows = sum(part.rows for part in missing)
-        self._left_parts = len(missing)
-        self._total_rows = self._left_rows
-        self._batch_rows = self._batch_tokens = self._batch_padded = 0
-        self._done_rows = 0  # of parts that this run has done
-        self.rejected = rejected
-        self.first_rejected = ""
-        self.tokens = 0
-        self._padded = 0
+        self._parts_before = self._parts = len(finished)
+        self._rows_before = self._rows = sum(it.rows for it in finished.values())
+        self._rejected = sum(it.rejected for it in finished.values())
+        self._first_rejected = ""
+        self._batch_rows = self._tokens = self._padded_tokens = 0
 
-    def batch(self, rows: int, tokens: int, padded_tokens: int) -> None:
-        """Counts a batch of a part that runs."""
+    def count_batch(self, rows: int, tokens: int, padded_tokens: int) -> None:
+        """Count rows that are encoded; a `BatchProgress`."""
         with self._lock:
             self._batch_rows += rows
-            self._batch_tokens += tokens
-            self._batch_padded += padded_tokens
+            self._tokens += tokens
+            self._padded_tokens += padded_tokens
         self._report()
 
-    def done(self, report: PartReport) -> None:
-        """Counts a part."""
+    def count_part(self, report: PartReport) -> None:
+        """Count a part that is written."""
         with self._lock:
-            self._left_parts -= 1
-            self._left_rows -= report.part.rows
-            self._done_rows += report.part.rows
-            self.rejected += report.rejected
-            self.tokens += report.tokens
-            self._padded += report.padded_tokens
-            self.first_rejected = self.first_rejected or report.first_rejected
+            self._parts += 1
+            self._rows += report.rows
+            self._rejected += report.rejected
+            self._first_rejected = self._first_rejected or report.first_rejected
         self._report()
 
-    def check(self, max_rejected: int | None) -> None:
-        """Raises TooManyRejected."""
-        if max_rejected is not None and self.rejected > max_rejected:
-            example = f", such as {self.first_rejected}" if self.first_rejected else ""
+    def check_rejected(self, most: int | None) -> None:
+        """Raise TooManyRejected if more than `most` rows were rejected."""
+        if most is not None and self._rejected > most:
+            example = f", such as {self._first_rejected}" if self._first_rejected else ""
             raise TooManyRejected(
-                f"{self.rejected:,} rows were rejected, more than --max-rejected {max_rejected:,}{example}; "
+                f"{self._rejected:,} rows were rejected, more than --max-rejected {most:,}{example}; "
                 f"{REJECTED}/ in the output names all of them"
             )
+
+    def summary(self, output: str) -> JobSummary:
+        """Return the result of the job, whose output is in a folder."""
+        return JobSummary(
+            output=output,
+            rows=self._rows,
+            rejected=self._rejected,
+            first_rejected=self._first_rejected,
+            parts=self._parts,
+            parts_before=self._parts_before,
+            tokens=self._tokens,
+            seconds=time.monotonic() - self._began,
+            plan=self._plan,
+        )
 
     def _report(self) -> None:
         if self._on_progress is None:
             return
         with self._lock:
             seconds = time.monotonic() - self._began
-            # A part's rows without a batch of their own, such as rejected ones, count when the part is done.
-            rows = min(max(self._done_rows, self._batch_rows), self._total_rows)
-            tokens, padded = max(self.tokens, self._batch_tokens), max(self._padded, self._batch_padded)
+            rows = max(self._rows, self._rows_before + self._batch_rows)
+            left = None if self._total_rows is None else max(self._total_rows - rows, 0)
+            done = rows - self._rows_before
             progress = JobProgress(
-                rows=self._plan.rows - self._total_rows + rows,
-                total_rows=self._plan.rows,
-                parts=len(self._plan.parts) - self._left_parts,
-                total_parts=len(self._plan.parts),
-                rejected=self.rejected,
-                tokens=tokens,
-                padding=1 - tokens / padded if padded else None,
+                rows=rows,
+                total_rows=self._total_rows,
+                parts=self._parts,
+                rejected=self._rejected,
+                tokens=self._tokens,
+                padding=1 - self._tokens / self._padded_tokens if self._padded_tokens else None,
                 seconds=seconds,
-                seconds_left=seconds * (self._total_rows - rows) / rows if rows else None,
+                seconds_left=None if left is None or not done else seconds * left / done,
             )
         self._on_progress(progress)

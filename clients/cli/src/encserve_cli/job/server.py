@@ -10,11 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from encserve_cli.files.encoding import CALLS_AT_ONCE, cut_calls, patiently
-from encserve_cli.job.job import Opened
-from encserve_cli.job.plan import MakeOptions, ModelFacts, Plan
-from encserve_cli.job.run import LocalRunner, PartWorker, Runner
-from encserve_cli.job.store import Store
-from encserve_cli.job.types import BatchProgress, Encoded, Stopped, Value
+from encserve_cli.files.rows import Value
+from encserve_cli.job.plan import MakeOptions, ModelFacts
+from encserve_cli.job.run import LocalWorker
+from encserve_cli.job.types import BatchProgress, Encoded, Stopped
 from encserve_client import (
     Block,
     EncodedOutput,
@@ -71,8 +70,7 @@ class ServerEncoder:
                 call.cancel()
         refused = {place: why for _, _, its in made for place, why in its.items()}
         results = [(places, result) for places, result, _ in made if result is not None]
-        tokens = sum(info.token_count for _, result in results for info in result.sequences)
-        return Encoded(_joined(results) if results else None, refused, tokens, 0)
+        return Encoded(_joined(results) if results else None, refused)
 
     def stop(self) -> None:
         """See `Encoder`."""
@@ -204,8 +202,8 @@ def _check(info: ModelInfo, make: MakeOptions) -> None:
         raise ValueError(f"--dtype {make.dtype}: is not for {make.kind}")
 
 
-class ServerSource:
-    """A server, through a client."""
+class ServerBackend:
+    """A server, through a client; see `encserve_cli.job.job.Backend`."""
 
     def __init__(self, client: EncoderClient, model: str | None = None, version: str | None = None) -> None:
         """Takes the client, which stays its owner's, and the model; None for the server's defaults."""
@@ -213,8 +211,8 @@ class ServerSource:
         self._model = model
         self._version = version
 
-    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> Opened:
-        """See `Source`.
+    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> LocalWorker:
+        """See `Backend`.
 
         Raises:
             EncserveError: The server does not answer, or has no such model.
@@ -226,10 +224,4 @@ class ServerSource:
             info = known[0] if known else info
         made = replace(make, kind=kind or info.trained_kind)
         _check(info, made)
-
-        def runner(plan: Plan, store: Store) -> Runner:
-            return LocalRunner(PartWorker(plan, ServerEncoder(self._client, info, made), store))
-
-        return Opened(
-            made, server_facts(info, made), runner, lambda: None, lambda: ServerEncoder(self._client, info, made)
-        )
+        return LocalWorker(made, server_facts(info, made), ServerEncoder(self._client, info, made))

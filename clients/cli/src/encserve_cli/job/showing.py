@@ -1,72 +1,79 @@
-"""A job's plan and its summary, for people and for programs."""
+"""A job's plan and summary, for people and for programs."""
 
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
 from typing import Any
 
+import numpy as np
+
+from encserve_cli.files.rows import MIB
+from encserve_cli.files.writing import RAGGED
 from encserve_cli.job.output import REJECTED
-from encserve_cli.job.plan import Plan, row_bytes
+from encserve_cli.job.plan import Plan
 from encserve_cli.job.progress import duration
 from encserve_cli.job.run import JobSummary
-from encserve_cli.job.sample import Sample, shared_out
-from encserve_cli.job.types import MIB, Part
+from encserve_cli.job.sample import Sample
+from encserve_cli.job.types import Part, PartReport
+
+Finished = Mapping[Part, PartReport]
 
 
-def plan_record(plan: Plan, output: str, missing: list[Part], sample: Sample | None, workers: int) -> dict[str, Any]:
-    """A plan as what JSON can hold, with what is expected of it: None where that is not known."""
-    seconds = None if missing else 0.0
-    if sample is not None:
-        seconds = sample.seconds_of(max(shared_out(plan, missing, workers)))
+def plan_record(plan: Plan, output: str, finished: Finished, sample: Sample | None) -> dict[str, Any]:
+    """Return a plan as JSON values; None for an unknown number."""
     return {
         "output": output,
         "inputs": [asdict(it) for it in plan.inputs],
         "rows": plan.rows,
-        "parts": len(plan.parts),
-        "parts_before": len(plan.parts) - len(missing),
-        "text_bytes": plan.text_bytes,
-        "output_bytes": output_bytes(plan, sample),
+        "part_rows": plan.part_rows,
+        "parts_before": len(finished),
+        "rows_before": _rows(finished),
+        "output_bytes": _output_bytes(plan),
         "read": asdict(plan.read),
         "make": asdict(plan.make),
         "model": asdict(plan.model),
-        "estimated_seconds": seconds,
+        "estimated_seconds": _seconds(plan, finished, sample),
     }
 
 
-def output_bytes(plan: Plan, sample: Sample | None) -> int | None:
-    """About how large the output becomes, without the columns that come along; None if unknown."""
-    per_row, per_token = row_bytes(plan.make, plan.model.width)
-    inputs = 0 if plan.read.input_kind == "vectors" else plan.text_bytes
-    if not per_token:
-        return plan.rows * per_row + inputs
-    if sample is None:
+def _rows(finished: Finished) -> int:
+    return sum(it.rows for it in finished.values())
+
+
+def _seconds(plan: Plan, finished: Finished, sample: Sample | None) -> float | None:
+    """Return the time for the missing rows; None if their number is not known."""
+    left = None if plan.rows is None else plan.rows - _rows(finished)
+    if left == 0:
+        return 0.0
+    return None if left is None or sample is None else sample.seconds_of(left)
+
+
+def _output_bytes(plan: Plan) -> int | None:
+    """Return the size of all vectors; None if it is not known."""
+    if plan.rows is None or plan.make.kind in RAGGED:
         return None
-    return plan.rows * per_row + round(sample.tokens_of(plan.text_bytes) * per_token) + inputs
+    return plan.rows * plan.model.width * np.dtype("u1" if plan.make.dtype == "binary" else plan.make.dtype).itemsize
 
 
-def plan_lines(plan: Plan, output: str, missing: list[Part], sample: Sample | None, workers: int) -> Iterator[str]:
-    """A plan for people."""
-    model, done = plan.model, len(plan.parts) - len(missing)
+def plan_lines(plan: Plan, output: str, finished: Finished, sample: Sample | None) -> Iterator[str]:
+    """Yield a plan for people."""
+    model = plan.model
+    rows = "rows not counted" if plan.rows is None else _count(plan.rows, "row")
+    size, seconds = _output_bytes(plan), _seconds(plan, finished, sample)
     yield _line("output", output)
-    yield _line("inputs", f"{_count(len(plan.inputs), 'file')}, {_count(plan.rows, 'row')}, {_mib(plan.text_bytes)}")
-    for it in plan.inputs:
-        if it.in_order:
-            yield _line("in order", f"{it.uri}: one worker reads it from its beginning")
-    yield _line("parts", f"{len(plan.parts):,}" + (f", of which {done:,} are done" if done else ""))
+    yield _line("inputs", f"{_count(len(plan.inputs), 'file')}, {rows}")
+    done = f", of which {len(finished):,} are done" if finished else ""
+    yield _line("parts", f"of {_count(plan.part_rows, 'row')}{done}")
     yield _line("model", f"{model.model}, version {model.version}, fingerprint {model.fingerprint}")
     yield _line("makes", ", ".join(_made(plan)))
     yield _line("engine", ", ".join(_engine(plan)))
-    size = output_bytes(plan, sample)
-    yield _line("size", "not known" if size is None else f"about {_mib(size)} without compression and --keep")
-    if not missing:
-        yield _line("time", "none, as all parts are done")
+    yield _line("size", "not known" if size is None else f"about {size / MIB:,.1f} MiB of vectors")
+    if seconds is None:
+        how = f"; {_count(sample.rows, 'row')} took {sample.seconds:.2f} s" if sample is not None else ""
+        yield _line("time", f"not known{how}")
     elif sample is None:
-        yield _line("time", "not known")
+        yield _line("time", "none, as all parts are done")
     else:
-        shares = shared_out(plan, missing, workers)
-        where, of_one = (f" on {len(shares):,} actors", " on one") if len(shares) > 1 else ("", "")
-        seconds = duration(sample.seconds_of(max(shares)))
-        took = f"{_count(sample.rows, 'row')} took {sample.seconds:.2f} s"
-        yield _line("time", f"about {seconds}{where}, as {took}{of_one}")
+        yield _line("time", f"about {duration(seconds)}, as {_count(sample.rows, 'row')} took {sample.seconds:.2f} s")
 
 
 def _line(name: str, value: str) -> str:
@@ -75,10 +82,6 @@ def _line(name: str, value: str) -> str:
 
 def _count(number: int, thing: str) -> str:
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
-
-
-def _mib(size: int) -> str:
-    return f"{size / MIB:,.1f} MiB"
 
 
 def _made(plan: Plan) -> Iterator[str]:
@@ -104,18 +107,17 @@ def _engine(plan: Plan) -> Iterator[str]:
 
 
 def summary_record(summary: JobSummary) -> dict[str, Any]:
-    """A summary as what JSON can hold, without the plan's inputs and parts."""
-    plan = summary.plan
-    rest = {name: getattr(summary, name) for name in JobSummary.__dataclass_fields__ if name != "plan"}
+    """Return a summary as JSON values, without the inputs of the plan."""
+    rest = {field.name: getattr(summary, field.name) for field in fields(summary) if field.name != "plan"}
     return rest | {
         "rejected_output": rejected_folder(summary) if summary.rejected else None,
-        "make": asdict(plan.make),
-        "model": asdict(plan.model),
+        "make": asdict(summary.plan.make),
+        "model": asdict(summary.plan.model),
     }
 
 
 def summary_lines(summary: JobSummary) -> Iterator[str]:
-    """A summary for people."""
+    """Yield a summary for people."""
     before = f", {summary.parts_before:,} of them made before" if summary.parts_before else ""
     speed = f", {summary.tokens / summary.seconds:,.0f} tokens/s" if summary.tokens and summary.seconds else ""
     yield f"wrote {summary.output}: {_count(summary.rows, 'row')} in {_count(summary.parts, 'part')}{before}"
@@ -123,11 +125,11 @@ def summary_lines(summary: JobSummary) -> Iterator[str]:
     if summary.rejected:
         example = f", such as {summary.first_rejected}" if summary.first_rejected else ""
         yield f"rejected: {_count(summary.rejected, 'row')}{example}"
-        yield f"{rejected_folder(summary)} says which and why"
+        yield f"{rejected_folder(summary)} has the reasons"
     model = summary.plan.model
     yield f"model {model.model}, version {model.version}, fingerprint {model.fingerprint}"
 
 
 def rejected_folder(summary: JobSummary) -> str:
-    """Where the rejected rows are."""
+    """Return the folder of the rejected rows."""
     return f"{summary.output}/{REJECTED}"

@@ -1,15 +1,21 @@
-"""The folder of a job's output, on a disk or in an object store: a file has its final name only when it is whole."""
+"""The folder of a job's output, on a disk or in an object store: a file has its final name only when it is whole.
+
+On a disk, only regular files count, and links inside the folder are never followed.
+"""
 
 import fcntl
 import os
+import stat
 import tempfile
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
+import click
 import pyarrow as pa
 import pyarrow.fs as arrow_fs
 
@@ -17,173 +23,248 @@ from encserve_cli.files.reading import check_no_secret
 from encserve_cli.files.storage import filesystem_of
 
 _TEMPORARY = ".unfinished-"
+# Opening a FIFO without O_NONBLOCK waits for a writer.
+_SAFE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A file that is being written.
+
+    Attributes:
+        path: The local file to write.
+        uri: The final place, for errors.
+        publish: Gives the file its final name. Without a call the file is removed.
+    """
+
+    path: Path
+    uri: str
+    publish: Callable[[], None]
 
 
 class Store(Protocol):
-    """A folder. Names may have one folder before them: "_rejected/part.jsonl"."""
+    """A folder. A name may begin with the name of a folder inside: "_rejected/part.jsonl".
+
+    Attributes:
+        uri: The absolute path or the URI.
+        is_local: Whether the folder is on a disk.
+    """
 
     uri: str
+    is_local: bool
 
-    def names(self, folder: str = "") -> dict[str, int]:
-        """The files in the folder, or in one of its folders, with their sizes in bytes; none where it is not there.
+    def names(self, folder: str = "") -> list[str]:
+        """Return the names of files in the folder, or in a folder inside; empty if the folder is missing.
 
         Raises:
-            OSError: It cannot be read.
+            OSError: The folder cannot be read.
         """
 
-    def read(self, name: str) -> str | None:
-        """A file's text; None where there is no such file."""
+    def read(self, name: str) -> bytes | None:
+        """Return the contents of a file; None if it is missing."""
 
-    def writing(self, name: str) -> Any:
-        """A context manager that gives the path of a local file to write, and publishes it if the block ends well."""
+    def open(self, name: str) -> Any:
+        """Open a file as a `pyarrow.NativeFile` that reads at any place."""
+
+    def draft(self, name: str) -> AbstractContextManager[Draft]:
+        """Begin a file."""
 
     def create(self, name: str, text: str) -> bool:
-        """Publishes a text under a name, unless there is one: then nothing changes, and it returns False."""
+        """Publish a text under a name. If the name exists, change nothing and return False."""
 
     def delete(self, name: str) -> None:
-        """Removes a file, if it is there."""
+        """Remove a file, if it exists."""
 
 
 def write_text(store: Store, name: str, text: str) -> None:
-    """Publishes a text under a name, in place of what was there."""
-    with store.writing(name) as path:
-        path.write_text(text, encoding="utf-8")
+    """Publish a text under a name, and replace an older file."""
+    with store.draft(name) as draft:
+        with written(draft.uri):
+            draft.path.write_text(text, encoding="utf-8")
+        draft.publish()
+
+
+@contextmanager
+def written(uri: str) -> Iterator[None]:
+    """Put the name of a file before the reason why it cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else error
+        raise OSError(f"{uri}: cannot be written: {reason}") from error
 
 
 def open_store(uri: str) -> Store:
-    """The folder of a path, or of a URI such as s3://bucket/folder.
+    """Return the folder of a path, or of a URI such as s3://bucket/folder.
 
     Raises:
-        ValueError: The URI is of a kind that pyarrow does not know, or holds a password.
+        ValueError: The kind of URI is unknown, or the URI has a password.
     """
     if "://" not in uri:
         return LocalStore(Path(uri))
     check_no_secret(uri)
     scheme, _, path, _, _ = urlsplit(uri)
-    return LocalStore(Path(unquote(path))) if scheme == "file" else ObjectStore(uri)
+    return LocalStore(Path(unquote(path, errors="surrogateescape"))) if scheme == "file" else ObjectStore(uri)
 
 
 class LocalStore:
     """A folder on a disk.
 
-    A file is written beside its place and renamed when it is whole and on the disk. While it is written, a lock on it
-    says that its process lives, so what a killed process has left is told from what another process writes.
+    A file is written in the folder under a hidden name, and renamed when it is whole and on the disk. Its process holds
+    a lock on the file, so that another process can tell whether a hidden file is left over from a killed process.
     """
 
+    is_local = True
+
     def __init__(self, folder: Path) -> None:
-        """Removes what killed processes have left in the folder, which is made with its first file."""
-        self.uri = str(folder.absolute())
-        self._folder = Path(self.uri)
+        """Remove the hidden files of killed processes. The folder is created with its first file."""
+        self._folder = folder.absolute()
+        self.uri = click.format_filename(self._folder)
         for path in self._folder.glob(f"{_TEMPORARY}*"):
             _remove_if_dead(path)
 
-    def names(self, folder: str = "") -> dict[str, int]:
+    def names(self, folder: str = "") -> list[str]:
         """See `Store`."""
-        found = {}
-        with suppress(FileNotFoundError, NotADirectoryError):
-            for path in (self._folder / folder).iterdir():
-                if path.is_file() and not path.name.startswith(_TEMPORARY):
-                    found[path.name] = path.stat().st_size
-        return found
+        self._check_folder(folder)
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._folder / folder) as entries:
+            return [
+                it.name for it in entries if it.is_file(follow_symlinks=False) and not it.name.startswith(_TEMPORARY)
+            ]
+        return []
 
-    def read(self, name: str) -> str | None:
+    def read(self, name: str) -> bytes | None:
         """See `Store`."""
         try:
-            return (self._folder / name).read_text(encoding="utf-8")
+            with os.fdopen(self._descriptor(name), "rb") as file:
+                return file.read()
         except FileNotFoundError:
             return None
 
-    @contextmanager
-    def writing(self, name: str) -> Iterator[Path]:
+    def open(self, name: str) -> Any:
         """See `Store`."""
-        with self._unfinished(name) as path:
-            yield path
-            _sync(path)
-            path.replace(self._folder / name)
+        os.close(self._descriptor(name))
+        return pa.OSFile(os.fsencode(self._folder / name))
+
+    def _descriptor(self, name: str) -> int:
+        """Open a file for reading. ValueError for a link, a FIFO or another special file."""
+        path = self._folder / name
+        try:
+            descriptor = os.open(path, _SAFE)
+        except OSError as error:
+            if path.is_symlink():
+                raise ValueError(f"{self.uri}/{name}: is a link, not a file; remove it") from error
+            raise
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise ValueError(f"{self.uri}/{name}: is not a regular file; remove it")
+        return descriptor
+
+    def _check_folder(self, folder: str) -> None:
+        if folder and (self._folder / folder).is_symlink():
+            raise ValueError(f"{self.uri}/{folder}: is a link, not a folder; remove it")
+
+    @contextmanager
+    def draft(self, name: str) -> Iterator[Draft]:
+        """See `Store`."""
+        path = self._folder / f"{_TEMPORARY}{Path(name).name}-{uuid.uuid4().hex}"
+        final, uri = self._folder / name, f"{self.uri}/{name}"
+        self._check_folder(name.rpartition("/")[0])
+
+        def publish() -> None:
+            with written(uri):
+                _sync(path)
+                path.replace(final)
+
+        with written(uri):
+            final.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("xb")
+        with file:
+            try:
+                with suppress(OSError):  # a file system without locks
+                    fcntl.flock(file, fcntl.LOCK_SH)
+                yield Draft(path, uri, publish)
+            finally:
+                path.unlink(missing_ok=True)
 
     def create(self, name: str, text: str) -> bool:
         """See `Store`."""
-        with self._unfinished(name) as path:
-            path.write_text(text, encoding="utf-8")
-            _sync(path)
+        final = self._folder / name
+        with self.draft(name) as draft, written(draft.uri):
+            draft.path.write_text(text, encoding="utf-8")
+            _sync(draft.path)
             try:
-                (self._folder / name).hardlink_to(path)
+                final.hardlink_to(draft.path)
             except FileExistsError:
                 return False
-            except OSError:  # a file system without hard links; of two that create the same at once both succeed
-                if (self._folder / name).exists():
+            except OSError:  # a file system without hard links: two processes at a time may both succeed
+                if final.exists():
                     return False
-                path.replace(self._folder / name)
+                draft.path.replace(final)
             return True
 
     def delete(self, name: str) -> None:
         """See `Store`."""
+        self._check_folder(name.rpartition("/")[0])
         (self._folder / name).unlink(missing_ok=True)
-
-    @contextmanager
-    def _unfinished(self, name: str) -> Iterator[Path]:
-        """A file to write, which is on the disk when the block ends, and removed unless the block renames it."""
-        path = self._folder / f"{_TEMPORARY}{Path(name).name}-{uuid.uuid4().hex}"
-        try:
-            (self._folder / name).parent.mkdir(parents=True, exist_ok=True)
-            with path.open("xb") as file:
-                with suppress(OSError):  # a file system without locks
-                    fcntl.flock(file, fcntl.LOCK_SH)
-                try:
-                    yield path
-                finally:
-                    path.unlink(missing_ok=True)
-        except OSError as error:
-            reason = os.strerror(error.errno) if error.errno else error
-            raise OSError(f"{self._folder / name}: cannot be written: {reason}") from error
 
 
 def _remove_if_dead(path: Path) -> None:
-    with suppress(OSError), path.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
-        path.unlink()
+    with suppress(OSError):
+        descriptor = os.open(path, _SAFE)
+        try:
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the process lives
+                path.unlink()
+        finally:
+            os.close(descriptor)
 
 
 class ObjectStore:
     """A folder in an object store. A file is written on this machine and then uploaded whole."""
 
+    is_local = False
+
     def __init__(self, uri: str) -> None:
-        """Finds out what kind of store it is."""
+        """Connect to the store."""
         self.uri = uri.rstrip("/")
         self._files, self._folder = filesystem_of(self.uri)
 
-    def names(self, folder: str = "") -> dict[str, int]:
+    def names(self, folder: str = "") -> list[str]:
         """See `Store`."""
         selector = arrow_fs.FileSelector(f"{self._folder}/{folder}".rstrip("/"), allow_not_found=True)
-        return {
-            it.base_name: it.size for it in self._files.get_file_info(selector) if it.type == arrow_fs.FileType.File
-        }
+        return [it.base_name for it in self._files.get_file_info(selector) if it.type == arrow_fs.FileType.File]
 
-    def read(self, name: str) -> str | None:
+    def read(self, name: str) -> bytes | None:
         """See `Store`."""
         if self._files.get_file_info(f"{self._folder}/{name}").type != arrow_fs.FileType.File:
             return None
         with self._files.open_input_stream(f"{self._folder}/{name}") as file:
-            return bytes(file.read()).decode()
+            return bytes(file.read())
+
+    def open(self, name: str) -> Any:
+        """See `Store`."""
+        return self._files.open_input_file(f"{self._folder}/{name}")
 
     @contextmanager
-    def writing(self, name: str) -> Iterator[Path]:
+    def draft(self, name: str) -> Iterator[Draft]:
         """See `Store`."""
         with tempfile.TemporaryDirectory(prefix="encserve-") as folder:
             path = Path(folder, Path(name).name)
-            yield path
-            # In one piece: if a stream is left after a part of the bytes, closing it would publish that part. Not with
-            # `copy_files`, of which Arrow itself prints what fails.
-            with pa.memory_map(str(path)) as file, self._files.open_output_stream(f"{self._folder}/{name}") as target:
-                target.write(file.read_buffer())
+
+            def publish() -> None:
+                # In one piece: closing a stream after a part of the bytes would publish that part. `copy_files` of
+                # Arrow prints its failures.
+                with pa.memory_map(str(path)) as file, self._files.open_output_stream(f"{self._folder}/{name}") as out:
+                    out.write(file.read_buffer())
+
+            yield Draft(path, f"{self.uri}/{name}", publish)
 
     def create(self, name: str, text: str) -> bool:
-        """See `Store`. Object stores know no lock; the text that is there in the end is the one that counts."""
+        """See `Store`. Object stores have no locks: the text that is there in the end counts."""
         if self.read(name) is not None:
             return False
-        with self.writing(name) as path:
-            path.write_text(text, encoding="utf-8")
-        return self.read(name) == text
+        write_text(self, name, text)
+        return self.read(name) == text.encode()
 
     def delete(self, name: str) -> None:
         """See `Store`."""
@@ -192,7 +273,7 @@ class ObjectStore:
 
 
 def _sync(path: Path) -> None:
-    """Has the disk hold a file's bytes, so that what has its final name is whole after a power failure too."""
+    """Write a file's bytes to the disk, so that it is whole under its final name after a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

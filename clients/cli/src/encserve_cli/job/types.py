@@ -1,206 +1,174 @@
-"""The data of a job: what it reads, what a part is, and what comes of one. Plain data, so that a plan file holds it."""
+"""The data of a job, and the interface of its encoders. Ray pickles these objects."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
+from encserve_cli.files.reading import DataFile
+from encserve_cli.files.rows import Rows, Value
 from encserve_client import EncodeResult
 
-InputKind = Literal["text", "ids", "vectors"]
-# A text, (seq,) token ids, or (seq, d_model) vectors.
-Value = str | list[int] | npt.NDArray[np.float32]
-
-MIB = 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class ReadOptions:
-    """How rows of files become inputs.
-
-    Attributes:
-        input_kind: What an input is.
-        column: The column of files that have several; None for "text", or the only one.
-        keep: Other columns that come along, by name.
-    """
-
-    input_kind: InputKind = "text"
-    column: str | None = None
-    keep: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PartLimits:
-    """Where a part ends: before the row that would exceed any of these. A part has at least one row.
-
-    Attributes:
-        max_rows: The most rows.
-        max_text_bytes: The most bytes of inputs: UTF-8 of texts, 8 for each id, 4 for each number of vectors.
-        max_output_bytes: The most bytes of output, at most.
-        row_bytes: The output of a row, whatever its length.
-        token_bytes: The output of each token of a row.
-        max_tokens: The most tokens that a row can have.
-    """
-
-    max_rows: int = 20_000
-    max_text_bytes: int = 16 * MIB
-    max_output_bytes: int = 256 * MIB
-    row_bytes: int = 0
-    token_bytes: int = 0
-    max_tokens: int = 0
-
-    def output_bytes(self, most_tokens: int) -> int:
-        """The most output of a row that has at most so many tokens: of a text no more than its bytes and 16."""
-        return self.row_bytes + self.token_bytes * min(most_tokens, self.max_tokens)
+# With --shard, so many parts in a row belong to one shard. On Ray they are the work that an actor gets at a time.
+STRIPE_PARTS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """One file, as the planning pass found it.
+    """One file of a job.
 
     Attributes:
-        uri: Its absolute path, or a URI.
-        size_bytes: Its size.
-        modified_ns: When it was last changed, in ns since 1970; 0 if unknown.
-        rows: How many rows it has.
-        in_order: Whether it can only be read from its beginning: .csv, .tsv and compressed files.
+        uri: The absolute path, or a URI.
+        size_bytes: The size.
+        modified_ns: The modification time in ns since 1970; 0 if unknown.
+        checksum: The checksum of the contents; see `encserve_cli.files.storage.checksum`.
+        rows: The number of rows; None if a job finds it only by reading the file.
     """
 
     uri: str
     size_bytes: int
     modified_ns: int
-    rows: int
-    in_order: bool
+    checksum: str
+    rows: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Part:
-    """The unit of work: consecutive rows of one file, which become one file of output.
+    """The unit of progress: rows `number * part_rows` and later of one file, which become one file of output.
 
     Attributes:
-        input: Which file, from 0.
-        number: Which part of that file, from 0.
-        first_row: Its first row in the file, from 0.
-        rows: How many rows.
-        offset: Where it begins in an uncompressed .txt or .jsonl file, in bytes; 0 otherwise.
-        length: How many bytes it has there; 0 otherwise.
-        text_bytes: The bytes of its inputs, as `PartLimits.max_text_bytes` counts them.
+        input: The index of the file.
+        number: The index of the part in that file.
     """
 
     input: int
     number: int
-    first_row: int
-    rows: int
-    offset: int
-    length: int
-    text_bytes: int
 
     @property
     def name(self) -> str:
-        """The name of its output without a suffix; sorted, names are in the order of the rows."""
+        """The name of the output without its suffix. Sorted names are in the order of the rows."""
         return f"part-{self.input:05}-{self.number:06}"
 
 
 @dataclass(frozen=True, slots=True)
-class Scan:
-    """What the planning pass found.
+class Shard:
+    """The share of one of several commands that do a job together.
 
     Attributes:
-        inputs: The files, in the order of the arguments.
-        parts: All parts, in order.
-        kept_types: The columns that come along, with their Arrow types as `str(type)` has them.
+        index: The number of the share, from 0.
+        count: The number of shares.
     """
 
-    inputs: tuple[InputFile, ...]
-    parts: tuple[Part, ...]
-    kept_types: dict[str, str] = field(default_factory=dict)
+    index: int = 0
+    count: int = 1
+
+    def has(self, part: Part) -> bool:
+        """Whether a part belongs to this share."""
+        return (part.input + part.number // STRIPE_PARTS) % self.count == self.index
 
 
-@dataclass(slots=True)
-class Rows:
-    """The rows of a part.
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Parts of one file that one worker does in order.
 
     Attributes:
-        values: For each row its input; None where it has none.
-        problems: Why a row has no input, or one that cannot be used, by its place in the part.
-        kept: A pyarrow.Table of the columns that come along, a row each; without columns where there are none.
-        numbers: Where each row is in its file, from 1: the line, or the row of Parquet.
+        input: The index of the file.
+        first: The number of the first part.
+        end: One more than the number of the last part; None for all parts until the end of the file.
+        finished: The numbers of parts that need not be done.
+        shard: Only parts of this share are done.
     """
 
-    values: list[Value | None]
-    problems: dict[int, str]
-    kept: Any
-    numbers: Sequence[int]
+    input: int
+    first: int
+    end: int | None
+    finished: frozenset[int]
+    shard: Shard
+
+    def has(self, part: Part) -> bool:
+        """Whether a part is to be done."""
+        is_inside = part.input == self.input and self.first <= part.number < (self.end or part.number + 1)
+        return is_inside and part.number not in self.finished and self.shard.has(part)
 
 
-class BatchProgress(Protocol):
-    """Is told of each batch as it is done; called from any thread."""
-
-    def __call__(self, rows: int, tokens: int, padded_tokens: int) -> None:
-        """So many rows, of so many tokens, in so many with padding; 0 where that is not known."""
-
-
-@dataclass(slots=True)
-class Encoded:
-    """What was made of some values.
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows of a part that are encoded together.
 
     Attributes:
-        result: What was made of those that were not refused, in their order; None where all were.
-        refused: Why the others were refused, by their places.
-        tokens: How many tokens were computed, padding excluded.
-        padded_tokens: The same with padding; 0 where that is not known.
+        part: The part.
+        rows: The rows.
+        file: The file of the rows.
+        ends_part: Whether these are the last rows of the part.
+        ends_file: Whether these are the last rows of the file.
     """
 
-    result: EncodeResult | None
-    refused: dict[int, str]
-    tokens: int
-    padded_tokens: int
-
-
-class Stopped(Exception):
-    """The job is being stopped, so nothing more is encoded."""
-
-
-def ignore_batch(rows: int, tokens: int, padded_tokens: int) -> None:
-    """A `BatchProgress` for callers that show no progress within a part."""
-
-
-class Encoder(Protocol):
-    """Makes vectors of values: an offline model, or a client. Several threads may use it at a time."""
-
-    def encode(self, values: Sequence[Value], on_batch: BatchProgress) -> Encoded:
-        """Encodes values of one part; blocks until all are done.
-
-        Raises:
-            Stopped: `stop` was called.
-            EncserveError, RuntimeError: Nothing can be encoded any more.
-        """
-
-    def stop(self) -> None:
-        """Has `encode` raise Stopped after the batches that run now; callable from any thread and from signals."""
-
-    def close(self) -> None:
-        """Frees what it holds."""
+    part: Part
+    rows: Rows
+    file: DataFile
+    ends_part: bool
+    ends_file: bool
 
 
 @dataclass(frozen=True, slots=True)
 class PartReport:
-    """What became of a part.
+    """The result of a part.
 
     Attributes:
-        part: Which one.
-        rejected: How many of its rows were rejected.
-        tokens: How many tokens were computed, padding excluded.
-        padded_tokens: The same with padding; 0 where that is not known.
-        output_bytes: The size of its file.
-        first_rejected: Where the first rejected row stands, and why; empty without one.
+        part: The part.
+        rows: The number of rows.
+        rejected: The number of rejected rows.
+        ends_file: Whether the last row of the file is in the part.
+        first_rejected: The place of the first rejected row, and the reason; empty if there is none.
     """
 
     part: Part
+    rows: int
     rejected: int
-    tokens: int
-    padded_tokens: int
-    output_bytes: int
+    ends_file: bool
     first_rejected: str = ""
+
+
+class BatchProgress(Protocol):
+    """Called for each batch that is done, from any thread."""
+
+    def __call__(self, rows: int, tokens: int, padded_tokens: int) -> None:
+        """Take the numbers of rows, of tokens, and of tokens with padding; 0 for an unknown number."""
+
+
+@dataclass(slots=True)
+class Encoded:
+    """The outputs of some values.
+
+    Attributes:
+        result: The outputs of the accepted values, in their order; None if there are none.
+        refused: The reasons of refused values, by index.
+    """
+
+    result: EncodeResult | None
+    refused: dict[int, str]
+
+
+class Stopped(Exception):
+    """The job was stopped."""
+
+
+def ignore_batch(rows: int, tokens: int, padded_tokens: int) -> None:
+    """A `BatchProgress` that does nothing."""
+
+
+class Encoder(Protocol):
+    """Computes the outputs of values: a loaded model, or a client. Several threads may use an encoder at a time."""
+
+    def encode(self, values: Sequence[Value], on_batch: BatchProgress) -> Encoded:
+        """Encode values, and return when all are done.
+
+        Raises:
+            Stopped: `stop` was called.
+            EncserveError, RuntimeError: The encoder fails for every value.
+        """
+
+    def stop(self) -> None:
+        """Make `encode` raise Stopped after the running batches. Any thread and any signal handler may call."""
+
+    def close(self) -> None:
+        """Free the encoder."""

@@ -1,0 +1,565 @@
+"""The reader of input files: rows in order, each with an input or a problem, and with the columns of --keep.
+
+Commands and jobs use this reader, so they read the same inputs from the same files. The reader never stops at a bad
+row: a command fails there, and a job rejects the row.
+"""
+
+import bisect
+import csv
+import io
+import itertools
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from encserve_cli.files.kept import array_of, json_types, split_type, type_named
+from encserve_cli.files.reading import (
+    STDIN,
+    DataFile,
+    InputKind,
+    ReadOptions,
+    as_ids,
+    as_text,
+    column_of,
+    json_input,
+    json_value,
+    no_column,
+)
+from encserve_cli.files.storage import batch_rows, errors_named, is_text, open_parquet, open_stream, parquet_column
+
+MIB = 1024 * 1024
+# The texts of a `read` end soon after so many bytes, so that a few reads fit into memory.
+_READ_BYTES = 16 * MIB
+# Longer lines are skipped without being held. The csv module's own limit of a field, 128 KiB, is too low.
+_MOST_LINE_BYTES = 16 * MIB
+_BOM = b"\xef\xbb\xbf"
+_LONG_LINE = f"must be a line of at most {_MOST_LINE_BYTES // MIB} MiB"
+# The types of --keep in .jsonl files come from so many lines of each file.
+_SAMPLE_LINES = 2048
+
+# A text, (seq,) token ids, or (seq, d_model) vectors.
+Value = str | list[int] | npt.NDArray[np.float32]
+Record = TypeVar("Record")
+NO_TYPES: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(slots=True)
+class Rows:
+    """Some rows of a file, in order.
+
+    Attributes:
+        numbers: (rows,) Where each row is in its file, from 1: the last line of the row, or the row of Parquet.
+        values: (rows,) The input of each row; None for a row without an input.
+        problems: Why a row has no usable input, by its index.
+        kept: pyarrow.Table, (rows, columns of --keep); without columns unless --keep is given.
+    """
+
+    numbers: list[int]
+    values: list[Value | None]
+    problems: dict[int, str]
+    kept: Any
+
+
+def _ignore() -> None:
+    """The `on_read` of callers that cannot be stopped."""
+
+
+class RowReader(ABC):
+    """Reads the rows of one file in order. One thread may use a reader at a time.
+
+    Attributes:
+        file: The file.
+    """
+
+    def __init__(self, file: DataFile, options: ReadOptions, kept_types: Mapping[str, str]) -> None:
+        self.file = file
+        self._options = options
+        self._kept_types = kept_types
+
+    @property
+    @abstractmethod
+    def at_end(self) -> bool:
+        """Whether all rows have been read."""
+
+    @abstractmethod
+    def skip(self, rows: int) -> None:
+        """Go on `rows` rows later, or at the end of the file."""
+
+    @abstractmethod
+    def read(self, rows: int) -> Rows:
+        """Return the next rows: at least one, at most `rows`, and fewer if their inputs exceed 16 MiB.
+
+        The number of rows depends on the rows alone, and not on earlier calls.
+
+        Raises:
+            ValueError: The file is damaged, or a value does not fit the type of its column of --keep.
+            OSError: The file cannot be read.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the file."""
+
+    def __enter__(self) -> "RowReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _checked(self, numbers: list[int], found: Iterable[Any], kept: Any) -> Rows:
+        """Return rows of raw values; a ValueError in place of a value is the problem of its row."""
+        values: list[Value | None] = []
+        problems: dict[int, str] = {}
+        for index, it in enumerate(found):
+            try:
+                values.append(_checked_value(it, self._options.input_kind))
+            except ValueError as error:
+                values.append(None)
+                problems[index] = str(error)
+        return Rows(numbers, values, problems, kept)
+
+    def _kept_table(self, numbers: Sequence[int], columns: Mapping[str, Sequence[Any]], *, parsed: bool) -> Any:
+        """Return the table of --keep from the values of each column, (rows,); `parsed` as in `array_of`."""
+        types, place = self._kept_types, self.file.place
+        return pa.table(
+            {
+                name: array_of(values, name, types[name], lambda index: place(numbers[index]), parsed=parsed)
+                for name, values in columns.items()
+            }
+        )
+
+
+def open_rows(
+    file: DataFile,
+    options: ReadOptions,
+    kept_types: Mapping[str, str] = NO_TYPES,
+    on_read: Callable[[], None] = _ignore,
+) -> RowReader:
+    """Open a file before its first row.
+
+    Args:
+        file: The file.
+        options: The options for reading it.
+        kept_types: The types of the columns of --keep, by name.
+        on_read: Called while a long line is skipped. An error that it raises ends the read.
+
+    Raises:
+        ValueError: The file is of another kind than its suffix, or lacks a column.
+        OSError: The file cannot be read.
+    """
+    if options.input_kind == "vectors" and file.suffix not in (".jsonl", ".parquet"):
+        raise ValueError(f"{file.name}: vectors are read from .jsonl and .parquet files")
+    if file.suffix == ".txt" and file.uri != STDIN and (options.column is not None or options.keep):
+        raise no_column(file, "--keep" if options.keep else "--column")
+    with errors_named(file):
+        if file.suffix == ".parquet":
+            return _ParquetRows(file, options, kept_types)
+        if file.suffix in (".csv", ".tsv"):
+            return _CsvRows(file, options, kept_types, on_read)
+        if file.suffix == ".jsonl":
+            return _JsonRows(file, options, kept_types, on_read)
+        return _TextRows(file, options, kept_types, on_read)
+
+
+def column_types(file: DataFile, options: ReadOptions) -> dict[str, set[str]]:
+    """Return the types of the columns of --keep in a file, by name, as far as the first rows show them.
+
+    A Parquet or CSV file has one type for each column. A .jsonl file has the types of `json_types`.
+
+    Raises:
+        ValueError: The file cannot be read, or lacks the column of the inputs or one of --keep.
+        OSError: The file cannot be read.
+    """
+    names = [split_type(it)[0] for it in options.keep]
+    with open_rows(file, options, dict.fromkeys(names, "string")) as reader, errors_named(file):
+        if isinstance(reader, _JsonRows):
+            return reader.sampled_types(options.keep)
+        return reader.column_types(names) if isinstance(reader, _CsvRows | _ParquetRows) else {}
+
+
+def _check_columns(file: DataFile, names: Sequence[str], column: str, there: Sequence[str]) -> None:
+    """Check the columns of --keep against the columns of a file and the column of the inputs."""
+    for name in names:
+        if name == column:
+            raise ValueError(f"--keep {name}: is the column of the inputs, which the output has anyway")
+        if name not in there:
+            raise ValueError(
+                f"{file.name}: has no column {name!r} for --keep; it has {', '.join(map(repr, there)) or 'none'}"
+            )
+
+
+class _SequentialRows(RowReader, Generic[Record]):
+    """Rows of a file that is read from its beginning. The reader holds one record more than it has returned."""
+
+    def __init__(
+        self,
+        file: DataFile,
+        options: ReadOptions,
+        kept_types: Mapping[str, str],
+        on_read: Callable[[], None],
+    ) -> None:
+        super().__init__(file, options, kept_types)
+        self._stream = open_stream(file)
+        try:
+            self._records = self._parse(_lines(self._stream, on_read))
+            self._next = next(self._records, None)
+        except BaseException:
+            self.close()
+            raise
+
+    @abstractmethod
+    def _parse(self, lines: Iterator[bytes | None]) -> Iterator[tuple[int, int, Record]]:
+        """Yield the number of each record, its size in bytes, and the record."""
+
+    @abstractmethod
+    def _rows(self, numbers: list[int], records: list[Record]) -> Rows:
+        """Turn records into rows."""
+
+    @property
+    def at_end(self) -> bool:
+        return self._next is None
+
+    def skip(self, rows: int) -> None:
+        with errors_named(self.file):
+            for _ in range(rows):
+                if self._next is None:
+                    return
+                self._next = next(self._records, None)
+
+    def read(self, rows: int) -> Rows:
+        numbers: list[int] = []
+        records: list[Record] = []
+        size = 0
+        with errors_named(self.file):
+            while self._next is not None and len(records) < rows and size < _READ_BYTES:
+                number, length, record = self._next
+                numbers.append(number)
+                records.append(record)
+                size += length
+                self._next = next(self._records, None)
+        return self._rows(numbers, records)
+
+    def close(self) -> None:
+        if self.file.uri != STDIN:
+            self._stream.close()
+
+
+def _lines(stream: Any, on_read: Callable[[], None]) -> Iterator[bytes | None]:
+    r"""Yield lines with their ends; only \n ends a line. A line that is too long is None and is never held.
+
+    A byte order mark at the beginning is left out.
+    """
+    line = stream.readline(_MOST_LINE_BYTES + 1).removeprefix(_BOM)
+    while line:
+        if len(line) > _MOST_LINE_BYTES:
+            while line and not line.endswith(b"\n"):
+                on_read()
+                line = stream.readline(MIB)
+            yield None
+        else:
+            yield line
+        line = stream.readline(_MOST_LINE_BYTES + 1)
+
+
+def _text_of(line: bytes) -> str:
+    """Return a line without its end. Bytes that are not UTF-8 become surrogates, which `as_text` refuses."""
+    return line.decode(errors="surrogateescape").removesuffix("\n").removesuffix("\r")
+
+
+class _TextRows(_SequentialRows[bytes | None]):
+    """The lines of a .txt file."""
+
+    def _parse(self, lines: Iterator[bytes | None]) -> Iterator[tuple[int, int, bytes | None]]:
+        for number, line in enumerate(lines, start=1):
+            yield number, len(line or b""), line
+
+    def _rows(self, numbers: list[int], records: list[bytes | None]) -> Rows:
+        found = (ValueError(_LONG_LINE) if it is None else _text_of(it) for it in records)
+        return self._checked(numbers, found, pa.table({}))
+
+
+class _JsonRows(_TextRows):
+    """The lines of a .jsonl file."""
+
+    def _rows(self, numbers: list[int], records: list[bytes | None]) -> Rows:
+        parsed = list(map(_json_or_error, records))
+        kept = {name: [_field(it, name) for it in parsed] for name in self._kept_types}
+        found = (_input_or_error(it, self._options.column) for it in parsed)
+        return self._checked(numbers, found, self._kept_table(numbers, kept, parsed=True))
+
+    def sampled_types(self, keep: Sequence[str]) -> dict[str, set[str]]:
+        """Return the types of fields in the first lines. The reader cannot be used afterwards."""
+        first = [] if self._next is None else [self._next]
+        sample = itertools.islice(itertools.chain(first, self._records), _SAMPLE_LINES)
+        parsed = [_json_or_error(record) for _, _, record in sample]
+        found = {}
+        for column in keep:
+            name, its = split_type(column)
+            if name == self._options.column:
+                raise ValueError(f"--keep {name}: is the column of the inputs, which the output has anyway")
+            if its is None and parsed and not any(isinstance(it, dict) and name in it for it in parsed):
+                raise ValueError(
+                    f"{self.file.name}: none of the first {len(parsed):,} lines has a field {name!r} for --keep; if "
+                    f"a later line has it, give --keep {name}:string"
+                )
+            found[name] = json_types(_field(it, name) for it in parsed)
+        return found
+
+
+def _json_or_error(line: bytes | None) -> Any:
+    """Return the value of a line, or a ValueError that says why it has none."""
+    try:
+        return ValueError(_LONG_LINE) if line is None else json_value(_text_of(line))
+    except ValueError as error:
+        return error
+
+
+def _field(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, dict) else None
+
+
+def _input_or_error(value: Any, column: str | None) -> Any:
+    try:
+        return json_input(value, column)
+    except ValueError as error:
+        return error
+
+
+class _CsvRows(_SequentialRows[list[str]]):
+    """The records of a .csv or .tsv file. The number of a record is that of its last line."""
+
+    _names: Sequence[str] = ()
+    _column = 0
+
+    def _parse(self, lines: Iterator[bytes | None]) -> Iterator[tuple[int, int, list[str]]]:
+        csv.field_size_limit(max(csv.field_size_limit(), _MOST_LINE_BYTES))
+        records = csv.reader(self._divided(lines), strict=True, delimiter="\t" if self.file.suffix == ".tsv" else ",")
+        try:
+            for record in records:
+                if record and not self._names:
+                    self._take_names(record, records.line_num)
+                elif record:
+                    yield records.line_num, sum(map(len, record)), record
+        except csv.Error as error:
+            raise ValueError(f"{self.file.place(records.line_num)}: {error}") from error
+
+    def _divided(self, lines: Iterator[bytes | None]) -> Iterator[str]:
+        """Yield lines that also end at a carriage return, as the csv module wants them."""
+        for number, line in enumerate(lines, start=1):
+            if line is None:
+                raise ValueError(f"{self.file.place(number)}: {_LONG_LINE}")
+            yield from io.StringIO(line.decode(errors="surrogateescape"), newline="")
+
+    def _take_names(self, names: Sequence[str], number: int) -> None:
+        try:
+            self._column = names.index(column_of(self._options.column, names))
+        except ValueError as error:
+            raise ValueError(f"{self.file.place(number)}: {error}") from None
+        _check_columns(self.file, [*self._kept_types], names[self._column], names)
+        self._names = names
+
+    def _rows(self, numbers: list[int], records: list[list[str]]) -> Rows:
+        places = {name: self._names.index(name) for name in self._kept_types}
+        is_whole = [len(it) == len(self._names) for it in records]
+        kept = {
+            name: [it[place] if whole else None for it, whole in zip(records, is_whole, strict=True)]
+            for name, place in places.items()
+        }
+        return self._checked(numbers, map(self._field_or_error, records), self._kept_table(numbers, kept, parsed=False))
+
+    def _field_or_error(self, record: Sequence[str]) -> str | ValueError:
+        if len(record) != len(self._names):
+            return ValueError(f"must have {len(self._names)} fields as the first line has; had {len(record)}")
+        return record[self._column]
+
+    def column_types(self, names: Sequence[str]) -> dict[str, set[str]]:
+        """Return the types of columns."""
+        return {name: {"string"} for name in names if self._names}
+
+
+class _ParquetRows(RowReader):
+    """The rows of a Parquet file. Skipped row groups are not read."""
+
+    def __init__(self, file: DataFile, options: ReadOptions, kept_types: Mapping[str, str]) -> None:
+        super().__init__(file, options, kept_types)
+        self._opened = open_parquet(file)
+        try:
+            self._find_columns()
+        except BaseException:
+            self.close()
+            raise
+        metadata = self._opened.metadata
+        groups = range(metadata.num_row_groups)
+        self._starts: list[int] = [0, *itertools.accumulate(metadata.row_group(number).num_rows for number in groups)]
+        self._batch_rows = batch_rows(self._opened)
+        self._batches: Iterator[Any] = iter(())
+        self._batch: Any = None  # the last batch
+        self._batch_row = -1  # its first row; -1 before the first batch
+        self._row = 0
+
+    def _find_columns(self) -> None:
+        self._column = parquet_column(self.file, self._opened, self._options.column, self._options.input_kind)
+        schema = self._opened.schema_arrow
+        if twice := {name for name in schema.names if schema.names.count(name) > 1}:
+            raise ValueError(f"{self.file.name}: has more than one column {min(twice)!r}; rename one")
+        _check_columns(self.file, [*self._kept_types], self._column, schema.names)
+        self._kept_schema = pa.schema(
+            [(name, self._kept_type(schema.field(name).type, wanted)) for name, wanted in self._kept_types.items()]
+        )
+
+    def _kept_type(self, its: Any, wanted: str) -> Any:
+        plain = _plain_type(its)
+        found = plain if str(plain) == wanted else type_named(wanted)
+        if found is None:
+            raise ValueError(f"{self.file.name}: --keep: a column must be of the type {wanted}; is {its}")
+        return found
+
+    @property
+    def at_end(self) -> bool:
+        return self._row >= self._starts[-1]
+
+    def skip(self, rows: int) -> None:
+        self._row = min(self._row + rows, self._starts[-1])
+
+    def _peek(self, rows: int) -> Any:
+        """Return the next rows of one batch, at least one."""
+        group = bisect.bisect_right(self._starts, self._row) - 1
+        if self._batch_row + len(self._batch or ()) < self._starts[group]:
+            groups = range(group, len(self._starts) - 1)
+            columns = [self._column, *self._kept_types]
+            self._batches = self._opened.iter_batches(self._batch_rows, row_groups=groups, columns=columns)
+            self._batch, self._batch_row = None, self._starts[group]
+        while self._batch_row + len(self._batch or ()) <= self._row:
+            self._batch_row += len(self._batch or ())
+            self._batch = next(self._batches, None)
+            if self._batch is None:
+                raise ValueError(f"{self.file.name}: cannot be read as Parquet: has fewer rows than its footer says")
+        return self._batch.slice(self._row - self._batch_row, rows)
+
+    def read(self, rows: int) -> Rows:
+        numbers: list[int] = []
+        values: list[Value | None] = []
+        problems: dict[int, str] = {}
+        kept = []
+        size = 0
+        with errors_named(self.file):
+            while len(values) < rows and size < _READ_BYTES and not self.at_end:
+                batch = self._peek(rows - len(values))
+                found = self._checked([], self._values(batch.column(self._column)), None)
+                taken = 0
+                while taken < len(batch) and size < _READ_BYTES:
+                    size += _size(found.values[taken])
+                    taken += 1
+                problems |= {len(values) + index: why for index, why in found.problems.items() if index < taken}
+                numbers += range(self._row + 1, self._row + taken + 1)
+                values += found.values[:taken]
+                kept.append(self._kept(batch.slice(0, taken)))
+                self._row += taken
+        return Rows(numbers, values, problems, pa.concat_tables(kept))
+
+    def _values(self, column: Any) -> list[Any]:
+        return _vectors(column) if self._options.input_kind == "vectors" else _pylist(column)
+
+    def _kept(self, batch: Any) -> Any:
+        table = pa.Table.from_batches([batch]).select(self._kept_schema.names)
+        try:
+            return table.cast(self._kept_schema)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise ValueError(
+                f"{self.file.place(self._row + 1)} and later: --keep: must be "
+                f"{', '.join(f'{it.name}:{it.type}' for it in self._kept_schema)}: {error}"
+            ) from error
+
+    def column_types(self, names: Sequence[str]) -> dict[str, set[str]]:
+        """Return the types of columns."""
+        return {name: {str(_plain_type(self._opened.schema_arrow.field(name).type))} for name in names}
+
+    def close(self) -> None:
+        self._opened.close(force=True)
+
+
+def _plain_type(its: Any) -> Any:
+    """Return the type that a column of Parquet is kept as: its own, but all types of text become one."""
+    if pa.types.is_dictionary(its):
+        its = its.value_type
+    return pa.string() if is_text(its) else its
+
+
+def _pylist(column: Any) -> list[Any]:
+    """Return an Arrow array as Python's values. Bytes that are not UTF-8 become surrogates, which `as_text` refuses."""
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        plain = column.cast(pa.large_string()).cast(pa.large_binary()).to_pylist()
+        return [None if it is None else it.decode(errors="surrogateescape") for it in plain]
+
+
+def _vectors(column: Any) -> list[Any]:
+    """Return the (seq, d_model) array of each row of a column of lists of lists, or the row's lists as they are."""
+    outer = column.cast(pa.large_list(pa.large_list(pa.float32())))
+    inner = outer.values
+    if inner.null_count or inner.values.null_count:
+        return list(column.to_pylist())
+    numbers = inner.values.to_numpy()
+    ends, edges = outer.offsets.to_numpy(), inner.offsets.to_numpy()
+    found: list[Any] = []
+    for is_there, begin, end in zip(outer.is_valid().to_pylist(), ends, ends[1:], strict=False):
+        widths = np.diff(edges[begin : end + 1])
+        if len(widths) and (widths == widths[0]).all():
+            found.append(numbers[edges[begin] : edges[end]].reshape(len(widths), -1))
+        else:
+            found.append([[0.0] * int(width) for width in widths] if is_there else None)
+    return found
+
+
+def _size(value: Value | None) -> int:
+    """Return about how many bytes an input takes."""
+    if value is None or isinstance(value, str):
+        return len(value or "")
+    return 8 * len(value) if isinstance(value, list) else value.nbytes
+
+
+def _checked_value(value: Any, kind: InputKind) -> Value:
+    """Return the input in a value. An empty text is an input; empty ids and vectors are not."""
+    if isinstance(value, ValueError):
+        raise value
+    if value is None:
+        raise ValueError("is null")
+    found = _CONVERT[kind](value)
+    if kind != "text" and not len(found):
+        raise ValueError("is empty")
+    return found
+
+
+def _as_vectors(value: Any) -> npt.NDArray[np.float32]:
+    """Return (seq, d_model). ValueError for anything but a list of lists of numbers, all of one length."""
+    if isinstance(value, np.ndarray):
+        array = value
+    else:
+        rows = value if isinstance(value, list) else [value]
+        if not all(isinstance(row, list) and all(type(it) in (int, float) for it in row) for row in rows):
+            raise ValueError(f"must be a list of lists of numbers; was {json.dumps(value, default=str)[:60]}")
+        if len(widths := sorted({len(row) for row in rows})) > 1:
+            raise ValueError(
+                f"must have vectors of one length; has some of {widths[0]} and some of {widths[-1]} numbers"
+            )
+        try:
+            with np.errstate(over="ignore"):
+                array = np.array(rows, np.float32)
+        except OverflowError:
+            raise ValueError("must have numbers that float32 can hold") from None
+    if not array.size:
+        raise ValueError("is empty")
+    if not np.isfinite(array).all():
+        raise ValueError("must have finite numbers; has NaN, infinity or one that float32 cannot hold")
+    return array
+
+
+_CONVERT: dict[InputKind, Callable[[Any], Value]] = {"text": as_text, "ids": as_ids, "vectors": _as_vectors}
