@@ -273,3 +273,18 @@ async def test_leaving_while_an_async_iterable_waits(caller: Caller, service: Fa
     assert ended == ["cancelled"]
     await until(lambda: service.n_open == 0)
     await until(lambda: not [it for it in asyncio.all_tasks() - tasks if "encserve_client" in repr(it)])
+
+
+@pytest.mark.parametrize("caller", ["async"], indirect=True)
+async def test_an_async_iterable_that_is_cancelled_ends_the_stream(caller: Caller) -> None:
+    """The iterable waits for a task, and somebody cancels this task. The stream raises CancelledError."""
+
+    async def inputs() -> AsyncIterator[list[int]]:
+        yield [1]
+        waited = asyncio.ensure_future(asyncio.sleep(30))
+        waited.cancel()
+        await waited
+
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(10):
+            await caller.all_of(caller.connect(), inputs())

@@ -123,7 +123,7 @@ class AsyncWire:
                 self._events.put_nowait(InputRead(await anext(inputs)))
         except StopAsyncIteration:
             self._events.put_nowait(InputsEnded())
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             self._events.put_nowait(InputsEnded(error))
 
 
