@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
@@ -266,7 +267,7 @@ async def test_a_page_of_what_met(service: FakeEncoder, tmp_path: Path) -> None:
     assert all("words" in match["figure"]["rows"] for match in matches)
     service.model_info = WHICHEVER
     result = await encserve(service, "similarity", "one", "two", "--html", str(tmp_path / "not.html"), status=1)
-    assert "--html shows which vectors of MaxSim met" in result.stderr
+    assert "--html needs --kind multi_vector; was 'model', from model tiny" in result.stderr
     assert not (tmp_path / "not.html").exists()
 
 
@@ -277,7 +278,7 @@ async def test_what_similarity_cannot_compare(service: FakeEncoder) -> None:
     assert result.stderr == "Error: query must have at least 1 vector; had none\n"
     service.model_info = SPARSE
     result = await encserve(service, "similarity", "one", "two", "--pooling", "mean", "--kind", "sparse", status=2)
-    assert "--pooling makes one vector of a text; leave it out with --kind sparse" in result.stderr
+    assert "--pooling does not apply to --kind sparse; leave out --pooling" in result.stderr
 
 
 async def test_tokenize(service: FakeEncoder, tmp_path: Path) -> None:
@@ -317,24 +318,41 @@ async def test_tokens_are_named_only_where_they_are_shown(service: FakeEncoder, 
     assert [it.options.include_token_strings for it in service.requests] == [False, False, False, True]
 
 
+async def printed_model(service: FakeEncoder) -> tuple[str, dict[str, str]]:
+    """Return the heading and the fields that `models` prints for a model, on a terminal of 80 columns."""
+    shown = click.unstyle((await encserve(service, "models", env={**TERMINAL, "COLUMNS": "80"})).stdout)
+    heading, *lines = shown.rstrip().splitlines()
+    assert max(map(len, shown.splitlines())) <= 80
+    fields = (re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines)
+    return heading.rstrip(), dict(fields)
+
+
 async def test_models_of_other_kinds(service: FakeEncoder) -> None:
     """`models` lists the width of each kind of output, and the maximum number of tokens for each task."""
     service.model_info.CopyFrom(WHICHEVER)
     service.model_info.tasks.extend(TASKS)
-    lines = [line.split() for line in (await encserve(service, "models", env=TERMINAL)).stdout.splitlines()]
-    first = next(place for place, line in enumerate(lines) if line[:1] == ["tiny"])
-    assert lines[first][:8] == ["tiny", "*", "1", "8", "2", "64", "cls", "9"]
-    assert [click.unstyle(it) for it in lines[first + 1]] == ["f" * 16, "query", "32", "maxsim", "8"]
-    assert lines[first + 2] == ["document", "60", "sparse", "100"]
+    _, facts = await printed_model(service)
+    assert facts["outputs"] == "cls 9; maxsim 8; sparse 100"
+    assert facts["max tokens"] == "64, query 32, document 60"
 
 
 async def test_models(service: FakeEncoder) -> None:
-    """`models` prints names and fingerprints in full, both on a terminal and in a pipe."""
+    """`models` prints everything at 80 columns, even if the name is long. In a pipe it prints one line."""
     name = service.model_info.name = "a-model-with-a-name-of-forty-characters-"
     service.model_info.max_outputs = 16
-    shown = (await encserve(service, "models", env=TERMINAL)).stdout
-    assert f" {name} * " in shown
-    assert "f" * 16 in shown
+    heading, facts = await printed_model(service)
+    assert heading == f"{name}, the default model"
+    assert facts == {
+        "version": "1",
+        "fingerprint": "f" * 16,
+        "space id": "s2-" + "5" * 32,
+        "d_model": "8",
+        "layers": "2",
+        "max tokens": "64",
+        "outputs": "mean 8",
+        "runs on": "CPU, float32",
+        "ready": "yes",
+    }
     [line] = (await encserve(service, "models")).stdout.splitlines()
     assert line.split("\t") == [
         *(name, "1", "f" * 16, "s2-" + "5" * 32, "8", "64", "mean 8", "CPUExecutionProvider", "float32", "ready")
@@ -351,10 +369,10 @@ async def test_more_is_sent_with_every_call(service: FakeEncoder) -> None:
     await encserve(service, "embed", "one", env={"ENCSERVE_API_KEY": "key\n"})
     assert service.metadata[-1]["authorization"] == "Bearer key"
     assert (
-        "--metadata wants NAME=VALUE; was 'x'"
+        "--metadata must be NAME=VALUE; was 'x'"
         in (await encserve(service, "--metadata", "x", "models", status=2)).stderr
     )
-    assert "--cert and --tls-key go together" in (await encserve(service, "--cert", "a.pem", "models", status=2)).stderr
+    assert "--cert needs --tls-key" in (await encserve(service, "--cert", "a.pem", "models", status=2)).stderr
 
 
 @pytest.mark.filterwarnings("default")
@@ -390,6 +408,18 @@ async def test_errors_are_one_line(service: FakeEncoder, arguments: list[str], t
 async def test_the_target_may_come_from_the_environment(service: FakeEncoder) -> None:
     result = await asyncio.to_thread(CliRunner().invoke, cli, ["models"], env={"ENCSERVE_TARGET": service.target})
     assert result.exit_code == 0
+
+
+@pytest.mark.system
+async def test_a_closed_pipe_is_not_an_error_message(service: FakeEncoder) -> None:
+    """In `encserve … | head -1`, `head` ends first. The command then ends without a message."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    call = [sys.executable, "-m", "encserve_cli", "--target", service.target, "encode", "two words", "--json"]
+    process = await asyncio.create_subprocess_exec(*call, stdout=writer, stderr=asyncio.subprocess.PIPE)
+    os.close(writer)
+    _, errors = await process.communicate()
+    assert (process.returncode, errors) == (1, b"")
 
 
 @pytest.mark.system
