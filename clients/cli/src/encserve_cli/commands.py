@@ -38,9 +38,7 @@ from encserve_client import EncoderClient, Output, Task, Tls
 @click.option("--cert", type=click.Path(path_type=Path), help="PEM file of the client's certificate; implies --tls.")
 @click.option("--tls-key", type=click.Path(path_type=Path), help="PEM file of the private key of --cert.")
 @click.option("--server-name", help="The name in the server's certificate; implies --tls. Default: the target's host.")
-@click.option(
-    "--api-key", show_envvar=True, help="The server's API key, or any bearer token. Protect the key with --tls."
-)
+@click.option("--api-key", show_envvar=True, help="The server's API key, or any bearer token. Use --tls with a key.")
 @click.option("--metadata", multiple=True, metavar="NAME=VALUE", help="Metadata of every call; may be repeated.")
 @click.version_option(package_name="encserve-cli", prog_name="encserve")
 @click.pass_context

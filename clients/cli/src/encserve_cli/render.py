@@ -24,7 +24,7 @@ _MIN_TEXT_WIDTH = 20  # of a text in a table of scores
 _STYLES = ((0.999, "dim"), (0.7, "bold green"), (0.4, "green"), (0.2, "yellow"), (-1.0, "red"))
 
 
-def shown_tokens(info: SequenceInfo, n_rows: int) -> list[tuple[str, int]]:
+def row_tokens(info: SequenceInfo, n_rows: int) -> list[tuple[str, int]]:
     """Return the token and the id of each row of a text. If the rows lack special tokens, the result lacks them too."""
     ids = info.token_ids if info.token_ids is not None else np.full(info.token_count, -1)
     tokens = info.tokens or ("",) * info.token_count
@@ -44,7 +44,7 @@ def print_token_vectors(texts: Sequence[str], result: EncodeResult, max_rows: in
     """Print a table of tokens × dimensions for each text."""
     console = Console(highlight=False)
     for text, rows, info in zip(texts, result.outputs[0].arrays(), result.sequences, strict=True):
-        _print_rows(console, text, rows, ("token", "id"), shown_tokens(info, len(rows)), info, max_rows)
+        _print_rows(console, text, rows, ("token", "id"), row_tokens(info, len(rows)), info, max_rows)
     print_footer(console, result)
 
 
@@ -78,7 +78,7 @@ def print_sparse(texts: Sequence[str], result: EncodeResult, max_rows: int) -> N
     """Print a table of the largest weights of each text. Weights of tokens in the text have the token's name."""
     console = Console(highlight=False)
     for text, vector, info in zip(texts, result.outputs[0].sparse_vectors(), result.sequences, strict=True):
-        tokens_by_id = {token_id: token for token, token_id in shown_tokens(info, info.token_count)}
+        tokens_by_id = {token_id: token for token, token_id in row_tokens(info, info.token_count)}
         table = make_table()
         table.add_column("index", justify="right")
         table.add_column("token in the text", no_wrap=True, overflow="ellipsis", max_width=2 * _TOKEN_WIDTH)
@@ -101,7 +101,7 @@ def print_tokens(console: Console, text: str, info: SequenceInfo) -> None:
     table.add_column("token", no_wrap=True, overflow="ellipsis", max_width=2 * _TOKEN_WIDTH)
     for name in ("id", "start", "end"):
         table.add_column(name, justify="right")
-    for (token, token_id), (start, end) in zip(shown_tokens(info, info.token_count), offsets.tolist(), strict=True):
+    for (token, token_id), (start, end) in zip(row_tokens(info, info.token_count), offsets.tolist(), strict=True):
         span = (str(start), str(end)) if end > start else ("", "")
         table.add_row(Text(token), str(token_id), *span)
     console.print(_clip(text, console.width, "bold"))
