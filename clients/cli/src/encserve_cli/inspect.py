@@ -128,7 +128,7 @@ def _print_tokens(console: Console, result: InspectResult, max_rows: int) -> Non
         heading = f"attends to (layer {result.attention_layers[-1]})"
         table.add_column(heading, no_wrap=True, overflow="ellipsis", max_width=_TOKEN_WIDTH + 6)
         table.add_column("weight", justify="right", no_wrap=True)
-        positions, weights = numbers.strongest(result.attention[-1])
+        positions, weights = numbers.most_attended(result.attention[-1])
         for row, position, weight in zip(rows, positions.tolist(), weights.tolist(), strict=True):
             row += [Text(f"{position} {names[position]}"), f"{weight:.3f}"]
     for row in rows[:max_rows]:
