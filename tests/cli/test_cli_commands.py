@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
@@ -23,9 +24,9 @@ from encserve_cli.commands import cli
 from encserve_proto.v1 import encoder_pb2 as pb
 
 TASKS = [pb.TaskInfo(task=pb.TASK_QUERY, max_tokens=32), pb.TaskInfo(task=pb.TASK_DOCUMENT, max_tokens=60)]
-LATE = pb.ModelInfo(multi_vector_width=8, multi_vector_similarity="meanmaxsim", tasks=TASKS)
+MULTI_VECTOR = pb.ModelInfo(multi_vector_width=8, multi_vector_similarity="meanmaxsim", tasks=TASKS)
 SPARSE = pb.ModelInfo(sparse_width=100)
-WHICHEVER = pb.ModelInfo(
+ALL_KINDS = pb.ModelInfo(
     sparse_width=100,
     multi_vector_width=8,
     multi_vector_similarity="maxsim",
@@ -62,7 +63,7 @@ async def test_encode(service: FakeEncoder) -> None:
     assert "\x1b" not in result.stdout
 
 
-async def test_encode_says_what_it_leaves_out(service: FakeEncoder) -> None:
+async def test_encode_counts_hidden_rows(service: FakeEncoder) -> None:
     result = await encserve(service, "encode", LONG[:100], "--max-rows", "3", "--exclude-special")
     assert "more rows not shown" in result.stdout
     assert "[FIRST]" not in result.stdout
@@ -115,7 +116,7 @@ async def test_similarity_json(service: FakeEncoder) -> None:
     assert (answer["pooling"], answer["texts"], answer["compared_by"]) == ("cls", ["one", "two words"], "cosine")
 
 
-async def test_similarity_by_the_measure_of_the_model(service: FakeEncoder) -> None:
+async def test_the_model_names_the_similarity(service: FakeEncoder) -> None:
     """A model that was trained for the dot product is compared by it. Long numbers widen the columns."""
     service.model_info = pb.ModelInfo(similarity="dot")
     answer = json.loads((await encserve(service, "similarity", "one", "two words", "--json")).stdout)
@@ -143,9 +144,9 @@ async def test_embed(service: FakeEncoder) -> None:
     assert (asked.task, asked.prompt_name, asked.truncation) == (pb.TASK_QUERY, "q", pb.TRUNCATION_END)
 
 
-async def test_embed_what_maxsim_compares(service: FakeEncoder, tmp_path: Path) -> None:
+async def test_embed_vectors_of_maxsim(service: FakeEncoder, tmp_path: Path) -> None:
     """For a multi-vector model each vector is printed with its token. An empty text has no vectors."""
-    service.model_info = LATE
+    service.model_info = MULTI_VECTOR
     result = await encserve(service, "embed", "two words", "")
     [line] = [line.split() for line in result.stdout.splitlines() if line.startswith(" words ")]
     assert line[:3] == ["words", "2", "5.500"]
@@ -164,7 +165,7 @@ async def test_embed_pooled_vectors(service: FakeEncoder) -> None:
 
     The table then shows "(pooled)" instead of a token.
     """
-    service.model_info = LATE
+    service.model_info = MULTI_VECTOR
 
     async def pooled(request: pb.EncodeRequest) -> pb.EncodeResponse:
         response = service.answer(request)
@@ -204,10 +205,10 @@ COSINE = pb.ModelInfo(sparse_width=100, similarity="cosine")
 @pytest.mark.parametrize(
     ("model", "compared_by", "score"),
     [
-        (LATE, "meanmaxsim", 87.378),
+        (MULTI_VECTOR, "meanmaxsim", 87.378),
         (SPARSE, "dot", 2.25),
         (COSINE, "cosine", 1.0),
-        (WHICHEVER, "dot", 2.25),
+        (ALL_KINDS, "dot", 2.25),
     ],
 )
 async def test_similarity_is_a_ranking(
@@ -218,7 +219,7 @@ async def test_similarity_is_a_ranking(
     The table lists the documents by descending score. The requests have a task only if the model has tasks.
     """
     service.model_info = model
-    kind = ["--kind", "sparse"] if model is WHICHEVER else []
+    kind = ["--kind", "sparse"] if model is ALL_KINDS else []
     texts = ["one", "four", "two", ""]
     answer = json.loads((await encserve(service, "similarity", *texts, *kind, "--json")).stdout)
     assert (answer["query"], answer["compared_by"]) == ("one", compared_by)
@@ -227,18 +228,18 @@ async def test_similarity_is_a_ranking(
         [pb.TASK_QUERY, pb.TASK_DOCUMENT] if has_tasks else [pb.TASK_UNSPECIFIED] * 2
     )
     scores = {it["text"]: it["score"] for it in answer["documents"]}
-    assert [it["index"] for it in answer["documents"]] == ([0, 1, 2] if model is LATE else [1, 0, 2])
+    assert [it["index"] for it in answer["documents"]] == ([0, 1, 2] if model is MULTI_VECTOR else [1, 0, 2])
     assert scores["two"] == pytest.approx(score, rel=0.01)
-    assert scores[""] == (None if model is LATE else 0)
+    assert scores[""] == (None if model is MULTI_VECTOR else 0)
     shown = await encserve(service, "similarity", *texts, *kind)
     lines = [line.split() for line in shown.stdout.splitlines() if line.strip()]
     assert lines[0] == ["one"]
     assert lines[1] == ["document", compared_by]
-    assert ("no vectors" in shown.stdout) is (model is LATE)
+    assert ("no vectors" in shown.stdout) is (model is MULTI_VECTOR)
 
 
 async def test_a_long_document_leaves_its_score_room(service: FakeEncoder) -> None:
-    service.model_info = LATE
+    service.model_info = MULTI_VECTOR
     shown = (await encserve(service, "similarity", "one", "three " + 50 * "four", "two", "")).stdout
     heading, _, *rows = [line.split() for line in shown.splitlines()[2:7]]
     assert heading == ["document", "meanmaxsim"]
@@ -247,37 +248,37 @@ async def test_a_long_document_leaves_its_score_room(service: FakeEncoder) -> No
 
 
 async def test_similarity_of_texts_of_one_task(service: FakeEncoder) -> None:
-    service.model_info = LATE
+    service.model_info = MULTI_VECTOR
     await encserve(service, "similarity", "one", "two", "--task", "document", "--prompt-name", "")
     assert [it.options.task for it in service.requests] == [pb.TASK_DOCUMENT] * 2
     assert [it.options.HasField("prompt_name") for it in service.requests] == [True, True]
 
 
-async def test_a_page_of_what_met(service: FakeEncoder, tmp_path: Path) -> None:
+async def test_the_page_of_maxsim(service: FakeEncoder, tmp_path: Path) -> None:
     """--html writes a page with one figure for each document.
 
     If the model does not compare texts by MaxSim, the command refuses --html.
     """
-    service.model_info, path = LATE, tmp_path / "met.html"
+    service.model_info, path = MULTI_VECTOR, tmp_path / "met.html"
     result = await encserve(service, "similarity", "two words", "one", "four five", "--html", str(path))
     [data] = re.findall(r'<script type="application/json" id="report">(.*?)</script>', path.read_text(), re.DOTALL)
     matches = json.loads(data)["matches"]
     assert sorted(match["text"] for match in matches) == ["four five", "one"]
     assert all("words" in match["figure"]["rows"] for match in matches)
-    service.model_info = WHICHEVER
+    service.model_info = ALL_KINDS
     result = await encserve(service, "similarity", "one", "two", "--html", str(tmp_path / "not.html"), status=1)
-    assert "--html shows which vectors of MaxSim met" in result.stderr
+    assert "--html needs --kind multi_vector; was 'model', from model tiny" in result.stderr
     assert not (tmp_path / "not.html").exists()
 
 
-async def test_what_similarity_cannot_compare(service: FakeEncoder) -> None:
+async def test_similarity_refuses_texts_and_options(service: FakeEncoder) -> None:
     """The command refuses a query without vectors, and --pooling together with --kind sparse."""
-    service.model_info = LATE
+    service.model_info = MULTI_VECTOR
     result = await encserve(service, "similarity", "", "two", status=1)
     assert result.stderr == "Error: query must have at least 1 vector; had none\n"
     service.model_info = SPARSE
     result = await encserve(service, "similarity", "one", "two", "--pooling", "mean", "--kind", "sparse", status=2)
-    assert "--pooling makes one vector of a text; leave it out with --kind sparse" in result.stderr
+    assert "--pooling does not apply to --kind sparse; leave out --pooling" in result.stderr
 
 
 async def test_tokenize(service: FakeEncoder, tmp_path: Path) -> None:
@@ -310,31 +311,48 @@ async def test_tokenize(service: FakeEncoder, tmp_path: Path) -> None:
     assert {it.truncation for it in service.tokenize_requests} == {pb.TRUNCATION_END}
 
 
-async def test_tokens_are_named_only_where_they_are_shown(service: FakeEncoder, tmp_path: Path) -> None:
+async def test_requests_for_token_strings(service: FakeEncoder, tmp_path: Path) -> None:
     """A request asks for token strings only if the output contains them, because token strings enlarge the reply."""
     for command, suffix in (("embed", ".npy"), ("embed", ".jsonl"), ("encode", ".npz"), ("encode", ".jsonl")):
         await encserve(service, command, "two words", "--output", str(tmp_path / f"out{suffix}"))
     assert [it.options.include_token_strings for it in service.requests] == [False, False, False, True]
 
 
+async def printed_model(service: FakeEncoder) -> tuple[str, dict[str, str]]:
+    """Return the heading and the fields that `models` prints for a model, on a terminal of 80 columns."""
+    shown = click.unstyle((await encserve(service, "models", env={**TERMINAL, "COLUMNS": "80"})).stdout)
+    heading, *lines = shown.rstrip().splitlines()
+    assert max(map(len, shown.splitlines())) <= 80
+    fields = (re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines)
+    return heading.rstrip(), dict(fields)
+
+
 async def test_models_of_other_kinds(service: FakeEncoder) -> None:
     """`models` lists the width of each kind of output, and the maximum number of tokens for each task."""
-    service.model_info.CopyFrom(WHICHEVER)
+    service.model_info.CopyFrom(ALL_KINDS)
     service.model_info.tasks.extend(TASKS)
-    lines = [line.split() for line in (await encserve(service, "models", env=TERMINAL)).stdout.splitlines()]
-    first = next(place for place, line in enumerate(lines) if line[:1] == ["tiny"])
-    assert lines[first][:8] == ["tiny", "*", "1", "8", "2", "64", "cls", "9"]
-    assert [click.unstyle(it) for it in lines[first + 1]] == ["f" * 16, "query", "32", "maxsim", "8"]
-    assert lines[first + 2] == ["document", "60", "sparse", "100"]
+    _, facts = await printed_model(service)
+    assert facts["outputs"] == "cls 9; maxsim 8; sparse 100"
+    assert facts["max tokens"] == "64, query 32, document 60"
 
 
 async def test_models(service: FakeEncoder) -> None:
-    """`models` prints names and fingerprints in full, both on a terminal and in a pipe."""
+    """`models` prints everything at 80 columns, even if the name is long. In a pipe it prints one line."""
     name = service.model_info.name = "a-model-with-a-name-of-forty-characters-"
     service.model_info.max_outputs = 16
-    shown = (await encserve(service, "models", env=TERMINAL)).stdout
-    assert f" {name} * " in shown
-    assert "f" * 16 in shown
+    heading, facts = await printed_model(service)
+    assert heading == f"{name}, the default model"
+    assert facts == {
+        "version": "1",
+        "fingerprint": "f" * 16,
+        "space id": "s2-" + "5" * 32,
+        "d_model": "8",
+        "layers": "2",
+        "max tokens": "64",
+        "outputs": "mean 8",
+        "runs on": "CPU, float32",
+        "ready": "yes",
+    }
     [line] = (await encserve(service, "models")).stdout.splitlines()
     assert line.split("\t") == [
         *(name, "1", "f" * 16, "s2-" + "5" * 32, "8", "64", "mean 8", "CPUExecutionProvider", "float32", "ready")
@@ -343,7 +361,7 @@ async def test_models(service: FakeEncoder) -> None:
     assert (model["max_request_tokens"], model["max_outputs"]) == (65536, 16)
 
 
-async def test_more_is_sent_with_every_call(service: FakeEncoder) -> None:
+async def test_metadata_of_every_call(service: FakeEncoder) -> None:
     flags = ["--metadata", "x-team=search", "--metadata", "x-empty=", "--api-key", "secret"]
     await encserve(service, *flags, "embed", "one")
     sent = service.metadata[-1]
@@ -351,10 +369,10 @@ async def test_more_is_sent_with_every_call(service: FakeEncoder) -> None:
     await encserve(service, "embed", "one", env={"ENCSERVE_API_KEY": "key\n"})
     assert service.metadata[-1]["authorization"] == "Bearer key"
     assert (
-        "--metadata wants NAME=VALUE; was 'x'"
+        "--metadata must be NAME=VALUE; was 'x'"
         in (await encserve(service, "--metadata", "x", "models", status=2)).stderr
     )
-    assert "--cert and --tls-key go together" in (await encserve(service, "--cert", "a.pem", "models", status=2)).stderr
+    assert "--cert needs --tls-key" in (await encserve(service, "--cert", "a.pem", "models", status=2)).stderr
 
 
 @pytest.mark.filterwarnings("default")
@@ -390,6 +408,18 @@ async def test_errors_are_one_line(service: FakeEncoder, arguments: list[str], t
 async def test_the_target_may_come_from_the_environment(service: FakeEncoder) -> None:
     result = await asyncio.to_thread(CliRunner().invoke, cli, ["models"], env={"ENCSERVE_TARGET": service.target})
     assert result.exit_code == 0
+
+
+@pytest.mark.system
+async def test_a_closed_pipe_is_not_an_error_message(service: FakeEncoder) -> None:
+    """In `encserve … | head -1`, `head` ends first. The command then ends without a message."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    call = [sys.executable, "-m", "encserve_cli", "--target", service.target, "encode", "two words", "--json"]
+    process = await asyncio.create_subprocess_exec(*call, stdout=writer, stderr=asyncio.subprocess.PIPE)
+    os.close(writer)
+    _, errors = await process.communicate()
+    assert (process.returncode, errors) == (1, b"")
 
 
 @pytest.mark.system

@@ -61,8 +61,8 @@ def test_entropy() -> None:
     ("count", "at_most", "indices"),
     [(3, 5, [0, 1, 2]), (12, 3, [0, 6, 11]), (12, 2, [0, 11]), (12, 1, [11]), (5, 5, [0, 1, 2, 3, 4])],
 )
-def test_spread(count: int, at_most: int, indices: list[int]) -> None:
-    assert numbers.spread(count, at_most) == indices
+def test_spaced_indices(count: int, at_most: int, indices: list[int]) -> None:
+    assert numbers.spaced_indices(count, at_most) == indices
 
 
 def test_colours_end_where_nearly_all_numbers_do() -> None:
@@ -72,12 +72,12 @@ def test_colours_end_where_nearly_all_numbers_do() -> None:
     """
     table = np.random.default_rng(0).normal(0, 0.05, (100, 100)).astype(np.float32)
     table[0, :50] = 2
-    end, beyond = numbers.contrast(table)
+    end, beyond = numbers.colour_limit(table)
     assert 0.1 < end < 0.3
     assert beyond == pytest.approx(0.01, abs=1e-3)
     sinusoid = np.sin(np.arange(10_000, dtype=np.float32)).reshape(100, 100)
-    assert numbers.contrast(sinusoid) == (numbers.widest(sinusoid), 0.0)
-    assert numbers.contrast(np.zeros((2, 2), np.float32)) == (1.0, 0.0)
+    assert numbers.colour_limit(sinusoid) == (numbers.largest_magnitude(sinusoid), 0.0)
+    assert numbers.colour_limit(np.zeros((2, 2), np.float32)) == (1.0, 0.0)
 
 
 def test_names_of_tokens() -> None:

@@ -1,1 +1,1 @@
-"""The command `encserve`: asks a server, looks into models, and measures."""
+"""The command `encserve`: gets vectors from a server, inspects models, and measures throughput."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from encserve_cli.shared import calls_server, names_model
+from encserve_cli.shared import model_options, with_client
 
 if TYPE_CHECKING:
     from encserve_client import DType, EncoderClient, Pooling
@@ -29,20 +29,33 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     help="N calls a second at random times, whether or not earlier calls have replies.",
 )
 @click.option(
-    "--seconds", type=click.FloatRange(0.1, 600), default=10.0, show_default=True, help="The measured time of a row."
+    "--seconds", type=click.FloatRange(0.1, 600), default=10.0, show_default=True, help="The measured time of each row."
 )
 @click.option(
-    "--warmup-seconds", type=click.FloatRange(0, 60), default=2.0, show_default=True, help="Load before that time."
+    "--warmup-seconds",
+    type=click.FloatRange(0, 60),
+    default=2.0,
+    show_default=True,
+    help="Load before the measured time.",
 )
-@click.option("--lengths", type=_FILE, help="JSON: a list of lengths in tokens, or a histogram. Default: real texts'.")
+@click.option(
+    "--lengths",
+    type=_FILE,
+    help="JSON: a list of lengths in tokens, or a histogram. Default: lengths of real texts.",
+)
 @click.option("--texts", type=_FILE, help="Send the lines of this file instead of random token ids.")
 @click.option(
-    "--sequences-per-call", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Inputs of a call."
+    "--sequences-per-call",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Inputs in each call.",
 )
 @click.option("--pooling", type=click.Choice(["model", "mean", "cls", "max"]), help="Default: one vector per token.")
 @click.option("--dtype", type=click.Choice(["float32", "float16"]), default="float32", show_default=True)
-@names_model
-@calls_server
+@model_options
+@with_client
 def bench(
     client: "EncoderClient",
     concurrency: tuple[int, ...],
@@ -70,7 +83,7 @@ def bench(
     from encserve_cli.load.results import Load
 
     if lengths is not None and texts is not None:
-        raise click.UsageError("--lengths and --texts exclude each other; leave out --lengths or --texts")
+        raise click.UsageError("--lengths and --texts do not go together; leave out one option")
     connect = click.get_current_context().obj
     (target,), keywords = connect.args, connect.keywords
     connection = Connection(

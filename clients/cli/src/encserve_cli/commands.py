@@ -1,4 +1,4 @@
-"""The subcommands of `encserve`: parse, call the client, hand the result to `render`."""
+"""The options of `encserve`, and the commands `encode` and `models`."""
 
 import functools
 import json
@@ -13,7 +13,7 @@ from encserve_cli.files.command import Printing, Sources, deliver, prints_rows, 
 from encserve_cli.inspect import inspect
 from encserve_cli.job_options import SectionCommand, makes_jobs
 from encserve_cli.retrieval import embed, similarity
-from encserve_cli.shared import calls_server, names_model, treats_texts, warnings_in_one_line
+from encserve_cli.shared import model_options, text_options, warnings_in_one_line, with_client
 from encserve_cli.tokens import tokenize
 from encserve_client import EncoderClient, Output, Task, Tls
 
@@ -31,17 +31,15 @@ from encserve_client import EncoderClient, Output, Task, Tls
     default=30.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long one message may take, retries included; many texts become several messages.",
+    help="The time for one message, with all retries. Many texts become several messages.",
 )
 @click.option("--tls", is_flag=True, help="Encrypt, and check the server's certificate.")
-@click.option("--ca", type=click.Path(path_type=Path), help="PEM file of the authorities to trust; implies --tls.")
-@click.option("--cert", type=click.Path(path_type=Path), help="PEM file of the certificate to show; implies --tls.")
+@click.option("--ca", type=click.Path(path_type=Path), help="PEM file of trusted authorities; implies --tls.")
+@click.option("--cert", type=click.Path(path_type=Path), help="PEM file of the client's certificate; implies --tls.")
 @click.option("--tls-key", type=click.Path(path_type=Path), help="PEM file of the private key of --cert.")
-@click.option(
-    "--server-name", help="The name of the server's certificate, where it is not the target's; implies --tls."
-)
-@click.option("--api-key", show_envvar=True, help="The server's key, or any bearer token; use it with --tls.")
-@click.option("--metadata", multiple=True, metavar="NAME=VALUE", help="Sent with every call; may be repeated.")
+@click.option("--server-name", help="The name in the server's certificate; implies --tls. Default: the target's host.")
+@click.option("--api-key", show_envvar=True, help="The server's API key, or any bearer token. Use --tls with a key.")
+@click.option("--metadata", multiple=True, metavar="NAME=VALUE", help="Metadata of every call; may be repeated.")
 @click.version_option(package_name="encserve-cli", prog_name="encserve")
 @click.pass_context
 def cli(
@@ -56,31 +54,32 @@ def cli(
     api_key: str | None,
     metadata: tuple[str, ...],
 ) -> None:
-    """Ask an encserve server for vectors."""
+    """Get vectors from an encserve server."""
     if (cert is None) != (tls_key is None):
-        raise click.UsageError("--cert and --tls-key go together")
-    if wrong := [it for it in metadata if not it.partition("=")[1]]:
-        raise click.UsageError(f"--metadata wants NAME=VALUE; was {wrong[0]!r}")
+        given, missing = ("--cert", "--tls-key") if cert else ("--tls-key", "--cert")
+        raise click.UsageError(f"{given} needs {missing}; give both or none")
+    if wrong := [pair for pair in metadata if "=" not in pair]:
+        raise click.UsageError(f"--metadata must be NAME=VALUE; was {wrong[0]!r}")
     context.with_resource(warnings_in_one_line())
-    # Made when a command needs it, so that `encserve encode --help` reads no files.
+    # A command creates the client, so that `encserve encode --help` reads no files.
     context.obj = functools.partial(
         EncoderClient,
         target,
         tls=Tls(ca=ca, cert=cert, key=tls_key, server_name=server_name) if ca or cert or server_name or tls else False,
         timeout_seconds=timeout,
         api_key=api_key,
-        metadata=[(name, value) for name, _, value in (it.partition("=") for it in metadata)],
+        metadata=[(name, value) for name, _, value in (pair.partition("=") for pair in metadata)],
     )
 
 
 @cli.command(cls=SectionCommand)
 @reads_inputs
-@names_model
-@treats_texts
+@model_options
+@text_options
 @prints_rows
 @click.option("--exclude-special", is_flag=True, help="Leave out the rows of special tokens.")
 @makes_jobs
-@calls_server
+@with_client
 def encode(
     client: EncoderClient,
     sources: Sources,
@@ -96,18 +95,18 @@ def encode(
     """Print one vector per token of each TEXT.
 
     A TEXT that ends in .txt, .jsonl, .csv, .tsv or .parquet is a file of texts: a path, or a URI such as
-    s3://bucket/texts.csv. All but .parquet may be compressed (.csv.gz, .csv.zst). - is standard input, a text a line.
-    With --text every TEXT is a text, whatever it looks like.
+    s3://bucket/texts.csv. All but .parquet may be compressed (.csv.gz, .csv.zst). - is standard input, one text a line.
+    With --text every TEXT is a text, even if it looks like a file.
 
     \b
-    --output FILE holds, by its suffix:
-      .npz          rows (all tokens, d_model), lengths (texts,) and token_ids:
-                    np.split(rows, np.cumsum(lengths)[:-1]) is of each text
+    --output FILE, by the suffix of FILE:
+      .npz          rows (all tokens, d_model), lengths (texts,) and token_ids;
+                    rows by text: np.split(rows, np.cumsum(lengths)[:-1])
       .jsonl        a line for each text
       .parquet      text, rows and token_ids
 
-    --output FOLDER/ makes a job: the folder is filled with .parquet files, row by row as the FILEs have them. Run again
-    after anything, it does what is missing.
+    --output FOLDER/ runs a job. The job fills the folder with .parquet files, and their rows are in the order of the
+    inputs. After a stop, the same command computes the missing rows.
     """  # noqa: D301 - click reads a real \b
     run = functools.partial(
         client.run,
@@ -126,14 +125,14 @@ def encode(
 
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@calls_server
+@with_client
 def models(client: EncoderClient, as_json: bool) -> None:
     """List the models that the server has loaded."""
-    found = client.models()
+    loaded = client.models()
     if as_json:
-        click.echo(json.dumps([asdict(model) for model in found], ensure_ascii=False))
+        click.echo(json.dumps([asdict(model) for model in loaded], ensure_ascii=False))
     else:
-        render.print_models(found)
+        render.print_models(loaded)
 
 
 cli.add_command(embed)

@@ -14,7 +14,7 @@ from encserve_cli import render
 from encserve_cli.report import numbers
 from encserve_cli.report.labels import token_names
 from encserve_cli.report.page import build_page
-from encserve_cli.shared import calls_server, names_model, treats_texts
+from encserve_cli.shared import model_options, text_options, with_client
 from encserve_client import EncoderClient, InspectResult, ModelInfo
 
 _TOKEN_WIDTH = 16
@@ -41,12 +41,12 @@ def _numbers(context: click.Context, option: click.Parameter, value: str | None)
     metavar="N,N,…",
     help="Token ids instead of TEXT, with special tokens: 101,2023,102.",
 )
-@names_model
+@model_options
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with figures to this file.")
 @click.option("--layers", callback=_numbers, metavar="N,N,…", help="Only these layers, from 0. Default: all layers.")
-@treats_texts
+@text_options
 @click.option("--max-rows", type=click.IntRange(min=0), default=32, show_default=True, help="Tokens to print.")
-@calls_server
+@with_client
 def inspect(
     client: EncoderClient,
     text: str | None,
@@ -128,7 +128,7 @@ def _print_tokens(console: Console, result: InspectResult, max_rows: int) -> Non
         heading = f"attends to (layer {result.attention_layers[-1]})"
         table.add_column(heading, no_wrap=True, overflow="ellipsis", max_width=_TOKEN_WIDTH + 6)
         table.add_column("weight", justify="right", no_wrap=True)
-        positions, weights = numbers.strongest(result.attention[-1])
+        positions, weights = numbers.most_attended(result.attention[-1])
         for row, position, weight in zip(rows, positions.tolist(), weights.tolist(), strict=True):
             row += [Text(f"{position} {names[position]}"), f"{weight:.3f}"]
     for row in rows[:max_rows]:

@@ -1,4 +1,4 @@
-"""What `encserve` prints for people, with rich. Made to be read at 80 columns, and without colour when piped."""
+"""Prints tables for people, with rich. The tables fit into 80 columns, and have no colour in a pipe."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,38 +18,38 @@ _NUMBER_WIDTH = 7  # "-12.345"
 _ID_WIDTH = 6
 _TOKEN_WIDTH = 14
 _COSINE_WIDTH = 6  # "-0.123"
-_NO_VECTORS = "no vectors"  # in place of a score
-_TEXT_WIDTH = 20  # the least that a text gets beside its scores
-# Least cosine, and the style of a cell from there on. Colour only repeats what the number says.
+_NO_VECTORS = "no vectors"  # instead of a score
+_MIN_TEXT_WIDTH = 20  # of a text in a table of scores
+# The least cosine of each style. The colour only repeats the number.
 _STYLES = ((0.999, "dim"), (0.7, "bold green"), (0.4, "green"), (0.2, "yellow"), (-1.0, "red"))
 
 
-def shown_tokens(info: SequenceInfo, n_rows: int) -> list[tuple[str, int]]:
-    """Token and id of each row of a text; special tokens are left out where their rows are."""
+def row_tokens(info: SequenceInfo, n_rows: int) -> list[tuple[str, int]]:
+    """Return the token and the id of each row of a text. If the rows lack special tokens, the result lacks them too."""
     ids = info.token_ids if info.token_ids is not None else np.full(info.token_count, -1)
     tokens = info.tokens or ("",) * info.token_count
-    keep = np.ones(len(ids), np.bool_)
+    has_row = np.ones(len(ids), np.bool_)
     if n_rows != info.token_count and info.special is not None:
-        keep = ~info.special
-    return [(token, int(token_id)) for token, token_id, kept in zip(tokens, ids, keep, strict=True) if kept]
+        has_row = ~info.special
+    return [(token, int(token_id)) for token, token_id, is_shown in zip(tokens, ids, has_row, strict=True) if is_shown]
 
 
 def print_made(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
-    """What was made of each text, whatever it is."""
-    printers = {"tokens": print_encoded, "multi_vector": print_multi_vectors, "sparse": print_sparse}
+    """Print the output of each text, of any kind."""
+    printers = {"tokens": print_token_vectors, "multi_vector": print_multi_vectors, "sparse": print_sparse}
     printers.get(str(result.outputs[0].kind), print_vectors)(texts, result, max_rows)
 
 
-def print_encoded(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
-    """A table of tokens × dimensions for each text."""
+def print_token_vectors(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
+    """Print a table of tokens × dimensions for each text."""
     console = Console(highlight=False)
     for text, rows, info in zip(texts, result.outputs[0].arrays(), result.sequences, strict=True):
-        _print_rows(console, text, rows, ("token", "id"), shown_tokens(info, len(rows)), info, max_rows)
+        _print_rows(console, text, rows, ("token", "id"), row_tokens(info, len(rows)), info, max_rows)
     print_footer(console, result)
 
 
 def print_vectors(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
-    """One table of texts × dimensions."""
+    """Print one table of texts × dimensions."""
     console = Console(highlight=False)
     rows = result.outputs[0].matrix()
     names = [(" ".join(text.split()), number) for number, text in enumerate(texts, start=1)]
@@ -63,29 +63,29 @@ def print_vectors(texts: Sequence[str], result: EncodeResult, max_rows: int) -> 
 
 
 def print_multi_vectors(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
-    """A table of vectors × dimensions for each text, with the token that each comes from."""
+    """Print a table of vectors × dimensions for each text, with the token of each vector."""
     console = Console(highlight=False)
     output = result.outputs[0]
-    found = zip(texts, output.arrays(), output.token_indices(), result.sequences, strict=True)
-    for text, rows, places, info in found:
-        names = vector_names(info, places, len(rows))
-        numbers = range(len(rows)) if places is None else places.tolist()
+    sequences = zip(texts, output.arrays(), output.token_indices(), result.sequences, strict=True)
+    for text, rows, positions, info in sequences:
+        names = vector_names(info, positions, len(rows))
+        numbers = range(len(rows)) if positions is None else positions.tolist()
         _print_rows(console, text, rows, ("token", "place"), list(zip(names, numbers, strict=True)), info, max_rows)
     print_footer(console, result)
 
 
 def print_sparse(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
-    """A table of each text's largest weights, with the tokens of those that stand in the text."""
+    """Print a table of the largest weights of each text. Weights of tokens in the text have the token's name."""
     console = Console(highlight=False)
     for text, vector, info in zip(texts, result.outputs[0].sparse_vectors(), result.sequences, strict=True):
-        known = {token_id: token for token, token_id in shown_tokens(info, info.token_count)}
+        tokens_by_id = {token_id: token for token, token_id in row_tokens(info, info.token_count)}
         table = make_table()
         table.add_column("index", justify="right")
         table.add_column("token in the text", no_wrap=True, overflow="ellipsis", max_width=2 * _TOKEN_WIDTH)
         table.add_column("weight", justify="right", no_wrap=True)
         for place in np.argsort(-vector.values, kind="stable")[:max_rows].tolist():
             index = int(vector.indices[place])
-            table.add_row(str(index), Text(known.get(index, "")), f"{vector.values[place]:.3f}")
+            table.add_row(str(index), Text(tokens_by_id.get(index, "")), f"{vector.values[place]:.3f}")
         console.print(_clip(text, console.width, "bold"))
         console.print(table)
         n_weights = len(vector.indices)
@@ -95,47 +95,47 @@ def print_sparse(texts: Sequence[str], result: EncodeResult, max_rows: int) -> N
 
 
 def print_tokens(console: Console, text: str, info: SequenceInfo) -> None:
-    """A table of a text's tokens; special ones, and those of a prompt, stand nowhere in it."""
+    """Print a table of the tokens of a text. Special tokens and tokens of a prompt have no start and end."""
     offsets = np.zeros((info.token_count, 2), np.int64) if info.offsets is None else info.offsets
     table = make_table()
     table.add_column("token", no_wrap=True, overflow="ellipsis", max_width=2 * _TOKEN_WIDTH)
     for name in ("id", "start", "end"):
         table.add_column(name, justify="right")
-    for (token, token_id), (start, end) in zip(shown_tokens(info, info.token_count), offsets.tolist(), strict=True):
-        places = (str(start), str(end)) if end > start else ("", "")
-        table.add_row(Text(token), str(token_id), *places)
+    for (token, token_id), (start, end) in zip(row_tokens(info, info.token_count), offsets.tolist(), strict=True):
+        span = (str(start), str(end)) if end > start else ("", "")
+        table.add_row(Text(token), str(token_id), *span)
     console.print(_clip(text, console.width, "bold"))
     console.print(table)
     console.print(Text(", ".join([f"{info.token_count} tokens", *_cut_off(info)]) + "\n"))
 
 
-def vector_names(info: SequenceInfo, places: npt.NDArray[np.uint32] | None, count: int) -> list[str]:
-    """The token that each vector of a text comes from; "(pooled)" where they come from several."""
-    if places is None:
+def vector_names(info: SequenceInfo, positions: npt.NDArray[np.uint32] | None, count: int) -> list[str]:
+    """Return the token of each vector of a text. Without positions the vectors are pooled, and have no token."""
+    if positions is None:
         return ["(pooled)"] * count
-    return [str(place) if info.tokens is None else info.tokens[place] for place in places.tolist()]
+    return [str(position) if info.tokens is None else info.tokens[position] for position in positions.tolist()]
 
 
 def print_saved(path: Path, result: EncodeResult, inputs: int, rows: int, seconds: float) -> None:
-    """What was written to a file, and what of it came last."""
+    """Print the size of an output file, the time, and the model of `result`, the last reply."""
     console = Console(highlight=False)
     output = result.outputs[0]
-    held = f"{rows:,} weights of {output.sparse_width:,}" if output.kind == "sparse" else f"{rows:,} rows"
+    size = f"{rows:,} weights of {output.sparse_width:,}" if output.kind == "sparse" else f"{rows:,} rows"
     if output.kind != "sparse":
-        held += f" of {output.blocks[0].rows.shape[1]}"
-    console.print(Text(f"wrote {path}: {inputs:,} texts, {held}, in {seconds:.1f} s, {inputs / seconds:,.0f} a second"))
+        size += f" of {output.blocks[0].rows.shape[1]}"
+    console.print(Text(f"wrote {path}: {inputs:,} texts, {size}, in {seconds:.1f} s, {inputs / seconds:,.0f} a second"))
     console.print(Text(f"model {result.model}, version {result.version}, fingerprint {result.fingerprint}", "dim"))
 
 
 def print_similarity(
     texts: Sequence[str], scores: npt.NDArray[np.float64], compared_by: str, result: EncodeResult
 ) -> None:
-    """The (texts, texts) matrix of scores, with the texts at its left; in several tables if one would be too wide."""
+    """Print the scores, (texts, texts), with a text at the left of each row. A wide matrix becomes several tables."""
     console = Console(highlight=False)
     cells = [[Text(f"{value:.3f}", style=_style(value, compared_by)) for value in row] for row in scores.tolist()]
     cell_width = max(_COSINE_WIDTH, *(len(cell) for row in cells for cell in row))
     fixed = 2 + len(str(len(texts))) + _GAP + _GAP  # the edges, the column of numbers, the gap after the text
-    per_table = max((console.width - fixed - _TEXT_WIDTH) // (cell_width + _GAP), 1)
+    per_table = max((console.width - fixed - _MIN_TEXT_WIDTH) // (cell_width + _GAP), 1)
     for first in range(0, len(texts), per_table):
         numbers = range(first, min(first + per_table, len(texts)))
         text_width = console.width - fixed - len(numbers) * (cell_width + _GAP)
@@ -154,7 +154,14 @@ def print_similarity(
 def print_ranking(
     texts: Sequence[str], ranking: Sequence[tuple[int, float | None]], compared_by: str, result: EncodeResult
 ) -> None:
-    """The documents, the best first. texts[0] is the query, and of an index i of the ranking texts[i + 1] the text."""
+    """Print a query and its documents.
+
+    Args:
+        texts: The query, then the documents.
+        ranking: The index and the score of each document, in the order of the table. Document i is texts[i + 1].
+        compared_by: The name of the similarity.
+        result: The reply with the documents' vectors.
+    """
     console = Console(highlight=False)
     console.print(_clip(texts[0], console.width, "bold"))
     table = make_table()
@@ -163,57 +170,63 @@ def print_ranking(
     table.add_column(compared_by, justify="right", no_wrap=True)
     width = console.width - len(str(len(ranking))) - max(len(compared_by), len(_NO_VECTORS)) - 4 * _GAP
     for place, (index, score) in enumerate(ranking, start=1):
-        shown = _NO_VECTORS if score is None else f"{score:.4f}"
-        table.add_row(str(place), _clip(texts[index + 1], width), shown)
+        cell = _NO_VECTORS if score is None else f"{score:.4f}"
+        table.add_row(str(place), _clip(texts[index + 1], width), cell)
     console.print(table)
     print_footer(console, result)
 
 
 def print_models(models: Sequence[ModelInfo]) -> None:
-    """A table on a terminal; elsewhere a line for each model, its fields between tabs."""
+    """Print a block for each model. In a pipe, print one line for each model, with tabs between the fields."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        for it in models:
-            click.echo("\t".join(_model_fields(it)))
+        for model in models:
+            click.echo("\t".join(_model_fields(model)))
         return
-    table = make_table()
-    table.add_column("model, fingerprint", no_wrap=True)
-    table.add_column("version", no_wrap=True)
-    for name in ("d_model", "layers", "tokens"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("makes", "runs on", "ready"):
-        table.add_column(name, overflow="fold")
-    for it in models:
-        ready = Text("yes", "green") if it.ready else Text(f"no: {it.not_ready_reason}", "red")
-        table.add_row(
-            Text(f"{it.name} *" if it.is_default else it.name).append(f"\n{it.fingerprint}", "dim"),
-            Text(it.version),
-            str(it.d_model),
-            str(it.n_layers or "-"),  # not known of a model that came as ONNX
-            "\n".join([str(it.max_sequence_tokens), *(f"{task} {its.max_tokens}" for task, its in it.tasks.items())]),
-            "\n".join(_kinds(it)) or "-",
-            Text(f"{it.provider.removesuffix('ExecutionProvider')} {it.precision}"),
-            ready,
-        )
-    console.print(table)
-    if any(it.is_default for it in models):
-        console.print("* answers calls that name no model", style="dim")
+    for model in models:
+        table = Table(box=None, show_header=False, padding=(0, _GAP, 0, 0))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in _model_facts(model).items():
+            table.add_row(f"  {name}", Text.assemble(value))
+        heading = Text(model.name, "bold").append(", the default model" if model.is_default else "", "not bold")
+        console.print(heading, overflow="fold")
+        console.print(table)
+        console.print()
 
 
-def _model_fields(it: ModelInfo) -> list[str]:
+def _model_facts(model: ModelInfo) -> dict[str, str | tuple[str, str]]:
+    """Return the fields of a model. A field with a style is a pair."""
+    layers = str(model.n_layers) if model.n_layers else "unknown"  # a model from an ONNX file
+    limits = [str(model.max_sequence_tokens), *(f"{task} {info.max_tokens}" for task, info in model.tasks.items())]
+    return {
+        "version": model.version,
+        "fingerprint": model.fingerprint,
+        "space id": model.space_id or "unknown",
+        "d_model": str(model.d_model),
+        "layers": layers,
+        "max tokens": ", ".join(limits),
+        "outputs": "; ".join(_kinds(model)) or "vectors of tokens only",
+        "runs on": f"{model.provider.removesuffix('ExecutionProvider')}, {model.precision}",
+        "ready": ("yes", "green") if model.ready else (f"no: {model.not_ready_reason}", "red"),
+    }
+
+
+def _model_fields(model: ModelInfo) -> list[str]:
     return [
-        *(it.name, it.version, it.fingerprint, it.space_id or "-"),
-        *(str(it.d_model), str(it.max_sequence_tokens), "; ".join(_kinds(it)) or "-", it.provider, it.precision),
-        "ready" if it.ready else f"not ready: {it.not_ready_reason}",
+        *(model.name, model.version, model.fingerprint, model.space_id or "-"),
+        *(str(model.d_model), str(model.max_sequence_tokens), "; ".join(_kinds(model)) or "-"),
+        *(model.provider, model.precision),
+        "ready" if model.ready else f"not ready: {model.not_ready_reason}",
     ]
 
 
-def _kinds(it: ModelInfo) -> list[str]:
-    """What a model makes of a text, besides a row per token."""
-    width = it.default_dimensions or it.vector_width
-    kinds = [f"{it.pooling} {width}{', norm 1' if it.l2_normalize else ''}"] if it.pooling else []
-    kinds += [f"{it.multi_vector_similarity} {it.multi_vector_width}"] if it.multi_vector_width else []
-    return kinds + ([f"sparse {it.sparse_width}"] if it.sparse_width else [])
+def _kinds(model: ModelInfo) -> list[str]:
+    """Return the outputs of a model that are not token vectors, with their widths."""
+    width = model.default_dimensions or model.vector_width
+    kinds = [f"{model.pooling} {width}{', norm 1' if model.l2_normalize else ''}"] if model.pooling else []
+    kinds += [f"{model.multi_vector_similarity} {model.multi_vector_width}"] if model.multi_vector_width else []
+    return kinds + ([f"sparse {model.sparse_width}"] if model.sparse_width else [])
 
 
 def _print_rows(
@@ -225,7 +238,6 @@ def _print_rows(
     info: SequenceInfo,
     max_rows: int,
 ) -> None:
-    """A text, its rows as a table, and how many there are."""
     console.print(_clip(text, console.width, "bold"))
     console.print(_rows_table(rows, headings, names, max_rows, console.width))
     notes = [f"shape ({rows.shape[0]}, {rows.shape[1]})", *_hidden(len(rows), max_rows), *_cut_off(info)]
@@ -243,9 +255,9 @@ def _cut_off(info: SequenceInfo) -> list[str]:
 def _rows_table(
     rows: Array, headings: tuple[str, str], names: Sequence[tuple[str, int]], max_rows: int, width: int
 ) -> Table:
-    """As many of the first dimensions as there is room for, the last, and each row's norm."""
+    """Return a table of the first dimensions that fit, the last dimension, and the norm of each row."""
     d_model = rows.shape[1]
-    # The edges; token, id and the ellipsis; the last dimension and the norm.
+    # The edges, the token, the id, the ellipsis, the last dimension and the norm.
     fixed = 2 + (_TOKEN_WIDTH + _GAP) + (_ID_WIDTH + _GAP) + (1 + _GAP) + 2 * (_NUMBER_WIDTH + _GAP)
     n_first = min(max((width - fixed) // (_NUMBER_WIDTH + _GAP), 1), d_model - 1)
     table = make_table()
@@ -266,12 +278,12 @@ def _rows_table(
 
 
 def make_table() -> Table:
-    """An empty table in the style of all."""
+    """Return an empty table in the style of all tables."""
     return Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
 
 
 def print_footer(console: Console, result: EncodeResult | InspectResult) -> None:
-    """The model that ran, and where the time went."""
+    """Print the model and the times of a reply."""
     timings = result.timings
     parts = {
         "tokenize": timings.tokenize_seconds,
@@ -280,8 +292,8 @@ def print_footer(console: Console, result: EncodeResult | InspectResult) -> None
         "total": timings.total_seconds,
     }
     console.print(Text(f"model {result.model}, version {result.version}, fingerprint {result.fingerprint}", "dim"))
-    known = (f"{name} {seconds * 1000:.1f} ms" for name, seconds in parts.items() if seconds)
-    console.print(Text(", ".join(known), "dim"))
+    times = (f"{name} {seconds * 1000:.1f} ms" for name, seconds in parts.items() if seconds)
+    console.print(Text(", ".join(times), "dim"))
 
 
 def _style(value: float, compared_by: str) -> str:
@@ -289,7 +301,7 @@ def _style(value: float, compared_by: str) -> str:
 
 
 def _clip(text: str, width: int, style: str = "") -> Text:
-    """A text on one line of so many columns; wide characters take two."""
+    """Return the start of a text, on one line of at most `width` columns. Wide characters take two columns."""
     line = Text(" ".join(text.split()), style)
     line.truncate(width, overflow="ellipsis")
     return line

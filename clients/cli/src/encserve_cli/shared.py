@@ -1,4 +1,4 @@
-"""What the subcommands of `encserve` have in common."""
+"""Decorators and checks that several commands of `encserve` use."""
 
 import functools
 import warnings
@@ -13,8 +13,8 @@ from encserve_client import EncodeResult, EncserveError
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def calls_server(command: F) -> F:
-    """Passes a client to a command, and makes what goes wrong one line on stderr and exit status 1."""
+def with_client(command: F) -> F:
+    """Pass a client to a command. Errors become one line on stderr and exit status 1."""
 
     @functools.wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> None:
@@ -27,17 +27,22 @@ def calls_server(command: F) -> F:
 
 @contextmanager
 def errors_in_one_line(*others: type[Exception]) -> Iterator[None]:
-    """Makes what a command may raise, and the other errors, one line on stderr and exit status 1."""
+    """Print the errors of commands, and other errors, as one line on stderr, and exit with status 1.
+
+    If the reader of stdout has gone, as in `encserve … | head -1`, click exits with status 1 and prints nothing.
+    """
     caught: tuple[type[Exception], ...] = (EncserveError, ValueError, OSError, *others)
     try:
         yield
+    except BrokenPipeError:
+        raise
     except caught as error:
         raise click.ClickException(" ".join(str(error).split())) from error
 
 
 @contextmanager
 def warnings_in_one_line() -> Iterator[None]:
-    """Prints warnings as one line on stderr, without the line of code that they come from."""
+    """Print warnings as one line on stderr, without the source line."""
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         click.echo(f"Warning: {message}", err=True)
@@ -48,13 +53,13 @@ def warnings_in_one_line() -> Iterator[None]:
 
 
 def check_pooling(kind: str | None, pooling: str | None) -> None:
-    """Raises UsageError where --pooling and --kind contradict each other."""
+    """Raise UsageError if --pooling and --kind contradict each other."""
     if pooling is not None and kind not in (None, "model"):
-        raise click.UsageError(f"--pooling makes one vector of a text; leave it out with --kind {kind}")
+        raise click.UsageError(f"--pooling does not apply to --kind {kind}; leave out --pooling")
 
 
-def names_model(command: F) -> F:
-    """Adds the options that choose a model, and --json."""
+def model_options(command: F) -> F:
+    """Add --model, --model-version and --json."""
     return with_options(
         command,
         click.option("--model", help="Default: the server's default model."),
@@ -63,22 +68,24 @@ def names_model(command: F) -> F:
     )
 
 
-def treats_texts(command: F) -> F:
-    """Adds the options that say how texts are treated."""
+def text_options(command: F) -> F:
+    """Add --task, --prompt-name and --truncate."""
     return with_options(
         command,
-        click.option("--task", type=click.Choice(["query", "document"]), help="What every TEXT is. Default: neither."),
+        click.option(
+            "--task", type=click.Choice(["query", "document"]), help="Whether each TEXT is a query or a document."
+        ),
         click.option(
             "--prompt-name",
             metavar="NAME",
-            help='Put this before every TEXT; "" for none. Default: the model\'s.',
+            help='The name of the prompt before every TEXT; "" for no prompt. Default: the model\'s default prompt.',
         ),
-        click.option("--truncate", is_flag=True, help="Cut off the end of texts that are too long."),
+        click.option("--truncate", is_flag=True, help="Cut the end of texts that are too long."),
     )
 
 
 def ids_of(result: EncodeResult) -> dict[str, Any]:
-    """What identifies the model that ran, and its vectors' space."""
+    """Return the name, the version and the ids of the model."""
     return {
         "model": result.model,
         "version": result.version,
@@ -88,7 +95,7 @@ def ids_of(result: EncodeResult) -> dict[str, Any]:
 
 
 def with_options(command: F, *options: Callable[[F], F]) -> F:
-    """Adds options, in the order in which the help lists them."""
+    """Add options to a command. The help lists the options in the same order."""
     for option in reversed(options):
         command = option(command)
     return command

@@ -10,23 +10,23 @@ from encserve_cli import render
 from encserve_cli.files.command import takes_texts_and_files
 from encserve_cli.files.encoding import encode_all
 from encserve_cli.files.reading import read_inputs
-from encserve_cli.shared import calls_server, names_model, treats_texts
+from encserve_cli.shared import model_options, text_options, with_client
 from encserve_client import EncoderClient, SequenceInfo
 from encserve_client.options import OffsetUnit
 
 
 @click.command()
 @takes_texts_and_files
-@names_model
-@treats_texts
+@model_options
+@text_options
 @click.option(
     "--offset-unit",
     type=click.Choice(["code_points", "utf8_bytes"]),
     default="code_points",
     show_default=True,
-    help="The unit of the tokens' start and end.",
+    help="The unit of the start and the end of tokens.",
 )
-@calls_server
+@with_client
 def tokenize(
     client: EncoderClient,
     texts: tuple[str, ...],
@@ -42,16 +42,16 @@ def tokenize(
     """Print the tokens of each TEXT: the string in the vocabulary, the id, the start and the end.
 
     A TEXT that ends in .txt, .jsonl, .csv, .tsv or .parquet is a file of texts: a path, or a URI such as
-    s3://bucket/texts.csv. All but .parquet may be compressed (.csv.gz, .csv.zst). - is standard input, a text a line.
+    s3://bucket/texts.csv. All but .parquet may be compressed (.csv.gz, .csv.zst). - is standard input, one text a line.
     With --text every TEXT is a text, even if it looks like a file.
     The model computes no vectors and need not be ready. Without --truncate the command prints all tokens of a text.
     --json prints a line for each text.
     """
     console = Console(highlight=False)
 
-    def run(asked: list[str]) -> list[SequenceInfo]:
+    def run(call_texts: list[str]) -> list[SequenceInfo]:
         return client.tokenize(
-            asked,
+            call_texts,
             model=model,
             version=model_version,
             truncate=truncate or None,
@@ -61,11 +61,11 @@ def tokenize(
         )
 
     for call, infos in encode_all(run, read_inputs(texts, column, ids=False, texts=only_texts)):
-        for it, info in zip(call, infos, strict=True):
+        for text, info in zip(call, infos, strict=True):
             if as_json:
-                click.echo(json.dumps({"text": it.value} | _record(info), ensure_ascii=False))
+                click.echo(json.dumps({"text": text.value} | _record(info), ensure_ascii=False))
             else:
-                render.print_tokens(console, str(it.value), info)
+                render.print_tokens(console, str(text.value), info)
 
 
 def _record(info: SequenceInfo) -> dict[str, Any]:

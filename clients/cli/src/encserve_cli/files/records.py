@@ -34,7 +34,7 @@ def records(result: EncodeResult) -> Iterator[dict[str, Any]]:
                 "rows": rows.tolist(),
             }
             for info, rows in zip(result.sequences, output.arrays(), strict=True)
-            for shown in [render.shown_tokens(info, len(rows))]
+            for shown in [render.row_tokens(info, len(rows))]
         )
     else:
         made = ({"vector": row} for row in output.matrix().tolist())

@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from encserve_cli.files.reading import Sent
 from encserve_cli.files.records import records
-from encserve_cli.render import shown_tokens
+from encserve_cli.render import row_tokens
 from encserve_cli.shared import ids_of
 from encserve_client import EncodedOutput, EncodeResult
 
@@ -350,7 +350,7 @@ def _beside_rows(result: EncodeResult) -> dict[str, Array]:
         return {"token_indices": np.concatenate(places)} if len(places) == len(result.sequences) else {}
     if output.kind != "tokens":
         return {}
-    shown = [shown_tokens(*its) for its in zip(result.sequences, _lengths(result).tolist(), strict=True)]
+    shown = [row_tokens(*its) for its in zip(result.sequences, _lengths(result).tolist(), strict=True)]
     return {"token_ids": np.array([token for its in shown for _, token in its], np.int64)}
 
 

@@ -19,7 +19,9 @@ def visible(token: str) -> str:
 
     Control characters and unusual spaces become their code point, such as U+202E. Spaces at an end become ␣.
     """
-    shown = "".join(f"U+{ord(it):04X}" if unicodedata.category(it)[0] in "CZ" and it != " " else it for it in token)
-    if shown.strip() != shown:
-        shown = shown.replace(" ", "␣")
-    return shown or "(empty)"
+    name = "".join(
+        f"U+{ord(char):04X}" if char != " " and unicodedata.category(char)[0] in "CZ" else char for char in token
+    )
+    if name.strip() != name:
+        name = name.replace(" ", "␣")
+    return name or "(empty)"

@@ -86,7 +86,7 @@ def _match(
     return match | {
         "lead": f"Each row is a vector of the query, {shown}, and each colour is their dot product. A frame marks the "
         "largest product of a row. A bar shows how much that product adds to the score.",
-        "figure": scale_to(numbers.widest(products))
+        "figure": scale_to(numbers.largest_magnitude(products))
         | {
             "rows": query.names,
             "columns": [{"place": column, "name": document.names[column]} for column in columns],

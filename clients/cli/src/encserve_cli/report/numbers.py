@@ -48,7 +48,7 @@ def mean_similarity(cosines: Float64) -> Float64:
     return means
 
 
-def strongest(attention: Array) -> tuple[npt.NDArray[np.int64], Float64]:
+def most_attended(attention: Array) -> tuple[npt.NDArray[np.int64], Float64]:
     """Return the position (seq,) to which each token attends most, and the weight (seq,), from (heads, seq, seq).
 
     The weight is the mean over the heads.
@@ -57,8 +57,8 @@ def strongest(attention: Array) -> tuple[npt.NDArray[np.int64], Float64]:
     return means.argmax(axis=1), means.max(axis=1)
 
 
-def spread(count: int, at_most: int) -> list[int]:
-    """Return at most so many indices below count, evenly spaced, with the first and the last."""
+def spaced_indices(count: int, at_most: int) -> list[int]:
+    """Return at most `at_most` indices below `count`, evenly spaced, with the first and the last index."""
     if count <= at_most:
         return list(range(count))
     if at_most <= 1:
@@ -66,20 +66,20 @@ def spread(count: int, at_most: int) -> list[int]:
     return sorted({round(i * (count - 1) / (at_most - 1)) for i in range(at_most)})
 
 
-def widest(values: Array) -> float:
-    """Return the largest finite magnitude, or 1 if that is 0, so that a scale of colours can end there."""
+def largest_magnitude(values: Array) -> float:
+    """Return the largest finite magnitude, or 1 if all values are 0: the end of a scale of colours."""
     finite = np.abs(values[np.isfinite(values)].astype(np.float64))
     return float(finite.max(initial=0)) or 1.0
 
 
-def contrast(values: Array) -> tuple[float, float]:
+def colour_limit(values: Array) -> tuple[float, float]:
     """Return the end of a scale of colours, and the share of values beyond the end, from 0 to 1.
 
     The end is the largest magnitude. If outliers would make all other colours pale, the end is the 99th percentile.
     """
-    greatest = widest(values)
+    largest = largest_magnitude(values)
     magnitudes = np.abs(values[np.isfinite(values)].astype(np.float64))
-    usual = float(np.quantile(magnitudes, 0.99)) if magnitudes.size else greatest
-    if not 0 < usual < greatest / 2:
-        return greatest, 0.0
-    return usual, float((magnitudes > usual).mean())
+    limit = float(np.quantile(magnitudes, 0.99)) if magnitudes.size else largest
+    if not 0 < limit < largest / 2:
+        return largest, 0.0
+    return limit, float((magnitudes > limit).mean())

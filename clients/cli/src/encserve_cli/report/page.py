@@ -82,7 +82,7 @@ def as_items(facts: dict[str, str]) -> list[dict[str, str]]:
 
 
 def shorten(text: str, most: int) -> str:
-    """Return at most so many characters of a text, and an ellipsis if there are more."""
+    """Return at most `most` characters of a text, and an ellipsis if the text has more characters."""
     return text if len(text) <= most else f"{text[:most]}…"
 
 
@@ -187,13 +187,13 @@ def _positions(result: InspectResult, model: ModelInfo) -> dict[str, Any] | None
     extent = f"All {n:,} positions and {d:,} dimensions."
     if table.shape != result.positions.shape:
         extent = f"The first {n:,} of {n_all:,} positions and the first {d:,} of {d_all:,} dimensions."
-    limit, beyond = numbers.contrast(table)
+    limit, beyond = numbers.colour_limit(table)
     if beyond:
         extent += f" {beyond:.1%} of the values lie beyond the colours; point at a cell to see its value."
-    widest = numbers.widest(table)
+    largest = numbers.largest_magnitude(table)
     return scale_to(limit) | {
         "lead": f"The model’s {model.position} positional encoding, the same for every text. {extent}",
-        "matrices": _pack(table.T[None], -widest, widest),
+        "matrices": _pack(table.T[None], -largest, largest),
     }
 
 
@@ -230,7 +230,7 @@ def _bars(values: Mapping[str, float], texts: Sequence[str]) -> list[dict[str, s
 
 
 def _indices_with_room(layers: Array, numbers_each: int) -> list[int]:
-    return numbers.spread(len(layers), max(MAX_NUMBERS // numbers_each, 1))
+    return numbers.spaced_indices(len(layers), max(MAX_NUMBERS // numbers_each, 1))
 
 
 def _omitted(layers: Sequence[int], shown: Sequence[int]) -> str | None:
