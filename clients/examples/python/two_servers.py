@@ -1,0 +1,13 @@
+"""Send lines of standard input to two servers in turn: `python two_servers.py HOST:PORT HOST:PORT`.
+
+If you stop one server, the other server answers all calls.
+"""
+
+import sys
+
+from encserve_client import EncoderClient
+
+with EncoderClient(sys.argv[1:]) as client:
+    for line in sys.stdin:
+        vector = client.embed(line.rstrip())
+        print(vector.shape, flush=True)
