@@ -1,4 +1,6 @@
-"""Send lines of standard input to two servers in turn: `python two_servers.py HOST:PORT HOST:PORT`.
+"""Send lines of standard input to two servers in turn. Give IP addresses, not names.
+
+    python two_servers.py 127.0.0.1:50051 127.0.0.1:50052
 
 If you stop one server, the other server answers all calls.
 """
