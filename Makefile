@@ -12,7 +12,8 @@ CHECKPOINT = $$($(BIN)/python -c 'import importlib.util as u; print(u.find_spec(
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TRITON := server/src/encserve_server/protocols/open_inference/triton
 SOURCES := proto/src export/src server/src clients/python/src clients/cli/src
-CHECKED := $(SOURCES) tests scripts bench
+EXAMPLES := clients/examples/python
+CHECKED := $(SOURCES) $(EXAMPLES) tests scripts bench
 MANIFESTS := $(filter-out %/kustomization.yaml %/prometheus-adapter.yaml,$(wildcard deploy/kubernetes/*.yaml))
 # A suite is one folder of tests and one pytest process. The longest suites and checks start first.
 SUITES := test-export test-server test-cli test-e2e test-client test-bench test-project
@@ -89,8 +90,9 @@ format: $(VENV)/.installed  ## Put everything into the project's style.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(VENV)/.installed  ## Check types.
+types: $(VENV)/.installed  ## Check types: everything with mypy, and the client's interface and examples with pyright too.
 	$(BIN)/mypy $(CHECKED)
+	$(BIN)/pyright --pythonpath $(BIN)/python $(EXAMPLES) tests/client/typing_api.py
 
 sync-client: $(VENV)/.installed  ## Regenerate the Python client for threads from the one for asyncio.
 	$(BIN)/python scripts/generate_sync_client.py
