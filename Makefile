@@ -90,9 +90,8 @@ format: $(VENV)/.installed  ## Put everything into the project's style.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(VENV)/.installed  ## Check types: everything with mypy, and the client's interface and examples with pyright too.
+types: $(VENV)/.installed  ## Check types.
 	$(BIN)/mypy $(CHECKED)
-	$(BIN)/pyright --pythonpath $(BIN)/python $(EXAMPLES) tests/client/typing_api.py
 
 sync-client: $(VENV)/.installed  ## Regenerate the Python client for threads from the one for asyncio.
 	$(BIN)/python scripts/generate_sync_client.py

@@ -176,3 +176,12 @@ def test_every_example_is_short_and_has_a_test_and_a_line_in_the_docs() -> None:
     for name in names:
         assert len((FOLDER / f"{name}.py").read_text().splitlines()) < 20
         assert f"(../clients/examples/python/{name}.py)" in page
+
+
+def test_pyright_accepts_the_programs_and_the_interface() -> None:
+    """pyright needs Node.js, which .ci/run installs."""
+    command = [Path(sys.executable).with_name("pyright"), "--pythonpath", sys.executable]
+    done = subprocess.run(
+        [*command, FOLDER, ROOT / "tests/client/typing_api.py"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

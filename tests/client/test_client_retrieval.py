@@ -94,8 +94,8 @@ async def test_a_kind_of_several_can_be_chosen(caller: Caller, service: FakeEnco
         (
             {"sparse_width": 9},
             {},
-            "pooling='model': model tiny does not say how it was trained to pool. It has the kinds 'sparse'; name one "
-            "of these kinds, or a pooling such as 'mean'",
+            "kind='vector': model tiny was not trained for single vectors; it has the kinds 'sparse'. Give one of "
+            "these kinds, or a pooling such as 'mean'",
         ),
         ({}, {"prompt_name": "x"}, "prompt_name='x': model tiny has the prompts 'p', 'q'"),
         ({}, {"task": "query"}, "task='query': model tiny has no tasks"),
@@ -281,6 +281,14 @@ def test_a_document_without_vectors_comes_last() -> None:
     assert rank(query, [nothing, -query])[-1][0] == 0
 
 
+def test_the_model_must_have_made_the_vectors() -> None:
+    """The similarity of another model, which does not make this kind, is refused."""
+    late = model_info(pb.ModelInfo(name="late", d_model=3, multi_vector_width=3, multi_vector_similarity="maxsim"))
+    weights = SparseVector(np.array([1], np.uint32), np.ones(1, np.float32), 9)
+    with pytest.raises(InvalidInputError, match="model late does not make sparse weights; it has the kinds 'multi_"):
+        rank(weights, [weights], late)
+
+
 NO_WEIGHTS = SparseVector(np.empty(0, np.uint32), np.empty(0, np.float32), 9)
 BITS = np.ones(3, np.uint8)
 
@@ -295,7 +303,7 @@ BITS = np.ones(3, np.uint8)
             np.ones((1, 3)),
             np.ones((2, 3)),
             {},
-            "a row of documents must be of one kind; were vectors for MaxSim and a v",
+            "must be of one kind; were vectors for MaxSim and a vector; for one query embed a str, not a list",
         ),
         (np.ones(3), np.ones((2, 4)), {}, "query and a row of documents must be equally wide; were 3 and 4"),
         (np.ones(3), [np.ones(3), np.ones(4)], {}, r"documents\[1\] must be equally wide"),

@@ -149,9 +149,14 @@ def _check_document(name: str, document: object, query: Encoded) -> None:
             return
     kind, wanted = _kind(name, document), _kind("query", query)
     if kind != wanted:
-        raise InvalidInputError(f"query and {name} must be of one kind; were {wanted} and {kind}")
+        of_one_text = "; for one query embed a str, not a list" if (wanted, kind) == _LISTED_QUERY else ""
+        raise InvalidInputError(f"query and {name} must be of one kind; were {wanted} and {kind}{of_one_text}")
     if _width(document) != _width(query):
         raise InvalidInputError(f"query and {name} must be equally wide; were {_width(query)} and {_width(document)}")
+
+
+# The kinds of a query and a document if a list with one text was embedded as the query.
+_LISTED_QUERY = ("vectors for MaxSim", "a vector")
 
 
 def _width(encoded: Any) -> int:
@@ -167,7 +172,13 @@ def _similarity_for(kind: str, similarity: Similarity | ModelInfo | None) -> Sim
         return cast("Similarity", "dot" if kind == "sparse weights" else choices[0])
     if isinstance(similarity, ModelInfo):
         trained: dict[str, TrainedKind] = {"vectors for MaxSim": "multi_vector", "sparse weights": "sparse"}
-        similarity = similarity_of(similarity, trained.get(kind, "model"))
+        if (made := trained.get(kind)) and made not in similarity.kinds:
+            there = ", ".join(map(repr, similarity.kinds)) or "none"
+            raise InvalidInputError(
+                f"similarity: model {similarity.name} does not make {kind}; it has the kinds {there}. Give the "
+                "ModelInfo of the model that made them"
+            )
+        similarity = similarity_of(similarity, made or "model")
     if similarity not in choices:
         allowed = " or ".join(map(repr, choices))
         raise InvalidInputError(f"similarity must be {allowed} for {kind}, or a ModelInfo; was {similarity!r}")

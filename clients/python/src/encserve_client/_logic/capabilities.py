@@ -29,8 +29,8 @@ def find_lack(info: ModelInfo, options: Options) -> InvalidRequestError | None:
 def _lacks_output(info: ModelInfo, output: Output) -> str | None:
     if output.kind == "model" and info.pooling is None:
         return (
-            f"pooling='model': model {info.name} does not say how it was trained to pool. It has "
-            f"{_listed(info.kinds, 'kinds')}; name one of these kinds, or a pooling such as 'mean'"
+            f"kind='vector': model {info.name} was not trained for single vectors; it has "
+            f"{_listed(info.kinds, 'kinds')}. Give one of these kinds, or a pooling such as 'mean'"
         )
     if output.kind in ("multi_vector", "sparse") and output.kind not in info.kinds:
         return f"kind={output.kind!r}: model {info.name} has {_listed(info.kinds, 'kinds')}"
