@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from encserve_client import FingerprintError, Output, ProtocolError
-from encserve_client._logic.answers import decode_response, merge_parts, model_info, sequence_info
+from encserve_client._logic.answers import decode_response, merge_answers, model_info, sequence_info
 from encserve_client.options import Array, DType, Options
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -79,7 +79,7 @@ def set_to(path: str, value: object) -> Callable[[pb.EncodeResponse], None]:
         (set_to("lengths", [1, 2]), r"outputs\[0\].lengths\[0\] must be 2; was 1"),
         (set_to("lengths", [2, 4_000_000_000]), "was 36"),
         (set_to("data_type", pb.DATA_TYPE_FLOAT16), r"data_type must be 1; was 2"),
-        (set_to("kind", pb.OUTPUT_KIND_MEAN), r"kind must be that of 'tokens'; was 2"),
+        (set_to("kind", pb.OUTPUT_KIND_MEAN), r"kind must be 1 \('tokens'\); was 2"),
         (set_to("kind", 77), "was 77"),
         (lambda it: it.outputs.pop(), "the answer must have 1 outputs; had 0"),
         (lambda it: it.sequences.pop(), "the answer must have 2 sequences; had 1"),
@@ -146,7 +146,7 @@ def test_parts_of_different_vector_spaces_are_not_mixed() -> None:
     second.fingerprint = "g"
     parts = [decode_response(it, Options(), 2, describe=False) for it in (first, second)]
     with pytest.raises(FingerprintError, match="different fingerprints, f and g"):
-        merge_parts(parts, 0.0, 2)
+        merge_answers(parts, 0.0, 2)
 
 
 def test_parts_of_different_widths_are_not_mixed() -> None:
@@ -155,13 +155,13 @@ def test_parts_of_different_widths_are_not_mixed() -> None:
         for width in (3, 4)
     ]
     with pytest.raises(ProtocolError, match=r"widths \[3\] and .* of widths \[4\]"):
-        merge_parts(parts, 0.0, 2)
+        merge_answers(parts, 0.0, 2)
 
 
 def test_one_message_is_not_copied_several_are() -> None:
     """If a call has one message, `matrix` is a view on the received bytes. With several messages, it is a copy."""
     part = decode_response(good(), Options(), 2, describe=False)
-    one, two = merge_parts([part], 0.0, 1), merge_parts([part, part], 0.0, 2)
+    one, two = merge_answers([part], 0.0, 1), merge_answers([part, part], 0.0, 2)
     assert one.outputs[0].matrix() is part.blocks[0].rows
     assert two.outputs[0].matrix().shape == (6, 3)
     assert [array.shape for array in two.outputs[0].arrays()] == [(2, 3), (1, 3)] * 2

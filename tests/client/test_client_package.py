@@ -100,7 +100,7 @@ def test_channel_options() -> None:
         ({"credentials": "ca.pem"}, "credentials must be grpc.ChannelCredentials or None; was str"),
         ({"api_key": 5}, "api_key must be a str or None; was int"),
         ({"metadata": 5}, "metadata must be a dict or a list of pairs; was int"),
-        ({"metadata": ["ab"]}, r"metadata must be of \(key, value\) pairs"),
+        ({"metadata": ["ab"]}, r"metadata must be a dict or a list of \(key, value\) pairs"),
         ({"metadata": {5: "x"}}, "a metadata key must be a str; was int"),
         ({"metadata": {"Upper": "x"}}, "a metadata key must be .* was 'Upper'"),
         ({"metadata": [("x", "ü")]}, "the metadata value of 'x' must be a str of printable ASCII"),
