@@ -248,11 +248,11 @@ def test_numbers_are_copied_once(n_chunks: int) -> None:
 
     def gather() -> None:
         part = chunk(0, size // n_chunks)
-        gathering = InspectAssembler(request)
-        assert gathering.add(header)
+        assembler = InspectAssembler(request)
+        assert assembler.add(header)
         for part.chunk.tensor in (0, 1):
-            assert all(gathering.add(part) for _ in range(n_chunks))
-        gathering.result(0.0, 1)
+            assert all(assembler.add(part) for _ in range(n_chunks))
+        assembler.result(0.0, 1)
 
     assert 2 * size < peak_bytes(gather) < 3 * size + size // 4
 
@@ -267,11 +267,11 @@ def test_an_announced_size_allocates_no_memory() -> None:
     header.header.tensors[0].shape[1] = 2**32 - 1
 
     def gather() -> None:
-        gathering = InspectAssembler(request)
-        assert gathering.add(header)
-        assert gathering.add(chunk(0, 2**20))
+        assembler = InspectAssembler(request)
+        assert assembler.add(header)
+        assert assembler.add(chunk(0, 2**20))
         with pytest.raises(ProtocolError, match="the answer ended after 1048576$"):
-            gathering.result(0.0, 1)
+            assembler.result(0.0, 1)
 
     assert peak_bytes(gather) < 2**22
 

@@ -102,7 +102,7 @@ def test_channel_options() -> None:
         ({"metadata": 5}, "metadata must be a dict or a list of pairs; was int"),
         ({"metadata": ["ab"]}, r"metadata must be a dict or a list of \(key, value\) pairs"),
         ({"metadata": {5: "x"}}, "a metadata key must be a str; was int"),
-        ({"metadata": {"Upper": "x"}}, "a metadata key must be .* was 'Upper'"),
+        ({"metadata": {"Upper": "x"}}, "a metadata key must have only a-z, .* was 'Upper'"),
         ({"metadata": [("x", "ü")]}, "the metadata value of 'x' must be a str of printable ASCII"),
         ({"metadata": {"x": 5}}, "the metadata value of 'x' must be"),
         ({"timeout_seconds": "5"}, "timeout_seconds must be a number; was str"),

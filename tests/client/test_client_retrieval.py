@@ -94,8 +94,8 @@ async def test_a_kind_of_several_can_be_chosen(caller: Caller, service: FakeEnco
         (
             {"sparse_width": 9},
             {},
-            "pooling='model': model tiny does not say how it was trained to pool. It has the kinds 'sparse'; name one "
-            "of these kinds, or a pooling such as 'mean'",
+            "pooling='model': the trained pooling of model tiny is unknown. Give a pooling such as 'mean', or a kind: "
+            "the model has the kinds 'sparse'",
         ),
         ({}, {"prompt_name": "x"}, "prompt_name='x': model tiny has the prompts 'p', 'q'"),
         ({}, {"task": "query"}, "task='query': model tiny has no tasks"),

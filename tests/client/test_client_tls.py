@@ -123,7 +123,7 @@ async def test_server_certificates(start: Start, made: Certificates) -> None:
     text = await failure_text(await start(made.other_name), tls=Tls(ca=made.ca))
     assert text == (
         "the server's certificate is not for 'localhost', but for 'other.example': connect to one of these names, or "
-        "give it as Tls(server_name=…)"
+        "give one as Tls(server_name=…)"
     )
     target = await start(made.stranger)
     text = await failure_text(target, tls=Tls(ca=made.ca))
@@ -262,7 +262,9 @@ def test_a_silent_server_is_given_up(made: Certificates, monkeypatch: pytest.Mon
         target = f"127.0.0.1:{silent.getsockname()[1]}"
         for tls in (Tls(ca=made.ca), None):
             text = Diagnosis(target, tls).explain(UNREACHED).message
-            assert text.startswith("a process accepts connections here, but sends nothing for 0.1 s: it hangs, or")
+            assert text.startswith(
+                "a process accepts connections here, but sends nothing for 0.1 s: the process hangs, or"
+            )
 
 
 async def test_a_server_with_tls_but_without_http2(made: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:

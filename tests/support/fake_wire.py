@@ -92,11 +92,11 @@ class FakeWire:
 
 def gather(request: pb.InspectRequest, parts: Iterable[pb.InspectResponse]) -> InspectAssembler:
     """Gather the messages of a reply to Inspect. Stop at the first error."""
-    gathering = InspectAssembler(request)
+    assembler = InspectAssembler(request)
     for part in parts:
-        if not gathering.add(part):
+        if not assembler.add(part):
             break
-    return gathering
+    return assembler
 
 
 def echo(request: pb.EncodeRequest, fingerprint: str = "f") -> pb.EncodeResponse:

@@ -120,7 +120,7 @@ class EncoderClient(SyncTransport):
         timeout_seconds: float | None = None,
         progress: Progress | None = None,
     ) -> Any:
-        """Return one vector per input. An input that is too long is an error, unless `truncate` cuts it.
+        """Return one vector per input. An input that is too long is an error, unless `truncate` is True.
 
             query = client.embed("how warm is the sea?", task="query")
             documents = client.embed(texts, task="document")
@@ -141,15 +141,15 @@ class EncoderClient(SyncTransport):
             prompt_name: The name in `ModelInfo.prompts` of the prompt to put before every text; "" for no prompt.
                 Default: the prompt of the task, or `ModelInfo.default_prompt_name`. Only texts get a prompt.
             truncate: Whether to cut off the end of an input that is too long for the model.
-            dimensions: Keep only so many first numbers of each vector. Default: `ModelInfo.default_dimensions` for
-                pooling "model", otherwise all.
+            dimensions: The number of leading numbers to keep of each vector. Default: for pooling "model"
+                `ModelInfo.default_dimensions`, otherwise all.
             l2_normalize: Whether to scale each vector to Euclidean length 1, after the cut to `dimensions`.
             dtype: The type of the numbers: "float32", "float16", "int8" or "binary"; the last two only for "vector".
                 "binary" has one bit per number, set if the number is above 0, packed as `numpy.packbits` does.
-                "int8" has, for the vector x scaled to length 1,
+                "int8" is, for the vector x scaled to length 1,
                 `np.clip(np.rint(x * np.float32(127 * np.sqrt(width) / 4)), -128, 127)`. The cosine similarity of two
-                such vectors is their dot product, in int32, divided by both norms.
-            max_active_dims: For "sparse": keep only so many weights, the largest. Default: as the model was trained.
+                such vectors is the dot product, in int32, divided by both norms.
+            max_active_dims: For "sparse": the number of largest weights to keep. Default: as the model was trained.
             pool_factor: For "multi_vector": the average number of vectors that are joined into one, by hierarchical
                 clustering, of inputs of at most 2,048 tokens. Default: as the model was trained.
             model: The name of the model. Default: the server's default model.
@@ -209,7 +209,7 @@ class EncoderClient(SyncTransport):
         timeout_seconds: float | None = None,
         progress: Progress | None = None,
     ) -> Any:
-        """Return one row per token of each input. An input that is too long is an error, unless `truncate` cuts it.
+        """Return one row per token of each input. An input that is too long is an error, unless `truncate` is True.
 
         Args:
             inputs: As for `embed`.
@@ -217,7 +217,7 @@ class EncoderClient(SyncTransport):
             prompt_name: As for `embed`.
             truncate: As for `embed`.
             exclude_special_tokens: Whether to leave out the rows of special tokens.
-            dimensions: Keep only so many first numbers of each row. Default: all.
+            dimensions: The number of leading numbers to keep of each row. Default: all.
             l2_normalize: Whether to scale each row to Euclidean length 1.
             dtype: "float32" or "float16".
             model: As for `embed`.
@@ -276,7 +276,7 @@ class EncoderClient(SyncTransport):
     ) -> Results[Any]:
         """Yield (index, vector or error) for any number of inputs, in bounded memory.
 
-        An input that is too long is an error, unless `truncate` cuts it.
+        An input that is too long is an error, unless `truncate` is True.
 
             for index, vector in client.stream(read_texts()):
                 if isinstance(vector, EncserveError):
@@ -352,7 +352,7 @@ class EncoderClient(SyncTransport):
     ) -> EncodeResult:
         """Return several outputs, the tokens of each input, and the timings.
 
-        An input that is too long is an error, unless `truncate` cuts it.
+        An input that is too long is an error, unless `truncate` is True.
 
             result = client.run(texts, outputs=["tokens", Output("mean", l2_normalize=True)])
             rows = result.outputs[0].arrays()     # a (seq_len, d_model) array for each
@@ -413,7 +413,7 @@ class EncoderClient(SyncTransport):
     ) -> InspectResult:
         """Return the attention weights and hidden states of one input, layer by layer.
 
-        An input that is too long is an error, unless `truncate` cuts it.
+        An input that is too long is an error, unless `truncate` is True.
 
             result = client.inspect("I understand this", attention=[0])
             result.attention[0, 3]     # (seq, seq): block 0, head 3
@@ -529,7 +529,7 @@ class EncoderClient(SyncTransport):
     ) -> Array:
         """Return one vector for each range of one text, each computed with the whole text as context: late chunking.
 
-        A text that is too long is an error, unless `truncate` cuts it.
+        A text that is too long is an error, unless `truncate` is True.
 
             vectors = client.embed_spans(text, sentence_spans(text))  # (sentences, d_model)
 
@@ -575,7 +575,7 @@ class EncoderClient(SyncTransport):
     def model(
         self, name: str | None = None, version: str | None = None, *, timeout_seconds: float | None = None
     ) -> ModelInfo:
-        """Return the sizes and limits of one model, and its device. Default: the server's default model.
+        """Return the sizes, the limits and the device of one model. Default: the server's default model.
 
         Raises:
             ModelNotFoundError: The model or the version does not exist.

@@ -119,9 +119,9 @@ class Output:
             not 0. "spans" for one row per range of `embed_spans`. A number for an OutputKind without a name here: the
             request has the number, and the rows are returned unchanged.
         l2_normalize: Whether to scale every row to Euclidean length 1, after the cut to `dimensions`.
-        dimensions: Keep only so many first numbers of each row. Default: `ModelInfo.default_dimensions` for "model",
-            otherwise all.
-        max_active_dims: For "sparse": keep only so many weights, the largest. Default: as the model was trained.
+        dimensions: The number of leading numbers to keep of each row. Default: for "model"
+            `ModelInfo.default_dimensions`, otherwise all.
+        max_active_dims: For "sparse": the number of largest weights to keep. Default: as the model was trained.
         pool_factor: For "multi_vector": the average number of vectors that are joined into one, by hierarchical
             clustering, of inputs of at most 2,048 tokens. Default: as the model was trained.
         span_pooling: For "spans": how the rows of a range become one. Default: "mean".

@@ -85,7 +85,7 @@ class EncodedOutput:
     def token_indices(self) -> "list[npt.NDArray[np.uint32] | None]":
         """Return for each input the token index of each row of "multi_vector", (rows,).
 
-        None for an input whose vectors were joined, because a joined vector has several tokens.
+        None for an input with joined vectors, because a joined vector has several tokens.
         """
         return [indices for block in self.blocks for indices in block.split_indices()]
 
@@ -248,8 +248,8 @@ class ModelInfo:
         multi_vector_width: The width of a vector of "multi_vector"; 0 without "multi_vector".
         multi_vector_similarity: "maxsim" or "meanmaxsim"; "" without "multi_vector".
         sparse_width: The length of a "sparse" vector, zeros included; 0 without "sparse".
-        max_outputs: The largest number of outputs of one call; 0 if unknown. `run` refuses more before it sends
-            an input.
+        max_outputs: The largest number of outputs of one call; 0 if unknown. `run` refuses more and
+            sends no input.
     """
 
     name: str

@@ -88,8 +88,8 @@ def channel_options(
     options: dict[str, str | int] = {
         "grpc.max_receive_message_length": max_message_bytes,
         "grpc.max_send_message_length": max_message_bytes,
-        # While a connection is down, gRPC fails calls immediately. By default, it connects again after 1, 1.6, … 120 s.
-        # Before that, the client's retries could be used up, or a server could be back for minutes.
+        # While a connection is down, gRPC fails calls immediately. By default, gRPC reconnects after 1, 1.6, … 120 s.
+        # The client's retries could be used up earlier, or a restarted server could wait minutes for this client.
         "grpc.initial_reconnect_backoff_ms": 100,
         "grpc.max_reconnect_backoff_ms": 5000,
         # An address that drops packets fails after 5 s, not after gRPC's 20 s. Despite the name, this option is the

@@ -100,7 +100,10 @@ class Diagnosis:
         try:
             return _cause_in_plaintext(connect) if self._tls is None else _cause_in_tls(connect, self._tls, host)
         except TimeoutError:
-            return f"a process accepts connections here, but sends nothing for {_SECONDS:g} s: it hangs, or is not gRPC"
+            return (
+                f"a process accepts connections here, but sends nothing for {_SECONDS:g} s: the process hangs, or does "
+                "not use gRPC"
+            )
         except (OSError, ValueError):  # the server went away, or the TLS files have changed
             return ""
 

@@ -110,7 +110,7 @@ class Core:
         time_limit = self.time_limit(timeout_seconds, started)
         expected = self.settings.expected
         async with aclosing(wire):
-            # The result for no inputs describes the model, so the remembered model may be out of date.
+            # Without inputs, the result comes from the description of the model. A remembered one may be out of date.
             info = await self._model_for(options, wire, key, time_limit, use_remembered=bool(inputs))
             if not inputs:
                 expected.check(info)

@@ -29,8 +29,8 @@ def capability_error(info: ModelInfo, options: Options) -> InvalidRequestError |
 def _missing_output(info: ModelInfo, output: Output) -> str | None:
     if output.kind == "model" and info.pooling is None:
         return (
-            f"pooling='model': model {info.name} does not say how it was trained to pool. It has "
-            f"{_listed(info.kinds, 'kinds')}; name one of these kinds, or a pooling such as 'mean'"
+            f"pooling='model': the trained pooling of model {info.name} is unknown. Give a pooling such as 'mean', "
+            f"or a kind: the model has {_listed(info.kinds, 'kinds')}"
         )
     if output.kind in ("multi_vector", "sparse") and output.kind not in info.kinds:
         return f"kind={output.kind!r}: model {info.name} has {_listed(info.kinds, 'kinds')}"

@@ -146,7 +146,7 @@ class Dispatch(Generic[R]):
         self._call = CallInfo(target, limit.seconds)
         self._history = history or ServerHistory()
         self._n_in_flight = 0
-        self._met_outage: set[int] = set()  # by id, the messages whose last attempt met an outage
+        self._met_outage: set[int] = set()  # ids of the messages with an outage at the last attempt
 
     @property
     def is_done(self) -> bool:
@@ -224,7 +224,7 @@ class Dispatch(Generic[R]):
 
     def _next(self, now: float) -> Message | None:
         message = self._outbox.pop(now)
-        # During an outage no new message is taken, because the time of the message would run while it waits.
+        # During an outage no new message is taken, because the time of the message would run during the outage.
         if message is None and not self._met_outage and not self._source.is_ended:
             message = self._source.take(idle=not self._n_in_flight and not self._outbox)
         return message

@@ -213,8 +213,8 @@ def is_retryable(failure: Failure) -> bool:
     # cancels never get here: see `Wire.wait`.
     if failure.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return True
-    # gRPC itself uses RESOURCE_EXHAUSTED for messages that are too large, and proxies use it for other causes. So a
-    # retry needs a reason or a delay of the server.
+    # gRPC itself uses RESOURCE_EXHAUSTED for messages that are too large, and proxies use the code for other causes. So
+    # a retry needs a reason or a delay of the server.
     return failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED and (
         failure.reason in _NO_ROOM_REASONS or failure.retry_delay_seconds is not None
     )

@@ -1,8 +1,8 @@
 """Split a call into messages that the server accepts. Without I/O.
 
-The number of tokens is exact for token ids and vectors. For texts it is an estimate of the typical number, because the
-worst case would make messages tiny. If the estimate was too low, the server refuses the message before any computation,
-and `Dispatch` sends the halves of the message.
+The number of tokens is exact for token ids and vectors. For texts, the number is an estimate of the typical case,
+because the worst case would make messages tiny. If the estimate was too low, the server refuses the message before any
+computation, and `Dispatch` sends the halves of the message.
 """
 
 import math
@@ -74,7 +74,7 @@ class Message:
         return [*self._slice(0, position), *self._slice(position + 1, self.n_inputs)]
 
     def _slice(self, start: int, end: int) -> "list[Message]":
-        """Return one message with the inputs from `start` to `end`, or no message if there are no such inputs."""
+        """Return one message with the inputs from `start` to `end`, or no message for an empty range."""
         if start >= end:
             return []
         request: Request = self.request
