@@ -145,7 +145,7 @@ class AsyncEncoderClient(AsyncTransport):
             l2_normalize: Whether to scale each vector to Euclidean length 1, after the cut to `dimensions`.
             dtype: The type of the numbers: "float32", "float16", "int8" or "binary"; the last two only for "vector".
                 "binary" has one bit per number, set if the number is above 0, packed as `numpy.packbits` does.
-                "int8" is, for the vector x scaled to length 1,
+                For "int8", a vector x is scaled to length 1 and then becomes
                 `np.clip(np.rint(x * np.float32(127 * np.sqrt(width) / 4)), -128, 127)`. The cosine similarity of two
                 such vectors is the dot product, in int32, divided by both norms.
             max_active_dims: For "sparse": the number of largest weights to keep. Default: as the model was trained.
@@ -160,8 +160,9 @@ class AsyncEncoderClient(AsyncTransport):
                 again if the model was replaced during the call.
 
         Returns:
-            For "vector": (inputs, width) of `dtype`, or (width,) for a str. The width is `dimensions`, or
-            `ModelInfo.vector_width` for pooling "model", or d_model; for "binary" ceil(width / 8) of uint8.
+            For "vector": (inputs, width) of `dtype`, or (width,) for a str. The width is `dimensions`. By
+            default, the width is `ModelInfo.default_dimensions` or `ModelInfo.vector_width` for pooling "model",
+            otherwise d_model. For "binary": ceil(width / 8) of uint8.
             For "multi_vector": a list of (n, width) arrays. For "sparse": a list of `SparseVector`. For a str the only
             element of the list.
 

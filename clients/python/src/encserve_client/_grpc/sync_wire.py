@@ -62,7 +62,7 @@ class SyncWire:
         call.add_done_callback(lambda done: self._events.put(_FinishedCall(done, message)))
 
     def _assemble(self, call: Any, message: Message, request: pb.InspectRequest) -> None:
-        """Read all messages of an answer to Inspect. Blocks, because `inspect` sends no other message."""
+        """Read all messages of an answer to Inspect. Blocks, because an Inspect call has no other messages."""
         self._calls.add(call)  # `aclose` cancels the call if an error ends the loop
         assembler = InspectAssembler(request)
         for part in call:

@@ -22,7 +22,7 @@ _NO_ROOM_REASONS = frozenset({"QUEUE_FULL", "SHARE_EXCEEDED", "BUDGET_FULL", "RA
 # The time of a message if the server has never answered.
 _FIRST_CONTACT_SECONDS = 2.0
 # The start of the server's text if one input caused the failure.
-_AT_FAULT = re.compile(r"(?:inputs|texts)\[(\d+)\]")
+_INPUT_AT_FAULT = re.compile(r"(?:inputs|texts)\[(\d+)\]")
 # gRPC itself refuses messages that are too large, on both sides, with this text and without a reason of the server.
 _TOO_LARGE_TEXT = re.compile(r"message larger than max|exceeds maximum (allowed )?size", re.IGNORECASE)
 # The server or the network failed one message. Other codes affect the whole call: the options, the caller, the server.
@@ -110,7 +110,7 @@ class Failure:
 
     def input_at_fault(self, n_inputs: int) -> int | None:
         """Return the position in the message of the input that caused the failure, or None."""
-        found = _AT_FAULT.match(self.message)
+        found = _INPUT_AT_FAULT.match(self.message)
         position = int(found[1]) if found else 0 if self.is_too_large and n_inputs == 1 else n_inputs
         return position if position < n_inputs else None
 
