@@ -380,7 +380,7 @@ def test_a_warning_is_one_line() -> None:
     result = CliRunner().invoke(cli, ["--target", "10.0.0.7", "--api-key", "secret", "--timeout", "0.01", "models"])
     assert result.exit_code == 1
     warning, *_ = result.stderr.splitlines()
-    assert warning.startswith("Warning: the key goes to 10.0.0.7:50051 without encryption, and everybody on the way")
+    assert warning.startswith("Warning: the key goes to 10.0.0.7:50051 without encryption, so others on the network")
 
 
 @pytest.mark.parametrize(

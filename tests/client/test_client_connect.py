@@ -131,7 +131,7 @@ async def test_a_key_is_sent_without_line_breaks_and_byte_order_mark(
 
 def test_a_key_that_cannot_be_sent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the argument or the variable, and not the key."""
-    text = "must be the key alone, of printable ASCII without spaces; character 7 of 10 is not"
+    text = "must be only the key, in printable ASCII without spaces; character 7 of 10 is not"
     for key in ("secret\nkey", "secret key", "secretükey"):
         with pytest.raises(InvalidInputError, match=f"^api_key {text}") as error:
             EncoderClient(api_key=key)
@@ -215,7 +215,7 @@ async def test_an_http_server_behind_a_proxy_is_named(caller: Caller, monkeypatc
     async with http_server() as port, ConnectProxy(port) as proxy:
         monkeypatch.setenv("http_proxy", f"http://{proxy.address}")
         text = await error_of(caller, "encoder.invalid:7")
-        problem = "an HTTP server answers here, and no gRPC server"
+        problem = "an HTTP server answers here, not a gRPC server"
         assert text.startswith(f"encoder.invalid:7: through the proxy {proxy.address} (http_proxy): {problem}")
 
 
@@ -308,7 +308,7 @@ def http_server() -> contextlib.AbstractAsyncContextManager[int]:
 async def test_the_other_ports_of_a_server(caller: Caller, tmp_path: Path, port: str) -> None:
     server = await start_fake_server(tmp_path, http_port=0)
     text = await error_of(caller, f"127.0.0.1:{getattr(server.app, port)}")
-    assert ": an HTTP server answers here, and no gRPC server: set the target (target=, --target or ENCSERVE" in text
+    assert ": an HTTP server answers here, not a gRPC server: set the target (target=, --target or ENCSERVE" in text
     assert "to the server's gRPC port, 50051 by default. gRPC says: " in text
     await server.channel.close()
     await server.app.stop()
@@ -370,7 +370,7 @@ async def test_grpc_writes_nothing_on_stderr(service: FakeEncoder) -> None:
             timeout=60,
             check=True,
         )
-        assert "the server speaks plaintext, this client TLS" in done.stdout
+        assert "the server uses plaintext, but this client uses TLS" in done.stdout
         logged.append(done.stderr)
     assert logged[0] == ""
     assert logged[1] != ""

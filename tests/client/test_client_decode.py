@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from encserve_client import FingerprintError, Output, ProtocolError
-from encserve_client._logic.answers import decode_response, merge_parts, model_info, sequence_info
+from encserve_client._logic.answers import decode_response, merge_answers, model_info, sequence_info
 from encserve_client.options import Array, DType, Options
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -78,7 +78,7 @@ def set_to(path: str, value: object) -> Callable[[pb.EncodeResponse], None]:
         (set_to("lengths", [1, 2]), r"outputs\[0\].lengths\[0\] must be 2; was 1"),
         (set_to("lengths", [2, 4_000_000_000]), "was 36"),
         (set_to("data_type", pb.DATA_TYPE_FLOAT16), r"data_type must be 1; was 2"),
-        (set_to("kind", pb.OUTPUT_KIND_MEAN), r"kind must be that of 'tokens'; was 2"),
+        (set_to("kind", pb.OUTPUT_KIND_MEAN), r"kind must be 1 \('tokens'\); was 2"),
         (set_to("kind", 77), "was 77"),
         (lambda it: it.outputs.pop(), "the answer must have 1 outputs; had 0"),
         (lambda it: it.sequences.pop(), "the answer must have 2 sequences; had 1"),
@@ -145,7 +145,7 @@ def test_parts_of_different_vector_spaces_are_not_mixed() -> None:
     second.fingerprint = "g"
     parts = [decode_response(it, Options(), 2, describe=False) for it in (first, second)]
     with pytest.raises(FingerprintError, match="different fingerprints, f and g"):
-        merge_parts(parts, 0.0, 2)
+        merge_answers(parts, 0.0, 2)
 
 
 def test_parts_of_different_widths_are_not_mixed() -> None:
@@ -154,13 +154,13 @@ def test_parts_of_different_widths_are_not_mixed() -> None:
         for width in (3, 4)
     ]
     with pytest.raises(ProtocolError, match=r"widths \[3\] and .* of widths \[4\]"):
-        merge_parts(parts, 0.0, 2)
+        merge_answers(parts, 0.0, 2)
 
 
 def test_results_are_copies_of_the_messages() -> None:
     """The caller may write to `matrix` and `arrays`, without an effect on the received bytes."""
     part = decode_response(good(), Options(), 2, describe=False)
-    one, two = merge_parts([part], 0.0, 1), merge_parts([part, part], 0.0, 2)
+    one, two = merge_answers([part], 0.0, 1), merge_answers([part, part], 0.0, 2)
     for written in (one.outputs[0].matrix(), one.outputs[0].arrays()[0], two.outputs[0].matrix()):
         written[...] = 7
     assert not (part.blocks[0].rows == 7).any()

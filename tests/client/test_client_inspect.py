@@ -30,7 +30,7 @@ from encserve_client import (
 )
 from encserve_client._logic.calls import Core, Settings
 from encserve_client._logic.failures import Failure
-from encserve_client._logic.inspecting import Gathering, inspect_request
+from encserve_client._logic.inspecting import InspectAssembler, inspect_request
 from encserve_client._logic.wire import run_without_loop
 from encserve_client.results import InspectResult
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -108,7 +108,10 @@ def test_the_request_has_the_task() -> None:
         ({"attention": None}, "^attention must be True, False or a list of layers; was NoneType$"),
         ({"attention": "01"}, "was str$"),
         ({"positions": [0]}, "^positions must be True or False; was list$"),
-        ({"attention": False, "hidden_states": False}, "^at least one of attention, hidden_states and positions must"),
+        (
+            {"attention": False, "hidden_states": False},
+            "^give at least one of attention, hidden_states and positions; all were False$",
+        ),
         ({"dtype": "float64"}, "^dtype must be one of 'float32', 'float16', 'binary', 'int8'; was 'float64'$"),
     ],
 )
@@ -120,7 +123,7 @@ def test_invalid_options_are_refused(wanted: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize(
     ("item", "text"),
     [
-        (["a text"], "^input must be one input, not a list of them; was a list of 1 input: call inspect once for each"),
+        (["a text"], "^input must be one input; was a list of 1 input: call inspect once for each"),
         (["a", "b"], "was a list of 2 inputs"),
         ([[1, 2], [3]], "was a list of 2 inputs"),
         ((np.zeros(2, int), "a"), "was a tuple of 2 inputs"),
@@ -245,11 +248,11 @@ def test_numbers_are_copied_once(n_chunks: int) -> None:
 
     def gather() -> None:
         part = chunk(0, size // n_chunks)
-        gathering = Gathering(request)
-        assert gathering.add(header)
+        assembler = InspectAssembler(request)
+        assert assembler.add(header)
         for part.chunk.tensor in (0, 1):
-            assert all(gathering.add(part) for _ in range(n_chunks))
-        gathering.result(0.0, 1)
+            assert all(assembler.add(part) for _ in range(n_chunks))
+        assembler.result(0.0, 1)
 
     assert 2 * size < peak_bytes(gather) < 3 * size + size // 4
 
@@ -264,11 +267,11 @@ def test_an_announced_size_allocates_no_memory() -> None:
     header.header.tensors[0].shape[1] = 2**32 - 1
 
     def gather() -> None:
-        gathering = Gathering(request)
-        assert gathering.add(header)
-        assert gathering.add(chunk(0, 2**20))
+        assembler = InspectAssembler(request)
+        assert assembler.add(header)
+        assert assembler.add(chunk(0, 2**20))
         with pytest.raises(ProtocolError, match="the answer ended after 1048576$"):
-            gathering.result(0.0, 1)
+            assembler.result(0.0, 1)
 
     assert peak_bytes(gather) < 2**22
 
@@ -311,33 +314,33 @@ def swap(one: int, other: int) -> Callable[[list[pb.InspectResponse]], None]:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda parts: parts.clear(), "must begin with a header; it was empty$"),
+        (lambda parts: parts.clear(), "must begin with a header; was empty$"),
         (lambda parts: parts.pop(0), "must begin with a header; began with a chunk$"),
-        (lambda parts: parts.insert(2, parts[0]), "has a second header, after 0 tensors$"),
-        (lambda parts: parts.append(parts[0]), "has a second header, after 2 tensors$"),
-        (lambda parts: parts.insert(1, pb.InspectResponse()), "has neither a header nor a chunk$"),
+        (lambda parts: parts.insert(2, parts[0]), "must have one header; another came after 0 tensors$"),
+        (lambda parts: parts.append(parts[0]), "must have one header; another came after 2 tensors$"),
+        (lambda parts: parts.insert(1, pb.InspectResponse()), "must have a header or a chunk; had neither$"),
         (
             swap(2, 3),
             r"^tensors\[0\] must have 144 bytes: \(2, 2, 3, 3\) of float32; a chunk of tensors\[1\] came after 1",
         ),
         (lambda parts: parts.insert(1, chunk(2, 1)), "^a chunk's tensor must be from 0 to 1; was 2$"),
         (lambda parts: parts.insert(2, chunk(0, 45)), r"^tensors\[0\] must have 144 bytes: .*; 145 came$"),
-        (lambda parts: parts.insert(3, chunk(0, 7)), r"^tensors\[0\] must have 144 bytes: .*; 7 more came after them$"),
-        (lambda parts: parts.append(chunk(1, 1)), r"^tensors\[1\] must have 288 bytes: .*; 1 more came after them$"),
+        (lambda parts: parts.insert(3, chunk(0, 7)), r"^tensors\[0\] must have 144 bytes: .*; 7 more bytes came$"),
+        (lambda parts: parts.append(chunk(1, 1)), r"^tensors\[1\] must have 288 bytes: .*; 1 more bytes came$"),
         (lambda parts: parts.pop(), r"^tensors\[1\] must have 288 bytes: .*; the answer ended after 200$"),
         (
             lambda parts: parts.pop(1),
-            r"^tensors\[0\] must have 144 bytes: .*; a chunk of tensors\[1\] came after 44 of",
+            r"^tensors\[0\] must have 144 bytes: .*; a chunk of tensors\[1\] came after 44 bytes$",
         ),
         (header_with(data_type=pb.DATA_TYPE_FLOAT16), r"^tensors\[0\].data_type must be 1; was 2$"),
         (header_with(data_type=0), r"^tensors\[0\].data_type must be 1; was 0$"),
-        (header_with(kind=HIDDEN), r"^tensors must be of the kinds \(1, 2\), as asked for; were \(2, 2\)$"),
+        (header_with(kind=HIDDEN), r"^the kinds of tensors must be \(1, 2\); were \(2, 2\)$"),
         (header_with(kind=99), r"were \(99, 2\)$"),
         (lambda parts: parts[0].header.tensors.pop(), r"were \(1\)$"),
         (header_with(layers=[0]), r"^tensors\[0\].shape must be \(1, >= 1, 3, 3\); was \(2, 2, 3, 3\)$"),
         (header_with(layers=[1, 2]), r"^tensors\[0\].layers must be \(0, 1\); were \(1, 2\)$"),
         (header_with(layers=[]), r"^tensors\[0\].layers must be \(0\); were \(\)$"),
-        (header_with(layers=[0], shape=[1, 2, 3, 3]), "^1 layers of attention must go with 2 of hidden states; had 3$"),
+        (header_with(layers=[0], shape=[1, 2, 3, 3]), "^1 layers of attention need 2 layers of hidden states; had 3$"),
         (header_with(shape=[2, 2, 3]), r"shape must be \(2, >= 1, 3, 3\); was \(2, 2, 3\)$"),
         (header_with(shape=[2, 2, 3, 4]), r"shape must be \(2, >= 1, 3, 3\); was \(2, 2, 3, 4\)$"),
         (header_with(shape=[2, 0, 3, 3]), r"was \(2, 0, 3, 3\)$"),
@@ -369,7 +372,7 @@ def test_positions_are_as_wide_as_hidden_states_and_have_no_layers() -> None:
     request = request_of(attention=False, positions=True)
     parts = inspection(request, N_TOKENS)
     parts[0].header.tensors[1].shape[1] = 7
-    with pytest.raises(ProtocolError, match="^hidden states and positions must be as wide; were 8 and 7$"):
+    with pytest.raises(ProtocolError, match="^hidden states and positions must have the same width; were 8 and 7$"):
         gathered(request, parts)
     parts[0].header.tensors[1].layers.append(0)
     with pytest.raises(ProtocolError, match=r"^tensors\[1\].layers must be \(\); were \(0\)$"):
@@ -390,7 +393,7 @@ async def test_an_endless_answer_is_read_no_further_than_announced(caller: Calle
             await asyncio.sleep(0)
 
     service.inspect = endless
-    with pytest.raises(ProtocolError, match="65536 more came after them"):
+    with pytest.raises(ProtocolError, match="65536 more bytes came$"):
         await caller(caller.connect(timeout_seconds=60).inspect, [5, 6, 7])
     # gRPC cancels the server's handler, or the handler's next write fails. In both cases the handler ends.
     await until(lambda: service.n_open_inspections == 0)
@@ -403,7 +406,7 @@ async def test_an_answer_without_messages(caller: Caller, service: FakeEncoder) 
         yield
 
     service.inspect = nothing
-    with pytest.raises(ProtocolError, match="must begin with a header; it was empty"):
+    with pytest.raises(ProtocolError, match="must begin with a header; was empty"):
         await caller(caller.connect().inspect, "a")
 
 

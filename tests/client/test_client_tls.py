@@ -102,16 +102,16 @@ async def test_plaintext_against_tls(start: Start, made: Certificates) -> None:
 
 async def test_tls_against_plaintext(start: Start, made: Certificates) -> None:
     text = await failure_text(await start(None), tls=Tls(ca=made.ca))
-    assert text == "the server speaks plaintext, this client TLS: leave tls out, or give the port that has TLS"
+    assert text == "the server uses plaintext, but this client uses TLS: leave tls out, or give the port with TLS"
 
 
 async def test_client_certificates(start: Start, made: Certificates) -> None:
     target = await start(made.server, made.ca)
     text = await failure_text(target, tls=Tls(ca=made.ca))
-    assert text.startswith("the server wants a client certificate: give tls=Tls(cert=…, key=…)")
+    assert text.startswith("the server requires a client certificate: give Tls(cert=…, key=…)")
     for wrong in (made.expired, made.stranger):
         text = await failure_text(target, tls=Tls(ca=made.ca, cert=wrong.cert, key=wrong.key))
-        assert text.startswith(f"the server does not take the client certificate of {wrong.cert}: it has expired, or")
+        assert text.startswith(f"the server refuses the client certificate {wrong.cert}: it has expired, or")
 
 
 async def test_server_certificates(start: Start, made: Certificates) -> None:
@@ -123,13 +123,13 @@ async def test_server_certificates(start: Start, made: Certificates) -> None:
     text = await failure_text(await start(made.other_name), tls=Tls(ca=made.ca))
     assert text == (
         "the server's certificate is not for 'localhost', but for 'other.example': connect to one of these names, or "
-        "give it as Tls(server_name=…)"
+        "give one as Tls(server_name=…)"
     )
     target = await start(made.stranger)
     text = await failure_text(target, tls=Tls(ca=made.ca))
-    assert text.startswith(f"the server's certificate is of an authority that is not in {made.ca} (")
+    assert text.startswith(f"the authority of the server's certificate is not in {made.ca} (")
     text = await failure_text(target, tls=True)
-    assert text.startswith("the server's certificate is of an authority that is not in the list of authorities of this")
+    assert text.startswith("the authority of the server's certificate is not in the list of authorities of this")
 
 
 async def test_server_name_replaces_the_host_name(start: Start, made: Certificates) -> None:
@@ -168,7 +168,7 @@ def test_tls_alerts_are_named(made: Certificates, version: ssl.TLSVersion) -> No
     context.load_verify_locations(made.ca)
     context.verify_mode, context.maximum_version = ssl.CERT_REQUIRED, version
     cases = [
-        (Tls(ca=made.ca), "the server wants a client certificate: "),
+        (Tls(ca=made.ca), "the server requires a client certificate: "),
         (Tls(ca=made.ca, cert=made.stranger.cert, key=made.stranger.key), "alert unknown ca"),
         (Tls(ca=made.ca, cert=made.expired.cert, key=made.expired.key), "alert certificate expired"),
         (None, "the server uses TLS"),
@@ -199,18 +199,20 @@ async def test_changed_files_are_read_again(
 
     If the new key does not match the new certificate, the client keeps the old certificate and key.
     """
-    monkeypatch.setattr(channels, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(channels, "_CHECK_SECONDS", 0.0)
     mount = Mount(tmp_path / "mount")
     mount.put(made.stranger, made.ca)
     caller = Caller(kind)
     tls = Tls(ca=mount.ca, cert=mount.pair.cert, key=mount.pair.key)
     client = caller.connect(target=await start(made.server, made.ca), tls=tls, retry=ONCE)
-    with pytest.raises(ServerUnavailableError, match="does not take the client certificate"):
+    with pytest.raises(ServerUnavailableError, match="refuses the client certificate"):
         await caller(client.models)
     for pair in (made.client, Pair(made.server.cert, made.client.key)):
         mount.put(pair, made.ca)
         assert len(await caller(client.models)) == 1
-    assert len(client._links if kind == "async" else client._closers) == 1  # the client has closed the old connection
+    assert (
+        len(client._connections if kind == "async" else client._closers) == 1
+    )  # the client has closed the old connection
     await caller.close(client)
 
 
@@ -221,7 +223,7 @@ async def test_a_stream_continues_while_files_change(
 
     The client closes the old connection when no message uses the connection.
     """
-    monkeypatch.setattr(channels, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(channels, "_CHECK_SECONDS", 0.0)
     mount = Mount(tmp_path / "mount")
     mount.put(made.client, made.ca)
     target = await start(made.server, made.ca)
@@ -234,14 +236,14 @@ async def test_a_stream_continues_while_files_change(
                 assert len(await client.models()) == 1
             got += 1
         assert got == 20
-        assert len(client._links) == 1
+        assert len(client._connections) == 1
 
 
 def test_invalid_certificate_files_are_refused(made: Certificates, tmp_path: Path) -> None:
     bad = tmp_path / "bad.pem"
     bad.write_bytes(made.ca.read_bytes()[:200])
     for tls, text in (
-        (Tls(ca=bad), f"^tls.ca {bad} holds no complete PEM certificate"),
+        (Tls(ca=bad), f"^tls.ca {bad} must be a complete PEM certificate"),
         (
             Tls(cert=bad, key=made.client.key),
             f"^tls.cert {bad} and tls.key .* must be a PEM certificate and its private",
@@ -259,7 +261,9 @@ def test_a_silent_server_is_given_up(made: Certificates, monkeypatch: pytest.Mon
         target = f"127.0.0.1:{silent.getsockname()[1]}"
         for tls in (Tls(ca=made.ca), None):
             text = Diagnosis(target, tls).explain(UNREACHED).message
-            assert text.startswith("a process accepts connections here, but sends nothing for 0.1 s: it hangs, or")
+            assert text.startswith(
+                "a process accepts connections here, but sends nothing for 0.1 s: the process hangs, or"
+            )
 
 
 async def test_a_server_with_tls_but_without_http2(made: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:

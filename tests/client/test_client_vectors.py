@@ -91,7 +91,7 @@ def test_what_float32_cannot_hold_is_named_with_its_place(value: float) -> None:
     array = vectors(5, 4, np.float64)
     array[1, 2] = value
     with pytest.raises(
-        InvalidInputError, match=r"^inputs\[7\]: the number in row 1, column 2 must fit into float32, who"
+        InvalidInputError, match=r"^inputs\[7\]: the number in row 1, column 2 must fit into float32, at"
     ):
         pack_input(array, "inputs[7]")
 

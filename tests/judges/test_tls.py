@@ -104,7 +104,7 @@ def test_our_command(servers: Servers) -> None:
 
     ca = ("--ca", made.ca)
     assert embed(servers.right, *ca, "--cert", made.client.cert, "--tls-key", made.client.key).returncode == 0
-    assert "the server wants a client certificate" in " ".join(embed(servers.right, *ca).stderr.split())
+    assert "the server requires a client certificate" in " ".join(embed(servers.right, *ca).stderr.split())
     assert embed(servers.keyed, *ca, ENCSERVE_API_KEY=KEY).returncode == 0
     refused = embed(servers.keyed, *ca, ENCSERVE_API_KEY=WRONG_KEY)
     assert refused.returncode == 1

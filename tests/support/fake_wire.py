@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 
 from encserve_client._logic.failures import Failure
-from encserve_client._logic.inspecting import Gathering
+from encserve_client._logic.inspecting import InspectAssembler
 from encserve_client._logic.planning import Message
 from encserve_client._logic.wire import Answered, Event, Failed, Rpc
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -90,13 +90,13 @@ class FakeWire:
         heapq.heappush(self._events, (self.time + delay, next(self._order), event))
 
 
-def gather(request: pb.InspectRequest, parts: Iterable[pb.InspectResponse]) -> Gathering:
+def gather(request: pb.InspectRequest, parts: Iterable[pb.InspectResponse]) -> InspectAssembler:
     """Gather the messages of a reply to Inspect. Stop at the first error."""
-    gathering = Gathering(request)
+    assembler = InspectAssembler(request)
     for part in parts:
-        if not gathering.add(part):
+        if not assembler.add(part):
             break
-    return gathering
+    return assembler
 
 
 def echo(request: pb.EncodeRequest, fingerprint: str = "f") -> pb.EncodeResponse:

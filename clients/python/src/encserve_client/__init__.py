@@ -1,4 +1,4 @@
-"""Vectors from an encserve server, as NumPy arrays.
+"""A client library for encserve servers. Results are NumPy arrays.
 
     from encserve_client import EncoderClient
 
@@ -6,12 +6,13 @@
         vectors = client.embed(["a text", "another"])       # (2, d_model)
         rows = client.token_vectors(["a text", "another"])  # a (seq_len, d_model) array for each
 
-`AsyncEncoderClient` is the same for asyncio.
+`AsyncEncoderClient` has the same methods for asyncio.
 """
 
 import os
 
-# gRPC prints each failed connection on stderr, with less than the client's errors say. GRPC_VERBOSITY=INFO shows it.
+# By default, gRPC prints each failed connection on stderr. The client's errors say more.
+# GRPC_VERBOSITY=INFO shows gRPC's messages.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from encserve_client._base import PlaintextKeyWarning

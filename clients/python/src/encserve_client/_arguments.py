@@ -1,4 +1,4 @@
-"""Checks of arguments' types, for callers without a type checker: a wrong one is named, and at once."""
+"""Type checks of arguments, for callers without a type checker. The errors name the argument."""
 
 from typing import TypeVar
 
@@ -9,11 +9,11 @@ from encserve_client.exceptions import InvalidInputError
 T = TypeVar("T")
 
 
-def want(name: str, value: object, kind: type[T] | tuple[type[T], ...], words: str) -> T:
-    """Returns a value of one of these types. The error has no part of the value, which may be a key.
+def check_type(name: str, value: object, kind: type[T] | tuple[type[T], ...], words: str) -> T:
+    """Return `value` if it is an instance of `kind`. The error does not show the value, which may be a secret.
 
     Raises:
-        InvalidInputError: It is of another type.
+        InvalidInputError: `value` has another type.
     """
     if not isinstance(value, kind):
         raise InvalidInputError(f"{name} must be {words}; was {type(value).__name__}")
@@ -21,14 +21,14 @@ def want(name: str, value: object, kind: type[T] | tuple[type[T], ...], words: s
 
 
 def as_int(name: str, value: object) -> int:
-    """An integer of Python's or NumPy's, as Python's. Raises InvalidInputError for anything else, True included."""
+    """Convert a Python or NumPy integer to int. Raise InvalidInputError for any other type, bool included."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise InvalidInputError(f"{name} must be an int; was {type(value).__name__}")
     return int(value)
 
 
 def as_float(name: str, value: object) -> float:
-    """A number of Python's or NumPy's, as Python's. Raises InvalidInputError for anything else, True included."""
+    """Convert a Python or NumPy number to float. Raise InvalidInputError for any other type, bool included."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise InvalidInputError(f"{name} must be a number; was {type(value).__name__}")
     return float(value)

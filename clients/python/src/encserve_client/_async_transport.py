@@ -11,7 +11,7 @@ import grpc.aio
 
 from encserve_client._base import BaseClient
 from encserve_client._grpc.async_wire import AsyncWire
-from encserve_client._grpc.channel import Link
+from encserve_client._grpc.channel import Connection
 from encserve_client._grpc.metadata import with_trace
 from encserve_client.exceptions import InvalidInputError
 from encserve_client.inputs import Input
@@ -26,12 +26,12 @@ Results: TypeAlias = AsyncGenerator[tuple[int, R], None]
 
 
 class AsyncTransport(BaseClient):
-    """A client whose calls belong to the event loop of its first call."""
+    """The base of the asyncio client. All calls must run in the event loop of the first call."""
 
     def _set_up(self) -> None:
-        self._link: Link | None = None  # opened by the first call, because a channel belongs to an event loop
+        self._connection: Connection | None = None  # opened by the first call, in its event loop
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._links: weakref.WeakSet[Link] = weakref.WeakSet()  # those in use
+        self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
     async def __aenter__(self) -> Self:
         self._check_open()
@@ -45,8 +45,8 @@ class AsyncTransport(BaseClient):
     async def close(self) -> None:
         """Close the channel. Calls of other tasks raise `ClientClosedError`. A second call does nothing."""
         self._closed = True
-        for link in list(self._links):
-            await link.channel.close()
+        for connection in list(self._connections):
+            await connection.channel.close()
 
     async def _call(self, call: Coroutine[Any, Any, T]) -> T:
         return await call
@@ -60,18 +60,19 @@ class AsyncTransport(BaseClient):
         if self._loop not in (None, loop):
             raise InvalidInputError("the client belongs to the event loop of its first use: make one in each loop")
         self._loop = loop
-        return AsyncWire(self._current_link, with_trace(self._metadata), inputs, lambda: self._closed, self._diagnosis)
+        metadata = with_trace(self._metadata)
+        return AsyncWire(self._current_connection, metadata, inputs, lambda: self._closed, self._diagnosis)
 
-    def _current_link(self) -> Link:
-        """Return the channel for a new call. gRPC closes a channel that no call holds."""
+    def _current_connection(self) -> Connection:
+        """Return the connection for a new call. gRPC closes a channel without references."""
         self._check_open()
-        changed = self._freshness.new_credentials()
-        if self._link is None or changed is not None:
+        changed = self._certificates.new_credentials()
+        if self._connection is None or changed is not None:
             self._credentials = changed or self._credentials
             if self._credentials is None:
                 channel = grpc.aio.insecure_channel(self._target, self._channel_options)
             else:
                 channel = grpc.aio.secure_channel(self._target, self._credentials, self._channel_options)
-            self._link = Link(channel, EncoderServiceStub(channel))
-            self._links.add(self._link)
-        return self._link
+            self._connection = Connection(channel, EncoderServiceStub(channel))
+            self._connections.add(self._connection)
+        return self._connection

@@ -1,4 +1,4 @@
-"""What both clients have in common apart from I/O: settings, credentials, and arguments made into options."""
+"""The base class of both clients: settings, credentials, and checks of arguments. Without I/O of calls."""
 
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence, Sized
@@ -6,19 +6,19 @@ from typing import Any, TypedDict, TypeVar, cast
 
 import grpc
 
-from encserve_client._arguments import as_float, as_int, want
-from encserve_client._grpc.channel import Freshness, channel_credentials, channel_options
+from encserve_client._arguments import as_float, as_int, check_type
+from encserve_client._grpc.channel import CertificateReloader, channel_credentials, channel_options
 from encserve_client._grpc.diagnosis import Diagnosis
-from encserve_client._grpc.metadata import GivenMetadata, call_metadata, has_bearer_key
+from encserve_client._grpc.metadata import MetadataArgument, call_metadata, has_bearer_key
 from encserve_client._grpc.proxy import proxy_of
 from encserve_client._grpc.target import as_target, has_several_addresses, is_local
-from encserve_client._logic.answers import Expected
+from encserve_client._logic.answers import ExpectedIds
 from encserve_client._logic.calls import Core, ModelKey, Settings
 from encserve_client._logic.dispatch import TimeLimit
 from encserve_client._logic.streams import StreamOptions
 from encserve_client._logic.wire import Wire
 from encserve_client.exceptions import ClientClosedError, InvalidInputError
-from encserve_client.inputs import Input, Spanned, check_input, check_iterable, check_spans, read_inputs
+from encserve_client.inputs import Input, SpanInput, check_input, check_iterable, check_spans, read_inputs
 from encserve_client.options import (
     UNITS,
     Array,
@@ -43,7 +43,6 @@ DEFAULT_MAX_MESSAGE_BYTES = 64 * MIB
 DEFAULT_MAX_CONCURRENT_MESSAGES = 4
 DEFAULT_MAX_IN_FLIGHT = 64
 DEFAULT_MAX_VECTORS_IN_FLIGHT = 2048
-_MOST_NAMED = 10
 
 
 class _CallOptions(TypedDict, total=False):
@@ -100,7 +99,7 @@ class PlaintextKeyWarning(UserWarning):
 
 
 class BaseClient:
-    """Holds what does not depend on threads or asyncio; see `EncoderClient` for the arguments."""
+    """The base of both clients. See `EncoderClient` for the arguments."""
 
     def __init__(
         self,
@@ -109,7 +108,7 @@ class BaseClient:
         tls: Tls | bool = False,
         credentials: grpc.ChannelCredentials | None = None,
         api_key: str | None = None,
-        metadata: GivenMetadata | None = None,
+        metadata: MetadataArgument | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         max_concurrent_messages: int = DEFAULT_MAX_CONCURRENT_MESSAGES,
@@ -124,11 +123,11 @@ class BaseClient:
             as_float("timeout_seconds", timeout_seconds),
             as_int("max_message_bytes", max_message_bytes),
             as_int("max_concurrent_messages", max_concurrent_messages),
-            RetryPolicy() if retry is None else want("retry", retry, RetryPolicy, "a RetryPolicy"),
+            RetryPolicy() if retry is None else check_type("retry", retry, RetryPolicy, "a RetryPolicy"),
             target=self._target,
-            expected=Expected(
-                want("expected_fingerprint", expected_fingerprint or "", str, "a str or None"),
-                want("expected_space_id", expected_space_id or "", str, "a str or None"),
+            expected=ExpectedIds(
+                check_type("expected_fingerprint", expected_fingerprint or "", str, "a str or None"),
+                check_type("expected_space_id", expected_space_id or "", str, "a str or None"),
             ),
             priority=priority,
         )
@@ -136,19 +135,19 @@ class BaseClient:
         checked_tls, self._credentials = channel_credentials(tls, credentials)
         if checked_tls is not None and checked_tls.server_name is None and has_several_addresses(self._target):
             raise InvalidInputError(
-                "several addresses need tls=Tls(server_name=…), the one name that their certificates have"
+                "several addresses need tls=Tls(server_name=…), with the name that all certificates have"
             )
         self._channel_options = channel_options(
             self._target, settings.max_message_bytes, checked_tls, channel_arguments
         )
-        self._freshness = Freshness(checked_tls)
+        self._certificates = CertificateReloader(checked_tls)
         proxy = proxy_of(self._target, dict(self._channel_options))
-        # What `credentials` stand for is not known.
+        # The content of `credentials` is unknown, so a diagnosis could mislead.
         self._diagnosis = None if credentials is not None else Diagnosis(self._target, checked_tls, proxy)
         self._metadata = call_metadata(api_key, metadata)
         if self._credentials is None and not is_local(self._target) and has_bearer_key(self._metadata):
             warnings.warn(
-                f"the key goes to {self._target} without encryption, and everybody on the way can read it: give "
+                f"the key goes to {self._target} without encryption, so others on the network can read it: give "
                 "tls=True or Tls(ca=…), or --tls or --ca in a command",
                 PlaintextKeyWarning,
                 stacklevel=2,
@@ -157,7 +156,7 @@ class BaseClient:
         self._set_up()
 
     def _set_up(self) -> None:
-        """What a client does when it is made, with all of its settings there; for its two kinds to say."""
+        """Finish the construction. Subclasses override this method."""
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -174,7 +173,7 @@ class BaseClient:
             raise ClientClosedError
 
     def _wire(self, inputs: Any = None) -> Wire:
-        """Return the I/O of one call. `inputs` is an async iterable that the wire reads itself."""
+        """Return a wire for one call. If `inputs` is given, the wire reads this async iterable."""
         raise NotImplementedError
 
     async def _run(
@@ -199,7 +198,7 @@ class BaseClient:
         timeout_seconds: float | None,
         progress: Progress | None,
     ) -> Any:
-        """Return the one output of each input: a matrix if the output is pooled, otherwise a list."""
+        """Return the first output of each input: a matrix if the output is pooled, otherwise a list."""
         items, is_one = read_inputs(inputs)
         check_progress(progress)
         kind = options.outputs[0].kind
@@ -226,7 +225,7 @@ class BaseClient:
     ) -> Any:
         items, is_one = read_inputs(texts)
         for index, item in enumerate(items):
-            want(f"texts[{index}]", item, str, "a str")
+            check_type(f"texts[{index}]", item, str, "a str")
         check_progress(progress)
         if not items:
             return []
@@ -253,7 +252,7 @@ class BaseClient:
         options: Options,
         timeout_seconds: float | None,
     ) -> Array:
-        spanned = Spanned(check_input(item, "text"), check_spans(spans), unit)
+        spanned = SpanInput(check_input(item, "text"), check_spans(spans), unit)
         call = self._core.encode(self._wire(), [spanned], key, options, timeout_seconds)
         return (await call).outputs[0].matrix()
 
@@ -267,7 +266,7 @@ class BaseClient:
         timeout_seconds: float | None,
         progress: Progress | None,
     ) -> AsyncGenerator[tuple[int, Any], None]:
-        """Check the arguments of `stream` before anything is read, and return the results.
+        """Check the arguments of `stream` before any input is read. Return the generator of results.
 
         Raises:
             InvalidInputError: An argument is wrong.
@@ -290,16 +289,16 @@ class BaseClient:
 
 
 def check_progress(progress: object) -> None:
-    """Raises InvalidInputError for what cannot be called."""
-    want("progress", progress, (Callable, type(None)), "a function or None")  # type: ignore[arg-type]
+    """Raise InvalidInputError unless `progress` is a function or None."""
+    check_type("progress", progress, (Callable, type(None)), "a function or None")  # type: ignore[arg-type]
 
 
 def model_key(model: str | None, version: str | None) -> ModelKey:
-    """A model's name and version as the contract writes them: empty for the default.
+    """Return the model's name and version for a request, with "" for the default.
 
     Raises:
-        InvalidInputError: One of them is neither a str nor None.
+        InvalidInputError: `model` or `version` is neither a str nor None.
     """
     for name, value in (("model", model), ("version", version)):
-        want(name, value, (str, type(None)), "a str or None")
+        check_type(name, value, (str, type(None)), "a str or None")
     return model or "", version or ""

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeAlias, TypeVar
 import grpc
 
 from encserve_client._base import BaseClient
-from encserve_client._grpc.channel import Link
+from encserve_client._grpc.channel import Connection
 from encserve_client._grpc.metadata import with_trace
 from encserve_client._grpc.sync_wire import SyncWire
 from encserve_client._logic.wire import run_without_loop
@@ -26,12 +26,12 @@ Results: TypeAlias = Generator[tuple[int, R], None, None]
 
 
 class SyncTransport(BaseClient):
-    """A client whose calls block the caller's thread. Several threads may use it at the same time."""
+    """The base of the client for threads. Calls block the caller's thread. Several threads may share a client."""
 
     def _set_up(self) -> None:
         self._lock = threading.Lock()
-        self._closers: weakref.WeakKeyDictionary[Link, Callable[[], object]] = weakref.WeakKeyDictionary()
-        self._link = self._open()
+        self._closers: weakref.WeakKeyDictionary[Connection, Callable[[], object]] = weakref.WeakKeyDictionary()
+        self._connection = self._open()
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -66,26 +66,25 @@ class SyncTransport(BaseClient):
         self._check_open()
         if inputs is not None:
             raise InvalidInputError(
-                f"inputs must be an iterable; was {type(inputs).__name__}: AsyncEncoderClient takes async iterables"
+                f"inputs must be an iterable; was {type(inputs).__name__}: for async iterables use AsyncEncoderClient"
             )
-        return SyncWire(self._current_link, with_trace(self._metadata), lambda: self._closed, self._diagnosis)
+        return SyncWire(self._current_connection, with_trace(self._metadata), lambda: self._closed, self._diagnosis)
 
-    def _open(self) -> Link:
-        # A channel connects when it is first used.
+    def _open(self) -> Connection:
+        """Create a channel. The channel connects when the first call uses it."""
         if self._credentials is None:
             channel = grpc.insecure_channel(self._target, self._channel_options)
         else:
             channel = grpc.secure_channel(self._target, self._credentials, self._channel_options)
-        link = Link(channel, EncoderServiceStub(channel))
-        self._closers[link] = closer = weakref.finalize(link, channel.close)
+        connection = Connection(channel, EncoderServiceStub(channel))
+        self._closers[connection] = closer = weakref.finalize(connection, channel.close)
         closer.atexit = False
-        return link
+        return connection
 
-    def _current_link(self) -> Link:
-        """Return the channel for a new call."""
+    def _current_connection(self) -> Connection:
         with self._lock:
             self._check_open()
-            if (changed := self._freshness.new_credentials()) is not None:
+            if (changed := self._certificates.new_credentials()) is not None:
                 self._credentials = changed
-                self._link = self._open()
-            return self._link
+                self._connection = self._open()
+            return self._connection

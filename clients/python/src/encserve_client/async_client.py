@@ -37,40 +37,42 @@ class AsyncEncoderClient(AsyncTransport):
             vectors = await client.embed(["a text", "another"])       # (2, d_model)
             rows = await client.token_vectors(["a text", "another"])  # a (seq_len, d_model) array for each
 
-    A client holds one channel. It connects when it is first used, and connects again by itself. Many calls may use it
-    at the same time. A client cannot be pickled: make one in each process. A context of OpenTelemetry goes along with
-    every call.
+    A client has one channel. The client connects at the first call, and reconnects automatically. Many calls may use a
+    client at the same time. A client cannot be pickled: make a client in each process. Every call sends the current
+    OpenTelemetry context.
 
-    Every method raises an `EncserveError`; its subclasses say what happened. Large calls are cut into messages, and a
-    message that fails for a while is sent again; see `RetryPolicy`.
+    The methods raise subclasses of `EncserveError`. Large calls are split into messages, and a message with a temporary
+    failure is sent again; see `RetryPolicy`.
 
     Args:
         target: The server, as "host:port", "host" for port 50051, or any name that gRPC resolves, such as
-            "unix:///run/e.sock". Or several, which take turns message by message while their health service says
-            SERVING: all addresses of a DNS name, "dns:///encoder", or a list, ["10.0.0.7:50051", "10.0.0.8:50051"].
+            "unix:///run/e.sock". Or several servers: all addresses of a DNS name, "dns:///encoder", or a list,
+            ["10.0.0.7:50051", "10.0.0.8:50051"]. Messages go in turn to all servers whose health service says SERVING.
             Default: the environment variable ENCSERVE_TARGET, or "localhost:50051".
-        tls: True to encrypt and check the server's certificate, or a `Tls` with files. Default: plaintext.
-        credentials: gRPC channel credentials, for what `tls` cannot say. Not both.
-        api_key: The server's key, sent with every call as "authorization: Bearer …"; "" for none. Anybody on the way
-            can read the key unless `tls` is used, so a `PlaintextKeyWarning` warns of a key that leaves this machine
-            in plaintext. Default: the environment variable ENCSERVE_API_KEY.
-        metadata: More to send with every call; keys in lower case.
-        timeout_seconds: The time of one message, from when it is first sent until it is answered, with attempts and
-            the waits between them. A call of many messages has no limit as a whole, unless the call sets one. Default:
-            30. `math.inf` for none.
-        max_message_bytes: The largest message to send or receive, in bytes. Default: 64 MiB, as the server's replies.
-        max_concurrent_messages: The number of messages of one call that may be under way. Default: 4.
-        retry: When a failed message is sent again. Default: as often as its time allows; see `RetryPolicy`.
-        priority: "interactive" for calls that somebody waits for, or "bulk" for a job, which gets what interactive
-            calls leave. Default: interactive, but a call of more than 2 messages is bulk.
+        tls: True for encryption with a check of the server's certificate, or a `Tls` with files. Default: plaintext.
+        credentials: gRPC channel credentials, for settings that `Tls` lacks. Give `tls` or `credentials`, not both.
+        api_key: The server's key, sent with every call as "authorization: Bearer …"; "" for no key. Without
+            `tls`, others on the network can read the key. A `PlaintextKeyWarning` warns if the server is on another
+            machine. Default: the environment variable ENCSERVE_API_KEY.
+        metadata: Additional metadata of every call; keys in lower case.
+        timeout_seconds: The time of one message, from the first attempt until the answer, retries and waits included. A
+            call of many messages has no limit as a whole, unless the call sets a limit. Default: 30. `math.inf` for no
+            limit.
+        max_message_bytes: The largest message to send or receive, in bytes. Default: 64 MiB, the limit of the server's
+            replies.
+        max_concurrent_messages: The largest number of messages of one call in flight. Default: 4.
+        retry: When a failed message is sent again, and how often. Default: until the time of the message is over; see
+            `RetryPolicy`.
+        priority: "interactive" for calls of waiting users, or "bulk" for jobs, which get the capacity that interactive
+            calls leave. Default: "interactive", but "bulk" for calls of more than 2 messages.
         expected_fingerprint: The `fingerprint` that every answer must have, so that all answers come from one bundle.
             Another fingerprint raises FingerprintError. Default: any.
         expected_space_id: The `space_id` that every answer must have, so that vectors of different models never mix.
             Another space raises SpaceError. Default: any.
-        channel_arguments: gRPC channel arguments by name; they override the library's own.
+        channel_arguments: gRPC channel arguments by name. They override the arguments of the library.
 
     Raises:
-        InvalidInputError: A setting is out of bounds or of the wrong type, or a file of `tls` cannot be read.
+        InvalidInputError: A setting is out of bounds or has the wrong type, or a file of `tls` cannot be read.
     """
 
     @overload
@@ -117,7 +119,7 @@ class AsyncEncoderClient(AsyncTransport):
         timeout_seconds: float | None = None,
         progress: Progress | None = None,
     ) -> Any:
-        """Return one vector per input. An input that is too long is an error, unless `truncate` cuts it.
+        """Return one vector per input. An input that is too long is an error, unless `truncate` is True.
 
             query = await client.embed("how warm is the sea?", task="query")
             documents = await client.embed(texts, task="document")
@@ -125,56 +127,57 @@ class AsyncEncoderClient(AsyncTransport):
 
         Args:
             inputs: Texts, and sequences of token ids (lists, tuples, or (seq,) integer arrays), freely mixed. A model
-                whose `ModelInfo.input_kind` is "embeddings" takes vectors instead: a (seq, d_model) array of float32,
+                with `ModelInfo.input_kind` "embeddings" takes vectors instead: a (seq, d_model) array of float32,
                 float16, or float64 for each input; float64 is sent as float32. A str is one text.
             kind: "vector" for one vector per input; "multi_vector" for the vectors that MaxSim compares; "sparse" for
-                weights over the vocabulary. `ModelInfo.kinds` lists the kinds that a model has.
-            pooling: For "vector": how the rows of the tokens become one vector. "model" is what the model was trained
-                for, with its own layers, normalisation and dimensions after the pooling. The others pool over all
-                tokens, special tokens included: "mean", "cls" (the first token), "max", "last_token", "weighted_mean",
-                "mean_sqrt_length". A number for an OutputKind without a name here.
+                weights over the vocabulary. `ModelInfo.kinds` has the kinds of a model.
+            pooling: For "vector": how the rows of the tokens become one vector. "model" pools as the model was
+                trained, with the model's layers, normalisation and dimensions after the pooling. The others pool over
+                all tokens, special tokens included: "mean", "cls" (the first token), "max", "last_token",
+                "weighted_mean", "mean_sqrt_length". A number for an OutputKind without a name here.
             task: "query" for a search query, "document" for a document to search, if the model treats them
                 differently; see `ModelInfo.tasks`. Default: neither.
             prompt_name: The name in `ModelInfo.prompts` of the prompt to put before every text; "" for no prompt.
-                Default: the prompt of the task, or `ModelInfo.default_prompt_name`. Only texts get prompts.
+                Default: the prompt of the task, or `ModelInfo.default_prompt_name`. Only texts get a prompt.
             truncate: Whether to cut off the end of an input that is too long for the model.
-            dimensions: Keep only so many first numbers of each vector. Default: `ModelInfo.default_dimensions` for
-                pooling "model", otherwise all.
-            l2_normalize: Whether to scale each vector to Euclidean length 1, after it was cut to `dimensions`.
+            dimensions: The number of leading numbers to keep of each vector. Default: for pooling "model"
+                `ModelInfo.default_dimensions`, otherwise all.
+            l2_normalize: Whether to scale each vector to Euclidean length 1, after the cut to `dimensions`.
             dtype: The type of the numbers: "float32", "float16", "int8" or "binary"; the last two only for "vector".
                 "binary" has one bit per number, set if the number is above 0, packed as `numpy.packbits` does.
-                "int8" has, for the vector x scaled to length 1,
+                For "int8", a vector x is scaled to length 1 and then becomes
                 `np.clip(np.rint(x * np.float32(127 * np.sqrt(width) / 4)), -128, 127)`. The cosine similarity of two
-                such vectors is their dot product, in int32, divided by both norms.
-            max_active_dims: For "sparse": keep only so many weights, the largest. Default: as the model was trained.
+                such vectors is the dot product, in int32, divided by both norms.
+            max_active_dims: For "sparse": the number of largest weights to keep. Default: as the model was trained.
             pool_factor: For "multi_vector": the average number of vectors that are joined into one, by hierarchical
                 clustering, of inputs of at most 2,048 tokens. Default: as the model was trained.
             model: The name of the model. Default: the server's default model.
             version: The version of the model. Default: the model's default version.
             timeout_seconds: The time of the whole call. Default: no limit for the whole call; the client's
                 `timeout_seconds` is for each message.
-            progress: Called after each message with the number of finished inputs and of all inputs, in the caller's
-                thread. An exception of `progress` ends the call. The count starts again if the model was replaced
-                during the call.
+            progress: A function that is called after each message, in the caller's thread, with the number of
+                finished inputs and the number of all inputs. An exception of `progress` ends the call. The count starts
+                again if the model was replaced during the call.
 
         Returns:
-            For "vector": (inputs, width) of `dtype`, or (width,) for a str. The width is `dimensions`, or
-            `ModelInfo.vector_width` for pooling "model", or d_model; for "binary" ceil(width / 8) of uint8.
-            For "multi_vector": a list of (n, width) arrays. For "sparse": a list of `SparseVector`. For a str the one
-            element instead of the list.
+            For "vector": (inputs, width) of `dtype`, or (width,) for a str. The width is `dimensions`. By
+            default, the width is `ModelInfo.default_dimensions` or `ModelInfo.vector_width` for pooling "model",
+            otherwise d_model. For "binary": ceil(width / 8) of uint8.
+            For "multi_vector": a list of (n, width) arrays. For "sparse": a list of `SparseVector`. For a str the only
+            element of the list.
 
         Raises:
-            InvalidInputError: An input or an argument is of the wrong type. Nothing was sent.
+            InvalidInputError: An input or an argument has the wrong type. Nothing was sent.
             InvalidRequestError: The server refused an input, or the model lacks the kind, pooling, task or prompt. The
                 text has the numbers; `index` is the index of the input.
-            MessageTooLargeError: One input, or its vectors, do not fit into a message.
-            ModelNotFoundError: There is no such model or version.
-            AccessDeniedError: The server, or a proxy, refused the caller.
-            OverloadedError, ServerUnavailableError: The server was still busy or away after all retries.
-            DeadlineError: The time of the call, or of one of its messages, is over.
-            InferenceError: The model could not compute one of the inputs.
-            FingerprintError: Another bundle than expected answered, or the model was replaced again and again.
-            SpaceError: The vectors would be of another space than expected.
+            MessageTooLargeError: One input, or the vectors of one input, do not fit into a message.
+            ModelNotFoundError: The model or the version does not exist.
+            AccessDeniedError: The server or a proxy refused the caller.
+            OverloadedError, ServerUnavailableError: The server was still full or unreachable at the last retry.
+            DeadlineError: The time of the call, or of one message, is over.
+            InferenceError: The model could not compute an input.
+            FingerprintError: The fingerprint is not the expected one, or the model was replaced again and again.
+            SpaceError: The vector space is not the expected one.
             ServerError, ProtocolError: The server failed without an explanation, or broke the contract.
             CallCancelledError, ClientClosedError: The call was cancelled, or the client was closed.
         """
@@ -206,7 +209,7 @@ class AsyncEncoderClient(AsyncTransport):
         timeout_seconds: float | None = None,
         progress: Progress | None = None,
     ) -> Any:
-        """Return one row per token of each input. An input that is too long is an error, unless `truncate` cuts it.
+        """Return one row per token of each input. An input that is too long is an error, unless `truncate` is True.
 
         Args:
             inputs: As for `embed`.
@@ -214,7 +217,7 @@ class AsyncEncoderClient(AsyncTransport):
             prompt_name: As for `embed`.
             truncate: As for `embed`.
             exclude_special_tokens: Whether to leave out the rows of special tokens.
-            dimensions: Keep only so many first numbers of each row. Default: all.
+            dimensions: The number of leading numbers to keep of each row. Default: all.
             l2_normalize: Whether to scale each row to Euclidean length 1.
             dtype: "float32" or "float16".
             model: As for `embed`.
@@ -223,8 +226,8 @@ class AsyncEncoderClient(AsyncTransport):
             progress: As for `embed`.
 
         Returns:
-            A (seq_len, d_model) array for each input, in order. For a str its array. The arrays of one message share
-            memory.
+            A (seq_len, d_model) array for each input, in order. For a str one array instead of a list. The arrays of
+            one message share memory.
 
         Raises:
             EncserveError: As for `embed`.
@@ -273,14 +276,15 @@ class AsyncEncoderClient(AsyncTransport):
     ) -> Results[Any]:
         """Yield (index, vector or error) for any number of inputs, in bounded memory.
 
-        An input that is too long is an error, unless `truncate` cuts it.
+        An input that is too long is an error, unless `truncate` is True.
 
             async for index, vector in client.stream(read_texts()):
                 if isinstance(vector, EncserveError):
                     print(index, vector)
 
-        Inputs are read while results are taken, at most `max_in_flight` ahead. Inputs that arrive fast share messages.
-        A message that is lost is sent again. Closing the generator cancels the messages that are under way.
+        The client reads inputs while the caller takes results, at most `max_in_flight` ahead. Inputs that arrive fast
+        share messages. A message with a temporary failure is sent again. Closing the generator cancels the messages in
+        flight.
 
         Args:
             inputs: As for `embed`. The iterable may be endless, and the async client takes async iterables too.
@@ -297,22 +301,23 @@ class AsyncEncoderClient(AsyncTransport):
             pool_factor: As for `embed`.
             model: As for `embed`.
             version: As for `embed`.
-            ordered: Whether results come in the order of the inputs. Otherwise each comes as soon as it is ready.
+            ordered: Whether results come in the order of the inputs. Otherwise results come as soon as they are ready.
             max_in_flight: The largest number of inputs that were read and not yet yielded. Default: 2,048 for "vector"
                 and "sparse", 64 for "tokens" and "multi_vector".
-            timeout_seconds: The time of one message from when it is first sent until it is answered, retries included.
-                Time that the caller spends with results or inputs does not count. Default: the client's. The stream as
-                a whole has no limit.
-            progress: Called with each result, with the number of results and, if `inputs` has a length, of inputs.
+            timeout_seconds: The time of one message, from the first attempt until the answer, retries included. Time
+                that the caller spends with results or inputs does not count. Default: `timeout_seconds` of the client.
+                The stream as a whole has no limit.
+            progress: A function that is called with each result. The arguments are the number of results and the
+                number of inputs; the second is None if `inputs` has no length.
 
         Yields:
-            The index of the input, and its result: (width,) for "vector", (seq_len, d_model) for "tokens", (n, width)
-            for "multi_vector", a `SparseVector` for "sparse". If the input fails, its `EncserveError`: an invalid
-            input, an input that the server refuses, or an input of a message that the server failed.
+            (index, result) of each input. The result is (width,) for "vector", (seq_len, d_model) for "tokens", (n,
+            width) for "multi_vector", and a `SparseVector` for "sparse". The result of a failed input is an
+            `EncserveError`: the input is invalid, the server refused the input, or the message of the input failed.
 
         Raises:
             FingerprintError: The model was replaced while the stream ran.
-            EncserveError: Every input would fail: a wrong option, no access, no server.
+            EncserveError: The failure concerns all inputs: a wrong option, no access, or no server.
         """
         output = embed_output(kind, pooling, l2_normalize, dimensions, max_active_dims, pool_factor, StreamKind)
         options = Options(
@@ -347,7 +352,7 @@ class AsyncEncoderClient(AsyncTransport):
     ) -> EncodeResult:
         """Return several outputs, the tokens of each input, and the timings.
 
-        An input that is too long is an error, unless `truncate` cuts it.
+        An input that is too long is an error, unless `truncate` is True.
 
             result = await client.run(texts, outputs=["tokens", Output("mean", l2_normalize=True)])
             rows = result.outputs[0].arrays()     # a (seq_len, d_model) array for each
@@ -355,8 +360,8 @@ class AsyncEncoderClient(AsyncTransport):
 
         Args:
             inputs: As for `embed`.
-            outputs: The outputs, each at most once, and at most `ModelInfo.max_outputs`: an `Output`, or the kind of an
-                output that is not normalised.
+            outputs: At most `ModelInfo.max_outputs` different outputs: an `Output`, or the kind of an output without
+                normalisation.
             model: As for `embed`.
             version: As for `embed`.
             dtype: As for `embed`.
@@ -365,9 +370,9 @@ class AsyncEncoderClient(AsyncTransport):
             include_token_strings: Whether to return the vocabulary's strings in `SequenceInfo.tokens`.
             prompt_name: As for `embed`.
             task: As for `embed`.
-            detail: What `EncodeResult.sequences` has of each input: "none"; "counts" for the number of tokens and
-                whether the input was cut; "tokens" for everything. Default: "tokens" if an output has rows of tokens or
-                indices of the vocabulary, otherwise "counts".
+            detail: The content of `EncodeResult.sequences`: "none"; "counts" for the number of tokens and whether the
+                input was cut; "tokens" for everything. Default: "tokens" if an output has rows of tokens or indices of
+                the vocabulary, otherwise "counts".
             offset_unit: The unit of `SequenceInfo.offsets`.
             timeout_seconds: As for `embed`.
             progress: As for `embed`.
@@ -393,7 +398,7 @@ class AsyncEncoderClient(AsyncTransport):
 
     async def inspect(
         self,
-        input: Input,  # noqa: A002 - the contract's own word
+        input: Input,  # noqa: A002 - the name in the contract
         *,
         attention: Layers = True,
         hidden_states: Layers = True,
@@ -408,7 +413,7 @@ class AsyncEncoderClient(AsyncTransport):
     ) -> InspectResult:
         """Return the attention weights and hidden states of one input, layer by layer.
 
-        An input that is too long is an error, unless `truncate` cuts it.
+        An input that is too long is an error, unless `truncate` is True.
 
             result = await client.inspect("I understand this", attention=[0])
             result.attention[0, 3]     # (seq, seq): block 0, head 3
@@ -417,8 +422,9 @@ class AsyncEncoderClient(AsyncTransport):
         Args:
             input: One text, sequence of token ids, or array of vectors, of at most `ModelInfo.max_inspect_tokens`
                 tokens.
-            attention: The blocks whose attention weights to return, from 0 and ascending; True for all, False for none.
-            hidden_states: The depths whose rows to return, in the same way. There is one depth more than blocks.
+            attention: The blocks for attention weights, from 0 and ascending; True for all, False for none.
+            hidden_states: The depths for hidden states, from 0 and ascending; True for all, False for none. A model
+                with n blocks has the depths 0 to n.
             positions: Whether to return the position vectors that the model adds to tokens.
             model: As for `embed`.
             version: As for `embed`.
@@ -432,7 +438,7 @@ class AsyncEncoderClient(AsyncTransport):
             The result.
 
         Raises:
-            InspectUnavailableError: The model, or the server, does not answer `inspect`.
+            InspectUnavailableError: The model or the server does not support `inspect`.
             EncserveError: As for `embed`.
         """
         request = inspect_request(
@@ -470,7 +476,7 @@ class AsyncEncoderClient(AsyncTransport):
         timeout_seconds: float | None = None,
         progress: Progress | None = None,
     ) -> Any:
-        """Return the tokens of texts without running the model. Works also while the model is not ready.
+        """Return the tokens of texts without running the model. The model need not be ready.
 
             info = await client.tokenize("I understand this")
             info.token_ids, info.offsets, info.token_count
@@ -481,15 +487,15 @@ class AsyncEncoderClient(AsyncTransport):
             version: As for `embed`.
             prompt_name: As for `embed`.
             task: As for `embed`.
-            truncate: True to cut a text that is too long, as `embed` does; False to refuse it. Default: all tokens of
-                the text, whatever its length.
+            truncate: True to cut a text that is too long, as for `embed`; False to refuse the text. Default: return
+                all tokens, also of a text that is too long.
             include_token_strings: Whether to return the vocabulary's strings in `SequenceInfo.tokens`.
             offset_unit: The unit of `SequenceInfo.offsets`.
             timeout_seconds: As for `embed`.
             progress: As for `embed`.
 
         Returns:
-            A `SequenceInfo` for each text, in order. For a str its own.
+            A `SequenceInfo` for each text, in order. For a str one `SequenceInfo` instead of a list.
 
         Raises:
             EncserveError: As for `embed`. InvalidRequestError also if the model has no tokenizer.
@@ -523,22 +529,22 @@ class AsyncEncoderClient(AsyncTransport):
     ) -> Array:
         """Return one vector for each range of one text, each computed with the whole text as context: late chunking.
 
-        A text that is too long is an error, unless `truncate` cuts it.
+        A text that is too long is an error, unless `truncate` is True.
 
             vectors = await client.embed_spans(text, sentence_spans(text))  # (sentences, d_model)
 
         Args:
-            text: The text; or token ids, or vectors, as one input of `embed`.
-            spans: (start, end) of each range, without the end, at most 16,384 ranges; they may overlap.
-                `sentence_spans` and `token_spans` make ranges. A range has the tokens that share characters with it,
-                but no special tokens and no tokens of a prompt.
+            text: A text, token ids, or vectors, like one input of `embed`.
+            spans: (start, end) of each range, end exclusive. At most 16,384 ranges, which may overlap. `sentence_spans`
+                and `token_spans` return ranges. The tokens of a range are all tokens that overlap the range, except
+                special tokens and tokens of a prompt.
             unit: The unit of the ranges; "tokens" counts special tokens too. Default: "code_points" for a text,
                 otherwise "tokens".
             pooling: How the rows of a range become one vector, as for `embed`.
             model: As for `embed`.
             version: As for `embed`.
             dtype: As for `embed`.
-            truncate: As for `embed`. The part that is cut off has no tokens.
+            truncate: As for `embed`. Text that is cut off has no tokens.
             l2_normalize: As for `embed`.
             dimensions: As for `embed`.
             prompt_name: As for `embed`.
@@ -546,8 +552,8 @@ class AsyncEncoderClient(AsyncTransport):
             timeout_seconds: As for `embed`.
 
         Returns:
-            (spans, d_model) of `dtype`. A range without tokens has a row of zeros: an empty range, white space, or a
-            part that was cut off.
+            (spans, d_model) of `dtype`. A range without tokens has a row of zeros: an empty range, white space, or text
+            that was cut off.
 
         Raises:
             EncserveError: As for `embed`. InvalidRequestError also if a range starts after its end, or ends after the
@@ -559,7 +565,7 @@ class AsyncEncoderClient(AsyncTransport):
         return await self._call(self._spans(text, spans, unit, key, options, timeout_seconds))
 
     async def models(self, *, timeout_seconds: float | None = None) -> list[ModelInfo]:
-        """Return every model and version that the server has loaded, the default model first.
+        """Return all loaded models and versions, the default model first.
 
         Raises:
             EncserveError: As for `embed`.
@@ -569,10 +575,10 @@ class AsyncEncoderClient(AsyncTransport):
     async def model(
         self, name: str | None = None, version: str | None = None, *, timeout_seconds: float | None = None
     ) -> ModelInfo:
-        """Return the sizes and limits of one model, and its device. Default: the server's default model.
+        """Return the sizes, the limits and the device of one model. Default: the server's default model.
 
         Raises:
-            ModelNotFoundError: There is no such model or version.
+            ModelNotFoundError: The model or the version does not exist.
             EncserveError: As for `embed`.
         """
         return await self._call(self._core.get_model(self._wire(), model_key(name, version), timeout_seconds))

@@ -1,24 +1,24 @@
-"""Everything that a call of this library raises, one class per cause.
+"""The exceptions of this library, one class per cause.
 
     EncserveError
-    ├── InvalidRequestError (ValueError)    the request can never succeed as it is
-    │   ├── InvalidInputError (TypeError)   refused here, before anything was sent
-    │   ├── MessageTooLargeError            one sequence whose request or reply is over a limit, alone in its message
-    │   └── InspectUnavailableError         this model, or this server, does not answer `inspect`
+    ├── InvalidRequestError (ValueError)    the request must be changed to succeed
+    │   ├── InvalidInputError (TypeError)   the client refused an argument and sent nothing
+    │   ├── MessageTooLargeError            the request or the reply of one single input is over a limit
+    │   └── InspectUnavailableError         the model or the server does not support `inspect`
     ├── ModelNotFoundError (LookupError)    no such model or version
-    ├── AccessDeniedError                   the server, or a proxy before it, did not accept who is asking
-    │   ├── UnauthenticatedError            no key, or one that is not known, or not any more
-    │   └── PermissionDeniedError           the key is known, and may not use this model or method
-    ├── OverloadedError                     refused for lack of room; see its retry_delay_seconds
-    │   └── RateLimitedError                more than the key's own rate allows
-    ├── DeadlineError (TimeoutError)        timeout_seconds, the call's or a message's, passed
-    ├── ServerUnavailableError              no server answers, or the one that does is stopping or failing
-    ├── InferenceError                      the model could not compute one of these sequences
-    ├── ServerError                         the server failed in a way that it does not explain
-    ├── ProtocolError                       the answer is not what the contract promises
-    ├── FingerprintError                    the vectors are from another bundle than expected, or than each other
+    ├── AccessDeniedError                   the server or a proxy refused the caller
+    │   ├── UnauthenticatedError            the key is missing, unknown or revoked
+    │   └── PermissionDeniedError           the key is valid but not allowed to use this model or method
+    ├── OverloadedError                     the server was full; see `retry_delay_seconds`
+    │   └── RateLimitedError                the key has used up its rate
+    ├── DeadlineError (TimeoutError)        the time of the call or of one message is over
+    ├── ServerUnavailableError              no server answers, or the server is stopping or failing
+    ├── InferenceError                      the model could not compute an input
+    ├── ServerError                         the server failed without an explanation
+    ├── ProtocolError                       the answer breaks the contract
+    ├── FingerprintError                    the vectors are from another bundle than expected, or from several
     ├── SpaceError                          the vectors are from another space than expected
-    ├── CallCancelledError                  the call was cancelled by something other than its caller
+    ├── CallCancelledError                  the call was cancelled, but not by the caller
     └── ClientClosedError (RuntimeError)    the client was closed
 
 `grpc.RpcError` never leaves the library. A cancelled asyncio task still raises `asyncio.CancelledError`.
@@ -31,10 +31,10 @@ class EncserveError(Exception):
     """Base of all errors of this library.
 
     Attributes:
-        code: The gRPC status behind the error; for errors found here, the one that fits best.
-        reason: The server's machine-readable reason, such as "QUEUE_FULL"; empty where it gave none.
-        attempts: How often the failing message had been sent; 0 where nothing was sent.
-        index: The place, among the caller's inputs, of the one that is at fault; None where that is not one of them.
+        code: The gRPC status of the error. If the client found the error, the closest status.
+        reason: The server's machine-readable reason, such as "QUEUE_FULL"; "" without one.
+        attempts: How often the failed message was sent; 0 if nothing was sent.
+        index: The index of the input that caused the error; None if the error concerns no single input.
     """
 
     def __init__(
@@ -48,24 +48,24 @@ class EncserveError(Exception):
 
 
 class InvalidRequestError(EncserveError, ValueError):
-    """The request can never succeed as it is; the text names the field, the index and the numbers."""
+    """The request must be changed to succeed. The text names the field, the index and the numbers."""
 
 
 class InvalidInputError(InvalidRequestError, TypeError):
-    """An argument was refused here, before anything was sent."""
+    """The client refused an argument and sent nothing."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, code=grpc.StatusCode.INVALID_ARGUMENT)
 
 
 class MessageTooLargeError(InvalidRequestError):
-    """One sequence's request or reply is over a limit. Several sequences in a message are split up instead."""
+    """The request or the reply of one single input is over a limit. Messages of several inputs are split instead."""
 
 
 class InspectUnavailableError(InvalidRequestError):
-    """The model's bundle has no graph to look into, or the server has `inspect` turned off.
+    """The model's bundle does not support `inspect`, or the server has `inspect` turned off.
 
-    `ModelInfo.can_inspect` says so beforehand.
+    Check `ModelInfo.can_inspect` before a call.
     """
 
 
@@ -74,65 +74,65 @@ class ModelNotFoundError(EncserveError, LookupError):
 
 
 class AccessDeniedError(EncserveError):
-    """The server, or a proxy before it, did not accept who is asking."""
+    """The server or a proxy refused the caller."""
 
 
 class UnauthenticatedError(AccessDeniedError):
-    """There is no key, or no certificate, that the server knows; `api_key` of the client is the key."""
+    """The server does not know the key or the client certificate. Set `api_key` of the client."""
 
 
 class PermissionDeniedError(AccessDeniedError):
-    """The server knows the key, and its callers file does not allow it this model, or `inspect`."""
+    """The key is valid, but the server's callers file does not allow this model, or `inspect`."""
 
 
 class OverloadedError(EncserveError):
-    """The server had no room, and went on having none for as long as the retries lasted.
+    """The server was full until the last retry.
 
     Attributes:
-        retry_delay_seconds: When trying again may help, by the server's own estimate; None where it gave none.
+        retry_delay_seconds: The delay before the next attempt that the server asked for; None without one.
     """
 
     retry_delay_seconds: float | None = None
 
 
 class RateLimitedError(OverloadedError):
-    """The key has used its rate up, and went on having used it up for as long as the retries lasted."""
+    """The key had used up its rate until the last retry."""
 
 
 class DeadlineError(EncserveError, TimeoutError):
-    """timeout_seconds passed: the call's own, or for one of its messages the client's; see `EncoderClient`."""
+    """The time of the call, or of one message, is over. See `timeout_seconds` of `EncoderClient`."""
 
 
 class ServerUnavailableError(EncserveError):
-    """No server answers, or the one that does is stopping or failing, and the retries are used up."""
+    """No server answers, or the server is stopping or failing. The retries are used up."""
 
 
 class InferenceError(EncserveError):
-    """The model could not compute one of these sequences."""
+    """The model could not compute an input."""
 
 
 class ServerError(EncserveError):
-    """The server failed in a way that it does not explain; its log does."""
+    """The server failed without an explanation. The server's log has the cause."""
 
 
 class ProtocolError(EncserveError):
-    """The answer is not what the contract promises: versions that do not fit together, or something in between."""
+    """The answer breaks the contract. The versions of client and server differ, or a proxy changed the answer."""
 
 
 class FingerprintError(EncserveError):
-    """Vectors would come from another bundle than expected, or from several.
+    """The vectors are from another bundle than expected, or from several bundles.
 
-    Either the client has an `expected_fingerprint` and the model another, or parts of one call were answered by
-    different versions, again and again: that may happen while a model is being replaced. Naming the version avoids it.
+    The fingerprint of the model differs from `expected_fingerprint` of the client. Or a model was replaced again and
+    again, so that different versions answered parts of one call. A call that names the version avoids the second case.
     """
 
 
 class SpaceError(EncserveError):
-    """The client has an `expected_space_id` and the model another: its vectors must not be compared with those."""
+    """The `space_id` of the model differs from `expected_space_id` of the client. Never compare vectors of both."""
 
 
 class CallCancelledError(EncserveError):
-    """The call was cancelled by something other than its caller."""
+    """The call was cancelled, but not by the caller."""
 
 
 class ClientClosedError(EncserveError, RuntimeError):

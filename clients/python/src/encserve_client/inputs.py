@@ -1,4 +1,4 @@
-"""The caller's inputs, checked and made into protobuf messages."""
+"""Checks of the caller's inputs, and their conversion to protobuf messages."""
 
 import math
 from collections.abc import AsyncIterable, Iterable, Mapping, Sequence, Set
@@ -20,12 +20,18 @@ TokenEmbeddings: TypeAlias = npt.NDArray[np.floating[Any]]
 """One vector per token: a (seq, d_model) array of float32, float16, or float64, which is sent as float32."""
 
 Input: TypeAlias = str | TokenIds | TokenEmbeddings
-"""One sequence: a text that the server tokenizes, token ids, or, for a model that takes them, one vector per token."""
+"""One sequence: a text, token ids, or one vector per token for a model with `input_kind` "embeddings"."""
 
 
 @dataclass(frozen=True, slots=True)
-class Spanned:
-    """One input with ranges of it: starts, ends and what they are counted in, None for the contract's default."""
+class SpanInput:
+    """One input with ranges of the input.
+
+    Attributes:
+        input: The input.
+        spans: The starts and the ends of the ranges.
+        unit: The unit of the ranges; None for the contract's default.
+    """
 
     input: Input
     spans: tuple[list[int], list[int]]
@@ -33,8 +39,8 @@ class Spanned:
 
 
 _FLOAT32 = np.dtype("<f4")
-# What each type of vectors is sent as; the bytes are little-endian whatever this machine and the array are.
-_SENT_AS: dict[str, tuple[np.dtype[np.floating[Any]], pb.DataType]] = {
+# The type on the wire for each type of array. The bytes are always little-endian.
+_WIRE_TYPES: dict[str, tuple[np.dtype[np.floating[Any]], pb.DataType]] = {
     "float16": (np.dtype("<f2"), pb.DATA_TYPE_FLOAT16),
     "float32": (_FLOAT32, pb.DATA_TYPE_FLOAT32),
     "float64": (_FLOAT32, pb.DATA_TYPE_FLOAT32),
@@ -42,18 +48,18 @@ _SENT_AS: dict[str, tuple[np.dtype[np.floating[Any]], pb.DataType]] = {
 
 
 def read_inputs(inputs: Iterable[Input]) -> tuple[list[Input], bool]:
-    """Read all inputs, so that an input of the wrong type is found before anything is sent.
+    """Read and check all inputs, before anything is sent.
 
     Returns:
         The inputs, and whether `inputs` was a single text.
 
     Raises:
-        InvalidInputError: `inputs` is one input but not a text, or one of the inputs is of the wrong type.
+        InvalidInputError: `inputs` is a single input but not a text, or an input has the wrong type.
     """
     if isinstance(inputs, str):
         return [inputs], True
     check_iterable(inputs)
-    if isinstance(inputs, Mapping | Set):  # a tokenizer's own result, say, would be encoded by its keys
+    if isinstance(inputs, Mapping | Set):  # iterating would encode the keys, e.g. of a tokenizer's result
         raise InvalidInputError(f"inputs must be a list of inputs; was {type(inputs).__name__}")
     items = list(inputs)
     for index, item in enumerate(items):
@@ -66,10 +72,10 @@ def read_inputs(inputs: Iterable[Input]) -> tuple[list[Input], bool]:
 
 
 def check_iterable(inputs: object) -> None:
-    """Check that `inputs` can be several inputs.
+    """Check that `inputs` is an iterable of inputs.
 
     Raises:
-        InvalidInputError: `inputs` is not iterable, or is one sequence of vectors, or bytes.
+        InvalidInputError: `inputs` is not iterable, or is bytes, or is one sequence of vectors.
     """
     if isinstance(inputs, bytes | bytearray):
         raise InvalidInputError(
@@ -82,10 +88,10 @@ def check_iterable(inputs: object) -> None:
 
 
 def check_spans(spans: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Where ranges start, and where they end.
+    """Return the starts and the ends of ranges.
 
     Raises:
-        InvalidInputError: One is no pair of integers, or one of these is negative or has more than 32 bits.
+        InvalidInputError: A range is not a pair of integers from 0 to 2**32 - 1.
     """
     starts: list[int] = []
     ends: list[int] = []
@@ -100,10 +106,10 @@ def check_spans(spans: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]
 
 
 def check_input(item: object, name: str) -> Input:
-    """Returns what can be one sequence; its ids or numbers are checked when they are packed.
+    """Return the item if its type is that of an input. `pack_input` checks the ids and the numbers.
 
     Raises:
-        InvalidInputError: The item is neither a text, nor a sequence of ids, nor one of vectors.
+        InvalidInputError: The item is not a text, a sequence of ids, or an array of vectors.
     """
     if isinstance(item, str):
         return item
@@ -121,14 +127,14 @@ def check_input(item: object, name: str) -> Input:
     return item
 
 
-def pack_input(item: Input | Spanned, name: str) -> pb.Input:
-    """Makes the message for one input that passed `check_input`.
+def pack_input(item: Input | SpanInput, name: str) -> pb.Input:
+    """Return the message for one input that passed `check_input`.
 
     Raises:
-        InvalidInputError: The text is no Unicode (a lone surrogate), an id is no integer of 64 bits, or a number of a
-            vector is not finite as it is sent.
+        InvalidInputError: The text has a lone surrogate, an id is not an integer of 64 bits, or a number of a vector is
+            not finite in the type on the wire.
     """
-    if isinstance(item, Spanned):
+    if isinstance(item, SpanInput):
         packed = pack_input(item.input, name)
         packed.spans.CopyFrom(pb.Spans(unit=UNITS[item.unit], starts=item.spans[0], ends=item.spans[1]))
         return packed
@@ -144,9 +150,8 @@ def pack_input(item: Input | Spanned, name: str) -> pb.Input:
 
 
 def _check_array(array: npt.NDArray[Any], name: str) -> None:
-    """Accepts (seq,) integers and (seq, d_model) numbers of a type that can be sent."""
     is_ids = array.ndim == 1 and array.dtype.kind in "iu"
-    is_vectors = array.ndim == 2 and array.dtype.name in _SENT_AS
+    is_vectors = array.ndim == 2 and array.dtype.name in _WIRE_TYPES
     if not is_ids and not is_vectors:
         raise InvalidInputError(
             f"{name} must be a (seq,) array of integers or a (seq, d_model) array of float32, float16 or float64; "
@@ -157,16 +162,15 @@ def _check_array(array: npt.NDArray[Any], name: str) -> None:
 
 
 def _pack_vectors(array: npt.NDArray[Any], name: str) -> pb.TokenEmbeddings:
-    """The vectors of one sequence, row by row. A float64 is rounded to the nearest float32."""
-    dtype, data_type = _SENT_AS[array.dtype.name]
-    with np.errstate(over="ignore"):  # what becomes infinite is found below
+    """Return the message for the vectors of one sequence. A float64 is rounded to the nearest float32."""
+    dtype, data_type = _WIRE_TYPES[array.dtype.name]
+    with np.errstate(over="ignore"):  # the next check finds infinite numbers
         vectors = np.asarray(array, dtype)  # (seq, d_model)
     finite = np.isfinite(vectors)
     if not finite.all():
-        row, column = (int(place) for place in np.argwhere(~finite)[0])
+        row, column = (int(index) for index in np.argwhere(~finite)[0])
         value = float(array[row, column])
-        wanted = (
-            f"fit into float32, whose largest is {np.finfo(np.float32).max:g}" if math.isfinite(value) else "be finite"
-        )
-        raise InvalidInputError(f"{name}: the number in row {row}, column {column} must {wanted}; was {value:g}")
+        largest = np.finfo(np.float32).max
+        rule = f"fit into float32, at most {largest:g}" if math.isfinite(value) else "be finite"
+        raise InvalidInputError(f"{name}: the number in row {row}, column {column} must {rule}; was {value:g}")
     return pb.TokenEmbeddings(width=vectors.shape[1], data_type=data_type, data=vectors.tobytes())

@@ -1,4 +1,4 @@
-"""What to return, in the caller's words and in the contract's."""
+"""The options of calls, and their conversion to the contract's messages."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from encserve_client._arguments import as_float, as_int, want
+from encserve_client._arguments import as_float, as_int, check_type
 from encserve_client.exceptions import InvalidInputError
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -37,9 +37,9 @@ TrainedKind = Literal["model", "multi_vector", "sparse"]
 Kind = Literal["vector", "multi_vector", "sparse"]
 StreamKind = Literal["vector", "tokens", "multi_vector", "sparse"]
 Array = npt.NDArray[Any]
-"""Numbers of float32, float16 or int8; of "binary" uint8, with 8 numbers in each."""
+"""An array of float32, float16 or int8. For dtype "binary": uint8, each with 8 packed bits."""
 Progress = Callable[[int, int | None], None]
-"""Is told how many inputs are done, and of how many; None where nobody knows."""
+"""A function of the number of finished inputs and the number of all inputs. The second is None if unknown."""
 Layers: TypeAlias = bool | Sequence[int]
 """True for every layer, False for none, or the layers from 0 in ascending order."""
 
@@ -81,7 +81,7 @@ _DATA_TYPES: dict[DType, pb.DataType] = {
     "binary": pb.DATA_TYPE_BINARY,
     "int8": pb.DATA_TYPE_INT8,
 }
-# The bytes are little-endian whatever this machine is.
+# The bytes on the wire are always little-endian.
 _DTYPES: dict[DType, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
     "float16": np.dtype("<f2"),
@@ -92,12 +92,12 @@ _MANY_ROWS = ("tokens", "multi_vector", "sparse", "spans")
 
 
 def numpy_dtype(data_type: int) -> np.dtype[Any]:
-    """The NumPy type of a DataType that this library has sent."""
+    """Return the NumPy type of a DataType that this library has sent."""
     return _DTYPES["float16" if data_type == pb.DATA_TYPE_FLOAT16 else "float32"]
 
 
 def check_choice(name: str, value: object, choices: object) -> None:
-    """Raises InvalidInputError for what is not one of a Literal's values."""
+    """Raise InvalidInputError unless `value` is a value of the Literal `choices`."""
     allowed = get_args(choices)
     if value not in allowed:
         raise InvalidInputError(f"{name} must be one of {', '.join(map(repr, allowed))}; was {value!r}")
@@ -110,22 +110,21 @@ def _check_kind(name: str, value: object, choices: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One thing to return for every input.
+    """One output of `run`.
 
     Attributes:
-        kind: "tokens" for one row per token; "mean", "cls", "max", "last_token", "weighted_mean" or "mean_sqrt_length"
-            for one row per input, pooled over all of its tokens; "model" for one row per input, made the way the model
-            was trained for; "multi_vector" for the vectors that MaxSim compares, as many as an input has; "sparse" for
-            weights over the vocabulary, those that are not 0; "spans" for one row per range, of `embed_spans`. A number
-            for an OutputKind that this library does not know yet: it is handed on, and the rows come as they are.
-        l2_normalize: Whether to scale every row to Euclidean length 1, after it has been cut.
-        dimensions: To how many of its first numbers to cut every row. Default: all, or for "model" as many as the model
-            was trained for.
-        max_active_dims: How many weights of "sparse" to keep, the largest ones. Default: what the model was trained
-            with.
-        pool_factor: How many vectors of "multi_vector" to make one on average, by hierarchical clustering, of inputs of
-            at most 2,048 tokens. Default: no more than the model itself does.
-        span_pooling: How the rows of a range become one in "spans". Default: their mean.
+        kind: "tokens" for one row per token. "mean", "cls", "max", "last_token", "weighted_mean" or "mean_sqrt_length"
+            for one row per input, pooled over all tokens. "model" for one row per input, as the model was trained.
+            "multi_vector" for the vectors that MaxSim compares. "sparse" for the weights over the vocabulary that are
+            not 0. "spans" for one row per range of `embed_spans`. A number for an OutputKind without a name here: the
+            request has the number, and the rows are returned unchanged.
+        l2_normalize: Whether to scale every row to Euclidean length 1, after the cut to `dimensions`.
+        dimensions: The number of leading numbers to keep of each row. Default: for "model"
+            `ModelInfo.default_dimensions`, otherwise all.
+        max_active_dims: For "sparse": the number of largest weights to keep. Default: as the model was trained.
+        pool_factor: For "multi_vector": the average number of vectors that are joined into one, by hierarchical
+            clustering, of inputs of at most 2,048 tokens. Default: as the model was trained.
+        span_pooling: For "spans": how the rows of a range become one. Default: "mean".
     """
 
     kind: OutputKind | int = "tokens"
@@ -136,7 +135,7 @@ class Output:
     span_pooling: SpanPooling | None = None
 
     def __post_init__(self) -> None:
-        """Raises InvalidInputError for a kind that does not exist, or for a number below 1."""
+        """Raise InvalidInputError for an unknown kind, or for a number below 1."""
         _check_kind("kind", self.kind, OutputKind)
         if self.span_pooling is not None:
             check_choice("span_pooling", self.span_pooling, SpanPooling)
@@ -149,16 +148,16 @@ class Output:
 
     @property
     def is_pooled(self) -> bool:
-        """Whether it is known to be one row per input."""
+        """Whether the output surely has one row per input."""
         return not isinstance(self.kind, int) and self.kind not in _MANY_ROWS
 
     @property
     def number(self) -> int:
-        """The kind in the contract's words."""
+        """The number of the kind in the contract."""
         return kind_number(self.kind)
 
     def to_proto(self) -> pb.OutputSpec:
-        """The same as a message."""
+        """Return the output as a message."""
         return pb.OutputSpec(
             kind=cast("pb.OutputKind", self.number),
             l2_normalize=self.l2_normalize,
@@ -171,7 +170,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a call's inputs are treated and what comes back; see `EncoderClient.run`."""
+    """The options of a call; see `EncoderClient.run`."""
 
     outputs: tuple[Output, ...] = (Output(),)
     dtype: DType = "float32"
@@ -184,14 +183,14 @@ class Options:
     offset_unit: OffsetUnit | None = None
 
     def __post_init__(self) -> None:
-        """Raises InvalidInputError for options that no server accepts."""
+        """Raise InvalidInputError for options that no server accepts."""
         if self.task is not None:
             check_choice("task", self.task, Task)
         if self.detail is not None:
             check_choice("detail", self.detail, Detail)
         if self.offset_unit is not None:
             check_choice("offset_unit", self.offset_unit, OffsetUnit)
-        want("prompt_name", self.prompt_name, (str, type(None)), "a str or None")
+        check_type("prompt_name", self.prompt_name, (str, type(None)), "a str or None")
         check_choice("dtype", self.dtype, DType)
         if not self.outputs:
             raise InvalidInputError("outputs must name at least one output; was empty")
@@ -204,35 +203,37 @@ class Options:
         return _DTYPES[self.dtype]
 
     def columns(self, width: int) -> int:
-        """How many numbers of `numpy_dtype` a row of so many numbers has."""
+        """Return the number of `numpy_dtype` values in a row of `width` numbers."""
         return -(-width // 8) if self.dtype == "binary" else width
 
     @property
-    def tells_tokens(self) -> bool:
-        """Whether answers say of each input which tokens it has; see DETAIL_UNSPECIFIED for the default."""
+    def has_token_details(self) -> bool:
+        """Whether replies have the tokens of each input; see DETAIL_UNSPECIFIED for the default."""
         if self.detail is not None:
             return self.detail == "tokens"
-        return self.include_token_strings or any(not it.is_pooled and it.kind != "spans" for it in self.outputs)
+        return self.include_token_strings or any(
+            not output.is_pooled and output.kind != "spans" for output in self.outputs
+        )
 
     @property
     def data_type(self) -> pb.DataType:
-        """The same in the contract's words."""
+        """The contract's value for `dtype`."""
         return _DATA_TYPES[self.dtype]
 
     @property
     def truncation(self) -> pb.Truncation:
-        """What happens to an over-long input, in the contract's words."""
+        """The contract's value for `truncate`."""
         return pb.TRUNCATION_END if self.truncate else pb.TRUNCATION_REFUSE
 
     @property
     def task_number(self) -> pb.Task:
-        """The task in the contract's words."""
+        """The contract's value for `task`."""
         return pb.TASK_UNSPECIFIED if self.task is None else TASKS[self.task]
 
     def to_proto(self) -> pb.EncodeOptions:
-        """The same as a message."""
+        """Return the options as a message."""
         return pb.EncodeOptions(
-            outputs=[it.to_proto() for it in self.outputs],
+            outputs=[output.to_proto() for output in self.outputs],
             data_type=self.data_type,
             truncation=self.truncation,
             exclude_special_tokens=self.exclude_special_tokens,
@@ -245,10 +246,10 @@ class Options:
 
 
 def as_outputs(outputs: Sequence[Output | OutputKind | int]) -> tuple[Output, ...]:
-    """Takes names for outputs that are not normalised."""
+    """Convert names and numbers of kinds to outputs that are not normalised."""
     if isinstance(outputs, str):
         raise InvalidInputError(f"outputs must be a list; for one output pass [{outputs!r}]")
-    return tuple(it if isinstance(it, Output) else Output(it) for it in outputs)
+    return tuple(output if isinstance(output, Output) else Output(output) for output in outputs)
 
 
 def embed_output(
@@ -263,7 +264,7 @@ def embed_output(
     """Return the output for the arguments of `embed` and `stream`. `allowed` is the Literal of the kinds.
 
     Raises:
-        InvalidInputError: There is no such kind or pooling, or two arguments contradict each other.
+        InvalidInputError: The kind or the pooling is unknown, or two arguments contradict each other.
     """
     check_choice("kind", kind, allowed)
     _check_kind("pooling", pooling, Pooling)
@@ -275,10 +276,10 @@ def embed_output(
 
 
 def kind_name(kind: int) -> OutputKind | int:
-    """The name of an OutputKind; the number itself where this library has no name for it."""
+    """Return the name of an OutputKind, or the number if this library has no name for the kind."""
     return _KIND_NAMES.get(kind, kind)
 
 
 def kind_number(kind: OutputKind | int) -> int:
-    """The other way round."""
+    """Return the number of an OutputKind."""
     return kind if isinstance(kind, int) else _KINDS[kind]

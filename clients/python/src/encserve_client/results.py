@@ -1,4 +1,4 @@
-"""What a call returns: frozen dataclasses around NumPy arrays."""
+"""The results of calls: frozen dataclasses with NumPy arrays."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,13 +11,13 @@ from encserve_client.options import Array, InputKind, Kind, Output, OutputKind, 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The rows of one message's sequences: a part of an `EncodedOutput`.
+    """The rows of the inputs of one message: a part of an `EncodedOutput`.
 
     Attributes:
         rows: (sum(lengths), d_model), a read-only view on the bytes received.
-        lengths: (sequences,) int64, the rows of each.
-        indices: (sum(lengths),) uint32: of "multi_vector" the token that each row comes from, of "sparse" its place in
-            the vocabulary; None where rows have none.
+        lengths: (inputs,) int64, the number of rows of each input.
+        indices: (sum(lengths),) uint32, or None. For "multi_vector": the index of the row's token in the input. For
+            "sparse": the index of the row's entry in the vocabulary.
     """
 
     rows: Array
@@ -25,20 +25,20 @@ class Block:
     indices: npt.NDArray[np.uint32] | None = None
 
     def sparse_vectors(self, width: int) -> "list[SparseVector]":
-        """Return one sparse vector of this width per sequence."""
-        nothing = np.empty(0, np.uint32)
+        """Return one sparse vector of this width per input."""
+        no_indices = np.empty(0, np.uint32)
         return [
-            SparseVector(nothing if indices is None else indices, rows[:, 0], width)
+            SparseVector(no_indices if indices is None else indices, rows[:, 0], width)
             for rows, indices in zip(self.split(), self.split_indices(), strict=True)
         ]
 
     def split(self) -> list[Array]:
-        """Return one (rows, d_model) array per sequence. The arrays are writable views on one copy of `rows`."""
+        """Return one (rows, d_model) array per input. The arrays are writable views on one copy of `rows`."""
         rows = self.rows.copy()
         return [rows[start:end] for start, end in self._bounds()]
 
     def split_indices(self) -> "list[npt.NDArray[np.uint32] | None]":
-        """Return one writable (rows,) array per sequence, or None if rows have no indices."""
+        """Return one writable (rows,) array per input, or None if rows have no indices."""
         indices = None if self.indices is None else self.indices.copy()
         return [None if indices is None else indices[start:end] for start, end in self._bounds()]
 
@@ -49,12 +49,12 @@ class Block:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SparseVector:
-    """A vector of which only what is not 0 is kept.
+    """A vector without the zeros.
 
     Attributes:
-        indices: (n,) uint32, ascending: where its numbers stand.
-        values: (n,), its numbers.
-        width: Its length, zeros included.
+        indices: (n,) uint32, ascending: the indices of the values.
+        values: (n,), the numbers that are not 0.
+        width: The length of the vector, zeros included.
     """
 
     indices: npt.NDArray[np.uint32]
@@ -62,7 +62,7 @@ class SparseVector:
     width: int
 
     def dense(self) -> Array:
-        """(width,), zeros included: an array of its own, which may be written to."""
+        """Return the vector with zeros, (width,), as a new array."""
         vector: Array = np.zeros(self.width, self.values.dtype)
         vector[self.indices] = self.values
         return vector
@@ -73,10 +73,10 @@ class EncodedOutput:
     """One output of all inputs.
 
     Attributes:
-        kind: What the rows are; a number where this library has no name for it.
-        l2_normalized: Whether they have been scaled to Euclidean length 1; of int8 always, before they were rounded.
-        blocks: The rows, in as many parts as there were messages.
-        sparse_width: Of "sparse" the length of a vector, zeros included; otherwise 0.
+        kind: The kind of the rows; a number if this library has no name for the kind.
+        l2_normalized: Whether the rows were scaled to Euclidean length 1. Rows of int8 always were, before rounding.
+        blocks: The rows, one block per message.
+        sparse_width: For "sparse": the length of a vector, zeros included. Otherwise 0.
     """
 
     kind: OutputKind | int
@@ -85,9 +85,9 @@ class EncodedOutput:
     sparse_width: int = 0
 
     def token_indices(self) -> "list[npt.NDArray[np.uint32] | None]":
-        """Of "multi_vector" for each input the places of the tokens that its rows come from, (rows,).
+        """Return for each input the token index of each row of "multi_vector", (rows,).
 
-        None where rows come from several: they were pooled.
+        None for an input with joined vectors, because a joined vector has several tokens.
         """
         return [indices for block in self.blocks for indices in block.split_indices()]
 
@@ -95,42 +95,42 @@ class EncodedOutput:
         """Return one vector per input, in order.
 
         Raises:
-            ValueError: The output is of another kind.
+            ValueError: The output has another kind.
         """
         if self.kind != "sparse":
-            raise ValueError(f"sparse_vectors: the output must be of kind 'sparse'; is of {self.kind!r}")
+            raise ValueError(f"sparse_vectors: the kind of the output must be 'sparse'; was {self.kind!r}")
         return [vector for block in self.blocks for vector in block.sparse_vectors(self.sparse_width)]
 
     def arrays(self) -> list[Array]:
-        """Return one (rows, d_model) array per input, in order: a row per token, or one row if pooled.
+        """Return one (rows, d_model) array per input, in order: one row per token, or one row if pooled.
 
         The arrays of one message share memory.
         """
         return [array for block in self.blocks for array in block.split()]
 
     def matrix(self) -> Array:
-        """Return all rows, one under another: (inputs, d_model) if pooled, (sum of rows, d_model) for tokens."""
+        """Return the rows of all inputs: (inputs, d_model) if pooled, (sum of rows, d_model) for tokens."""
         return np.concatenate([block.rows for block in self.blocks])
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SequenceInfo:
-    """One input as the model saw it, as far as the call's `detail` goes.
+    """The tokens of one input. The call's `detail` decides which attributes are set.
 
-    Arrays are (token_count,) unless they say otherwise.
+    Arrays are (token_count,) unless noted otherwise.
 
     Attributes:
-        token_count: The tokens that the model saw, special tokens included.
-        original_token_count: The tokens before truncation.
-        truncated: Whether anything was cut off.
-        token_ids: int64 ids, special tokens included. For text, with detail "tokens"; None for token ids, which the
-            caller has, except from `inspect`; None for vectors, which have none.
-        offsets: (token_count, 2) int64: where each token begins and ends (exclusive) in the text, in code points or as
-            `offset_unit` says; (0, 0) for special tokens. For text; otherwise None.
-        special: bool, which tokens are special. For text, and for token ids with `exclude_special_tokens`; otherwise
-            None.
-        tokens: The vocabulary's strings, where they were asked for; otherwise None.
-        span_token_counts: Of "spans" for each range the tokens that its row was pooled from; otherwise None. (ranges,)
+        token_count: Number of tokens in the model's input, special tokens included.
+        original_token_count: Number of tokens before truncation.
+        truncated: Whether tokens were cut off.
+        token_ids: int64 ids, special tokens included. Set for texts with detail "tokens", and by `inspect` also for
+            token ids. Otherwise None.
+        offsets: (token_count, 2) int64: start and end (exclusive) of each token in the text, in the unit
+            `offset_unit` of the call; (0, 0) for special tokens. Set for texts. Otherwise None.
+        special: bool, whether each token is special. Set for texts, and for token ids with `exclude_special_tokens`.
+            Otherwise None.
+        tokens: The vocabulary's strings, if the call asked for strings. Otherwise None.
+        span_token_counts: (ranges,) int64. For "spans": the number of tokens in each range. Otherwise None.
     """
 
     token_count: int
@@ -145,15 +145,15 @@ class SequenceInfo:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where a call's time went, in seconds. The server's parts are the longest among the call's messages.
+    """The durations of a call, in seconds. The server's durations are the maximum over the call's messages.
 
     Attributes:
-        tokenize_seconds: From a message's arrival until its texts were tokenized.
-        queue_seconds: The longest wait of a sequence for its batch to start.
-        compute_seconds: The longest model run.
-        total_seconds: The whole call as its caller saw it, retries and their waits included.
-        messages: How many messages the call was cut into.
-        attempts: How many messages were sent, those sent again included.
+        tokenize_seconds: Time from the arrival of a message until its texts were tokenized.
+        queue_seconds: Longest time of an input in the queue.
+        compute_seconds: Longest time of a batch in the model.
+        total_seconds: Time of the whole call on the client's side, retries and waits included.
+        messages: Number of messages of the call.
+        attempts: Number of sent messages, repeated messages included.
     """
 
     tokenize_seconds: float
@@ -166,17 +166,16 @@ class Timings:
 
 @dataclass(frozen=True, eq=False)
 class EncodeResult:
-    """Everything about one call.
+    """The result of `run`.
 
     Attributes:
-        model: The name of the model that ran.
-        version: Its version.
-        fingerprint: Identifies the bundle.
-        outputs: One for each output asked for, in that order.
-        sequences: One for each input, in order.
-        timings: Where the time went.
-        space_id: Identifies the vector space: never mix vectors of different ones in one index. Empty where the server
-            does not say.
+        model: The name of the model.
+        version: The version of the model.
+        fingerprint: The id of the bundle.
+        outputs: The outputs, in the order of the request.
+        sequences: The tokens of each input, in order.
+        timings: The durations of the call.
+        space_id: The id of the vector space. Never mix vectors of different spaces in one index. "" if unknown.
     """
 
     model: str
@@ -190,12 +189,12 @@ class EncodeResult:
 
 @dataclass(frozen=True, slots=True)
 class TaskInfo:
-    """How a model treats texts of one task.
+    """The prompt and the lengths of texts of one task.
 
     Attributes:
-        prompt_name: The one of `ModelInfo.prompts` that is put before them; empty for none.
-        max_tokens: The longest, special tokens and prompt included.
-        min_tokens: To how many tokens a shorter one is made longer; 0 for none.
+        prompt_name: The name in `ModelInfo.prompts` of the prompt before each text; "" for no prompt.
+        max_tokens: The largest number of tokens of a text, special tokens and prompt included.
+        min_tokens: The number of tokens to which a shorter text is padded; 0 for no padding.
     """
 
     prompt_name: str
@@ -205,52 +204,52 @@ class TaskInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """A loaded model and the limits on what may be sent to it.
+    """A loaded model, and the limits of its requests.
 
     Attributes:
-        name: The model's name.
-        version: Its version.
-        fingerprint: Identifies the bundle.
-        is_default: Whether calls that name no model get this one.
-        d_model: The numbers in a row.
-        n_layers: The encoder's blocks; 0 where they are not known, of a model that came as ONNX.
-        n_heads: The attention heads of a block; 0 where they are not known.
-        vocab_size: One more than the largest token id; 0 for a model of vectors.
-        max_sequence_tokens: The longest sequence in tokens, special tokens included.
-        has_tokenizer: Whether text is accepted.
+        name: The name of the model.
+        version: The version of the model.
+        fingerprint: The id of the bundle.
+        is_default: Whether calls without a model name use this model.
+        d_model: The width of a row.
+        n_layers: The number of blocks of the encoder; 0 if unknown, as for models that came as ONNX.
+        n_heads: The number of attention heads of a block; 0 if unknown.
+        vocab_size: The largest token id plus 1; 0 for a model that takes vectors.
+        max_sequence_tokens: The largest number of tokens of an input, special tokens included.
+        has_tokenizer: Whether the model takes texts.
         special_token_ids: The ids that the tokenizer puts around a text, and the padding id.
-        pooling: The pooling that the model was trained for; None where it is not known, "model" where it is more than
-            one pooling, or something comes between it and normalising. A number where this library has no name for it.
-        l2_normalize: Whether it was trained with pooled vectors of length 1.
-        provider: The ONNX Runtime execution provider that it really runs on, or "OpenVINO".
-        precision: The type that it computes in.
-        max_request_sequences: The most inputs of one message. The client cuts larger calls up.
-        max_request_tokens: The most tokens of one message. The client cuts larger calls up.
-        max_text_bytes: The longest text, in bytes of UTF-8.
-        max_request_bytes: The largest request, in bytes. The client cuts larger calls up.
-        max_response_bytes: The largest response, in bytes. As above.
-        ready: Whether the model answers now.
-        not_ready_reason: Why not; empty where ready.
-        input_kind: What inputs are made of: token ids (and text), or one vector per token. A number where this library
-            has no name for it.
-        can_inspect: Whether `inspect` answers for it.
-        max_inspect_tokens: The longest sequence that `inspect` takes; 0 where it does not answer.
-        position: Where a token's place comes from: "sinusoidal", "learned", "rotary" or "none"; empty where it is not
-            known.
-        parameters: How many numbers it has, by part.
-        vector_width: The numbers of a vector of "model" pooling that is not cut; 0 where the pooling is not known.
-        default_dimensions: To how many of them it is cut unless a call says otherwise; 0 for all.
-        prompts: The texts that may be put before a text, by name.
-        default_prompt_name: The one that is unless a call says otherwise; empty for none.
-        similarity: How its vectors are meant to be compared: "cosine", "dot", "euclidean" or "manhattan"; empty where
-            that is not known.
-        space_id: Identifies the vector space: keep it with an index of its vectors. Empty where it is not known.
-        tasks: Those that it treats differently, if any.
-        multi_vector_width: The numbers of a vector of "multi_vector"; 0 where it has none.
-        multi_vector_similarity: How sets of them are compared: "maxsim" or "meanmaxsim"; empty without them.
-        sparse_width: The length of a "sparse" vector, zeros included; 0 where it has none.
-        max_outputs: The most outputs of one call; 0 from a server that does not say. `run` refuses more before it sends
-            an input.
+        pooling: The pooling that the model was trained for. None if unknown. "model" if the model combines several
+            poolings, or has a step between pooling and normalisation. A number if this library has no name for the
+            pooling.
+        l2_normalize: Whether the model was trained with pooled vectors of length 1.
+        provider: The ONNX Runtime execution provider in use, or "OpenVINO".
+        precision: The type of the model's computations.
+        max_request_sequences: The largest number of inputs in one message. The client splits larger calls.
+        max_request_tokens: The largest number of tokens in one message. The client splits larger calls.
+        max_text_bytes: The largest size of a text, in bytes of UTF-8.
+        max_request_bytes: The largest size of a request, in bytes. The client splits larger calls.
+        max_response_bytes: The largest size of a reply, in bytes. The client splits calls with larger replies.
+        ready: Whether the model answers calls now.
+        not_ready_reason: The reason if the model is not ready; otherwise "".
+        input_kind: "token_ids" for a model that takes token ids and texts, "embeddings" for one vector per token. A
+            number if this library has no name for the kind.
+        can_inspect: Whether the model supports `inspect`.
+        max_inspect_tokens: The largest number of tokens of an input of `inspect`; 0 without `inspect`.
+        position: The position encoding: "sinusoidal", "learned", "rotary" or "none"; "" if unknown.
+        parameters: The number of parameters of each part of the model.
+        vector_width: The width of a vector of pooling "model" before a cut; 0 if the pooling is unknown.
+        default_dimensions: The default of `dimensions` for pooling "model"; 0 for all numbers.
+        prompts: The texts that may come before an input, by name.
+        default_prompt_name: The default of `prompt_name`; "" for no prompt.
+        similarity: The similarity that the model was trained for: "cosine", "dot", "euclidean" or "manhattan"; "" if
+            unknown.
+        space_id: The id of the vector space. Store the id with an index of the vectors. "" if unknown.
+        tasks: The tasks that the model treats differently.
+        multi_vector_width: The width of a vector of "multi_vector"; 0 without "multi_vector".
+        multi_vector_similarity: "maxsim" or "meanmaxsim"; "" without "multi_vector".
+        sparse_width: The length of a "sparse" vector, zeros included; 0 without "sparse".
+        max_outputs: The largest number of outputs of one call; 0 if unknown. `run` refuses more and
+            sends no input.
     """
 
     name: str
@@ -295,22 +294,22 @@ class ModelInfo:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """The kinds of `embed` that the model was trained for."""
-        has: dict[Kind, bool] = {
+        supported: dict[Kind, bool] = {
             "vector": self.pooling is not None,
             "multi_vector": bool(self.multi_vector_width),
             "sparse": bool(self.sparse_width),
         }
-        return tuple(kind for kind, is_there in has.items() if is_there)
+        return tuple(kind for kind, is_supported in supported.items() if is_supported)
 
     @property
     def trained_kind(self) -> TrainedKind:
-        """What it was trained to make of a text: the first that it has of "model", "multi_vector" and "sparse"."""
+        """The output that the model was trained for: the first available of "model", "multi_vector" and "sparse"."""
         if self.pooling is None and self.multi_vector_width:
             return "multi_vector"
         return "sparse" if self.pooling is None and self.sparse_width else "model"
 
     def width(self, output: Output) -> int:
-        """The numbers of a row of an output."""
+        """Return the width of a row of an output."""
         if output.kind == "sparse":
             return 1
         if output.kind == "multi_vector":
@@ -325,20 +324,21 @@ class InspectResult:
     """Attention weights and hidden states of one input.
 
     Attributes:
-        model: The name of the model that ran.
-        version: Its version.
-        fingerprint: Identifies the bundle.
-        sequence: What the model saw, with `tokens` where it has a tokenizer.
-        attention: (layers, n_heads, seq, seq): how much the token of the row attends to the token of the column; every
-            row sums to 1. None if it was not asked for.
+        model: The name of the model.
+        version: The version of the model.
+        fingerprint: The id of the bundle.
+        sequence: The tokens of the input, with the attribute `tokens` if the model has a tokenizer.
+        attention: (layers, n_heads, seq, seq): the attention of the row's token to the column's token. Every row sums
+            to 1. None if the call did not ask for attention.
         attention_layers: The blocks along the first axis of `attention`, from 0.
-        hidden_states: (layers, seq, d_model): the tokens' rows at each depth. None if they were not asked for.
-        hidden_state_layers: The depths along the first axis of `hidden_states`: 0 is what enters the first block, i
-            what leaves block i - 1; the last, n_layers, is what `token_vectors` returns.
-        positions: (max_sequence_tokens, d_model): what the model adds to a token for its place, for every place. None
-            if it was not asked for.
-        timings: Where the time went.
-        space_id: Identifies the vector space.
+        hidden_states: (layers, seq, d_model): the rows of the tokens at each depth. None if the call did not ask for
+            hidden states.
+        hidden_state_layers: The depths along the first axis of `hidden_states`. Depth 0 is the input of the first
+            block, and depth i the output of block i - 1. The last depth, n_layers, has the rows of `token_vectors`.
+        positions: (max_sequence_tokens, d_model): the position vector of every position. None if the call did not ask
+            for position vectors.
+        timings: The durations of the call.
+        space_id: The id of the vector space; "" if unknown.
     """
 
     model: str

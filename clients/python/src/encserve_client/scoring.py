@@ -1,4 +1,4 @@
-"""Comparison of queries with documents: similarities, MaxSim, and rankings. Pure NumPy."""
+"""Comparison of queries with documents: similarities, MaxSim, and rankings, in NumPy."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, cast, get_args
@@ -6,7 +6,7 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from encserve_client._arguments import as_int, want
+from encserve_client._arguments import as_int, check_type
 from encserve_client.exceptions import InvalidInputError
 from encserve_client.options import Array, TrainedKind
 from encserve_client.results import ModelInfo, SparseVector
@@ -15,14 +15,14 @@ VectorSimilarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 BitSimilarity = Literal["hamming"]
 MaxSimilarity = Literal["maxsim", "meanmaxsim"]
 Similarity = Literal[VectorSimilarity, BitSimilarity, MaxSimilarity]
-Encoded = Array | SparseVector
+Vectors = Array | SparseVector
 Floats = npt.NDArray[Any]
 
 # sentence-transformers gives this score to a document without vectors.
 _NO_VECTORS_SCORE = -1e9
 _BLOCK_NUMBERS = 2**18  # a MB in float32, which stays in a cache of the CPU
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, np.newaxis], axis=1).sum(axis=1)  # (256,): bits set in a byte
-# The kinds of what is compared, and for each the similarities that it has. The first one is the default.
+# The similarities of each kind of result. The first similarity is the default, except for sparse weights.
 _CHOICES: dict[str, Any] = {
     "a vector": VectorSimilarity,
     "packed bits": BitSimilarity,
@@ -32,20 +32,21 @@ _CHOICES: dict[str, Any] = {
 
 
 def maxsim(query: Array, document: Array, similarity: MaxSimilarity = "maxsim") -> float:
-    """The score of a document for a query by MaxSim, Khattab & Zaharia 2020, section 3.2.
+    """Return the MaxSim score of a document for a query (Khattab & Zaharia 2020, section 3.2).
 
     Args:
         query: (n, width), the query's vectors.
-        document: (m, width), the document's.
-        similarity: "maxsim" for the sum over the query's vectors of the largest dot product with one of the document's;
-            "meanmaxsim" for that sum divided by n. `ModelInfo.multi_vector_similarity` names the model's.
+        document: (m, width), the document's vectors.
+        similarity: "maxsim" takes, for each vector of the query, the largest dot product with a vector of the
+            document, and sums over the query's vectors. "meanmaxsim" divides the sum by n.
+            `ModelInfo.multi_vector_similarity` is the similarity that the model was trained for.
 
     Returns:
         The score, computed in float32; -1e9 if the document has no vectors.
 
     Raises:
-        InvalidInputError: They are not two-dimensional arrays that are equally wide, the query has no vectors, or there
-            is no such similarity.
+        InvalidInputError: An argument is not a two-dimensional array, the widths differ, the query has no vectors, or
+            the similarity is unknown.
     """
     if similarity not in get_args(MaxSimilarity):
         raise InvalidInputError(f"similarity must be 'maxsim' or 'meanmaxsim'; was {similarity!r}")
@@ -56,13 +57,13 @@ def maxsim(query: Array, document: Array, similarity: MaxSimilarity = "maxsim") 
 
 
 def rank(
-    query: Encoded,
-    documents: Array | Sequence[Encoded],
+    query: Vectors,
+    documents: Array | Sequence[Vectors],
     similarity: Similarity | ModelInfo | None = None,
     *,
     top_k: int | None = None,
 ) -> list[tuple[int, float]]:
-    """Orders documents by their similarity to a query.
+    """Sort documents by similarity to a query.
 
         rank(client.embed("a text", task="query"), client.embed(texts, task="document"), client.model(), top_k=10)
 
@@ -70,20 +71,20 @@ def rank(
         query: The result of `embed` for one text: (width,), (n, width), or a `SparseVector`.
         documents: The result of `embed` for texts: (documents, width), or a list of one array or `SparseVector` for
             each document.
-        similarity: The model, from `client.model()`, for the similarity that it was trained for; or a name. For single
-            vectors and for sparse weights: "cosine", "dot", "euclidean" or "manhattan". For (n, width): "maxsim" or
-            "meanmaxsim", as in `maxsim`. For packed bits, the uint8 arrays of dtype="binary": "hamming", whatever the
-            model says. Default: "cosine" for single vectors, "dot" for sparse weights, "maxsim", "hamming".
+        similarity: The model, from `client.model()`, for the similarity that the model was trained for; or a name. For
+            single vectors and for sparse weights: "cosine", "dot", "euclidean" or "manhattan". For (n, width): "maxsim"
+            or "meanmaxsim", as in `maxsim`. For packed bits, the uint8 arrays of dtype="binary": always "hamming".
+            Default: "cosine" for single vectors, "dot" for sparse weights, "maxsim", "hamming".
         top_k: The number of documents to return. Default: all.
 
     Returns:
-        The index of each document and its score, the best first; of equal scores the first document's first. Scores of
-        the three distances ("euclidean", "manhattan", "hamming") are negative: a document that equals the query has 0.
-        A document without vectors for MaxSim has -1e9.
+        (index, score) of each document, the best first. Equal scores keep the order of the documents. Distances
+        ("euclidean", "manhattan", "hamming") are negative: a document that equals the query has 0. A document without
+        vectors for MaxSim has -1e9.
 
     Raises:
-        InvalidInputError: An argument is of the wrong type, a document is of another kind or width than the query, or
-            the similarity is not one for this kind.
+        InvalidInputError: An argument has the wrong type, a document differs from the query in kind or width, or the
+            similarity is not for this kind.
     """
     by = _similarity_for(_kind("query", query), similarity)
     _check_documents(documents, query)
@@ -96,16 +97,16 @@ def rank(
         scores = _maxsim_scores(query, cast("Sequence[Array]", documents), by)
     else:
         scores = _vector_scores(query, cast("Sequence[Array]", documents), by)
-    scores += 0.0  # -0.0 becomes 0.0
+    scores += 0.0  # turn -0.0 into 0.0
     best = np.argsort(-scores, kind="stable")[:most]
     return list(zip(best.tolist(), scores[best].tolist(), strict=True))
 
 
 def similarity_of(model: ModelInfo, kind: TrainedKind) -> Similarity:
-    """The similarity by which a model's results of a kind are compared.
+    """Return the similarity for a model's results of a kind.
 
-    `ModelInfo.similarity` is that of the kind that the model was trained for. For another kind, or if the model does
-    not say: "cosine" of single vectors, "dot" of sparse weights.
+    `ModelInfo.similarity` is for the kind that the model was trained for. For another kind, or if the model has no
+    similarity: "cosine" for single vectors, "dot" for sparse weights.
     """
     if kind == "multi_vector":
         return cast("Similarity", model.multi_vector_similarity or "maxsim")
@@ -114,10 +115,10 @@ def similarity_of(model: ModelInfo, kind: TrainedKind) -> Similarity:
 
 
 def _kind(name: str, encoded: object) -> str:
-    """One of `_CHOICES`. Raises InvalidInputError for anything else."""
+    """Return the key of `_CHOICES` for a result. Raise InvalidInputError for any other value."""
     if isinstance(encoded, SparseVector):
         return "sparse weights"
-    array = want(name, encoded, np.ndarray, "an array or a SparseVector")
+    array = check_type(name, encoded, np.ndarray, "an array or a SparseVector")
     if array.ndim not in (1, 2) or array.dtype.kind not in "fiu":
         raise InvalidInputError(
             f"{name} must be a (width,) or (n, width) array of numbers; was {array.shape} of {array.dtype}"
@@ -129,28 +130,29 @@ def _kind(name: str, encoded: object) -> str:
     return "a vector" if array.ndim == 1 else "vectors for MaxSim"
 
 
-def _check_documents(documents: object, query: Encoded) -> None:
-    """Raises InvalidInputError if a document cannot be compared with the query, or there is no list of documents."""
+def _check_documents(documents: object, query: Vectors) -> None:
+    """Raise InvalidInputError if `documents` is not a list, or a document cannot be compared with the query."""
     if isinstance(documents, np.ndarray) and documents.ndim == 2:
         if len(documents):
             _check_document("a row of documents", documents[0], query)
         return
     if isinstance(documents, np.ndarray) and documents.ndim != 3:
         raise InvalidInputError(f"documents must be a list, or a (documents, width) array; was {documents.shape}")
-    for index, document in enumerate(want("documents", documents, (list, tuple, np.ndarray), "a list or an array")):
+    items = check_type("documents", documents, (list, tuple, np.ndarray), "a list or an array")
+    for index, document in enumerate(items):
         _check_document(f"documents[{index}]", document, query)
 
 
-def _check_document(name: str, document: object, query: Encoded) -> None:
-    """Raises InvalidInputError if a document cannot be compared with the query."""
+def _check_document(name: str, document: object, query: Vectors) -> None:
+    """Raise InvalidInputError if a document cannot be compared with the query."""
     if isinstance(document, np.ndarray) and isinstance(query, np.ndarray):
-        alike = (query.ndim, query.dtype, query.shape[-1:]) == (document.ndim, document.dtype, document.shape[-1:])
-        if alike:  # the common case, fast for many documents
+        is_same = (query.ndim, query.dtype, query.shape[-1:]) == (document.ndim, document.dtype, document.shape[-1:])
+        if is_same:  # the common case, fast for many documents
             return
-    kind, wanted = _kind(name, document), _kind("query", query)
-    if kind != wanted:
-        of_one_text = "; for one query embed a str, not a list" if (wanted, kind) == _LISTED_QUERY else ""
-        raise InvalidInputError(f"query and {name} must be of one kind; were {wanted} and {kind}{of_one_text}")
+    kind, query_kind = _kind(name, document), _kind("query", query)
+    if kind != query_kind:
+        advice = "; for one query embed a str, not a list" if (query_kind, kind) == _LISTED_QUERY else ""
+        raise InvalidInputError(f"query and {name} must be of one kind; were {query_kind} and {kind}{advice}")
     if _width(document) != _width(query):
         raise InvalidInputError(f"query and {name} must be equally wide; were {_width(query)} and {_width(document)}")
 
@@ -164,7 +166,7 @@ def _width(encoded: Any) -> int:
 
 
 def _similarity_for(kind: str, similarity: Similarity | ModelInfo | None) -> Similarity:
-    """The name of a similarity. Raises InvalidInputError if it is not one for a kind of `_CHOICES`."""
+    """Return the name of the similarity. Raise InvalidInputError if the similarity is not for this kind."""
     choices = get_args(_CHOICES[kind])
     if kind == "packed bits" and isinstance(similarity, ModelInfo):
         similarity = None
@@ -186,7 +188,7 @@ def _similarity_for(kind: str, similarity: Similarity | ModelInfo | None) -> Sim
 
 
 def _vector_scores(query: Array, documents: Sequence[Array], by: str) -> Floats:
-    """The score of each document, (documents,), from vectors of (width,)."""
+    """Return the scores, (documents,), for documents of (width,)."""
     scores = np.empty(len(documents))
     for group in _groups(np.full(len(documents), query.size)):
         block = np.asarray(documents[group])  # (rows, width)
@@ -203,7 +205,7 @@ def _cosines(block: Array, query: Array) -> Floats:
     return cosines
 
 
-# For (rows, width) and (width,) the score of each row, (rows,).
+# Functions of (rows, width) and (width,) that return the score of each row, (rows,).
 _COMPARE: dict[str, Callable[[Array, Array], Floats]] = {
     "cosine": _cosines,
     "dot": lambda block, query: block @ query.astype(block.dtype),
@@ -214,27 +216,27 @@ _COMPARE: dict[str, Callable[[Array, Array], Floats]] = {
 
 
 def _maxsim_scores(query: Array, documents: Sequence[Array], by: str) -> Floats:
-    """The score of each document, (documents,), from vectors of (n, width) and of (m, width) for each document."""
+    """Return the scores, (documents,), for a query of (n, width) and documents of (m, width)."""
     if not len(query):
         raise InvalidInputError("query must have at least 1 vector; had none")
     query = query.astype(np.float32)
     scores = np.full(len(documents), _NO_VECTORS_SCORE)
     lengths = np.array([len(document) for document in documents], np.int64)
     for group in _groups(lengths * max(query.shape)):
-        places = np.flatnonzero(lengths[group]) + group.start  # documents that have vectors
-        if not places.size:
+        indices = np.flatnonzero(lengths[group]) + group.start  # documents that have vectors
+        if not indices.size:
             continue
-        vectors = np.concatenate([documents[place] for place in places.tolist()]).astype(np.float32, copy=False)
-        starts = np.cumsum(lengths[places]) - lengths[places]
+        vectors = np.concatenate([documents[index] for index in indices.tolist()]).astype(np.float32, copy=False)
+        starts = np.cumsum(lengths[indices]) - lengths[indices]
         best = np.maximum.reduceat(vectors @ query.T, starts, axis=0)  # (documents, n)
-        scores[places] = best.mean(axis=1) if by == "meanmaxsim" else best.sum(axis=1)
+        scores[indices] = best.mean(axis=1) if by == "meanmaxsim" else best.sum(axis=1)
     return scores
 
 
 def _sparse_scores(query: SparseVector, documents: Sequence[SparseVector], by: str) -> Floats:
-    """The score of each document, (documents,).
+    """Return the scores, (documents,).
 
-    For the distances, the sum over all places is that of a document without weights, and a change at each weight.
+    A distance is computed as the distance to a document without weights, plus a correction for each weight.
     """
     dense = query.dense().astype(np.float64)  # (width,)
     norm = np.linalg.norm(dense)
@@ -242,26 +244,28 @@ def _sparse_scores(query: SparseVector, documents: Sequence[SparseVector], by: s
     for group in _groups(np.array([document.indices.size for document in documents], np.int64)):
         block = documents[group]
         owners = np.repeat(np.arange(len(block)), [document.indices.size for document in block])
-        theirs = np.concatenate([document.values for document in block]).astype(np.float64)
-        ours = dense[np.concatenate([document.indices for document in block])]
+        document_values = np.concatenate([document.values for document in block]).astype(np.float64)
+        query_values = dense[np.concatenate([document.indices for document in block])]
 
         def total(terms: Floats, owners: Floats = owners, count: int = len(block)) -> Floats:
             return np.bincount(owners, terms, minlength=count)
 
         if by == "euclidean":
-            scores[group] = -np.sqrt(np.maximum(norm**2 + total((ours - theirs) ** 2 - ours**2), 0))
+            squares = norm**2 + total((query_values - document_values) ** 2 - query_values**2)
+            scores[group] = -np.sqrt(np.maximum(squares, 0))
         elif by == "manhattan":
-            scores[group] = -(np.abs(dense).sum() + total(np.abs(ours - theirs) - np.abs(ours)))
+            corrections = total(np.abs(query_values - document_values) - np.abs(query_values))
+            scores[group] = -(np.abs(dense).sum() + corrections)
         elif by == "cosine":
-            lengths = np.maximum(norm * np.sqrt(total(theirs**2)), np.finfo(np.float64).tiny)
-            scores[group] = np.clip(total(ours * theirs) / lengths, -1, 1)
+            lengths = np.maximum(norm * np.sqrt(total(document_values**2)), np.finfo(np.float64).tiny)
+            scores[group] = np.clip(total(query_values * document_values) / lengths, -1, 1)
         else:
-            scores[group] = total(ours * theirs)
+            scores[group] = total(query_values * document_values)
     return scores
 
 
 def _groups(sizes: npt.NDArray[np.int64]) -> Iterator[slice]:
-    """Successive documents of at most `_BLOCK_NUMBERS` numbers together, or one larger document."""
+    """Yield groups of successive documents with at most `_BLOCK_NUMBERS` numbers, or with one larger document."""
     ends = np.cumsum(sizes)
     start = 0
     while start < len(sizes):

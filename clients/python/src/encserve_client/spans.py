@@ -1,4 +1,4 @@
-"""Ranges of a text for `embed_spans`: its sentences, or so many tokens at a time. Pure."""
+"""Ranges of a text for `embed_spans`: sentences, or groups of tokens. Without I/O."""
 
 import re
 
@@ -6,16 +6,16 @@ from encserve_client._arguments import as_int
 from encserve_client.exceptions import InvalidInputError
 from encserve_client.results import SequenceInfo
 
-# What ends a sentence: marks before white space, with the quotes and brackets that they close; marks of Chinese and
-# Japanese anywhere; an empty line.
+# The end of a sentence: a mark before white space, with closing quotes and brackets; a Chinese or Japanese mark
+# anywhere; or an empty line.
 _END = re.compile(r"[.!?…]+[\"'”’»)\]]*(?=\s|$)|[。！？]+[」』”’）]*|\n\s*\n")
 
 
 def sentence_spans(text: str) -> list[tuple[int, int]]:
-    """Cuts a text at sentence ends, by its punctuation alone: "Dr. Smith" is cut too.
+    """Split a text into sentences by punctuation only. The function also splits "Dr. Smith".
 
     Returns:
-        (start, end) of each sentence in code points, without the white space around it; none of white space alone.
+        (start, end) of each sentence in code points, without the white space around the sentence. No range is empty.
     """
     spans: list[tuple[int, int]] = []
     start = 0
@@ -28,13 +28,13 @@ def sentence_spans(text: str) -> list[tuple[int, int]]:
 
 
 def token_spans(info: SequenceInfo, size: int) -> list[tuple[int, int]]:
-    """Cuts a text every so many tokens; special tokens, and those of a prompt, do not count.
+    """Split a text into ranges of `size` tokens. Special tokens and tokens of a prompt do not count.
 
         spans = token_spans(client.tokenize(text), 64)
 
     Args:
-        info: The text's tokens.
-        size: How many tokens a range has; the last one has what is left.
+        info: The result of `tokenize`, or of `run` with detail="tokens".
+        size: The number of tokens of a range. The last range may have fewer.
 
     Returns:
         (start, end) of each range, in the unit of `info.offsets`.
@@ -46,7 +46,7 @@ def token_spans(info: SequenceInfo, size: int) -> list[tuple[int, int]]:
         raise InvalidInputError(f"size must be >= 1; was {size}")
     if info.offsets is None:
         raise InvalidInputError(
-            "info must have offsets, as those of a text have from tokenize, or with detail='tokens'"
+            "info must have offsets: take it from tokenize, or from run with texts and detail='tokens'"
         )
     offsets = info.offsets[info.offsets[:, 1] > info.offsets[:, 0]].tolist()  # special tokens have (0, 0)
     return [(group[0][0], group[-1][1]) for group in (offsets[at : at + size] for at in range(0, len(offsets), size))]

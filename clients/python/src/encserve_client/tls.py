@@ -1,4 +1,4 @@
-"""How a connection is encrypted."""
+"""Settings for encrypted connections."""
 
 import ssl
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from encserve_client.exceptions import InvalidInputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """How to check the server's certificate, and which of our own to show.
+    """The TLS settings of a client: trusted authorities, and a client certificate for mutual TLS.
 
-    Tls()                                                # a public certificate, checked against the usual roots
-    Tls(ca="ca.pem")                                     # one's own certificate authority
+    Tls()                                                # gRPC's own list of public authorities
+    Tls(ca="ca.pem")                                     # a private certificate authority
     Tls(ca="ca.pem", cert="client.pem", key="client.key")  # mutual TLS
 
-    Files are read again when they change, for new connections; calls that are under way go on with theirs.
+    The client reads changed files again, for new connections. Running calls keep their connection.
 
     Attributes:
         ca: PEM file of the authorities to trust; None for gRPC's own list.
-        cert: PEM file of the certificate chain to show; None to show none.
-        key: PEM file of its private key.
-        server_name: The name that the server's certificate must have, where it is not the target's.
+        cert: PEM file of the client's certificate chain; None for no client certificate.
+        key: PEM file of the certificate's private key.
+        server_name: The name that the server's certificate must have; None for the name in the target.
     """
 
     ca: str | Path | None = None
@@ -32,22 +32,22 @@ class Tls:
     server_name: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises InvalidInputError if only one of `cert` and `key` is given."""
+        """Raise InvalidInputError if only one of `cert` and `key` is given."""
         if (self.cert is None) != (self.key is None):
-            raise InvalidInputError(f"cert and key go together; were {self.cert} and {self.key}")
+            raise InvalidInputError(f"cert and key go together: give both or neither; were {self.cert} and {self.key}")
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Reads the files. Raises InvalidInputError for one that cannot be read, or is not what it should be."""
+        """Return gRPC credentials. Raise InvalidInputError if a file cannot be read or has the wrong content."""
         self.context()
         ca, cert, key = self.read()
         return grpc.ssl_channel_credentials(ca, key, cert)
 
     def read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
-        """What is in the files: authorities, certificate, key. Raises InvalidInputError for one that cannot be read."""
+        """Return the contents of `ca`, `cert` and `key`. Raise InvalidInputError if a file cannot be read."""
         return _read("ca", self.ca), _read("cert", self.cert), _read("key", self.key)
 
     def context(self) -> ssl.SSLContext:
-        """The same for Python's own TLS. Raises InvalidInputError for a file that is not what it should be."""
+        """Return Python's SSL context. Raise InvalidInputError if a file cannot be read or has the wrong content."""
         self.read()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.set_alpn_protocols(["h2"])
@@ -57,7 +57,7 @@ class Tls:
             else:
                 context.load_verify_locations(self.ca)
         except (OSError, ValueError) as error:
-            raise InvalidInputError(f"tls.ca {self.ca} holds no complete PEM certificate: {error}") from error
+            raise InvalidInputError(f"tls.ca {self.ca} must be a complete PEM certificate: {error}") from error
         if self.cert is None:
             return context
         try:

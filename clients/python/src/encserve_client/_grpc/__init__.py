@@ -1,1 +1,1 @@
-"""gRPC: the channel, what calls send along, and the `Wire` for threads and for asyncio."""
+"""gRPC: channels, metadata, and the `Wire` for threads and for asyncio."""

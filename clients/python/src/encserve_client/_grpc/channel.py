@@ -1,4 +1,4 @@
-"""The channel to a target, which is one server or several that take turns: its options and its credentials."""
+"""Channels to a target of one or several servers: options, credentials, and reloads of certificates."""
 
 import json
 import time
@@ -8,15 +8,15 @@ from typing import Any
 
 import grpc
 
-from encserve_client._arguments import want
+from encserve_client._arguments import check_type
 from encserve_client._grpc.proxy import uses_proxy
 from encserve_client._grpc.target import is_balanced
 from encserve_client.exceptions import InvalidInputError
 from encserve_client.tls import Tls
 from encserve_proto.v1 import encoder_pb2 as pb
 
-# Files of certificates are looked at so often, at most.
-_LOOK_SECONDS = 1.0
+# The shortest time between two checks of the certificate files.
+_CHECK_SECONDS = 1.0
 _CONNECT_MS = 5_000
 
 ChannelOption = tuple[str, str | int]
@@ -24,55 +24,55 @@ SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
 
 
 @dataclass(eq=False)
-class Link:
-    """A channel and its methods. Calls hold the one that they use: one that nobody holds any more is closed."""
+class Connection:
+    """A channel and the methods of the service. Calls hold references, and a channel without references is closed."""
 
     channel: Any
     stub: Any
 
 
-class Freshness:
-    """Whether the files of `tls` have changed: gRPC's credentials are for good, so a channel has to be opened anew.
+class CertificateReloader:
+    """Detects changes of the certificate files. New credentials need a new channel.
 
     https://github.com/grpc/grpc/issues/41779
     """
 
     def __init__(self, tls: Tls | None) -> None:
         self._tls = tls if tls is not None and (tls.ca, tls.cert) != (None, None) else None
-        self._looked = time.monotonic()
-        self._read = None if self._tls is None else self._tls.read()
+        self._last_check = time.monotonic()
+        self._contents = None if self._tls is None else self._tls.read()
 
     def new_credentials(self) -> grpc.ChannelCredentials | None:
-        """Credentials of files that have changed and are valid, otherwise None; looks at most once a second."""
+        """Return credentials if the files have changed and are valid, otherwise None. Checks at most once a second."""
         now = time.monotonic()
-        if self._tls is None or now - self._looked < _LOOK_SECONDS:
+        if self._tls is None or now - self._last_check < _CHECK_SECONDS:
             return None
-        self._looked = now
+        self._last_check = now
         try:
-            found = self._tls.read()
-            if found == self._read:
+            contents = self._tls.read()
+            if contents == self._contents:
                 return None
             credentials = self._tls.credentials()
-        except InvalidInputError:  # half written, perhaps; those from before may do, and if not, the server says so
+        except InvalidInputError:  # perhaps half written; the old credentials stay in use
             return None
-        self._read = found
+        self._contents = contents
         return credentials
 
 
 def balancing_options() -> dict[str, str | int]:
-    """The channel arguments that send call after call to the next server that says it is serving."""
+    """Return the channel arguments for round-robin among the servers that say SERVING."""
     config = {
         "loadBalancingConfig": [{"round_robin": {}}],
-        # gRPC watches the health service of each server. One that says NOT_SERVING, because it is loading or stopping
-        # or because its engine fails, gets no calls.
+        # gRPC watches the health service of each server. A server that is loading, stopping or failing says NOT_SERVING
+        # and gets no calls.
         "healthCheckConfig": {"serviceName": SERVICE_NAME},
     }
     return {
         "grpc.service_config": json.dumps(config),
-        # A server that is back must be noticed before the retries of a call are used up: the others may go next.
+        # gRPC must find a restarted server before the retries of a call are used up: the other servers may stop next.
         "grpc.max_reconnect_backoff_ms": 500,
-        # A name is looked up again when a connection is lost, but by default no sooner than 30 s after the last time:
-        # servers replaced one after another, with new addresses, could all be unknown until then.
+        # gRPC resolves a name again when a connection is lost, but by default at most every 30 s. In that time, a
+        # rolling update could give new addresses to all servers.
         "grpc.dns_min_time_between_resolutions_ms": 1000,
     }
 
@@ -80,23 +80,24 @@ def balancing_options() -> dict[str, str | int]:
 def channel_options(
     target: str, max_message_bytes: int, tls: Tls | None, extra: Mapping[str, str | int] | None
 ) -> list[ChannelOption]:
-    """The options of a channel to a gRPC target; `extra` has the last word."""
-    # There is no retry policy: gRPC's own retries stop without a word for requests above
-    # grpc.per_rpc_retry_buffer_size (256 KiB), which a batch of texts easily is, and know nothing of splitting.
-    # `_logic.dispatch` retries every size. gRPC still resends a call that no server has seen (transparent retries, gRFC
-    # A6), as when a connection is renewed at that moment.
+    """Return the options of a channel to a gRPC target. `extra` overrides the others."""
+    # The options have no retry policy. gRPC silently does not retry requests above grpc.per_rpc_retry_buffer_size (256
+    # KiB), which many batches of texts exceed, and gRPC cannot split requests. `_logic.dispatch` retries all sizes.
+    # gRPC still resends a call that no server has seen, for example while a connection is renewed (transparent retries,
+    # gRFC A6).
     options: dict[str, str | int] = {
         "grpc.max_receive_message_length": max_message_bytes,
         "grpc.max_send_message_length": max_message_bytes,
-        # While a connection is down gRPC fails calls at once and tries to connect again only after 1, 1.6, … 120 s: by
-        # then our retries would be used up, or a server that is back would go unnoticed for minutes.
+        # While a connection is down, gRPC fails calls immediately. By default, gRPC reconnects after 1, 1.6, … 120 s.
+        # The client's retries could be used up earlier, or a restarted server could wait minutes for this client.
         "grpc.initial_reconnect_backoff_ms": 100,
         "grpc.max_reconnect_backoff_ms": 5000,
-        # An address that drops packets fails after 5 s, not after gRPC's 20 s. The name of this option is gRPC's.
+        # An address that drops packets fails after 5 s, not after gRPC's 20 s. Despite the name, this option is the
+        # timeout for connecting.
         "grpc.min_reconnect_backoff_ms": _CONNECT_MS,
-        # A machine that goes down closes no connection. gRPC gives up such a connection within 20 s, and the calls on
-        # it still have time for another attempt. Servers allow a ping every 10 s. The third option is for the pings
-        # that measure bandwidth: during such a ping, which may last 60 s, gRPC sends no keepalive ping.
+        # A machine that loses power does not close its connections. gRPC drops such a connection within 20 s, so that
+        # calls have time for another attempt. Servers allow a ping every 10 s. The third option limits the pings that
+        # measure bandwidth: during such a ping, by default up to 60 s, gRPC sends no keepalive ping.
         "grpc.keepalive_time_ms": 12_000,
         "grpc.keepalive_timeout_ms": 8_000,
         "grpc.http2.ping_timeout_ms": 8_000,
@@ -107,9 +108,9 @@ def channel_options(
         options["grpc.enable_http_proxy"] = 0
     if tls is not None and tls.server_name is not None:
         options["grpc.ssl_target_name_override"] = tls.server_name
-    for name, value in want("channel_arguments", {} if extra is None else extra, Mapping, "a dict").items():
-        want("a name in channel_arguments", name, str, "a str")
-        want(f"channel_arguments[{name!r}]", value, (str, int), "a str or an int")
+    for name, value in check_type("channel_arguments", {} if extra is None else extra, Mapping, "a dict").items():
+        check_type("a name in channel_arguments", name, str, "a str")
+        check_type(f"channel_arguments[{name!r}]", value, (str, int), "a str or an int")
         options[name] = value
     return list(options.items())
 
@@ -117,13 +118,13 @@ def channel_options(
 def channel_credentials(
     tls: Tls | bool | None, credentials: grpc.ChannelCredentials | None
 ) -> tuple[Tls | None, grpc.ChannelCredentials | None]:
-    """What `tls=` and `credentials=` mean together; no credentials stand for plaintext.
+    """Return the settings and the credentials for `tls=` and `credentials=`. No credentials mean plaintext.
 
     Raises:
-        InvalidInputError: One of them is of the wrong type, a file cannot be read, or both are given.
+        InvalidInputError: An argument has the wrong type, a file cannot be read, or both arguments are given.
     """
-    want("tls", tls, (Tls, bool, type(None)), "a Tls or a bool")
-    want("credentials", credentials, (grpc.ChannelCredentials, type(None)), "grpc.ChannelCredentials or None")
+    check_type("tls", tls, (Tls, bool, type(None)), "a Tls or a bool")
+    check_type("credentials", credentials, (grpc.ChannelCredentials, type(None)), "grpc.ChannelCredentials or None")
     settings = Tls() if tls is True else tls or None
     if settings is None:
         return None, credentials

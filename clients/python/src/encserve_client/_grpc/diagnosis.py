@@ -1,4 +1,4 @@
-"""Why no connection comes about: gRPC's texts do not tell, so a connection of our own finds out."""
+"""The cause of a failed connection. gRPC's texts lack the cause, so a test connection finds the cause."""
 
 import re
 import socket
@@ -16,15 +16,15 @@ from encserve_client._logic.failures import Failure
 from encserve_client.tls import Tls
 
 _SECONDS = 1.0  # for each step of a connection
-_REMEMBER_SECONDS = 2.0  # as long as a server that has never answered gets
-_MOST_ADDRESSES = 3
+_REMEMBER_SECONDS = 2.0  # the time that the client's retries give to a server that has never answered
+_MAX_ADDRESSES = 3
 # An HTTP/2 client's first bytes (RFC 9113, section 3.4): the preface, and an empty SETTINGS frame.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 _FRAME_HEADER_BYTES = 9
 _SETTINGS = 4
 # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID, …_HAS_EXPIRED, …_HOSTNAME_MISMATCH, …_IP_ADDRESS_MISMATCH
 _NOT_YET_VALID, _EXPIRED, _OTHER_NAMES = 9, 10, (62, 64)
-# What a server says, if anything, of a caller's certificate that is missing or wrong.
+# The alerts of servers that refuse the client's certificate, or miss a client certificate.
 _ALERT = re.compile(r"ALERT_(.*CERTIFICATE.*|UNKNOWN_CA|HANDSHAKE_FAILURE|ACCESS_DENIED)")
 _SET_TARGET = "set the target (target=, --target or ENCSERVE_TARGET)"
 _WRONG_PORT = f"{_SET_TARGET} to the server's gRPC port, 50051 by default"
@@ -33,45 +33,45 @@ Connect = Callable[[], socket.socket]
 
 
 class Diagnosis:
-    """Finds out why a server cannot be reached.
+    """Finds the cause if a server cannot be reached.
 
     Args:
         target: The gRPC target.
         tls: The TLS settings of the client's connections; None for plaintext.
-        proxy: The proxy of the client's connections; None without one.
+        proxy: The proxy of the client's connections; None for direct connections.
     """
 
     def __init__(self, target: str, tls: Tls | None, proxy: Proxy | None = None) -> None:
         self._target = target
         self._tls = tls
         self._proxy = proxy
-        self._found: tuple[float, str] | None = None  # when the last connection ended, and the cause
+        self._last: tuple[float, str] | None = None  # the time of the last test, and the cause
 
     def may_help(self, failure: Failure) -> bool:
-        """Whether a failure may be one of the connection: then the server itself has given no reason."""
+        """Whether the connection may have failed: the server itself gave no reason."""
         return failure.code is grpc.StatusCode.UNAVAILABLE and not failure.reason
 
     def explain(self, failure: Failure) -> Failure:
-        """The same failure, with the cause in front if there is one. Blocks for some seconds, if `may_help`."""
+        """Return the failure with the cause before the text, if a cause was found. May block for some seconds."""
         if not self.may_help(failure):
             return failure
-        if self._found is None or time.monotonic() - self._found[0] > _REMEMBER_SECONDS:
+        if self._last is None or time.monotonic() - self._last[0] > _REMEMBER_SECONDS:
             cause = self._cause()
-            self._found = time.monotonic(), cause
-        cause = self._found[1]
+            self._last = time.monotonic(), cause
+        cause = self._last[1]
         if self._proxy is not None:
             cause = f"through the proxy {self._proxy}{': ' if cause else ''}{cause}"
         return replace(failure, message=f"{cause}. gRPC says: {failure.message}") if cause else failure
 
     def _cause(self) -> str:
-        """Why the target cannot be reached; empty if a server answers, or if that cannot be found out."""
+        """Return the cause, or "" if a server answers or the cause cannot be found."""
         if self._target.startswith("unix:"):
             return self._cause_at(self._connect_unix, "")
-        addresses = addresses_of(self._target)[:_MOST_ADDRESSES]
+        addresses = addresses_of(self._target)[:_MAX_ADDRESSES]
         causes = {
             f"{host}:{port}": self._cause_at(partial(self._connect, (host, port)), host) for host, port in addresses
         }
-        if not all(causes.values()):  # one of them answers
+        if not all(causes.values()):  # a server answers
             return ""
         if len(causes) == 1:
             return next(iter(causes.values()))
@@ -96,16 +96,18 @@ class Diagnosis:
         try:
             connect().close()
         except OSError as error:
-            return self._of_the_connection(error, host)
+            return self._connection_cause(error, host)
         try:
             return _cause_in_plaintext(connect) if self._tls is None else _cause_in_tls(connect, self._tls, host)
         except TimeoutError:
-            return f"a process accepts connections here, but sends nothing for {_SECONDS:g} s: it hangs, or is not gRPC"
+            return (
+                f"a process accepts connections here, but sends nothing for {_SECONDS:g} s: the process hangs, or does "
+                "not use gRPC"
+            )
         except (OSError, ValueError):  # the server went away, or the TLS files have changed
             return ""
 
-    def _of_the_connection(self, error: OSError, host: str) -> str:
-        """The cause behind an error of a connection that did not come about."""
+    def _connection_cause(self, error: OSError, host: str) -> str:
         if isinstance(error, ProxyRefusedError):
             return (
                 f"the proxy does not connect to {self._target} ({error}): let the proxy do so, or put {host} into "
@@ -131,15 +133,15 @@ def _reason(error: OSError) -> str:
 
 
 def _cause_in_plaintext(connect: Connect) -> str:
-    """What to say to a client without TLS; empty if a server answers in HTTP/2."""
+    """Return the cause for a client without TLS, or "" if a server answers in HTTP/2."""
     with connect() as connection:
         try:
             connection.sendall(_PREFACE)
             start = connection.recv(_FRAME_HEADER_BYTES)
         except ConnectionError:
             start = b""
-    if start.startswith((b"HTTP/", b"<")):  # Python's http.server answers HTTP/2 with a page of HTML alone
-        return f"an HTTP server answers here, and no gRPC server: {_WRONG_PORT}"
+    if start.startswith((b"HTTP/", b"<")):  # Python's http.server answers HTTP/2 with HTML without a head
+        return f"an HTTP server answers here, not a gRPC server: {_WRONG_PORT}"
     if start[3:4] == bytes([_SETTINGS]):
         return ""
     if _speaks_tls(connect):
@@ -154,7 +156,7 @@ def _speaks_tls(connect: Connect) -> bool:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
     try:
-        _shake(connect, context, None)
+        _handshake(connect, context, None)
     except ssl.SSLError as error:
         return _ALERT.search(error.reason or "") is not None
     except OSError:
@@ -163,51 +165,49 @@ def _speaks_tls(connect: Connect) -> bool:
 
 
 def _cause_in_tls(connect: Connect, tls: Tls, host: str) -> str:
-    """What to say to a client with TLS; empty if a server answers in HTTP/2."""
+    """Return the cause for a client with TLS, or "" if a server answers in HTTP/2."""
     name = tls.server_name or host or None
     try:
-        protocol = _shake(connect, tls.context(), name)
+        protocol = _handshake(connect, tls.context(), name)
     except ssl.SSLCertVerificationError as error:
-        return _of_the_server(error, connect, tls, name)
+        return _server_certificate_cause(error, connect, tls, name)
     except ssl.SSLError as error:
         reason = error.reason or ""
         if reason == "WRONG_VERSION_NUMBER":
-            return "the server speaks plaintext, this client TLS: leave tls out, or give the port that has TLS"
+            return "the server uses plaintext, but this client uses TLS: leave tls out, or give the port with TLS"
         if _ALERT.search(reason):
-            return f"{_of_the_caller(tls)} (TLS: {reason.lower().replace('_', ' ')})"
+            return f"{_client_certificate_cause(tls)} (TLS: {reason.lower().replace('_', ' ')})"
         if not isinstance(error, ssl.SSLEOFError):
             return f"TLS failed: {reason.lower().replace('_', ' ') or error}"
-        return _of_the_caller(tls)
+        return _client_certificate_cause(tls)
     if protocol is None:
-        return _of_the_caller(tls)
+        return _client_certificate_cause(tls)
     return "" if protocol == "h2" else f"a server with TLS answers here, but not in HTTP/2: {_WRONG_PORT}"
 
 
-def _shake(connect: Connect, context: ssl.SSLContext, name: str | None) -> str | None:
-    """The protocol that both sides agree on, "" without one; None if the server closes the connection.
+def _handshake(connect: Connect, context: ssl.SSLContext, name: str | None) -> str | None:
+    """Return the agreed protocol, "" without one, or None if the server closes the connection.
 
-    With TLS 1.3 a server refuses certificates after the handshake.
+    With TLS 1.3 a server refuses client certificates after the handshake, so this function also reads a byte.
     """
     with connect() as plain, context.wrap_socket(plain, server_hostname=name) as encrypted:
         try:
-            is_open = encrypted.recv(1) != b""  # a gRPC server speaks first
+            is_open = encrypted.recv(1) != b""  # a gRPC server sends the first bytes
         except TimeoutError:
             is_open = True
         return (encrypted.selected_alpn_protocol() or "") if is_open else None
 
 
-def _of_the_caller(tls: Tls) -> str:
+def _client_certificate_cause(tls: Tls) -> str:
     if tls.cert is None:
-        return (
-            "the server wants a client certificate: give tls=Tls(cert=…, key=…), or --cert and --tls-key in a command"
-        )
+        return "the server requires a client certificate: give Tls(cert=…, key=…), or --cert and --tls-key in a command"
     return (
-        f"the server does not take the client certificate of {tls.cert}: it has expired, or is of an authority that "
-        "the server does not know"
+        f"the server refuses the client certificate {tls.cert}: it has expired, or the server does not know its "
+        "authority"
     )
 
 
-def _of_the_server(error: ssl.SSLCertVerificationError, connect: Connect, tls: Tls, name: str | None) -> str:
+def _server_certificate_cause(error: ssl.SSLCertVerificationError, connect: Connect, tls: Tls, name: str | None) -> str:
     if error.verify_code == _EXPIRED:
         return "the server's certificate has expired"
     if error.verify_code == _NOT_YET_VALID:
@@ -215,17 +215,17 @@ def _of_the_server(error: ssl.SSLCertVerificationError, connect: Connect, tls: T
     if error.verify_code in _OTHER_NAMES:
         return (
             f"the server's certificate is not for {name!r}, but for {_names(connect, tls)}: connect to one of these "
-            "names, or give it as Tls(server_name=…)"
+            "names, or give one as Tls(server_name=…)"
         )
     roots = "the list of authorities of this machine" if tls.ca is None else f"{tls.ca}"
     return (
-        f"the server's certificate is of an authority that is not in {roots} ({error.verify_message}): give the right "
-        "one as Tls(ca=…), or --ca in a command"
+        f"the authority of the server's certificate is not in {roots} ({error.verify_message}): give the authority's "
+        "file as Tls(ca=…), or --ca in a command"
     )
 
 
 def _names(connect: Connect, tls: Tls) -> str:
-    """The names of the server's certificate."""
+    """Return the names in the server's certificate, for a text."""
     context = tls.context()
     context.check_hostname = False
     with connect() as plain, context.wrap_socket(plain) as encrypted:

@@ -1,4 +1,4 @@
-"""HTTP proxies: which one the environment names for a target, and how to connect through it."""
+"""HTTP proxies: the proxy of a target, and connections through a proxy."""
 
 import base64
 import ipaddress
@@ -16,11 +16,11 @@ _PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 # gRPC reads the first two. Most other programs read the third as well.
 _EXEMPTION_VARIABLES = ("no_grpc_proxy", "no_proxy", "NO_PROXY")
 _GRPC_PROXY_PORT = 443  # if the variable has no port
-_MOST_HEAD_BYTES = 16_384
+_MAX_HEAD_BYTES = 16_384
 
 
 class ProxyRefusedError(OSError):
-    """A proxy did not connect to the server; the text is the proxy's status line."""
+    """A proxy refused to connect to the server. The text is the proxy's status line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Proxy:
         host: The proxy's host.
         port: The proxy's port.
         source: The environment variable or the channel argument that names the proxy.
-        credentials: "user:password" of the proxy's URL, or "". They never get into errors.
+        credentials: "user:password" of the proxy's URL, or "". Errors never show the credentials.
     """
 
     host: str
@@ -50,12 +50,12 @@ class Proxy:
             timeout: The time for each step, in seconds.
 
         Raises:
-            ProxyRefusedError: The proxy answered, and did not connect.
+            ProxyRefusedError: The proxy answered but did not connect.
             OSError: The proxy cannot be reached.
         """
         host, port = address
-        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        head = f"CONNECT {place} HTTP/1.1\r\nHost: {place}\r\n"
+        authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        head = f"CONNECT {authority} HTTP/1.1\r\nHost: {authority}\r\n"
         if self.credentials:
             encoded = base64.b64encode(urllib.parse.unquote(self.credentials).encode()).decode()
             head += f"Proxy-Authorization: Basic {encoded}\r\n"
@@ -64,7 +64,7 @@ class Proxy:
             connection.sendall(f"{head}\r\n".encode())
             status = _read_head(connection).partition("\r\n")[0]
             if status.split(" ")[1:2] != ["200"]:
-                raise ProxyRefusedError(status or "it closed the connection")
+                raise ProxyRefusedError(status or "the proxy closed the connection")
         except BaseException:
             connection.close()
             raise
@@ -74,7 +74,7 @@ class Proxy:
 def uses_proxy(target: str) -> bool:
     """Whether gRPC may connect to a target through a proxy.
 
-    Connections that stay on this machine go through no proxy, and those to a list of addresses neither: gRPC would ask
+    Connections inside this machine bypass proxies. Connections to a list of addresses do too, because gRPC would ask
     the proxy for the whole list as one name. Variables such as NO_PROXY exempt names, domains and networks.
     """
     if is_local(target) or has_several_addresses(target):
@@ -83,11 +83,11 @@ def uses_proxy(target: str) -> bool:
 
 
 def proxy_of(target: str, channel_arguments: Mapping[str, str | int]) -> Proxy | None:
-    """The proxy that gRPC uses for a target with these channel arguments; None without one."""
+    """Return the proxy that gRPC uses for a target with these channel arguments, or None."""
     if not channel_arguments.get("grpc.enable_http_proxy", 1) or not addresses_of(target):
         return None
-    named = {name: os.environ[name] for name in _PROXY_VARIABLES if name in os.environ}
-    source, url = next(iter(named.items()), ("", ""))
+    variables = {name: os.environ[name] for name in _PROXY_VARIABLES if name in os.environ}
+    source, url = next(iter(variables.items()), ("", ""))
     if "grpc.http_proxy" in channel_arguments:
         source, url = "grpc.http_proxy", str(channel_arguments["grpc.http_proxy"])
     with suppress(ValueError):  # gRPC ignores a URL that it does not understand
@@ -112,9 +112,9 @@ def _is_exempt(host: str) -> bool:
 
 
 def _read_head(connection: socket.socket) -> str:
-    """The head of an HTTP reply, and no byte more: the server's own bytes may follow."""
+    """Read exactly the head of an HTTP reply, because bytes of the server may follow."""
     head = b""
-    while not head.endswith(b"\r\n\r\n") and len(head) < _MOST_HEAD_BYTES:
+    while not head.endswith(b"\r\n\r\n") and len(head) < _MAX_HEAD_BYTES:
         if not (byte := connection.recv(1)):
             break
         head += byte

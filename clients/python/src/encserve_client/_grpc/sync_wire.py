@@ -8,11 +8,11 @@ from typing import Any
 
 import grpc
 
-from encserve_client._grpc.channel import Link
+from encserve_client._grpc.channel import Connection
 from encserve_client._grpc.diagnosis import Diagnosis
 from encserve_client._grpc.metadata import Metadata
 from encserve_client._logic.failures import failure_of_call
-from encserve_client._logic.inspecting import Gathering
+from encserve_client._logic.inspecting import InspectAssembler
 from encserve_client._logic.planning import Message
 from encserve_client._logic.wire import Answered, Event, Failed, Rpc
 from encserve_client.exceptions import ClientClosedError
@@ -20,35 +20,36 @@ from encserve_proto.v1 import encoder_pb2 as pb
 
 
 class SyncWire:
-    """The I/O of one call, on the caller's thread. The threads of gRPC only put events into `_events`."""
+    """The I/O of one call, in the caller's thread. The threads of gRPC only put events into `_events`."""
 
     def __init__(
         self,
-        link: Callable[[], Link],
+        open_connection: Callable[[], Connection],
         metadata: Metadata,
         is_client_closed: Callable[[], bool],
         diagnosis: Diagnosis | None = None,
     ) -> None:
-        self._link = link
+        self._open_connection = open_connection
         self._diagnosis = diagnosis
         self._metadata = metadata
         self._is_client_closed = is_client_closed
-        self._events: queue.SimpleQueue[Event | _Done] = queue.SimpleQueue()
-        self._calls: dict[Any, Link] = {}  # those that are out, each with its channel, which stays open until the end
+        self._events: queue.SimpleQueue[Event | _FinishedCall] = queue.SimpleQueue()
+        # The calls that have not ended, each with its connection: the reference keeps the channel open.
+        self._calls: dict[Any, Connection] = {}
 
     def now(self) -> float:
         """See `Wire`."""
         return time.monotonic()
 
     def start(self, rpc: Rpc, message: Message, timeout_seconds: float | None, *, alone: bool) -> None:
-        """See `Wire`. A call that is alone blocks, which saves gRPC's own polling thread."""
-        link = self._link()
-        method = getattr(link.stub, rpc)
+        """See `Wire`. A call that is alone blocks, because then gRPC needs no polling thread."""
+        connection = self._open_connection()
+        method = getattr(connection.stub, rpc)
         try:
             if isinstance(request := message.request, pb.InspectRequest):
                 call = method(request, timeout=timeout_seconds, metadata=self._metadata)
-                self._calls[call] = link  # whatever ends the reading, `aclose` ends the call
-                self._gather(call, message, request)
+                self._calls[call] = connection  # `aclose` cancels the call if an error ends the loop
+                self._assemble(call, message, request)
                 return
             if alone:
                 response = method(message.request, timeout=timeout_seconds, metadata=self._metadata)
@@ -59,17 +60,17 @@ class SyncWire:
             self._events.put(Failed(message, failure_of_call(error)))
             return
         except ValueError as error:
-            raise _closed_or(error) from None
-        self._calls[call] = link
-        call.add_done_callback(lambda done: self._events.put(_Done(done, message)))
+            raise _translate_error(error) from None
+        self._calls[call] = connection
+        call.add_done_callback(lambda done: self._events.put(_FinishedCall(done, message)))
 
-    def _gather(self, call: Any, message: Message, request: pb.InspectRequest) -> None:
-        """Reads an answer of many messages, blocking: a call has but one such message, which so is always alone."""
-        gathering = Gathering(request)
+    def _assemble(self, call: Any, message: Message, request: pb.InspectRequest) -> None:
+        """Read all messages of an answer to Inspect. Blocks, because an Inspect call has no other messages."""
+        assembler = InspectAssembler(request)
         for part in call:
-            if not gathering.add(part):
+            if not assembler.add(part):
                 break
-        self._events.put(Answered(message, gathering))
+        self._events.put(Answered(message, assembler))
 
     def read_inputs(self, count: int) -> None:
         """See `Wire`. A client for threads takes no async iterables."""
@@ -81,9 +82,9 @@ class SyncWire:
             event = self._events.get(timeout=seconds) if seconds != 0 else self._events.get_nowait()
         except queue.Empty:
             return None
-        if isinstance(event, _Done):
-            del self._calls[event.call]  # it holds the response
-            event = _end_of(event)
+        if isinstance(event, _FinishedCall):
+            del self._calls[event.call]  # the call holds the response in memory
+            event = _event_of(event)
         if isinstance(event, Failed):
             if self._is_client_closed():
                 raise ClientClosedError("the client was closed during the call")
@@ -99,20 +100,19 @@ class SyncWire:
 
 
 @dataclass(frozen=True, slots=True)
-class _Done:
-    """A call that is over, on its way from gRPC's thread to the caller's."""
+class _FinishedCall:
+    """A call that has ended. A thread of gRPC passes the call to the caller's thread."""
 
     call: Any
     message: Message
 
 
-def _closed_or(error: ValueError) -> Exception:
-    """A closed channel is a ValueError to gRPC, known only by its text."""
+def _translate_error(error: ValueError) -> Exception:
+    """Return the error of a closed channel. gRPC raises a ValueError that differs from others only by the text."""
     return ClientClosedError() if "closed" in str(error) else error
 
 
-def _end_of(done: _Done) -> Event:
-    """What became of a call that is over."""
+def _event_of(done: _FinishedCall) -> Event:
     if done.call.code() is grpc.StatusCode.OK:
         return Answered(done.message, done.call.result())
     return Failed(done.message, failure_of_call(done.call))

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from encserve_client._arguments import want
+from encserve_client._arguments import check_type
 from encserve_client.exceptions import InvalidInputError
 
 DEFAULT_TARGET = "localhost:50051"
@@ -20,25 +20,25 @@ Address = tuple[str, int]
 
 
 def as_target(target: str | Sequence[str] | None) -> str:
-    """The gRPC target of one server name, or of several addresses. Each gets port 50051 if it has none.
+    """Return the gRPC target for a server name or for several addresses. The default port is 50051.
 
     Args:
         target: "host", "host:port", a target with one of gRPC's schemes, or a list of IP addresses; None for the
             environment variable ENCSERVE_TARGET, or "localhost:50051".
 
     Raises:
-        InvalidInputError: The target is not a name that gRPC can resolve, or not a list of IP addresses of one version.
-            The text names the argument or the variable.
+        InvalidInputError: The target is not a name that gRPC can resolve, and not a list of IP addresses of one
+            version. The text names the argument or the variable.
     """
     name = "target"
     if target is None:
         name, target = _VARIABLE, os.environ.get(_VARIABLE) or DEFAULT_TARGET
     if isinstance(target, str):
         return _named_target(target.strip(), name)
-    words = f"a str such as {DEFAULT_TARGET!r}, or a list of addresses"
-    items = want(name, target, (list, tuple), words)
+    rule = f"a str such as {DEFAULT_TARGET!r}, or a list of addresses"
+    items = check_type(name, target, (list, tuple), rule)
     if not items:
-        raise InvalidInputError(f"{name} must be {words}; was empty")
+        raise InvalidInputError(f"{name} must be {rule}; was empty")
     addresses = [_ip_address(f"{name}[{index}]", item) for index, item in enumerate(items)]
     schemes = {"ipv6" if host.startswith("[") else "ipv4" for host, _ in addresses}
     if len(schemes) > 1:
@@ -47,7 +47,7 @@ def as_target(target: str | Sequence[str] | None) -> str:
 
 
 def is_balanced(target: str) -> bool:
-    """Whether calls take turns among all addresses of a gRPC target: of several, and of a name given as "dns:"."""
+    """Whether gRPC balances calls among all addresses of a target: a list, or a name with "dns:"."""
     return target.startswith("dns:") or has_several_addresses(target)
 
 
@@ -57,10 +57,10 @@ def has_several_addresses(target: str) -> bool:
 
 
 def addresses_of(target: str) -> list[Address]:
-    """The hosts and ports of a gRPC target, IPv6 addresses without brackets.
+    """Return the hosts and ports of a gRPC target, IPv6 addresses without brackets.
 
-    The list is empty for a Unix socket, and for a name that this process cannot resolve as gRPC does: xDS, or a DNS
-    server of its own, as in "dns://10.0.0.2/encoder:50051".
+    The list is empty for a Unix socket, and for names that only gRPC can resolve: with xDS, or with a named DNS server,
+    as in "dns://10.0.0.2/encoder:50051".
     """
     scheme, _, rest = target.partition(":")
     if scheme == "dns":
@@ -76,7 +76,7 @@ def addresses_of(target: str) -> list[Address]:
 
 
 def is_local(target: str) -> bool:
-    """Whether all connections to a gRPC target stay on this machine: by loopback or by a Unix socket."""
+    """Whether all connections to a gRPC target stay on this machine: by loopback or a Unix socket."""
     addresses = addresses_of(target)
     return all(_is_loopback(host) for host, _ in addresses) if addresses else target.startswith("unix")
 
@@ -93,8 +93,8 @@ def _named_target(target: str, name: str) -> str:
     if colon and scheme in _SCHEMES:
         if scheme != "dns":
             return target
-        place, slash, host = rest.rpartition("/")
-        return f"dns:{place}{slash}{_with_port(host, name)}"
+        authority, slash, host = rest.rpartition("/")
+        return f"dns:{authority}{slash}{_with_port(host, name)}"
     if "://" in target:
         tls = ", and tls=True" if scheme in ("https", "grpcs") else ""
         raise InvalidInputError(
@@ -116,21 +116,21 @@ def _with_port(address: str, name: str) -> str:
 
 
 def _ip_address(name: str, address: object) -> Address:
-    text = want(name, address, str, "a str such as '10.0.0.7:50051'")
+    text = check_type(name, address, str, "a str such as '10.0.0.7:50051'")
     try:
         host, port = _split(text)
         ipaddress.ip_address(host.strip("[]"))
     except ValueError:
-        # gRPC takes one name in a target. An address that is looked up once here would soon be out of date.
+        # A gRPC target has at most one name. The client does not resolve names, because addresses change.
         raise InvalidInputError(
             f"{name} must be an IP address with or without a port, such as '10.0.0.7:50051' or '[fd00::7]:50051'; was "
-            f"{address!r}. For servers with names give one DNS name that has the addresses of all, 'dns:///NAME:PORT'"
+            f"{address!r}. Or give one DNS name that has the addresses of all servers, 'dns:///NAME:PORT'"
         ) from None
     return host, port
 
 
 def _split(address: str) -> Address:
-    """The host, in brackets if it is an IPv6 address, and the port. ValueError if it is not host, or host:port."""
+    """Return the host (IPv6 in brackets) and the port. Raise ValueError unless the address is host or host:port."""
     found = _HOST_AND_PORT.fullmatch(address)
     if found is None:
         raise ValueError

@@ -1,1 +1,1 @@
-"""What a client decides, without I/O: messages, retries, answers, streams. gRPC is behind `wire.Wire`."""
+"""The logic of a client without I/O: messages, retries, answers, streams. All I/O goes through `wire.Wire`."""

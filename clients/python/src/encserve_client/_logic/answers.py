@@ -1,6 +1,6 @@
-"""Answers made into NumPy arrays, and those of one call put together.
+"""Convert answers to NumPy arrays, and merge the answers of a call.
 
-Every number that the contract ties to another is checked before it is used.
+Sizes and lengths are checked against the contract before use.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from encserve_client.results import (
 from encserve_proto.v1 import encoder_pb2 as pb
 
 T = TypeVar("T", bound=np.generic)
-# A server from before there was the field took token ids.
+# Servers without this field take token ids.
 _INPUT_KINDS: dict[int, InputKind] = {
     pb.INPUT_KIND_UNSPECIFIED: "token_ids",
     pb.INPUT_KIND_TOKEN_IDS: "token_ids",
@@ -34,23 +34,23 @@ _INPUT_KINDS: dict[int, InputKind] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """What every answer must be of; empty for anything.
+class ExpectedIds:
+    """The ids that every answer must have; "" for any.
 
     Attributes:
-        fingerprint: The bundle.
-        space_id: The vector space.
+        fingerprint: The id of the bundle.
+        space_id: The id of the vector space.
     """
 
     fingerprint: str = ""
     space_id: str = ""
 
-    def check(self, answer: "Part | ModelInfo | EncodeResult | InspectResult") -> None:
-        """Refuses an answer of another; a server does so itself, unless it is older than the field that it says it in.
+    def check(self, answer: "MessageAnswer | ModelInfo | EncodeResult | InspectResult") -> None:
+        """Check the ids of an answer. Servers check too, except old servers without these fields.
 
         Raises:
-            FingerprintError: It is of another bundle.
-            SpaceError: It is of another space, or of none.
+            FingerprintError: The answer has another fingerprint.
+            SpaceError: The answer has another space id, or none.
         """
         if self.fingerprint and self.fingerprint != answer.fingerprint:
             raise FingerprintError(
@@ -61,18 +61,18 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One message's answer.
+class MessageAnswer:
+    """The answer to one message.
 
     Attributes:
-        model: The name of the model that ran.
-        version: Its version.
-        fingerprint: Its bundle.
-        space_id: Its vector space; empty where the server does not say.
-        kinds: For each output what its rows are and whether they are normalised.
-        blocks: For each output its rows.
-        sequences: For each input what the model saw; empty where that was not asked for.
-        timings: The server's seconds for tokenizing, in the queue, and computing.
+        model: The name of the model.
+        version: The version of the model.
+        fingerprint: The id of the bundle.
+        space_id: The id of the vector space; "" if unknown.
+        kinds: For each output, the kind and whether the rows are normalised.
+        blocks: For each output, the rows.
+        sequences: For each input, the tokens. Empty if the call did not ask for tokens.
+        timings: The server's times for tokenizing, in the queue, and for computing, in seconds.
     """
 
     model: str
@@ -85,16 +85,16 @@ class Part:
     timings: tuple[float, float, float]
 
 
-def decode_response(response: pb.EncodeResponse, options: Options, n_inputs: int, *, describe: bool) -> Part:
-    """Reads the answer to a request of n_inputs inputs with these options, without keeping the message alive.
+def decode_response(response: pb.EncodeResponse, options: Options, n_inputs: int, *, describe: bool) -> MessageAnswer:
+    """Convert the answer to a request with `n_inputs` inputs and these options.
 
-    `describe`: whether to read what the model saw of each input.
+    The result has no reference to `response`. `describe`: whether to convert the tokens of each input.
 
     Raises:
-        ProtocolError: It is not what the contract promises; the text has the numbers.
+        ProtocolError: The answer breaks the contract. The text has the numbers.
     """
-    _want("outputs", len(response.outputs), len(options.outputs))
-    _want("sequences", len(response.sequences), n_inputs)
+    _check_count("outputs", len(response.outputs), len(options.outputs))
+    _check_count("sequences", len(response.sequences), n_inputs)
     kinds, blocks = [], []
     for index, (tensor, output) in enumerate(zip(response.outputs, options.outputs, strict=True)):
         name = f"outputs[{index}]"
@@ -102,7 +102,7 @@ def decode_response(response: pb.EncodeResponse, options: Options, n_inputs: int
         blocks.append(_block(tensor, options, n_inputs, name))
         if options.detail != "none" or output.is_pooled:
             _check_lengths(blocks[-1], response.sequences, output, options, name)
-    return Part(
+    return MessageAnswer(
         response.model,
         response.model_version,
         response.fingerprint,
@@ -115,19 +115,19 @@ def decode_response(response: pb.EncodeResponse, options: Options, n_inputs: int
 
 
 def sequence_info(message: pb.SequenceInfo) -> SequenceInfo:
-    """Reads what the model saw of one input.
+    """Convert the tokens of one input.
 
     Raises:
-        ProtocolError: A list has another length than there are tokens.
+        ProtocolError: The length of a list differs from the number of tokens.
     """
     count = message.token_count
     fields = ("token_ids", "char_starts", "char_ends", "special", "tokens")
     for name in fields:
         if length := len(getattr(message, name)):
-            _want(f"{name} of a sequence", length, count)
+            _check_count(f"{name} of a sequence", length, count)
     offsets = None
     if message.char_starts or message.char_ends:
-        _want("char_ends of a sequence", len(message.char_ends), len(message.char_starts))
+        _check_count("char_ends of a sequence", len(message.char_ends), len(message.char_starts))
         offsets = np.array([message.char_starts, message.char_ends], dtype=np.int64).T  # (token_count, 2)
     return SequenceInfo(
         token_count=count,
@@ -146,17 +146,17 @@ def _array(values: Sequence[Any], dtype: type[T]) -> npt.NDArray[T] | None:
 
 
 def sequence_infos(response: pb.TokenizeResponse, n_texts: int) -> list[SequenceInfo]:
-    """Reads the answer to a TokenizeRequest of n_texts texts.
+    """Convert the answer to a TokenizeRequest with `n_texts` texts.
 
     Raises:
-        ProtocolError: It is not what the contract promises.
+        ProtocolError: The answer breaks the contract.
     """
-    _want("sequences", len(response.sequences), n_texts)
-    return [sequence_info(it) for it in response.sequences]
+    _check_count("sequences", len(response.sequences), n_texts)
+    return [sequence_info(sequence) for sequence in response.sequences]
 
 
 def model_info(message: pb.ModelInfo) -> ModelInfo:
-    """Reads the description of a model."""
+    """Convert the description of a model."""
     pooling = kind_name(message.pooling)
     return ModelInfo(
         name=message.name,
@@ -171,7 +171,7 @@ def model_info(message: pb.ModelInfo) -> ModelInfo:
         max_sequence_tokens=message.max_sequence_tokens,
         has_tokenizer=message.has_tokenizer,
         special_token_ids=tuple(message.special_token_ids),
-        # 0 is that it does not say.
+        # 0 means unknown.
         pooling=None if pooling in (0, "tokens", "multi_vector", "sparse", "spans") else pooling,  # type: ignore[arg-type]
         l2_normalize=message.l2_normalize,
         provider=message.provider,
@@ -193,7 +193,9 @@ def model_info(message: pb.ModelInfo) -> ModelInfo:
         prompts=dict(sorted(message.prompts.items())),
         default_prompt_name=message.default_prompt_name,
         similarity=message.similarity,
-        tasks={name: _task_info(it) for it in message.tasks for name, number in TASKS.items() if it.task == number},
+        tasks={
+            name: _task_info(task) for task in message.tasks for name, number in TASKS.items() if task.task == number
+        },
         multi_vector_width=message.multi_vector_width,
         multi_vector_similarity=message.multi_vector_similarity,
         sparse_width=message.sparse_width,
@@ -206,10 +208,10 @@ def _task_info(message: pb.TaskInfo) -> TaskInfo:
 
 
 def _kind(tensor: pb.RaggedTensor, output: Output, name: str) -> OutputKind | int:
-    """The kind of the rows. For "model" the server may name the pooling that it stands for."""
+    """Return the kind of the rows. For "model", the server may name the pooling of the model."""
     kind = kind_name(tensor.kind)
     if tensor.kind == 0 or (tensor.kind != output.number and (output.kind != "model" or kind == "tokens")):
-        raise ProtocolError(f"{name}.kind must be that of {output.kind!r}; was {tensor.kind}")
+        raise ProtocolError(f"{name}.kind must be {output.number} ({output.kind!r}); was {tensor.kind}")
     if output.l2_normalize and not tensor.l2_normalized:
         raise ProtocolError(f"{name}.l2_normalized must be true; was false")
     return kind
@@ -221,10 +223,10 @@ def _block(tensor: pb.RaggedTensor, options: Options, n_inputs: int, name: str) 
         raise ProtocolError(f"{name}.data_type must be {options.data_type}; was {tensor.data_type}")
     if tensor.width < 1:
         raise ProtocolError(f"{name}.width must be >= 1; was {tensor.width}")
-    _want(f"{name}.lengths", len(tensor.lengths), n_inputs)
+    _check_count(f"{name}.lengths", len(tensor.lengths), n_inputs)
     lengths = np.array(tensor.lengths, dtype=np.int64)
     rows = int(lengths.sum())
-    data = tensor.data  # protobuf makes one `bytes` of it here
+    data = tensor.data  # protobuf copies the data at each access
     columns = options.columns(tensor.width)
     n_bytes = rows * columns * options.numpy_dtype.itemsize
     if len(data) != n_bytes:
@@ -234,18 +236,18 @@ def _block(tensor: pb.RaggedTensor, options: Options, n_inputs: int, name: str) 
     matrix: Array = np.frombuffer(data, dtype=options.numpy_dtype).reshape(rows, columns)
     indices = np.frombuffer(tensor.indices, "<u4") if tensor.indices else None  # (rows,)
     if indices is not None:
-        _want(f"{name}.indices", len(tensor.indices), 4 * rows)
+        _check_count(f"{name}.indices", len(tensor.indices), 4 * rows)
     return Block(matrix, lengths, indices)
 
 
 def _check_lengths(
     block: Block, sequences: Sequence[pb.SequenceInfo], output: Output, options: Options, name: str
 ) -> None:
-    """Compares the rows of each sequence with its tokens."""
+    """Check the number of rows of each input."""
     if output.is_pooled:
         expected = np.ones_like(block.lengths)
     elif output.kind != "tokens":
-        expected = block.lengths  # as many as count, or are not 0, or whatever a kind has that is not known here
+        expected = block.lengths  # the number of rows is unknown for the other kinds
     else:
         expected = np.array([sequence.token_count for sequence in sequences], dtype=np.int64)
         if options.exclude_special_tokens:
@@ -256,40 +258,48 @@ def _check_lengths(
         raise ProtocolError(f"{name}.lengths[{index}] must be {expected[index]}; was {block.lengths[index]}")
 
 
-def _want(what: str, got: int, want: int) -> None:
-    if got != want:
-        raise ProtocolError(f"the answer must have {want} {what}; had {got}")
+def _check_count(name: str, count: int, expected: int) -> None:
+    if count != expected:
+        raise ProtocolError(f"the answer must have {expected} {name}; had {count}")
 
 
-def merge_parts(parts: Sequence[Part], total_seconds: float, attempts: int, sparse_width: int = 0) -> EncodeResult:
-    """Makes one result of one answer or more, which are in the order of the inputs; `sparse_width` is the model's.
+def merge_answers(
+    answers: Sequence[MessageAnswer], total_seconds: float, attempts: int, sparse_width: int = 0
+) -> EncodeResult:
+    """Merge the answers of a call into one result.
+
+    Args:
+        answers: At least one answer, in the order of the inputs.
+        total_seconds: The duration of the call.
+        attempts: The number of sent messages.
+        sparse_width: The `sparse_width` of the model.
 
     Raises:
         FingerprintError: The answers are from different bundles.
-        ProtocolError: They differ in width, or in what their rows are.
+        ProtocolError: The answers differ in the kinds or the widths of the rows.
     """
-    first = parts[0]
-    for part in parts:
-        check_fingerprint(first.fingerprint, part.fingerprint)
-        if part.kinds != first.kinds or _widths(part) != _widths(first):
+    first = answers[0]
+    for answer in answers:
+        check_fingerprint(first.fingerprint, answer.fingerprint)
+        if answer.kinds != first.kinds or _widths(answer) != _widths(first):
             raise ProtocolError(
                 f"all answers of a call must have the same outputs; were {first.kinds} of widths {_widths(first)} "
-                f"and {part.kinds} of widths {_widths(part)}"
+                f"and {answer.kinds} of widths {_widths(answer)}"
             )
     outputs = tuple(
         EncodedOutput(
-            kind, normalized, tuple(part.blocks[index] for part in parts), sparse_width if kind == "sparse" else 0
+            kind, normalized, tuple(answer.blocks[index] for answer in answers), sparse_width if kind == "sparse" else 0
         )
         for index, (kind, normalized) in enumerate(first.kinds)
     )
-    tokenize, queue, compute = map(max, zip(*(part.timings for part in parts), strict=True))
-    timings = Timings(tokenize, queue, compute, total_seconds, len(parts), attempts)
-    sequences = tuple(info for part in parts for info in part.sequences)
+    tokenize, queue, compute = map(max, zip(*(answer.timings for answer in answers), strict=True))
+    timings = Timings(tokenize, queue, compute, total_seconds, len(answers), attempts)
+    sequences = tuple(info for answer in answers for info in answer.sequences)
     return EncodeResult(first.model, first.version, first.fingerprint, outputs, sequences, timings, first.space_id)
 
 
 def check_fingerprint(first: str, other: str) -> None:
-    """Raises FingerprintError if two answers of one call are from different bundles."""
+    """Raise FingerprintError if two answers of one call are from different bundles."""
     if first != other:
         raise FingerprintError(
             f"answers of one call have different fingerprints, {first} and {other}: the model was replaced in between; "
@@ -298,7 +308,7 @@ def check_fingerprint(first: str, other: str) -> None:
 
 
 def empty_result(info: ModelInfo, options: Options, total_seconds: float) -> EncodeResult:
-    """The result for no inputs: arrays of no rows, as wide as the model's."""
+    """Return the result for no inputs: arrays without rows, with the model's widths."""
     outputs = tuple(
         EncodedOutput(
             output.kind,
@@ -316,5 +326,5 @@ def _no_rows(options: Options, width: int) -> Block:
     return Block(np.empty((0, options.columns(width)), options.numpy_dtype), np.empty(0, np.int64))
 
 
-def _widths(part: Part) -> list[int]:
-    return [block.rows.shape[1] for block in part.blocks]
+def _widths(answer: MessageAnswer) -> list[int]:
+    return [block.rows.shape[1] for block in answer.blocks]

@@ -1,4 +1,4 @@
-"""Everything that a client does, written once for both: over a `Wire`, with no I/O of its own."""
+"""The calls of a client, over a `Wire`. Both clients share this code."""
 
 import random as random_module
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -8,24 +8,24 @@ from typing import Any, TypeVar
 
 from encserve_client._arguments import as_float
 from encserve_client._logic.answers import (
-    Expected,
-    Part,
+    ExpectedIds,
+    MessageAnswer,
     check_fingerprint,
     decode_response,
     empty_result,
-    merge_parts,
+    merge_answers,
     model_info,
     sequence_infos,
 )
-from encserve_client._logic.capabilities import find_lack
-from encserve_client._logic.dispatch import Dispatch, MessageSource, Planned, TimeLimit
+from encserve_client._logic.capabilities import capability_error
+from encserve_client._logic.dispatch import Dispatch, MessageSource, PlannedMessages, TimeLimit
 from encserve_client._logic.failures import ServerHistory
-from encserve_client._logic.inspecting import Gathering
+from encserve_client._logic.inspecting import InspectAssembler
 from encserve_client._logic.planning import Limits, Message, MessageBuilder, as_bulk, plan_messages, plan_texts
-from encserve_client._logic.streams import Gathered, Result, Stream, StreamOptions
+from encserve_client._logic.streams import Result, Stream, StreamMessages, StreamOptions
 from encserve_client._logic.wire import Answered, Failed, Rpc, Wire
 from encserve_client.exceptions import EncserveError, InvalidInputError, ProtocolError
-from encserve_client.inputs import Input, Spanned
+from encserve_client.inputs import Input, SpanInput
 from encserve_client.options import PRIORITIES, Array, Options, Priority, Progress, check_choice
 from encserve_client.results import EncodeResult, InspectResult, ModelInfo, SequenceInfo, SparseVector
 from encserve_client.retry import RetryPolicy
@@ -34,8 +34,8 @@ from encserve_proto.v1 import encoder_pb2 as pb
 R = TypeVar("R")
 ModelKey = tuple[str, str]
 
-# How often a call is made whose answers are of different versions: the model was replaced in the middle of it.
-_MOST_ROUNDS = 3
+# The largest number of rounds of a call. A round is repeated if the model was replaced during the round.
+_MAX_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,11 @@ class Settings:
     retry: RetryPolicy
     random: Callable[[], float] = random_module.random
     target: str = ""
-    expected: Expected = field(default_factory=Expected)
+    expected: ExpectedIds = field(default_factory=ExpectedIds)
     priority: Priority | None = None
 
     def __post_init__(self) -> None:
-        """Raises InvalidInputError with the setting, its bound and the value."""
+        """Raise InvalidInputError with the setting, the bound and the value."""
         if not self.timeout_seconds > 0:
             raise InvalidInputError(f"timeout_seconds must be > 0; was {self.timeout_seconds}")
         if self.max_message_bytes < 1:
@@ -64,7 +64,7 @@ class Settings:
 
 
 def request_template(key: ModelKey, options: Options, settings: Settings) -> pb.EncodeRequest:
-    """What every request of a call has in common: all but its inputs."""
+    """Return a request with all fields of a call except the inputs."""
     expected = settings.expected
     return pb.EncodeRequest(
         model=key[0],
@@ -77,9 +77,9 @@ def request_template(key: ModelKey, options: Options, settings: Settings) -> pb.
 
 
 class Core:
-    """The logic of a client. One per client, shared by its threads or tasks.
+    """The logic of a client. Threads and tasks share the `Core` of a client.
 
-    Only `_models` and `history` change. A dict sets and removes entries of `_models` atomically.
+    Only `_models` and `history` change. Changes of entries of `_models` are atomic.
 
     Attributes:
         settings: The client's settings.
@@ -94,7 +94,7 @@ class Core:
     async def encode(
         self,
         wire: Wire,
-        inputs: Sequence[Input | Spanned],
+        inputs: Sequence[Input | SpanInput],
         key: ModelKey,
         options: Options,
         timeout_seconds: float | None,
@@ -102,7 +102,7 @@ class Core:
         describe: bool = False,
         progress: Progress | None = None,
     ) -> EncodeResult:
-        """Cut inputs into messages, send them, and put the answers together.
+        """Split the inputs into messages, send the messages, and merge the answers.
 
         `describe`: whether the result has the tokens of each input.
         """
@@ -110,33 +110,33 @@ class Core:
         time_limit = self.time_limit(timeout_seconds, started)
         expected = self.settings.expected
         async with aclosing(wire):
-            # The answer for no inputs is all about the model, so what is remembered of it will not do.
-            info = await self._model_that_takes(options, wire, key, time_limit, use_remembered=bool(inputs))
+            # Without inputs, the result comes from the description of the model. A remembered one may be out of date.
+            info = await self._model_for(options, wire, key, time_limit, use_remembered=bool(inputs))
             if not inputs:
                 expected.check(info)
                 return empty_result(info, options, wire.now() - started)
             limits = Limits.of(info, self.settings.max_message_bytes, self.settings.max_concurrent_messages)
             template = request_template(key, options, self.settings)
             attempts = 0
-            for _ in range(_MOST_ROUNDS):
+            for _ in range(_MAX_ROUNDS):
                 messages = plan_messages(inputs, template, options, limits)
                 if self.settings.priority is None:
                     messages = as_bulk(messages, template)
-                dispatch: Dispatch[Part] = self._dispatch(Planned(messages), time_limit)
+                dispatch: Dispatch[MessageAnswer] = self._dispatch(PlannedMessages(messages), time_limit)
                 report = _ProgressReporter(progress, len(inputs))
-                await self._exchange_parts(wire, dispatch, key, options, describe, report)
+                await self._exchange_encode_messages(wire, dispatch, key, options, describe, report)
                 attempts += dispatch.attempts
-                parts = [part for _, part in sorted(dispatch.answers, key=lambda answer: answer[0])]
-                if len({part.fingerprint for part in parts}) <= 1:
+                answers = [answer for _, answer in sorted(dispatch.answers, key=lambda pair: pair[0])]
+                if len({answer.fingerprint for answer in answers}) <= 1:
                     break
-        result = merge_parts(parts, wire.now() - started, attempts, info.sparse_width)
+        result = merge_answers(answers, wire.now() - started, attempts, info.sparse_width)
         expected.check(result)
         return result
 
     async def stream(
         self, wire: Wire, key: ModelKey, options: Options, time_limit: TimeLimit, stream: StreamOptions
     ) -> AsyncGenerator[tuple[int, Result], None]:
-        """Send inputs while they are read. Yield (index, result or error) for each.
+        """Read and send inputs. Yield (index, result or error) for each input.
 
         A result is (width,) for a pooled output, a `SparseVector` for "sparse", and (rows, width) otherwise.
 
@@ -148,22 +148,22 @@ class Core:
 
         def decode(message: Message, response: pb.EncodeResponse) -> Sequence[Array | SparseVector]:
             nonlocal fingerprint
-            part = decode_response(response, options, message.n_inputs, describe=False)
-            self.settings.expected.check(part)
-            fingerprint = fingerprint or part.fingerprint
-            check_fingerprint(fingerprint, part.fingerprint)
-            block = part.blocks[0]
+            answer = decode_response(response, options, message.n_inputs, describe=False)
+            self.settings.expected.check(answer)
+            fingerprint = fingerprint or answer.fingerprint
+            check_fingerprint(fingerprint, answer.fingerprint)
+            block = answer.blocks[0]
             if options.outputs[0].kind == "sparse":
                 return block.sparse_vectors(info.sparse_width)
             return list(block.rows.copy()) if options.outputs[0].is_pooled else block.split()
 
         concurrent = self.settings.max_concurrent_messages
         async with aclosing(wire):
-            info = await self._model_that_takes(options, wire, key, time_limit, use_remembered=True)
+            info = await self._model_for(options, wire, key, time_limit, use_remembered=True)
             limits = Limits.of(info, self.settings.max_message_bytes, concurrent)
-            share = max(stream.max_in_flight // concurrent, 1)  # so that several messages can be out
+            share = max(stream.max_in_flight // concurrent, 1)  # so that several messages can be in flight
             limits = replace(limits, max_sequences=min(limits.max_sequences, share))
-            source = Gathered(MessageBuilder(request_template(key, options, self.settings), options, limits))
+            source = StreamMessages(MessageBuilder(request_template(key, options, self.settings), options, limits))
             dispatch: Dispatch[Sequence[Array | SparseVector]] = self._dispatch(source, time_limit, rejected={})
             try:
                 async with aclosing(Stream(wire, source, dispatch, decode, stream).results()) as results:
@@ -174,12 +174,12 @@ class Core:
                     self._models.pop(key, None)
 
     async def inspect(self, wire: Wire, request: pb.InspectRequest, timeout_seconds: float | None) -> InspectResult:
-        """Has one input looked into."""
+        """Send one Inspect request and return the result."""
         started = wire.now()
         time_limit = self.time_limit(timeout_seconds, started)
         expected = self.settings.expected
         request.expected_fingerprint, request.expected_space_id = expected.fingerprint, expected.space_id
-        dispatch: Dispatch[Gathering] = self._dispatch(Planned([Message(request)]), time_limit)
+        dispatch: Dispatch[InspectAssembler] = self._dispatch(PlannedMessages([Message(request)]), time_limit)
         async with aclosing(wire):
             await exchange(wire, "Inspect", dispatch, lambda _, answer: answer)
         [(_, answer)] = dispatch.answers
@@ -196,7 +196,7 @@ class Core:
         timeout_seconds: float | None,
         progress: Progress | None,
     ) -> list[SequenceInfo]:
-        """Cuts texts into messages, has them tokenized, and puts the answers together."""
+        """Split the texts into messages, send the messages, and merge the answers."""
         expected = self.settings.expected.fingerprint
         async with aclosing(wire):
             time_limit = self.time_limit(timeout_seconds, wire.now())
@@ -205,12 +205,12 @@ class Core:
             report = _ProgressReporter(progress, len(texts))
 
             def decode(message: Message, response: pb.TokenizeResponse) -> tuple[str, list[SequenceInfo]]:
-                found = sequence_infos(response, message.n_inputs)
+                infos = sequence_infos(response, message.n_inputs)
                 report(message.n_inputs)
-                return response.fingerprint, found
+                return response.fingerprint, infos
 
-            for _ in range(_MOST_ROUNDS):
-                source = Planned(plan_texts(texts, template, limits))
+            for _ in range(_MAX_ROUNDS):
+                source = PlannedMessages(plan_texts(texts, template, limits))
                 dispatch: Dispatch[tuple[str, list[SequenceInfo]]] = self._dispatch(source, time_limit)
                 await exchange(wire, "Tokenize", dispatch, decode)
                 answers = sorted(dispatch.answers, key=lambda answer: answer[0])
@@ -219,23 +219,23 @@ class Core:
                     break
         for fingerprint in fingerprints:
             check_fingerprint(expected or min(fingerprints), fingerprint)
-        return [it for _, (_, its) in answers for it in its]
+        return [info for _, (_, infos) in answers for info in infos]
 
     async def list_models(self, wire: Wire, timeout_seconds: float | None) -> list[ModelInfo]:
-        """Asks for every model."""
+        """Return the descriptions of all models."""
         time_limit = self.time_limit(timeout_seconds, wire.now())
         async with aclosing(wire):
             response = await self._ask(wire, "ListModels", pb.ListModelsRequest(), time_limit)
         return [model_info(model) for model in response.models]
 
     async def get_model(self, wire: Wire, key: ModelKey, timeout_seconds: float | None) -> ModelInfo:
-        """Asks for one model, and remembers it."""
+        """Return the description of one model, and remember the description."""
         time_limit = self.time_limit(timeout_seconds, wire.now())
         async with aclosing(wire):
             return await self._fetch_model(wire, key, time_limit)
 
     def time_limit(self, timeout_seconds: float | None, now: float) -> TimeLimit:
-        """How long a call that begins now may take in all; with None each of its messages, by the client's setting."""
+        """Return the limit of a call that begins now. With None, the client's timeout limits each message."""
         if timeout_seconds is None:
             return TimeLimit(self.settings.timeout_seconds)
         timeout = as_float("timeout_seconds", timeout_seconds)
@@ -243,41 +243,41 @@ class Core:
             raise InvalidInputError(f"timeout_seconds must be > 0; was {timeout}")
         return TimeLimit(timeout, now + timeout)
 
-    async def _exchange_parts(
+    async def _exchange_encode_messages(
         self,
         wire: Wire,
-        dispatch: Dispatch[Part],
+        dispatch: Dispatch[MessageAnswer],
         key: ModelKey,
         options: Options,
         describe: bool,
         report: "_ProgressReporter",
     ) -> None:
-        """Has every input encoded once; the answers' fingerprints may differ."""
+        """Send one round of a call's messages. The fingerprints of the answers may differ."""
 
-        def decode(message: Message, response: pb.EncodeResponse) -> Part:
-            part = decode_response(response, options, message.n_inputs, describe=describe)
+        def decode(message: Message, response: pb.EncodeResponse) -> MessageAnswer:
+            answer = decode_response(response, options, message.n_inputs, describe=describe)
             report(message.n_inputs)
-            return part
+            return answer
 
         try:
             await exchange(wire, "Encode", dispatch, decode)
         finally:
-            if dispatch.saw_too_large:  # the limits that the plan was made for may be out of date
+            if dispatch.saw_too_large:  # the remembered limits may be out of date
                 self._models.pop(key, None)
 
-    async def _model_that_takes(
+    async def _model_for(
         self, options: Options, wire: Wire, key: ModelKey, time_limit: TimeLimit, *, use_remembered: bool
     ) -> ModelInfo:
         """Return the model of a call with these options.
 
         Raises:
-            InvalidInputError: The model takes fewer outputs.
+            InvalidInputError: The call has more outputs than the model allows.
             InvalidRequestError: The model lacks an output, the task or the prompt.
         """
         info = self._models.get(key) if use_remembered else None
-        if info is None or find_lack(info, options) is not None:  # the server may have replaced the model
+        if info is None or capability_error(info, options) is not None:  # the server may have replaced the model
             info = await self._fetch_model(wire, key, time_limit)
-        if (error := find_lack(info, options)) is not None:
+        if (error := capability_error(info, options)) is not None:
             raise error
         return info
 
@@ -292,7 +292,7 @@ class Core:
     async def _ask(
         self, wire: Wire, rpc: Rpc, request: pb.GetModelRequest | pb.ListModelsRequest, time_limit: TimeLimit
     ) -> Any:
-        dispatch: Dispatch[Any] = self._dispatch(Planned([Message(request)]), time_limit)
+        dispatch: Dispatch[Any] = self._dispatch(PlannedMessages([Message(request)]), time_limit)
         await exchange(wire, rpc, dispatch, lambda _, response: response)
         return dispatch.answers[0][1]
 
@@ -313,7 +313,7 @@ class Core:
 
 
 class _ProgressReporter:
-    """Calls `progress` of a call with the number of answered inputs."""
+    """Counts answered inputs, and calls `progress` with the count."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress = progress
@@ -321,22 +321,26 @@ class _ProgressReporter:
         self._done = 0
 
     def __call__(self, answered: int) -> None:
-        """Report that so many more inputs were answered."""
+        """Count `answered` more inputs, and report the count."""
         self._done += answered
         if self._progress is not None:
             self._progress(self._done, self._total)
 
 
 async def exchange(wire: Wire, rpc: Rpc, dispatch: Dispatch[R], decode: Callable[[Message, Any], R]) -> None:
-    """Sends a call's messages until all are answered or one fails for good; the wire's owner cleans up."""
+    """Send the messages of a call until all are answered. The caller must close the wire.
+
+    Raises:
+        EncserveError: A message failed, and the failure ends the call.
+    """
     while True:
         taken = dispatch.take(wire.now())
         for message in taken:
             wire.start(rpc, message, message.seconds_left(wire.now()), alone=dispatch.is_alone)
-        if dispatch.done:
+        if dispatch.is_done:
             return
         event = await wire.wait(dispatch.seconds_to_wait(wire.now()))
         if isinstance(event, Answered):
-            dispatch.answered(event.message, decode(event.message, event.response))
+            dispatch.record_answer(event.message, decode(event.message, event.response))
         elif isinstance(event, Failed):
-            dispatch.failed(event.message, event.failure, wire.now())
+            dispatch.record_failure(event.message, event.failure, wire.now())

@@ -1,4 +1,4 @@
-"""What a call asks of a model that the model does not have."""
+"""Check that a model supports the options of a call."""
 
 from collections.abc import Iterable
 
@@ -7,15 +7,15 @@ from encserve_client.options import Options, Output
 from encserve_client.results import ModelInfo
 
 
-def find_lack(info: ModelInfo, options: Options) -> InvalidRequestError | None:
-    """Return an error that names what the model lacks for these options, and what it has."""
+def capability_error(info: ModelInfo, options: Options) -> InvalidRequestError | None:
+    """Return the error of a model without support for the options, or None. The error names the alternatives."""
     if 0 < info.max_outputs < len(options.outputs):
         return InvalidInputError(
             f"outputs must be at most {info.max_outputs} (ModelInfo.max_outputs); was {len(options.outputs)}: "
             "make more calls"
         )
     for output in options.outputs:
-        if (text := _lacks_output(info, output)) is not None:
+        if (text := _missing_output(info, output)) is not None:
             return InvalidRequestError(text)
     if options.task is not None and options.task not in info.tasks:
         return InvalidRequestError(f"task={options.task!r}: model {info.name} has {_listed(info.tasks, 'tasks')}")
@@ -26,7 +26,7 @@ def find_lack(info: ModelInfo, options: Options) -> InvalidRequestError | None:
     return None
 
 
-def _lacks_output(info: ModelInfo, output: Output) -> str | None:
+def _missing_output(info: ModelInfo, output: Output) -> str | None:
     if output.kind == "model" and info.pooling is None:
         return (
             f"kind='vector': model {info.name} was not trained for single vectors; it has "

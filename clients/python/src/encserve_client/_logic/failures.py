@@ -1,4 +1,4 @@
-"""Why one message failed, which exception reports the failure, and whether the message is sent again."""
+"""Failures of messages: causes, exceptions, and retries."""
 
 import math
 import re
@@ -15,18 +15,18 @@ _CUT_OFF_CODES = frozenset({grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL})
 REASON_TRAILER = "encserve-error-reason"
 PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
 
-# What the server calls a message that may pass in smaller pieces.
+# The server's reasons for refusing a message that the client may split.
 _TOO_LARGE_REASONS = frozenset({"RESPONSE_TOO_LARGE", "REQUEST_TOO_LARGE", "TOO_MANY_INPUTS"})
-# What the server says where it has no room now.
+# The server's reasons for refusing a message while the server is full.
 _NO_ROOM_REASONS = frozenset({"QUEUE_FULL", "SHARE_EXCEEDED", "BUDGET_FULL", "RATE_LIMITED"})
-# How long a message waits for a server that has never answered.
+# The time of a message if the server has never answered.
 _FIRST_CONTACT_SECONDS = 2.0
-# How the server's text begins where one input is at fault.
-_AT_FAULT = re.compile(r"(?:inputs|texts)\[(\d+)\]")
-# gRPC itself refuses an oversize message, on either side, with this text and no reason of ours.
+# The start of the server's text if one input caused the failure.
+_INPUT_AT_FAULT = re.compile(r"(?:inputs|texts)\[(\d+)\]")
+# gRPC itself refuses messages that are too large, on both sides, with this text and without a reason of the server.
 _TOO_LARGE_TEXT = re.compile(r"message larger than max|exceeds maximum (allowed )?size", re.IGNORECASE)
-# The server or the network failed one message. Other codes concern the whole call: its options, its caller, the server.
-_CODES_OF_A_MESSAGE = frozenset(
+# The server or the network failed one message. Other codes affect the whole call: the options, the caller, the server.
+_CODES_OF_ONE_MESSAGE = frozenset(
     {
         grpc.StatusCode.DATA_LOSS,
         grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -53,7 +53,7 @@ _BY_CODE: dict[grpc.StatusCode, type[errors.EncserveError]] = {
     grpc.StatusCode.UNAVAILABLE: errors.ServerUnavailableError,
     grpc.StatusCode.DATA_LOSS: errors.ServerError,
 }
-# What a reason says beyond its code.
+# Reasons with a more specific exception than the status code has.
 _BY_REASON: dict[str, type[errors.EncserveError]] = {
     "FINGERPRINT_MISMATCH": errors.FingerprintError,
     "INFERENCE_FAILED": errors.InferenceError,
@@ -67,11 +67,11 @@ _BY_REASON: dict[str, type[errors.EncserveError]] = {
 
 @dataclass(frozen=True, slots=True)
 class CallInfo:
-    """What an error's text says of the call.
+    """Facts about a call for the texts of errors.
 
     Attributes:
-        target: The server as the caller named it; empty where nobody said.
-        timeout_seconds: How long the call, or one message or input of it, may take.
+        target: The caller's name of the server; "" if unknown.
+        timeout_seconds: The time of the call, or of each message.
     """
 
     target: str = ""
@@ -80,14 +80,14 @@ class CallInfo:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why one message failed.
+    """The failure of one message.
 
     Attributes:
         code: The gRPC status, never OK.
         message: The text for people.
-        reason: The server's machine-readable reason; empty where it gave none.
-        retry_delay_seconds: When trying again may help, by the server's word; None where it said nothing.
-        retry_forbidden: Whether the server said that trying again does not help.
+        reason: The server's machine-readable reason; "" without one.
+        retry_delay_seconds: The delay before a retry that the server asked for; None without one.
+        retry_forbidden: Whether the server forbids retries.
     """
 
     code: grpc.StatusCode
@@ -97,22 +97,22 @@ class Failure:
     retry_forbidden: bool = False
 
     @property
-    def is_of_message(self) -> bool:
+    def affects_one_message(self) -> bool:
         """Whether other messages of the call may still succeed."""
-        return self.code in _CODES_OF_A_MESSAGE
+        return self.code in _CODES_OF_ONE_MESSAGE
 
     @property
-    def too_large(self) -> bool:
-        """Whether the message is over a limit, so that its halves may pass."""
+    def is_too_large(self) -> bool:
+        """Whether the message is over a limit. Then the halves of the message may be accepted."""
         if self.reason:
             return self.reason in _TOO_LARGE_REASONS
         return self.code is grpc.StatusCode.RESOURCE_EXHAUSTED and bool(_TOO_LARGE_TEXT.search(self.message))
 
     def input_at_fault(self, n_inputs: int) -> int | None:
-        """The place of the one input that failed, in a message of so many; None where it is not one of them."""
-        found = _AT_FAULT.match(self.message)
-        place = int(found[1]) if found else 0 if self.too_large and n_inputs == 1 else n_inputs
-        return place if place < n_inputs else None
+        """Return the position in the message of the input that caused the failure, or None."""
+        found = _INPUT_AT_FAULT.match(self.message)
+        position = int(found[1]) if found else 0 if self.is_too_large and n_inputs == 1 else n_inputs
+        return position if position < n_inputs else None
 
     def to_exception(
         self,
@@ -121,16 +121,17 @@ class Failure:
         call: CallInfo = CallInfo(),
         n_inputs: int = 2**31,
     ) -> errors.EncserveError:
-        """The exception for the caller.
+        """Return the exception for the caller.
 
         Args:
             attempts: How often the message was sent.
-            first_index: The index, among the caller's inputs, of the message's first. The server counts from the
-                message's own first input; the text is put right.
-            call: The call that the message belongs to.
-            n_inputs: How many inputs the message has, where the caller knows: of one alone the place is certain.
+            first_index: The caller's index of the first input of the message. The server's text counts from this input,
+                and the exception's text counts from the caller's first input.
+            call: The call of the message.
+            n_inputs: Number of inputs of the message, if known. If a message of one input is too large, the index of
+                that input is certain.
         """
-        if self.too_large:
+        if self.is_too_large:
             kind: type[errors.EncserveError] = errors.MessageTooLargeError
         else:
             kind = _BY_REASON.get(self.reason) or _BY_CODE.get(self.code, errors.ServerError)
@@ -138,8 +139,8 @@ class Failure:
         errors.EncserveError.__init__(
             error, self._text(attempts, first_index, call), code=self.code, reason=self.reason, attempts=attempts
         )
-        place = self.input_at_fault(n_inputs)
-        error.index = None if place is None else first_index + place
+        position = self.input_at_fault(n_inputs)
+        error.index = None if position is None else first_index + position
         if isinstance(error, errors.OverloadedError):
             error.retry_delay_seconds = self.retry_delay_seconds
         return error
@@ -150,7 +151,7 @@ class Failure:
             text = re.sub(
                 r"\b(inputs|texts)\[(\d+)\]", lambda match: f"{match[1]}[{int(match[2]) + first_index}]", text
             )
-        # gRPC's own texts for these two name neither the server that was asked nor the time that it had.
+        # gRPC's texts for these two codes name neither the server nor the timeout.
         if call.target and self.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             text = f"{text}: {call.target} did not answer within {call.timeout_seconds:g} s"
         elif call.target and self.code is grpc.StatusCode.UNAVAILABLE:
@@ -163,37 +164,37 @@ class Failure:
 def failure_of_status(
     code: grpc.StatusCode, message: str | None, trailers: Iterable[tuple[str, str | bytes]] | None
 ) -> Failure:
-    """Reads the status and the trailers of an RPC that failed.
+    """Return the failure for the status and the trailers of a failed RPC.
 
-    A call that a proxy cuts off, because its server died after the answer had begun, has no status but gRPC's own for
-    HTTP/2's RST_STREAM. It counts as what it is: UNAVAILABLE.
+    If a server dies during an answer, a proxy may reset the stream. gRPC reports RST_STREAM as UNKNOWN or INTERNAL. The
+    failure is then UNAVAILABLE.
     """
     texts = {key: value for key, value in trailers or () if isinstance(value, str)}
     if code in _CUT_OFF_CODES and not texts.get(REASON_TRAILER) and "RST_STREAM" in (message or ""):
         code = grpc.StatusCode.UNAVAILABLE
     pushback = texts.get(PUSHBACK_TRAILER)
     delay = _pushback_seconds(pushback)
-    # A pushback that is negative or no number means "do not retry" (gRFC A6).
+    # A pushback that is not a number >= 0 means "do not retry" (gRFC A6).
     forbidden = pushback is not None and delay is None
     return Failure(code, message or "", texts.get(REASON_TRAILER, ""), delay, forbidden)
 
 
 def failure_of_call(call: Any) -> Failure:
-    """Reads the status of one of gRPC's calls, or of its errors, that failed."""
+    """Return the failure for a failed call of gRPC, or for gRPC's exception."""
     return failure_of_status(call.code() or grpc.StatusCode.UNKNOWN, call.details(), call.trailing_metadata())
 
 
 def failure_of_crash(error: Exception) -> Failure:
-    """An error that gRPC should not raise, as a failure: the driver waits for one, and must not wait for ever."""
+    """Return a failure for an unexpected exception of gRPC, because the driver waits for an event of each message."""
     return Failure(grpc.StatusCode.UNKNOWN, f"gRPC could not make the call: {error!r}")
 
 
 @dataclass(slots=True)
 class ServerHistory:
-    """Whether the server of a client has ever answered, also with an error. Each client has one.
+    """Whether the server of a client has ever answered, also with an error. Each client has a `ServerHistory`.
 
     A server that has answered before and is UNAVAILABLE now is probably being restarted, so the client waits. A server
-    that has never answered is probably not there, or its address is wrong.
+    that has never answered probably does not exist, or the address is wrong.
     """
 
     server_seen: bool = False
@@ -208,12 +209,12 @@ def is_retryable(failure: Failure) -> bool:
     """Whether sending the same message again may help."""
     if failure.retry_forbidden:
         return False
-    # A gRPC server that stops answers what it has read but not begun with CANCELLED. What is cancelled on this side
-    # never comes here: see `Wire.wait`.
+    # A stopping gRPC server answers CANCELLED to calls that the server has read but not begun. Calls that this client
+    # cancels never get here: see `Wire.wait`.
     if failure.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return True
-    # gRPC itself answers RESOURCE_EXHAUSTED to oversize messages, and a proxy to whatever it likes: only our server's
-    # own word that it is a matter of time counts.
+    # gRPC itself uses RESOURCE_EXHAUSTED for messages that are too large, and proxies use the code for other causes. So
+    # a retry needs a reason or a delay of the server.
     return failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED and (
         failure.reason in _NO_ROOM_REASONS or failure.retry_delay_seconds is not None
     )
@@ -227,14 +228,14 @@ def seconds_until_retry(
     random: Callable[[], float],
     is_outage: bool = False,
 ) -> float | None:
-    """Return how long to wait before a message is sent again, or None for never.
+    """Return the wait before the next attempt, in seconds, or None for no retry.
 
     Args:
         policy: The policy.
-        failure: How the last attempt ended.
-        attempts: How often the message has been sent, at least 1.
+        failure: The failure of the last attempt.
+        attempts: How often the message was sent, at least 1.
         remaining_seconds: The time until the deadline of the message.
-        random: Draws evenly from [0, 1).
+        random: Returns uniform random numbers from [0, 1).
         is_outage: See `ServerHistory.is_outage`.
     """
     if attempts >= policy.max_attempts or not is_retryable(failure):
@@ -242,7 +243,7 @@ def seconds_until_retry(
     if failure.code is grpc.StatusCode.UNAVAILABLE and not is_outage:  # no server has ever answered
         waited = sum(map(policy.longest_wait, range(1, attempts)))
         remaining_seconds = min(remaining_seconds, _FIRST_CONTACT_SECONDS - waited)
-    # Never less than half, so that few attempts outlast the time in which a server that is back is noticed.
+    # At least half of the longest wait, so that few attempts cover the time that gRPC needs to find a restarted server.
     wait = (failure.retry_delay_seconds or 0.0) + (0.5 + random() / 2) * policy.longest_wait(attempts)
     return wait if wait < remaining_seconds else None
 

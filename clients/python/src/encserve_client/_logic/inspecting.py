@@ -1,4 +1,4 @@
-"""`inspect`: its request, checked, and its answer as it comes in: a header, then tensors in chunks. Pure."""
+"""`inspect`: the request, and the answer in parts (a header, then chunks of tensors). Without I/O."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ _ATTENTION, _HIDDEN, _POSITIONS = (
     pb.INSPECT_KIND_HIDDEN_STATES,
     pb.INSPECT_KIND_POSITIONS,
 )
-_MAX_LAYER = 2**32 - 1  # what the contract's uint32 holds; how many there are only the server knows
+_MAX_LAYER = 2**32 - 1  # the largest uint32 of the contract; only the server knows the number of layers
 
 
 def inspect_request(
@@ -33,18 +33,18 @@ def inspect_request(
     prompt_name: str | None,
     task: Task | None,
 ) -> pb.InspectRequest:
-    """Makes the message of one `inspect` call; `key` is the model's name and version.
+    """Return the request of one `inspect` call. `key` is the model's name and version.
 
     Raises:
-        InvalidInputError: `item` is not one input, nothing is asked for, or an argument is wrong.
+        InvalidInputError: `item` is not one input, the call asks for no tensor, or an argument is wrong.
     """
     options = Options(dtype=dtype, truncate=truncate, prompt_name=prompt_name, task=task)
     tensors: list[pb.InspectSpec] = []
-    for name, kind, wanted in (
+    for name, kind, selection in (
         ("attention", pb.INSPECT_KIND_ATTENTION_WEIGHTS, attention),
         ("hidden_states", pb.INSPECT_KIND_HIDDEN_STATES, hidden_states),
     ):
-        layers = _layers(name, wanted)
+        layers = _layers(name, selection)
         if layers is not None:
             tensors.append(pb.InspectSpec(kind=kind, layers=layers))
     if not isinstance(positions, bool):
@@ -52,7 +52,7 @@ def inspect_request(
     if positions:
         tensors.append(pb.InspectSpec(kind=pb.INSPECT_KIND_POSITIONS))
     if not tensors:
-        raise InvalidInputError("at least one of attention, hidden_states and positions must be wanted; none was")
+        raise InvalidInputError("give at least one of attention, hidden_states and positions; all were False")
     return pb.InspectRequest(
         model=key[0],
         model_version=key[1],
@@ -69,23 +69,23 @@ def _pack_one(item: Input) -> pb.Input:
     if isinstance(item, list | tuple) and item and not isinstance(item[0], int | np.integer | float):
         count = "1 input" if len(item) == 1 else f"{len(item)} inputs"
         raise InvalidInputError(
-            f"input must be one input, not a list of them; was a {type(item).__name__} of {count}: "
-            "call inspect once for each. Vectors must be an array"
+            f"input must be one input; was a {type(item).__name__} of {count}: call inspect once for each. "
+            "Vectors must be an array"
         )
     return pack_input(check_input(item, "input"), "input")
 
 
-def _layers(name: str, wanted: Layers) -> list[int] | None:
-    """The layers as the contract writes them: none of them for all. None where they are not wanted."""
-    if isinstance(wanted, bool):
-        return [] if wanted else None
-    if isinstance(wanted, int | np.integer):
-        raise InvalidInputError(f"{name} must be True, False or a list of layers; for one layer pass [{wanted}]")
-    if not isinstance(wanted, list | tuple | range | np.ndarray):
-        raise InvalidInputError(f"{name} must be True, False or a list of layers; was {type(wanted).__name__}")
-    if len(wanted) == 0:
+def _layers(name: str, selection: Layers) -> list[int] | None:
+    """Return the layers for the request: an empty list for all layers, None for no layers."""
+    if isinstance(selection, bool):
+        return [] if selection else None
+    if isinstance(selection, int | np.integer):
+        raise InvalidInputError(f"{name} must be True, False or a list of layers; for one layer pass [{selection}]")
+    if not isinstance(selection, list | tuple | range | np.ndarray):
+        raise InvalidInputError(f"{name} must be True, False or a list of layers; was {type(selection).__name__}")
+    if len(selection) == 0:
         raise InvalidInputError(f"{name} must name at least one layer; was empty: pass False to leave it out")
-    layers = [as_int(f"{name}[{index}]", layer) for index, layer in enumerate(wanted)]
+    layers = [as_int(f"{name}[{index}]", layer) for index, layer in enumerate(selection)]
     for index, layer in enumerate(layers):
         if not 0 <= layer <= _MAX_LAYER:
             raise InvalidInputError(f"{name}[{index}] must be from 0 to {_MAX_LAYER}; was {layer}")
@@ -96,11 +96,11 @@ def _layers(name: str, wanted: Layers) -> list[int] | None:
     return layers
 
 
-class Gathering:
-    """One inspection's answer as it comes in.
+class InspectAssembler:
+    """Assembles the answer to one Inspect request from its parts.
 
-    Memory is taken for what has arrived, never for what a header announces, and no more is accepted than it announced.
-    What is wrong with an answer ends the reading of it at once, and is said by `result`.
+    Memory is allocated only for data that has arrived. More data than the header announces is an error. The first error
+    ends the reading, and `result` raises the error.
     """
 
     def __init__(self, request: pb.InspectRequest) -> None:
@@ -109,33 +109,33 @@ class Gathering:
         self._header: pb.InspectHeader | None = None
         self._sequence: SequenceInfo | None = None  # set with the header
         self._shapes: list[tuple[int, ...]] = []
-        self._arrays: list[Array] = []  # of the tensors that are complete, which are the first ones
-        self._pieces: list[bytes] = []  # of the one that is not
+        self._arrays: list[Array] = []  # the complete tensors
+        self._pieces: list[bytes] = []  # of the next tensor
         self._n_bytes = 0  # in the pieces
         self._error: ProtocolError | None = None
 
     def add(self, part: pb.InspectResponse) -> bool:
-        """Takes the next message of the answer. False if it is wrong, so that the rest need not be read."""
+        """Add the next message of the answer. Return False after an error, so that the caller stops reading."""
         if self._error is None:
             try:
-                self._take(part)
+                self._add(part)
             except ProtocolError as error:
                 self._error = error
         return self._error is None
 
     def result(self, total_seconds: float, attempts: int) -> InspectResult:
-        """The whole answer; `total_seconds` and `attempts` are the call's, see `Timings`.
+        """Return the result. See `Timings` for `total_seconds` and `attempts`.
 
         Raises:
-            ProtocolError: It is not what the contract promises; the text has the numbers.
+            ProtocolError: The answer breaks the contract. The text has the numbers.
         """
         if self._error is not None:
             raise self._error
         header, sequence = self._header, self._sequence
         if header is None or sequence is None:
-            raise ProtocolError("the answer to Inspect must begin with a header; it was empty")
+            raise ProtocolError("the answer to Inspect must begin with a header; was empty")
         if (index := len(self._arrays)) < len(self._shapes):
-            raise ProtocolError(f"{self._wanted(index)}; the answer ended after {self._n_bytes}")
+            raise ProtocolError(f"{self._size_rule(index)}; the answer ended after {self._n_bytes}")
         found = {tensor.kind: index for index, tensor in enumerate(header.tensors)}
         layers = {tensor.kind: tuple(tensor.layers) for tensor in header.tensors}
         seconds = header.timings
@@ -155,40 +155,41 @@ class Gathering:
             ),
         )
 
-    def _take(self, part: pb.InspectResponse) -> None:
+    def _add(self, part: pb.InspectResponse) -> None:
         which = part.WhichOneof("part")
         if which is None:
-            raise ProtocolError("a message of the answer to Inspect has neither a header nor a chunk")
+            raise ProtocolError("each message of the answer to Inspect must have a header or a chunk; had neither")
         if which == "header":
             if self._header is not None:
-                raise ProtocolError(f"the answer to Inspect has a second header, after {len(self._arrays)} tensors")
+                count = len(self._arrays)
+                raise ProtocolError(f"the answer to Inspect must have one header; another came after {count} tensors")
             _check_header(self._request, part.header)
             self._header, self._sequence = part.header, sequence_info(part.header.sequence)
             self._shapes = [tuple(tensor.shape) for tensor in part.header.tensors]
         elif self._header is None:
             raise ProtocolError("the answer to Inspect must begin with a header; began with a chunk")
         else:
-            self._take_chunk(part.chunk.tensor, part.chunk.data)
+            self._add_chunk(part.chunk.tensor, part.chunk.data)
 
-    def _take_chunk(self, index: int, data: bytes) -> None:
+    def _add_chunk(self, index: int, data: bytes) -> None:
         if index >= len(self._shapes):
             raise ProtocolError(f"a chunk's tensor must be from 0 to {len(self._shapes) - 1}; was {index}")
         current = len(self._arrays)
         if index > current:
             raise ProtocolError(
-                f"{self._wanted(current)}; a chunk of tensors[{index}] came after {self._n_bytes} of them"
+                f"{self._size_rule(current)}; a chunk of tensors[{index}] came after {self._n_bytes} bytes"
             )
         if index < current:
             if data:
-                raise ProtocolError(f"{self._wanted(index)}; {len(data)} more came after them")
+                raise ProtocolError(f"{self._size_rule(index)}; {len(data)} more bytes came")
             return
-        n_wanted = self._bytes_of(index)
-        if self._n_bytes + len(data) > n_wanted:
-            raise ProtocolError(f"{self._wanted(index)}; {self._n_bytes + len(data)} came")
+        n_expected = self._bytes_of(index)
+        if self._n_bytes + len(data) > n_expected:
+            raise ProtocolError(f"{self._size_rule(index)}; {self._n_bytes + len(data)} came")
         if data:
             self._pieces.append(data)
             self._n_bytes += len(data)
-        if self._n_bytes == n_wanted:
+        if self._n_bytes == n_expected:
             whole = bytearray().join(self._pieces)  # the caller may write to a bytearray
             self._arrays.append(np.frombuffer(whole, self._dtype).reshape(self._shapes[index]))
             self._pieces, self._n_bytes = [], 0
@@ -196,74 +197,72 @@ class Gathering:
     def _bytes_of(self, index: int) -> int:
         return math.prod(self._shapes[index]) * self._dtype.itemsize
 
-    def _wanted(self, index: int) -> str:
-        shape, dtype = _shown(self._shapes[index]), self._dtype.name
+    def _size_rule(self, index: int) -> str:
+        shape, dtype = _format(self._shapes[index]), self._dtype.name
         return f"tensors[{index}] must have {self._bytes_of(index)} bytes: {shape} of {dtype}"
 
 
 def _check_header(request: pb.InspectRequest, header: pb.InspectHeader) -> None:
-    """Compares what is announced with what was asked for, and its parts with each other."""
+    """Raise ProtocolError if the header does not fit the request."""
     n_tokens = header.sequence.token_count
     if n_tokens < 1:
         raise ProtocolError(f"sequence.token_count must be >= 1; was {n_tokens}")
-    wanted = [spec.kind for spec in request.tensors]
+    expected = [spec.kind for spec in request.tensors]
     kinds = [tensor.kind for tensor in header.tensors]
-    if kinds != wanted:
-        raise ProtocolError(f"tensors must be of the kinds {_shown(wanted)}, as asked for; were {_shown(kinds)}")
+    if kinds != expected:
+        raise ProtocolError(f"the kinds of tensors must be {_format(expected)}; were {_format(kinds)}")
     for index, (spec, tensor) in enumerate(zip(request.tensors, header.tensors, strict=True)):
         name = f"tensors[{index}]"
         if tensor.data_type != request.data_type:
             raise ProtocolError(f"{name}.data_type must be {request.data_type}; was {tensor.data_type}")
         _check_layers(spec, tensor, name)
         _check_shape(tensor, n_tokens, name)
-    _check_together(request, header)
+    _check_consistency(request, header)
 
 
 def _check_layers(spec: pb.InspectSpec, tensor: pb.InspectTensor, name: str) -> None:
-    got = list(tensor.layers)
-    wanted = list(spec.layers)
-    if not wanted and spec.kind != _POSITIONS:
-        wanted = list(range(max(len(got), 1)))  # all of them, however many the model has
-    if got != wanted:
-        raise ProtocolError(f"{name}.layers must be {_shown(wanted)}; were {_shown(got)}")
+    layers = list(tensor.layers)
+    expected = list(spec.layers)
+    if not expected and spec.kind != _POSITIONS:
+        expected = list(range(max(len(layers), 1)))  # all layers of the model, at least one
+    if layers != expected:
+        raise ProtocolError(f"{name}.layers must be {_format(expected)}; were {_format(layers)}")
 
 
 def _check_shape(tensor: pb.InspectTensor, n_tokens: int, name: str) -> None:
-    """Compares a shape with what the other fields say of it; 0 stands for an axis of which they say nothing."""
     n_layers = len(tensor.layers)
+    # The expected length of each axis; 0 for any length.
     if tensor.kind == _ATTENTION:
-        wanted: tuple[int, ...] = (n_layers, 0, n_tokens, n_tokens)  # (layers, n_heads, seq, seq)
+        expected: tuple[int, ...] = (n_layers, 0, n_tokens, n_tokens)  # (layers, n_heads, seq, seq)
     elif tensor.kind == _HIDDEN:
-        wanted = (n_layers, n_tokens, 0)  # (layers, seq, d_model)
+        expected = (n_layers, n_tokens, 0)  # (layers, seq, d_model)
     else:
-        wanted = (0, 0)  # (max_sequence_tokens, d_model)
-    got = tuple(tensor.shape)
-    if len(got) != len(wanted) or not all(
-        axis == want if want else axis >= 1 for axis, want in zip(got, wanted, strict=True)
+        expected = (0, 0)  # (max_sequence_tokens, d_model)
+    shape = tuple(tensor.shape)
+    if len(shape) != len(expected) or not all(
+        length == rule if rule else length >= 1 for length, rule in zip(shape, expected, strict=True)
     ):
-        axes = ", ".join(str(want) if want else ">= 1" for want in wanted)
-        raise ProtocolError(f"{name}.shape must be ({axes}); was {_shown(got)}")
+        axes = ", ".join(str(rule) if rule else ">= 1" for rule in expected)
+        raise ProtocolError(f"{name}.shape must be ({axes}); was {_format(shape)}")
 
 
-def _check_together(request: pb.InspectRequest, header: pb.InspectHeader) -> None:
-    """Compares what two tensors say of the same model."""
-    asked = {spec.kind: spec for spec in request.tensors}
+def _check_consistency(request: pb.InspectRequest, header: pb.InspectHeader) -> None:
+    """Raise ProtocolError if two tensors contradict each other about the sizes of the model."""
+    specs = {spec.kind: spec for spec in request.tensors}
     found = {tensor.kind: tensor for tensor in header.tensors}
-    if _ATTENTION in found and _HIDDEN in found and not asked[_ATTENTION].layers and not asked[_HIDDEN].layers:
+    if _ATTENTION in found and _HIDDEN in found and not specs[_ATTENTION].layers and not specs[_HIDDEN].layers:
         blocks, depths = len(found[_ATTENTION].layers), len(found[_HIDDEN].layers)
         if depths != blocks + 1:
-            raise ProtocolError(
-                f"{blocks} layers of attention must go with {blocks + 1} of hidden states; had {depths}"
-            )
+            raise ProtocolError(f"{blocks} layers of attention need {blocks + 1} layers of hidden states; had {depths}")
     if _HIDDEN in found and _POSITIONS in found:
         hidden_width, positions_width = found[_HIDDEN].shape[-1], found[_POSITIONS].shape[-1]
         if hidden_width != positions_width:
             raise ProtocolError(
-                f"hidden states and positions must be as wide; were {hidden_width} and {positions_width}"
+                f"hidden states and positions must have the same width; were {hidden_width} and {positions_width}"
             )
 
 
-def _shown(numbers: Iterable[int]) -> str:
-    """The first numbers of a list, so that a text stays one whatever a server sends."""
+def _format(numbers: Iterable[int]) -> str:
+    """Return the first numbers of a list as text, because a server may send any number of numbers."""
     items: Sequence[int] = list(numbers)
     return f"({', '.join(map(str, items[:16]))}{', …' if len(items) > 16 else ''})"

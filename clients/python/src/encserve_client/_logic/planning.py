@@ -1,8 +1,8 @@
-"""A call cut into messages that a server accepts. Pure.
+"""Split a call into messages that the server accepts. Without I/O.
 
-Token ids and vectors are counted exactly. A text's tokens are not known here: they are estimated as what texts
-typically have, so that messages do not become tiny for fear of a worst case that rarely comes. Where the estimate was
-too low the server refuses the message before computing anything, and the caller of this module sends its halves.
+The number of tokens is exact for token ids and vectors. For texts, the number is an estimate of the typical case,
+because the worst case would make messages tiny. If the estimate was too low, the server refuses the message before any
+computation, and `Dispatch` sends the halves of the message.
 """
 
 import math
@@ -11,41 +11,41 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from encserve_client.exceptions import InvalidInputError
-from encserve_client.inputs import Input, Spanned, check_input, pack_input
+from encserve_client.inputs import Input, SpanInput, check_input, pack_input
 from encserve_client.options import Options, Output, numpy_dtype
 from encserve_client.results import ModelInfo
 from encserve_proto.v1 import encoder_pb2 as pb
 
 Request = pb.EncodeRequest | pb.TokenizeRequest | pb.InspectRequest | pb.GetModelRequest | pb.ListModelsRequest
 
-# Of a message, unless one sequence has more. Four of these take BERT-large on two CPUs 45 s and on four 23 s; less than
-# this would leave a fast server waiting for the next.
-MOST_TOKENS = 4096
-# A call of more messages is a job, which lets others go first.
+# The largest number of tokens of a message with several inputs. BERT-large computes four such messages in 45 s on two
+# CPUs, and in 23 s on four. With smaller messages, a fast server would wait for the client.
+MAX_MESSAGE_TOKENS = 4096
+# A call of more messages is a job with the priority "bulk".
 INTERACTIVE_MESSAGES = 2
-# Room for what a message holds beside its inputs or rows: names, options, timings, framing.
+# Bytes of a message besides the inputs or the rows: names, options, timings, framing.
 _MESSAGE_OVERHEAD_BYTES = 4096
 _INPUT_OVERHEAD_BYTES = 8
 _SEQUENCE_INFO_BYTES = 32
-# A text's id, start and end as varints and its special flag; then a vocabulary string.
+# Bytes per token of a text: the id, start and end as varints, and the special flag. Then the vocabulary string.
 _TEXT_TOKEN_INFO_BYTES = 12
 _TOKEN_STRING_BYTES = 16
-# English has about 4.5 bytes a token, Chinese about 3, code in between.
+# English has about 4.5 bytes per token, Chinese about 3, and code between both.
 _TEXT_BYTES_PER_TOKEN = 3
 _TEXT_SPECIAL_TOKENS = 2
-# Models of sparse weights have some hundred of them for a long text.
+# Sparse models have some hundred weights for a long text.
 _ACTIVE_DIMS = 1024
 
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """One request and where its inputs belong.
+    """One request, with the state of its attempts.
 
     Attributes:
         request: The request.
-        first_index: The index of its first input among the caller's.
-        attempts: How often it has been sent; only `Dispatch` counts it up.
-        deadline: When its answer must have come; set by `Dispatch` when it is first sent.
+        first_index: The caller's index of the first input.
+        attempts: How often the message was sent. Only `Dispatch` changes the number.
+        deadline: The deadline of the answer. `Dispatch` sets the deadline at the first attempt.
     """
 
     request: Request
@@ -55,7 +55,7 @@ class Message:
 
     @property
     def n_inputs(self) -> int:
-        """How many inputs it holds."""
+        """Number of inputs."""
         if isinstance(self.request, pb.TokenizeRequest):
             return len(self.request.texts)
         return len(self.request.inputs) if isinstance(self.request, pb.EncodeRequest) else 0
@@ -65,28 +65,28 @@ class Message:
         return None if math.isinf(self.deadline) else max(self.deadline - now, 0.001)
 
     def halves(self) -> "list[Message]":
-        """The same inputs in two messages; none where there is one input or no inputs at all."""
+        """Return the inputs in two messages. Return no message if the message has at most one input."""
         middle = self.n_inputs // 2
-        return [*self._part(0, middle), *self._part(middle, self.n_inputs)] if middle else []
+        return [*self._slice(0, middle), *self._slice(middle, self.n_inputs)] if middle else []
 
-    def without(self, place: int) -> "list[Message]":
-        """The same inputs but for one, in two messages at most."""
-        return [*self._part(0, place), *self._part(place + 1, self.n_inputs)]
+    def without(self, position: int) -> "list[Message]":
+        """Return the inputs except one, in at most two messages."""
+        return [*self._slice(0, position), *self._slice(position + 1, self.n_inputs)]
 
-    def _part(self, start: int, end: int) -> "list[Message]":
-        """One message with the inputs of these places; none for no inputs."""
+    def _slice(self, start: int, end: int) -> "list[Message]":
+        """Return one message with the inputs from `start` to `end`, or no message for an empty range."""
         if start >= end:
             return []
-        part: Request = self.request
-        if isinstance(part, pb.TokenizeRequest):
-            part = tokenize_request_like(part, part.texts[start:end])
-        elif isinstance(part, pb.EncodeRequest):
-            part = request_like(part, part.inputs[start:end])
-        return [Message(part, self.first_index + start)]
+        request: Request = self.request
+        if isinstance(request, pb.TokenizeRequest):
+            request = tokenize_request_like(request, request.texts[start:end])
+        elif isinstance(request, pb.EncodeRequest):
+            request = request_like(request, request.inputs[start:end])
+        return [Message(request, self.first_index + start)]
 
 
 def tokenize_request_like(template: pb.TokenizeRequest, texts: Sequence[str]) -> pb.TokenizeRequest:
-    """A request with other texts."""
+    """Return a copy of the template with other texts."""
     request = pb.TokenizeRequest(
         model=template.model,
         model_version=template.model_version,
@@ -102,7 +102,7 @@ def tokenize_request_like(template: pb.TokenizeRequest, texts: Sequence[str]) ->
 
 
 def request_like(template: pb.EncodeRequest, inputs: Sequence[pb.Input]) -> pb.EncodeRequest:
-    """A request with other inputs."""
+    """Return a copy of the template with other inputs."""
     return pb.EncodeRequest(
         model=template.model,
         model_version=template.model_version,
@@ -116,17 +116,17 @@ def request_like(template: pb.EncodeRequest, inputs: Sequence[pb.Input]) -> pb.E
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one message may hold.
+    """The limits of one message, and the widths of the model's rows.
 
     Attributes:
-        max_sequences: Inputs.
-        max_tokens: Tokens, special tokens included.
-        max_request_bytes: Bytes of the request.
-        max_response_bytes: Bytes of the answer.
-        max_sequence_tokens: Tokens of one sequence.
-        d_model: Numbers in a row of the answer.
-        vector_width: Numbers in a row of "model" pooling, where that is another number; else 0.
-        multi_vector_width: Numbers in a vector of "multi_vector"; 0 where there are none.
+        max_sequences: Largest number of inputs.
+        max_tokens: Largest number of tokens, special tokens included.
+        max_request_bytes: Largest size of the request, in bytes.
+        max_response_bytes: Largest size of the answer, in bytes.
+        max_sequence_tokens: Largest number of tokens of one input.
+        d_model: Width of a row.
+        vector_width: Width of a row of pooling "model"; 0 for d_model.
+        multi_vector_width: Width of a vector of "multi_vector"; 0 without "multi_vector".
     """
 
     max_sequences: int
@@ -140,17 +140,18 @@ class Limits:
 
     @classmethod
     def of(cls, info: ModelInfo, max_message_bytes: int, max_concurrent_messages: int) -> "Limits":
-        """The limits for one of so many concurrent messages.
+        """Return the limits of one message in a call with `max_concurrent_messages`.
 
-        A message may have as many tokens as the server's whole queue. Each gets its share of that, so that a call does
-        not fill the queue against itself, and no more than a slow server computes within a message's time.
+        The server allows a message to fill the whole queue. The client divides this number of tokens among the
+        concurrent messages, so that a call does not compete with itself. `MAX_MESSAGE_TOKENS` is a second limit, so
+        that a slow server can answer within the time of a message.
         """
         request_bytes = min(max_message_bytes, info.max_request_bytes or max_message_bytes)
         response_bytes = min(max_message_bytes, info.max_response_bytes or max_message_bytes)
         sequence_tokens = info.max_sequence_tokens or 2**31
         return cls(
             max_sequences=info.max_request_sequences or 2**31,
-            max_tokens=min(max((info.max_request_tokens or 2**63) // max_concurrent_messages, 1), MOST_TOKENS),
+            max_tokens=min(max((info.max_request_tokens or 2**63) // max_concurrent_messages, 1), MAX_MESSAGE_TOKENS),
             max_request_bytes=max(request_bytes - _MESSAGE_OVERHEAD_BYTES, 1),
             max_response_bytes=max(response_bytes - _MESSAGE_OVERHEAD_BYTES, 1),
             max_sequence_tokens=sequence_tokens,
@@ -162,7 +163,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Cost:
-    """What inputs take of a message's limits."""
+    """The size of inputs, in the units of `Limits`."""
 
     sequences: int = 0
     tokens: int = 0
@@ -170,7 +171,7 @@ class Cost:
     response_bytes: int = 0
 
     def plus(self, other: "Cost") -> "Cost":
-        """Both together."""
+        """Return the sum."""
         return Cost(
             self.sequences + other.sequences,
             self.tokens + other.tokens,
@@ -179,7 +180,7 @@ class Cost:
         )
 
     def fits(self, limits: Limits) -> bool:
-        """Whether one message may hold it."""
+        """Whether one message may have this size."""
         return (
             self.sequences <= limits.max_sequences
             and self.tokens <= limits.max_tokens
@@ -189,21 +190,20 @@ class Cost:
 
 
 def plan_messages(
-    inputs: Sequence[Input | Spanned],
+    inputs: Sequence[Input | SpanInput],
     template: pb.EncodeRequest,
     options: Options,
     limits: Limits,
 ) -> Iterator[Message]:
-    """Cuts inputs into messages: each input once, in order, each message within the limits, none needlessly small.
+    """Yield messages with all inputs in order. Each message is as large as the limits allow.
 
-    An input that is over the limits alone gets a message of its own, for the server to judge. Messages are made as
-    they are asked for.
+    An input that is over the limits gets a separate message, because only the server knows the exact size.
 
     Args:
-        inputs: What should be inputs.
-        template: A request with everything but the inputs.
-        options: The same options as in the template.
-        limits: What one message may hold.
+        inputs: The inputs.
+        template: A request without inputs.
+        options: The options in the template.
+        limits: The limits of one message.
 
     Raises:
         InvalidInputError: An input is of the wrong type.
@@ -217,7 +217,7 @@ def plan_messages(
 
 
 class MessageBuilder:
-    """Gathers the inputs of a call into messages within the limits."""
+    """Groups the inputs of a call into messages within the limits."""
 
     def __init__(self, template: pb.EncodeRequest, options: Options, limits: Limits) -> None:
         """Create a builder. `template` is a request without inputs; `options` are the options in the template."""
@@ -246,7 +246,7 @@ class MessageBuilder:
         """
         name = f"inputs[{index}]"
         try:
-            packed = pack_input(item if isinstance(item, Spanned) else check_input(item, name), name)
+            packed = pack_input(item if isinstance(item, SpanInput) else check_input(item, name), name)
         except InvalidInputError as error:
             error.index = index
             raise
@@ -271,11 +271,11 @@ class MessageBuilder:
 
 
 def as_bulk(messages: Iterator[Message], template: pb.EncodeRequest) -> Iterator[Message]:
-    """Says of more than `INTERACTIVE_MESSAGES` messages that they are bulk.
+    """Set the priority "bulk" if the call has more than `INTERACTIVE_MESSAGES` messages.
 
     Args:
-        messages: The messages of a call.
-        template: What they are made of, as they are asked for; it becomes bulk as well.
+        messages: The messages of a call. The iterator copies `template` for each message.
+        template: The template of the messages. The priority of the template changes too.
     """
     first = list(islice(messages, INTERACTIVE_MESSAGES + 1))
     if len(first) > INTERACTIVE_MESSAGES:
@@ -287,17 +287,17 @@ def as_bulk(messages: Iterator[Message], template: pb.EncodeRequest) -> Iterator
 
 
 def plan_texts(texts: Sequence[str], template: pb.TokenizeRequest, limits: Limits) -> Iterator[Message]:
-    """Cuts texts into messages for the tokenizer, as `plan_messages` does inputs.
+    """Yield messages for the tokenizer with all texts in order, like `plan_messages`.
 
     Raises:
-        InvalidInputError: A text is no Unicode.
+        InvalidInputError: A text is not valid Unicode.
     """
     packed: list[str] = []
     first_index, total = 0, Cost()
     for index, text in enumerate(texts):
         size = pack_input(text, f"texts[{index}]").ByteSize() + _INPUT_OVERHEAD_BYTES
         token_bytes = _TEXT_TOKEN_INFO_BYTES + (_TOKEN_STRING_BYTES if template.include_token_strings else 0)
-        # A token has a byte at least, and mostly more: a message that is too large all the same is halved.
+        # The number of tokens is an estimate. `Dispatch` splits a message that is too large.
         cost = Cost(1, 0, size, _SEQUENCE_INFO_BYTES + size // _TEXT_BYTES_PER_TOKEN * token_bytes)
         if packed and not total.plus(cost).fits(limits):
             yield Message(tokenize_request_like(template, packed), first_index)
@@ -309,14 +309,14 @@ def plan_texts(texts: Sequence[str], template: pb.TokenizeRequest, limits: Limit
 
 
 def cost_of(message: pb.Input, options: Options, limits: Limits) -> Cost:
-    """What one input takes: exact for token ids and vectors, an estimate for text."""
+    """Return the size of one input: exact for token ids and vectors, an estimate for text."""
     request_bytes = message.ByteSize() + _INPUT_OVERHEAD_BYTES
     is_text = message.HasField("text")
     tokens = min(tokens_of(message), limits.max_sequence_tokens)
     spans = len(message.spans.starts)
     numbers = sum(_numbers_of(output, tokens, spans, limits) for output in options.outputs)
     info_bytes = _SEQUENCE_INFO_BYTES
-    if options.tells_tokens:
+    if options.has_token_details:
         info_bytes += tokens * (
             (_TEXT_TOKEN_INFO_BYTES if is_text else int(options.exclude_special_tokens))
             + (_TOKEN_STRING_BYTES if options.include_token_strings else 0)
@@ -325,19 +325,19 @@ def cost_of(message: pb.Input, options: Options, limits: Limits) -> Cost:
 
 
 def _numbers_of(output: Output, tokens: int, spans: int, limits: Limits) -> int:
-    """What an input of so many tokens and spans has in an output, indices counted as numbers."""
+    """Return the number of values of an input in an output, indices included."""
     if output.kind == "spans":
         return (output.dimensions or limits.d_model) * spans
     if output.kind == "sparse":
         return 2 * (output.max_active_dims or _ACTIVE_DIMS)
     if output.kind == "multi_vector":
         return (1 + (output.dimensions or limits.multi_vector_width or limits.d_model)) * tokens
-    its_own = limits.vector_width if output.kind == "model" else 0
-    return (output.dimensions or its_own or limits.d_model) * (1 if output.is_pooled else tokens)
+    trained_width = limits.vector_width if output.kind == "model" else 0
+    return (output.dimensions or trained_width or limits.d_model) * (1 if output.is_pooled else tokens)
 
 
 def tokens_of(message: pb.Input) -> int:
-    """The tokens of one input: exact for token ids and vectors, an estimate for text."""
+    """Return the number of tokens of one input: exact for token ids and vectors, an estimate for text."""
     if message.HasField("text"):
         return (message.ByteSize() + _INPUT_OVERHEAD_BYTES) // _TEXT_BYTES_PER_TOKEN + _TEXT_SPECIAL_TOKENS
     if message.HasField("embeddings"):

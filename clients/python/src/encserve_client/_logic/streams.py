@@ -30,7 +30,7 @@ class StreamOptions:
         inputs: The caller's iterator. None for an async iterable, which the wire reads.
         total: Number of inputs, or None if unknown.
         ordered: Whether results come in the order of the inputs.
-        max_in_flight: Largest number of inputs that were read and whose results were not yielded.
+        max_in_flight: Largest number of inputs that were read and not yet yielded.
         progress: Called with each result.
     """
 
@@ -41,8 +41,8 @@ class StreamOptions:
     progress: Progress | None
 
 
-class Gathered:
-    """The inputs of a stream that were read and not sent, gathered into messages. A `MessageSource`."""
+class StreamMessages:
+    """The inputs of a stream that were read but not sent, grouped into messages. A `MessageSource`."""
 
     def __init__(self, builder: MessageBuilder) -> None:
         self.inputs_ended = False
@@ -67,7 +67,7 @@ class Gathered:
             self._full.append(full)
 
     def take(self, *, idle: bool) -> Message | None:
-        """See `MessageSource`. Inputs that arrive while the server works wait for a full message."""
+        """See `MessageSource`. While messages are in flight, inputs wait for a full message."""
         if self._full:
             return self._full.popleft()
         if self.inputs_ended or (idle and self.may_send_partial):
@@ -75,8 +75,8 @@ class Gathered:
         return None
 
 
-class Finished(Generic[R]):
-    """Results that were not yielded yet."""
+class ResultBuffer(Generic[R]):
+    """Results that have not been yielded yet."""
 
     def __init__(self, ordered: bool) -> None:
         self._ordered = ordered
@@ -93,7 +93,7 @@ class Finished(Generic[R]):
         return bool(self._results) and (not self._ordered or self._next_index in self._results)
 
     def pop(self) -> tuple[int, R] | None:
-        """Take the next result with the index of its input. Return None if the result is not there yet."""
+        """Remove and return the next result with the index of the input. Return None if the result has not arrived."""
         index = self._next_index if self._ordered else next(iter(self._results), -1)
         if index not in self._results:
             return None
@@ -107,7 +107,7 @@ class Stream:
     def __init__(
         self,
         wire: Wire,
-        source: Gathered,
+        source: StreamMessages,
         dispatch: Dispatch[Sequence[Value]],
         decode: Callable[[Message, pb.EncodeResponse], Sequence[Value]],
         options: StreamOptions,
@@ -117,14 +117,14 @@ class Stream:
         self._dispatch = dispatch
         self._decode = decode
         self._options = options
-        self._finished: Finished[Result] = Finished(options.ordered)
+        self._finished: ResultBuffer[Result] = ResultBuffer(options.ordered)
         self._n_read = 0
-        self._n_asked = 0  # inputs that an async iterable may yield, those that were read included
+        self._n_allowed = 0  # number of inputs that the wire may read from an async iterable
         self._n_yielded = 0
-        self._paused_seconds = 0.0  # how long the caller was busy with results, or with making inputs
+        self._paused_seconds = 0.0  # the time that the caller spent with results or with making inputs
 
     async def results(self) -> AsyncGenerator[tuple[int, Result], None]:
-        """Yield each result with the index of its input. Read at most one input while a result is ready.
+        """Yield each result with the index of the input. Read at most one input while a result is ready.
 
         Raises:
             EncserveError: The call as a whole failed.
@@ -138,7 +138,7 @@ class Stream:
             self._paused_seconds += self._wire.now() - began
 
     async def _next(self) -> tuple[int, Result] | None:
-        may_yield = False  # after one chance to read, so that reading keeps up with yielding
+        may_yield = False  # only after one chance to read, so that reading keeps up with yielding
         while True:
             while (event := await self._wire.wait(0)) is not None:
                 self._handle(event)
@@ -163,14 +163,14 @@ class Stream:
         return self._wire.now() - self._paused_seconds
 
     def _send(self) -> None:
-        # While results are taken, one input is read with each. So a full message comes soon.
+        # With each result that the caller takes, one input is read. So a full message comes soon.
         self._source.may_send_partial = not self._finished.is_ready
         for message in self._dispatch.take(self._now()):
             self._wire.start("Encode", message, message.seconds_left(self._now()), alone=False)
         self._collect()
-        count = self._n_yielded + self._options.max_in_flight - self._n_asked
+        count = self._n_yielded + self._options.max_in_flight - self._n_allowed
         if self._options.inputs is None and count > 0 and not self._source.inputs_ended:
-            self._n_asked += count
+            self._n_allowed += count
             self._wire.read_inputs(count)
 
     def _read(self, inputs: Iterator[object]) -> None:
@@ -193,9 +193,9 @@ class Stream:
                 raise event.error
             self._source.inputs_ended = True
         elif isinstance(event, Answered):
-            self._dispatch.answered(event.message, self._decode(event.message, event.response))
+            self._dispatch.record_answer(event.message, self._decode(event.message, event.response))
         elif isinstance(event, Failed):
-            self._dispatch.failed(event.message, event.failure, self._now())
+            self._dispatch.record_failure(event.message, event.failure, self._now())
         self._collect()
 
     def _add(self, item: object) -> None:
@@ -204,10 +204,10 @@ class Stream:
         try:
             self._source.add(index, item)
         except InvalidInputError as error:
-            self._finished.put(index, error)  # yielded in turn, like an error of the server
+            self._finished.put(index, error)  # yielded in order, like an error of the server
 
     def _collect(self) -> None:
-        """Move what `Dispatch` has to the results."""
+        """Move the answers and errors from `Dispatch` to the results."""
         for first_index, results in self._dispatch.answers:
             for index, result in enumerate(results, first_index):
                 self._finished.put(index, result)

@@ -1,7 +1,7 @@
-"""What the logic needs of gRPC: the interface that is implemented once for threads, once for asyncio, once as a fake.
+"""The interface between the logic and gRPC. Implementations: for threads, for asyncio, and a fake for tests.
 
-The logic in `calls` is written once, as coroutines over this interface. The wire for threads never suspends in them, so
-that `run_without_loop` drives them to the end in the caller's own thread; the one for asyncio suspends as usual.
+The logic in `calls` is written once, as coroutines over this interface. The wire for threads never suspends, so
+`run_without_loop` runs the coroutines to the end in the caller's thread. The wire for asyncio suspends as usual.
 """
 
 from collections.abc import Awaitable
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A message was answered: by a message, or to Inspect by a `Gathering` of all of them."""
+    """A message was answered. `response` is a message, or for Inspect the `InspectAssembler` with all parts."""
 
     message: Message
     response: Any
@@ -40,7 +40,7 @@ class InputRead:
 
 @dataclass(frozen=True, slots=True)
 class InputsEnded:
-    """The caller's async iterable ended, or raised this error."""
+    """The caller's async iterable ended, or raised `error`."""
 
     error: BaseException | None = None
 
@@ -49,33 +49,30 @@ Event = Answered | Failed | InputRead | InputsEnded
 
 
 class Wire(Protocol):
-    """One call's I/O. Everything that happens comes back as an event, in the order in which it happened.
-
-    It belongs to one call and one driver; `aclose` ends whatever is still going on, and nothing outlives it.
-    """
+    """The I/O of one call. The driver of the call gets all results as events, in the order of their arrival."""
 
     def now(self) -> float:
-        """Seconds on a clock that only goes forward."""
+        """Return the seconds of a monotonic clock."""
 
     def start(self, rpc: Rpc, message: Message, timeout_seconds: float | None, *, alone: bool) -> None:
-        """Sends a message. `alone`: nothing else is to be done until it ends, so it may block until then.
+        """Send a message. May block until the answer if `alone`, because then the driver has no other work.
 
-        The many messages that answer an InspectRequest are gathered and come as one event when all are there, so that
-        to its driver it is a call like any other: what broke off half-way has failed, and is sent again as a whole.
+        An InspectRequest has many messages as answer. The wire collects the messages and returns one event, so an
+        incomplete answer is a failure as for every other call.
         """
 
     def read_inputs(self, count: int) -> None:
-        """Allow so many more inputs to be read from the caller's async iterable, each of which becomes an event."""
+        """Allow the wire to read `count` more inputs from the caller's async iterable. Each input becomes an event."""
 
     async def wait(self, seconds: float | None) -> Event | None:
-        """The next event; None if none came within so many seconds. None as an argument waits for ever.
+        """Return the next event, or None after `seconds` without an event. `seconds` None waits without a limit.
 
         Raises:
-            ClientClosedError: Something ended because the client was closed, whatever gRPC makes of that.
+            ClientClosedError: A message failed because the client was closed.
         """
 
     async def aclose(self) -> None:
-        """Cancels everything that is still going on and waits until it has ended."""
+        """Cancel all running work, and wait for the end of the work."""
 
 
 def run_without_loop(awaitable: Awaitable[T]) -> T:
