@@ -181,6 +181,6 @@ def test_every_example_is_short_and_has_a_test_and_a_line_in_the_docs() -> None:
 def test_pyright_accepts_the_programs_and_the_interface() -> None:
     """pyright needs Node.js, which .ci/run installs."""
     pyright, interface = Path(sys.executable).with_name("pyright"), ROOT / "tests/client/typing_api.py"
-    command = [pyright, "--pythonpath", sys.executable, FOLDER, interface]
+    command = list(map(str, [pyright, "--pythonpath", sys.executable, FOLDER, interface]))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
