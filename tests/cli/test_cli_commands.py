@@ -375,6 +375,31 @@ async def test_metadata_of_every_call(service: FakeEncoder) -> None:
     assert "--cert needs --tls-key" in (await encserve(service, "--cert", "a.pem", "models", status=2)).stderr
 
 
+async def test_connection_options_after_the_command(service: FakeEncoder) -> None:
+    """The connection options may follow the command. They then win over options before it and over variables."""
+    after = ["--target", service.target, "--metadata", "x-team=search", "--timeout", "20"]
+    for before in ([], ["--target", "127.0.0.1:1", "--metadata", "x-team=other", "--api-key", "secret"]):
+        call = [*before, "embed", "one", *after]
+        done = await asyncio.to_thread(CliRunner().invoke, cli, call, env={"ENCSERVE_TARGET": "127.0.0.1:1"})
+        assert done.exit_code == 0, done.output
+        sent = service.metadata[-1]
+        assert (sent["x-team"], sent.get("authorization")) == ("search", "Bearer secret" if before else None)
+    await encserve(service, "models", env={"ENCSERVE_TARGET": "127.0.0.1:1"})
+    split = await encserve(service, "--cert", "a.pem", "models", "--tls-key", "b.pem", status=1)
+    assert "a.pem" in split.stderr
+
+
+@pytest.mark.parametrize("command", ["encode", "embed", "tokenize", "similarity", "inspect", "bench", "models"])
+def test_the_connection_is_the_last_section_of_the_help(command: str) -> None:
+    shown = CliRunner().invoke(cli, [command, "--help"]).stdout
+    last = shown.split("\n\n")[-1]
+    assert last.startswith("Connection:")
+    assert re.findall(r"^  (--\S+)", last, re.MULTILINE) == [
+        *("--target", "--timeout", "--tls", "--ca", "--cert", "--tls-key", "--server-name", "--api-key", "--metadata")
+    ]
+    assert "ENCSERVE_TARGET" in last
+
+
 @pytest.mark.filterwarnings("default")
 def test_a_warning_is_one_line() -> None:
     result = CliRunner().invoke(cli, ["--target", "10.0.0.7", "--api-key", "secret", "--timeout", "0.01", "models"])

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from encserve_cli.shared import model_options, with_client
+from encserve_cli.connection import connection_options
+from encserve_cli.shared import SectionCommand, model_options, with_client
 
 if TYPE_CHECKING:
     from encserve_client import DType, EncoderClient, Pooling
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-@click.command()
+@click.command(cls=SectionCommand)
+@connection_options
 @click.option(
     "--concurrency",
     type=click.IntRange(1, 4096),
@@ -84,12 +86,9 @@ def bench(
 
     if lengths is not None and texts is not None:
         raise click.UsageError("--lengths and --texts do not go together; leave out one option")
-    connect = click.get_current_context().obj
-    (target,), keywords = connect.args, connect.keywords
-    connection = Connection(
-        target=target, tls=keywords["tls"], token=keywords["api_key"], metadata=tuple(keywords["metadata"])
-    )
-    shared = {"seconds": seconds, "warmup_seconds": warmup_seconds, "timeout_seconds": keywords["timeout_seconds"]}
+    server = click.get_current_context().obj
+    connection = Connection(target=server.target, tls=server.tls, token=server.api_key, metadata=server.metadata)
+    shared = {"seconds": seconds, "warmup_seconds": warmup_seconds, "timeout_seconds": server.timeout_seconds}
     loads = [Load(concurrency=callers, **shared) for callers in concurrency or (() if rate else (64,))]
     loads += [Load(rate_per_second=calls_per_second, **shared) for calls_per_second in rate]
     request = Request(

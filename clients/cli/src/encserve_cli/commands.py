@@ -3,76 +3,39 @@
 import functools
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import click
 
 from encserve_cli import render
 from encserve_cli.bench import bench
+from encserve_cli.connection import connection_options
 from encserve_cli.files.command import Printing, Sources, deliver, prints_rows, reads_inputs
 from encserve_cli.inspect import inspect
-from encserve_cli.job_options import SectionCommand, makes_jobs
+from encserve_cli.job_options import makes_jobs
 from encserve_cli.retrieval import embed, similarity
-from encserve_cli.shared import model_options, text_options, warnings_in_one_line, with_client
+from encserve_cli.shared import SectionCommand, model_options, text_options, warnings_in_one_line, with_client
 from encserve_cli.tokens import tokenize
-from encserve_client import EncoderClient, Output, Task, Tls
+from encserve_client import EncoderClient, Output, Task
 
 
-@click.group("encserve", context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "ENCSERVE"})
-@click.option(
-    "--target",
-    default="localhost:50051",
-    show_default=True,
-    show_envvar=True,
-    help="The server, host:port. The default port is 50051.",
+@click.group(
+    "encserve",
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "auto_envvar_prefix": "ENCSERVE",
+        "max_content_width": 140,
+    },
 )
-@click.option(
-    "--timeout",
-    default=30.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="The time for one message, with all retries. Many texts become several messages.",
-)
-@click.option("--tls", is_flag=True, help="Encrypt, and check the server's certificate.")
-@click.option("--ca", type=click.Path(path_type=Path), help="PEM file of trusted authorities; implies --tls.")
-@click.option("--cert", type=click.Path(path_type=Path), help="PEM file of the client's certificate; implies --tls.")
-@click.option("--tls-key", type=click.Path(path_type=Path), help="PEM file of the private key of --cert.")
-@click.option("--server-name", help="The name in the server's certificate; implies --tls. Default: the target's host.")
-@click.option("--api-key", show_envvar=True, help="The server's API key, or any bearer token. Use --tls with a key.")
-@click.option("--metadata", multiple=True, metavar="NAME=VALUE", help="Metadata of every call; may be repeated.")
+@connection_options
 @click.version_option(package_name="encserve-cli", prog_name="encserve")
 @click.pass_context
-def cli(
-    context: click.Context,
-    target: str,
-    timeout: float,
-    tls: bool,
-    ca: Path | None,
-    cert: Path | None,
-    tls_key: Path | None,
-    server_name: str | None,
-    api_key: str | None,
-    metadata: tuple[str, ...],
-) -> None:
+def cli(context: click.Context) -> None:
     """Get vectors from an encserve server."""
-    if (cert is None) != (tls_key is None):
-        given, missing = ("--cert", "--tls-key") if cert else ("--tls-key", "--cert")
-        raise click.UsageError(f"{given} needs {missing}; give both or none")
-    if wrong := [pair for pair in metadata if "=" not in pair]:
-        raise click.UsageError(f"--metadata must be NAME=VALUE; was {wrong[0]!r}")
     context.with_resource(warnings_in_one_line())
-    # A command creates the client, so that `encserve encode --help` reads no files.
-    context.obj = functools.partial(
-        EncoderClient,
-        target,
-        tls=Tls(ca=ca, cert=cert, key=tls_key, server_name=server_name) if ca or cert or server_name or tls else False,
-        timeout_seconds=timeout,
-        api_key=api_key,
-        metadata=[(name, value) for name, _, value in (pair.partition("=") for pair in metadata)],
-    )
 
 
 @cli.command(cls=SectionCommand)
+@connection_options
 @reads_inputs
 @model_options
 @text_options
@@ -123,7 +86,8 @@ def encode(
     deliver(run, sources, printing, as_json, render.print_made)
 
 
-@cli.command()
+@cli.command(cls=SectionCommand)
+@connection_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @with_client
 def models(client: EncoderClient, as_json: bool) -> None:

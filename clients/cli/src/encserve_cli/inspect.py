@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.text import Text
 
 from encserve_cli import render
+from encserve_cli.connection import connection_options
 from encserve_cli.report import numbers
 from encserve_cli.report.labels import token_names
 from encserve_cli.report.page import build_page
-from encserve_cli.shared import model_options, text_options, with_client
+from encserve_cli.shared import SectionCommand, model_options, text_options, with_client
 from encserve_client import EncoderClient, InspectResult, ModelInfo
 
 _TOKEN_WIDTH = 16
@@ -33,7 +34,8 @@ def _numbers(context: click.Context, option: click.Parameter, value: str | None)
     return found
 
 
-@click.command()
+@click.command(cls=SectionCommand)
+@connection_options
 @click.argument("text", required=False)
 @click.option(
     "--ids",

@@ -7,33 +7,9 @@ from typing import Any
 
 import click
 
-from encserve_cli.shared import check_pooling, with_options
+from encserve_cli.shared import SectionOption, check_pooling, with_options
 
 Command = Callable[..., Any]
-
-
-class SectionOption(click.Option):
-    """An option in a section of the help."""
-
-    def __init__(self, *args: Any, section: str, **kwargs: Any) -> None:
-        """Take the section's title, and the arguments of `click.Option`."""
-        self.section = section
-        super().__init__(*args, **kwargs)
-
-
-class SectionCommand(click.Command):
-    """A command with sections of options in its help."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options; options without a section come first."""
-        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
-            if record is not None:
-                sections.setdefault(getattr(parameter, "section", "Options"), []).append(record)
-        for title, records in sections.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
 
 
 class _ShardType(click.ParamType[tuple[int, int]]):

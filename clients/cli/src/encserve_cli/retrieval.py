@@ -11,11 +11,12 @@ import click
 import numpy as np
 
 from encserve_cli import render
+from encserve_cli.connection import connection_options
 from encserve_cli.files.command import Printing, Sources, deliver, prints_rows, reads_inputs
-from encserve_cli.job_options import SectionCommand, makes_jobs
+from encserve_cli.job_options import makes_jobs
 from encserve_cli.report.labels import visible
 from encserve_cli.report.matches import Side, build_match_page
-from encserve_cli.shared import check_pooling, ids_of, model_options, text_options, with_client
+from encserve_cli.shared import SectionCommand, check_pooling, ids_of, model_options, text_options, with_client
 from encserve_client import EncodedOutput, EncoderClient, EncodeResult, ModelInfo, Output, Pooling, Task, Timings, rank
 from encserve_client.options import TrainedKind
 from encserve_client.scoring import similarity_of
@@ -34,6 +35,7 @@ _POOLING = click.option(
 
 
 @click.command(cls=SectionCommand)
+@connection_options
 @reads_inputs
 @model_options
 @_KIND
@@ -93,7 +95,8 @@ def embed(
     deliver(run, sources, printing, as_json, render.print_made)
 
 
-@click.command()
+@click.command(cls=SectionCommand)
+@connection_options
 @click.argument("texts", nargs=-1, required=True, metavar="TEXT TEXT...")
 @model_options
 @_KIND

@@ -12,14 +12,40 @@ from encserve_client import EncodeResult, EncserveError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+CONNECTION = "Connection"  # the section of the connection options
+
+
+class SectionOption(click.Option):
+    """An option in a section of the help."""
+
+    def __init__(self, *args: Any, section: str, **kwargs: Any) -> None:
+        """Take the section's title, and the arguments of `click.Option`."""
+        self.section = section
+        super().__init__(*args, **kwargs)
+
+
+class SectionCommand(click.Command):
+    """A command with sections of options in its help."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options. Options without a section come first, and the connection options last."""
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+            if record is not None:
+                sections.setdefault(getattr(parameter, "section", "Options"), []).append(record)
+        for title, records in sorted(sections.items(), key=lambda section: section[0] == CONNECTION):
+            with formatter.section(title):
+                formatter.write_dl(records)
+
 
 def with_client(command: F) -> F:
-    """Pass a client to a command. Errors become one line on stderr and exit status 1."""
+    """Pass a client to a command with connection options. Errors become one line on stderr and exit status 1."""
 
     @functools.wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> None:
-        connect = click.get_current_context().obj
-        with errors_in_one_line(), connect() as client:
+        connection = click.get_current_context().obj
+        with errors_in_one_line(), connection.client() as client:
             command(client, *args, **kwargs)
 
     return wrapper  # type: ignore[return-value]

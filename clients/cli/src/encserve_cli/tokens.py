@@ -7,15 +7,17 @@ import click
 from rich.console import Console
 
 from encserve_cli import render
+from encserve_cli.connection import connection_options
 from encserve_cli.files.command import takes_texts_and_files
 from encserve_cli.files.encoding import encode_all
 from encserve_cli.files.reading import read_inputs
-from encserve_cli.shared import model_options, text_options, with_client
+from encserve_cli.shared import SectionCommand, model_options, text_options, with_client
 from encserve_client import EncoderClient, SequenceInfo
 from encserve_client.options import OffsetUnit
 
 
-@click.command()
+@click.command(cls=SectionCommand)
+@connection_options
 @takes_texts_and_files
 @model_options
 @text_options

@@ -57,7 +57,7 @@ def run_job(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     with errors_in_one_line(RuntimeError), ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
         try:
-            client = None if "bundle" in given else stack.enter_context(context.obj(priority="bulk"))
+            client = None if "bundle" in given else stack.enter_context(context.obj.client("bulk"))
             backend = backend_of(
                 bundle=given.get("bundle"),
                 client=client,
