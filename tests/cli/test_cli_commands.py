@@ -301,7 +301,7 @@ async def test_tokenize(service: FakeEncoder, tmp_path: Path) -> None:
     assert asked.truncation == pb.TRUNCATION_UNSPECIFIED
     (tmp_path / "texts.txt").write_text("".join(f"text {i}\n" for i in range(1000)))
     service.tokenize_requests.clear()
-    result = await encserve(service, "tokenize", str(tmp_path / "texts.txt"), "--json", "--truncate")
+    result = await encserve(service, "tokenize", "--input", str(tmp_path / "texts.txt"), "--json", "--truncate")
     records = [json.loads(line) for line in result.stdout.splitlines()]
     assert [it["text"] for it in records] == [f"text {i}" for i in range(1000)]
     assert records[107]["tokens"] == ["[FIRST]", "text", "107", "[LAST]"]

@@ -57,10 +57,6 @@ def encode(
 ) -> None:
     """Print one vector per token of each TEXT.
 
-    A TEXT that ends in .txt, .jsonl, .csv, .tsv or .parquet is a file of texts: a path, or a URI such as
-    s3://bucket/texts.csv. All but .parquet may be compressed (.csv.gz, .csv.zst). - is standard input, one text a line.
-    With --text every TEXT is a text, even if it looks like a file.
-
     \b
     --output FILE, by the suffix of FILE:
       .npz          rows (all tokens, d_model), lengths (texts,) and token_ids;

@@ -12,6 +12,8 @@ from rich.text import Text
 
 from encserve_cli import render
 from encserve_cli.connection import connection_options
+from encserve_cli.files.command import Sources, reads_inputs
+from encserve_cli.files.reading import Sent
 from encserve_cli.report import numbers
 from encserve_cli.report.labels import token_names
 from encserve_cli.report.page import build_page
@@ -36,13 +38,7 @@ def _numbers(context: click.Context, option: click.Parameter, value: str | None)
 
 @click.command(cls=SectionCommand)
 @connection_options
-@click.argument("text", required=False)
-@click.option(
-    "--ids",
-    callback=_numbers,
-    metavar="N,N,…",
-    help="Token ids instead of TEXT, with special tokens: 101,2023,102.",
-)
+@reads_inputs
 @model_options
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with figures to this file.")
 @click.option("--layers", callback=_numbers, metavar="N,N,…", help="Only these layers, from 0. Default: all layers.")
@@ -51,8 +47,7 @@ def _numbers(context: click.Context, option: click.Parameter, value: str | None)
 @with_client
 def inspect(
     client: EncoderClient,
-    text: str | None,
-    ids: tuple[int, ...] | None,
+    sources: Sources,
     model: str | None,
     model_version: str | None,
     as_json: bool,
@@ -65,12 +60,13 @@ def inspect(
 
     --html writes one page with figures. The page needs no network.
     """
-    if (text is None) == (ids is None):
-        raise click.UsageError("give either a TEXT or --ids")
+    [source] = sources.read_few(1, "inspect takes one text")
+    text = None if sources.ids else source.text
     info = client.model(model, model_version)
+    _check_input(source, info)
     selected = None if layers is None else _check_layers(layers, info)
     result = client.inspect(
-        _input(text, ids, info),
+        source.value,
         attention=True if selected is None else selected,
         hidden_states=True if selected is None else [0, *(layer + 1 for layer in selected)],
         positions=html is not None and info.position not in ("", "none", "rotary"),
@@ -93,14 +89,11 @@ def inspect(
     render.print_footer(console, result)
 
 
-def _input(text: str | None, ids: tuple[int, ...] | None, info: ModelInfo) -> str | list[int]:
+def _check_input(source: Sent, info: ModelInfo) -> None:
     if info.input_kind == "embeddings":
         raise ValueError(f"model {info.name} takes vectors, and this command takes none; call client.inspect in Python")
-    if ids is not None:
-        return list(ids)
-    if not info.has_tokenizer:
+    if isinstance(source.value, str) and not info.has_tokenizer:
         raise ValueError(f"model {info.name} has no tokenizer; give token ids instead: --ids 101,2023,102")
-    return text or ""
 
 
 def _check_layers(layers: Sequence[int], info: ModelInfo) -> list[int]:

@@ -36,7 +36,7 @@ _FOLDER: _Options = {
         "bool; default: the type in Parquet, string in .csv, and the type of the first values in .jsonl.",
     },
     "--overwrite": {"is_flag": True, "help": "Remove the output of another job from the folder first."},
-    "--add-inputs": {"is_flag": True, "help": "Add the FILEs that the job does not have yet to it."},
+    "--add-inputs": {"is_flag": True, "help": "Add the files of --input that the job does not have yet."},
     "--max-rejected": {
         "type": click.IntRange(min=0),
         "metavar": "N",
@@ -151,7 +151,7 @@ def _check(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     if options["printing"].folder is None:
         _check_absent(given, (*_FOLDER, *_RAY), "is of a job: have --output name a folder that is there, or end in /")
     elif options["sources"].texts:
-        raise click.UsageError("--text makes texts of arguments, and a job reads files")
+        raise click.UsageError("a job reads files; give --input FILE instead of TEXT")
     if "bundle" not in given:
         _check_absent(given, (*_BUNDLE, *_RAY), "goes with --bundle")
     elif named := [name for name in ("model", "model_version") if options[name] is not None]:

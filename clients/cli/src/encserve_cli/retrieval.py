@@ -12,7 +12,7 @@ import numpy as np
 
 from encserve_cli import render
 from encserve_cli.connection import connection_options
-from encserve_cli.files.command import Printing, Sources, deliver, prints_rows, reads_inputs
+from encserve_cli.files.command import Printing, Sources, deliver, prints_rows, reads_inputs, reads_texts
 from encserve_cli.job_options import makes_jobs
 from encserve_cli.report.labels import visible
 from encserve_cli.report.matches import Side, build_match_page
@@ -32,6 +32,8 @@ _POOLING = click.option(
     type=click.Choice(get_args(Pooling)),
     help="Pool token vectors into one vector. Default: the pooling that the model was trained for.",
 )
+
+_MOST_TEXTS = 1000
 
 
 @click.command(cls=SectionCommand)
@@ -60,10 +62,6 @@ def embed(
     """Print the vector of each TEXT.
 
     A model for MaxSim gives several vectors, and a sparse model gives weights over the vocabulary.
-
-    A TEXT that ends in .txt, .jsonl, .csv, .tsv or .parquet is a file of texts: a path, or a URI such as
-    s3://bucket/texts.csv. All but .parquet may be compressed (.csv.gz, .csv.zst). - is standard input, one text a line.
-    With --text every TEXT is a text, even if it looks like a file.
 
     \b
     --output FILE, by the suffix of FILE:
@@ -97,7 +95,7 @@ def embed(
 
 @click.command(cls=SectionCommand)
 @connection_options
-@click.argument("texts", nargs=-1, required=True, metavar="TEXT TEXT...")
+@reads_texts
 @model_options
 @_KIND
 @_POOLING
@@ -110,7 +108,7 @@ def embed(
 @with_client
 def similarity(
     client: EncoderClient,
-    texts: tuple[str, ...],
+    sources: Sources,
     model: str | None,
     model_version: str | None,
     as_json: bool,
@@ -126,6 +124,7 @@ def similarity(
     is the query and the other texts are documents. The command then prints the similarity of each document to the
     query. --task sets the same task for all texts.
     """
+    texts = [it.text for it in sources.read_few(_MOST_TEXTS, "similarity compares no more")]
     if len(texts) < 2:
         raise ValueError(f"similarity needs at least 2 texts; was {len(texts)}")
     check_pooling(kind, pooling)

@@ -8,9 +8,8 @@ from rich.console import Console
 
 from encserve_cli import render
 from encserve_cli.connection import connection_options
-from encserve_cli.files.command import takes_texts_and_files
+from encserve_cli.files.command import Sources, reads_texts
 from encserve_cli.files.encoding import encode_all
-from encserve_cli.files.reading import read_inputs
 from encserve_cli.shared import SectionCommand, model_options, text_options, with_client
 from encserve_client import EncoderClient, SequenceInfo
 from encserve_client.options import OffsetUnit
@@ -18,7 +17,7 @@ from encserve_client.options import OffsetUnit
 
 @click.command(cls=SectionCommand)
 @connection_options
-@takes_texts_and_files
+@reads_texts
 @model_options
 @text_options
 @click.option(
@@ -31,9 +30,7 @@ from encserve_client.options import OffsetUnit
 @with_client
 def tokenize(
     client: EncoderClient,
-    texts: tuple[str, ...],
-    column: str | None,
-    only_texts: bool,
+    sources: Sources,
     model: str | None,
     model_version: str | None,
     as_json: bool,
@@ -43,9 +40,6 @@ def tokenize(
 ) -> None:
     """Print the tokens of each TEXT: the string in the vocabulary, the id, the start and the end.
 
-    A TEXT that ends in .txt, .jsonl, .csv, .tsv or .parquet is a file of texts: a path, or a URI such as
-    s3://bucket/texts.csv. All but .parquet may be compressed (.csv.gz, .csv.zst). - is standard input, one text a line.
-    With --text every TEXT is a text, even if it looks like a file.
     The model computes no vectors and need not be ready. Without --truncate the command prints all tokens of a text.
     --json prints a line for each text.
     """
@@ -62,7 +56,7 @@ def tokenize(
             **options,
         )
 
-    for call, infos in encode_all(run, read_inputs(texts, column, ids=False, texts=only_texts)):
+    for call, infos in encode_all(run, sources.read()):
         for text, info in zip(call, infos, strict=True):
             if as_json:
                 click.echo(json.dumps({"text": text.value} | _record(info), ensure_ascii=False))

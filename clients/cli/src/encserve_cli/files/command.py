@@ -1,8 +1,11 @@
 """What `encode` and `embed` share: where inputs come from, and where vectors go."""
 
 import functools
+import glob
 import itertools
 import json
+import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from encserve_cli import render
 from encserve_cli.files.encoding import Run, encode_all
-from encserve_cli.files.reading import Sent, count_inputs, is_uri, read_inputs
+from encserve_cli.files.reading import Sent, count_inputs, is_uri, looks_like_file, read_inputs
 from encserve_cli.files.records import records
 from encserve_cli.shared import ids_of, with_options
 from encserve_client import DType, EncodeResult
@@ -31,23 +34,42 @@ _SUFFIXES = (".npy", ".npz", ".jsonl", ".csv", ".parquet")
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where inputs come from.
+    """The inputs of a command.
 
     Attributes:
-        arguments: Texts, files and "-".
-        column: The column of files that have several, or None.
+        texts: The texts of the command line.
+        files: Paths and URIs of files; "-" for standard input.
+        column: The column of files with several columns; None for "text", or the only column.
         ids: Whether inputs are token ids.
-        texts: Whether every argument is a text.
     """
 
-    arguments: tuple[str, ...]
+    texts: tuple[str, ...]
+    files: tuple[str, ...]
     column: str | None
     ids: bool
-    texts: bool
 
     def read(self) -> Iterator[Sent]:
-        """Every input; see `read_inputs`."""
-        return read_inputs(self.arguments, self.column, ids=self.ids, texts=self.texts)
+        """Yield every input; see `read_inputs`."""
+        return read_inputs(self.texts, self.files, self.column, ids=self.ids)
+
+    def count(self) -> int | None:
+        """Return the number of inputs; see `count_inputs`."""
+        return count_inputs(self.texts, self.files)
+
+    def read_few(self, most: int, advice: str) -> list[Sent]:
+        """Return all inputs.
+
+        Raises:
+            ValueError: An input is not valid, there are no inputs, or there are more than `most`. The error about too
+                many inputs ends with the advice.
+            OSError: A file cannot be read.
+        """
+        inputs = list(itertools.islice(self.read(), most + 1))
+        if len(inputs) > most:
+            raise ValueError(f"more than {most:,} inputs: {advice}")
+        if not inputs:
+            raise ValueError(_NOTHING)
+        return inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,29 +103,69 @@ def _is_folder(output: str) -> bool:
     return output.endswith("/") or is_uri(output) or Path(output).is_dir()
 
 
-def takes_texts_and_files(command: Command) -> Command:
-    """Adds the arguments, --column, and --text as `only_texts`."""
+def reads_texts(command: Command) -> Command:
+    """Add TEXT, --input, --column and --text to a command. The command gets `sources`, its inputs."""
+
+    @functools.wraps(command)
+    def wrapper(
+        *args: Any,
+        texts: tuple[str, ...],
+        files: tuple[str, ...],
+        column: str | None,
+        only_texts: bool,
+        ids: bool = False,
+        **others: Any,
+    ) -> Any:
+        if not texts and not files:
+            raise click.UsageError("no input; give a TEXT, or a file with --input FILE")
+        if not only_texts:
+            _refuse_names_of_files(texts)
+        names = tuple(name for pattern in files for name in _files_of(pattern))
+        return command(*args, sources=Sources(texts, names, column, ids), **others)
+
     return with_options(
-        command,
-        click.argument("texts", nargs=-1, required=True, metavar="TEXT|FILE|-..."),
-        click.option("--column", metavar="NAME", help='Of files. Default: "text", or the only one.'),
-        click.option("--text", "only_texts", is_flag=True, help="Every argument is a text, even if it names a file."),
+        wrapper,
+        click.argument("texts", nargs=-1, metavar="[TEXT]..."),
+        click.option(
+            "--input",
+            "files",
+            multiple=True,
+            metavar="FILE",
+            help="Read a file: .txt, .jsonl, .csv, .tsv, or .parquet. All but .parquet may end in .gz or .zst. FILE is "
+            "a path, a URI such as s3://bucket/texts.csv, a pattern such as 'corpus/*.parquet' in quotes, or - for "
+            "standard input, one text a line. May be repeated.",
+        ),
+        click.option("--column", metavar="NAME", help='The column of files. Default: "text", or the only column.'),
+        click.option("--text", "only_texts", is_flag=True, help="Every TEXT is a text, even if it looks like a file."),
     )
 
 
 def reads_inputs(command: Command) -> Command:
-    """Adds what says where inputs come from, as `sources`."""
+    """Add the options of `reads_texts`, and --ids."""
+    ids = click.option("--ids", is_flag=True, help="Each TEXT is token ids, special tokens included: 101,2023,102.")
+    return reads_texts(ids(command))
 
-    @functools.wraps(command)
-    def wrapper(
-        *args: Any, texts: tuple[str, ...], column: str | None, only_texts: bool, ids: bool, **others: Any
-    ) -> Any:
-        return command(*args, sources=Sources(texts, column, ids, only_texts), **others)
 
-    ids_option = click.option(
-        "--ids", is_flag=True, help="Each TEXT is token ids, special tokens included: 101,2023,102."
-    )
-    return takes_texts_and_files(ids_option(wrapper))
+def _refuse_names_of_files(texts: Sequence[str]) -> None:
+    """Raise UsageError for a text that looks like a file."""
+    for text in texts:
+        try:
+            is_file = looks_like_file(text)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+        if is_file:
+            name = click.format_filename(text)
+            raise click.UsageError(
+                f"{name!r} looks like a file: read it with --input {shlex.quote(name)}, or send the text itself with "
+                "--text"
+            )
+
+
+def _files_of(pattern: str) -> list[str]:
+    """Return the files that match a pattern, sorted. If no file matches, return the pattern, for the error."""
+    if is_uri(pattern) or os.path.lexists(pattern):
+        return [pattern]
+    return sorted(glob.glob(pattern)) or [pattern]  # noqa: PTH207 - the pattern may be absolute
 
 
 def prints_rows(command: Command) -> Command:
@@ -159,11 +221,7 @@ def deliver(
     if printing.output is not None:
         _save(run, sources, printing.output, as_json)
         return
-    inputs = list(itertools.islice(sources.read(), _MOST_PRINTED + 1))
-    if len(inputs) > _MOST_PRINTED:
-        raise ValueError(f"more than {_MOST_PRINTED:,} inputs are not printed: --output FILE takes any number")
-    if not inputs:
-        raise ValueError(_NOTHING)
+    inputs = sources.read_few(_MOST_PRINTED, "--output FILE takes any number")
     result = run([it.value for it in inputs])
     if as_json:
         sequences = [{it.column: it.value} | its for it, its in zip(inputs, records(result), strict=True)]
@@ -183,7 +241,7 @@ def _save(run: Run[EncodeResult], sources: Sources, path: Path, as_json: bool) -
     began = time.monotonic()
     inputs = rows = 0
     last: EncodeResult | None = None
-    with writing(path) as writer, _progress(count_inputs(sources.arguments, texts=sources.texts)) as advance:
+    with writing(path) as writer, _progress(sources.count()) as advance:
         for call, result in encode_all(run, sources.read()):
             if last is not None and result.fingerprint != last.fingerprint:
                 raise ValueError(

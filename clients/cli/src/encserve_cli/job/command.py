@@ -150,7 +150,7 @@ def _open(backend: Backend, given: Mapping[str, Any], options: Mapping[str, Any]
     sources: Sources = options["sources"]
     input_kind: InputKind = "ids" if sources.ids else "vectors" if "vectors" in given else "text"
     return EmbedJob(
-        sources.arguments,
+        sources.files,
         options["printing"].folder,
         backend,
         read=ReadOptions(input_kind, sources.column, _columns(given.get("keep", ()))),
