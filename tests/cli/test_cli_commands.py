@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
+from typing import get_args
 
 import click
 import command as commands
@@ -21,6 +22,8 @@ from command import TERMINAL
 from fake_encoder import FakeEncoder
 
 from encserve_cli.commands import cli
+from encserve_client import Pooling
+from encserve_client.options import TrainedKind
 from encserve_proto.v1 import encoder_pb2 as pb
 
 TASKS = [pb.TaskInfo(task=pb.TASK_QUERY, max_tokens=32), pb.TaskInfo(task=pb.TASK_DOCUMENT, max_tokens=60)]
@@ -460,11 +463,24 @@ def test_version() -> None:
 
 @pytest.mark.system
 def test_help_is_quick() -> None:
-    """Importing the command loads no slow package, no server package and no exporter package."""
-    unwanted = "{'plotly', 'pandas', 'onnxruntime', 'torch', 'tokenizers'}"
-    code = f"import sys, encserve_cli.commands; print(sorted({unwanted} & set(sys.modules)))"
+    """The help of a command imports no slow package. A command imports such packages when it runs."""
+    slow = "{'numpy', 'grpc', 'google', 'pyarrow', 'rich', 'plotly', 'pandas', 'onnxruntime', 'torch', 'tokenizers'}"
+    code = f"""
+import sys
+from click.testing import CliRunner
+from encserve_cli.commands import cli
+for command in ([], *([name] for name in cli.commands)):
+    assert CliRunner().invoke(cli, [*command, "--help"]).exit_code == 0
+print(sorted({slow} & set(sys.modules)))
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("command", ["embed", "similarity"])
+@pytest.mark.parametrize(("flag", "values"), [("kind", get_args(TrainedKind)), ("pooling", get_args(Pooling))])
+def test_the_help_lists_all_values_of_the_client(command: str, flag: str, values: tuple[str, ...]) -> None:
+    assert f"--{flag} [{'|'.join(values)}]" in CliRunner().invoke(cli, [command, "--help"]).stdout
 
 
 @pytest.mark.parametrize(

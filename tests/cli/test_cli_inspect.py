@@ -11,7 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 from made_inspections import make_inspection
 
-from encserve_cli import commands, connection
+import encserve_client
+from encserve_cli import commands
 from encserve_client import EncserveError
 from encserve_client.results import InspectResult, ModelInfo
 
@@ -46,7 +47,7 @@ class StubClient:
 def stub(monkeypatch: pytest.MonkeyPatch) -> StubClient:
     """Replace the client by a stub. Its model has 3 layers and 2 heads."""
     client = StubClient(*make_inspection(n_layers=3, n_heads=2, d_model=16, max_sequence_tokens=32))
-    monkeypatch.setattr(connection, "EncoderClient", lambda *args, **kwargs: client)
+    monkeypatch.setattr(encserve_client, "EncoderClient", lambda *args, **kwargs: client)
     return client
 
 

@@ -3,19 +3,21 @@
 import functools
 import json
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 
-from encserve_cli import render
 from encserve_cli.bench import bench
 from encserve_cli.connection import connection_options
-from encserve_cli.files.command import Printing, Sources, deliver, prints_rows, reads_inputs
+from encserve_cli.files.command import Printing, Sources, prints_rows, reads_inputs
 from encserve_cli.inspect import inspect
 from encserve_cli.job_options import makes_jobs
 from encserve_cli.retrieval import embed, similarity
 from encserve_cli.shared import SectionCommand, model_options, text_options, warnings_in_one_line, with_client
 from encserve_cli.tokens import tokenize
-from encserve_client import EncoderClient, Output, Task
+
+if TYPE_CHECKING:
+    from encserve_client import EncoderClient, Task
 
 
 @click.group(
@@ -44,12 +46,12 @@ def cli(context: click.Context) -> None:
 @makes_jobs
 @with_client
 def encode(
-    client: EncoderClient,
+    client: "EncoderClient",
     sources: Sources,
     model: str | None,
     model_version: str | None,
     as_json: bool,
-    task: Task | None,
+    task: "Task | None",
     prompt_name: str | None,
     truncate: bool,
     printing: Printing,
@@ -67,6 +69,10 @@ def encode(
     --output FOLDER/ runs a job. The job fills the folder with .parquet files, and their rows are in the order of the
     inputs. After a stop, the same command computes the missing rows.
     """  # noqa: D301 - click reads a real \b
+    from encserve_cli import render
+    from encserve_cli.files.delivery import deliver
+    from encserve_client import Output
+
     run = functools.partial(
         client.run,
         outputs=[Output("tokens", dimensions=printing.dimensions)],
@@ -86,8 +92,10 @@ def encode(
 @connection_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @with_client
-def models(client: EncoderClient, as_json: bool) -> None:
+def models(client: "EncoderClient", as_json: bool) -> None:
     """List the models that the server has loaded."""
+    from encserve_cli import render
+
     loaded = client.models()
     if as_json:
         click.echo(json.dumps([asdict(model) for model in loaded], ensure_ascii=False))

@@ -4,13 +4,15 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from encserve_cli.shared import CONNECTION, SectionOption, with_options
-from encserve_client import EncoderClient, Priority, Tls
+
+if TYPE_CHECKING:
+    from encserve_client import EncoderClient, Priority, Tls
 
 Command = Callable[..., Any]
 
@@ -54,16 +56,18 @@ class Connection:
 
     target: str
     timeout_seconds: float
-    tls: Tls | bool
+    tls: "Tls | bool"
     api_key: str | None
     metadata: tuple[tuple[str, str], ...]
 
-    def client(self, priority: Priority = "interactive") -> EncoderClient:
+    def client(self, priority: "Priority | None" = None) -> "EncoderClient":
         """Return a new client.
 
         Raises:
             InvalidInputError: An option is not valid, or a file of `tls` is not readable.
         """
+        from encserve_client import EncoderClient
+
         return EncoderClient(
             self.target,
             tls=self.tls,
@@ -118,6 +122,8 @@ def _connection(
     api_key: str | None,
     metadata: tuple[str, ...],
 ) -> Connection:
+    from encserve_client import Tls
+
     if (cert is None) != (tls_key is None):
         given, missing = ("--cert", "--tls-key") if cert else ("--tls-key", "--cert")
         raise click.UsageError(f"{given} needs {missing}; give both or none")

@@ -4,11 +4,12 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from encserve_client import EncodeResult, EncserveError
+if TYPE_CHECKING:
+    from encserve_client import EncodeResult
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -57,6 +58,8 @@ def errors_in_one_line(*others: type[Exception]) -> Iterator[None]:
 
     If the reader of stdout has gone, as in `encserve … | head -1`, click exits with status 1 and prints nothing.
     """
+    from encserve_client import EncserveError
+
     caught: tuple[type[Exception], ...] = (EncserveError, ValueError, OSError, *others)
     try:
         yield
@@ -110,7 +113,7 @@ def text_options(command: F) -> F:
     )
 
 
-def ids_of(result: EncodeResult) -> dict[str, Any]:
+def ids_of(result: "EncodeResult") -> dict[str, Any]:
     """Return the name, the version and the ids of the model."""
     return {
         "model": result.model,

@@ -1,18 +1,17 @@
 """`encserve tokenize`: the tokens of texts."""
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
-from encserve_cli import render
 from encserve_cli.connection import connection_options
 from encserve_cli.files.command import Sources, reads_texts
-from encserve_cli.files.encoding import encode_all
 from encserve_cli.shared import SectionCommand, model_options, text_options, with_client
-from encserve_client import EncoderClient, SequenceInfo
-from encserve_client.options import OffsetUnit
+
+if TYPE_CHECKING:
+    from encserve_client import EncoderClient, SequenceInfo
+    from encserve_client.options import OffsetUnit
 
 
 @click.command(cls=SectionCommand)
@@ -29,13 +28,13 @@ from encserve_client.options import OffsetUnit
 )
 @with_client
 def tokenize(
-    client: EncoderClient,
+    client: "EncoderClient",
     sources: Sources,
     model: str | None,
     model_version: str | None,
     as_json: bool,
     truncate: bool,
-    offset_unit: OffsetUnit,
+    offset_unit: "OffsetUnit",
     **options: Any,
 ) -> None:
     """Print the tokens of each TEXT: the string in the vocabulary, the id, the start and the end.
@@ -43,9 +42,14 @@ def tokenize(
     The model computes no vectors and need not be ready. Without --truncate the command prints all tokens of a text.
     --json prints a line for each text.
     """
+    from rich.console import Console
+
+    from encserve_cli import render
+    from encserve_cli.files.encoding import encode_all
+
     console = Console(highlight=False)
 
-    def run(call_texts: list[str]) -> list[SequenceInfo]:
+    def run(call_texts: list[str]) -> "list[SequenceInfo]":
         return client.tokenize(
             call_texts,
             model=model,
@@ -64,7 +68,7 @@ def tokenize(
                 render.print_tokens(console, str(text.value), info)
 
 
-def _record(info: SequenceInfo) -> dict[str, Any]:
+def _record(info: "SequenceInfo") -> dict[str, Any]:
     arrays = {"token_ids": info.token_ids, "offsets": info.offsets, "special": info.special}
     return {
         "token_count": info.token_count,

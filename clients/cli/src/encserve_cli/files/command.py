@@ -1,33 +1,25 @@
-"""What `encode` and `embed` share: where inputs come from, and where vectors go."""
+"""Options for inputs and outputs. `delivery` writes the outputs, because its imports would make the help slow."""
 
 import functools
 import glob
 import itertools
-import json
 import os
 import shlex
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from encserve_cli import render
-from encserve_cli.files.encoding import Run, encode_all
 from encserve_cli.files.reading import Sent, count_inputs, is_uri, looks_like_file, read_inputs
-from encserve_cli.files.records import records
-from encserve_cli.shared import ids_of, with_options
-from encserve_client import DType, EncodeResult
+from encserve_cli.shared import with_options
+
+if TYPE_CHECKING:
+    from encserve_client import DType
 
 Command = Callable[..., Any]
-# Without a file all results are held, and printed when the last is there.
-_MOST_PRINTED = 1000
+NOTHING = "there is nothing to encode: no input was found"
 # Of `files.writing`, which is imported late.
 _SUFFIXES = (".npy", ".npz", ".jsonl", ".csv", ".parquet")
 
@@ -68,7 +60,7 @@ class Sources:
         if len(inputs) > most:
             raise ValueError(f"more than {most:,} inputs: {advice}")
         if not inputs:
-            raise ValueError(_NOTHING)
+            raise ValueError(NOTHING)
         return inputs
 
 
@@ -88,7 +80,7 @@ class Printing:
     folder: str | None
     max_rows: int
     dimensions: int | None
-    dtype: DType
+    dtype: "DType"
 
     @property
     def names_tokens(self) -> bool:
@@ -173,7 +165,7 @@ def prints_rows(command: Command) -> Command:
 
     @functools.wraps(command)
     def wrapper(
-        *args: Any, output: str | None, max_rows: int, dimensions: int | None, dtype: DType, **others: Any
+        *args: Any, output: str | None, max_rows: int, dimensions: int | None, dtype: "DType", **others: Any
     ) -> Any:
         folder = output if output is not None and _is_folder(output) else None
         path = None if output is None or folder else Path(output)
@@ -199,85 +191,3 @@ def prints_rows(command: Command) -> Command:
             "tokens or sparse weights.",
         ),
     )
-
-
-def deliver(
-    run: Callable[..., EncodeResult],
-    sources: Sources,
-    printing: Printing,
-    as_json: bool,
-    print_result: Callable[[Sequence[str], EncodeResult, int], None],
-) -> None:
-    """Has everything encoded, and puts it where it is wanted; `print_result` prints it for people.
-
-    Raises:
-        ValueError: An input cannot be had or is refused, there is none, or too many to print, or the file cannot hold
-            what is to be written.
-        OSError: A file cannot be read or written.
-        EncserveError: Whatever else `run` raises.
-    """
-    if sources.ids:
-        run = functools.partial(_with_ids, run)
-    if printing.output is not None:
-        _save(run, sources, printing.output, as_json)
-        return
-    inputs = sources.read_few(_MOST_PRINTED, "--output FILE takes any number")
-    result = run([it.value for it in inputs])
-    if as_json:
-        sequences = [{it.column: it.value} | its for it, its in zip(inputs, records(result), strict=True)]
-        body = {"kind": result.outputs[0].kind, "timings": asdict(result.timings), "sequences": sequences}
-        click.echo(json.dumps(ids_of(result) | body, ensure_ascii=False))
-    else:
-        print_result([it.text for it in inputs], result, printing.max_rows)
-
-
-_NOTHING = "there is nothing to encode: no input was found"
-
-
-def _save(run: Run[EncodeResult], sources: Sources, path: Path, as_json: bool) -> None:
-    """Writes everything to a file, as a stream, and says what is in it."""
-    from encserve_cli.files.writing import writing  # which imports pyarrow
-
-    began = time.monotonic()
-    inputs = rows = 0
-    last: EncodeResult | None = None
-    with writing(path) as writer, _progress(sources.count()) as advance:
-        for call, result in encode_all(run, sources.read()):
-            if last is not None and result.fingerprint != last.fingerprint:
-                raise ValueError(
-                    f"the model was replaced meanwhile: {last.fingerprint} by {result.fingerprint}; nothing was "
-                    "written. Begin again, or name a --model-version"
-                )
-            writer.write(call, result)
-            last = result
-            inputs += len(call)
-            rows += sum(len(block.rows) for block in result.outputs[0].blocks)
-            advance(len(call))
-        if last is None:
-            raise ValueError(_NOTHING)
-    seconds = time.monotonic() - began
-    if as_json:
-        body = {"kind": last.outputs[0].kind, "output": str(path), "inputs": inputs, "rows": rows, "seconds": seconds}
-        click.echo(json.dumps(ids_of(last) | body))
-    else:
-        render.print_saved(path, last, inputs, rows, seconds)
-
-
-def _with_ids(run: Callable[..., EncodeResult], inputs: list[list[int]]) -> EncodeResult:
-    """A result that has the ids which were sent, as one of texts has those of its tokens."""
-    result = run(inputs)
-    sequences = tuple(
-        replace(info, token_ids=np.array(ids[: info.token_count], np.int64))
-        for ids, info in zip(inputs, result.sequences, strict=True)
-    )
-    return replace(result, sequences=sequences)
-
-
-@contextmanager
-def _progress(total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, to be told how many more inputs are done; nothing elsewhere."""
-    console = Console(stderr=True)
-    columns = (MofNCompleteColumn(), TextColumn("inputs"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda count: progress.advance(task, count)

@@ -17,7 +17,8 @@ import click
 from rich.console import Console
 
 from encserve_cli import render
-from encserve_cli.files.command import Printing, Sources, deliver
+from encserve_cli.files.command import Printing, Sources
+from encserve_cli.files.delivery import deliver
 from encserve_cli.files.reading import InputKind, ReadOptions
 from encserve_cli.files.rows import MIB, Value
 from encserve_cli.job.api import RayOptions, backend_of
