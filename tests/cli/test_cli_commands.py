@@ -416,10 +416,28 @@ def test_a_warning_is_one_line() -> None:
     [
         (["encode", "a", "--model", "nope"], "Error: model: 'nope' is not loaded; tiny is\n"),
         (["similarity", "a"], "Error: similarity needs at least 2 texts; was 1\n"),
-        (["--timeout", "0", "models"], "Error: timeout_seconds must be > 0; was 0.0\n"),
+        (["--timeout", "0", "models"], "Error: --timeout must be > 0; was 0.0\n"),
         (
             ["--ca", "/nowhere/ca.pem", "models"],
-            "Error: tls.ca cannot be read: [Errno 2] No such file or directory: '/nowhere/ca.pem'\n",
+            "Error: --ca cannot be read: [Errno 2] No such file or directory: '/nowhere/ca.pem'\n",
+        ),
+        (
+            ["models", "--cert", "/nowhere/tls.key", "--tls-key", "k.pem"],
+            "Error: --cert cannot be read: [Errno 2] No such file or directory: '/nowhere/tls.key'\n",
+        ),
+        (
+            ["models", "--api-key", "a key"],
+            "Error: --api-key must be the key alone, of printable ASCII without spaces; character 2 of 5 is not. "
+            "encserve-server hash-key makes such keys\n",
+        ),
+        (
+            ["models", "--target", "ipv4:10.0.0.1,10.0.0.2", "--tls"],
+            "Error: several addresses need --server-name, the one name that their certificates have\n",
+        ),
+        (
+            ["models", "--target", "https://localhost"],
+            "Error: --target must be host:port, without https://; was 'https://localhost'. Give the host with the "
+            "server's gRPC port (50051 by default), and --tls\n",
         ),
         (["--target", "127.0.0.1:1", "models"], None),
     ],
