@@ -113,6 +113,19 @@ async def test_one_vector_each_in_every_form(service: FakeEncoder, tmp_path: Pat
     assert table.schema.metadata[b"fingerprint"] == b"f" * 16
 
 
+async def test_standard_output_gets_the_lines_of_a_jsonl_file(service: FakeEncoder, tmp_path: Path) -> None:
+    """`--output -` prints the vectors and nothing else, and takes more inputs than a table or --json."""
+    texts = [f"text {i}" for i in range(1001)]
+    for command in ("embed", "encode"):
+        for output in ("-", tmp_path / "v.jsonl"):
+            done = await encserve(service, command, *inputs("-"), "--output", output, stdin="\n".join(texts))
+            assert done.stderr == ""
+            if output == "-":
+                printed = done.stdout
+        assert printed == (tmp_path / "v.jsonl").read_text()
+        assert [json.loads(line)["text"] for line in printed.splitlines()] == texts
+
+
 async def test_int8_in_every_form(service: FakeEncoder, tmp_path: Path) -> None:
     with EncoderClient(service.target) as client:
         want = await asyncio.to_thread(client.embed, TEXTS, dtype="int8")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from encserve_client import DType
 
 Command = Callable[..., Any]
+STDOUT = Path("-")  # --output - writes to standard output
 NOTHING = "there is nothing to encode: no input was found"
 # Of `files.writing`, which is imported late.
 _SUFFIXES = (".npy", ".npz", ".jsonl", ".csv", ".parquet")
@@ -69,7 +70,7 @@ class Printing:
     """Where vectors go, and as what.
 
     Attributes:
-        output: A file, or None.
+        output: A file, `STDOUT`, or None.
         folder: The folder of a job, a path or a URI, or None.
         max_rows: How many rows to print of each text.
         dimensions: To how many numbers each row is cut, or None.
@@ -85,7 +86,7 @@ class Printing:
     @property
     def names_tokens(self) -> bool:
         """Whether the vocabulary's strings are shown; other files have no place for them."""
-        return self.output is None or self.output.suffix.lower() == ".jsonl"
+        return self.output in (None, STDOUT) or Path(self.output).suffix.lower() == ".jsonl"
 
 
 def _is_folder(output: str) -> bool:
@@ -175,8 +176,9 @@ def prints_rows(command: Command) -> Command:
         wrapper,
         click.option(
             "--output",
-            metavar="FILE|FOLDER/",
-            help=f"Write the vectors to this file: {', '.join(_SUFFIXES)}. Or fill this folder with a job.",
+            metavar="FILE|FOLDER/|-",
+            help=f"Write the vectors to this file: {', '.join(_SUFFIXES)}. Or fill this folder with a job. - prints the "
+            "lines of a .jsonl file.",
         ),
         click.option(
             "--max-rows", type=click.IntRange(min=0), default=32, show_default=True, help="Rows to print of each text."

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from encserve_cli import render
-from encserve_cli.files.command import NOTHING, Printing, Sources
+from encserve_cli.files.command import NOTHING, STDOUT, Printing, Sources
 from encserve_cli.files.encoding import Run, encode_all
 from encserve_cli.files.records import records
 from encserve_cli.shared import ids_of
@@ -75,6 +75,8 @@ def _save(run: Run[EncodeResult], sources: Sources, path: Path, as_json: bool) -
             advance(len(call))
         if last is None:
             raise ValueError(NOTHING)
+    if path == STDOUT:
+        return
     seconds = time.monotonic() - began
     if as_json:
         body = {"kind": last.outputs[0].kind, "output": str(path), "inputs": inputs, "rows": rows, "seconds": seconds}
