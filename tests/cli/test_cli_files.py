@@ -7,6 +7,8 @@ import asyncio
 import csv
 import gzip
 import json
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -421,6 +423,31 @@ async def test_a_failed_input_ends_the_waits_for_room(service: FakeEncoder, tmp_
     assert f"{tmp_path}/t.txt, line 1: is bad" in (await asyncio.wait_for(call, 50)).stderr
 
 
+@pytest.mark.system
+@pytest.mark.parametrize("output", [[], ["--output", "v.npy"], ["--output", "-"]], ids=["table", "file", "lines"])
+async def test_ctrl_c_ends_the_command_with_one_line(service: FakeEncoder, tmp_path: Path, output: list[str]) -> None:
+    """The server does not reply. The command does not wait for its running calls, and leaves no file."""
+    asked = asyncio.Event()
+
+    async def wait(_: pb.EncodeRequest) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    service.before = wait
+    call = ("--target", service.target, "--timeout", "1000", "embed", *(f"text {i}" for i in range(20)), *output)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "encserve_cli", *call),
+        cwd=tmp_path,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    await asyncio.wait_for(asked.wait(), 50)
+    process.send_signal(signal.SIGINT)
+    printed, errors = await asyncio.wait_for(process.communicate(), 50)
+    assert (process.returncode, printed, errors) == (130, b"", b"stopped\n")
+    assert list(tmp_path.iterdir()) == []  # noqa: ASYNC240 - a test's own folder
+
+
 def test_no_more_is_read_than_a_few_calls_ahead_of_what_is_written() -> None:
     """At any time, the command has read only a few calls of inputs that are not yet written.
 
@@ -434,7 +461,7 @@ def test_no_more_is_read_than_a_few_calls_ahead_of_what_is_written() -> None:
             yield Sent(f"line {i + 1}", str(i))
 
     written: list[str] = []
-    for call, made in encoding.encode_all(lambda texts: [f"of {text}" for text in texts], inputs()):
+    for call, made in encoding.encode_all(lambda texts: [f"of {text}" for text in texts], inputs(), lambda: None):
         assert made == [f"of {it.value}" for it in call]
         assert len(read) - len(written) <= 4 * (encoding.CALLS_AT_ONCE + 1) + 1
         written += made

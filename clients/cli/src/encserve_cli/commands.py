@@ -85,7 +85,7 @@ def encode(
         prompt_name=prompt_name,
         task=task,
     )
-    deliver(run, sources, printing, as_json, render.print_made)
+    deliver(run, sources, printing, as_json, render.print_made, client.close)
 
 
 @cli.command(cls=SectionCommand)

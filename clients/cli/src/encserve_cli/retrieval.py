@@ -88,7 +88,7 @@ def embed(
         prompt_name=prompt_name,
         task=task,
     )
-    deliver(run, sources, printing, as_json, render.print_made)
+    deliver(run, sources, printing, as_json, render.print_made, client.close)
 
 
 @click.command(cls=SectionCommand)

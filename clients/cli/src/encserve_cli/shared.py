@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+STOPPED = 130  # the exit status after Ctrl-C, as in a shell
 CONNECTION = "Connection"  # the section of the connection options
 
 
@@ -56,6 +57,7 @@ def with_client(command: F) -> F:
 def errors_in_one_line(*others: type[Exception]) -> Iterator[None]:
     """Print the errors of commands, and other errors, as one line on stderr, and exit with status 1.
 
+    Ctrl-C prints one line, too, and exits with status 130.
     If the reader of stdout has gone, as in `encserve … | head -1`, click exits with status 1 and prints nothing.
     """
     from encserve_client import EncserveError
@@ -65,6 +67,9 @@ def errors_in_one_line(*others: type[Exception]) -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise
+    except KeyboardInterrupt:
+        click.echo("stopped", err=True)
+        click.get_current_context().exit(STOPPED)
     except caught as error:
         raise click.ClickException(" ".join(str(error).split())) from error
 

@@ -60,7 +60,7 @@ def tokenize(
             **options,
         )
 
-    for call, infos in encode_all(run, sources.read()):
+    for call, infos in encode_all(run, sources.read(), client.close):
         for text, info in zip(call, infos, strict=True):
             if as_json:
                 click.echo(json.dumps({"text": text.value} | _record(info), ensure_ascii=False))

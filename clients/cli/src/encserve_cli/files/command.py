@@ -177,8 +177,8 @@ def prints_rows(command: Command) -> Command:
         click.option(
             "--output",
             metavar="FILE|FOLDER/|-",
-            help=f"Write the vectors to this file: {', '.join(_SUFFIXES)}. Or fill this folder with a job. - prints the "
-            "lines of a .jsonl file.",
+            help=f"Write the vectors to this file: {', '.join(_SUFFIXES)}. Or fill this folder with a job. - prints "
+            "the lines of a .jsonl file.",
         ),
         click.option(
             "--max-rows", type=click.IntRange(min=0), default=32, show_default=True, help="Rows to print of each text."

@@ -30,8 +30,11 @@ def deliver(
     printing: Printing,
     as_json: bool,
     print_result: Callable[[Sequence[str], EncodeResult, int], None],
+    stop: Callable[[], object],
 ) -> None:
     """Has everything encoded, and puts it where it is wanted; `print_result` prints it for people.
+
+    After an error or Ctrl-C, `stop` makes the running calls of `run` end soon.
 
     Raises:
         ValueError: An input cannot be had or is refused, there is none, or too many to print, or the file cannot hold
@@ -42,7 +45,7 @@ def deliver(
     if sources.ids:
         run = functools.partial(_with_ids, run)
     if printing.output is not None:
-        _save(run, sources, printing.output, as_json)
+        _save(run, sources, printing.output, as_json, stop)
         return
     inputs = sources.read_few(_MOST_PRINTED, "--output FILE takes any number")
     result = run([it.value for it in inputs])
@@ -54,7 +57,7 @@ def deliver(
         print_result([it.text for it in inputs], result, printing.max_rows)
 
 
-def _save(run: Run[EncodeResult], sources: Sources, path: Path, as_json: bool) -> None:
+def _save(run: Run[EncodeResult], sources: Sources, path: Path, as_json: bool, stop: Callable[[], object]) -> None:
     """Writes everything to a file, as a stream, and says what is in it."""
     from encserve_cli.files.writing import writing  # which imports pyarrow
 
@@ -62,7 +65,7 @@ def _save(run: Run[EncodeResult], sources: Sources, path: Path, as_json: bool) -
     inputs = rows = 0
     last: EncodeResult | None = None
     with writing(path) as writer, _progress(sources.count()) as advance:
-        for call, result in encode_all(run, sources.read()):
+        for call, result in encode_all(run, sources.read(), stop):
             if last is not None and result.fingerprint != last.fingerprint:
                 raise ValueError(
                     f"the model was replaced meanwhile: {last.fingerprint} by {result.fingerprint}; nothing was "

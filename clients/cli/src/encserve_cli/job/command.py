@@ -30,11 +30,10 @@ from encserve_cli.job.run import LocalWorker
 from encserve_cli.job.sample import take_sample
 from encserve_cli.job.showing import plan_lines, plan_record, summary_lines, summary_record
 from encserve_cli.job.types import Encoder, Shard, ignore_batch
-from encserve_cli.shared import errors_in_one_line
+from encserve_cli.shared import STOPPED, errors_in_one_line
 from encserve_client import EncodeResult, Timings
 
 SOME_REJECTED = 3
-STOPPED = 130  # as a shell has it for what Ctrl-C ended
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's <malloc.h>
 
@@ -113,7 +112,7 @@ def deliver_from_bundle(given: Mapping[str, Any], options: Mapping[str, Any]) ->
         stack.callback(worker.close)
         assert isinstance(worker, LocalWorker)  # noqa: S101 - --ray is for jobs
         run = functools.partial(_encode, worker.encoder)
-        deliver(run, options["sources"], options["printing"], options["as_json"], render.print_made)
+        deliver(run, options["sources"], options["printing"], options["as_json"], render.print_made, worker.stop)
 
 
 def _encode(encoder: Encoder, inputs: Sequence[Value]) -> EncodeResult:
