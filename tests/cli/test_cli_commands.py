@@ -403,6 +403,12 @@ def test_the_connection_is_the_last_section_of_the_help(command: str) -> None:
     assert "ENCSERVE_TARGET" in last
 
 
+@pytest.mark.parametrize("command", ["encode", "embed", "tokenize", "similarity", "inspect", "bench", "models"])
+def test_the_help_begins_with_at_most_ten_options(command: str) -> None:
+    _, _, options = CliRunner().invoke(cli, [command, "--help"]).stdout.partition("\nOptions:\n")
+    assert len(re.findall(r"^  -", options.split("\n\n")[0], re.MULTILINE)) <= 10
+
+
 @pytest.mark.filterwarnings("default")
 def test_a_warning_is_one_line() -> None:
     result = CliRunner().invoke(cli, ["--target", "10.0.0.7", "--api-key", "secret", "--timeout", "0.01", "models"])
@@ -493,6 +499,15 @@ print(sorted({slow} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("columns", "least", "most"), [(80, 70, 80), (140, 120, 140), (200, 120, 140)])
+def test_the_help_is_as_wide_as_the_terminal_up_to_140_columns(columns: int, least: int, most: int) -> None:
+    call = [sys.executable, "-m", "encserve_cli", "embed", "--help"]
+    environment = os.environ | {"COLUMNS": str(columns)}
+    done = subprocess.run(call, capture_output=True, text=True, check=True, env=environment)
+    assert least <= max(map(len, done.stdout.splitlines())) <= most
 
 
 @pytest.mark.parametrize("command", ["embed", "similarity"])

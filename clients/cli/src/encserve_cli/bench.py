@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from encserve_cli.connection import connection_options
-from encserve_cli.shared import SectionCommand, model_options, with_client
+from encserve_cli.shared import SectionCommand, model_options, rare_option, with_client
 
 if TYPE_CHECKING:
     from encserve_client import DType, EncoderClient, Pooling
@@ -33,7 +33,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option(
     "--seconds", type=click.FloatRange(0.1, 600), default=10.0, show_default=True, help="The measured time of each row."
 )
-@click.option(
+@rare_option(
     "--warmup-seconds",
     type=click.FloatRange(0, 60),
     default=2.0,
@@ -55,7 +55,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     help="Inputs in each call.",
 )
 @click.option("--pooling", type=click.Choice(["model", "mean", "cls", "max"]), help="Default: one vector per token.")
-@click.option("--dtype", type=click.Choice(["float32", "float16"]), default="float32", show_default=True)
+@rare_option("--dtype", type=click.Choice(["float32", "float16"]), default="float32", show_default=True)
 @model_options
 @with_client
 def bench(

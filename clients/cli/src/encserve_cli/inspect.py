@@ -7,7 +7,7 @@ import click
 
 from encserve_cli.connection import connection_options
 from encserve_cli.files.command import Sources, reads_inputs
-from encserve_cli.shared import SectionCommand, model_options, text_options, with_client
+from encserve_cli.shared import SectionCommand, model_options, rare_option, text_options, with_client
 
 if TYPE_CHECKING:
     from encserve_client import EncoderClient
@@ -33,7 +33,7 @@ def _numbers(context: click.Context, option: click.Parameter, value: str | None)
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with figures to this file.")
 @click.option("--layers", callback=_numbers, metavar="N,N,…", help="Only these layers, from 0. Default: all layers.")
 @text_options
-@click.option("--max-rows", type=click.IntRange(min=0), default=32, show_default=True, help="Tokens to print.")
+@rare_option("--max-rows", type=click.IntRange(min=0), default=32, show_default=True, help="Tokens to print.")
 @with_client
 def inspect(
     client: "EncoderClient",

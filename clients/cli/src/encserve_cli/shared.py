@@ -26,6 +26,9 @@ class SectionOption(click.Option):
         super().__init__(*args, **kwargs)
 
 
+rare_option = functools.partial(click.option, cls=SectionOption, section="More options")
+
+
 class SectionCommand(click.Command):
     """A command with sections of options in its help."""
 
@@ -97,7 +100,7 @@ def model_options(command: F) -> F:
     return with_options(
         command,
         click.option("--model", help="Default: the server's default model."),
-        click.option("--model-version", help="Default: the model's default version."),
+        rare_option("--model-version", help="Default: the model's default version."),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     )
 
@@ -109,7 +112,7 @@ def text_options(command: F) -> F:
         click.option(
             "--task", type=click.Choice(["query", "document"]), help="Whether each TEXT is a query or a document."
         ),
-        click.option(
+        rare_option(
             "--prompt-name",
             metavar="NAME",
             help='The name of the prompt before every TEXT; "" for no prompt. Default: the model\'s default prompt.',

@@ -7,7 +7,7 @@ import click
 
 from encserve_cli.connection import connection_options
 from encserve_cli.files.command import Sources, reads_texts
-from encserve_cli.shared import SectionCommand, model_options, text_options, with_client
+from encserve_cli.shared import SectionCommand, model_options, rare_option, text_options, with_client
 
 if TYPE_CHECKING:
     from encserve_client import EncoderClient, SequenceInfo
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @reads_texts
 @model_options
 @text_options
-@click.option(
+@rare_option(
     "--offset-unit",
     type=click.Choice(["code_points", "utf8_bytes"]),
     default="code_points",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from encserve_cli.files.reading import Sent, count_inputs, is_uri, looks_like_file, read_inputs
-from encserve_cli.shared import with_options
+from encserve_cli.shared import rare_option, with_options
 
 if TYPE_CHECKING:
     from encserve_client import DType
@@ -129,13 +129,13 @@ def reads_texts(command: Command) -> Command:
             "standard input, one text a line. May be repeated.",
         ),
         click.option("--column", metavar="NAME", help='The column of files. Default: "text", or the only column.'),
-        click.option("--text", "only_texts", is_flag=True, help="Every TEXT is a text, even if it looks like a file."),
+        rare_option("--text", "only_texts", is_flag=True, help="Every TEXT is a text, even if it looks like a file."),
     )
 
 
 def reads_inputs(command: Command) -> Command:
     """Add the options of `reads_texts`, and --ids."""
-    ids = click.option("--ids", is_flag=True, help="Each TEXT is token ids, special tokens included: 101,2023,102.")
+    ids = rare_option("--ids", is_flag=True, help="Each TEXT is token ids, special tokens included: 101,2023,102.")
     return reads_texts(ids(command))
 
 
@@ -177,14 +177,14 @@ def prints_rows(command: Command) -> Command:
         click.option(
             "--output",
             metavar="FILE|FOLDER/|-",
-            help=f"Write the vectors to this file: {', '.join(_SUFFIXES)}. Or fill this folder with a job. - prints "
-            "the lines of a .jsonl file.",
+            help=f"Write the vectors to this file: {', '.join(_SUFFIXES)}. Or fill this folder with a job. With - "
+            "print the lines of a .jsonl file.",
         ),
-        click.option(
+        rare_option(
             "--max-rows", type=click.IntRange(min=0), default=32, show_default=True, help="Rows to print of each text."
         ),
-        click.option("--dimensions", type=click.IntRange(min=1), help="Cut each row to so many numbers. Default: all."),
-        click.option(
+        rare_option("--dimensions", type=click.IntRange(min=1), help="Cut each row to so many numbers. Default: all."),
+        rare_option(
             "--dtype",
             type=click.Choice(["float32", "float16", "int8", "binary"]),
             default="float32",
