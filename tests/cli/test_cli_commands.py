@@ -421,6 +421,9 @@ def test_a_warning_is_one_line() -> None:
     ("arguments", "text"),
     [
         (["encode", "a", "--model", "nope"], "Error: model: 'nope' is not loaded; tiny is\n"),
+        (["embed", "a", "--kind", "sparse"], "Error: --kind 'sparse': model tiny has the kinds 'vector'\n"),
+        (["embed", "a", "--task", "query"], "Error: --task 'query': model tiny has no tasks\n"),
+        (["embed", "a", "--prompt-name", "x"], "Error: --prompt-name 'x': model tiny has the prompts 'p', 'q'\n"),
         (["similarity", "a"], "Error: similarity needs at least 2 texts; was 1\n"),
         (["--timeout", "0", "models"], "Error: --timeout must be > 0; was 0.0\n"),
         (

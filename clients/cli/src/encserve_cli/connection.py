@@ -1,7 +1,6 @@
 """The options of the connection to a server. Every command has them, and `encserve` has them before the command."""
 
 import functools
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,19 +40,6 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {  # what `click.option` takes, by f
     },
     "--metadata": {"multiple": True, "metavar": "NAME=VALUE", "help": "Metadata of every call; may be repeated."},
 }
-# The option for each argument of `EncoderClient`, as the client's errors name the argument.
-_FLAGS: Mapping[str, str] = {
-    "target": "--target",
-    "timeout_seconds": "--timeout",
-    "tls.ca": "--ca",
-    "tls.cert": "--cert",
-    "tls.key": "--tls-key",
-    "tls=Tls(server_name=…)": "--server-name",
-    "tls=True": "--tls",
-    "api_key": "--api-key",
-}
-# A path in an error may contain the name of an argument.
-_ARGUMENT = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, _FLAGS))})(?![\w./-])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,21 +64,18 @@ class Connection:
         """Return a new client.
 
         Raises:
-            InvalidInputError: An option is not valid, or a file of `tls` is not readable. The text names the option.
+            InvalidInputError: An option is not valid, or a file of `tls` is not readable.
         """
-        from encserve_client import EncoderClient, InvalidInputError
+        from encserve_client import EncoderClient
 
-        try:
-            return EncoderClient(
-                self.target,
-                tls=self.tls,
-                timeout_seconds=self.timeout_seconds,
-                api_key=self.api_key,
-                metadata=self.metadata,
-                priority=priority,
-            )
-        except InvalidInputError as error:
-            raise InvalidInputError(_ARGUMENT.sub(lambda found: _FLAGS[found[0]], str(error))) from error
+        return EncoderClient(
+            self.target,
+            tls=self.tls,
+            timeout_seconds=self.timeout_seconds,
+            api_key=self.api_key,
+            metadata=self.metadata,
+            priority=priority,
+        )
 
 
 def connection_options(command: Command) -> Command:

@@ -1,8 +1,9 @@
 """Decorators and checks that several commands of `encserve` use."""
 
 import functools
+import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,6 +16,24 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 STOPPED = 130  # the exit status after Ctrl-C, as in a shell
 CONNECTION = "Connection"  # the section of the connection options
+
+# The option for each argument of the client, as the client's errors name the argument.
+_FLAGS: Mapping[str, str] = {
+    "target must": "--target must",
+    "timeout_seconds": "--timeout",
+    "tls.ca": "--ca",
+    "tls.cert": "--cert",
+    "tls.key": "--tls-key",
+    "tls=Tls(server_name=…)": "--server-name",
+    "tls=True": "--tls",
+    "api_key": "--api-key",
+    "kind=": "--kind ",
+    "pooling=": "--pooling ",
+    "task=": "--task ",
+    "prompt_name=": "--prompt-name ",
+}
+# A path in an error may contain such a name.
+_ARGUMENT = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, _FLAGS))})(?![\w./-])")
 
 
 class SectionOption(click.Option):
@@ -60,10 +79,10 @@ def with_client(command: F) -> F:
 def errors_in_one_line(*others: type[Exception]) -> Iterator[None]:
     """Print the errors of commands, and other errors, as one line on stderr, and exit with status 1.
 
-    Ctrl-C prints one line, too, and exits with status 130.
+    The errors of the client's arguments name options instead. Ctrl-C prints one line, too, and exits with status 130.
     If the reader of stdout has gone, as in `encserve … | head -1`, click exits with status 1 and prints nothing.
     """
-    from encserve_client import EncserveError
+    from encserve_client import EncserveError, InvalidRequestError
 
     caught: tuple[type[Exception], ...] = (EncserveError, ValueError, OSError, *others)
     try:
@@ -73,8 +92,15 @@ def errors_in_one_line(*others: type[Exception]) -> Iterator[None]:
     except KeyboardInterrupt:
         click.echo("stopped", err=True)
         click.get_current_context().exit(STOPPED)
+    except InvalidRequestError as error:
+        raise click.ClickException(_ARGUMENT.sub(lambda found: _FLAGS[found[0]], _one_line(error))) from error
     except caught as error:
-        raise click.ClickException(" ".join(str(error).split())) from error
+        raise click.ClickException(_one_line(error)) from error
+
+
+def _one_line(error: Exception) -> str:
+    """Return the text of an error, without line breaks."""
+    return " ".join(str(error).split())
 
 
 @contextmanager
