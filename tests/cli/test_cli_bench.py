@@ -252,7 +252,7 @@ async def test_ctrl_c_before_the_load() -> None:
     [
         (["--seconds", "601"], "601"),
         (["--sequences-per-call", "2049"], "--sequences-per-call must be from 1 to 2048, the server's limit; was 2049"),
-        (["--lengths", __file__, "--texts", __file__], "leave out --lengths or --texts"),
+        (["--lengths", __file__, "--texts", __file__], "--lengths and --texts do not go together"),
         (["--lengths", __file__], f"{__file__}: "),
         (["--model", "other"], "other"),
     ],

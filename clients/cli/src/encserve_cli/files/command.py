@@ -162,7 +162,7 @@ def _files_of(pattern: str) -> list[str]:
 
 
 def prints_rows(command: Command) -> Command:
-    """Adds what says where vectors go, as `printing`."""
+    """Add the options of outputs to a command. The command gets `printing`."""
 
     @functools.wraps(command)
     def wrapper(
