@@ -7,8 +7,8 @@ A side is one way to compute the vectors of texts. The program compares three si
 sentence-transformers. All sides get the same texts, with the lengths of real texts. Each round runs every side once, in
 random order.
 
-- The job is `encserve embed texts.parquet --output FOLDER/ --bundle MODEL`. The model is loaded once. Each round
-  plans a job with a new output folder, and runs the job. The measured time includes reading Parquet, tokenizing,
+- The job is `encserve embed --input texts.parquet --output FOLDER/ --bundle MODEL`. The model is loaded once. Each
+  round plans a job with a new output folder, and runs the job. The measured time includes reading Parquet, tokenizing,
   computing and writing Parquet. The time does not include loading the model and planning the job.
 - The ceiling is the inference engine alone. The engine runs batches one after another. The batches are sorted by
   length. Before the rounds, a sweep measures several batch sizes and chooses the fastest. Only inference is timed.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from command import inputs
 from embed_jobs import check_rows, output_of, part_names, run, said, short_texts, write_corpus
 from pyarrow import parquet
 
@@ -54,7 +55,7 @@ def test_an_unreadable_file_stops_the_job_first(
     """If the second of three input files is not readable, `encserve embed` fails and writes no output."""
     corpus = write_corpus(tmp_path / "texts", 3000, files=3)
     spoil(corpus[1])
-    done = run("embed", *corpus, "--keep", "id", "--output", f"{tmp_path}/vectors/", "--bundle", encoder)
+    done = run("embed", *inputs(*corpus), "--keep", "id", "--output", f"{tmp_path}/vectors/", "--bundle", encoder)
     assert done.returncode == 1
     assert problem in done.stderr
     assert len(said(done.stderr)) == 1, done.stderr
@@ -66,7 +67,7 @@ def test_a_damaged_file_stops_the_job_when_it_is_read(encoder: Path, tmp_path: P
     corpus = write_corpus(tmp_path / "texts", 3000, files=3)
     whole = corpus[1].read_bytes()
     damaged(corpus[1])
-    command = ("embed", *corpus, "--keep", "id", "--output", f"{tmp_path}/vectors/", "--bundle", encoder)
+    command = ("embed", *inputs(*corpus), "--keep", "id", "--output", f"{tmp_path}/vectors/", "--bundle", encoder)
     done = run(*command)
     assert done.returncode == 1
     assert "corpus-001.parquet: cannot be read" in done.stderr
@@ -89,7 +90,7 @@ def test_a_line_of_two_gigabytes(encoder: Path, tmp_path: Path) -> None:
         file.write(b"\nw2\n")
     limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_DATA, (3 << 29, 3 << 29)); "
     code = limit + "from encserve_cli.commands import cli; cli()"
-    arguments = ["embed", str(source), "--output", f"{tmp_path}/vectors/", "--bundle", str(encoder)]
+    arguments = ["embed", *inputs(source), "--output", f"{tmp_path}/vectors/", "--bundle", str(encoder)]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == SOME_REJECTED, done.stderr
     assert output_of(tmp_path / "vectors")["text"].to_pylist() == ["w1", None, "w2"]
@@ -102,7 +103,7 @@ def test_a_damaged_bundle(encoder: Path, tmp_path: Path) -> None:
     data[len(data) // 2] ^= 1
     graph.write_bytes(data)
     (corpus,) = write_corpus(tmp_path / "texts", 10)
-    done = run("embed", corpus, "--output", f"{tmp_path}/vectors/", "--bundle", bundle)
+    done = run("embed", *inputs(corpus), "--output", f"{tmp_path}/vectors/", "--bundle", bundle)
     assert done.returncode == 1
     assert "model.onnx" in done.stderr
     assert len(said(done.stderr)) == 1, done.stderr
@@ -134,7 +135,7 @@ def test_a_full_disk(encoder: Path, tmp_path: Path) -> None:
     """If the disk is full, the job fails and keeps the finished output files. With more space, a new run continues."""
     corpus = write_corpus(tmp_path / "texts", 12_000, files=12)
     with small_disk(tmp_path / "disk", "700k") as disk:
-        command = ("embed", *corpus, "--keep", "id", "--output", f"{disk}/vectors/", "--bundle", encoder)
+        command = ("embed", *inputs(*corpus), "--keep", "id", "--output", f"{disk}/vectors/", "--bundle", encoder)
         done = run(*command)
         assert done.returncode == 1
         assert re.search(r"disk/vectors/.*part-00\S+: cannot be written: No space left on device$", done.stderr)
@@ -153,7 +154,7 @@ def test_a_read_only_disk(encoder: Path, tmp_path: Path) -> None:
     (corpus,) = write_corpus(tmp_path / "texts", 10)
     with small_disk(tmp_path / "disk", "1m") as disk:
         mount(disk, "remount,ro")
-        done = run("embed", corpus, "--output", f"{disk}/vectors/", "--bundle", encoder)
+        done = run("embed", *inputs(corpus), "--output", f"{disk}/vectors/", "--bundle", encoder)
         assert done.returncode == 1
         assert done.stderr.endswith("disk/vectors/_job.json: cannot be written: Read-only file system\n")
         assert len(said(done.stderr)) == 1, done.stderr

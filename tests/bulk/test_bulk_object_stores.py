@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from command import inputs
 from cut_proxy import CutProxy, Direction
 from embed_jobs import check_rows, run, said, short_texts, write_corpus
 from moto.server import ThreadedMotoServer
@@ -97,8 +98,8 @@ def environment(proxy: CutProxy, temporary: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def command(s3: tuple[Bucket, CutProxy], corpus: list[Path], encoder: Path) -> tuple[object, ...]:
-    inputs = s3[0].upload(corpus)
-    return ("embed", *inputs, "--keep", "id", "--bundle", encoder, "--max-batch-tokens", 1024, "--output")
+    files = inputs(*s3[0].upload(corpus))
+    return ("embed", *files, "--keep", "id", "--bundle", encoder, "--max-batch-tokens", 1024, "--output")
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
 
 def test_gs_in_and_out(gcs: Bucket, corpus: list[Path], encoder: Path) -> None:
     """A job writes the expected vectors. If one output file is deleted, the next run writes only this file again."""
-    command = ("embed", *gcs.upload(corpus), "--keep", "id", "--bundle", encoder, "--max-batch-tokens", 1024)
+    command = ("embed", *inputs(*gcs.upload(corpus)), "--keep", "id", "--bundle", encoder, "--max-batch-tokens", 1024)
     output = gcs.uri("vectors")
     done = run(*command, "--output", output)
     assert done.returncode == SOME_REJECTED, done.stderr

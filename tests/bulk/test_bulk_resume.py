@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from command import inputs
 from embed_jobs import (
     MOST_SECONDS,
     check_rows,
@@ -51,7 +52,8 @@ class Done:
 
 
 def command(corpus: Path, output: Path, bundle: Path) -> tuple[object, ...]:
-    return ("embed", corpus, "--keep", "id", "--output", f"{output}/", "--bundle", bundle, "--max-batch-tokens", 4096)
+    options = ("--keep", "id", "--output", f"{output}/", "--bundle", bundle, "--max-batch-tokens", 4096)
+    return ("embed", *inputs(corpus), *options)
 
 
 def peak_bytes(process: "subprocess.Popen[str]") -> int:
@@ -132,7 +134,7 @@ def test_memory_does_not_grow_with_the_rows(alone: Done, encoder: Path, tmp_path
 
 def test_two_runs_of_a_job_at_once(encoder: Path, tmp_path: Path) -> None:
     files = write_corpus(tmp_path / "texts", 20_000, files=10)
-    both = ("embed", *files, "--keep", "id", "--bundle", encoder, "--output", f"{tmp_path}/both/")
+    both = ("embed", *inputs(*files), "--keep", "id", "--bundle", encoder, "--output", f"{tmp_path}/both/")
     with running(*both) as one, running(*both) as other:
         for process in (one, other):
             _, err = process.communicate(timeout=MOST_SECONDS)

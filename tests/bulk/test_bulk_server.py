@@ -16,6 +16,7 @@ import grpc
 import numpy as np
 import pytest
 from agreement import worst_relative_error
+from command import inputs
 from embed_jobs import (
     check_rows,
     kill,
@@ -51,13 +52,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def want(corpus: list[Path], encoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The output table of a job that runs the model in its own process, without a server."""
     output = tmp_path_factory.mktemp("want") / "vectors"
-    done = run("embed", *corpus, "--keep", "id", "--output", f"{output}/", "--bundle", encoder)
+    done = run("embed", *inputs(*corpus), "--keep", "id", "--output", f"{output}/", "--bundle", encoder)
     assert done.returncode == SOME_REJECTED, done.stderr
     return output_of(output)
 
 
 def command(target: str, corpus: list[Path], output: Path) -> tuple[object, ...]:
-    return ("--target", target, "embed", *corpus, "--keep", "id", "--output", f"{output}/")
+    return ("--target", target, "embed", *inputs(*corpus), "--keep", "id", "--output", f"{output}/")
 
 
 def check_agreement(found: Any, want: Any) -> None:
@@ -144,7 +145,8 @@ async def test_a_job_waits_for_a_server_that_refuses(tmp_path: Path, code: grpc.
     service.before = refuse
     await service.start()
     try:
-        arguments = ("--target", service.target, "embed", tmp_path / "texts.txt", "--output", f"{tmp_path}/vectors/")
+        files = inputs(tmp_path / "texts.txt")
+        arguments = ("--target", service.target, "embed", *files, "--output", f"{tmp_path}/vectors/")
         done = await asyncio.to_thread(run, *arguments)
     finally:
         await service.server.stop(None)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
+from typing import get_args
 
 import click
 import command as commands
@@ -21,6 +22,8 @@ from command import TERMINAL
 from fake_encoder import FakeEncoder
 
 from encserve_cli.commands import cli
+from encserve_client import Pooling
+from encserve_client.options import TrainedKind
 from encserve_proto.v1 import encoder_pb2 as pb
 
 TASKS = [pb.TaskInfo(task=pb.TASK_QUERY, max_tokens=32), pb.TaskInfo(task=pb.TASK_DOCUMENT, max_tokens=60)]
@@ -301,7 +304,7 @@ async def test_tokenize(service: FakeEncoder, tmp_path: Path) -> None:
     assert asked.truncation == pb.TRUNCATION_UNSPECIFIED
     (tmp_path / "texts.txt").write_text("".join(f"text {i}\n" for i in range(1000)))
     service.tokenize_requests.clear()
-    result = await encserve(service, "tokenize", str(tmp_path / "texts.txt"), "--json", "--truncate")
+    result = await encserve(service, "tokenize", "--input", str(tmp_path / "texts.txt"), "--json", "--truncate")
     records = [json.loads(line) for line in result.stdout.splitlines()]
     assert [it["text"] for it in records] == [f"text {i}" for i in range(1000)]
     assert records[107]["tokens"] == ["[FIRST]", "text", "107", "[LAST]"]
@@ -375,6 +378,37 @@ async def test_metadata_of_every_call(service: FakeEncoder) -> None:
     assert "--cert needs --tls-key" in (await encserve(service, "--cert", "a.pem", "models", status=2)).stderr
 
 
+async def test_connection_options_after_the_command(service: FakeEncoder) -> None:
+    """The connection options may follow the command. They then win over options before it and over variables."""
+    after = ["--target", service.target, "--metadata", "x-team=search", "--timeout", "20"]
+    for before in ([], ["--target", "127.0.0.1:1", "--metadata", "x-team=other", "--api-key", "secret"]):
+        call = [*before, "embed", "one", *after]
+        done = await asyncio.to_thread(CliRunner().invoke, cli, call, env={"ENCSERVE_TARGET": "127.0.0.1:1"})
+        assert done.exit_code == 0, done.output
+        sent = service.metadata[-1]
+        assert (sent["x-team"], sent.get("authorization")) == ("search", "Bearer secret" if before else None)
+    await encserve(service, "models", env={"ENCSERVE_TARGET": "127.0.0.1:1"})
+    split = await encserve(service, "--cert", "a.pem", "models", "--tls-key", "b.pem", status=1)
+    assert "a.pem" in split.stderr
+
+
+@pytest.mark.parametrize("command", ["encode", "embed", "tokenize", "similarity", "inspect", "bench", "models"])
+def test_the_connection_is_the_last_section_of_the_help(command: str) -> None:
+    shown = CliRunner().invoke(cli, [command, "--help"]).stdout
+    last = shown.split("\n\n")[-1]
+    assert last.startswith("Connection:")
+    assert re.findall(r"^  (--\S+)", last, re.MULTILINE) == [
+        *("--target", "--timeout", "--tls", "--ca", "--cert", "--tls-key", "--server-name", "--api-key", "--metadata")
+    ]
+    assert "ENCSERVE_TARGET" in last
+
+
+@pytest.mark.parametrize("command", ["encode", "embed", "tokenize", "similarity", "inspect", "bench", "models"])
+def test_the_help_begins_with_at_most_ten_options(command: str) -> None:
+    _, _, options = CliRunner().invoke(cli, [command, "--help"]).stdout.partition("\nOptions:\n")
+    assert len(re.findall(r"^  -", options.split("\n\n")[0], re.MULTILINE)) <= 10
+
+
 @pytest.mark.filterwarnings("default")
 def test_a_warning_is_one_line() -> None:
     result = CliRunner().invoke(cli, ["--target", "10.0.0.7", "--api-key", "secret", "--timeout", "0.01", "models"])
@@ -387,11 +421,32 @@ def test_a_warning_is_one_line() -> None:
     ("arguments", "text"),
     [
         (["encode", "a", "--model", "nope"], "Error: model: 'nope' is not loaded; tiny is\n"),
+        (["embed", "a", "--kind", "sparse"], "Error: --kind 'sparse': model tiny has the kinds 'vector'\n"),
+        (["embed", "a", "--task", "query"], "Error: --task 'query': model tiny has no tasks\n"),
+        (["embed", "a", "--prompt-name", "x"], "Error: --prompt-name 'x': model tiny has the prompts 'p', 'q'\n"),
         (["similarity", "a"], "Error: similarity needs at least 2 texts; was 1\n"),
-        (["--timeout", "0", "models"], "Error: timeout_seconds must be > 0; was 0.0\n"),
+        (["--timeout", "0", "models"], "Error: --timeout must be > 0; was 0.0\n"),
         (
             ["--ca", "/nowhere/ca.pem", "models"],
-            "Error: tls.ca cannot be read: [Errno 2] No such file or directory: '/nowhere/ca.pem'\n",
+            "Error: --ca cannot be read: [Errno 2] No such file or directory: '/nowhere/ca.pem'\n",
+        ),
+        (
+            ["models", "--cert", "/nowhere/tls.key", "--tls-key", "k.pem"],
+            "Error: --cert cannot be read: [Errno 2] No such file or directory: '/nowhere/tls.key'\n",
+        ),
+        (
+            ["models", "--api-key", "a key"],
+            "Error: --api-key must be the key alone, of printable ASCII without spaces; character 2 of 5 is not. "
+            "encserve-server hash-key makes such keys\n",
+        ),
+        (
+            ["models", "--target", "ipv4:10.0.0.1,10.0.0.2", "--tls"],
+            "Error: several addresses need --server-name, the one name that their certificates have\n",
+        ),
+        (
+            ["models", "--target", "https://localhost"],
+            "Error: --target must be host:port, without https://; was 'https://localhost'. Give the host with the "
+            "server's gRPC port (50051 by default), and --tls\n",
         ),
         (["--target", "127.0.0.1:1", "models"], None),
     ],
@@ -435,11 +490,33 @@ def test_version() -> None:
 
 @pytest.mark.system
 def test_help_is_quick() -> None:
-    """Importing the command loads no slow package, no server package and no exporter package."""
-    unwanted = "{'plotly', 'pandas', 'onnxruntime', 'torch', 'tokenizers'}"
-    code = f"import sys, encserve_cli.commands; print(sorted({unwanted} & set(sys.modules)))"
+    """The help of a command imports no slow package. A command imports such packages when it runs."""
+    slow = "{'numpy', 'grpc', 'google', 'pyarrow', 'rich', 'plotly', 'pandas', 'onnxruntime', 'torch', 'tokenizers'}"
+    code = f"""
+import sys
+from click.testing import CliRunner
+from encserve_cli.commands import cli
+for command in ([], *([name] for name in cli.commands)):
+    assert CliRunner().invoke(cli, [*command, "--help"]).exit_code == 0
+print(sorted({slow} & set(sys.modules)))
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("columns", "least", "most"), [(80, 70, 80), (140, 120, 140), (200, 120, 140)])
+def test_the_help_is_as_wide_as_the_terminal_up_to_140_columns(columns: int, least: int, most: int) -> None:
+    call = [sys.executable, "-m", "encserve_cli", "embed", "--help"]
+    environment = os.environ | {"COLUMNS": str(columns)}
+    done = subprocess.run(call, capture_output=True, text=True, check=True, env=environment)
+    assert least <= max(map(len, done.stdout.splitlines())) <= most
+
+
+@pytest.mark.parametrize("command", ["embed", "similarity"])
+@pytest.mark.parametrize(("flag", "values"), [("kind", get_args(TrainedKind)), ("pooling", get_args(Pooling))])
+def test_the_help_lists_all_values_of_the_client(command: str, flag: str, values: tuple[str, ...]) -> None:
+    assert f"--{flag} [{'|'.join(values)}]" in CliRunner().invoke(cli, [command, "--help"]).stdout
 
 
 @pytest.mark.parametrize(

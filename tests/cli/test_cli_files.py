@@ -7,6 +7,8 @@ import asyncio
 import csv
 import gzip
 import json
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import scipy.sparse
-from command import TERMINAL, encserve
+from command import TERMINAL, encserve, inputs
 from fake_encoder import FakeEncoder, Refused
 
 from encserve_cli.files import encoding
@@ -69,7 +71,7 @@ async def test_progress_is_shown_on_a_terminal(service: FakeEncoder, tmp_path: P
     In a pipe there is no progress bar.
     """
     for suffix, total in ((".txt", "63"), (".csv", "?")):
-        command = ("embed", write_texts(tmp_path, suffix), "--output", tmp_path / "vectors.npy")
+        command = ("embed", *inputs(write_texts(tmp_path, suffix)), "--output", tmp_path / "vectors.npy")
         result = await encserve(service, *command, env=TERMINAL)
         assert f"/{total} inputs" in result.stderr
         assert (await encserve(service, *command)).stderr == ""
@@ -83,19 +85,19 @@ async def test_files_in_and_one_vector_each_out(service: FakeEncoder, tmp_path: 
     """
     (tmp_path / "inputs").mkdir()
     path, output = write_texts(tmp_path / "inputs", suffix), tmp_path / "vectors.npy"
-    result = await encserve(service, "embed", path, "--output", output)
+    result = await encserve(service, "embed", *inputs(path), "--output", output)
     vectors = np.load(output, allow_pickle=False)
     np.testing.assert_array_equal(vectors, await vectors_of(service, TEXTS))
     assert "63 texts, 63 rows of 8" in " ".join(result.stdout.split())
     assert sorted(it.name for it in tmp_path.iterdir()) == ["inputs", output.name]  # noqa: ASYNC240
-    assert count_inputs([str(path)]) == (len(TEXTS) if suffix in (".txt", ".jsonl", ".parquet") else None)
+    assert count_inputs([], [str(path)]) == (len(TEXTS) if suffix in (".txt", ".jsonl", ".parquet") else None)
 
 
 async def test_one_vector_each_in_every_form(service: FakeEncoder, tmp_path: Path) -> None:
     want = await vectors_of(service, TEXTS)
     source = write_texts(tmp_path, ".txt")
     for suffix in (".npz", ".jsonl", ".csv", ".parquet"):
-        await encserve(service, "embed", source, "--output", tmp_path / f"v{suffix}")
+        await encserve(service, "embed", *inputs(source), "--output", tmp_path / f"v{suffix}")
     with np.load(tmp_path / "v.npz", allow_pickle=False) as file:
         np.testing.assert_array_equal(file["rows"], want)
         assert str(file["fingerprint"]) == "f" * 16
@@ -113,13 +115,26 @@ async def test_one_vector_each_in_every_form(service: FakeEncoder, tmp_path: Pat
     assert table.schema.metadata[b"fingerprint"] == b"f" * 16
 
 
+async def test_standard_output_gets_the_lines_of_a_jsonl_file(service: FakeEncoder, tmp_path: Path) -> None:
+    """`--output -` prints the vectors and nothing else, and takes more inputs than a table or --json."""
+    texts = [f"text {i}" for i in range(1001)]
+    for command in ("embed", "encode"):
+        for output in ("-", tmp_path / "v.jsonl"):
+            done = await encserve(service, command, *inputs("-"), "--output", output, stdin="\n".join(texts))
+            assert done.stderr == ""
+            if output == "-":
+                printed = done.stdout
+        assert printed == (tmp_path / "v.jsonl").read_text()
+        assert [json.loads(line)["text"] for line in printed.splitlines()] == texts
+
+
 async def test_int8_in_every_form(service: FakeEncoder, tmp_path: Path) -> None:
     with EncoderClient(service.target) as client:
         want = await asyncio.to_thread(client.embed, TEXTS, dtype="int8")
     source = write_texts(tmp_path, ".txt")
     for suffix in (".npy", ".npz", ".jsonl", ".csv", ".parquet"):
         flags = ["--dtype", "int8", "--output", tmp_path / f"v{suffix}"]
-        await encserve(service, "embed", source, *flags)
+        await encserve(service, "embed", *inputs(source), *flags)
     with np.load(tmp_path / "v.npz", allow_pickle=False) as file:
         arrays = [np.load(tmp_path / "v.npy", allow_pickle=False), file["rows"]]
     table = pyarrow.parquet.read_table(tmp_path / "v.parquet")
@@ -142,7 +157,7 @@ async def test_rows_of_every_token(service: FakeEncoder, tmp_path: Path) -> None
     """
     source = write_texts(tmp_path, ".txt")
     for suffix in (".npz", ".jsonl", ".parquet"):
-        result = await encserve(service, "encode", source, "--output", tmp_path / f"v{suffix}")
+        result = await encserve(service, "encode", *inputs(source), "--output", tmp_path / f"v{suffix}")
     with EncoderClient(service.target) as client:
         want = await asyncio.to_thread(client.token_vectors, TEXTS)
     with np.load(tmp_path / "v.npz", allow_pickle=False) as file:
@@ -157,7 +172,7 @@ async def test_rows_of_every_token(service: FakeEncoder, tmp_path: Path) -> None
         np.testing.assert_array_equal(np.array(row["rows"], np.float32), its)
         assert line["token_ids"] == row["token_ids"]
     for suffix in (".npy", ".csv"):
-        result = await encserve(service, "encode", source, "--output", tmp_path / f"not{suffix}", status=1)
+        result = await encserve(service, "encode", *inputs(source), "--output", tmp_path / f"not{suffix}", status=1)
         assert f"a {suffix} file holds one vector for each input" in result.stderr
         assert not (tmp_path / f"not{suffix}").exists()
 
@@ -166,7 +181,7 @@ async def test_vectors_of_maxsim_and_weights(service: FakeEncoder, tmp_path: Pat
     source = write_texts(tmp_path, ".txt")
     service.model_info = LATE
     for suffix in (".npz", ".parquet"):
-        await encserve(service, "embed", source, "--output", tmp_path / f"late{suffix}")
+        await encserve(service, "embed", *inputs(source), "--output", tmp_path / f"late{suffix}")
     with np.load(tmp_path / "late.npz", allow_pickle=False) as file:
         lengths, places = file["lengths"], file["token_indices"]
         assert len(file["rows"]) == lengths.sum() == len(places)
@@ -175,7 +190,7 @@ async def test_vectors_of_maxsim_and_weights(service: FakeEncoder, tmp_path: Pat
     assert [len(it["rows"]) for it in rows] == [len(it["token_indices"]) for it in rows] == lengths.tolist()
     service.model_info = SPARSE
     for suffix in (".npz", ".parquet"):
-        await encserve(service, "embed", source, "--output", tmp_path / f"sparse{suffix}")
+        await encserve(service, "embed", *inputs(source), "--output", tmp_path / f"sparse{suffix}")
     matrix = scipy.sparse.load_npz(tmp_path / "sparse.npz")
     assert matrix.shape == (len(TEXTS), 100)
     rows = pyarrow.parquet.read_table(tmp_path / "sparse.parquet").to_pylist()
@@ -188,41 +203,69 @@ async def test_vectors_of_maxsim_and_weights(service: FakeEncoder, tmp_path: Pat
 async def test_arguments_files_and_standard_input_together(service: FakeEncoder, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("one\n")
     output = tmp_path / "v.jsonl"
-    await encserve(service, "embed", "zero", tmp_path / "one.txt", "-", "--output", output, stdin="two\nfour")
+    await encserve(service, "embed", *inputs(tmp_path / "one.txt", "-"), "zero", "--output", output, stdin="two\nfour")
     assert [json.loads(line)["text"] for line in output.read_text().splitlines()] == ["zero", "one", "two", "four"]
     for stdin in ("two\r\nfour", "\ufefftwo\nfour\n"):
-        printed = await encserve(service, "embed", "-", "--json", "--column", "of other files", stdin=stdin)
+        printed = await encserve(service, "embed", *inputs("-"), "--json", "--column", "of other files", stdin=stdin)
         assert [it["text"] for it in json.loads(printed.stdout)["sequences"]] == ["two", "four"]
 
 
-async def test_a_mistyped_file_is_not_taken_for_a_text(
+async def test_a_text_that_looks_like_a_file_is_refused(
     service: FakeEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If an argument looks like a file name but cannot be read, the command fails.
-
-    With --text the command takes every argument as a text.
-    """
+    """The error names --input and --text. With --text the command takes every argument as a text."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "x.dat").write_text("text")
     monkeypatch.chdir(tmp_path)
-    for argument, problem in (
-        ("x.dat", "x.dat: is a file of a kind that is not known"),
+    texts = ["x.dat", "folder", "y.tsv", "y.jsonl.gz", "s3://bucket/folder", "-"]
+    for text in texts:
+        for command in ("embed", "encode", "tokenize", "similarity", "inspect"):
+            result = await encserve(service, command, "first", text, status=2)
+            problem = f"{text!r} looks like a file: read it with --input {text}, or send the text itself with --text"
+            assert problem in " ".join(result.stderr.split())
+            assert result.stdout == ""
+    assert not service.requests
+    await encserve(service, "embed", "--text", "--output", tmp_path / "v.jsonl", "--", *texts)
+    assert [json.loads(line)["text"] for line in (tmp_path / "v.jsonl").read_text().splitlines()] == texts
+    others = ["", "a text of some.words", "see s3://bucket/folder", "https://example.org/a", "x" * 5000, "a\0b"]
+    await encserve(service, "embed", *others, "--truncate", "--output", tmp_path / "v.jsonl")
+    assert [json.loads(line)["text"] for line in (tmp_path / "v.jsonl").read_text().splitlines()] == others
+    secret = await encserve(service, "embed", "s3://key:secret@bucket/a.csv", status=2)
+    assert "s3://…: must not hold a secret" in secret.stderr
+
+
+async def test_a_file_that_is_not_of_inputs(
+    service: FakeEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name, problem in (
         ("folder", "folder: is a folder; name its files, as folder/*.parquet does"),
-        ("y.tsv", "y.tsv: there is no such file"),
         ("s3://bucket/folder", "s3://bucket/folder: must end in .txt, "),
         ("s3://key:secret@bucket/a.csv", "s3://…: must not hold a secret"),
         ("https://example.org/a.txt", "https://example.org/a.txt: cannot be read: Unrecognized filesystem type"),
     ):
-        for command in ("embed", "encode", "tokenize"):
-            result = await encserve(service, command, "first", argument, status=1)
-            assert result.stdout == "", argument
-            assert problem in result.stderr
-    texts = ["x.dat", "folder", "y.tsv", "-"]
-    result = await encserve(service, "embed", *texts, "--text", "--output", tmp_path / "v.jsonl")
-    assert [json.loads(line)["text"] for line in (tmp_path / "v.jsonl").read_text().splitlines()] == texts
-    others = ["", "a text of some.words", "see s3://bucket/folder", "https://example.org/a", "x" * 5000, "a\0b"]
-    assert [it.value for it in read_inputs(others, None, ids=False)] == others
-    assert count_inputs(others) == len(others)
+        result = await encserve(service, "embed", "first", *inputs(name), status=1)
+        assert problem in result.stderr
+    assert not service.requests
+    assert "give a TEXT, or a file with --input FILE" in (await encserve(service, "embed", status=2)).stderr
+
+
+async def test_a_pattern_names_files_in_order(service: FakeEncoder, tmp_path: Path) -> None:
+    """A pattern names all files that match it, by name. A file with the name of the pattern comes first."""
+    for name in ("b.txt", "a.txt", "[ab].txt"):
+        (tmp_path / name).write_text(f"{name}\n")
+    for pattern, want in (("?.txt", ["a.txt", "b.txt"]), ("[ab].txt", ["[ab].txt"])):
+        printed = await encserve(service, "embed", *inputs(tmp_path / pattern), "--json")
+        assert [it["text"] for it in json.loads(printed.stdout)["sequences"]] == want
+
+
+async def test_similarity_and_inspect_read_files(service: FakeEncoder, tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("one\ntwo words\n")
+    printed = await encserve(service, "similarity", "zero", *inputs(tmp_path / "t.txt"), "--json")
+    assert json.loads(printed.stdout)["texts"] == ["zero", "one", "two words"]
+    refused = await encserve(service, "inspect", *inputs(tmp_path / "t.txt"), status=1)
+    assert "more than 1 inputs: inspect takes one text" in refused.stderr
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
@@ -231,11 +274,11 @@ def test_only_a_line_feed_ends_a_line_and_bytes_must_be_utf8(tmp_path: Path, suf
     quote = b'"' if suffix == ".jsonl" else b""
     texts = ["one", "two\u2028\x85lines", "three"]
     path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(quote + it.encode() + quote for it in texts))
-    assert [it.value for it in read_inputs([str(path)], None, ids=False)] == texts
-    assert count_inputs([str(path)]) == 3
+    assert [it.value for it in read_inputs([], [str(path)], None, ids=False)] == texts
+    assert count_inputs([], [str(path)]) == 3
     path.write_bytes(quote + b"one" + quote + b"\n" + quote + b"t\xffwo" + quote)
     with pytest.raises(ValueError, match=rf"t{suffix}, line 2: must be UTF-8; was not at character 2"):
-        list(read_inputs([str(path)], None, ids=False))
+        list(read_inputs([], [str(path)], None, ids=False))
 
 
 def test_a_long_field_and_a_carriage_return_in_a_csv_file(tmp_path: Path) -> None:
@@ -245,20 +288,20 @@ def test_a_long_field_and_a_carriage_return_in_a_csv_file(tmp_path: Path) -> Non
     """
     path = tmp_path / "t.csv"
     path.write_bytes(b"text\r" + b"x" * 200_000 + b"\rtwo\r")
-    assert [len(it.value) for it in read_inputs([str(path)], None, ids=False)] == [200_000, 3]
+    assert [len(it.value) for it in read_inputs([], [str(path)], None, ids=False)] == [200_000, 3]
     path.write_bytes(b"")
-    assert list(read_inputs([str(path)], None, ids=False)) == []
+    assert list(read_inputs([], [str(path)], None, ids=False)) == []
 
 
 def test_a_column_of_parquet_must_hold_text_or_ids(tmp_path: Path) -> None:
     path = str(tmp_path / "t.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"text": [1], "ids": [[1]], "names": ["1 2"]}), path)
-    assert [it.value for it in read_inputs([path], "ids", ids=True)] == [[1]]
-    assert [it.value for it in read_inputs([path], "names", ids=True)] == [[1, 2]]
+    assert [it.value for it in read_inputs([], [path], "ids", ids=True)] == [[1]]
+    assert [it.value for it in read_inputs([], [path], "names", ids=True)] == [[1, 2]]
     with pytest.raises(ValueError, match=r"t\.parquet: column 'text' must be of text; its type is int64$"):
-        list(read_inputs([path], None, ids=False))
+        list(read_inputs([], [path], None, ids=False))
     with pytest.raises(ValueError, match="column 'text' must be of lists of whole numbers; its type is int64"):
-        list(read_inputs([path], None, ids=True))
+        list(read_inputs([], [path], None, ids=True))
 
 
 async def test_token_ids(service: FakeEncoder, tmp_path: Path) -> None:
@@ -268,7 +311,7 @@ async def test_token_ids(service: FakeEncoder, tmp_path: Path) -> None:
     """
     (tmp_path / "ids.txt").write_text("1 3 2\n")
     (tmp_path / "ids.jsonl").write_text('[1, 4, 2]\n{"text": [1, 5, 2]}\n')
-    sources = ["1,2", tmp_path / "ids.txt", tmp_path / "ids.jsonl"]
+    sources = ["1,2", *inputs(tmp_path / "ids.txt", tmp_path / "ids.jsonl")]
     await encserve(service, "encode", *sources, "--ids", "--output", tmp_path / "v.npz")
     with np.load(tmp_path / "v.npz", allow_pickle=False) as file:
         assert file["token_ids"].tolist() == [1, 2, 1, 3, 2, 1, 4, 2, 1, 5, 2]
@@ -305,8 +348,10 @@ async def test_options_are_the_servers(service: FakeEncoder, tmp_path: Path) -> 
             "a.parquet.gz: is a file of a kind that is not known; known are .txt, .jsonl",
         ),
         ("a.csv.gz", "not gzip", [], "a.csv.gz: cannot be read as gzip: "),
-        ("a.xlsx", "", [], "all but .parquet also with .gz or .zst; --text takes every argument as a text"),
-        ("missing.txt", None, [], "missing.txt: there is no such file; --text takes every argument as a text"),
+        ("a.xlsx", "", [], "a.xlsx: is a file of a kind that is not known; known are .txt, .jsonl"),
+        ("missing.json", None, [], "missing.json: there is no such file; inputs end in .txt, .jsonl"),
+        ("*.txt", None, [], "*.txt: there is no such file"),
+        ("missing.txt", None, [], "missing.txt: there is no such file"),
     ],
 )
 async def test_what_cannot_be_read(
@@ -317,7 +362,7 @@ async def test_what_cannot_be_read(
     output.write_text("before")
     if text is not None:
         path.write_text(text)
-    result = await encserve(service, "embed", path, "--output", output, *flags, status=1)
+    result = await encserve(service, "embed", *inputs(path), "--output", output, *flags, status=1)
     assert problem in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert output.read_text() == "before"
@@ -326,7 +371,7 @@ async def test_what_cannot_be_read(
 
 async def test_a_text_that_is_refused_is_named_by_its_line(service: FakeEncoder, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("\n".join([*map(str, range(30)), "word " * 80, "after"]))
-    result = await encserve(service, "embed", tmp_path / "t.txt", "--output", tmp_path / "v.npy", status=1)
+    result = await encserve(service, "embed", *inputs(tmp_path / "t.txt"), "--output", tmp_path / "v.npy", status=1)
     assert "t.txt, line 31: has 82 tokens; the model takes at most 64" in result.stderr
     assert not (tmp_path / "v.npy").exists()
 
@@ -336,8 +381,8 @@ async def test_another_suffix_and_too_many_to_print(service: FakeEncoder, tmp_pa
     assert "must end in .npy, .npz, .jsonl, .csv, .parquet; was .out" in result.stderr
     assert not service.requests, "the command must fail before the first request"
     (tmp_path / "t.txt").write_text("a\n" * 1001)
-    result = await encserve(service, "embed", tmp_path / "t.txt", status=1)
-    assert "more than 1,000 inputs are not printed: --output FILE takes any number" in result.stderr
+    result = await encserve(service, "embed", *inputs(tmp_path / "t.txt"), status=1)
+    assert "more than 1,000 inputs: --output FILE takes any number" in result.stderr
 
 
 async def test_a_server_without_room_is_asked_again(service: FakeEncoder, tmp_path: Path) -> None:
@@ -355,7 +400,7 @@ async def test_a_server_without_room_is_asked_again(service: FakeEncoder, tmp_pa
 
     service.before = refuse
     (tmp_path / "t.txt").write_text("one\n")
-    await encserve(service, "embed", tmp_path / "t.txt", "--output", tmp_path / "v.npy")
+    await encserve(service, "embed", *inputs(tmp_path / "t.txt"), "--output", tmp_path / "v.npy")
 
 
 async def test_a_failed_input_ends_the_waits_for_room(service: FakeEncoder, tmp_path: Path) -> None:
@@ -374,8 +419,33 @@ async def test_a_failed_input_ends_the_waits_for_room(service: FakeEncoder, tmp_
 
     service.before = refuse
     (tmp_path / "t.txt").write_text("first\n" + "other\n" * 11)
-    call = encserve(service, "embed", tmp_path / "t.txt", "--output", tmp_path / "v.npy", status=1)
+    call = encserve(service, "embed", *inputs(tmp_path / "t.txt"), "--output", tmp_path / "v.npy", status=1)
     assert f"{tmp_path}/t.txt, line 1: is bad" in (await asyncio.wait_for(call, 50)).stderr
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("output", [[], ["--output", "v.npy"], ["--output", "-"]], ids=["table", "file", "lines"])
+async def test_ctrl_c_ends_the_command_with_one_line(service: FakeEncoder, tmp_path: Path, output: list[str]) -> None:
+    """The server does not reply. The command does not wait for its running calls, and leaves no file."""
+    asked = asyncio.Event()
+
+    async def wait(_: pb.EncodeRequest) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    service.before = wait
+    call = ("--target", service.target, "--timeout", "1000", "embed", *(f"text {i}" for i in range(20)), *output)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "encserve_cli", *call),
+        cwd=tmp_path,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    await asyncio.wait_for(asked.wait(), 50)
+    process.send_signal(signal.SIGINT)
+    printed, errors = await asyncio.wait_for(process.communicate(), 50)
+    assert (process.returncode, printed, errors) == (130, b"", b"stopped\n")
+    assert list(tmp_path.iterdir()) == []  # noqa: ASYNC240 - a test's own folder
 
 
 def test_no_more_is_read_than_a_few_calls_ahead_of_what_is_written() -> None:
@@ -391,7 +461,7 @@ def test_no_more_is_read_than_a_few_calls_ahead_of_what_is_written() -> None:
             yield Sent(f"line {i + 1}", str(i))
 
     written: list[str] = []
-    for call, made in encoding.encode_all(lambda texts: [f"of {text}" for text in texts], inputs()):
+    for call, made in encoding.encode_all(lambda texts: [f"of {text}" for text in texts], inputs(), lambda: None):
         assert made == [f"of {it.value}" for it in call]
         assert len(read) - len(written) <= 4 * (encoding.CALLS_AT_ONCE + 1) + 1
         written += made
@@ -401,5 +471,5 @@ def test_no_more_is_read_than_a_few_calls_ahead_of_what_is_written() -> None:
 def test_reading_is_a_stream(tmp_path: Path) -> None:
     """The file is read line by line. The reader returns line 1 although line 2 is not valid JSON."""
     (tmp_path / "t.jsonl").write_text('"one"\n{')
-    found = read_inputs([str(tmp_path / "t.jsonl")], None, ids=False)
+    found = read_inputs([], [str(tmp_path / "t.jsonl")], None, ids=False)
     assert next(found).value == "one"

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from made_inspections import make_inspection
 
+import encserve_client
 from encserve_cli import commands
 from encserve_client import EncserveError
 from encserve_client.results import InspectResult, ModelInfo
@@ -46,7 +47,7 @@ class StubClient:
 def stub(monkeypatch: pytest.MonkeyPatch) -> StubClient:
     """Replace the client by a stub. Its model has 3 layers and 2 heads."""
     client = StubClient(*make_inspection(n_layers=3, n_heads=2, d_model=16, max_sequence_tokens=32))
-    monkeypatch.setattr(commands, "EncoderClient", lambda *args, **kwargs: client)
+    monkeypatch.setattr(encserve_client, "EncoderClient", lambda *args, **kwargs: client)
     return client
 
 
@@ -143,9 +144,9 @@ def test_ids(stub: StubClient) -> None:
 @pytest.mark.parametrize(
     ("changes", "arguments", "status", "text"),
     [
-        ({}, [], 2, "give either a TEXT or --ids"),
-        ({}, ["a", "--ids", "1"], 2, "give either a TEXT or --ids"),
-        ({}, ["--ids", "1,x"], 2, "must be whole numbers from 0 with commas between them; was '1,x'"),
+        ({}, [], 2, "no input; give a TEXT, or a file with --input FILE"),
+        ({}, ["a", "b"], 1, "inspect takes one text"),
+        ({}, ["--ids", "1,x"], 1, "--ids wants whole numbers, as in 101,2023,102; was '1,x'"),
         ({}, ["a", "--layers", "-1"], 2, "must be whole numbers from 0 with commas between them; was '-1'"),
         ({}, ["a", "--layers", "3"], 1, "--layers must be from 0 to 2; was 3"),
         ({"input_kind": "embeddings"}, ["a"], 1, "takes vectors, and this command takes none; call client.inspect"),

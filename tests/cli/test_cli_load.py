@@ -127,7 +127,7 @@ def test_calls_of_vectors_and_of_texts() -> None:
     [
         (lambda: random_calls([9], INFO), "lengths must be from 1 to 8"),
         (lambda: random_calls([0], INFO), "lengths must be from 1 to 8"),
-        (lambda: random_calls([1], INFO, Request(sequences_per_call=5)), "sequences_per_call must be from 1 to 4"),
+        (lambda: random_calls([1], INFO, Request(sequences_per_call=5)), "--sequences-per-call must be from 1 to 4"),
         (lambda: random_calls([1], dataclasses.replace(INFO, vocab_size=3)), "has only special tokens"),
         (Load, "set either concurrency or rate_per_second; were None and None"),
         (lambda: Load(concurrency=1, rate_per_second=2), "were 1 and 2"),

@@ -22,7 +22,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from click.testing import CliRunner, Result
-from command import TERMINAL, encserve
+from command import TERMINAL, encserve, inputs
 from fake_clock import FakeClock
 from fake_encoder import FakeEncoder
 
@@ -110,7 +110,7 @@ async def test_a_folder_as_output_makes_a_job(
     one = write_texts(tmp_path / "one.txt")
     two = tmp_path / "two.csv"
     two.write_text("n,text\n" + "".join(f"{i},more {i}\n" for i in range(12)))
-    result = await encserve(service, "embed", one, two, *output)
+    result = await encserve(service, "embed", *inputs(one, two), *output)
     assert {it.priority for it in service.requests} == {pb.PRIORITY_BULK}
     want = [*TEXTS, *(f"more {i}" for i in range(12))]
     table = table_of(folder)
@@ -127,7 +127,7 @@ async def test_a_folder_as_output_makes_a_job(
 @pytest.mark.parametrize("name", ["{}", "file://{}"], ids=["a folder that exists", "a URI"])
 async def test_an_output_makes_a_job(service: FakeEncoder, source: Path, folder: Path, name: str) -> None:
     folder.mkdir()  # noqa: ASYNC240
-    await encserve(service, "embed", source, "--output", name.format(folder))
+    await encserve(service, "embed", *inputs(source), "--output", name.format(folder))
     assert table_of(folder)["text"].to_pylist() == TEXTS
 
 
@@ -136,14 +136,14 @@ async def test_rows_of_tokens_make_a_job_too(service: FakeEncoder, tmp_path: Pat
     source = write_texts(tmp_path / "texts.txt", texts)
     for flags, special in (([], 2), (["--exclude-special"], 0)):
         folder = tmp_path / f"special-{special}"
-        await encserve(service, "encode", source, "--output", f"{folder}/", *flags)
+        await encserve(service, "encode", *inputs(source), "--output", f"{folder}/", *flags)
         table = table_of(folder)
         counts = [len(text.split()) + special for text in texts]
         assert [len(rows) for rows in table["rows"].to_pylist()] == counts
         assert [len(ids) for ids in table["token_ids"].to_pylist()] == counts
     ids = [[5, 6, 7], [8], [9, 10]]
     source = write_texts(tmp_path / "ids.txt", [",".join(map(str, row)) for row in ids])
-    await encserve(service, "encode", source, "--ids", "--output", f"{tmp_path}/rows/")
+    await encserve(service, "encode", *inputs(source), "--ids", "--output", f"{tmp_path}/rows/")
     assert table_of(tmp_path / "rows")["token_ids"].to_pylist() == ids
 
 
@@ -152,7 +152,7 @@ async def test_columns_come_along(service: FakeEncoder, tmp_path: Path, output: 
     columns = {"body": TEXTS, "id": range(25), "tag": ["x"] * 25, "date": ["y"] * 25}
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
     flags = ["--column", "body", "--keep", "id,tag", "--keep", "date"]
-    await encserve(service, "embed", path, *flags, *output)
+    await encserve(service, "embed", *inputs(path), *flags, *output)
     table = table_of(folder)
     assert table.column_names == ["text", "vector", "id", "tag", "date"]
     assert table["id"].to_pylist() == list(range(25))
@@ -165,7 +165,7 @@ async def test_a_second_run_makes_missing_parts_only(
 
     After the test has removed one part, a further run writes only this part.
     """
-    command = ("embed", source, *output)
+    command = ("embed", *inputs(source), *output)
     await encserve(service, *command)
     before, requests = files_in(folder), len(service.requests)
     result = await encserve(service, *command)
@@ -183,13 +183,13 @@ async def test_another_job_is_refused_with_what_differs(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
 ) -> None:
     other = write_texts(tmp_path / "other.txt", ["other"])
-    await encserve(service, "embed", source, *output)
+    await encserve(service, "embed", *inputs(source), *output)
     before = files_in(folder)
     for arguments, told in (
-        ([source, "--dtype", "float16"], "dtype is 'float16'; the job has 'float32'"),
-        ([source, "--pooling", "cls"], "kind is 'cls'; the job has 'model'"),
-        ([source, other], f"{other} is not an input of the job (--add-inputs adds it)"),
-        ([other], f"the job has the input {source}, which is not given now"),
+        ([*inputs(source), "--dtype", "float16"], "dtype is 'float16'; the job has 'float32'"),
+        ([*inputs(source), "--pooling", "cls"], "kind is 'cls'; the job has 'model'"),
+        (inputs(source, other), f"{other} is not an input of the job (--add-inputs adds it)"),
+        (inputs(other), f"the job has the input {source}, which is not given now"),
     ):
         result = await encserve(service, "embed", *arguments, *output, status=1)
         assert told in result.stderr
@@ -197,7 +197,7 @@ async def test_another_job_is_refused_with_what_differs(
         assert result.stderr.count("\n") == 1
     assert files_in(folder) == before
     service.fingerprint = "e" * 16
-    result = await encserve(service, "embed", source, *output, status=1)
+    result = await encserve(service, "embed", *inputs(source), *output, status=1)
     assert "fingerprint is 'eeeeeeeeeeeeeeee'; the job has 'ffffffffffffffff'" in result.stderr
 
 
@@ -205,8 +205,8 @@ async def test_inputs_are_added(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
 ) -> None:
     other = write_texts(tmp_path / "other.txt", ["one more"])
-    await encserve(service, "embed", source, *output)
-    result = await encserve(service, "embed", source, other, *output, "--add-inputs")
+    await encserve(service, "embed", *inputs(source), *output)
+    result = await encserve(service, "embed", *inputs(source, other), *output, "--add-inputs")
     assert "26 rows in 4 parts, 3 of them made before" in result.stdout
     assert table_of(folder)["text"].to_pylist() == [*TEXTS, "one more"]
 
@@ -219,9 +219,9 @@ async def test_another_job_is_overwritten(
     A file that no job wrote stays in the folder.
     """
     other = write_texts(tmp_path / "other.txt", ["one more"])
-    await encserve(service, "embed", source, *output)
+    await encserve(service, "embed", *inputs(source), *output)
     (folder / "notes").touch()
-    await encserve(service, "embed", other, *output, "--overwrite")
+    await encserve(service, "embed", *inputs(other), *output, "--overwrite")
     assert table_of(folder)["text"].to_pylist() == ["one more"]
     assert "notes" in files_in(folder)
 
@@ -235,18 +235,18 @@ async def test_a_dry_run_shows_the_plan_and_writes_nothing(
     """
     table = tmp_path / "table.csv"
     table.write_text("text\none\n")
-    result = await encserve(service, "embed", source, *output, "--dry-run")
+    result = await encserve(service, "embed", *inputs(source), *output, "--dry-run")
     shown = " ".join(result.stdout.split())
     assert "inputs 1 file, 25 rows" in shown
     assert "parts of 10 rows" in shown
     assert "model tiny, version 1" in shown
     assert "engine server, float32" in shown
     assert "time about 0:00:00, as" in shown
-    [plan] = events_of(await encserve(service, "embed", source, *output, "--dry-run", "--json"))
+    [plan] = events_of(await encserve(service, "embed", *inputs(source), *output, "--dry-run", "--json"))
     assert (plan["event"], plan["rows"], plan["part_rows"], plan["parts_before"]) == ("plan", 25, 10, 0)
     assert plan["estimated_seconds"] >= 0
     assert plan["output_bytes"] == 25 * 8 * 4
-    result = await encserve(service, "embed", source, table, *output, "--dry-run")
+    result = await encserve(service, "embed", *inputs(source, table), *output, "--dry-run")
     shown = " ".join(result.stdout.split())
     assert "inputs 2 files, rows not counted" in shown
     assert "time not known; 8 rows took" in shown
@@ -256,9 +256,9 @@ async def test_a_dry_run_shows_the_plan_and_writes_nothing(
 async def test_a_dry_run_with_overwrite_removes_nothing(
     service: FakeEncoder, source: Path, output: tuple[str, str], folder: Path
 ) -> None:
-    await encserve(service, "embed", source, *output)
+    await encserve(service, "embed", *inputs(source), *output)
     before = files_in(folder)
-    await encserve(service, "embed", source, *output, "--overwrite", "--dtype", "float16", "--dry-run")
+    await encserve(service, "embed", *inputs(source), *output, "--overwrite", "--dtype", "float16", "--dry-run")
     assert files_in(folder) == before
 
 
@@ -270,7 +270,7 @@ async def test_rejected_rows_are_counted_and_named(
     A second run has nothing to compute, and also exits with status 3.
     """
     source = write_texts(tmp_path / "texts.txt", [*TEXTS, TOO_LONG])
-    command = ("embed", source, *output)
+    command = ("embed", *inputs(source), *output)
     result = await encserve(service, *command, status=3)
     assert f"rejected: 1 row, such as {source}, line 26: has 72 tokens" in result.stdout
     assert f"{folder}/_rejected has the reasons" in result.stdout
@@ -283,8 +283,8 @@ async def test_too_many_rejected_rows_fail_the_job(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str]
 ) -> None:
     source = write_texts(tmp_path / "texts.txt", [*TEXTS, TOO_LONG])
-    await encserve(service, "embed", source, *output, "--max-rejected", "1", status=3)
-    result = await encserve(service, "embed", source, *output, "--max-rejected", "0", status=1)
+    await encserve(service, "embed", *inputs(source), *output, "--max-rejected", "1", status=3)
+    result = await encserve(service, "embed", *inputs(source), *output, "--max-rejected", "0", status=1)
     assert "1 rows were rejected, more than --max-rejected 0" in result.stderr
 
 
@@ -292,9 +292,9 @@ async def test_a_failure_is_one_line(
     service: FakeEncoder, tmp_path: Path, source: Path, output: tuple[str, str], folder: Path
 ) -> None:
     for arguments, told in (
-        ([source, "--model", "none"], "'none' is not loaded"),
-        ([tmp_path / "missing.txt"], "missing.txt"),
-        ([source, "--keep", "id"], "--keep is for"),
+        ([*inputs(source), "--model", "none"], "'none' is not loaded"),
+        (inputs(tmp_path / "missing.txt"), "missing.txt"),
+        ([*inputs(source), "--keep", "id"], "--keep is for"),
     ):
         result = await encserve(service, "embed", *arguments, *output, status=1)
         assert result.stderr.startswith("Error: ")
@@ -307,7 +307,7 @@ async def test_programs_read_json_lines(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path
 ) -> None:
     source = write_texts(tmp_path / "texts.txt", [*TEXTS, TOO_LONG])
-    result = await encserve(service, "embed", source, *output, "--json", status=3)
+    result = await encserve(service, "embed", *inputs(source), *output, "--json", status=3)
     plan, *progress, done = events_of(result)
     assert (plan["event"], plan["rows"], plan["model"]["fingerprint"]) == ("plan", 26, "f" * 16)
     assert {it["event"] for it in progress} == {"progress"}
@@ -322,7 +322,7 @@ async def test_programs_read_json_lines(
 async def test_progress_of_a_job_is_shown_on_a_terminal(
     service: FakeEncoder, source: Path, output: tuple[str, str]
 ) -> None:
-    result = await encserve(service, "embed", source, *output, env=WIDE_TERMINAL)
+    result = await encserve(service, "embed", *inputs(source), *output, env=WIDE_TERMINAL)
     assert "/25 rows" in result.stderr
     assert "25 rows in 3 parts" in result.stdout
 
@@ -389,7 +389,7 @@ def test_what_is_not_known_yet_is_not_shown(
         (["--output", "folder/", "--bundle", "b", "--model-version", "1"], "--model-version is of a server"),
         (["--output", "folder/", "--vectors", "--ids"], "--vectors or --ids"),
         (["--output", "folder/", "--overwrite", "--add-inputs"], "--overwrite or --add-inputs"),
-        (["--output", "folder/", "--text"], "--text"),
+        (["--output", "folder/", "a text"], "give --input FILE instead of TEXT"),
         (["--shard", "0/2"], "--shard"),
         (["--output", "folder/", "--shard", "2/2"], "must be I/N with I from 0 to N-1, as 0/8; was 2/2"),
         (["--output", "folder/", "--shard", "1"], "must be I/N"),
@@ -407,14 +407,14 @@ def test_options_that_do_not_go_together(
     The command sends no request and writes no file.
     """
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(cli, ["--target", "127.0.0.1:1", "embed", "texts.txt", *flags])
+    result = CliRunner().invoke(cli, ["--target", "127.0.0.1:1", "embed", "--input", "texts.txt", *flags])
     assert result.exit_code == 2, result.output
     assert named in " ".join(result.stderr.split())
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_output_without_a_suffix_says_how_a_folder_is_named(source: Path, folder: Path) -> None:
-    result = CliRunner().invoke(cli, ["embed", str(source), "--pooling", "mean", "--output", str(folder)])
+    result = CliRunner().invoke(cli, ["embed", *inputs(source), "--pooling", "mean", "--output", str(folder)])
     assert result.exit_code == 1
     assert "End the name of a folder with /" in result.stderr
 
@@ -477,7 +477,7 @@ def run_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
 
     def run(words: Any, *flags: str) -> Result:
         monkeypatch.setattr(job_command, "backend_of", lambda **_: words)
-        command = ["embed", str(source), "--output", f"{tmp_path}/vectors/", "--bundle", "words", *flags]
+        command = ["embed", *inputs(source), "--output", f"{tmp_path}/vectors/", "--bundle", "words", *flags]
         return CliRunner().invoke(cli, command)
 
     return run
@@ -586,7 +586,7 @@ def test_a_bundle_makes_single_files_and_prints(monkeypatch: pytest.MonkeyPatch,
     If an input is refused, the error names the line of the input.
     """
     monkeypatch.setattr(job_command, "backend_of", lambda **_: Words())
-    command = ["embed", str(source), "--bundle", "words"]
+    command = ["embed", *inputs(source), "--bundle", "words"]
     result = CliRunner().invoke(cli, [*command, "--output", str(tmp_path / "vectors.npy")])
     assert result.exit_code == 0, result.output
     assert np.load(tmp_path / "vectors.npy")[:, 0].tolist() == [len(it.split()) for it in TEXTS]
@@ -613,7 +613,7 @@ def test_options_of_bundles_and_clusters_are_handed_on(
     monkeypatch.setattr(job_command, "backend_of", backend_of)
     flags = ["--engine", "openvino", "--precision", "bfloat16", "--max-batch-tokens", "9", "--tokenizer-threads", "3"]
     flags += ["--ray", "auto", "--actors", "4", "--actor-cpus", "2"]
-    command = ["embed", str(source), *output, "--bundle", "b", *flags]
+    command = ["embed", *inputs(source), *output, "--bundle", "b", *flags]
     result = CliRunner().invoke(cli, command)
     assert result.exit_code == 0, result.output
     assert found["bundle"] == "b"
@@ -733,17 +733,17 @@ async def test_only_files_of_jobs_are_removed_and_inputs_are_no_outputs(
     folder.mkdir()  # noqa: ASYNC240
     theirs = folder / "part-00000-3f2a-c000.snappy.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), theirs)
-    await encserve(service, "embed", source, *output)
-    await encserve(service, "embed", source, *output, "--overwrite")
+    await encserve(service, "embed", *inputs(source), *output)
+    await encserve(service, "embed", *inputs(source), *output, "--overwrite")
     assert theirs.exists()
-    result = await encserve(service, "embed", theirs, *output, "--overwrite", status=1)
+    result = await encserve(service, "embed", *inputs(theirs), *output, "--overwrite", status=1)
     assert "is an input in the folder of the output" in result.stderr
 
 
 async def test_what_the_model_does_not_have_removes_nothing(
     service: FakeEncoder, source: Path, folder: Path, output: tuple[str, str]
 ) -> None:
-    await encserve(service, "embed", source, *output)
+    await encserve(service, "embed", *inputs(source), *output)
     before = files_in(folder)
     for flags, problem in (
         (["--prompt-name", "nope"], "--prompt-name 'nope': model tiny does not have it"),
@@ -751,7 +751,7 @@ async def test_what_the_model_does_not_have_removes_nothing(
         (["--dimensions", "9999"], "--dimensions 9999: must be at most 8"),
         (["--kind", "sparse"], "--kind sparse: model tiny does not have it"),
     ):
-        result = await encserve(service, "embed", source, *output, "--overwrite", *flags, status=1)
+        result = await encserve(service, "embed", *inputs(source), *output, "--overwrite", *flags, status=1)
         assert files_in(folder) == before, flags
         assert problem in " ".join(result.stderr.split())
 
@@ -765,11 +765,11 @@ async def test_added_inputs_may_come_before_those_that_are_there(
     """
     for name in "ac":
         write_texts(tmp_path / f"{name}.txt")
-    await encserve(service, "embed", tmp_path / "a.txt", tmp_path / "c.txt", *output)
+    await encserve(service, "embed", *inputs(tmp_path / "a.txt", tmp_path / "c.txt"), *output)
     write_texts(tmp_path / "b.txt")
     paths = [tmp_path / f"{name}.txt" for name in "abc"]
     for flags in (["--add-inputs"], ["--add-inputs"], []):
-        await encserve(service, "embed", *paths, *output, *flags)
+        await encserve(service, "embed", *inputs(*paths), *output, *flags)
     assert table_of(folder)["text"].to_pylist() == TEXTS * 3
 
 
@@ -781,7 +781,7 @@ async def test_a_job_goes_on_with_the_same_files_at_another_time_or_place(
     (tmp_path / "old").mkdir()
     sources = [write_texts(tmp_path / "old" / name, TEXTS) for name in ("a.txt", "b.txt")]
     sources.append(write_texts(tmp_path / "old" / "c.txt", TEXTS[:5]))
-    await encserve(service, "embed", *sources, *output)
+    await encserve(service, "embed", *inputs(*sources), *output)
     (folder / "part-00001-000001.parquet").unlink()
     if change == "time":
         for it in sources:
@@ -789,21 +789,21 @@ async def test_a_job_goes_on_with_the_same_files_at_another_time_or_place(
     else:
         (tmp_path / "old").rename(tmp_path / "new")
         sources = [tmp_path / "new" / it.name for it in reversed(sources)]
-    result = await encserve(service, "embed", *sources, *output)
+    result = await encserve(service, "embed", *inputs(*sources), *output)
     assert "55 rows in 7 parts, 6 of them made before" in result.stdout
     assert table_of(folder)["text"].to_pylist() == [*TEXTS, *TEXTS, *TEXTS[:5]]
     sources[1].write_text("other\n")
-    result = await encserve(service, "embed", *sources, *output, status=1)
+    result = await encserve(service, "embed", *inputs(*sources), *output, status=1)
     assert "b.txt" in result.stderr
 
 
 async def test_changed_inputs_are_refused(service: FakeEncoder, source: Path, output: tuple[str, str]) -> None:
-    await encserve(service, "embed", source, *output)
+    await encserve(service, "embed", *inputs(source), *output)
     size = source.stat().st_size  # noqa: ASYNC240
     for text, problem in (("x" * size, "its checksum differs"), ("x", f"{size:,} bytes then, 1 now")):
         source.write_text(text)  # noqa: ASYNC240
         os.utime(source, ns=(0, 1))
-        result = await encserve(service, "embed", source, *output, status=1)
+        result = await encserve(service, "embed", *inputs(source), *output, status=1)
         assert f"{source} was changed: {problem}" in result.stderr
 
 
@@ -818,9 +818,9 @@ async def test_a_job_without_parts_blocks_no_folder(
     with words_job(source, Words(stop)) as job, pytest.raises(RuntimeError, match="the power fails"):
         job.run()
     assert files_in(folder).keys() == {"_job.json"}
-    await encserve(service, "embed", source, *output, "--dtype", "float16")
+    await encserve(service, "embed", *inputs(source), *output, "--dtype", "float16")
     assert table_of(folder)["text"].to_pylist() == TEXTS
-    result = await encserve(service, "embed", source, *output, status=1)
+    result = await encserve(service, "embed", *inputs(source), *output, status=1)
     assert "dtype is 'float32'; the job has 'float16'" in result.stderr
 
 
@@ -934,8 +934,8 @@ async def test_an_empty_line_is_a_text_in_jobs_and_in_files(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path
 ) -> None:
     source = write_texts(tmp_path / "texts.txt", ["one", "", "three"])
-    await encserve(service, "embed", source, *output)
-    await encserve(service, "embed", source, "--output", tmp_path / "vectors.npy")
+    await encserve(service, "embed", *inputs(source), *output)
+    await encserve(service, "embed", *inputs(source), "--output", tmp_path / "vectors.npy")
     table = table_of(folder)
     assert table["text"].to_pylist() == ["one", "", "three"]
     np.testing.assert_array_equal(np.array(table["vector"].to_pylist(), np.float32), np.load(tmp_path / "vectors.npy"))
@@ -946,7 +946,7 @@ async def test_rejected_rows_keep_their_text(
 ) -> None:
     source = tmp_path / "texts.jsonl"
     source.write_text(json.dumps(TOO_LONG) + '\nnull\n""\n')
-    await encserve(service, "embed", source, *output, status=3)
+    await encserve(service, "embed", *inputs(source), *output, status=3)
     table = table_of(folder)
     assert table["text"].to_pylist() == [TOO_LONG, None, ""]
     assert [it is None for it in table["vector"].to_pylist()] == [True, True, False]

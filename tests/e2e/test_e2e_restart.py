@@ -65,7 +65,7 @@ def embed_stream(target: str, _: Path) -> Any:
 def command(target: str, folder: Path) -> Any:
     file, output = folder / "texts.txt", folder / "vectors.npy"
     file.write_text("\n".join(TEXTS))
-    arguments = ["--target", target, "embed", str(file), "--pooling", "mean", "--output", str(output)]
+    arguments = ["--target", target, "embed", "--input", str(file), "--pooling", "mean", "--output", str(output)]
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 0, result.output
     return np.load(output)

@@ -333,12 +333,14 @@ def test_the_ray_job() -> None:
     command = cli.get_command(click.Context(cli), name)
     assert program == "encserve"
     assert command is not None
-    options = dict(zip(words[1::2], words[2::2], strict=True))
+    options = dict(zip(words[::2], words[1::2], strict=True))
     assert options.keys() <= {flag for parameter in command.params for flag in parameter.opts}
     (container,) = ray_groups()[1]["template"]["spec"]["containers"]
     assert int(container["resources"]["limits"]["cpu"]) % int(options["--actor-cpus"]) == 0
     mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert {f"/{Path(path).parts[1]}" for path in (words[0], options["--output"], options["--bundle"])} == mounted
+    assert {
+        f"/{Path(path).parts[1]}" for path in (options["--input"], options["--output"], options["--bundle"])
+    } == mounted
     assert RAY_JOB["spec"]["rayClusterSpec"]["rayVersion"] == version("ray")
 
 

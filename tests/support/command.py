@@ -12,6 +12,11 @@ from encserve_cli.commands import cli
 TERMINAL = {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "NO_COLOR": "1", "TERM": "xterm", "COLUMNS": "110"}
 
 
+def inputs(*files: object) -> list[str]:
+    """Return the arguments of `encserve` for some files of inputs."""
+    return [argument for file in files for argument in ("--input", str(file))]
+
+
 async def encserve(
     service: FakeEncoder,
     *arguments: object,

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from encserve_cli.shared import model_options, with_client
+from encserve_cli.connection import connection_options
+from encserve_cli.shared import SectionCommand, model_options, rare_option, with_client
 
 if TYPE_CHECKING:
     from encserve_client import DType, EncoderClient, Pooling
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-@click.command()
+@click.command(cls=SectionCommand)
+@connection_options
 @click.option(
     "--concurrency",
     type=click.IntRange(1, 4096),
@@ -31,7 +33,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option(
     "--seconds", type=click.FloatRange(0.1, 600), default=10.0, show_default=True, help="The measured time of each row."
 )
-@click.option(
+@rare_option(
     "--warmup-seconds",
     type=click.FloatRange(0, 60),
     default=2.0,
@@ -53,7 +55,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     help="Inputs in each call.",
 )
 @click.option("--pooling", type=click.Choice(["model", "mean", "cls", "max"]), help="Default: one vector per token.")
-@click.option("--dtype", type=click.Choice(["float32", "float16"]), default="float32", show_default=True)
+@rare_option("--dtype", type=click.Choice(["float32", "float16"]), default="float32", show_default=True)
 @model_options
 @with_client
 def bench(
@@ -84,12 +86,9 @@ def bench(
 
     if lengths is not None and texts is not None:
         raise click.UsageError("--lengths and --texts do not go together; leave out one option")
-    connect = click.get_current_context().obj
-    (target,), keywords = connect.args, connect.keywords
-    connection = Connection(
-        target=target, tls=keywords["tls"], token=keywords["api_key"], metadata=tuple(keywords["metadata"])
-    )
-    shared = {"seconds": seconds, "warmup_seconds": warmup_seconds, "timeout_seconds": keywords["timeout_seconds"]}
+    server = click.get_current_context().obj
+    connection = Connection(target=server.target, tls=server.tls, token=server.api_key, metadata=server.metadata)
+    shared = {"seconds": seconds, "warmup_seconds": warmup_seconds, "timeout_seconds": server.timeout_seconds}
     loads = [Load(concurrency=callers, **shared) for callers in concurrency or (() if rate else (64,))]
     loads += [Load(rate_per_second=calls_per_second, **shared) for calls_per_second in rate]
     request = Request(

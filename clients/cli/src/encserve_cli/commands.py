@@ -3,76 +3,41 @@
 import functools
 import json
 from dataclasses import asdict
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from encserve_cli import render
 from encserve_cli.bench import bench
-from encserve_cli.files.command import Printing, Sources, deliver, prints_rows, reads_inputs
+from encserve_cli.connection import connection_options
+from encserve_cli.files.command import Printing, Sources, prints_rows, reads_inputs
 from encserve_cli.inspect import inspect
-from encserve_cli.job_options import SectionCommand, makes_jobs
+from encserve_cli.job_options import makes_jobs
 from encserve_cli.retrieval import embed, similarity
-from encserve_cli.shared import model_options, text_options, warnings_in_one_line, with_client
+from encserve_cli.shared import SectionCommand, model_options, text_options, warnings_in_one_line, with_client
 from encserve_cli.tokens import tokenize
-from encserve_client import EncoderClient, Output, Task, Tls
+
+if TYPE_CHECKING:
+    from encserve_client import EncoderClient, Task
 
 
-@click.group("encserve", context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "ENCSERVE"})
-@click.option(
-    "--target",
-    default="localhost:50051",
-    show_default=True,
-    show_envvar=True,
-    help="The server, host:port. The default port is 50051.",
+@click.group(
+    "encserve",
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "auto_envvar_prefix": "ENCSERVE",
+        "max_content_width": 140,
+    },
 )
-@click.option(
-    "--timeout",
-    default=30.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="The time for one message, with all retries. Many texts become several messages.",
-)
-@click.option("--tls", is_flag=True, help="Encrypt, and check the server's certificate.")
-@click.option("--ca", type=click.Path(path_type=Path), help="PEM file of trusted authorities; implies --tls.")
-@click.option("--cert", type=click.Path(path_type=Path), help="PEM file of the client's certificate; implies --tls.")
-@click.option("--tls-key", type=click.Path(path_type=Path), help="PEM file of the private key of --cert.")
-@click.option("--server-name", help="The name in the server's certificate; implies --tls. Default: the target's host.")
-@click.option("--api-key", show_envvar=True, help="The server's API key, or any bearer token. Use --tls with a key.")
-@click.option("--metadata", multiple=True, metavar="NAME=VALUE", help="Metadata of every call; may be repeated.")
+@connection_options
 @click.version_option(package_name="encserve-cli", prog_name="encserve")
 @click.pass_context
-def cli(
-    context: click.Context,
-    target: str,
-    timeout: float,
-    tls: bool,
-    ca: Path | None,
-    cert: Path | None,
-    tls_key: Path | None,
-    server_name: str | None,
-    api_key: str | None,
-    metadata: tuple[str, ...],
-) -> None:
+def cli(context: click.Context) -> None:
     """Get vectors from an encserve server."""
-    if (cert is None) != (tls_key is None):
-        given, missing = ("--cert", "--tls-key") if cert else ("--tls-key", "--cert")
-        raise click.UsageError(f"{given} needs {missing}; give both or none")
-    if wrong := [pair for pair in metadata if "=" not in pair]:
-        raise click.UsageError(f"--metadata must be NAME=VALUE; was {wrong[0]!r}")
     context.with_resource(warnings_in_one_line())
-    # A command creates the client, so that `encserve encode --help` reads no files.
-    context.obj = functools.partial(
-        EncoderClient,
-        target,
-        tls=Tls(ca=ca, cert=cert, key=tls_key, server_name=server_name) if ca or cert or server_name or tls else False,
-        timeout_seconds=timeout,
-        api_key=api_key,
-        metadata=[(name, value) for name, _, value in (pair.partition("=") for pair in metadata)],
-    )
 
 
 @cli.command(cls=SectionCommand)
+@connection_options
 @reads_inputs
 @model_options
 @text_options
@@ -81,22 +46,18 @@ def cli(
 @makes_jobs
 @with_client
 def encode(
-    client: EncoderClient,
+    client: "EncoderClient",
     sources: Sources,
     model: str | None,
     model_version: str | None,
     as_json: bool,
-    task: Task | None,
+    task: "Task | None",
     prompt_name: str | None,
     truncate: bool,
     printing: Printing,
     exclude_special: bool,
 ) -> None:
     """Print one vector per token of each TEXT.
-
-    A TEXT that ends in .txt, .jsonl, .csv, .tsv or .parquet is a file of texts: a path, or a URI such as
-    s3://bucket/texts.csv. All but .parquet may be compressed (.csv.gz, .csv.zst). - is standard input, one text a line.
-    With --text every TEXT is a text, even if it looks like a file.
 
     \b
     --output FILE, by the suffix of FILE:
@@ -108,6 +69,10 @@ def encode(
     --output FOLDER/ runs a job. The job fills the folder with .parquet files, and their rows are in the order of the
     inputs. After a stop, the same command computes the missing rows.
     """  # noqa: D301 - click reads a real \b
+    from encserve_cli import render
+    from encserve_cli.files.delivery import deliver
+    from encserve_client import Output
+
     run = functools.partial(
         client.run,
         outputs=[Output("tokens", dimensions=printing.dimensions)],
@@ -120,14 +85,17 @@ def encode(
         prompt_name=prompt_name,
         task=task,
     )
-    deliver(run, sources, printing, as_json, render.print_made)
+    deliver(run, sources, printing, as_json, render.print_made, client.close)
 
 
-@cli.command()
+@cli.command(cls=SectionCommand)
+@connection_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @with_client
-def models(client: EncoderClient, as_json: bool) -> None:
+def models(client: "EncoderClient", as_json: bool) -> None:
     """List the models that the server has loaded."""
+    from encserve_cli import render
+
     loaded = client.models()
     if as_json:
         click.echo(json.dumps([asdict(model) for model in loaded], ensure_ascii=False))

@@ -1,23 +1,16 @@
-"""`encserve inspect`: attention, norms and similarity for one text, as tables, as JSON or as an HTML page."""
+"""`encserve inspect`: the options. `inspect_run` has the rest, because its imports would make the help slow."""
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.text import Text
 
-from encserve_cli import render
-from encserve_cli.report import numbers
-from encserve_cli.report.labels import token_names
-from encserve_cli.report.page import build_page
-from encserve_cli.shared import model_options, text_options, with_client
-from encserve_client import EncoderClient, InspectResult, ModelInfo
+from encserve_cli.connection import connection_options
+from encserve_cli.files.command import Sources, reads_inputs
+from encserve_cli.shared import SectionCommand, model_options, rare_option, text_options, with_client
 
-_TOKEN_WIDTH = 16
+if TYPE_CHECKING:
+    from encserve_client import EncoderClient
 
 
 def _numbers(context: click.Context, option: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -33,24 +26,18 @@ def _numbers(context: click.Context, option: click.Parameter, value: str | None)
     return found
 
 
-@click.command()
-@click.argument("text", required=False)
-@click.option(
-    "--ids",
-    callback=_numbers,
-    metavar="N,N,…",
-    help="Token ids instead of TEXT, with special tokens: 101,2023,102.",
-)
+@click.command(cls=SectionCommand)
+@connection_options
+@reads_inputs
 @model_options
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with figures to this file.")
 @click.option("--layers", callback=_numbers, metavar="N,N,…", help="Only these layers, from 0. Default: all layers.")
 @text_options
-@click.option("--max-rows", type=click.IntRange(min=0), default=32, show_default=True, help="Tokens to print.")
+@rare_option("--max-rows", type=click.IntRange(min=0), default=32, show_default=True, help="Tokens to print.")
 @with_client
 def inspect(
-    client: EncoderClient,
-    text: str | None,
-    ids: tuple[int, ...] | None,
+    client: "EncoderClient",
+    sources: Sources,
     model: str | None,
     model_version: str | None,
     as_json: bool,
@@ -63,130 +50,8 @@ def inspect(
 
     --html writes one page with figures. The page needs no network.
     """
-    if (text is None) == (ids is None):
-        raise click.UsageError("give either a TEXT or --ids")
-    info = client.model(model, model_version)
-    selected = None if layers is None else _check_layers(layers, info)
-    result = client.inspect(
-        _input(text, ids, info),
-        attention=True if selected is None else selected,
-        hidden_states=True if selected is None else [0, *(layer + 1 for layer in selected)],
-        positions=html is not None and info.position not in ("", "none", "rotary"),
-        model=model,
-        version=model_version,
-        **options,
-    )
-    if html is not None:
-        html.write_text(build_page(result, info, text), encoding="utf-8", newline="\n")
-    console = Console(highlight=False)
-    if as_json:
-        click.echo(json.dumps(_to_json(text, result), ensure_ascii=False))
-        return
-    if html is not None:
-        size = html.stat().st_size / 1e6
-        console.print(Text(f"wrote {html}: {size:.1f} MB, {result.sequence.token_count} tokens"))
-    else:
-        _print_tokens(console, result, max_rows)
-        _print_layers(console, result)
-    render.print_footer(console, result)
+    from encserve_cli import inspect_run
 
-
-def _input(text: str | None, ids: tuple[int, ...] | None, info: ModelInfo) -> str | list[int]:
-    if info.input_kind == "embeddings":
-        raise ValueError(f"model {info.name} takes vectors, and this command takes none; call client.inspect in Python")
-    if ids is not None:
-        return list(ids)
-    if not info.has_tokenizer:
-        raise ValueError(f"model {info.name} has no tokenizer; give token ids instead: --ids 101,2023,102")
-    return text or ""
-
-
-def _check_layers(layers: Sequence[int], info: ModelInfo) -> list[int]:
-    """Return the layers in order. The server refuses wrong layers if the client does not know the number of layers."""
-    if info.n_layers and max(layers) >= info.n_layers:
-        raise ValueError(f"--layers must be from 0 to {info.n_layers - 1}; was {max(layers)}")
-    return sorted(set(layers))
-
-
-def _print_tokens(console: Console, result: InspectResult, max_rows: int) -> None:
-    names = token_names(result.sequence)
-    ids = result.sequence.token_ids
-    table = render.make_table()
-    table.add_column("token", no_wrap=True, overflow="ellipsis", max_width=_TOKEN_WIDTH)
-    table.add_column("id", justify="right")
-    rows: list[list[Text | str]] = [
-        [Text(name), "-" if ids is None else str(ids[position])] for position, name in enumerate(names)
-    ]
-    if result.hidden_states is not None:
-        norms = numbers.state_norms(result.hidden_states)  # (layers, seq)
-        for index in dict.fromkeys((0, len(norms) - 1)):
-            depth = result.hidden_state_layers[index]
-            table.add_column("norm in" if depth == 0 else f"after {depth - 1}", justify="right", no_wrap=True)
-            for row, norm in zip(rows, norms[index].tolist(), strict=True):
-                row.append(f"{norm:.3f}")
-    if result.attention is not None:
-        heading = f"attends to (layer {result.attention_layers[-1]})"
-        table.add_column(heading, no_wrap=True, overflow="ellipsis", max_width=_TOKEN_WIDTH + 6)
-        table.add_column("weight", justify="right", no_wrap=True)
-        positions, weights = numbers.most_attended(result.attention[-1])
-        for row, position, weight in zip(rows, positions.tolist(), weights.tolist(), strict=True):
-            row += [Text(f"{position} {names[position]}"), f"{weight:.3f}"]
-    for row in rows[:max_rows]:
-        table.add_row(*row)
-    console.print(table)
-    if len(rows) > max_rows:
-        console.print(f"{len(rows) - max_rows} more tokens not shown")
-    if result.sequence.truncated:
-        console.print(f"cut off after {len(rows)} of {result.sequence.original_token_count} tokens")
-
-
-def _print_layers(console: Console, result: InspectResult) -> None:
-    columns: dict[str, dict[int, str]] = {  # the cells of each column, by depth
-        "mean norm": {},
-        "mean cosine": {},
-        "mean entropy": {},
-        "most focused head": {},
-    }
-    if result.hidden_states is not None:
-        norms = numbers.state_norms(result.hidden_states).mean(axis=1)
-        cosines = numbers.mean_similarity(numbers.cosine_similarity(result.hidden_states))
-        for depth, norm, cosine in zip(result.hidden_state_layers, norms, cosines, strict=True):
-            columns["mean norm"][depth] = f"{norm:.3f}"
-            columns["mean cosine"][depth] = f"{cosine:z.3f}"
-    if result.attention is not None:
-        entropy = numbers.attention_entropy(result.attention).mean(axis=-1)  # (layers, heads)
-        for layer, heads in zip(result.attention_layers, entropy, strict=True):
-            columns["mean entropy"][layer + 1] = f"{heads.mean():.2f} bits"
-            columns["most focused head"][layer + 1] = f"{heads.argmin()}, {heads.min():.2f} bits"
-    table = render.make_table()
-    for name in ("layer", *columns):
-        table.add_column(name, justify="right")
-    for depth in sorted({depth for cells in columns.values() for depth in cells}):
-        table.add_row("input" if depth == 0 else str(depth - 1), *(cells.get(depth, "-") for cells in columns.values()))
-    console.print(table)
-    console.print(Text("weight: mean of the heads; cosine: mean of all pairs; 0 bits: one token only", "dim"))
-
-
-def _to_json(text: str | None, result: InspectResult) -> dict[str, Any]:
-    sequence = result.sequence
-    body: dict[str, Any] = {
-        "model": result.model,
-        "version": result.version,
-        "fingerprint": result.fingerprint,
-        "space_id": result.space_id,
-        "timings": asdict(result.timings),
-        "text": text,
-        "truncated": sequence.truncated,
-        "tokens": sequence.tokens,
-        "token_ids": None if sequence.token_ids is None else sequence.token_ids.tolist(),
-        "attention_layers": result.attention_layers,
-        "hidden_state_layers": result.hidden_state_layers,
-    }
-    if result.attention is not None:
-        body["attention"] = result.attention.tolist()
-        body["entropy_bits"] = numbers.attention_entropy(result.attention).tolist()
-    if result.hidden_states is not None:
-        body["hidden_states"] = result.hidden_states.tolist()
-        body["norms"] = numbers.state_norms(result.hidden_states).tolist()
-        body["cosine"] = numbers.cosine_similarity(result.hidden_states).tolist()
-    return body
+    [source] = sources.read_few(1, "inspect takes one text")
+    options |= {"model": model, "version": model_version}
+    inspect_run.run(client, source, options, html=html, layers=layers, max_rows=max_rows, as_json=as_json)

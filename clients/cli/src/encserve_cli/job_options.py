@@ -7,33 +7,9 @@ from typing import Any
 
 import click
 
-from encserve_cli.shared import check_pooling, with_options
+from encserve_cli.shared import SectionOption, check_pooling, with_options
 
 Command = Callable[..., Any]
-
-
-class SectionOption(click.Option):
-    """An option in a section of the help."""
-
-    def __init__(self, *args: Any, section: str, **kwargs: Any) -> None:
-        """Take the section's title, and the arguments of `click.Option`."""
-        self.section = section
-        super().__init__(*args, **kwargs)
-
-
-class SectionCommand(click.Command):
-    """A command with sections of options in its help."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options; options without a section come first."""
-        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
-            if record is not None:
-                sections.setdefault(getattr(parameter, "section", "Options"), []).append(record)
-        for title, records in sections.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
 
 
 class _ShardType(click.ParamType[tuple[int, int]]):
@@ -60,7 +36,7 @@ _FOLDER: _Options = {
         "bool; default: the type in Parquet, string in .csv, and the type of the first values in .jsonl.",
     },
     "--overwrite": {"is_flag": True, "help": "Remove the output of another job from the folder first."},
-    "--add-inputs": {"is_flag": True, "help": "Add the FILEs that the job does not have yet to it."},
+    "--add-inputs": {"is_flag": True, "help": "Add the files of --input that the job does not have yet."},
     "--max-rejected": {
         "type": click.IntRange(min=0),
         "metavar": "N",
@@ -175,7 +151,7 @@ def _check(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     if options["printing"].folder is None:
         _check_absent(given, (*_FOLDER, *_RAY), "is of a job: have --output name a folder that is there, or end in /")
     elif options["sources"].texts:
-        raise click.UsageError("--text makes texts of arguments, and a job reads files")
+        raise click.UsageError("a job reads files; give --input FILE instead of TEXT")
     if "bundle" not in given:
         _check_absent(given, (*_BUNDLE, *_RAY), "goes with --bundle")
     elif named := [name for name in ("model", "model_version") if options[name] is not None]:

@@ -1,25 +1,75 @@
 """Decorators and checks that several commands of `encserve` use."""
 
 import functools
+import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from encserve_client import EncodeResult, EncserveError
+if TYPE_CHECKING:
+    from encserve_client import EncodeResult
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+STOPPED = 130  # the exit status after Ctrl-C, as in a shell
+CONNECTION = "Connection"  # the section of the connection options
+
+# The option for each argument of the client, as the client's errors name the argument.
+_FLAGS: Mapping[str, str] = {
+    "target must": "--target must",
+    "timeout_seconds": "--timeout",
+    "tls.ca": "--ca",
+    "tls.cert": "--cert",
+    "tls.key": "--tls-key",
+    "tls=Tls(server_name=…)": "--server-name",
+    "tls=True": "--tls",
+    "api_key": "--api-key",
+    "kind=": "--kind ",
+    "pooling=": "--pooling ",
+    "task=": "--task ",
+    "prompt_name=": "--prompt-name ",
+}
+# A path in an error may contain such a name.
+_ARGUMENT = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, _FLAGS))})(?![\w./-])")
+
+
+class SectionOption(click.Option):
+    """An option in a section of the help."""
+
+    def __init__(self, *args: Any, section: str, **kwargs: Any) -> None:
+        """Take the section's title, and the arguments of `click.Option`."""
+        self.section = section
+        super().__init__(*args, **kwargs)
+
+
+rare_option = functools.partial(click.option, cls=SectionOption, section="More options")
+
+
+class SectionCommand(click.Command):
+    """A command with sections of options in its help."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options. Options without a section come first, and the connection options last."""
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+            if record is not None:
+                sections.setdefault(getattr(parameter, "section", "Options"), []).append(record)
+        for title, records in sorted(sections.items(), key=lambda section: section[0] == CONNECTION):
+            with formatter.section(title):
+                formatter.write_dl(records)
+
 
 def with_client(command: F) -> F:
-    """Pass a client to a command. Errors become one line on stderr and exit status 1."""
+    """Pass a client to a command with connection options. Errors become one line on stderr and exit status 1."""
 
     @functools.wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> None:
-        connect = click.get_current_context().obj
-        with errors_in_one_line(), connect() as client:
+        connection = click.get_current_context().obj
+        with errors_in_one_line(), connection.client() as client:
             command(client, *args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
@@ -29,15 +79,28 @@ def with_client(command: F) -> F:
 def errors_in_one_line(*others: type[Exception]) -> Iterator[None]:
     """Print the errors of commands, and other errors, as one line on stderr, and exit with status 1.
 
+    The errors of the client's arguments name options instead. Ctrl-C prints one line, too, and exits with status 130.
     If the reader of stdout has gone, as in `encserve … | head -1`, click exits with status 1 and prints nothing.
     """
+    from encserve_client import EncserveError, InvalidRequestError
+
     caught: tuple[type[Exception], ...] = (EncserveError, ValueError, OSError, *others)
     try:
         yield
     except BrokenPipeError:
         raise
+    except KeyboardInterrupt:
+        click.echo("stopped", err=True)
+        click.get_current_context().exit(STOPPED)
+    except InvalidRequestError as error:
+        raise click.ClickException(_ARGUMENT.sub(lambda found: _FLAGS[found[0]], _one_line(error))) from error
     except caught as error:
-        raise click.ClickException(" ".join(str(error).split())) from error
+        raise click.ClickException(_one_line(error)) from error
+
+
+def _one_line(error: Exception) -> str:
+    """Return the text of an error, without line breaks."""
+    return " ".join(str(error).split())
 
 
 @contextmanager
@@ -63,7 +126,7 @@ def model_options(command: F) -> F:
     return with_options(
         command,
         click.option("--model", help="Default: the server's default model."),
-        click.option("--model-version", help="Default: the model's default version."),
+        rare_option("--model-version", help="Default: the model's default version."),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     )
 
@@ -75,7 +138,7 @@ def text_options(command: F) -> F:
         click.option(
             "--task", type=click.Choice(["query", "document"]), help="Whether each TEXT is a query or a document."
         ),
-        click.option(
+        rare_option(
             "--prompt-name",
             metavar="NAME",
             help='The name of the prompt before every TEXT; "" for no prompt. Default: the model\'s default prompt.',
@@ -84,7 +147,7 @@ def text_options(command: F) -> F:
     )
 
 
-def ids_of(result: EncodeResult) -> dict[str, Any]:
+def ids_of(result: "EncodeResult") -> dict[str, Any]:
     """Return the name, the version and the ids of the model."""
     return {
         "model": result.model,

@@ -1,25 +1,25 @@
 """`encserve tokenize`: the tokens of texts."""
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
-from encserve_cli import render
-from encserve_cli.files.command import takes_texts_and_files
-from encserve_cli.files.encoding import encode_all
-from encserve_cli.files.reading import read_inputs
-from encserve_cli.shared import model_options, text_options, with_client
-from encserve_client import EncoderClient, SequenceInfo
-from encserve_client.options import OffsetUnit
+from encserve_cli.connection import connection_options
+from encserve_cli.files.command import Sources, reads_texts
+from encserve_cli.shared import SectionCommand, model_options, rare_option, text_options, with_client
+
+if TYPE_CHECKING:
+    from encserve_client import EncoderClient, SequenceInfo
+    from encserve_client.options import OffsetUnit
 
 
-@click.command()
-@takes_texts_and_files
+@click.command(cls=SectionCommand)
+@connection_options
+@reads_texts
 @model_options
 @text_options
-@click.option(
+@rare_option(
     "--offset-unit",
     type=click.Choice(["code_points", "utf8_bytes"]),
     default="code_points",
@@ -28,28 +28,28 @@ from encserve_client.options import OffsetUnit
 )
 @with_client
 def tokenize(
-    client: EncoderClient,
-    texts: tuple[str, ...],
-    column: str | None,
-    only_texts: bool,
+    client: "EncoderClient",
+    sources: Sources,
     model: str | None,
     model_version: str | None,
     as_json: bool,
     truncate: bool,
-    offset_unit: OffsetUnit,
+    offset_unit: "OffsetUnit",
     **options: Any,
 ) -> None:
     """Print the tokens of each TEXT: the string in the vocabulary, the id, the start and the end.
 
-    A TEXT that ends in .txt, .jsonl, .csv, .tsv or .parquet is a file of texts: a path, or a URI such as
-    s3://bucket/texts.csv. All but .parquet may be compressed (.csv.gz, .csv.zst). - is standard input, one text a line.
-    With --text every TEXT is a text, even if it looks like a file.
     The model computes no vectors and need not be ready. Without --truncate the command prints all tokens of a text.
     --json prints a line for each text.
     """
+    from rich.console import Console
+
+    from encserve_cli import render
+    from encserve_cli.files.encoding import encode_all
+
     console = Console(highlight=False)
 
-    def run(call_texts: list[str]) -> list[SequenceInfo]:
+    def run(call_texts: list[str]) -> "list[SequenceInfo]":
         return client.tokenize(
             call_texts,
             model=model,
@@ -60,7 +60,7 @@ def tokenize(
             **options,
         )
 
-    for call, infos in encode_all(run, read_inputs(texts, column, ids=False, texts=only_texts)):
+    for call, infos in encode_all(run, sources.read(), client.close):
         for text, info in zip(call, infos, strict=True):
             if as_json:
                 click.echo(json.dumps({"text": text.value} | _record(info), ensure_ascii=False))
@@ -68,7 +68,7 @@ def tokenize(
                 render.print_tokens(console, str(text.value), info)
 
 
-def _record(info: SequenceInfo) -> dict[str, Any]:
+def _record(info: "SequenceInfo") -> dict[str, Any]:
     arrays = {"token_ids": info.token_ids, "offsets": info.offsets, "special": info.special}
     return {
         "token_count": info.token_count,

@@ -1,53 +1,68 @@
-"""What `encode` and `embed` share: where inputs come from, and where vectors go."""
+"""Options for inputs and outputs. `delivery` writes the outputs, because its imports would make the help slow."""
 
 import functools
+import glob
 import itertools
-import json
-import time
+import os
+import shlex
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from encserve_cli import render
-from encserve_cli.files.encoding import Run, encode_all
-from encserve_cli.files.reading import Sent, count_inputs, is_uri, read_inputs
-from encserve_cli.files.records import records
-from encserve_cli.shared import ids_of, with_options
-from encserve_client import DType, EncodeResult
+from encserve_cli.files.reading import Sent, count_inputs, is_uri, looks_like_file, read_inputs
+from encserve_cli.shared import rare_option, with_options
+
+if TYPE_CHECKING:
+    from encserve_client import DType
 
 Command = Callable[..., Any]
-# Without a file all results are held, and printed when the last is there.
-_MOST_PRINTED = 1000
+STDOUT = Path("-")  # --output - writes to standard output
+NOTHING = "there is nothing to encode: no input was found"
 # Of `files.writing`, which is imported late.
 _SUFFIXES = (".npy", ".npz", ".jsonl", ".csv", ".parquet")
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where inputs come from.
+    """The inputs of a command.
 
     Attributes:
-        arguments: Texts, files and "-".
-        column: The column of files that have several, or None.
+        texts: The texts of the command line.
+        files: Paths and URIs of files; "-" for standard input.
+        column: The column of files with several columns; None for "text", or the only column.
         ids: Whether inputs are token ids.
-        texts: Whether every argument is a text.
     """
 
-    arguments: tuple[str, ...]
+    texts: tuple[str, ...]
+    files: tuple[str, ...]
     column: str | None
     ids: bool
-    texts: bool
 
     def read(self) -> Iterator[Sent]:
-        """Every input; see `read_inputs`."""
-        return read_inputs(self.arguments, self.column, ids=self.ids, texts=self.texts)
+        """Yield every input; see `read_inputs`."""
+        return read_inputs(self.texts, self.files, self.column, ids=self.ids)
+
+    def count(self) -> int | None:
+        """Return the number of inputs; see `count_inputs`."""
+        return count_inputs(self.texts, self.files)
+
+    def read_few(self, most: int, advice: str) -> list[Sent]:
+        """Return all inputs.
+
+        Raises:
+            ValueError: An input is not valid, there are no inputs, or there are more than `most`. The error about too
+                many inputs ends with the advice.
+            OSError: A file cannot be read.
+        """
+        inputs = list(itertools.islice(self.read(), most + 1))
+        if len(inputs) > most:
+            raise ValueError(f"more than {most:,} inputs: {advice}")
+        if not inputs:
+            raise ValueError(NOTHING)
+        return inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +70,7 @@ class Printing:
     """Where vectors go, and as what.
 
     Attributes:
-        output: A file, or None.
+        output: A file, `STDOUT`, or None.
         folder: The folder of a job, a path or a URI, or None.
         max_rows: How many rows to print of each text.
         dimensions: To how many numbers each row is cut, or None.
@@ -66,12 +81,12 @@ class Printing:
     folder: str | None
     max_rows: int
     dimensions: int | None
-    dtype: DType
+    dtype: "DType"
 
     @property
     def names_tokens(self) -> bool:
         """Whether the vocabulary's strings are shown; other files have no place for them."""
-        return self.output is None or self.output.suffix.lower() == ".jsonl"
+        return self.output in (None, STDOUT) or Path(self.output).suffix.lower() == ".jsonl"
 
 
 def _is_folder(output: str) -> bool:
@@ -81,37 +96,77 @@ def _is_folder(output: str) -> bool:
     return output.endswith("/") or is_uri(output) or Path(output).is_dir()
 
 
-def takes_texts_and_files(command: Command) -> Command:
-    """Adds the arguments, --column, and --text as `only_texts`."""
+def reads_texts(command: Command) -> Command:
+    """Add TEXT, --input, --column and --text to a command. The command gets `sources`, its inputs."""
+
+    @functools.wraps(command)
+    def wrapper(
+        *args: Any,
+        texts: tuple[str, ...],
+        files: tuple[str, ...],
+        column: str | None,
+        only_texts: bool,
+        ids: bool = False,
+        **others: Any,
+    ) -> Any:
+        if not texts and not files:
+            raise click.UsageError("no input; give a TEXT, or a file with --input FILE")
+        if not only_texts:
+            _refuse_names_of_files(texts)
+        names = tuple(name for pattern in files for name in _files_of(pattern))
+        return command(*args, sources=Sources(texts, names, column, ids), **others)
+
     return with_options(
-        command,
-        click.argument("texts", nargs=-1, required=True, metavar="TEXT|FILE|-..."),
-        click.option("--column", metavar="NAME", help='Of files. Default: "text", or the only one.'),
-        click.option("--text", "only_texts", is_flag=True, help="Every argument is a text, even if it names a file."),
+        wrapper,
+        click.argument("texts", nargs=-1, metavar="[TEXT]..."),
+        click.option(
+            "--input",
+            "files",
+            multiple=True,
+            metavar="FILE",
+            help="Read a file: .txt, .jsonl, .csv, .tsv, or .parquet. All but .parquet may end in .gz or .zst. FILE is "
+            "a path, a URI such as s3://bucket/texts.csv, a pattern such as 'corpus/*.parquet' in quotes, or - for "
+            "standard input, one text a line. May be repeated.",
+        ),
+        click.option("--column", metavar="NAME", help='The column of files. Default: "text", or the only column.'),
+        rare_option("--text", "only_texts", is_flag=True, help="Every TEXT is a text, even if it looks like a file."),
     )
 
 
 def reads_inputs(command: Command) -> Command:
-    """Adds what says where inputs come from, as `sources`."""
+    """Add the options of `reads_texts`, and --ids."""
+    ids = rare_option("--ids", is_flag=True, help="Each TEXT is token ids, special tokens included: 101,2023,102.")
+    return reads_texts(ids(command))
 
-    @functools.wraps(command)
-    def wrapper(
-        *args: Any, texts: tuple[str, ...], column: str | None, only_texts: bool, ids: bool, **others: Any
-    ) -> Any:
-        return command(*args, sources=Sources(texts, column, ids, only_texts), **others)
 
-    ids_option = click.option(
-        "--ids", is_flag=True, help="Each TEXT is token ids, special tokens included: 101,2023,102."
-    )
-    return takes_texts_and_files(ids_option(wrapper))
+def _refuse_names_of_files(texts: Sequence[str]) -> None:
+    """Raise UsageError for a text that looks like a file."""
+    for text in texts:
+        try:
+            is_file = looks_like_file(text)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+        if is_file:
+            name = click.format_filename(text)
+            raise click.UsageError(
+                f"{name!r} looks like a file: read it with --input {shlex.quote(name)}, or send the text itself with "
+                "--text"
+            )
+
+
+def _files_of(pattern: str) -> list[str]:
+    """Return the files that match a pattern, sorted. If no file matches, return the pattern, for the error."""
+    if is_uri(pattern) or os.path.lexists(pattern):
+        return [pattern]
+    return sorted(glob.glob(pattern)) or [pattern]  # noqa: PTH207 - the pattern may be absolute
 
 
 def prints_rows(command: Command) -> Command:
-    """Adds what says where vectors go, as `printing`."""
+    """Add the options of outputs to a command. The command gets `printing`."""
 
     @functools.wraps(command)
     def wrapper(
-        *args: Any, output: str | None, max_rows: int, dimensions: int | None, dtype: DType, **others: Any
+        *args: Any, output: str | None, max_rows: int, dimensions: int | None, dtype: "DType", **others: Any
     ) -> Any:
         folder = output if output is not None and _is_folder(output) else None
         path = None if output is None or folder else Path(output)
@@ -121,14 +176,15 @@ def prints_rows(command: Command) -> Command:
         wrapper,
         click.option(
             "--output",
-            metavar="FILE|FOLDER/",
-            help=f"Write the vectors to this file: {', '.join(_SUFFIXES)}. Or fill this folder with a job.",
+            metavar="FILE|FOLDER/|-",
+            help=f"Write the vectors to this file: {', '.join(_SUFFIXES)}. Or fill this folder with a job. With - "
+            "print the lines of a .jsonl file.",
         ),
-        click.option(
+        rare_option(
             "--max-rows", type=click.IntRange(min=0), default=32, show_default=True, help="Rows to print of each text."
         ),
-        click.option("--dimensions", type=click.IntRange(min=1), help="Cut each row to so many numbers. Default: all."),
-        click.option(
+        rare_option("--dimensions", type=click.IntRange(min=1), help="Cut each row to so many numbers. Default: all."),
+        rare_option(
             "--dtype",
             type=click.Choice(["float32", "float16", "int8", "binary"]),
             default="float32",
@@ -137,89 +193,3 @@ def prints_rows(command: Command) -> Command:
             "tokens or sparse weights.",
         ),
     )
-
-
-def deliver(
-    run: Callable[..., EncodeResult],
-    sources: Sources,
-    printing: Printing,
-    as_json: bool,
-    print_result: Callable[[Sequence[str], EncodeResult, int], None],
-) -> None:
-    """Has everything encoded, and puts it where it is wanted; `print_result` prints it for people.
-
-    Raises:
-        ValueError: An input cannot be had or is refused, there is none, or too many to print, or the file cannot hold
-            what is to be written.
-        OSError: A file cannot be read or written.
-        EncserveError: Whatever else `run` raises.
-    """
-    if sources.ids:
-        run = functools.partial(_with_ids, run)
-    if printing.output is not None:
-        _save(run, sources, printing.output, as_json)
-        return
-    inputs = list(itertools.islice(sources.read(), _MOST_PRINTED + 1))
-    if len(inputs) > _MOST_PRINTED:
-        raise ValueError(f"more than {_MOST_PRINTED:,} inputs are not printed: --output FILE takes any number")
-    if not inputs:
-        raise ValueError(_NOTHING)
-    result = run([it.value for it in inputs])
-    if as_json:
-        sequences = [{it.column: it.value} | its for it, its in zip(inputs, records(result), strict=True)]
-        body = {"kind": result.outputs[0].kind, "timings": asdict(result.timings), "sequences": sequences}
-        click.echo(json.dumps(ids_of(result) | body, ensure_ascii=False))
-    else:
-        print_result([it.text for it in inputs], result, printing.max_rows)
-
-
-_NOTHING = "there is nothing to encode: no input was found"
-
-
-def _save(run: Run[EncodeResult], sources: Sources, path: Path, as_json: bool) -> None:
-    """Writes everything to a file, as a stream, and says what is in it."""
-    from encserve_cli.files.writing import writing  # which imports pyarrow
-
-    began = time.monotonic()
-    inputs = rows = 0
-    last: EncodeResult | None = None
-    with writing(path) as writer, _progress(count_inputs(sources.arguments, texts=sources.texts)) as advance:
-        for call, result in encode_all(run, sources.read()):
-            if last is not None and result.fingerprint != last.fingerprint:
-                raise ValueError(
-                    f"the model was replaced meanwhile: {last.fingerprint} by {result.fingerprint}; nothing was "
-                    "written. Begin again, or name a --model-version"
-                )
-            writer.write(call, result)
-            last = result
-            inputs += len(call)
-            rows += sum(len(block.rows) for block in result.outputs[0].blocks)
-            advance(len(call))
-        if last is None:
-            raise ValueError(_NOTHING)
-    seconds = time.monotonic() - began
-    if as_json:
-        body = {"kind": last.outputs[0].kind, "output": str(path), "inputs": inputs, "rows": rows, "seconds": seconds}
-        click.echo(json.dumps(ids_of(last) | body))
-    else:
-        render.print_saved(path, last, inputs, rows, seconds)
-
-
-def _with_ids(run: Callable[..., EncodeResult], inputs: list[list[int]]) -> EncodeResult:
-    """A result that has the ids which were sent, as one of texts has those of its tokens."""
-    result = run(inputs)
-    sequences = tuple(
-        replace(info, token_ids=np.array(ids[: info.token_count], np.int64))
-        for ids, info in zip(inputs, result.sequences, strict=True)
-    )
-    return replace(result, sequences=sequences)
-
-
-@contextmanager
-def _progress(total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, to be told how many more inputs are done; nothing elsewhere."""
-    console = Console(stderr=True)
-    columns = (MofNCompleteColumn(), TextColumn("inputs"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda count: progress.advance(task, count)

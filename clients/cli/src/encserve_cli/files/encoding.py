@@ -25,8 +25,13 @@ _PATIENCE_SECONDS = 300.0  # with a server that has no room, or that has answere
 Run = Callable[[list[Any]], R]
 
 
-def encode_all(run: Run[R], inputs: Iterable[Sent]) -> Iterator[tuple[list[Sent], R]]:
+def encode_all(run: Run[R], inputs: Iterable[Sent], stop: Callable[[], object]) -> Iterator[tuple[list[Sent], R]]:
     """What `run` makes of the inputs, in their order, some at a time.
+
+    Args:
+        run: Encodes the inputs of one call. Several threads call it at a time.
+        inputs: The inputs.
+        stop: Makes the running calls end soon. It is called after an error or Ctrl-C.
 
     Raises:
         ValueError: An input cannot be had, or is refused; the text says where it comes from.
@@ -44,6 +49,9 @@ def encode_all(run: Run[R], inputs: Iterable[Sent]) -> Iterator[tuple[list[Sent]
                     yield _next(waiting)
             while waiting:
                 yield _next(waiting)
+        except BaseException:
+            stop()
+            raise
         finally:
             stopping.set()
             for _, future in waiting:

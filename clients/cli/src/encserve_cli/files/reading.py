@@ -1,4 +1,4 @@
-"""Inputs: texts as arguments, lines of standard input, and files on this machine or in an object store."""
+"""Inputs: texts of the command line, lines of standard input, and files on this machine or in an object store."""
 
 import json
 import re
@@ -118,6 +118,39 @@ def check_no_secret(uri: str) -> None:
         )
 
 
+def named_file(name: str) -> DataFile:
+    """Return the file of --input. "-" is standard input.
+
+    Raises:
+        ValueError: The name is of a folder, or of a file of an unknown kind.
+        FileNotFoundError: The file is missing. In object stores, a missing file is found when it is read.
+    """
+    if name == STDIN:
+        return STDIN_FILE
+    file = find_file(name)
+    if file is None:
+        raise FileNotFoundError(f"{click.format_filename(name)}: there is no such file; inputs end in {KNOWN}")
+    return file
+
+
+def looks_like_file(argument: str) -> bool:
+    """Return whether an argument names an existing file, ends as a file of inputs, or is "-".
+
+    Raises:
+        ValueError: The argument is a URI with a secret.
+    """
+    if argument == STDIN:
+        return True
+    try:
+        return find_file(argument) is not None
+    except OSError:
+        return True
+    except ValueError:
+        if is_uri(argument):
+            check_no_secret(argument)
+        return True
+
+
 def find_file(argument: str) -> DataFile | None:
     """Return the file that an argument names, or None for a text.
 
@@ -168,28 +201,28 @@ def _is(holds: Callable[[], bool]) -> bool:
         return False
 
 
-def read_inputs(arguments: Sequence[str], column: str | None, *, ids: bool, texts: bool = False) -> Iterator[Sent]:
-    """Yield every input, in order. "-" is standard input; files are what `find_file` finds.
+def read_inputs(texts: Sequence[str], files: Sequence[str], column: str | None, *, ids: bool) -> Iterator[Sent]:
+    """Yield every input, in order: the texts, then the rows of the files.
 
     Args:
-        arguments: The arguments of the command.
+        texts: The texts of the command line.
+        files: Paths and URIs of files; "-" for standard input.
         column: The column of files with several columns. Default: "text", or the only column.
         ids: Whether inputs are token ids. In texts, commas or spaces are between ids.
-        texts: Whether every argument is a text, even if a file has this name.
 
     Raises:
         ValueError: A row is not an input; the text names the file and the line.
         OSError: A file cannot be opened.
     """
     options = ReadOptions("ids" if ids else "text", column)
-    for number, it in enumerate(_sources(arguments, texts=texts), start=1):
-        if isinstance(it, DataFile):
-            yield from _file_inputs(it, options)
-        else:
-            where = f"argument {number}"
-            with _at(where):
-                sent = Sent(where, as_ids(it) if ids else as_text(it))
-            yield sent
+    found = [named_file(it) for it in files]
+    for number, text in enumerate(texts, start=1):
+        where = f"argument {number}"
+        with _at(where):
+            sent = Sent(where, as_ids(text) if ids else as_text(text))
+        yield sent
+    for file in found:
+        yield from _file_inputs(file, options)
 
 
 def _file_inputs(file: DataFile, options: ReadOptions) -> Iterator[Sent]:
@@ -213,24 +246,12 @@ def _at(where: str) -> Iterator[None]:
         raise ValueError(f"{where}: {error}") from error
 
 
-def count_inputs(arguments: Sequence[str], *, texts: bool = False) -> int | None:
+def count_inputs(texts: Sequence[str], files: Sequence[str]) -> int | None:
     """Return the number of inputs, or None if a file must be read as a whole to count its inputs."""
     from encserve_cli.files.storage import count_rows  # which imports pyarrow
 
-    counts = [count_rows(it) if isinstance(it, DataFile) else 1 for it in _sources(arguments, texts=texts)]
-    return None if None in counts else sum(it for it in counts if it is not None)
-
-
-def _sources(arguments: Sequence[str], *, texts: bool) -> list[DataFile | str]:
-    """Return the file of each argument, or the argument itself if it is a text."""
-    found: list[DataFile | str] = []
-    for argument in arguments:
-        try:
-            file = None if texts else STDIN_FILE if argument == STDIN else find_file(argument)
-        except (ValueError, FileNotFoundError) as error:
-            raise type(error)(f"{error}; --text takes every argument as a text") from None
-        found.append(file or argument)
-    return found
+    counts = [count_rows(named_file(it)) for it in files]
+    return None if None in counts else len(texts) + sum(it for it in counts if it is not None)
 
 
 # The errors below do not name the row: a command stops at the row, and a job rejects the row.

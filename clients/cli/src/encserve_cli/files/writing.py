@@ -10,11 +10,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+import click
 import numpy as np
 import numpy.typing as npt
 import pyarrow as arrow
 from pyarrow import parquet
 
+from encserve_cli.files.command import STDOUT
 from encserve_cli.files.reading import Sent
 from encserve_cli.files.records import records
 from encserve_cli.render import row_tokens
@@ -40,11 +42,16 @@ class Writer(Protocol):
 def writing(path: Path) -> Iterator[Writer]:
     """Give a writer of a file. The file is created, or replaced, only if the block ends without an error.
 
+    The writer of `STDOUT` prints the lines of a .jsonl file at once.
+
     Raises:
         ValueError: Nobody writes files of this suffix, or what does is not installed, or the file cannot hold what is
             to be written.
         OSError: It cannot be written.
     """
+    if path == STDOUT:
+        yield _StdoutWriter()
+        return
     make = _WRITERS.get(path.suffix.lower())
     if make is None:
         raise ValueError(
@@ -155,12 +162,25 @@ class _JsonlWriter:
         self._file = stack.enter_context(path.open("w", encoding="utf-8", newline="\n"))
 
     def write(self, inputs: Sequence[Sent], result: EncodeResult) -> None:
-        for it, record in zip(inputs, records(result), strict=True):
-            line = {it.column: it.value} | record
-            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        for line in _json_lines(inputs, result):
+            self._file.write(line + "\n")
 
     def finish(self) -> None:
         pass
+
+
+class _StdoutWriter:
+    def write(self, inputs: Sequence[Sent], result: EncodeResult) -> None:
+        for line in _json_lines(inputs, result):
+            click.echo(line)
+
+    def finish(self) -> None:
+        pass
+
+
+def _json_lines(inputs: Sequence[Sent], result: EncodeResult) -> Iterator[str]:
+    for it, record in zip(inputs, records(result), strict=True):
+        yield json.dumps({it.column: it.value} | record, ensure_ascii=False)
 
 
 class _CsvWriter:

@@ -17,7 +17,8 @@ import click
 from rich.console import Console
 
 from encserve_cli import render
-from encserve_cli.files.command import Printing, Sources, deliver
+from encserve_cli.files.command import Printing, Sources
+from encserve_cli.files.delivery import deliver
 from encserve_cli.files.reading import InputKind, ReadOptions
 from encserve_cli.files.rows import MIB, Value
 from encserve_cli.job.api import RayOptions, backend_of
@@ -29,11 +30,10 @@ from encserve_cli.job.run import LocalWorker
 from encserve_cli.job.sample import take_sample
 from encserve_cli.job.showing import plan_lines, plan_record, summary_lines, summary_record
 from encserve_cli.job.types import Encoder, Shard, ignore_batch
-from encserve_cli.shared import errors_in_one_line
+from encserve_cli.shared import STOPPED, errors_in_one_line
 from encserve_client import EncodeResult, Timings
 
 SOME_REJECTED = 3
-STOPPED = 130  # as a shell has it for what Ctrl-C ended
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's <malloc.h>
 
@@ -57,7 +57,7 @@ def run_job(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     with errors_in_one_line(RuntimeError), ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
         try:
-            client = None if "bundle" in given else stack.enter_context(context.obj(priority="bulk"))
+            client = None if "bundle" in given else stack.enter_context(context.obj.client("bulk"))
             backend = backend_of(
                 bundle=given.get("bundle"),
                 client=client,
@@ -112,7 +112,7 @@ def deliver_from_bundle(given: Mapping[str, Any], options: Mapping[str, Any]) ->
         stack.callback(worker.close)
         assert isinstance(worker, LocalWorker)  # noqa: S101 - --ray is for jobs
         run = functools.partial(_encode, worker.encoder)
-        deliver(run, options["sources"], options["printing"], options["as_json"], render.print_made)
+        deliver(run, options["sources"], options["printing"], options["as_json"], render.print_made, worker.stop)
 
 
 def _encode(encoder: Encoder, inputs: Sequence[Value]) -> EncodeResult:
@@ -150,7 +150,7 @@ def _open(backend: Backend, given: Mapping[str, Any], options: Mapping[str, Any]
     sources: Sources = options["sources"]
     input_kind: InputKind = "ids" if sources.ids else "vectors" if "vectors" in given else "text"
     return EmbedJob(
-        sources.arguments,
+        sources.files,
         options["printing"].folder,
         backend,
         read=ReadOptions(input_kind, sources.column, _columns(given.get("keep", ()))),

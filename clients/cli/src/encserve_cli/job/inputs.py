@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from encserve_cli.files.kept import common_type, split_type, type_named
-from encserve_cli.files.reading import KNOWN, STDIN, DataFile, ReadOptions, find_file
+from encserve_cli.files.reading import STDIN, DataFile, ReadOptions, find_file, named_file
 from encserve_cli.files.rows import RowReader, column_types, open_rows
 from encserve_cli.files.storage import checksum, count_rows, size_and_time
 from encserve_cli.job.plan import Plan
@@ -58,9 +58,7 @@ def _files(arguments: Sequence[str]) -> list[DataFile]:
                 "-: a job that goes on after a failure reads its inputs again, and standard input is gone then; write "
                 "it into a file first"
             )
-        file = find_file(argument)
-        if file is None:
-            raise ValueError(f"{argument[:60]!r}: is not a file; the inputs of a job are files that end in {KNOWN}")
+        file = named_file(argument)
         place = str(Path(file.uri).resolve()) if file.is_local else file.uri
         if place in found:
             raise ValueError(f"{file.name}: is given twice")

@@ -105,7 +105,7 @@ def _pack(inputs: Iterator[pb.Input], token_counts: Sequence[int], info: ModelIn
     many = request.sequences_per_call
     if not 1 <= many <= info.max_request_sequences:
         raise ValueError(
-            f"sequences_per_call must be from 1 to {info.max_request_sequences}, the server's limit; was {many}"
+            f"--sequences-per-call must be from 1 to {info.max_request_sequences}, the server's limit; was {many}"
         )
     template = request.template()
     calls = []

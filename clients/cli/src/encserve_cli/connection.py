@@ -1,0 +1,138 @@
+"""The options of the connection to a server. Every command has them, and `encserve` has them before the command."""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from encserve_cli.shared import CONNECTION, SectionOption, with_options
+
+if TYPE_CHECKING:
+    from encserve_client import EncoderClient, Priority, Tls
+
+Command = Callable[..., Any]
+
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {  # what `click.option` takes, by flag
+    "--target": {
+        "default": "localhost:50051",
+        "show_default": True,
+        "show_envvar": True,
+        "help": "The server, host:port. The default port is 50051.",
+    },
+    "--timeout": {
+        "default": 30.0,
+        "show_default": True,
+        "metavar": "SECONDS",
+        "help": "The time for one message, with all retries. Many texts become several messages.",
+    },
+    "--tls": {"is_flag": True, "help": "Encrypt, and check the server's certificate."},
+    "--ca": {"type": click.Path(path_type=Path), "help": "PEM file of trusted authorities; implies --tls."},
+    "--cert": {"type": click.Path(path_type=Path), "help": "PEM file of the client's certificate; implies --tls."},
+    "--tls-key": {"type": click.Path(path_type=Path), "help": "PEM file of the private key of --cert."},
+    "--server-name": {"help": "The name in the server's certificate; implies --tls. Default: the target's host."},
+    "--api-key": {
+        "show_envvar": True,
+        "help": "The server's API key, or any bearer token. Use --tls with a key.",
+    },
+    "--metadata": {"multiple": True, "metavar": "NAME=VALUE", "help": "Metadata of every call; may be repeated."},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connection:
+    """The server and the credentials of a command.
+
+    Attributes:
+        target: The server, as `EncoderClient` takes it.
+        timeout_seconds: The time for one message, with all retries.
+        tls: The files and the name for TLS; False for plaintext.
+        api_key: The key of the server, or None.
+        metadata: Names and values for every call.
+    """
+
+    target: str
+    timeout_seconds: float
+    tls: "Tls | bool"
+    api_key: str | None
+    metadata: tuple[tuple[str, str], ...]
+
+    def client(self, priority: "Priority | None" = None) -> "EncoderClient":
+        """Return a new client.
+
+        Raises:
+            InvalidInputError: An option is not valid, or a file of `tls` is not readable.
+        """
+        from encserve_client import EncoderClient
+
+        return EncoderClient(
+            self.target,
+            tls=self.tls,
+            timeout_seconds=self.timeout_seconds,
+            api_key=self.api_key,
+            metadata=self.metadata,
+            priority=priority,
+        )
+
+
+def connection_options(command: Command) -> Command:
+    """Add the connection options to a command.
+
+    The object of the click context is then a `Connection`. Options after the command's name win over options before it.
+    """
+
+    @functools.wraps(command)
+    def wrapper(*args: Any, **options: Any) -> Any:
+        context = click.get_current_context()
+        given = {name: options.pop(name) for name in _NAMES}
+        if context.parent is not None:
+            typed = {name for name in _NAMES if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+            given = {name: given[name] if name in typed else context.parent.params[name] for name in _NAMES}
+            context.obj = _connection(**given)
+        return command(*args, **options)
+
+    return with_options(
+        wrapper,
+        *(
+            click.option(flag, cls=SectionOption, section=CONNECTION, envvar=f"ENCSERVE_{_name(flag).upper()}", **its)
+            for flag, its in _OPTIONS.items()
+        ),
+    )
+
+
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+_NAMES = tuple(map(_name, _OPTIONS))
+
+
+def _connection(
+    *,
+    target: str,
+    timeout: float,
+    tls: bool,
+    ca: Path | None,
+    cert: Path | None,
+    tls_key: Path | None,
+    server_name: str | None,
+    api_key: str | None,
+    metadata: tuple[str, ...],
+) -> Connection:
+    from encserve_client import Tls
+
+    if (cert is None) != (tls_key is None):
+        given, missing = ("--cert", "--tls-key") if cert else ("--tls-key", "--cert")
+        raise click.UsageError(f"{given} needs {missing}; give both or none")
+    if wrong := [pair for pair in metadata if "=" not in pair]:
+        raise click.UsageError(f"--metadata must be NAME=VALUE; was {wrong[0]!r}")
+    return Connection(
+        target=target,
+        timeout_seconds=timeout,
+        tls=Tls(ca=ca, cert=cert, key=tls_key, server_name=server_name) if ca or cert or server_name or tls else False,
+        api_key=api_key,
+        metadata=tuple((name, value) for name, _, value in (pair.partition("=") for pair in metadata)),
+    )

@@ -1,0 +1,108 @@
+"""Encodes the inputs of `encode` and `embed`, and prints the outputs or writes them to a file."""
+
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from encserve_cli import render
+from encserve_cli.files.command import NOTHING, STDOUT, Printing, Sources
+from encserve_cli.files.encoding import Run, encode_all
+from encserve_cli.files.records import records
+from encserve_cli.shared import ids_of
+from encserve_client import EncodeResult
+
+# Without a file all results are held, and printed when the last is there.
+_MOST_PRINTED = 1000
+
+
+def deliver(
+    run: Callable[..., EncodeResult],
+    sources: Sources,
+    printing: Printing,
+    as_json: bool,
+    print_result: Callable[[Sequence[str], EncodeResult, int], None],
+    stop: Callable[[], object],
+) -> None:
+    """Has everything encoded, and puts it where it is wanted; `print_result` prints it for people.
+
+    After an error or Ctrl-C, `stop` makes the running calls of `run` end soon.
+
+    Raises:
+        ValueError: An input cannot be had or is refused, there is none, or too many to print, or the file cannot hold
+            what is to be written.
+        OSError: A file cannot be read or written.
+        EncserveError: Whatever else `run` raises.
+    """
+    if sources.ids:
+        run = functools.partial(_with_ids, run)
+    if printing.output is not None:
+        _save(run, sources, printing.output, as_json, stop)
+        return
+    inputs = sources.read_few(_MOST_PRINTED, "--output FILE takes any number")
+    result = run([it.value for it in inputs])
+    if as_json:
+        sequences = [{it.column: it.value} | its for it, its in zip(inputs, records(result), strict=True)]
+        body = {"kind": result.outputs[0].kind, "timings": asdict(result.timings), "sequences": sequences}
+        click.echo(json.dumps(ids_of(result) | body, ensure_ascii=False))
+    else:
+        print_result([it.text for it in inputs], result, printing.max_rows)
+
+
+def _save(run: Run[EncodeResult], sources: Sources, path: Path, as_json: bool, stop: Callable[[], object]) -> None:
+    """Writes everything to a file, as a stream, and says what is in it."""
+    from encserve_cli.files.writing import writing  # which imports pyarrow
+
+    began = time.monotonic()
+    inputs = rows = 0
+    last: EncodeResult | None = None
+    with writing(path) as writer, _progress(sources.count()) as advance:
+        for call, result in encode_all(run, sources.read(), stop):
+            if last is not None and result.fingerprint != last.fingerprint:
+                raise ValueError(
+                    f"the model was replaced meanwhile: {last.fingerprint} by {result.fingerprint}; nothing was "
+                    "written. Begin again, or name a --model-version"
+                )
+            writer.write(call, result)
+            last = result
+            inputs += len(call)
+            rows += sum(len(block.rows) for block in result.outputs[0].blocks)
+            advance(len(call))
+        if last is None:
+            raise ValueError(NOTHING)
+    if path == STDOUT:
+        return
+    seconds = time.monotonic() - began
+    if as_json:
+        body = {"kind": last.outputs[0].kind, "output": str(path), "inputs": inputs, "rows": rows, "seconds": seconds}
+        click.echo(json.dumps(ids_of(last) | body))
+    else:
+        render.print_saved(path, last, inputs, rows, seconds)
+
+
+def _with_ids(run: Callable[..., EncodeResult], inputs: list[list[int]]) -> EncodeResult:
+    """A result that has the ids which were sent, as one of texts has those of its tokens."""
+    result = run(inputs)
+    sequences = tuple(
+        replace(info, token_ids=np.array(ids[: info.token_count], np.int64))
+        for ids, info in zip(inputs, result.sequences, strict=True)
+    )
+    return replace(result, sequences=sequences)
+
+
+@contextmanager
+def _progress(total: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, to be told how many more inputs are done; nothing elsewhere."""
+    console = Console(stderr=True)
+    columns = (MofNCompleteColumn(), TextColumn("inputs"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda count: progress.advance(task, count)
