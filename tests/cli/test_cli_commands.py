@@ -436,12 +436,12 @@ def test_a_warning_is_one_line() -> None:
         ),
         (
             ["models", "--api-key", "a key"],
-            "Error: --api-key must be the key alone, of printable ASCII without spaces; character 2 of 5 is not. "
-            "encserve-server hash-key makes such keys\n",
+            "Error: --api-key must be only the key, in printable ASCII without spaces; character 2 of 5 is not. "
+            "encserve-server hash-key makes valid keys\n",
         ),
         (
             ["models", "--target", "ipv4:10.0.0.1,10.0.0.2", "--tls"],
-            "Error: several addresses need --server-name, the one name that their certificates have\n",
+            "Error: several addresses need --server-name, with the name that all certificates have\n",
         ),
         (
             ["models", "--target", "https://localhost"],
