@@ -285,3 +285,40 @@ def test_token_spans() -> None:
     assert token_spans(info, 2) == [(0, 5), (6, 11), (11, 12)]
     assert token_spans(info, 9) == [(0, 12)]
     assert token_spans(SequenceInfo(2, 2, False, None, offsets[[0, 6]], None, None), 2) == []
+
+
+async def test_a_sparse_vector_has_the_width_of_the_new_model(caller: Caller, service: FakeEncoder) -> None:
+    """The client remembers a model, and then the server replaces the model by one with a larger vocabulary."""
+    service.model_info = pb.ModelInfo(sparse_width=10)
+    client = caller.connect()
+    await caller(client.embed, ["abc"], kind="sparse")
+    service.model_info, service.fingerprint = pb.ModelInfo(sparse_width=1000), "e" * 16
+    [vector] = await caller(client.embed, ["abc"], kind="sparse")
+    assert vector.width == 1000
+    [vector] = await caller.all_of(client, ["abc"], kind="sparse")
+    assert vector.width == 1000
+
+
+async def test_an_expected_fingerprint_is_named_by_tokenize(caller: Caller) -> None:
+    with pytest.raises(encserve_client.FingerprintError, match="^fingerprint e{16} is expected, but the answer has f"):
+        await caller(caller.connect(expected_fingerprint="e" * 16).tokenize, ["a"])
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "options", "problem"),
+    [
+        ("embed", [np.array(5)], {}, "inputs must be a list of inputs; was ndarray"),
+        ("stream", [{"input_ids": [1]}], {}, "inputs must be a list of inputs; was dict"),
+        ("embed_spans", ["a", None], {}, r"spans must be a list of \(start, end\); was NoneType"),
+        ("run", [["a"]], {"outputs": None}, "outputs must be a list; was NoneType"),
+    ],
+)
+async def test_wrong_types_are_the_clients_own_errors(
+    caller: Caller, method: str, arguments: list[Any], options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=problem):
+        await caller(getattr(caller.connect(), method), *arguments, **options)
+
+
+async def test_a_very_long_timeout_is_no_timeout(caller: Caller) -> None:
+    assert (await caller(caller.connect(timeout_seconds=1e12).embed, "a")).shape == (8,)

@@ -163,6 +163,61 @@ def test_a_server_that_does_not_come_back_ends_the_call() -> None:
     assert 15.0 < server.wire.time < 30.0
 
 
+def test_a_rate_that_is_exceeded_delays_the_call() -> None:
+    """The server takes two messages a second and refuses the others. No message runs out of time while it waits."""
+    next_place = 0.0
+
+    def encode(request: pb.EncodeRequest) -> Outcome:
+        nonlocal next_place
+        now = server.wire.time
+        if now < next_place:
+            return 0.0, Failure(Code.RESOURCE_EXHAUSTED, "too fast", "RATE_LIMITED", next_place - now)
+        next_place = now + 0.5
+        return 0.1, echo(request)
+
+    server = Server(encode)
+    results = stream(server, [[i] for i in range(1, 101)], max_in_flight=4, timeout=30.0)
+    assert list(results) == [(i, i + 1) for i in range(100)]
+    assert len(server.sent) < 500
+
+
+def test_a_message_that_runs_out_of_time_during_an_outage_stops_no_other() -> None:
+    """The retry of a message comes too late, because the machine was suspended. The other inputs get results."""
+    failures = {2: DOWN, 3: Failure(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", 0.0)}
+
+    def encode(request: pb.EncodeRequest) -> Outcome:
+        [token] = ids_in(request)
+        if failure := failures.pop(token, None):
+            return 0.05 - token / 100, failure
+        if token == 3:
+            server.wire.time += 1000.0
+        return 1.0, echo(request)
+
+    server = Server(encode)
+    found = dict(stream(server, [[i] for i in range(1, 21)], max_in_flight=4))
+    assert isinstance(found.pop(1), DeadlineError)
+    assert found == {i: i + 1 for i in range(20) if i != 1}
+
+
+def test_a_retry_is_sent_in_time_although_the_caller_is_slow() -> None:
+    """The caller takes 50 ms for each result. The wait before a retry is not longer for that."""
+    failures = [Failure(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", 1.0)]
+    retried: list[float] = []
+
+    def encode(request: pb.EncodeRequest) -> Outcome:
+        if 1 in ids_in(request):
+            if failures:
+                return 0.0, failures.pop()
+            retried.append(server.wire.time)
+        return 0.1, echo(request)
+
+    server = Server(encode)
+    for _ in stream(server, [[i] for i in range(1, 3001)], ordered=False):
+        server.wire.time += 0.05
+    assert len(retried) == 1
+    assert retried[0] < 5.0
+
+
 def test_an_error_of_one_input_does_not_fail_its_neighbours() -> None:
     """If inputs of a message are bad, the client sends the message again without them.
 

@@ -168,7 +168,7 @@ class EncoderClient(SyncTransport):
             element of the list.
 
         Raises:
-            InvalidInputError: An input or an argument has the wrong type. Nothing was sent.
+            InvalidInputError: An input or an argument has the wrong type, or an input cannot be sent.
             InvalidRequestError: The server refused an input, or the model lacks the kind, pooling, task or prompt. The
                 text has the numbers; `index` is the index of the input.
             MessageTooLargeError: One input, or the vectors of one input, do not fit into a message.

@@ -2,7 +2,7 @@
 
     EncserveError
     ├── InvalidRequestError (ValueError)    the request must be changed to succeed
-    │   ├── InvalidInputError (TypeError)   the client refused an argument and sent nothing
+    │   ├── InvalidInputError (TypeError)   the client refused an argument
     │   ├── MessageTooLargeError            the request or the reply of one single input is over a limit
     │   └── InspectUnavailableError         the model or the server does not support `inspect`
     ├── ModelNotFoundError (LookupError)    no such model or version
@@ -52,7 +52,7 @@ class InvalidRequestError(EncserveError, ValueError):
 
 
 class InvalidInputError(InvalidRequestError, TypeError):
-    """The client refused an argument and sent nothing."""
+    """The client refused an argument or an input. Earlier messages of the same call may have been sent."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, code=grpc.StatusCode.INVALID_ARGUMENT)

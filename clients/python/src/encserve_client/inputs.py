@@ -59,8 +59,8 @@ def read_inputs(inputs: Iterable[Input]) -> tuple[list[Input], bool]:
     if isinstance(inputs, str):
         return [inputs], True
     check_iterable(inputs)
-    if isinstance(inputs, Mapping | Set):  # iterating would encode the keys, e.g. of a tokenizer's result
-        raise InvalidInputError(f"inputs must be a list of inputs; was {type(inputs).__name__}")
+    if not isinstance(inputs, Iterable):
+        raise InvalidInputError(f"inputs must be a list of inputs; was {type(inputs).__name__}: `stream` takes it")
     items = list(inputs)
     for index, item in enumerate(items):
         try:
@@ -81,7 +81,9 @@ def check_iterable(inputs: object) -> None:
         raise InvalidInputError(
             f"inputs must be a str or a list of inputs; was {type(inputs).__name__}: decode the bytes"
         )
-    if not isinstance(inputs, Iterable | AsyncIterable):
+    # Iterating over a dict, such as the result of a tokenizer, would encode the keys.
+    is_scalar = isinstance(inputs, np.ndarray) and inputs.ndim == 0
+    if not isinstance(inputs, Iterable | AsyncIterable) or isinstance(inputs, Mapping | Set) or is_scalar:
         raise InvalidInputError(f"inputs must be a list of inputs; was {type(inputs).__name__}")
     if isinstance(inputs, np.ndarray) and inputs.ndim == 2 and inputs.dtype.kind == "f":
         raise InvalidInputError("inputs must be a list of inputs; for one sequence of vectors pass [array]")
@@ -93,6 +95,8 @@ def check_spans(spans: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]
     Raises:
         InvalidInputError: A range is not a pair of integers from 0 to 2**32 - 1.
     """
+    if not isinstance(spans, Iterable):
+        raise InvalidInputError(f"spans must be a list of (start, end); was {type(spans).__name__}")
     starts: list[int] = []
     ends: list[int] = []
     for index, span in enumerate(spans):

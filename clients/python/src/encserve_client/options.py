@@ -1,6 +1,6 @@
 """The options of calls, and their conversion to the contract's messages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -249,6 +249,8 @@ def as_outputs(outputs: Sequence[Output | OutputKind | int]) -> tuple[Output, ..
     """Convert names and numbers of kinds to outputs that are not normalised."""
     if isinstance(outputs, str):
         raise InvalidInputError(f"outputs must be a list; for one output pass [{outputs!r}]")
+    if not isinstance(outputs, Iterable):
+        raise InvalidInputError(f"outputs must be a list; was {type(outputs).__name__}")
     return tuple(output if isinstance(output, Output) else Output(output) for output in outputs)
 
 

@@ -149,6 +149,11 @@ def _cause_in_plaintext(connect: Connect) -> str:
             "the server uses TLS, but this client uses plaintext: give tls=True or Tls(ca=…), or --tls or --ca in a "
             "command"
         )
+    if not start:
+        return (
+            "connections are accepted and closed at once: the server behind this address is down or restarting, or it "
+            "does not speak gRPC"
+        )
     return f"a server that does not speak gRPC answers here: {_WRONG_PORT}"
 
 

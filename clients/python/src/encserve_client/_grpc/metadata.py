@@ -36,6 +36,10 @@ def call_metadata(api_key: str | None, metadata: MetadataArgument | None) -> Met
         check_type("a metadata key", key, str, "a str")
         if not _KEY.fullmatch(key):
             raise InvalidInputError(f"a metadata key must have only a-z, 0-9, '-', '_' and '.'; was {key!r}")
+        if key.endswith("-bin"):
+            raise InvalidInputError(
+                f"the metadata key {key!r} ends in -bin, for binary values, which are not supported"
+            )
         if not isinstance(value, str) or not (value.isascii() and value.isprintable()):
             raise InvalidInputError(f"the metadata value of {key!r} must be a str of printable ASCII")
     if bearer := _read_key(api_key, has_authorization="authorization" in dict(pairs)):

@@ -24,7 +24,7 @@ from encserve_client._logic.inspecting import InspectAssembler
 from encserve_client._logic.planning import Limits, Message, MessageBuilder, as_bulk, plan_messages, plan_texts
 from encserve_client._logic.streams import Result, Stream, StreamMessages, StreamOptions
 from encserve_client._logic.wire import Answered, Failed, Rpc, Wire
-from encserve_client.exceptions import EncserveError, InvalidInputError, ProtocolError
+from encserve_client.exceptions import EncserveError, FingerprintError, InvalidInputError, ProtocolError
 from encserve_client.inputs import Input, SpanInput
 from encserve_client.options import PRIORITIES, Array, Options, Priority, Progress, check_choice
 from encserve_client.results import EncodeResult, InspectResult, ModelInfo, SequenceInfo, SparseVector
@@ -129,6 +129,9 @@ class Core:
                 answers = [answer for _, answer in sorted(dispatch.answers, key=lambda pair: pair[0])]
                 if len({answer.fingerprint for answer in answers}) <= 1:
                     break
+            is_sparse = any(output.kind == "sparse" for output in options.outputs)
+            if is_sparse and answers[0].fingerprint != info.fingerprint:  # the remembered width may be out of date
+                info = await self._fetch_model(wire, key, time_limit)
         result = merge_answers(answers, wire.now() - started, attempts, info.sparse_width)
         expected.check(result)
         return result
@@ -159,7 +162,9 @@ class Core:
 
         concurrent = self.settings.max_concurrent_messages
         async with aclosing(wire):
-            info = await self._model_for(options, wire, key, time_limit, use_remembered=True)
+            # A sparse vector has the width of the model, so a remembered model must not be out of date.
+            use_remembered = options.outputs[0].kind != "sparse"
+            info = await self._model_for(options, wire, key, time_limit, use_remembered=use_remembered)
             limits = Limits.of(info, self.settings.max_message_bytes, concurrent)
             share = max(stream.max_in_flight // concurrent, 1)  # so that several messages can be in flight
             limits = replace(limits, max_sequences=min(limits.max_sequences, share))
@@ -202,7 +207,6 @@ class Core:
             time_limit = self.time_limit(timeout_seconds, wire.now())
             info = self._models.get(key) or await self._fetch_model(wire, key, time_limit)
             limits = Limits.of(info, self.settings.max_message_bytes, self.settings.max_concurrent_messages)
-            report = _ProgressReporter(progress, len(texts))
 
             def decode(message: Message, response: pb.TokenizeResponse) -> tuple[str, list[SequenceInfo]]:
                 infos = sequence_infos(response, message.n_inputs)
@@ -210,6 +214,7 @@ class Core:
                 return response.fingerprint, infos
 
             for _ in range(_MAX_ROUNDS):
+                report = _ProgressReporter(progress, len(texts))
                 source = PlannedMessages(plan_texts(texts, template, limits))
                 dispatch: Dispatch[tuple[str, list[SequenceInfo]]] = self._dispatch(source, time_limit)
                 await exchange(wire, "Tokenize", dispatch, decode)
@@ -218,7 +223,9 @@ class Core:
                 if len(fingerprints) <= 1:
                     break
         for fingerprint in fingerprints:
-            check_fingerprint(expected or min(fingerprints), fingerprint)
+            if expected and fingerprint != expected:
+                raise FingerprintError(f"fingerprint {expected} is expected, but the answer has {fingerprint}")
+            check_fingerprint(min(fingerprints), fingerprint)
         return [info for _, (_, infos) in answers for info in infos]
 
     async def list_models(self, wire: Wire, timeout_seconds: float | None) -> list[ModelInfo]:
@@ -336,7 +343,7 @@ async def exchange(wire: Wire, rpc: Rpc, dispatch: Dispatch[R], decode: Callable
     while True:
         taken = dispatch.take(wire.now())
         for message in taken:
-            wire.start(rpc, message, message.seconds_left(wire.now()), alone=dispatch.is_alone)
+            wire.start(rpc, message, dispatch.seconds_left(message, wire.now()), alone=dispatch.is_alone)
         if dispatch.is_done:
             return
         event = await wire.wait(dispatch.seconds_to_wait(wire.now()))

@@ -23,6 +23,7 @@ from encserve_client.retry import RetryPolicy
 R = TypeVar("R")
 T = TypeVar("T")
 _TOO_LATE = grpc.StatusCode.DEADLINE_EXCEEDED
+_LONGEST_SECONDS = 1e9  # gRPC fails calls at once if their deadline is over 2**63 ns
 
 
 class Outbox(Generic[T]):
@@ -120,6 +121,7 @@ class Dispatch(Generic[R]):
         attempts: Number of sent messages, repeated messages included.
         rejected: Index of an input → error of the input. None if the first error ends the call.
         saw_too_large: Whether a message was refused for its size, so that remembered limits may be out of date.
+        paused_seconds: Time that counts for no deadline, because the caller was busy. Only `Stream` sets this time.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class Dispatch(Generic[R]):
         self.rejected = rejected
         self.attempts = 0
         self.saw_too_large = False
+        self.paused_seconds = 0.0
         self._source = source
         self._outbox: Outbox[Message] = Outbox()
         self._policy = policy
@@ -146,7 +149,7 @@ class Dispatch(Generic[R]):
         self._call = CallInfo(target, limit.seconds)
         self._history = history or ServerHistory()
         self._n_in_flight = 0
-        self._met_outage: set[int] = set()  # ids of the messages with an outage at the last attempt
+        self._held_up: set[int] = set()  # ids of the messages that met an outage or a full server at the last attempt
 
     @property
     def is_done(self) -> bool:
@@ -167,8 +170,9 @@ class Dispatch(Generic[R]):
         taken: list[Message] = []
         while self._n_in_flight < self._max_concurrent and (message := self._next(now)) is not None:
             if not message.attempts:
-                message.deadline = self._limit.deadline(now)
-            if now >= message.deadline:
+                message.deadline = self._limit.deadline(now - self.paused_seconds)
+            if now - self.paused_seconds >= message.deadline:
+                self._held_up.discard(id(message))
                 make_error = partial(self._deadline_error, message)
                 self._give_up(message, make_error, affects_one_message=self._limit.ends is None)
                 continue
@@ -183,10 +187,15 @@ class Dispatch(Generic[R]):
         due = self._outbox.next_due()
         return None if due is None or self._n_in_flight >= self._max_concurrent else max(due - now, 0.0)
 
+    def seconds_left(self, message: Message, now: float) -> float | None:
+        """Return the time until the deadline of a message for gRPC, at least 1 ms. Return None without a deadline."""
+        left = message.deadline - (now - self.paused_seconds)
+        return max(left, 0.001) if left < _LONGEST_SECONDS else None
+
     def record_answer(self, message: Message, answer: R) -> None:
         """Record the answer to a message."""
         self._n_in_flight -= 1
-        self._met_outage.discard(id(message))
+        self._held_up.discard(id(message))
         self._history.server_seen = True
         self.answers.append((message.first_index, answer))
 
@@ -197,16 +206,18 @@ class Dispatch(Generic[R]):
             EncserveError: The failure ends the call.
         """
         self._n_in_flight -= 1
+        self._held_up.discard(id(message))
         is_outage = self._history.is_outage(failure)
-        (self._met_outage.add if is_outage else self._met_outage.discard)(id(message))
         if failure.is_too_large:
             self.saw_too_large = True
             if halves := message.halves():
                 self._outbox.push_first(halves)
                 return
-        seconds_left = message.deadline - now
+        seconds_left = message.deadline - (now - self.paused_seconds)
         wait = seconds_until_retry(self._policy, failure, message.attempts, seconds_left, self._random, is_outage)
         if wait is not None:
+            if is_outage or failure.is_full_server:
+                self._held_up.add(id(message))
             self._outbox.push_later(now + wait, message)
             return
         position = failure.input_at_fault(message.n_inputs)
@@ -224,8 +235,8 @@ class Dispatch(Generic[R]):
 
     def _next(self, now: float) -> Message | None:
         message = self._outbox.pop(now)
-        # During an outage no new message is taken, because the time of the message would run during the outage.
-        if message is None and not self._met_outage and not self._source.is_ended:
+        # While the server is away or full, no new message is taken. The time of the message would run meanwhile.
+        if message is None and not self._held_up and not self._source.is_ended:
             message = self._source.take(idle=not self._n_in_flight and not self._outbox)
         return message
 

@@ -97,6 +97,15 @@ class Failure:
     retry_forbidden: bool = False
 
     @property
+    def is_full_server(self) -> bool:
+        """Whether the server has no room now, for this caller or for all."""
+        # gRPC answers RESOURCE_EXHAUSTED to oversize messages, and proxies for their own reasons. So only a reason or a
+        # delay of our server counts.
+        return self.code is grpc.StatusCode.RESOURCE_EXHAUSTED and (
+            self.reason in _NO_ROOM_REASONS or self.retry_delay_seconds is not None
+        )
+
+    @property
     def affects_one_message(self) -> bool:
         """Whether other messages of the call may still succeed."""
         return self.code in _CODES_OF_ONE_MESSAGE
@@ -211,13 +220,7 @@ def is_retryable(failure: Failure) -> bool:
         return False
     # A stopping gRPC server answers CANCELLED to calls that the server has read but not begun. Calls that this client
     # cancels never get here: see `Wire.wait`.
-    if failure.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-        return True
-    # gRPC itself uses RESOURCE_EXHAUSTED for messages that are too large, and proxies use the code for other causes. So
-    # a retry needs a reason or a delay of the server.
-    return failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED and (
-        failure.reason in _NO_ROOM_REASONS or failure.retry_delay_seconds is not None
-    )
+    return failure.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) or failure.is_full_server
 
 
 def seconds_until_retry(

@@ -60,10 +60,6 @@ class Message:
             return len(self.request.texts)
         return len(self.request.inputs) if isinstance(self.request, pb.EncodeRequest) else 0
 
-    def seconds_left(self, now: float) -> float | None:
-        """Return the time until the deadline for gRPC, at least 1 ms. Return None without a deadline."""
-        return None if math.isinf(self.deadline) else max(self.deadline - now, 0.001)
-
     def halves(self) -> "list[Message]":
         """Return the inputs in two messages. Return no message if the message has at most one input."""
         middle = self.n_inputs // 2

@@ -121,7 +121,6 @@ class Stream:
         self._n_read = 0
         self._n_allowed = 0  # number of inputs that the wire may read from an async iterable
         self._n_yielded = 0
-        self._paused_seconds = 0.0  # the time that the caller spent with results or with making inputs
 
     async def results(self) -> AsyncGenerator[tuple[int, Result], None]:
         """Yield each result with the index of the input. Read at most one input while a result is ready.
@@ -135,7 +134,7 @@ class Stream:
                 self._options.progress(self._n_yielded, self._options.total)
             began = self._wire.now()
             yield result
-            self._paused_seconds += self._wire.now() - began
+            self._dispatch.paused_seconds += self._wire.now() - began
 
     async def _next(self) -> tuple[int, Result] | None:
         may_yield = False  # only after one chance to read, so that reading keeps up with yielding
@@ -152,21 +151,19 @@ class Stream:
             may_yield = True
             if inputs is not None:
                 self._read(inputs)
-            elif (event := await self._wire.wait(self._dispatch.seconds_to_wait(self._now()))) is not None:
+            elif (event := await self._wire.wait(self._dispatch.seconds_to_wait(self._wire.now()))) is not None:
                 self._handle(event)
 
     @property
     def _may_read(self) -> bool:
         return not self._source.inputs_ended and self._n_read - self._n_yielded < self._options.max_in_flight
 
-    def _now(self) -> float:
-        return self._wire.now() - self._paused_seconds
-
     def _send(self) -> None:
         # With each result that the caller takes, one input is read. So a full message comes soon.
         self._source.may_send_partial = not self._finished.is_ready
-        for message in self._dispatch.take(self._now()):
-            self._wire.start("Encode", message, message.seconds_left(self._now()), alone=False)
+        now = self._wire.now()
+        for message in self._dispatch.take(now):
+            self._wire.start("Encode", message, self._dispatch.seconds_left(message, now), alone=False)
         self._collect()
         count = self._n_yielded + self._options.max_in_flight - self._n_allowed
         if self._options.inputs is None and count > 0 and not self._source.inputs_ended:
@@ -182,7 +179,7 @@ class Stream:
             self._source.inputs_ended = True
             return
         finally:
-            self._paused_seconds += self._wire.now() - began
+            self._dispatch.paused_seconds += self._wire.now() - began
         self._add(item)
 
     def _handle(self, event: Event) -> None:
@@ -195,7 +192,7 @@ class Stream:
         elif isinstance(event, Answered):
             self._dispatch.record_answer(event.message, self._decode(event.message, event.response))
         elif isinstance(event, Failed):
-            self._dispatch.record_failure(event.message, event.failure, self._now())
+            self._dispatch.record_failure(event.message, event.failure, self._wire.now())
         self._collect()
 
     def _add(self, item: object) -> None:
