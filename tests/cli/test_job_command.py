@@ -740,6 +740,25 @@ async def test_only_files_of_jobs_are_removed_and_inputs_are_no_outputs(
     assert "is an input in the folder of the output" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "name", ["link/part-00000-000000.parquet", "to-a-part.parquet", "vectors/_rejected/part.jsonl"]
+)
+def test_an_input_in_the_output_is_refused_by_any_name(
+    run_words: Callable[..., Result], tmp_path: Path, folder: Path, name: str
+) -> None:
+    """An input is refused if a link leads to the folder of the output, or to a file there. No file is removed."""
+    (folder / "_rejected").mkdir(parents=True)
+    (folder / "_rejected/part.jsonl").write_text('"a text"\n')
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), folder / "part-00000-000000.parquet")
+    (tmp_path / "link").symlink_to(folder)
+    (tmp_path / "to-a-part.parquet").symlink_to(folder / "part-00000-000000.parquet")
+    before = files_in(folder)
+    result = run_words(Words(), *inputs(tmp_path / name), "--overwrite")
+    assert result.exit_code == 1
+    assert f"{tmp_path / name}: is an input in the folder of the output" in result.stderr
+    assert files_in(folder) == before
+
+
 async def test_what_the_model_does_not_have_removes_nothing(
     service: FakeEncoder, source: Path, folder: Path, output: tuple[str, str]
 ) -> None:

@@ -133,9 +133,9 @@ class EmbedJob:
         return True
 
     def _check_apart(self, found: Sequence[InputFile]) -> None:
-        """Refuse inputs in the folder of the output, where readers would take them for parts."""
+        """Refuse inputs in the folders of the output: readers would take them for parts, and `clear` remove them."""
         for it in found:
-            if click.format_filename(it.uri.rpartition("/")[0]) == self.store.uri:
+            if any(self.store.holds(it.uri, folder) for folder in ("", REJECTED)):
                 raise ValueError(
                     f"{click.format_filename(it.uri)}: is an input in the folder of the output; name another folder "
                     "for the output"
