@@ -906,6 +906,22 @@ def test_a_part_that_is_not_whole_or_not_of_the_job_is_made_again(
         assert (tmp_path / "elsewhere.parquet").exists()
 
 
+def test_a_part_of_another_column_is_made_again(tmp_path: Path) -> None:
+    source = tmp_path / "texts.csv"
+    source.write_text("a,b\n1,2\n")
+
+    def run(folder: Path, column: str) -> int:
+        job = EmbedJob([str(source)], str(folder), Words(), read=ReadOptions(column=column), make=MakeOptions())
+        with job:
+            return job.run().parts_before
+
+    for name in "ab":
+        run(tmp_path / name, name)
+    shutil.copy(tmp_path / "b/part-00000-000000.parquet", tmp_path / "a")
+    assert run(tmp_path / "a", "a") == 0
+    assert table_of(tmp_path / "a")["text"].to_pylist() == ["1"]
+
+
 @pytest.mark.parametrize("name", ["part-00000-000003.parquet", "part-00001-000000.parquet"])
 def test_a_part_behind_the_job_is_refused(run_words: Callable[..., Result], folder: Path, name: str) -> None:
     """Readers of the folder would find the rows of such a part."""
@@ -918,7 +934,7 @@ def test_a_part_behind_the_job_is_refused(run_words: Callable[..., Result], fold
 
 def test_a_plan_that_cannot_be_read_is_named(run_words: Callable[..., Result], folder: Path) -> None:
     folder.mkdir()
-    for data in (b"\xff", b"{}", b"[]", b'{"format": 1}', b'{"format": 2, "read": 1}'):
+    for data in (b"\xff", b"{}", b"[]", b'{"format": 1}', b'{"format": 3, "read": 1}'):
         (folder / "_job.json").write_bytes(data)
         result = run_words(Words())
         assert result.exit_code == 1

@@ -21,7 +21,7 @@ from encserve_cli.job.types import STRIPE_PARTS, InputFile, Part, PartReport, Sh
 from encserve_client import DType, Output, Task
 
 PLAN_NAME = "_job.json"
-PLAN_FORMAT = 2
+PLAN_FORMAT = 3
 # The rows of a part, for outputs of one vector and for outputs of any number of rows. Some seconds to a minute each.
 VECTOR_ROWS, RAGGED_ROWS = 2048, 256
 _MOST_PART_BYTES = 512 * MIB
