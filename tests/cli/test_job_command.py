@@ -843,6 +843,34 @@ async def test_a_job_without_parts_blocks_no_folder(
     assert "dtype is 'float32'; the job has 'float16'" in result.stderr
 
 
+@pytest.mark.parametrize("change", ["nothing", "dtype", "inputs"])
+def test_of_jobs_that_begin_together_only_equal_ones_go_on(
+    tmp_path: Path, source: Path, folder: Path, change: str
+) -> None:
+    """Another job begins in the folder while a job loads its model. The later one goes on only if nothing differs."""
+    other = write_texts(tmp_path / "other.txt", ["other"])
+    make = MakeOptions(dtype="float16") if change == "dtype" else MakeOptions()
+    files = [str(source), str(other)] if change == "inputs" else [str(source)]
+
+    class Late(Words):
+        def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> LocalWorker:
+            if before is None:
+                words_job(source, Words()).close()
+            return super().open(make, kind, before)
+
+    def begin() -> EmbedJob:
+        return EmbedJob(files, str(folder), Late(), read=ReadOptions(), make=make, add_inputs=True)
+
+    if change == "nothing":
+        with begin() as job:
+            assert job.run().rows == 25
+    else:
+        with pytest.raises(ValueError, match=f"another job has just begun in {folder}"):
+            begin()
+    plan = json.loads((folder / "_job.json").read_text())
+    assert (plan["make"]["dtype"], len(plan["inputs"])) == ("float32", 1)
+
+
 def empty(path: Path) -> None:
     path.write_bytes(b"")
 

@@ -103,12 +103,7 @@ class EmbedJob:
             if overwrite and save:  # not before the model and the inputs are known to be good
                 clear(self.store)
             if is_new and save and not self._save(before):
-                # Another run has just begun the same job. Its measured settings count.
-                before = self._saved_plan()
-                assert before is not None  # noqa: S101 - it has been written
-                self.worker.close()
-                self.worker = backend.open(make, kind, before.model)
-                self.plan, _ = self._continued(before, found)
+                self._join(backend, make, kind, found)
             self._stack = stack.pop_all()
 
     def _saved_plan(self) -> Plan | None:
@@ -131,6 +126,20 @@ class EmbedJob:
             return self.store.create(PLAN_NAME, self.plan.to_json())
         write_text(self.store, PLAN_NAME, self.plan.to_json())
         return True
+
+    def _join(self, backend: Backend, make: MakeOptions, kind: str | None, found: Sequence[InputFile]) -> None:
+        """Take the plan that another run has just written. Its measured settings count, and nothing else may differ."""
+        begun = self._saved_plan()
+        differs = begun is None
+        if begun is not None:
+            self.worker.close()
+            self.worker = backend.open(make, kind, begun.model)
+            self.plan, differs = self._continued(begun, found)
+        if differs:
+            raise ValueError(
+                f"another job has just begun in {self.store.uri}, with other settings or inputs; name another folder, "
+                "or end that job and begin again with --overwrite"
+            )
 
     def _check_apart(self, found: Sequence[InputFile]) -> None:
         """Refuse inputs in the folders of the output: readers would take them for parts, and `clear` remove them."""
