@@ -580,6 +580,17 @@ def test_a_dry_run_of_a_job_that_is_done(run_words: Callable[..., Result]) -> No
     assert len(words.encoded) == 3, "the dry run must not encode a sample"
 
 
+def test_a_dry_run_of_a_share_estimates_the_share(run_words: Callable[..., Result], tmp_path: Path) -> None:
+    """The shares get four parts of 10 rows in turn. The first file has 25 rows, and the second file has 145 rows."""
+    more = write_texts(tmp_path / "more.txt", [f"text {i}" for i in range(145)])
+    flags = [*inputs(more), "--dry-run", "--shard"]
+    shown = " ".join(run_words(Words(), *flags, "1/3").stdout.split())
+    assert "inputs 2 files, 170 rows share 1/3, 65 rows" in shown
+    plans = [events_of(run_words(Words(), *flags, f"{index}/3", "--json"))[0] for index in range(3)]
+    assert [it["rows"] for it in plans] == [65, 65, 40]
+    assert [it["output_bytes"] for it in plans] == [rows * 2 * 4 for rows in (65, 65, 40)]
+
+
 def test_a_bundle_makes_single_files_and_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path) -> None:
     """`--bundle` also works if the output is a single file or is printed.
 
@@ -677,6 +688,22 @@ def test_python_callers_name_a_bundle_or_a_client(source: Path, folder: Path) ->
         embed_files([source], folder, bundle="b", model="m")
 
 
+@pytest.mark.parametrize("shard", [(8, 8), (1, 0), (-1, 2), (0, -1)])
+def test_a_share_that_does_not_exist_is_refused(shard: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"shard must be \(I, N\) with I from 0 to N-1, as \(0, 8\); was \("):
+        Shard(*shard)
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize("rows", [0, -1])
+def test_the_rows_of_a_part_are_at_least_1(source: Path, folder: Path, rows: int, is_new: bool) -> None:
+    if not is_new:
+        words_job(source, Words()).close()
+    with pytest.raises(ValueError, match=f"part_rows must be at least 1; was {rows}"):
+        words_job(source, Words(), part_rows=rows)
+    assert folder.exists() != is_new
+
+
 async def test_a_job_goes_on_with_its_version_while_that_is_served(service: FakeEncoder) -> None:
     """A resumed job uses the model version that the user names.
 
@@ -740,6 +767,25 @@ async def test_only_files_of_jobs_are_removed_and_inputs_are_no_outputs(
     assert "is an input in the folder of the output" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "name", ["link/part-00000-000000.parquet", "to-a-part.parquet", "vectors/_rejected/part.jsonl"]
+)
+def test_an_input_in_the_output_is_refused_by_any_name(
+    run_words: Callable[..., Result], tmp_path: Path, folder: Path, name: str
+) -> None:
+    """An input is refused if a link leads to the folder of the output, or to a file there. No file is removed."""
+    (folder / "_rejected").mkdir(parents=True)
+    (folder / "_rejected/part.jsonl").write_text('"a text"\n')
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), folder / "part-00000-000000.parquet")
+    (tmp_path / "link").symlink_to(folder)
+    (tmp_path / "to-a-part.parquet").symlink_to(folder / "part-00000-000000.parquet")
+    before = files_in(folder)
+    result = run_words(Words(), *inputs(tmp_path / name), "--overwrite")
+    assert result.exit_code == 1
+    assert f"{tmp_path / name}: is an input in the folder of the output" in result.stderr
+    assert files_in(folder) == before
+
+
 async def test_what_the_model_does_not_have_removes_nothing(
     service: FakeEncoder, source: Path, folder: Path, output: tuple[str, str]
 ) -> None:
@@ -797,6 +843,19 @@ async def test_a_job_goes_on_with_the_same_files_at_another_time_or_place(
     assert "b.txt" in result.stderr
 
 
+async def test_a_new_file_under_the_name_of_a_renamed_one_is_added_only_on_demand(
+    service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
+) -> None:
+    """The input is renamed, and a new file takes the old name. The new file needs --add-inputs."""
+    await encserve(service, "embed", *inputs(source), *output)
+    renamed = source.rename(tmp_path / "renamed.txt")  # noqa: ASYNC240
+    write_texts(source, ["new"])
+    result = await encserve(service, "embed", *inputs(source, renamed), *output, status=1)
+    assert f"{source} is not an input of the job (--add-inputs adds it)" in result.stderr
+    await encserve(service, "embed", *inputs(source, renamed), *output, "--add-inputs")
+    assert table_of(folder)["text"].to_pylist() == [*TEXTS, "new"]
+
+
 async def test_changed_inputs_are_refused(service: FakeEncoder, source: Path, output: tuple[str, str]) -> None:
     await encserve(service, "embed", *inputs(source), *output)
     size = source.stat().st_size  # noqa: ASYNC240
@@ -822,6 +881,34 @@ async def test_a_job_without_parts_blocks_no_folder(
     assert table_of(folder)["text"].to_pylist() == TEXTS
     result = await encserve(service, "embed", *inputs(source), *output, status=1)
     assert "dtype is 'float32'; the job has 'float16'" in result.stderr
+
+
+@pytest.mark.parametrize("change", ["nothing", "dtype", "inputs"])
+def test_of_jobs_that_begin_together_only_equal_ones_go_on(
+    tmp_path: Path, source: Path, folder: Path, change: str
+) -> None:
+    """Another job begins in the folder while a job loads its model. The later one goes on only if nothing differs."""
+    other = write_texts(tmp_path / "other.txt", ["other"])
+    make = MakeOptions(dtype="float16") if change == "dtype" else MakeOptions()
+    files = [str(source), str(other)] if change == "inputs" else [str(source)]
+
+    class Late(Words):
+        def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> LocalWorker:
+            if before is None:
+                words_job(source, Words()).close()
+            return super().open(make, kind, before)
+
+    def begin() -> EmbedJob:
+        return EmbedJob(files, str(folder), Late(), read=ReadOptions(), make=make, add_inputs=True)
+
+    if change == "nothing":
+        with begin() as job:
+            assert job.run().rows == 25
+    else:
+        with pytest.raises(ValueError, match=f"another job has just begun in {folder}"):
+            begin()
+    plan = json.loads((folder / "_job.json").read_text())
+    assert (plan["make"]["dtype"], len(plan["inputs"])) == ("float32", 1)
 
 
 def empty(path: Path) -> None:
@@ -887,6 +974,22 @@ def test_a_part_that_is_not_whole_or_not_of_the_job_is_made_again(
         assert (tmp_path / "elsewhere.parquet").exists()
 
 
+def test_a_part_of_another_column_is_made_again(tmp_path: Path) -> None:
+    source = tmp_path / "texts.csv"
+    source.write_text("a,b\n1,2\n")
+
+    def run(folder: Path, column: str) -> int:
+        job = EmbedJob([str(source)], str(folder), Words(), read=ReadOptions(column=column), make=MakeOptions())
+        with job:
+            return job.run().parts_before
+
+    for name in "ab":
+        run(tmp_path / name, name)
+    shutil.copy(tmp_path / "b/part-00000-000000.parquet", tmp_path / "a")
+    assert run(tmp_path / "a", "a") == 0
+    assert table_of(tmp_path / "a")["text"].to_pylist() == ["1"]
+
+
 @pytest.mark.parametrize("name", ["part-00000-000003.parquet", "part-00001-000000.parquet"])
 def test_a_part_behind_the_job_is_refused(run_words: Callable[..., Result], folder: Path, name: str) -> None:
     """Readers of the folder would find the rows of such a part."""
@@ -899,7 +1002,7 @@ def test_a_part_behind_the_job_is_refused(run_words: Callable[..., Result], fold
 
 def test_a_plan_that_cannot_be_read_is_named(run_words: Callable[..., Result], folder: Path) -> None:
     folder.mkdir()
-    for data in (b"\xff", b"{}", b"[]", b'{"format": 1}', b'{"format": 2, "read": 1}'):
+    for data in (b"\xff", b"{}", b"[]", b'{"format": 1}', b'{"format": 3, "read": 1}'):
         (folder / "_job.json").write_bytes(data)
         result = run_words(Words())
         assert result.exit_code == 1
@@ -984,6 +1087,16 @@ def test_a_folder_and_a_file_with_names_that_are_not_utf8(tmp_path: Path) -> Non
     assert table_of(output)["text"].to_pylist() == [*TEXTS, "bad"]
     [line] = (output / "_rejected/part-00000-000002.jsonl").read_text().splitlines()
     assert json.loads(line)["file"] == str(source)
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]], ids=["job", "dry run"])
+def test_events_name_files_whose_names_are_not_utf8(
+    run_words: Callable[..., Result], tmp_path: Path, flags: list[str]
+) -> None:
+    more = write_texts(tmp_path / "caf\udce9.txt")
+    result = run_words(Words(), *inputs(more), "--json", *flags)
+    assert result.exit_code == 0, result.output
+    assert events_of(result)[0]["inputs"][1]["uri"] == str(more)
 
 
 def test_a_message_without_rows_keeps_the_indices_of_others() -> None:

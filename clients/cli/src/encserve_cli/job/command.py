@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import json
 import os
 import signal
 import threading
@@ -24,7 +23,7 @@ from encserve_cli.files.rows import MIB, Value
 from encserve_cli.job.api import RayOptions, backend_of
 from encserve_cli.job.job import Backend, EmbedJob
 from encserve_cli.job.local import EngineOptions
-from encserve_cli.job.plan import MakeOptions
+from encserve_cli.job.plan import MakeOptions, json_text
 from encserve_cli.job.progress import shown_progress
 from encserve_cli.job.run import LocalWorker
 from encserve_cli.job.sample import take_sample
@@ -174,7 +173,7 @@ def _work(job: EmbedJob, interrupts: "Interrupts", given: Mapping[str, Any], *, 
         _show_plan(job, as_json=as_json)
         return 0
     if as_json:
-        _event("plan", plan_record(job.plan, job.store.uri, job.finished(), None))
+        _event("plan", plan_record(job.plan, job.shard, job.store.uri, job.finished(), None))
     interrupts.job = job
     try:
         with shown_progress(job.total_rows, as_json=as_json) as on_progress:
@@ -195,7 +194,7 @@ def _show_plan(job: EmbedJob, *, as_json: bool) -> None:
     finished = job.finished()
     work = job.plan.work(finished, job.shard, divided=False)
     assert isinstance(job.worker, LocalWorker)  # noqa: S101 - --dry-run and --ray exclude each other
-    shown = (job.plan, job.store.uri, finished, take_sample(job.plan, work, job.worker.encoder))
+    shown = (job.plan, job.shard, job.store.uri, finished, take_sample(job.plan, work, job.worker.encoder))
     if as_json:
         _event("plan", plan_record(*shown))
     else:
@@ -203,7 +202,7 @@ def _show_plan(job: EmbedJob, *, as_json: bool) -> None:
 
 
 def _event(name: str, record: Mapping[str, Any]) -> None:
-    click.echo(json.dumps({"event": name} | dict(record), ensure_ascii=False))
+    click.echo(json_text({"event": name} | dict(record)))
 
 
 def _stopped(job: EmbedJob, given: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from encserve_cli.job.plan import (
     MakeOptions,
     ModelFacts,
     Plan,
+    check_part_rows,
     differences,
     match_inputs,
     rows_of_part,
@@ -86,6 +87,8 @@ class EmbedJob:
             OSError: A file cannot be read or written.
             Exception: An error of `Backend.open`.
         """
+        if part_rows is not None:  # before the model is loaded
+            check_part_rows(part_rows)
         self._read = read
         self._part_rows = part_rows
         self._add_inputs = add_inputs
@@ -103,12 +106,7 @@ class EmbedJob:
             if overwrite and save:  # not before the model and the inputs are known to be good
                 clear(self.store)
             if is_new and save and not self._save(before):
-                # Another run has just begun the same job. Its measured settings count.
-                before = self._saved_plan()
-                assert before is not None  # noqa: S101 - it has been written
-                self.worker.close()
-                self.worker = backend.open(make, kind, before.model)
-                self.plan, _ = self._continued(before, found)
+                self._join(backend, make, kind, found)
             self._stack = stack.pop_all()
 
     def _saved_plan(self) -> Plan | None:
@@ -132,10 +130,24 @@ class EmbedJob:
         write_text(self.store, PLAN_NAME, self.plan.to_json())
         return True
 
+    def _join(self, backend: Backend, make: MakeOptions, kind: str | None, found: Sequence[InputFile]) -> None:
+        """Take the plan that another run has just written. Its measured settings count, and nothing else may differ."""
+        begun = self._saved_plan()
+        differs = begun is None
+        if begun is not None:
+            self.worker.close()
+            self.worker = backend.open(make, kind, begun.model)
+            self.plan, differs = self._continued(begun, found)
+        if differs:
+            raise ValueError(
+                f"another job has just begun in {self.store.uri}, with other settings or inputs; name another folder, "
+                "or end that job and begin again with --overwrite"
+            )
+
     def _check_apart(self, found: Sequence[InputFile]) -> None:
-        """Refuse inputs in the folder of the output, where readers would take them for parts."""
+        """Refuse inputs in the folders of the output: readers would take them for parts, and `clear` remove them."""
         for it in found:
-            if click.format_filename(it.uri.rpartition("/")[0]) == self.store.uri:
+            if any(self.store.holds(it.uri, folder) for folder in ("", REJECTED)):
                 raise ValueError(
                     f"{click.format_filename(it.uri)}: is an input in the folder of the output; name another folder "
                     "for the output"
@@ -186,22 +198,22 @@ class EmbedJob:
     ) -> list[str]:
         """Return which inputs differ, for people; `new` has the files that the plan does not have, by place."""
         problems = []
+        added = dict(new)
         for index, was in enumerate(before.inputs):
             name = click.format_filename(was.uri)
-            if known[index] is None and was.uri in new:
+            if known[index] is None and added.pop(was.uri, None):
                 now = new[was.uri].size_bytes
                 how = "its checksum differs" if now == was.size_bytes else f"{was.size_bytes:,} bytes then, {now:,} now"
                 problems.append(f"{name} was changed: {how} (remove part-{index:05}-* to make its parts again)")
             elif known[index] is None:
                 problems.append(f"the job has the input {name}, which is not given now")
-        old = {it.uri for it in before.inputs}
-        added = [] if self._add_inputs else [click.format_filename(uri) for uri in new if uri not in old]
-        return problems + [f"{name} is not an input of the job (--add-inputs adds it)" for name in added]
+        names = [] if self._add_inputs else [click.format_filename(uri) for uri in added]
+        return problems + [f"{name} is not an input of the job (--add-inputs adds it)" for name in names]
 
     @property
     def total_rows(self) -> int | None:
         """The number of rows of the share; None if it is not known."""
-        return self.plan.rows if self.shard.count == 1 else None
+        return self.plan.rows_of(self.shard)
 
     def finished(self) -> dict[Part, PartReport]:
         """Return the parts of the share that are done; see `finished_parts`."""

@@ -80,11 +80,13 @@ def _schema(plan: Plan, kept: Any) -> Any:
 
 
 def _record(plan: Plan, part: Part, rows: int) -> dict[str, Any]:
-    """Return the identity of a part: its rows, and the file that they come from."""
+    """Return the identity of a part: its rows, the file that they come from, and the column of the inputs."""
     file = plan.inputs[part.input]
     return {
         "input": file.checksum,
         "input_bytes": file.size_bytes,
+        "input_kind": plan.read.input_kind,
+        "column": plan.read.column,
         "number": part.number,
         "part_rows": plan.part_rows,
         "kept_types": dict(plan.kept_types),

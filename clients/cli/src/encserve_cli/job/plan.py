@@ -21,7 +21,7 @@ from encserve_cli.job.types import STRIPE_PARTS, InputFile, Part, PartReport, Sh
 from encserve_client import DType, Output, Task
 
 PLAN_NAME = "_job.json"
-PLAN_FORMAT = 2
+PLAN_FORMAT = 3
 # The rows of a part, for outputs of one vector and for outputs of any number of rows. Some seconds to a minute each.
 VECTOR_ROWS, RAGGED_ROWS = 2048, 256
 _MOST_PART_BYTES = 512 * MIB
@@ -104,6 +104,12 @@ def rows_of_part(make: MakeOptions, model: ModelFacts) -> int:
     return RAGGED_ROWS if make.kind == "sparse" else max(1, min(RAGGED_ROWS, _MOST_PART_BYTES // max(row_bytes, 1)))
 
 
+def check_part_rows(rows: int) -> None:
+    """Raise ValueError if a part cannot have so many rows."""
+    if rows < 1:
+        raise ValueError(f"part_rows must be at least 1; was {rows}")
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A job.
@@ -115,6 +121,9 @@ class Plan:
         part_rows: The rows of each part but the last of a file.
         kept_types: The columns of --keep with their Arrow types, as `str(type)` gives them.
         inputs: The files.
+
+    Raises:
+        ValueError: The parts have no rows.
     """
 
     read: ReadOptions
@@ -124,11 +133,20 @@ class Plan:
     kept_types: Mapping[str, str]
     inputs: tuple[InputFile, ...]
 
-    @property
-    def rows(self) -> int | None:
-        """The number of rows of all inputs; None if it is not known."""
-        counts = [it.rows for it in self.inputs]
-        return None if None in counts else sum(it for it in counts if it is not None)
+    def __post_init__(self) -> None:
+        """Check the rows of a part."""
+        check_part_rows(self.part_rows)
+
+    def rows_of(self, shard: Shard) -> int | None:
+        """Return the number of rows of a share of all inputs; None if it is not known."""
+        stripe = STRIPE_PARTS * self.part_rows
+        found = 0
+        for index, it in enumerate(self.inputs):
+            if it.rows is None:
+                return None
+            firsts = (first for first in range(0, it.rows, stripe) if shard.has(Part(index, first // self.part_rows)))
+            found += sum(min(stripe, it.rows - first) for first in firsts)
+        return found
 
     def fields(self) -> list[tuple[str, Any]]:
         """Return the columns of every part that the job adds to --keep, with their Arrow types."""

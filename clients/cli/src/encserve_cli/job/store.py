@@ -19,7 +19,7 @@ import click
 import pyarrow as pa
 import pyarrow.fs as arrow_fs
 
-from encserve_cli.files.reading import check_no_secret
+from encserve_cli.files.reading import check_no_secret, is_uri
 from encserve_cli.files.storage import filesystem_of
 
 _TEMPORARY = ".unfinished-"
@@ -58,6 +58,14 @@ class Store(Protocol):
 
         Raises:
             OSError: The folder cannot be read.
+        """
+
+    def holds(self, uri: str, folder: str = "") -> bool:
+        """Return whether a file is in the folder, or in a folder inside. Links are followed.
+
+        Args:
+            uri: The absolute path or the URI of an existing file.
+            folder: The folder inside.
         """
 
     def read(self, name: str) -> bytes | None:
@@ -131,6 +139,11 @@ class LocalStore:
                 it.name for it in entries if it.is_file(follow_symlinks=False) and not it.name.startswith(_TEMPORARY)
             ]
         return []
+
+    def holds(self, uri: str, folder: str = "") -> bool:
+        """See `Store`."""
+        own, path = self._folder / folder, Path(uri)
+        return not is_uri(uri) and own.is_dir() and any(own.samefile(it) for it in (path.parent, path.resolve().parent))
 
     def read(self, name: str) -> bytes | None:
         """See `Store`."""
@@ -233,6 +246,12 @@ class ObjectStore:
         """See `Store`."""
         selector = arrow_fs.FileSelector(f"{self._folder}/{folder}".rstrip("/"), allow_not_found=True)
         return [it.base_name for it in self._files.get_file_info(selector) if it.type == arrow_fs.FileType.File]
+
+    def holds(self, uri: str, folder: str = "") -> bool:
+        """See `Store`. Object stores have no links."""
+        files, path = filesystem_of(uri)
+        own = f"{self._folder}/{folder}".rstrip("/")
+        return bool(files.type_name == self._files.type_name and path.rpartition("/")[0] == own)
 
     def read(self, name: str) -> bytes | None:
         """See `Store`."""
