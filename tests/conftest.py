@@ -10,6 +10,7 @@ other tests are fast.
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -26,6 +27,10 @@ FOLDERS = {"bulk": "system", "e2e": "system", "hostile": "weekly", "judges": "sy
 # PyTorch must use one thread, because two test runs may share two CPUs. PyTorch reads this variable when it is
 # imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell starts background commands, such as `make test &`, with SIGINT ignored. Programs that tests start would inherit
+# this, and tests of Ctrl-C would fail.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # All servers of a test run share one cache of weights. The cache is a temporary folder outside the home directory.
 if "ENCSERVE_CACHE_DIR" not in os.environ:

@@ -14,6 +14,7 @@ from retrieval_models import DIRECTORIES
 from sentence_models import text_of
 from sparse_models import sparse_text, write_bge_m3, write_splade
 
+from encserve_client import rank
 from encserve_export.cli import main
 
 pytestmark = pytest.mark.system
@@ -67,7 +68,7 @@ def test_lancedb_ranks_as_rank_does(names: dict[str, Any]) -> None:
 
 def test_a_text_without_vectors_is_last_and_has_sparse_weights(names: dict[str, Any]) -> None:
     assert [i for i, its in enumerate(names["documents"]) if not len(its)] == [1]
-    assert names["best"][-1] == (1, -1e9)
+    assert rank(names["query"], names["documents"])[-1] == (1, -1e9)
     (point,) = names["qdrant"].retrieve("texts", [1], with_vectors=True)
     assert point.vector.keys() == {"splade"}
     assert names["table"].count_rows() == len(TEXTS)
