@@ -28,8 +28,8 @@ FOLDERS = {"bulk": "system", "e2e": "system", "hostile": "weekly", "judges": "sy
 # imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell starts background commands, such as `make test &`, with SIGINT ignored. Programs that tests start would inherit
-# this, and tests of Ctrl-C would fail.
+# A shell starts background commands, such as `make test &`, with SIGINT ignored. Programs that tests start would
+# inherit this, and tests of Ctrl-C would fail.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # All servers of a test run share one cache of weights. The cache is a temporary folder outside the home directory.
