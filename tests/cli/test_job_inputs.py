@@ -573,6 +573,16 @@ def test_a_line_that_is_too_long_is_a_problem_of_that_row(
         assert list(rows.problems) == [1, 3]
 
 
+@pytest.mark.parametrize("length", [20, 21, 22, 23, 24, 50])
+def test_a_long_first_line_after_a_byte_order_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """The mark is not counted as a part of the line. A line that is too long is one row."""
+    monkeypatch.setattr(reader, "_MOST_LINE_BYTES", 21)
+    path = one_file(tmp_path / "a.txt", "\ufeff" + "x" * (length - 1), "two")
+    assert read([path]) == ["x" * (length - 1) if length <= 21 else None, "two"]
+
+
 def test_a_long_line_of_a_csv_file_ends_the_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "_MOST_LINE_BYTES", 20)
     path = one_file(tmp_path / "a.csv", "text", "a", "x" * 50)
