@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from encserve_cli.files.kept import array_of, json_types, split_type, type_named
+from encserve_cli.files.kept import array_of, cast_column, json_types, split_type, type_named
 from encserve_cli.files.reading import (
     STDIN,
     DataFile,
@@ -472,14 +472,12 @@ class _ParquetRows(RowReader):
         return _vectors(column) if self._options.input_kind == "vectors" else _pylist(column)
 
     def _kept(self, batch: Any) -> Any:
-        table = pa.Table.from_batches([batch]).select(self._kept_schema.names)
-        try:
-            return table.cast(self._kept_schema)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise ValueError(
-                f"{self.file.place(self._row + 1)} and later: --keep: must be "
-                f"{', '.join(f'{it.name}:{it.type}' for it in self._kept_schema)}: {error}"
-            ) from error
+        first = self._row + 1
+        columns = [
+            cast_column(batch.column(it.name), it.name, it.type, lambda index: self.file.place(first + index))
+            for it in self._kept_schema
+        ]
+        return pa.Table.from_arrays(columns, schema=self._kept_schema)
 
     def column_types(self, names: Sequence[str]) -> dict[str, set[str]]:
         """Return the types of columns."""
