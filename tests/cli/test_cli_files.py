@@ -7,6 +7,7 @@ import asyncio
 import csv
 import gzip
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -367,6 +368,24 @@ async def test_what_cannot_be_read(
     assert len(result.stderr.splitlines()) == 1
     assert output.read_text() == "before"
     assert {it.name for it in tmp_path.iterdir()} <= {name, "v.npz"}  # noqa: ASYNC240
+
+
+@pytest.mark.parametrize("env", [{}, TERMINAL], ids=["pipe", "terminal"])
+async def test_a_named_pipe_is_read_once(service: FakeEncoder, tmp_path: Path, env: dict[str, str]) -> None:
+    path, output = tmp_path / "t.txt", tmp_path / "v.npy"
+    os.mkfifo(path)
+    command = asyncio.create_task(encserve(service, "embed", *inputs(path), "--output", output, env=env))
+    await asyncio.to_thread(path.write_text, "one\ntwo\n")
+    await asyncio.wait_for(command, 30)
+    assert len(np.load(output)) == 2
+
+
+async def test_errors_of_a_file_name_the_options(service: FakeEncoder, tmp_path: Path) -> None:
+    """An error of the client names the option instead of the Python argument, as without --output."""
+    wrong = ("embed", "a", "--prompt-name", "x")
+    for output in ([], ["--output", tmp_path / "v.npy"]):
+        result = await encserve(service, *wrong, *output, status=1)
+        assert result.stderr.startswith("Error: --prompt-name 'x': model ")
 
 
 async def test_a_text_that_is_refused_is_named_by_its_line(service: FakeEncoder, tmp_path: Path) -> None:

@@ -95,12 +95,14 @@ def checksum(file: DataFile, size_bytes: int) -> str:
 def count_rows(file: DataFile) -> int | None:
     """Return the number of rows of a Parquet file, or of at most 1 GiB of lines on this machine.
 
-    None for other files, which take longer to count.
+    None for other files, which take longer to count, and for pipes, which can be read only once.
     """
+    if file.uri == STDIN or (file.is_local and not Path(file.uri).is_file()):
+        return None
     if file.suffix == ".parquet":
         with open_parquet(file) as opened:
             return int(opened.metadata.num_rows)
-    if file.suffix in (".csv", ".tsv") or file.codec or not file.is_local or file.uri == STDIN:
+    if file.suffix in (".csv", ".tsv") or file.codec or not file.is_local:
         return None
     if Path(file.uri).stat().st_size > _MOST_COUNTED_BYTES:
         return None
