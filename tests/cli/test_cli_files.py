@@ -23,7 +23,7 @@ import scipy.sparse
 from command import TERMINAL, encserve, inputs
 from fake_encoder import FakeEncoder, Refused
 
-from encserve_cli.files import encoding
+from encserve_cli.files import encoding, writing
 from encserve_cli.files.reading import Sent, count_inputs, read_inputs
 from encserve_client import EncoderClient
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -176,6 +176,18 @@ async def test_rows_of_every_token(service: FakeEncoder, tmp_path: Path) -> None
         result = await encserve(service, "encode", *inputs(source), "--output", tmp_path / f"not{suffix}", status=1)
         assert f"a {suffix} file holds one vector for each input" in result.stderr
         assert not (tmp_path / f"not{suffix}").exists()
+
+
+async def test_row_groups_of_parquet_are_cut_by_size(
+    service: FakeEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row group ends after the call that makes it large. Calls have 4 inputs here."""
+    output = tmp_path / "v.parquet"
+    for row_group_bytes, n_groups in ((1, 16), (2**20, 1)):
+        monkeypatch.setattr(writing, "_ROW_GROUP_BYTES", row_group_bytes)
+        await encserve(service, "encode", *inputs(write_texts(tmp_path, ".txt")), "--output", output)
+        assert pyarrow.parquet.read_metadata(output).num_row_groups == n_groups
+        assert pyarrow.parquet.read_table(output)["text"].to_pylist() == TEXTS
 
 
 async def test_vectors_of_maxsim_and_weights(service: FakeEncoder, tmp_path: Path) -> None:

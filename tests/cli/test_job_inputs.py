@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from encserve_cli.files import rows as reader
 from encserve_cli.files.reading import ReadOptions, read_inputs
-from encserve_cli.files.rows import Rows
+from encserve_cli.files.rows import MIB, Rows
 from encserve_cli.files.storage import open_stream
 from encserve_cli.job.inputs import find_inputs, kept_types, read_blocks
 from encserve_cli.job.plan import MakeOptions, ModelFacts, Plan
@@ -186,6 +186,32 @@ def test_a_file_without_rows_has_no_parts(tmp_path: Path, suffix: str) -> None:
         for data in (b"", b"\xef\xbb\xbf"):
             path.write_bytes(compressed(data, path))
             assert blocks_of(plan_of([str(path)])) == []
+
+
+def test_large_texts_of_a_dictionary_are_decoded_a_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The large texts take 200 MB in memory and 100 KB in the file.
+
+    Batches have at most about 16 MiB. If texts become larger within a file, two batches are larger.
+    """
+    sizes: list[int] = []
+    real = pyarrow.parquet.ParquetFile.iter_batches
+
+    def measured(self: Any, *args: Any, **options: Any) -> Any:
+        for batch in real(self, *args, **options):
+            sizes.append(batch.nbytes)
+            yield batch
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", measured)
+    large = ["x" * 100_000] * 2000
+    for texts, n_larger in ((large, 0), (["short"] * 3500 + large, 2)):
+        path = tmp_path / "a.parquet"
+        pyarrow.parquet.write_table(pa.table({"text": texts}), path)
+        assert path.stat().st_size < MIB
+        sizes.clear()
+        assert [len(it) for it in read([str(path)])] == list(map(len, texts))
+        assert sum(it > 17 * MIB for it in sizes) == n_larger
 
 
 def test_row_groups_of_finished_parts_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

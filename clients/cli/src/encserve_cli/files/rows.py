@@ -32,7 +32,15 @@ from encserve_cli.files.reading import (
     json_value,
     no_column,
 )
-from encserve_cli.files.storage import batch_rows, errors_named, is_text, open_parquet, open_stream, parquet_column
+from encserve_cli.files.storage import (
+    errors_named,
+    first_batch_rows,
+    fitting_rows,
+    is_text,
+    open_parquet,
+    open_stream,
+    parquet_column,
+)
 
 MIB = 1024 * 1024
 # The texts of a `read` end soon after so many bytes, so that a few reads fit into memory.
@@ -402,7 +410,8 @@ class _ParquetRows(RowReader):
         metadata = self._opened.metadata
         groups = range(metadata.num_row_groups)
         self._starts: list[int] = [0, *itertools.accumulate(metadata.row_group(number).num_rows for number in groups)]
-        self._batch_rows = batch_rows(self._opened)
+        self._batch_rows = first_batch_rows(self._opened)
+        self._may_grow = True
         self._batches: Iterator[Any] = iter(())
         self._batch: Any = None  # the last batch
         self._batch_row = -1  # its first row; -1 before the first batch
@@ -432,19 +441,36 @@ class _ParquetRows(RowReader):
     def skip(self, rows: int) -> None:
         self._row = min(self._row + rows, self._starts[-1])
 
+    def _start(self, group: int) -> None:
+        groups = range(group, len(self._starts) - 1)
+        columns = [self._column, *self._kept_types]
+        self._batches = self._opened.iter_batches(self._batch_rows, row_groups=groups, columns=columns)
+        self._batch, self._batch_row = None, self._starts[group]
+
+    def _fits_badly(self) -> bool:
+        """Correct the size of batches if the last batch was too large, or the first ones were small.
+
+        A dictionary makes the encoded size much smaller than the decoded size, so only a batch shows its size.
+        """
+        rows = fitting_rows(len(self._batch), self._batch.nbytes)
+        grows = self._may_grow and len(self._batch) == self._batch_rows < rows
+        if not grows and 2 * rows >= len(self._batch):
+            return False
+        self._batch_rows, self._may_grow = rows, False
+        return True
+
     def _peek(self, rows: int) -> Any:
         """Return the next rows of one batch, at least one."""
         group = bisect.bisect_right(self._starts, self._row) - 1
         if self._batch_row + len(self._batch or ()) < self._starts[group]:
-            groups = range(group, len(self._starts) - 1)
-            columns = [self._column, *self._kept_types]
-            self._batches = self._opened.iter_batches(self._batch_rows, row_groups=groups, columns=columns)
-            self._batch, self._batch_row = None, self._starts[group]
+            self._start(group)
         while self._batch_row + len(self._batch or ()) <= self._row:
             self._batch_row += len(self._batch or ())
             self._batch = next(self._batches, None)
             if self._batch is None:
                 raise ValueError(f"{self.file.name}: cannot be read as Parquet: has fewer rows than its footer says")
+            if self._fits_badly():
+                self._start(group)
         return self._batch.slice(self._row - self._batch_row, rows)
 
     def read(self, rows: int) -> Rows:

@@ -20,7 +20,8 @@ from encserve_cli.files.reading import STDIN, DataFile, column_of, is_uri
 
 # Of each column chunk so much is held, however large its row group is.
 _PARQUET_BUFFER_BYTES = 4 * 1024 * 1024
-# Read at a time, at most.
+# Read at a time, at most. The first rows show how large rows are when they are decoded.
+_FIRST_BATCH_ROWS = 64
 _BATCH_ROWS = 4096
 _BATCH_BYTES = 16 * 1024 * 1024
 _RETRY_SECONDS = 30
@@ -222,9 +223,14 @@ def _is_list(its: Any, holds: Callable[[Any], bool]) -> bool:
     return any(is_a(its) for is_a in lists) and holds(its.value_type)
 
 
-def batch_rows(opened: Any) -> int:
-    """Return how many rows of a Parquet file to read at a time: 16 MiB on average, at most."""
+def first_batch_rows(opened: Any) -> int:
+    """Return how many rows of a Parquet file to read first: at most 64, and at most 16 MiB as they are encoded."""
     metadata = opened.metadata
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    widest = max((its.total_byte_size / max(its.num_rows, 1) for its in groups), default=0)
-    return int(min(max(_BATCH_BYTES / max(widest, 1), 1), _BATCH_ROWS))
+    fitting = [fitting_rows(its.num_rows, its.total_byte_size) for its in groups if its.num_rows]
+    return min([_FIRST_BATCH_ROWS, *fitting])
+
+
+def fitting_rows(rows: int, size_bytes: int) -> int:
+    """Return how many rows to read at a time if so many rows have this size: 16 MiB, but from 1 to 4,096 rows."""
+    return min(max(_BATCH_BYTES * rows // max(size_bytes, 1), 1), _BATCH_ROWS)
