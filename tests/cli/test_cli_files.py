@@ -7,6 +7,7 @@ import asyncio
 import csv
 import gzip
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ import scipy.sparse
 from command import TERMINAL, encserve, inputs
 from fake_encoder import FakeEncoder, Refused
 
-from encserve_cli.files import encoding
+from encserve_cli.files import encoding, writing
 from encserve_cli.files.reading import Sent, count_inputs, read_inputs
 from encserve_client import EncoderClient
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -175,6 +176,18 @@ async def test_rows_of_every_token(service: FakeEncoder, tmp_path: Path) -> None
         result = await encserve(service, "encode", *inputs(source), "--output", tmp_path / f"not{suffix}", status=1)
         assert f"a {suffix} file holds one vector for each input" in result.stderr
         assert not (tmp_path / f"not{suffix}").exists()
+
+
+async def test_row_groups_of_parquet_are_cut_by_size(
+    service: FakeEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row group ends after the call that makes it large. Calls have 4 inputs here."""
+    output = tmp_path / "v.parquet"
+    for row_group_bytes, n_groups in ((1, 16), (2**20, 1)):
+        monkeypatch.setattr(writing, "_ROW_GROUP_BYTES", row_group_bytes)
+        await encserve(service, "encode", *inputs(write_texts(tmp_path, ".txt")), "--output", output)
+        assert pyarrow.parquet.read_metadata(output).num_row_groups == n_groups
+        assert pyarrow.parquet.read_table(output)["text"].to_pylist() == TEXTS
 
 
 async def test_vectors_of_maxsim_and_weights(service: FakeEncoder, tmp_path: Path) -> None:
@@ -367,6 +380,24 @@ async def test_what_cannot_be_read(
     assert len(result.stderr.splitlines()) == 1
     assert output.read_text() == "before"
     assert {it.name for it in tmp_path.iterdir()} <= {name, "v.npz"}  # noqa: ASYNC240
+
+
+@pytest.mark.parametrize("env", [{}, TERMINAL], ids=["pipe", "terminal"])
+async def test_a_named_pipe_is_read_once(service: FakeEncoder, tmp_path: Path, env: dict[str, str]) -> None:
+    path, output = tmp_path / "t.txt", tmp_path / "v.npy"
+    os.mkfifo(path)
+    command = asyncio.create_task(encserve(service, "embed", *inputs(path), "--output", output, env=env))
+    await asyncio.to_thread(path.write_text, "one\ntwo\n")
+    await asyncio.wait_for(command, 30)
+    assert len(np.load(output)) == 2
+
+
+async def test_errors_of_a_file_name_the_options(service: FakeEncoder, tmp_path: Path) -> None:
+    """An error of the client names the option instead of the Python argument, as without --output."""
+    wrong = ("embed", "a", "--prompt-name", "x")
+    for output in ([], ["--output", tmp_path / "v.npy"]):
+        result = await encserve(service, *wrong, *output, status=1)
+        assert result.stderr.startswith("Error: --prompt-name 'x': model ")
 
 
 async def test_a_text_that_is_refused_is_named_by_its_line(service: FakeEncoder, tmp_path: Path) -> None:

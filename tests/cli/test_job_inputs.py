@@ -10,6 +10,7 @@ import json
 import os
 import random
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 
 from encserve_cli.files import rows as reader
 from encserve_cli.files.reading import ReadOptions, read_inputs
-from encserve_cli.files.rows import Rows
+from encserve_cli.files.rows import MIB, Rows
 from encserve_cli.files.storage import open_stream
 from encserve_cli.job.inputs import find_inputs, kept_types, read_blocks
 from encserve_cli.job.plan import MakeOptions, ModelFacts, Plan
@@ -35,6 +36,7 @@ TEXT = st.text(st.one_of(st.sampled_from("ab é\"',\t\x85\u2028\x0b\x0c"), st.ch
     lambda text: text.replace("\n", " ").replace("\r", " ")
 )
 TEXTS = st.lists(TEXT, max_size=40)
+TYPE_OF = {"bool": bool, "double": float}
 FACTS = ModelFacts("fake", "1", "f" * 16, "", "mean", 2, 100)
 
 
@@ -184,6 +186,32 @@ def test_a_file_without_rows_has_no_parts(tmp_path: Path, suffix: str) -> None:
         for data in (b"", b"\xef\xbb\xbf"):
             path.write_bytes(compressed(data, path))
             assert blocks_of(plan_of([str(path)])) == []
+
+
+def test_large_texts_of_a_dictionary_are_decoded_a_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The large texts take 200 MB in memory and 100 KB in the file.
+
+    Batches have at most about 16 MiB. If texts become larger within a file, two batches are larger.
+    """
+    sizes: list[int] = []
+    real = pyarrow.parquet.ParquetFile.iter_batches
+
+    def measured(self: Any, *args: Any, **options: Any) -> Any:
+        for batch in real(self, *args, **options):
+            sizes.append(batch.nbytes)
+            yield batch
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", measured)
+    large = ["x" * 100_000] * 2000
+    for texts, n_larger in ((large, 0), (["short"] * 3500 + large, 2)):
+        path = tmp_path / "a.parquet"
+        pyarrow.parquet.write_table(pa.table({"text": texts}), path)
+        assert path.stat().st_size < MIB
+        sizes.clear()
+        assert [len(it) for it in read([str(path)])] == list(map(len, texts))
+        assert sum(it > 17 * MIB for it in sizes) == n_larger
 
 
 def test_row_groups_of_finished_parts_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +391,6 @@ def test_columns_come_along(tmp_path: Path) -> None:
         ([1, 2.5], "double", [1.0, 2.5]),
         ([2**53 + 1, 0.5], "string", [str(2**53 + 1), "0.5"]),
         ([True, False], "bool", [True, False]),
-        (["a", "\ud800"], "string", ["a", "?"]),
         ([None, None], "string", [None, None]),
         ([1, "a", None], "string", ["1", "a", None]),
         ([True, 1], "string", ["true", "1"]),
@@ -438,8 +465,70 @@ def test_a_later_value_that_does_not_fit_is_an_error(tmp_path: Path, its: str, v
         kept_of(plan_of([path], ReadOptions(keep=(f"x:{its}",))))
     table = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pa.table({"text": ["a", "b"], "x": [2**53 + 1, None]}), table)
-    with pytest.raises(ValueError, match=r"a\.parquet, row 1 and later: --keep: must be x:double"):
+    with pytest.raises(
+        ValueError, match=r"a\.parquet, row 1: --keep x: must be of the type double.*was 9007199254740993"
+    ):
         kept_of(plan_of([str(table)], ReadOptions(keep=("x:double",))))
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_a_kept_text_that_is_not_utf8_is_an_error(tmp_path: Path, name: str) -> None:
+    lines = {"a.csv": ["text,x", "a,b", "a,M\udcfcller"], "a.jsonl": ['{"text": "", "x": "b"}', r'{"x": ["\ud800x"]}']}
+    path = one_file(tmp_path / name, *lines[name])
+    with pytest.raises(ValueError, match=rf"{name}, line \d: --keep x: must be UTF-8; was .*\\ud[8c]"):
+        kept_of(plan_of([path], ReadOptions(keep=("x:string",))))
+
+
+@pytest.mark.parametrize(
+    "text", ["9007199254740993", "1e-400", "1e400", "0.12345678901234567891", "1e-9999999999999999999"]
+)
+def test_a_text_that_a_double_changes_is_an_error(tmp_path: Path, text: str) -> None:
+    path = one_file(tmp_path / "a.csv", "text,x", "a,1", f"a,{text}")
+    with pytest.raises(ValueError, match=rf"a\.csv, line 3: --keep x: must be of the type double.*was \"{text}\""):
+        kept_of(plan_of([path], ReadOptions(keep=("x:double",))))
+
+
+@given(number=st.floats(), digits=st.integers(16, 30))
+def test_a_double_can_be_read_from_its_text(
+    tmp_path_factory: pytest.TempPathFactory, number: float, digits: int
+) -> None:
+    """The shortest text of a double, and a text with 17 digits or more, are numbers that the type holds."""
+    texts = [repr(number), f"{number:.{digits}e}", f"{number:.1100f}", "0.1000", "1e3", "-0"]
+    path = one_file(tmp_path_factory.getbasetemp() / "a.csv", "text,x", *(f"a,{it}" for it in texts))
+    kept = kept_of(plan_of([path], ReadOptions(keep=("x:double",))))["x"].to_pylist()
+    np.testing.assert_array_equal(kept, [number, number, number, 0.1, 1000, 0])
+
+
+@pytest.mark.parametrize(
+    ("column", "its", "fits", "shown"),
+    [
+        (pa.array([0, 1, None, 5]), "bool", 3, "5"),
+        (pa.array([0.0, 1.0, 0.5]), "bool", 2, "0.5"),
+        (pa.array([float("nan"), 0.5], pa.float32()), "double", 2, ""),
+        (pa.array(["0.1", "9007199254740993"]).dictionary_encode(), "double", 1, "9007199254740993"),
+        (
+            pa.array([Decimal("0.1"), None, Decimal("12345678901234567.8")], pa.decimal128(38, 18)),
+            "double",
+            2,
+            "12345678901234567.8",
+        ),
+        (pa.nulls(2), "double", 2, ""),
+    ],
+)
+def test_a_column_of_parquet_that_a_type_changes_is_an_error(
+    tmp_path: Path, column: Any, its: str, fits: int, shown: str
+) -> None:
+    path = str(tmp_path / "a.parquet")
+    options = ReadOptions(keep=(f"x:{its}",))
+    pyarrow.parquet.write_table(pa.table({"text": ["a"] * fits, "x": column[:fits]}), path)
+    want = [None if it is None else TYPE_OF[its](it) for it in column[:fits].to_pylist()]
+    np.testing.assert_array_equal(kept_of(plan_of([path], options))["x"].to_pylist(), want)
+    if shown:
+        pyarrow.parquet.write_table(pa.table({"text": ["a"] * len(column), "x": column}), path)
+        with pytest.raises(
+            ValueError, match=rf"a\.parquet, row {fits + 1}: --keep x: must be of the type {its}.*was {shown}"
+        ):
+            kept_of(plan_of([path], options))
 
 
 @pytest.mark.parametrize(
@@ -571,6 +660,16 @@ def test_a_line_that_is_too_long_is_a_problem_of_that_row(
         assert rows.values == ["one", None, "y" * 10, None]
         assert set(rows.problems.values()) == {"must be a line of at most 16 MiB"}
         assert list(rows.problems) == [1, 3]
+
+
+@pytest.mark.parametrize("length", [20, 21, 22, 23, 24, 50])
+def test_a_long_first_line_after_a_byte_order_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """The mark is not counted as a part of the line. A line that is too long is one row."""
+    monkeypatch.setattr(reader, "_MOST_LINE_BYTES", 21)
+    path = one_file(tmp_path / "a.txt", "\ufeff" + "x" * (length - 1), "two")
+    assert read([path]) == ["x" * (length - 1) if length <= 21 else None, "two"]
 
 
 def test_a_long_line_of_a_csv_file_ends_the_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def _save(run: Run[EncodeResult], sources: Sources, path: Path, as_json: bool, s
     began = time.monotonic()
     inputs = rows = 0
     last: EncodeResult | None = None
-    with writing(path) as writer, _progress(sources.count()) as advance:
+    with writing(path) as writer, _progress(sources) as advance:
         for call, result in encode_all(run, sources.read(), stop):
             if last is not None and result.fingerprint != last.fingerprint:
                 raise ValueError(
@@ -99,10 +99,10 @@ def _with_ids(run: Callable[..., EncodeResult], inputs: list[list[int]]) -> Enco
 
 
 @contextmanager
-def _progress(total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, to be told how many more inputs are done; nothing elsewhere."""
+def _progress(sources: Sources) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on a terminal. The function that is given adds finished inputs to the bar."""
     console = Console(stderr=True)
     columns = (MofNCompleteColumn(), TextColumn("inputs"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=total)
+        task = progress.add_task("", total=sources.count() if console.is_terminal else None)
         yield lambda count: progress.advance(task, count)

@@ -103,7 +103,8 @@ def _encode(run: Run[R], call: list[Sent], stopping: threading.Event, answered: 
     try:
         return patiently(functools.partial(run, [it.value for it in call]), stopping, answered)
     except ValueError as error:
-        raise ValueError(_located(str(error), call)) from error
+        error.args = (_located(str(error), call),)  # the class stays, because errors of arguments are shown by class
+        raise
 
 
 def _located(problem: str, call: list[Sent]) -> str:

@@ -1,10 +1,13 @@
 """The columns of --keep: their types, and values of these types from .jsonl and .csv files."""
 
+import decimal
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
+
+from encserve_cli.files.storage import is_text
 
 # The types that --keep NAME:TYPE takes.
 TYPES: Mapping[str, Any] = {"string": pa.string(), "int64": pa.int64(), "double": pa.float64(), "bool": pa.bool_()}
@@ -63,31 +66,60 @@ def array_of(values: Sequence[Any], name: str, its: str, place: Callable[[int], 
         ValueError: The type does not hold a value exactly; the text names the row.
     """
     if its == "string":
-        values = [None if value is None else _to_string(value) for value in values]
+        values = [value if value is None or isinstance(value, str) else _json_of(value) for value in values]
     elif not parsed:
         values = [value or None for value in values]
+    wanted = type_named(its)
+    return _array_or_error(values, lambda some: _converted(some, wanted, parsed=parsed), name, wanted, place)
+
+
+def cast_column(column: Any, name: str, wanted: Any, place: Callable[[int], str]) -> Any:
+    """Return an Arrow array of a column of Parquet with another type.
+
+    Args:
+        column: (rows,) The Arrow array.
+        name: The name of the column.
+        wanted: The Arrow type.
+        place: Gives the place of a row in the inputs, from its index.
+
+    Raises:
+        ValueError: The type does not hold a value exactly; the text names the row.
+    """
+    return _array_or_error(column, lambda some: _cast(some, wanted), name, wanted, place)
+
+
+_ERRORS = (TypeError, OverflowError, UnicodeError, decimal.InvalidOperation, pa.ArrowException)
+
+
+def _array_or_error(
+    values: Any, convert: Callable[[Any], Any], name: str, wanted: Any, place: Callable[[int], str]
+) -> Any:
+    """Convert all values, or raise ValueError for the first value that cannot be converted."""
     try:
-        return _converted(values, its, parsed=parsed)
+        return convert(values)
     except _ERRORS:
         for index, value in enumerate(values):
             try:
-                _converted([value], its, parsed=parsed)
+                convert(values[index : index + 1])
             except _ERRORS:
-                raise ValueError(
-                    f"{place(index)}: --keep {name}: must be of the type {its}, as the rows before; was "
-                    f"{json.dumps(value, default=str)[:60]}; begin again with --keep {name}:string --overwrite"
-                ) from None
+                raise ValueError(f"{place(index)}: --keep {name}: {_problem(value, name, wanted)}") from None
         raise
 
 
-_ERRORS = (TypeError, OverflowError, pa.ArrowException)
+def _problem(value: Any, name: str, wanted: Any) -> str:
+    shown = str(value) if isinstance(value, pa.Scalar) else json.dumps(value, default=str)
+    if pa.types.is_string(wanted):
+        return f"must be UTF-8; was {shown[:60]}; convert the file to UTF-8, or leave out --keep {name}"
+    return (
+        f"must be of the type {wanted}, which must hold the exact value; was {shown[:60]}; begin again with "
+        f"--keep {name}:string --overwrite"
+    )
 
 
-def _converted(values: Sequence[Any], its: str, *, parsed: bool) -> Any:
+def _converted(values: Sequence[Any], wanted: Any, *, parsed: bool) -> Any:
     """Return an array. Arrow refuses most values that the type does not hold exactly."""
-    wanted = type_named(its)
     if not parsed:
-        return pa.array(values, pa.string()).cast(wanted)
+        return _cast(pa.array(values, pa.string()), wanted)
     # But Arrow would cut fractions off, and make numbers of true and false.
     takes = (int,) if pa.types.is_integer(wanted) else (int, float) if pa.types.is_floating(wanted) else None
     if takes and any(value is not None and type(value) not in takes for value in values):
@@ -95,7 +127,40 @@ def _converted(values: Sequence[Any], its: str, *, parsed: bool) -> Any:
     return pa.array(values, wanted)
 
 
-def _to_string(value: Any) -> str:
-    """Return a text itself, and other values as JSON. A text that is not valid UTF-8 gets question marks."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if text.isascii() else text.encode(errors="replace").decode()
+def _cast(column: Any, wanted: Any) -> Any:
+    """Return an Arrow array with another type. Raise ArrowInvalid if a value would change."""
+    its = column.type
+    if pa.types.is_dictionary(its):
+        return _cast(column.cast(its.value_type), wanted)
+    if pa.types.is_floating(wanted) and pa.types.is_decimal(its):
+        return _cast(column.cast(pa.string()), wanted)
+    found = column.cast(wanted)
+    if is_text(its) and pa.types.is_floating(wanted):
+        is_exact = all(map(_has_value, column.to_pylist(), found.to_pylist()))
+    elif is_text(its) or pa.types.is_string(wanted) or pa.types.is_null(its):
+        is_exact = True
+    elif pa.types.is_floating(its) and pa.types.is_floating(wanted):
+        is_exact = its.bit_width <= wanted.bit_width  # a round trip would fail for NaN
+    else:
+        is_exact = found.cast(its).equals(column)
+    if not is_exact:
+        raise pa.ArrowInvalid
+    return found
+
+
+def _has_value(text: str | None, number: float | None) -> bool:
+    """Whether a float64 stands for the decimal number of a text.
+
+    The text must be the shortest one of the float64, or have the digits of the float64, rounded.
+    """
+    if text is None or number is None:
+        return text is None and number is None
+    exact = decimal.Decimal(text)
+    if not exact.is_finite():
+        return True
+    rounded = f"{number:.{len(exact.as_tuple().digits) - 1}e}"
+    return exact in (decimal.Decimal(repr(number)), decimal.Decimal(rounded))
+
+
+def _json_of(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -225,6 +225,18 @@ def read_inputs(texts: Sequence[str], files: Sequence[str], column: str | None, 
         yield from _file_inputs(file, options)
 
 
+def read_lines(path: Path) -> Iterator[str]:
+    r"""Yield the lines of a text file, whatever the suffix; only \n ends a line.
+
+    Raises:
+        ValueError: A line is not UTF-8, or has more than 16 MiB; the text names the file and the line.
+        OSError: The file cannot be read.
+    """
+    file = DataFile(click.format_filename(path), str(path.absolute()), ".txt", None)
+    for sent in _file_inputs(file, ReadOptions()):
+        yield sent.text
+
+
 def _file_inputs(file: DataFile, options: ReadOptions) -> Iterator[Sent]:
     from encserve_cli.files.rows import open_rows  # which imports pyarrow
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from encserve_cli.files.kept import array_of, json_types, split_type, type_named
+from encserve_cli.files.kept import array_of, cast_column, json_types, split_type, type_named
 from encserve_cli.files.reading import (
     STDIN,
     DataFile,
@@ -32,7 +32,15 @@ from encserve_cli.files.reading import (
     json_value,
     no_column,
 )
-from encserve_cli.files.storage import batch_rows, errors_named, is_text, open_parquet, open_stream, parquet_column
+from encserve_cli.files.storage import (
+    errors_named,
+    first_batch_rows,
+    fitting_rows,
+    is_text,
+    open_parquet,
+    open_stream,
+    parquet_column,
+)
 
 MIB = 1024 * 1024
 # The texts of a `read` end soon after so many bytes, so that a few reads fit into memory.
@@ -256,7 +264,11 @@ def _lines(stream: Any, on_read: Callable[[], None]) -> Iterator[bytes | None]:
 
     A byte order mark at the beginning is left out.
     """
-    line = stream.readline(_MOST_LINE_BYTES + 1).removeprefix(_BOM)
+    line = stream.readline(len(_BOM))
+    if line == _BOM:
+        line = b""
+    if not line.endswith(b"\n"):
+        line += stream.readline(_MOST_LINE_BYTES + 1 - len(line))
     while line:
         if len(line) > _MOST_LINE_BYTES:
             while line and not line.endswith(b"\n"):
@@ -398,7 +410,8 @@ class _ParquetRows(RowReader):
         metadata = self._opened.metadata
         groups = range(metadata.num_row_groups)
         self._starts: list[int] = [0, *itertools.accumulate(metadata.row_group(number).num_rows for number in groups)]
-        self._batch_rows = batch_rows(self._opened)
+        self._batch_rows = first_batch_rows(self._opened)
+        self._may_grow = True
         self._batches: Iterator[Any] = iter(())
         self._batch: Any = None  # the last batch
         self._batch_row = -1  # its first row; -1 before the first batch
@@ -428,19 +441,36 @@ class _ParquetRows(RowReader):
     def skip(self, rows: int) -> None:
         self._row = min(self._row + rows, self._starts[-1])
 
+    def _start(self, group: int) -> None:
+        groups = range(group, len(self._starts) - 1)
+        columns = [self._column, *self._kept_types]
+        self._batches = self._opened.iter_batches(self._batch_rows, row_groups=groups, columns=columns)
+        self._batch, self._batch_row = None, self._starts[group]
+
+    def _fits_badly(self) -> bool:
+        """Correct the size of batches if the last batch was too large, or the first ones were small.
+
+        A dictionary makes the encoded size much smaller than the decoded size, so only a batch shows its size.
+        """
+        rows = fitting_rows(len(self._batch), self._batch.nbytes)
+        grows = self._may_grow and len(self._batch) == self._batch_rows < rows
+        if not grows and 2 * rows >= len(self._batch):
+            return False
+        self._batch_rows, self._may_grow = rows, False
+        return True
+
     def _peek(self, rows: int) -> Any:
         """Return the next rows of one batch, at least one."""
         group = bisect.bisect_right(self._starts, self._row) - 1
         if self._batch_row + len(self._batch or ()) < self._starts[group]:
-            groups = range(group, len(self._starts) - 1)
-            columns = [self._column, *self._kept_types]
-            self._batches = self._opened.iter_batches(self._batch_rows, row_groups=groups, columns=columns)
-            self._batch, self._batch_row = None, self._starts[group]
+            self._start(group)
         while self._batch_row + len(self._batch or ()) <= self._row:
             self._batch_row += len(self._batch or ())
             self._batch = next(self._batches, None)
             if self._batch is None:
                 raise ValueError(f"{self.file.name}: cannot be read as Parquet: has fewer rows than its footer says")
+            if self._fits_badly():
+                self._start(group)
         return self._batch.slice(self._row - self._batch_row, rows)
 
     def read(self, rows: int) -> Rows:
@@ -468,14 +498,12 @@ class _ParquetRows(RowReader):
         return _vectors(column) if self._options.input_kind == "vectors" else _pylist(column)
 
     def _kept(self, batch: Any) -> Any:
-        table = pa.Table.from_batches([batch]).select(self._kept_schema.names)
-        try:
-            return table.cast(self._kept_schema)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise ValueError(
-                f"{self.file.place(self._row + 1)} and later: --keep: must be "
-                f"{', '.join(f'{it.name}:{it.type}' for it in self._kept_schema)}: {error}"
-            ) from error
+        first = self._row + 1
+        columns = [
+            cast_column(batch.column(it.name), it.name, it.type, lambda index: self.file.place(first + index))
+            for it in self._kept_schema
+        ]
+        return pa.Table.from_arrays(columns, schema=self._kept_schema)
 
     def column_types(self, names: Sequence[str]) -> dict[str, set[str]]:
         """Return the types of columns."""

@@ -20,7 +20,8 @@ from encserve_cli.files.reading import STDIN, DataFile, column_of, is_uri
 
 # Of each column chunk so much is held, however large its row group is.
 _PARQUET_BUFFER_BYTES = 4 * 1024 * 1024
-# Read at a time, at most.
+# Read at a time, at most. The first rows show how large rows are when they are decoded.
+_FIRST_BATCH_ROWS = 64
 _BATCH_ROWS = 4096
 _BATCH_BYTES = 16 * 1024 * 1024
 _RETRY_SECONDS = 30
@@ -95,12 +96,14 @@ def checksum(file: DataFile, size_bytes: int) -> str:
 def count_rows(file: DataFile) -> int | None:
     """Return the number of rows of a Parquet file, or of at most 1 GiB of lines on this machine.
 
-    None for other files, which take longer to count.
+    None for other files, which take longer to count, and for pipes, which can be read only once.
     """
+    if file.uri == STDIN or (file.is_local and not Path(file.uri).is_file()):
+        return None
     if file.suffix == ".parquet":
         with open_parquet(file) as opened:
             return int(opened.metadata.num_rows)
-    if file.suffix in (".csv", ".tsv") or file.codec or not file.is_local or file.uri == STDIN:
+    if file.suffix in (".csv", ".tsv") or file.codec or not file.is_local:
         return None
     if Path(file.uri).stat().st_size > _MOST_COUNTED_BYTES:
         return None
@@ -220,9 +223,14 @@ def _is_list(its: Any, holds: Callable[[Any], bool]) -> bool:
     return any(is_a(its) for is_a in lists) and holds(its.value_type)
 
 
-def batch_rows(opened: Any) -> int:
-    """Return how many rows of a Parquet file to read at a time: 16 MiB on average, at most."""
+def first_batch_rows(opened: Any) -> int:
+    """Return how many rows of a Parquet file to read first: at most 64, and at most 16 MiB as they are encoded."""
     metadata = opened.metadata
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    widest = max((its.total_byte_size / max(its.num_rows, 1) for its in groups), default=0)
-    return int(min(max(_BATCH_BYTES / max(widest, 1), 1), _BATCH_ROWS))
+    fitting = [fitting_rows(its.num_rows, its.total_byte_size) for its in groups if its.num_rows]
+    return min([_FIRST_BATCH_ROWS, *fitting])
+
+
+def fitting_rows(rows: int, size_bytes: int) -> int:
+    """Return how many rows to read at a time if so many rows have this size: 16 MiB, but from 1 to 4,096 rows."""
+    return min(max(_BATCH_BYTES * rows // max(size_bytes, 1), 1), _BATCH_ROWS)

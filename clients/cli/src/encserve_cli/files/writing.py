@@ -25,7 +25,9 @@ from encserve_client import EncodedOutput, EncodeResult
 
 Array = npt.NDArray[Any]
 RAGGED = ("tokens", "multi_vector", "sparse")  # kinds with any number of rows for an input
+# A row group of Parquet is written as soon as it has so many inputs or bytes.
 _ROW_GROUP_INPUTS = 4096
+_ROW_GROUP_BYTES = 64 * 1024 * 1024
 
 
 class Writer(Protocol):
@@ -217,7 +219,8 @@ class _ParquetWriter:
             fields |= output_types(str(output.kind), arrow.from_numpy_dtype(rows.dtype), rows.shape[1])
             self._file = self._stack.enter_context(ParquetFile(self._path, arrow.schema(fields, ids_of(result))))
         self._held.append(self._file.table([it.value for it in inputs], result))
-        if sum(map(len, self._held)) >= _ROW_GROUP_INPUTS:
+        size = sum(table.nbytes for table in self._held)
+        if sum(map(len, self._held)) >= _ROW_GROUP_INPUTS or size >= _ROW_GROUP_BYTES:
             self._write_held()
 
     def _write_held(self) -> None:

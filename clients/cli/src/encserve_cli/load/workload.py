@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from encserve_cli.files.reading import read_lines
 from encserve_cli.load.calls import Call, Request, random_calls, text_calls
 from encserve_cli.load.lengths import sample_lengths
 from encserve_client import EncoderClient, ModelInfo
@@ -63,10 +64,11 @@ def workload_of_texts(path: Path, client: EncoderClient, info: ModelInfo, reques
 
     Raises:
         OSError: The file is not readable.
-        ValueError: The file has no text, or is not UTF-8, or `request.sequences_per_call` exceeds the server's limit.
+        ValueError: The file has no text, or a line that is not UTF-8 or is too long, or
+            `request.sequences_per_call` exceeds the server's limit.
         EncserveError: The server cannot tokenize the texts.
     """
-    texts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    texts = [line for line in read_lines(path) if line.strip()]
     if not texts:
         raise ValueError(f"{path} must have at least one line that is not blank")
     chosen = np.random.default_rng(0).permutation(len(texts))[: _sequences(request)].tolist()
