@@ -284,3 +284,12 @@ def test_texts_without_a_text_and_a_model_without_a_tokenizer(tmp_path: Path) ->
         for content, message in ((" \n", "at least one line that is not blank"), ("a\n", "no tokenizer")):
             texts.write_text(content)
             assert message in bench(server, "--texts", texts, status=1).stderr
+
+
+async def test_a_target_without_a_port(service: FakeEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load goes to the default port, like the other calls of the command."""
+    monkeypatch.setattr("encserve_client._grpc.target.DEFAULT_PORT", int(service.target.rpartition(":")[2]))
+    command = ["bench", *SHORT, "--json", "--target", "127.0.0.1"]
+    result = await asyncio.to_thread(CliRunner().invoke, cli, list(map(str, command)))
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["runs"][0]["errors"] == []

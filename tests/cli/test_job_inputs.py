@@ -137,9 +137,9 @@ def test_a_block_ends_when_its_texts_are_long(tmp_path: Path, monkeypatch: pytes
 def test_lines_of_large_files_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.txt", ["one", "two"])
     monkeypatch.setattr("encserve_cli.files.storage._MOST_COUNTED_BYTES", path.stat().st_size)
-    assert plan_of([str(path)]).rows == 2
+    assert plan_of([str(path)]).rows_of(Shard()) == 2
     path = write(path, ["one", "two", "three"])
-    assert plan_of([str(path)]).rows is None
+    assert plan_of([str(path)]).rows_of(Shard()) is None
 
 
 def test_shards_have_every_part_once(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def bench(
     if lengths is not None and texts is not None:
         raise click.UsageError("--lengths and --texts do not go together; leave out one option")
     server = click.get_current_context().obj
-    connection = Connection(target=server.target, tls=server.tls, token=server.api_key, metadata=server.metadata)
+    connection = Connection(target=client.target, tls=server.tls, token=server.api_key, metadata=server.metadata)
     shared = {"seconds": seconds, "warmup_seconds": warmup_seconds, "timeout_seconds": server.timeout_seconds}
     loads = [Load(concurrency=callers, **shared) for callers in concurrency or (() if rate else (64,))]
     loads += [Load(rate_per_second=calls_per_second, **shared) for calls_per_second in rate]

@@ -164,6 +164,11 @@ class BaseClient:
             "process, worker or actor, in the function that runs there"
         )
 
+    @property
+    def target(self) -> str:
+        """The target as gRPC gets it, with a port: "localhost:50051" for "localhost"."""
+        return self._target
+
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
         return f"<{type(self).__name__} {self._target} [{state}]>"
