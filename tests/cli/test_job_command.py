@@ -816,6 +816,19 @@ async def test_a_job_goes_on_with_the_same_files_at_another_time_or_place(
     assert "b.txt" in result.stderr
 
 
+async def test_a_new_file_under_the_name_of_a_renamed_one_is_added_only_on_demand(
+    service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
+) -> None:
+    """The input is renamed, and a new file takes the old name. The new file needs --add-inputs."""
+    await encserve(service, "embed", *inputs(source), *output)
+    renamed = source.rename(tmp_path / "renamed.txt")  # noqa: ASYNC240
+    write_texts(source, ["new"])
+    result = await encserve(service, "embed", *inputs(source, renamed), *output, status=1)
+    assert f"{source} is not an input of the job (--add-inputs adds it)" in result.stderr
+    await encserve(service, "embed", *inputs(source, renamed), *output, "--add-inputs")
+    assert table_of(folder)["text"].to_pylist() == [*TEXTS, "new"]
+
+
 async def test_changed_inputs_are_refused(service: FakeEncoder, source: Path, output: tuple[str, str]) -> None:
     await encserve(service, "embed", *inputs(source), *output)
     size = source.stat().st_size  # noqa: ASYNC240

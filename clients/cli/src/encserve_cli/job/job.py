@@ -195,17 +195,17 @@ class EmbedJob:
     ) -> list[str]:
         """Return which inputs differ, for people; `new` has the files that the plan does not have, by place."""
         problems = []
+        added = dict(new)
         for index, was in enumerate(before.inputs):
             name = click.format_filename(was.uri)
-            if known[index] is None and was.uri in new:
-                now = new[was.uri].size_bytes
+            if known[index] is None and was.uri in added:
+                now = added.pop(was.uri).size_bytes
                 how = "its checksum differs" if now == was.size_bytes else f"{was.size_bytes:,} bytes then, {now:,} now"
                 problems.append(f"{name} was changed: {how} (remove part-{index:05}-* to make its parts again)")
             elif known[index] is None:
                 problems.append(f"the job has the input {name}, which is not given now")
-        old = {it.uri for it in before.inputs}
-        added = [] if self._add_inputs else [click.format_filename(uri) for uri in new if uri not in old]
-        return problems + [f"{name} is not an input of the job (--add-inputs adds it)" for name in added]
+        names = [] if self._add_inputs else [click.format_filename(uri) for uri in added]
+        return problems + [f"{name} is not an input of the job (--add-inputs adds it)" for name in names]
 
     @property
     def total_rows(self) -> int | None:
