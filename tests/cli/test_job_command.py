@@ -580,6 +580,17 @@ def test_a_dry_run_of_a_job_that_is_done(run_words: Callable[..., Result]) -> No
     assert len(words.encoded) == 3, "the dry run must not encode a sample"
 
 
+def test_a_dry_run_of_a_share_estimates_the_share(run_words: Callable[..., Result], tmp_path: Path) -> None:
+    """The shares get four parts of 10 rows in turn. The first file has 25 rows, and the second file has 145 rows."""
+    more = write_texts(tmp_path / "more.txt", [f"text {i}" for i in range(145)])
+    flags = [*inputs(more), "--dry-run", "--shard"]
+    shown = " ".join(run_words(Words(), *flags, "1/3").stdout.split())
+    assert "inputs 2 files, 170 rows share 1/3, 65 rows" in shown
+    plans = [events_of(run_words(Words(), *flags, f"{index}/3", "--json"))[0] for index in range(3)]
+    assert [it["rows"] for it in plans] == [65, 65, 40]
+    assert [it["output_bytes"] for it in plans] == [rows * 2 * 4 for rows in (65, 65, 40)]
+
+
 def test_a_bundle_makes_single_files_and_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path) -> None:
     """`--bundle` also works if the output is a single file or is printed.
 

@@ -121,7 +121,7 @@ def test_parts_have_fixed_rows_whatever_has_been_done_before(
     assert [it.ends_file for it in blocks] == [False] * (len(blocks) - 1) + [True] * bool(blocks)
     if "sv" not in suffix:
         assert [number for it in blocks for number in it.rows.numbers] == list(range(1, len(texts) + 1))
-    assert plan.rows == (len(texts) if suffix in (".txt", ".jsonl", ".parquet") else None)
+    assert plan.rows_of(Shard()) == (len(texts) if suffix in (".txt", ".jsonl", ".parquet") else None)
     assert [it.value for it in read_inputs([], [str(path)], None, ids=False)] == texts
 
 
@@ -135,9 +135,9 @@ def test_a_block_ends_when_its_texts_are_long(tmp_path: Path, monkeypatch: pytes
 def test_lines_of_large_files_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.txt", ["one", "two"])
     monkeypatch.setattr("encserve_cli.files.storage._MOST_COUNTED_BYTES", path.stat().st_size)
-    assert plan_of([str(path)]).rows == 2
+    assert plan_of([str(path)]).rows_of(Shard()) == 2
     path = write(path, ["one", "two", "three"])
-    assert plan_of([str(path)]).rows is None
+    assert plan_of([str(path)]).rows_of(Shard()) is None
 
 
 def test_shards_have_every_part_once(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_line_ends_and_a_byte_order_mark_are_no_part_of_a_text(
     path.write_bytes(compressed(data, path))
     for part_rows in (1, 3, 100):
         plan = plan_of([str(path)], part_rows=part_rows)
-        assert plan.rows == (None if codec else 4)
+        assert plan.rows_of(Shard()) == (None if codec else 4)
         assert values_of(blocks_of(plan)) == texts
     assert [it.value for it in read_inputs([], [str(path)], None, ids=False)] == texts
     path = tmp_path / f"a.csv{codec}"

@@ -174,7 +174,7 @@ def _work(job: EmbedJob, interrupts: "Interrupts", given: Mapping[str, Any], *, 
         _show_plan(job, as_json=as_json)
         return 0
     if as_json:
-        _event("plan", plan_record(job.plan, job.store.uri, job.finished(), None))
+        _event("plan", plan_record(job.plan, job.shard, job.store.uri, job.finished(), None))
     interrupts.job = job
     try:
         with shown_progress(job.total_rows, as_json=as_json) as on_progress:
@@ -195,7 +195,7 @@ def _show_plan(job: EmbedJob, *, as_json: bool) -> None:
     finished = job.finished()
     work = job.plan.work(finished, job.shard, divided=False)
     assert isinstance(job.worker, LocalWorker)  # noqa: S101 - --dry-run and --ray exclude each other
-    shown = (job.plan, job.store.uri, finished, take_sample(job.plan, work, job.worker.encoder))
+    shown = (job.plan, job.shard, job.store.uri, finished, take_sample(job.plan, work, job.worker.encoder))
     if as_json:
         _event("plan", plan_record(*shown))
     else:

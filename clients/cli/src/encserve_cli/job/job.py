@@ -210,7 +210,7 @@ class EmbedJob:
     @property
     def total_rows(self) -> int | None:
         """The number of rows of the share; None if it is not known."""
-        return self.plan.rows if self.shard.count == 1 else None
+        return self.plan.rows_of(self.shard)
 
     def finished(self) -> dict[Part, PartReport]:
         """Return the parts of the share that are done; see `finished_parts`."""

@@ -124,11 +124,16 @@ class Plan:
     kept_types: Mapping[str, str]
     inputs: tuple[InputFile, ...]
 
-    @property
-    def rows(self) -> int | None:
-        """The number of rows of all inputs; None if it is not known."""
-        counts = [it.rows for it in self.inputs]
-        return None if None in counts else sum(it for it in counts if it is not None)
+    def rows_of(self, shard: Shard) -> int | None:
+        """Return the number of rows of a share of all inputs; None if it is not known."""
+        stripe = STRIPE_PARTS * self.part_rows
+        found = 0
+        for index, it in enumerate(self.inputs):
+            if it.rows is None:
+                return None
+            firsts = (first for first in range(0, it.rows, stripe) if shard.has(Part(index, first // self.part_rows)))
+            found += sum(min(stripe, it.rows - first) for first in firsts)
+        return found
 
     def fields(self) -> list[tuple[str, Any]]:
         """Return the columns of every part that the job adds to --keep, with their Arrow types."""

@@ -13,25 +13,26 @@ from encserve_cli.job.plan import Plan
 from encserve_cli.job.progress import duration
 from encserve_cli.job.run import JobSummary
 from encserve_cli.job.sample import Sample
-from encserve_cli.job.types import Part, PartReport
+from encserve_cli.job.types import Part, PartReport, Shard
 
 Finished = Mapping[Part, PartReport]
 
 
-def plan_record(plan: Plan, output: str, finished: Finished, sample: Sample | None) -> dict[str, Any]:
-    """Return a plan as JSON values; None for an unknown number."""
+def plan_record(plan: Plan, shard: Shard, output: str, finished: Finished, sample: Sample | None) -> dict[str, Any]:
+    """Return a plan as JSON values; None for an unknown number. Rows, size and time are those of a share."""
+    rows = plan.rows_of(shard)
     return {
         "output": output,
         "inputs": [asdict(it) for it in plan.inputs],
-        "rows": plan.rows,
+        "rows": rows,
         "part_rows": plan.part_rows,
         "parts_before": len(finished),
         "rows_before": _rows(finished),
-        "output_bytes": _output_bytes(plan),
+        "output_bytes": _output_bytes(plan, rows),
         "read": asdict(plan.read),
         "make": asdict(plan.make),
         "model": asdict(plan.model),
-        "estimated_seconds": _seconds(plan, finished, sample),
+        "estimated_seconds": _seconds(rows, finished, sample),
     }
 
 
@@ -39,28 +40,30 @@ def _rows(finished: Finished) -> int:
     return sum(it.rows for it in finished.values())
 
 
-def _seconds(plan: Plan, finished: Finished, sample: Sample | None) -> float | None:
+def _seconds(rows: int | None, finished: Finished, sample: Sample | None) -> float | None:
     """Return the time for the missing rows; None if their number is not known."""
-    left = None if plan.rows is None else plan.rows - _rows(finished)
+    left = None if rows is None else rows - _rows(finished)
     if left == 0:
         return 0.0
     return None if left is None or sample is None else sample.seconds_of(left)
 
 
-def _output_bytes(plan: Plan) -> int | None:
-    """Return the size of all vectors; None if it is not known."""
-    if plan.rows is None or plan.make.kind in RAGGED:
+def _output_bytes(plan: Plan, rows: int | None) -> int | None:
+    """Return the size of the vectors of so many rows; None if it is not known."""
+    if rows is None or plan.make.kind in RAGGED:
         return None
-    return plan.rows * plan.model.width * np.dtype("u1" if plan.make.dtype == "binary" else plan.make.dtype).itemsize
+    return rows * plan.model.width * np.dtype("u1" if plan.make.dtype == "binary" else plan.make.dtype).itemsize
 
 
-def plan_lines(plan: Plan, output: str, finished: Finished, sample: Sample | None) -> Iterator[str]:
-    """Yield a plan for people."""
+def plan_lines(plan: Plan, shard: Shard, output: str, finished: Finished, sample: Sample | None) -> Iterator[str]:
+    """Yield a plan for people. Size and time are those of a share."""
     model = plan.model
-    rows = "rows not counted" if plan.rows is None else _count(plan.rows, "row")
-    size, seconds = _output_bytes(plan), _seconds(plan, finished, sample)
+    rows = plan.rows_of(shard)
+    size, seconds = _output_bytes(plan, rows), _seconds(rows, finished, sample)
     yield _line("output", output)
-    yield _line("inputs", f"{_count(len(plan.inputs), 'file')}, {rows}")
+    yield _line("inputs", f"{_count(len(plan.inputs), 'file')}, {_rows_or_unknown(plan.rows_of(Shard()))}")
+    if shard.count > 1:
+        yield _line("share", f"{shard.index}/{shard.count}, {_rows_or_unknown(rows)}")
     done = f", of which {len(finished):,} are done" if finished else ""
     yield _line("parts", f"of {_count(plan.part_rows, 'row')}{done}")
     yield _line("model", f"{model.model}, version {model.version}, fingerprint {model.fingerprint}")
@@ -82,6 +85,10 @@ def _line(name: str, value: str) -> str:
 
 def _count(number: int, thing: str) -> str:
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+
+
+def _rows_or_unknown(rows: int | None) -> str:
+    return "rows not counted" if rows is None else _count(rows, "row")
 
 
 def _made(plan: Plan) -> Iterator[str]:
