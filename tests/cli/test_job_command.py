@@ -688,6 +688,22 @@ def test_python_callers_name_a_bundle_or_a_client(source: Path, folder: Path) ->
         embed_files([source], folder, bundle="b", model="m")
 
 
+@pytest.mark.parametrize("shard", [(8, 8), (1, 0), (-1, 2), (0, -1)])
+def test_a_share_that_does_not_exist_is_refused(shard: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"shard must be \(I, N\) with I from 0 to N-1, as \(0, 8\); was \("):
+        Shard(*shard)
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize("rows", [0, -1])
+def test_the_rows_of_a_part_are_at_least_1(source: Path, folder: Path, rows: int, is_new: bool) -> None:
+    if not is_new:
+        words_job(source, Words()).close()
+    with pytest.raises(ValueError, match=f"part_rows must be at least 1; was {rows}"):
+        words_job(source, Words(), part_rows=rows)
+    assert folder.exists() != is_new
+
+
 async def test_a_job_goes_on_with_its_version_while_that_is_served(service: FakeEncoder) -> None:
     """A resumed job uses the model version that the user names.
 

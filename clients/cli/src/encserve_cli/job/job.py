@@ -16,6 +16,7 @@ from encserve_cli.job.plan import (
     MakeOptions,
     ModelFacts,
     Plan,
+    check_part_rows,
     differences,
     match_inputs,
     rows_of_part,
@@ -86,6 +87,8 @@ class EmbedJob:
             OSError: A file cannot be read or written.
             Exception: An error of `Backend.open`.
         """
+        if part_rows is not None:  # before the model is loaded
+            check_part_rows(part_rows)
         self._read = read
         self._part_rows = part_rows
         self._add_inputs = add_inputs

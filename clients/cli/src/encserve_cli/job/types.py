@@ -56,10 +56,18 @@ class Shard:
     Attributes:
         index: The number of the share, from 0.
         count: The number of shares.
+
+    Raises:
+        ValueError: There is no such share.
     """
 
     index: int = 0
     count: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the share."""
+        if self.index not in range(self.count):
+            raise ValueError(f"shard must be (I, N) with I from 0 to N-1, as (0, 8); was ({self.index}, {self.count})")
 
     def has(self, part: Part) -> bool:
         """Whether a part belongs to this share."""
