@@ -1089,6 +1089,16 @@ def test_a_folder_and_a_file_with_names_that_are_not_utf8(tmp_path: Path) -> Non
     assert json.loads(line)["file"] == str(source)
 
 
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]], ids=["job", "dry run"])
+def test_events_name_files_whose_names_are_not_utf8(
+    run_words: Callable[..., Result], tmp_path: Path, flags: list[str]
+) -> None:
+    more = write_texts(tmp_path / "caf\udce9.txt")
+    result = run_words(Words(), *inputs(more), "--json", *flags)
+    assert result.exit_code == 0, result.output
+    assert events_of(result)[0]["inputs"][1]["uri"] == str(more)
+
+
 def test_a_message_without_rows_keeps_the_indices_of_others() -> None:
     def result(places: list[int], lengths: list[int]) -> tuple[list[int], EncodeResult]:
         rows = sum(lengths)

@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import json
 import os
 import signal
 import threading
@@ -24,7 +23,7 @@ from encserve_cli.files.rows import MIB, Value
 from encserve_cli.job.api import RayOptions, backend_of
 from encserve_cli.job.job import Backend, EmbedJob
 from encserve_cli.job.local import EngineOptions
-from encserve_cli.job.plan import MakeOptions
+from encserve_cli.job.plan import MakeOptions, json_text
 from encserve_cli.job.progress import shown_progress
 from encserve_cli.job.run import LocalWorker
 from encserve_cli.job.sample import take_sample
@@ -203,7 +202,7 @@ def _show_plan(job: EmbedJob, *, as_json: bool) -> None:
 
 
 def _event(name: str, record: Mapping[str, Any]) -> None:
-    click.echo(json.dumps({"event": name} | dict(record), ensure_ascii=False))
+    click.echo(json_text({"event": name} | dict(record)))
 
 
 def _stopped(job: EmbedJob, given: Mapping[str, Any]) -> str:
