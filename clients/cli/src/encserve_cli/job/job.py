@@ -202,8 +202,7 @@ class EmbedJob:
         for index, was in enumerate(before.inputs):
             name = click.format_filename(was.uri)
             if known[index] is None and was.uri in added:
-                del added[was.uri]
-                now = new[was.uri].size_bytes
+                now = added.pop(was.uri).size_bytes
                 how = "its checksum differs" if now == was.size_bytes else f"{was.size_bytes:,} bytes then, {now:,} now"
                 problems.append(f"{name} was changed: {how} (remove part-{index:05}-* to make its parts again)")
             elif known[index] is None:
