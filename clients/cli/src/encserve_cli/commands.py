@@ -1,6 +1,5 @@
 """The options of `encserve`, and the commands `encode` and `models`."""
 
-import functools
 import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -69,23 +68,21 @@ def encode(
     --output FOLDER/ runs a job. The job fills the folder with .parquet files, and their rows are in the order of the
     inputs. After a stop, the same command computes the missing rows.
     """  # noqa: D301 - click reads a real \b
-    from encserve_cli import render
-    from encserve_cli.files.delivery import deliver
-    from encserve_client import Output
+    from encserve_cli.files.delivery import deliver, run_of
 
-    run = functools.partial(
-        client.run,
-        outputs=[Output("tokens", dimensions=printing.dimensions)],
-        dtype=printing.dtype,
+    run = run_of(
+        client,
+        "tokens",
+        sources,
+        printing,
         model=model,
         version=model_version,
         truncate=truncate,
         exclude_special_tokens=exclude_special,
-        include_token_strings=not sources.ids and printing.names_tokens,
         prompt_name=prompt_name,
         task=task,
     )
-    deliver(run, sources, printing, as_json, render.print_made, client.close)
+    deliver(run, sources, printing, as_json, client.close)
 
 
 @cli.command(cls=SectionCommand)

@@ -1,6 +1,5 @@
 """`encserve embed` and `encserve similarity`: the options. `similarity_run` compares the texts."""
 
-import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,24 +70,22 @@ def embed(
     --output FOLDER/ runs a job. The job fills the folder with .parquet files, and their rows are in the order of the
     inputs. After a stop, the same command computes the missing rows.
     """  # noqa: D301 - click reads a real \b
-    from encserve_cli import render
-    from encserve_cli.files.delivery import deliver
-    from encserve_client import Output
+    from encserve_cli.files.delivery import deliver, run_of
 
     check_pooling(kind, pooling)
     output = pooling or kind or client.model(model, model_version).trained_kind
-    run = functools.partial(
-        client.run,
-        outputs=[Output(output, dimensions=printing.dimensions)],
-        dtype=printing.dtype,
+    run = run_of(
+        client,
+        output,
+        sources,
+        printing,
         model=model,
         version=model_version,
         truncate=truncate,
-        include_token_strings=not sources.ids and printing.names_tokens and output in ("multi_vector", "sparse"),
         prompt_name=prompt_name,
         task=task,
     )
-    deliver(run, sources, printing, as_json, render.print_made, client.close)
+    deliver(run, sources, printing, as_json, client.close)
 
 
 @click.command(cls=SectionCommand)

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence, Sized
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, TypedDict, cast
 
 import grpc
 
@@ -36,7 +36,6 @@ from encserve_client.retry import RetryPolicy
 from encserve_client.tls import Tls
 from encserve_proto.v1 import encoder_pb2 as pb
 
-T = TypeVar("T")
 MIB = 1024 * 1024
 DEFAULT_TIMEOUT_SECONDS = 30.0
 DEFAULT_MAX_MESSAGE_BYTES = 64 * MIB
@@ -287,9 +286,11 @@ class BaseClient:
         seconds = self._core.time_limit(timeout_seconds, 0.0).seconds
         items = [inputs] if isinstance(inputs, str) else inputs
         total = len(items) if isinstance(items, Sized) else None
-        iterator = None if isinstance(items, AsyncIterable) else iter(items)
+        if isinstance(items, AsyncIterable):
+            wire, iterator = self._wire(items), None
+        else:
+            wire, iterator = self._wire(), iter(items)
         stream = StreamOptions(iterator, total, ordered, max_in_flight, progress)
-        wire = self._wire(items) if isinstance(items, AsyncIterable) else self._wire()
         return self._core.stream(wire, key, options, TimeLimit(seconds), stream)
 
 

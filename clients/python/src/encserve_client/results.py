@@ -304,9 +304,8 @@ class ModelInfo:
     @property
     def trained_kind(self) -> TrainedKind:
         """The output that the model was trained for: the first available of "model", "multi_vector" and "sparse"."""
-        if self.pooling is None and self.multi_vector_width:
-            return "multi_vector"
-        return "sparse" if self.pooling is None and self.sparse_width else "model"
+        kind = self.kinds[0] if self.kinds else "vector"
+        return "model" if kind == "vector" else kind
 
     def width(self, output: Output) -> int:
         """Return the width of a row of an output."""

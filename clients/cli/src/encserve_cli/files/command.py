@@ -67,13 +67,13 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class Printing:
-    """Where vectors go, and as what.
+    """The destination and the form of vectors.
 
     Attributes:
-        output: A file, `STDOUT`, or None.
+        output: A file, `STDOUT`, or None to print the vectors.
         folder: The folder of a job, a path or a URI, or None.
-        max_rows: How many rows to print of each text.
-        dimensions: To how many numbers each row is cut, or None.
+        max_rows: The most rows to print for each text.
+        dimensions: The number of dimensions that are kept of each row, or None for all.
         dtype: The type of the numbers.
     """
 
@@ -85,12 +85,12 @@ class Printing:
 
     @property
     def names_tokens(self) -> bool:
-        """Whether the vocabulary's strings are shown; other files have no place for them."""
+        """Whether the output has the strings of tokens: on the terminal and in .jsonl files."""
         return self.output in (None, STDOUT) or Path(self.output).suffix.lower() == ".jsonl"
 
 
 def _is_folder(output: str) -> bool:
-    """Whether an output makes a job: it is a folder, ends as one, or is a URI that does not name a file."""
+    """Whether an output starts a job: a folder, a name that ends in /, or a URI that does not name a file."""
     if is_uri(output) and output.lower().endswith(_SUFFIXES):
         raise click.UsageError(f"--output {output}: files are written to paths; a URI names the folder of a job")
     return output.endswith("/") or is_uri(output) or Path(output).is_dir()

@@ -3,44 +3,53 @@
 import functools
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from encserve_cli import render
 from encserve_cli.files.command import NOTHING, STDOUT, Printing, Sources
-from encserve_cli.files.encoding import Run, encode_all
+from encserve_cli.files.encoding import Run, encode_all, with_sent_ids
 from encserve_cli.files.records import records
 from encserve_cli.shared import ids_of
-from encserve_client import EncodeResult
+from encserve_client import EncoderClient, EncodeResult, Output, OutputKind
 
-# Without a file all results are held, and printed when the last is there.
+# Results that are printed are all held in memory.
 _MOST_PRINTED = 1000
 
 
+def run_of(
+    client: EncoderClient, kind: OutputKind, sources: Sources, printing: Printing, **options: Any
+) -> Run[EncodeResult]:
+    """Return a function that encodes the inputs of one call. `options` are further arguments of `client.run`."""
+    has_tokens = kind in ("tokens", "multi_vector", "sparse")
+    return functools.partial(
+        client.run,
+        outputs=[Output(kind, dimensions=printing.dimensions)],
+        dtype=printing.dtype,
+        include_token_strings=has_tokens and not sources.ids and printing.names_tokens,
+        **options,
+    )
+
+
 def deliver(
-    run: Callable[..., EncodeResult],
-    sources: Sources,
-    printing: Printing,
-    as_json: bool,
-    print_result: Callable[[Sequence[str], EncodeResult, int], None],
-    stop: Callable[[], object],
+    run: Run[EncodeResult], sources: Sources, printing: Printing, as_json: bool, stop: Callable[[], object]
 ) -> None:
-    """Has everything encoded, and puts it where it is wanted; `print_result` prints it for people.
+    """Encode all inputs, and print the vectors or write them to a file.
 
     After an error or Ctrl-C, `stop` makes the running calls of `run` end soon.
 
     Raises:
-        ValueError: An input cannot be had or is refused, there is none, or too many to print, or the file cannot hold
-            what is to be written.
+        ValueError: An input cannot be read or is refused, there are no inputs or too many to print, or the kind of
+            file cannot hold the vectors.
         OSError: A file cannot be read or written.
-        EncserveError: Whatever else `run` raises.
+        EncserveError: `run` failed for another reason.
     """
     if sources.ids:
         run = functools.partial(_with_ids, run)
@@ -54,11 +63,11 @@ def deliver(
         body = {"kind": result.outputs[0].kind, "timings": asdict(result.timings), "sequences": sequences}
         click.echo(json.dumps(ids_of(result) | body, ensure_ascii=False))
     else:
-        print_result([it.text for it in inputs], result, printing.max_rows)
+        render.print_made([it.text for it in inputs], result, printing.max_rows)
 
 
 def _save(run: Run[EncodeResult], sources: Sources, path: Path, as_json: bool, stop: Callable[[], object]) -> None:
-    """Writes everything to a file, as a stream, and says what is in it."""
+    """Write the vectors to a file call by call, and print a summary of the file."""
     from encserve_cli.files.writing import writing  # which imports pyarrow
 
     began = time.monotonic()
@@ -88,14 +97,8 @@ def _save(run: Run[EncodeResult], sources: Sources, path: Path, as_json: bool, s
         render.print_saved(path, last, inputs, rows, seconds)
 
 
-def _with_ids(run: Callable[..., EncodeResult], inputs: list[list[int]]) -> EncodeResult:
-    """A result that has the ids which were sent, as one of texts has those of its tokens."""
-    result = run(inputs)
-    sequences = tuple(
-        replace(info, token_ids=np.array(ids[: info.token_count], np.int64))
-        for ids, info in zip(inputs, result.sequences, strict=True)
-    )
-    return replace(result, sequences=sequences)
+def _with_ids(run: Run[EncodeResult], inputs: list[list[int]]) -> EncodeResult:
+    return with_sent_ids(run(inputs), inputs)
 
 
 @contextmanager

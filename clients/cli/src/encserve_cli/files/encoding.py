@@ -1,16 +1,19 @@
-"""Many inputs through one client: in order, a bounded number at a time, and each error by the input's own place."""
+"""Encodes many inputs through one client: in order, in bounded memory, and with the place of a refused input."""
 
 import functools
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
+
 from encserve_cli.files.reading import Sent
-from encserve_client import DeadlineError, OverloadedError, ServerUnavailableError
+from encserve_client import DeadlineError, EncodeResult, OverloadedError, ServerUnavailableError
 
 R = TypeVar("R")
 V = TypeVar("V")
@@ -26,7 +29,7 @@ Run = Callable[[list[Any]], R]
 
 
 def encode_all(run: Run[R], inputs: Iterable[Sent], stop: Callable[[], object]) -> Iterator[tuple[list[Sent], R]]:
-    """What `run` makes of the inputs, in their order, some at a time.
+    """Yield calls of inputs with their results, in the order of the inputs.
 
     Args:
         run: Encodes the inputs of one call. Several threads call it at a time.
@@ -34,9 +37,8 @@ def encode_all(run: Run[R], inputs: Iterable[Sent], stop: Callable[[], object]) 
         stop: Makes the running calls end soon. It is called after an error or Ctrl-C.
 
     Raises:
-        ValueError: An input cannot be had, or is refused; the text says where it comes from.
-        EncserveError: Whatever else `run` raises. A server without room is asked again, for five minutes; so is one
-            that is away after it has answered a call.
+        ValueError: An input cannot be read or is refused. The text names the place of the input.
+        EncserveError: `run` failed for another reason, also after the retries of `patiently`.
     """
     stopping = threading.Event()  # nobody waits for the others once one has failed
     answered = threading.Event()  # the server has answered a call, so it exists
@@ -64,7 +66,7 @@ def _next(waiting: "deque[tuple[list[Sent], Future[R]]]") -> tuple[list[Sent], R
 
 
 def cut_calls(inputs: Iterable[V], size_of: Callable[[V], int]) -> Iterator[list[V]]:
-    """Cuts inputs into calls of neither too many nor too long ones; `size_of` says how many bytes an input has."""
+    """Cut inputs into calls with a bounded number of inputs and bytes. `size_of` returns the bytes of an input."""
     call: list[V] = []
     size = 0
     for it in inputs:
@@ -79,10 +81,9 @@ def cut_calls(inputs: Iterable[V], size_of: Callable[[V], int]) -> Iterator[list
 
 
 def patiently(run: Callable[[], R], stopping: threading.Event, answered: threading.Event) -> R:
-    """What `run` returns. A server that has no room is asked again for five minutes, until `stopping` is set.
+    """Return the result of `run`. If the server is full, call `run` again for five minutes, or until `stopping` is set.
 
-    So is a server that is away or too slow, if it has answered before: `answered` says so, and a call that succeeds
-    sets it.
+    `answered` tells whether the server has answered before. Then a server that is away or too slow is called again too.
     """
     gives_up_at = time.monotonic() + _PATIENCE_SECONDS
     while True:
@@ -107,8 +108,17 @@ def _encode(run: Run[R], call: list[Sent], stopping: threading.Event, answered: 
         raise
 
 
+def with_sent_ids(result: EncodeResult, values: Sequence[object]) -> EncodeResult:
+    """Return the result with the token ids of the inputs that are lists of ids. The server does not return these."""
+    infos = (
+        replace(info, token_ids=np.array(value[: info.token_count], np.int64)) if isinstance(value, list) else info
+        for info, value in zip(result.sequences, values, strict=True)
+    )
+    return replace(result, sequences=tuple(infos))
+
+
 def _located(problem: str, call: list[Sent]) -> str:
-    """An error's text with an input's own place for its place in the call."""
+    """Return the text of an error, with the place of the input in its file instead of the index in the call."""
 
     def own(found: re.Match[str]) -> str:
         place = int(found[1])

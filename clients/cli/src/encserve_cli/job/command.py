@@ -15,7 +15,6 @@ from typing import Any
 import click
 from rich.console import Console
 
-from encserve_cli import render
 from encserve_cli.files.command import Printing, Sources
 from encserve_cli.files.delivery import deliver
 from encserve_cli.files.reading import InputKind, ReadOptions
@@ -111,7 +110,7 @@ def deliver_from_bundle(given: Mapping[str, Any], options: Mapping[str, Any]) ->
         stack.callback(worker.close)
         assert isinstance(worker, LocalWorker)  # noqa: S101 - --ray is for jobs
         run = functools.partial(_encode, worker.encoder)
-        deliver(run, options["sources"], options["printing"], options["as_json"], render.print_made, worker.stop)
+        deliver(run, options["sources"], options["printing"], options["as_json"], worker.stop)
 
 
 def _encode(encoder: Encoder, inputs: Sequence[Value]) -> EncodeResult:

@@ -1,15 +1,16 @@
-"""Encoding through a server: calls of neighbours in length, and each refused input found without losing the others."""
+"""The encoder of jobs that uses a server. Inputs of similar length share a call, and a refused input fails alone."""
 
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from encserve_cli.files.encoding import CALLS_AT_ONCE, cut_calls, patiently
+from encserve_cli.files.encoding import CALLS_AT_ONCE, cut_calls, patiently, with_sent_ids
 from encserve_cli.files.rows import Value
 from encserve_cli.job.plan import MakeOptions, ModelFacts
 from encserve_cli.job.run import LocalWorker
@@ -25,16 +26,18 @@ from encserve_client import (
     ModelInfo,
     SequenceInfo,
 )
+from encserve_client.options import TrainedKind
 
-Indexed = tuple[int, Value]  # a value, and its place in the part
-Call = tuple[list[int], EncodeResult | None, dict[int, str]]  # the places of what was made, that, and what was refused
+Indexed = tuple[int, Value]  # the index of a value in the block, and the value
+# The indices of the encoded values, their result, and the reasons of the refused values by index.
+Call = tuple[list[int], EncodeResult | None, dict[int, str]]
 
 
 class ServerEncoder:
     """Encodes through a client. Several threads may use it at a time."""
 
     def __init__(self, client: EncoderClient, info: ModelInfo, make: MakeOptions) -> None:
-        """Takes the client, which stays its owner's, the model, and what is to be made."""
+        """Take the client, the model and the output. The caller closes the client."""
         self._info = info
         self._is_tokens = make.kind == "tokens"
         self._run = partial(
@@ -50,14 +53,14 @@ class ServerEncoder:
         )
         self._stopping = threading.Event()
         self._answered = threading.Event()
-        self._answered.set()  # it has said what `info` is
+        self._answered.set()  # the server has described the model
         self._pool = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="encserve-call")
 
     def encode(self, values: Sequence[Value], on_batch: BatchProgress) -> Encoded:
         """See `Encoder`.
 
         Raises:
-            ValueError: The server has another bundle now than the one that the job began with.
+            ValueError: The server has replaced the bundle since the job began.
         """
         in_order = sorted(enumerate(values), key=lambda it: (len(it[1]), it[0]))
         calls: list[Future[Call]] = [
@@ -82,7 +85,7 @@ class ServerEncoder:
         self._pool.shutdown(cancel_futures=True)
 
     def _call(self, call: list[Indexed], on_batch: BatchProgress) -> Call:
-        """One call, without the inputs that the server refuses: it names the first of them each time."""
+        """Encode the values of a call. After each refusal, send the call again without the refused value."""
         refused: dict[int, str] = {}
         while call:
             if self._stopping.is_set():
@@ -96,7 +99,7 @@ class ServerEncoder:
                 refused[place] = _without_place(str(error))
                 continue
             except EncserveError:
-                if self._stopping.is_set():  # the job does not wait any more
+                if self._stopping.is_set():  # the error comes from closing the client
                     raise Stopped from None
                 raise
             if result.fingerprint != self._info.fingerprint:
@@ -106,33 +109,24 @@ class ServerEncoder:
                 )
             on_batch(len(call) + len(refused), sum(it.token_count for it in result.sequences), 0)
             if self._is_tokens:
-                result = _with_ids(result, [value for _, value in call])
+                result = with_sent_ids(result, [value for _, value in call])
             return [place for place, _ in call], result, refused
         return [], None, refused
 
 
-def _with_ids(result: EncodeResult, values: Sequence[Value]) -> EncodeResult:
-    """The same with the ids that were sent, which the server does not send back."""
-    infos = (
-        replace(info, token_ids=np.array(value[: info.token_count], np.int64)) if isinstance(value, list) else info
-        for info, value in zip(result.sequences, values, strict=True)
-    )
-    return replace(result, sequences=tuple(infos))
-
-
 def _size(value: Value) -> int:
-    """Roughly how many bytes of text a value is."""
+    """Return the approximate size of a value, in bytes of text."""
     return len(value) if isinstance(value, str) else 4 * np.size(value)
 
 
 def _without_place(problem: str) -> str:
-    """What is wrong with an input, without its place in the call that it was sent in."""
+    """Return the text of an error without the index of the input in the call."""
     field, colon, rest = problem.partition(": ")
     return rest if colon and "[" in field and " " not in field else problem
 
 
 def _joined(results: Sequence[tuple[list[int], EncodeResult]]) -> EncodeResult:
-    """One result of several, with the inputs in the order of their places."""
+    """Merge results. The inputs of the merged result are in the order of their indices."""
     places = np.concatenate([np.array(its, np.int64) for its, _ in results])  # (inputs,)
     order = np.argsort(places)  # (inputs,)
     first = results[0][1]
@@ -141,7 +135,7 @@ def _joined(results: Sequence[tuple[list[int], EncodeResult]]) -> EncodeResult:
     lengths = np.concatenate([block.lengths for block in blocks]).astype(np.int64)  # (inputs,)
     rows_in_order = _rows_in_order(lengths, order)  # (rows,)
     indices = None
-    if output.kind in ("multi_vector", "sparse"):  # of a message without rows there are none
+    if output.kind in ("multi_vector", "sparse"):  # a message without rows has no indices
         parts = [block.indices for block in blocks if len(block.rows) and block.indices is not None]
         if sum(map(len, parts)) == len(rows_in_order):
             indices = np.concatenate([np.empty(0, np.uint32), *parts])[rows_in_order]
@@ -152,7 +146,12 @@ def _joined(results: Sequence[tuple[list[int], EncodeResult]]) -> EncodeResult:
 
 
 def _rows_in_order(lengths: npt.NDArray[np.int64], order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Which rows to take so that inputs of so many rows each come in another order: (inputs,), (inputs,) to (rows,)."""
+    """Return the indices of rows, (rows,), for inputs in another order.
+
+    Args:
+        lengths: (inputs,) The number of rows of each input.
+        order: (inputs,) The inputs in the new order.
+    """
     starts = np.cumsum(lengths) - lengths
     ordered = lengths[order]
     offsets = np.arange(int(ordered.sum())) - np.repeat(np.cumsum(ordered) - ordered, ordered)
@@ -160,7 +159,7 @@ def _rows_in_order(lengths: npt.NDArray[np.int64], order: npt.NDArray[np.int64])
 
 
 def server_facts(info: ModelInfo, make: MakeOptions) -> ModelFacts:
-    """What a plan holds of a served model."""
+    """Return the facts about a served model that a plan has."""
     task = info.tasks.get(make.task) if make.task else None
     width = info.width(make.output)
     return ModelFacts(
@@ -176,19 +175,15 @@ def server_facts(info: ModelInfo, make: MakeOptions) -> ModelFacts:
 
 
 def _check(info: ModelInfo, make: MakeOptions) -> None:
-    """Refuses what the model does not have, before anything is planned or removed.
+    """Check that the model has the output, before a plan is made or parts are removed.
 
     Raises:
-        ValueError: The model does not have it; the text says what it has.
+        ValueError: The model lacks the output, the task or the prompt. The text lists what the model has.
     """
     name = f"model {info.name}"
-    has = {
-        "model": info.pooling is not None,
-        "multi_vector": bool(info.multi_vector_width),
-        "sparse": bool(info.sparse_width),
-    }
-    if not has.get(make.kind, True):
-        there = ", ".join(kind for kind, its in has.items() if its) or "none of these; --pooling mean makes vectors"
+    has = ["model" if kind == "vector" else kind for kind in info.kinds]
+    if make.kind in get_args(TrainedKind) and make.kind not in has:
+        there = ", ".join(has) or "none of these; --pooling mean makes vectors"
         raise ValueError(f"--kind {make.kind}: {name} does not have it; it has {there}")
     if make.task and make.task not in info.tasks:
         raise ValueError(f"--task {make.task}: {name} does not know it; it knows {', '.join(info.tasks) or 'none'}")
@@ -206,7 +201,7 @@ class ServerBackend:
     """A server, through a client; see `encserve_cli.job.job.Backend`."""
 
     def __init__(self, client: EncoderClient, model: str | None = None, version: str | None = None) -> None:
-        """Takes the client, which stays its owner's, and the model; None for the server's defaults."""
+        """Take the client and the model; None for the server's defaults. The caller closes the client."""
         self._client = client
         self._model = model
         self._version = version
@@ -215,11 +210,11 @@ class ServerBackend:
         """See `Backend`.
 
         Raises:
-            EncserveError: The server does not answer, or has no such model.
+            EncserveError: The server does not answer, or does not have the model.
         """
         info = self._client.model(self._model, self._version)
         if self._version is None and before is not None and (info.name, info.version) != (before.model, before.version):
-            # The default version has changed since; where the server still has the job's own, that one goes on.
+            # The default version has changed since the job began. The job goes on with its own version if it is served.
             known = [it for it in self._client.models() if (it.name, it.version) == (info.name, before.version)]
             info = known[0] if known else info
         made = replace(make, kind=kind or info.trained_kind)

@@ -282,8 +282,9 @@ class Core:
             InvalidRequestError: The model lacks an output, the task or the prompt.
         """
         info = self._models.get(key) if use_remembered else None
-        if info is None or capability_error(info, options) is not None:  # the server may have replaced the model
-            info = await self._fetch_model(wire, key, time_limit)
+        if info is not None and capability_error(info, options) is None:
+            return info
+        info = await self._fetch_model(wire, key, time_limit)  # the server may have replaced the model
         if (error := capability_error(info, options)) is not None:
             raise error
         return info

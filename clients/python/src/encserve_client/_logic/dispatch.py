@@ -1,7 +1,7 @@
 """The state of one call: messages to send, messages in flight, retries, answers and errors. Without I/O.
 
 The driver of the call is `calls.exchange` or `streams.Stream`. The driver takes messages from `Dispatch.take`, sends
-them, and reports each end to `answered` or `failed`. The driver also passes the time.
+them, and reports each end to `record_answer` or `record_failure`. The driver also passes the time.
 """
 
 import heapq
@@ -27,7 +27,7 @@ _LONGEST_SECONDS = 1e9  # gRPC fails calls at once if their deadline is over 2**
 
 
 class Outbox(Generic[T]):
-    """Items waiting to be sent. Retries come before new items as soon as their wait is over."""
+    """Items waiting to be sent. An item whose wait is over comes before the others."""
 
     def __init__(self) -> None:
         self._ready: deque[T] = deque()
@@ -36,10 +36,6 @@ class Outbox(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._ready) + len(self._later)
-
-    def push(self, item: T) -> None:
-        """Add a new item at the end."""
-        self._ready.append(item)
 
     def push_first(self, items: Iterable[T]) -> None:
         """Add items before all other ready items, in this order."""
@@ -170,8 +166,8 @@ class Dispatch(Generic[R]):
         taken: list[Message] = []
         while self._n_in_flight < self._max_concurrent and (message := self._next(now)) is not None:
             if not message.attempts:
-                message.deadline = self._limit.deadline(now - self.paused_seconds)
-            if now - self.paused_seconds >= message.deadline:
+                message.deadline = self._limit.deadline(self._deadline_clock(now))
+            if self._deadline_clock(now) >= message.deadline:
                 self._held_up.discard(id(message))
                 make_error = partial(self._deadline_error, message)
                 self._give_up(message, make_error, affects_one_message=self._limit.ends is None)
@@ -189,7 +185,7 @@ class Dispatch(Generic[R]):
 
     def seconds_left(self, message: Message, now: float) -> float | None:
         """Return the time until the deadline of a message for gRPC, at least 1 ms. Return None without a deadline."""
-        left = message.deadline - (now - self.paused_seconds)
+        left = message.deadline - self._deadline_clock(now)
         return max(left, 0.001) if left < _LONGEST_SECONDS else None
 
     def record_answer(self, message: Message, answer: R) -> None:
@@ -213,7 +209,7 @@ class Dispatch(Generic[R]):
             if halves := message.halves():
                 self._outbox.push_first(halves)
                 return
-        seconds_left = message.deadline - (now - self.paused_seconds)
+        seconds_left = message.deadline - self._deadline_clock(now)
         wait = seconds_until_retry(self._policy, failure, message.attempts, seconds_left, self._random, is_outage)
         if wait is not None:
             if is_outage or failure.is_full_server:
@@ -232,6 +228,9 @@ class Dispatch(Generic[R]):
             lambda: failure.to_exception(message.attempts, message.first_index, self._call, message.n_inputs),
             affects_one_message=failure.affects_one_message and not is_end_of_call,
         )
+
+    def _deadline_clock(self, now: float) -> float:
+        return now - self.paused_seconds
 
     def _next(self, now: float) -> Message | None:
         message = self._outbox.pop(now)
