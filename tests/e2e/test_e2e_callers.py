@@ -172,6 +172,6 @@ def test_a_read_that_hangs_stops_neither_calls_nor_the_server(tmp_path: Path, se
             client.token_vectors([[1, 2, 3]])
         server.terminate()
         assert server.wait() == 0
-    problems = [line["message"] for line in server.log if "callers refused" in line["message"]]
+    problems = [line["message"] for line in server.log if "callers not loaded" in line["message"]]
     assert len(problems) == 1
     assert f"{setting} {file} could not be read in 0.1 s" in problems[0]

@@ -258,7 +258,7 @@ async def test_a_wrong_file_changes_nothing_and_is_counted_once(
     assert server.sample("encserve_callers_file_refused") == 1
     file.write_text(SEARCH)
     await until(lambda: server.sample("encserve_callers_file_refused") == 0)
-    assert len([it for it in caplog.records if "callers refused" in it.getMessage()]) == 2
+    assert len([it for it in caplog.records if "callers not loaded" in it.getMessage()]) == 2
 
 
 @pytest.mark.usefixtures("_poll_fast")
