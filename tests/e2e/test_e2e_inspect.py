@@ -57,7 +57,7 @@ async def test_a_real_model_and_a_text(server: RealServer, client: EncoderClient
 def test_a_server_without_inspect(models: Path) -> None:
     with real_server(models, "--model", MODEL, "--no-inspect") as server, EncoderClient(server.target) as client:
         assert not client.model().can_inspect
-        with pytest.raises(InspectUnavailableError, match="this server has it off"):
+        with pytest.raises(InspectUnavailableError, match="inspections are off on this server"):
             client.inspect("hello")
 
 

@@ -102,7 +102,7 @@ def test_an_added_token_without_a_row_refuses_only_texts_that_hold_it(tmp_path: 
     directory = write_bundle(tmp_path, tokenizer=with_a_token(words(VOCAB_SIZE)))
     with Embedder(directory, tune_batches=False) as embedder:
         assert len(embedder.embed(["w5 w6"], output="mean")) == 1
-        refused = r"holds '\[X\]', token 50; the vocabulary of \S+ ends at 49: leave that token out"
+        refused = r"holds '\[X\]', token 50; the vocabulary of \S+ ends at 49: remove that token"
         with pytest.raises(InvalidField, match=refused):
             embedder.embed(["w5", "w5 [X]"], output="mean")
         ids, reason = embedder.tokenize(["w5 w6", "[X]"])

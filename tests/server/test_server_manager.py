@@ -202,7 +202,7 @@ async def test_a_new_version_replaces_the_old_one_in_replies_and_metrics(reposit
     assert await listed(server) == "tiny@2*"
     await until(lambda: repository.closed == [True, False])
     await until(lambda: repository.collections == 1)
-    with pytest.raises(Failed, match="'1' of tiny; there are 2") as caught:
+    with pytest.raises(Failed, match="'1' of tiny; the versions are 2") as caught:
         await version_of(server, model_version="1")
     assert caught.value.code is grpc.StatusCode.NOT_FOUND
     assert loads(server, "loaded") == 2

@@ -286,7 +286,7 @@ BAD: list[tuple[Any, str]] = [
     ([5, 1000], "id 1 must be from 0 to 999 (the vocabulary of tiny); was 1000"),
     ([-1], "id 0 must be from 0 to 999"),
     ([], "must hold at least 1 id; was empty"),
-    ([7] * 33, "must be at most 32 tokens (max_sequence_tokens of tiny); was 33. Set truncate, or split it"),
+    ([7] * 33, "must be at most 32 tokens (max_sequence_tokens of tiny); was 33. Set truncate, or split the input"),
     ("hello " * 40, "must be at most 32 tokens"),
     ([2**70], "must be a text, a list of ids of 64 bits"),
     ([1.5], "must be a text"),

@@ -195,9 +195,9 @@ async def test_bytes_that_are_not_a_message(shared: FakeServer) -> None:
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"model": "other"}, "model: no model 'other'; there are tiny"),
+        ({"model": "other"}, "model: no model 'other'; the models are tiny"),
         ({"model": "../../etc"}, "'../../etc'"),
-        ({"model": "tiny", "model_version": "3"}, "model_version: no version '3' of tiny; there are 2, 1"),
+        ({"model": "tiny", "model_version": "3"}, "model_version: no version '3' of tiny; the versions are 2, 1"),
         ({"model": "x" * 100_000}, "'xxx"),
     ],
 )
