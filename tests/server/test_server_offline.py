@@ -275,7 +275,7 @@ def test_a_model_of_embeddings_takes_vectors(make_fake: Any) -> None:
     np.testing.assert_array_equal(made.rows, np.concatenate(want))
     assert made.token_ids is None
     assert made.refused[2] == "must be finite; was nan in row 1, column 0"
-    assert made.refused[3].startswith("must be a text, a list of ids of 64 bits, or a (seq, d_model) array")
+    assert made.refused[3].startswith("must be a text, a list of 64-bit ids, or a (seq, d_model) array")
     assert made.refused[4] == made.refused[5] == "model tiny takes embeddings only"
     assert list(made.refused) == [2, 3, 4, 5, 6]
     with pytest.raises(InvalidField):
@@ -288,7 +288,7 @@ BAD: list[tuple[Any, str]] = [
     ([], "must hold at least 1 id; was empty"),
     ([7] * 33, "must be at most 32 tokens (max_sequence_tokens of tiny); was 33. Set truncate, or split the input"),
     ("hello " * 40, "must be at most 32 tokens"),
-    ([2**70], "must be a text, a list of ids of 64 bits"),
+    ([2**70], "must be a text, a list of 64-bit ids"),
     ([1.5], "must be a text"),
     ([[1], [1, 2]], "must be a text"),
     (None, "must be a text"),
@@ -442,7 +442,7 @@ def test_each_sparse_vector_has_its_own_indices(tmp_path: Path) -> None:
         made = embedder.run(TEXTS, output="sparse")
         found = embedder.embed(TEXTS, output="sparse")
         refused = embedder.run([[VOCAB_SIZE], *TEXTS, []], output="sparse")
-        with pytest.raises(ValueError, match="'multi_vector': see `arrays`"):
+        with pytest.raises(ValueError, match="'multi_vector': use `arrays`"):
             embedder.run(TEXTS, output="multi_vector").sparse_vectors()
     assert [len(it.indices) for it in found] == made.lengths.tolist() == refused.lengths[1:-1].tolist()
     np.testing.assert_array_equal(np.concatenate([it.indices for it in found]), refused.indices)

@@ -41,7 +41,7 @@ class ModelObserver(InspectObserver, Protocol):
     """Receives the events of a model on the event loop."""
 
     def register_text_queue_gauges(self, queued_bytes: Callable[[], int], limit_bytes: int) -> None:
-        """Register a function for the size of waiting text in bytes, and the limit. Any thread may call the function."""
+        """Register a function for the size of waiting text, in bytes. Any thread may call the function."""
 
     def tokenized(self, seconds: float) -> None:
         """The texts of a call have been tokenized, or refused."""
@@ -504,7 +504,7 @@ class ServedModel:
         span: RequestSpan | None,
         sender: Sender,
     ) -> tuple[list[TokenSequence], float]:
-        """Return the sequences of inputs, and the seconds for tokenizing texts. Metrics and the span get the seconds."""
+        """Return the sequences of inputs, and the time for tokenizing texts. Metrics and the span get this time."""
         began = ended = self._clock.now()
         try:
             sequences = await checker.check(inputs, rules, sender)
