@@ -287,7 +287,7 @@ def open_source(api_key: str | None, api_key_file: Path | None, callers: Path | 
 def certificate_names(certificate: Mapping[str, object]) -> list[CertificateName]:
     """Return the DNS and URI names of a certificate. `certificate` is a dict from `ssl.SSLSocket.getpeercert`."""
     names = certificate.get("subjectAltName", ())
-    assert isinstance(names, tuple)  # noqa: S101 - the form of Python's ssl
+    assert isinstance(names, tuple)  # noqa: S101 - always true for a dict of Python's ssl
     kinds = {"DNS": dns_name, "URI": uri_name}
     return [kinds[kind](value) for kind, value in names if kind in kinds]
 

@@ -252,7 +252,7 @@ class Call:
         return is_answer
 
     def _tell(self, status: Status, reason: str, seconds: float) -> None:
-        """Count the call for its caller, and write it to the access log if there is one."""
+        """Count the call for its caller, and write the call to the access log or the log of refusals."""
         calls, method, failure = self._calls, self._method, self.failure
         times = None if self._priority is None or self.is_of_stream else calls.answer_times.get(self._priority)
         if times is not None:
@@ -412,7 +412,7 @@ class Call:
             model: The model from `resolve`.
             request: The request.
             build: Builds the bytes of the reply. A large reply is built in a thread.
-            growth: The maximum size of the reply divided by the model's estimate; 1 for raw numbers.
+            growth: The maximum ratio of the reply's size to the model's estimate; 1 for raw numbers.
             more_bytes: The maximum number of bytes in the reply besides the outputs. max_response_bytes does not limit
                 these bytes.
 
@@ -491,7 +491,7 @@ class Call:
         growth: float,
         more_bytes: int = 0,
     ) -> bytes:
-        """Build the reply, in a thread if the reply is large. Then the call gives back all bytes except the reply's."""
+        """Build the reply, in a thread if the reply is large. Then the call holds only the bytes of the reply."""
         began = self._calls.clock.now()
         if estimated_bytes * growth + more_bytes <= _INLINE_REPLY_BYTES:
             data = build()

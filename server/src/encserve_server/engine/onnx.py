@@ -85,7 +85,7 @@ class OnnxEngine:
         self.max_parallel_runs = _parallel_runs(parallel_runs, self.info.device, intra_op_threads)
         self.has_wide_session = self.info.device == "cpu" and self.max_parallel_runs > 1
         if self.has_wide_session:
-            # Each run has its calling thread. All runs of a session share the other threads.
+            # A run uses its calling thread. All runs of a session share the other threads.
             shared = intra_op_threads - self.max_parallel_runs
             self._narrow = _open_session(graph.path, "cpu", 1 + shared, weights)
 

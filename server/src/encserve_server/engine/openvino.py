@@ -163,7 +163,7 @@ def _compile(model: Any, graph: Graph, precision: str, threads: int, parallel_ru
     """Compile the model for the CPU, and check that it uses the requested precision."""
     core = ov.Core()
     if _CAPABILITIES[precision] not in core.get_property(_CPU, "OPTIMIZATION_CAPABILITIES"):
-        # OpenVINO would accept the precision, and run slower than in float32, or use float32 without an error.
+        # Without this check, OpenVINO would run slower than in float32, or use float32 without an error.
         raise DeviceError(
             f"--precision {precision}: this CPU ({core.get_property(_CPU, 'FULL_DEVICE_NAME')}) has no instructions "
             "for it (AVX512-BF16 or AMX): use --precision model or float32"

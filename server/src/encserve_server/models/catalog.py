@@ -159,7 +159,7 @@ class Catalog:
     def names(self, model: ServedModel) -> list[str]:
         """Return the names of a model: its own name, its aliases, and its name on the Hugging Face hub.
 
-        Without the default version, the own name is NAME@VERSION.
+        The own name is NAME for the default version, and NAME@VERSION for other versions.
         """
         name, version = model.key
         is_default = self.is_default_version(model)

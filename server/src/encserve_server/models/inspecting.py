@@ -106,7 +106,7 @@ class InspectLane:
     - An inspection holds a slot from its arrival until its reply is sent. There are `max_pending` slots, which also
       limit the memory of replies. A named caller holds at most half of the slots, so that other callers get slots.
     - Callers take turns by weight.
-    - The first inspection loads the graph. If the loading fails, the inspection fails, and the next one tries again.
+    - The first inspection loads the graph. If the loading fails, the inspection fails. The next inspection tries again.
     - If a caller disconnects before its inspection starts, the slot is free immediately. A running inspection is not
       interrupted, and keeps its slot.
 
@@ -231,7 +231,7 @@ class InspectLane:
 
 
 def _check_finite(tensors: Sequence[InspectTensor]) -> None:
-    """Raise InferenceFailed for NaN and infinity. The lane's thread calls this, because it takes time."""
+    """Raise InferenceFailed for NaN and infinity. Called in the lane's thread, because the check takes time."""
     for tensor in tensors:
         for i, part in enumerate(tensor.parts):
             if not np.isfinite(part).all():

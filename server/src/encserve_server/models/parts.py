@@ -122,7 +122,7 @@ class PartedCall:
         self._charge(reply.sequences[begin:])
 
     async def _add(self, sequences: Sequence[TokenSequence]) -> None:
-        """Add sequences to the waiting ones. Start each part that is full."""
+        """Add sequences to the waiting sequences. Start each part that is full."""
         cost = sum(it.cost for it in self._waiting)
         for sequence in sequences:
             if self._waiting and cost + sequence.cost > self._most_cost:

@@ -313,7 +313,7 @@ class ServedModel:
         return reply
 
     def check_share(self, sender: Sender) -> None:
-        """Refuse a call before any work, if its caller already fills its share of the queue.
+        """Refuse a call before any work, if the caller or bulk calls already fill their share of the queue.
 
         Raises:
             ShareExceeded: The share of the caller, or of bulk calls, is full.

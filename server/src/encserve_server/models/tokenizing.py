@@ -56,7 +56,7 @@ class TextTokenizer:
         """
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-            # Many files have settings from training, such as truncation at 128. That would cut texts without an error.
+            # Many files have truncation settings from training, such as 128 tokens. They would cut texts silently.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             self._tokenizer.encode_special_tokens = split_special_tokens
@@ -121,7 +121,7 @@ class TextTokenizer:
             return [it for text in texts for it in self.tokenize([text], max_tokens, details=details)]
 
     def count_prompt(self, prompt: str) -> int:
-        """Return the number of tokens of a prompt and of special tokens before it, like sentence-transformers.
+        """Return the token count of a prompt, with the special tokens before the prompt, like sentence-transformers.
 
         Raises:
             BundleError: The tokenizer fails for the prompt.

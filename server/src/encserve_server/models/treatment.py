@@ -28,7 +28,8 @@ class EncodeCall:
         inputs: Texts, ids, or vectors.
         outputs: The outputs to return. If empty, the reply has a row for each token.
         truncate: Whether an input that is too long is cut instead of refused.
-        prompt_name: The prompt before each text; empty for no prompt, None for the prompt of the task or the model.
+        prompt_name: The name of the prompt before each text; empty for no prompt, None for the prompt of the task or
+            the model.
         task: The task of the texts.
         spans: The ranges of OutputKind.SPANS for each input; None for an input without ranges. Empty if no input
             has ranges.
@@ -170,7 +171,7 @@ class CallPlanner:
         return self._checker, self._checker.rules(limit, details=True, prompt=prompt, expansion=settings.expansion)
 
     def _check_shape(self, call: EncodeCall) -> None:
-        """Refuse a shape that a reply of this model cannot have."""
+        """Refuse a format of replies that the model does not support."""
         if call.shape.with_strings and self._tokenizer is None:
             problem = f"model {self._bundle.name} has no tokenizer, so token strings are not available"
             raise InvalidField(FieldPath(RequestField.TOKEN_STRINGS), problem)

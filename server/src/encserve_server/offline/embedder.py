@@ -134,7 +134,7 @@ class Embedder:
 
         Args:
             inputs: As for `embed`.
-            on_batch: See `OnBatch`. If it raises an error, the call fails with this error.
+            on_batch: See `OnBatch`. If `on_batch` raises an error, `run` raises this error.
             **options: See `EmbedOptions`.
 
         Raises:

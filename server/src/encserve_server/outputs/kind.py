@@ -86,7 +86,7 @@ class Kind(ABC):
         return output.data_type.row_bytes(output.dimensions or self.width)
 
     def reply_bytes(self, output: Output, tokens: int, token_rows: int, spans: int) -> int:
-        """Return the size of one sequence's rows in bytes, or an upper bound. The rows need not exist yet.
+        """Return the size of one sequence's rows in bytes, or an upper bound, before the rows are computed.
 
         Args:
             output: The output.

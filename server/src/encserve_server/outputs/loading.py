@@ -20,8 +20,8 @@ class OpenHead(Protocol):
 
         Args:
             graph: The ONNX file and its interface.
-            on_device: Whether the head runs on the model's device. Otherwise it runs on the CPU.
-            all_threads: Whether the head uses as many CPU threads as the model. Otherwise it uses one.
+            on_device: Whether the head runs on the model's device instead of the CPU.
+            all_threads: Whether the head uses as many CPU threads as the model instead of one thread.
 
         Raises:
             EncserveError: The head cannot be loaded.

@@ -99,7 +99,7 @@ def pool(result: BatchResult, kind: OutputKind, skipped: int = 0) -> Numbers:
     """
     rows = result.output
     if kind is OutputKind.CLS and not skipped:
-        return rows[:, 0].copy()  # a view would keep the whole batch in memory until its reply is sent
+        return rows[:, 0].copy()  # a view would keep the whole batch in memory until the reply is sent
     lengths = np.array(result.lengths, np.float32)[:, None]  # (batch, 1)
     if kind in (OutputKind.CLS, OutputKind.LAST_TOKEN):
         return _pick(rows, np.array(result.lengths), kind, skipped)

@@ -49,7 +49,7 @@ class SparseWeights(Kind):
         self._max_vectors = int(max_bytes * (1 - _RESULT_SHARE)) // (sparse.width * 4)
 
     def check(self, spec: OutputSpec, at: int, task: Task) -> Output:
-        """See `Kind.check`. A row is a single weight, so it cannot be cut or normalized."""
+        """See `Kind.check`. A row is a single weight, so rows cannot be cut or normalized."""
         for field, value in (
             (RequestField.OUTPUT_NORMALIZE, spec.l2_normalize),
             (RequestField.OUTPUT_DIMENSIONS, spec.dimensions),

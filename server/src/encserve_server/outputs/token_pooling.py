@@ -105,7 +105,7 @@ def linkage(distances: Distances) -> Distances:
 
 
 def _extend(chain: list[int], distances: Distances) -> tuple[int, int]:
-    """Append nearest neighbours until the last two clusters are nearest to each other. Return the two."""
+    """Append nearest neighbours until the last two clusters are nearest to each other. Return these two clusters."""
     while True:
         row = distances[chain[-1]]
         nearest = int(row.argmin())

@@ -79,7 +79,7 @@ class ClosedBy(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Sequences that run together, and the results. The engine thread that runs the batch owns it until delivery.
+    """Sequences that run together, and the results. Until delivery, only the engine thread of the run uses the batch.
 
     Attributes:
         sequences: The sequences.
