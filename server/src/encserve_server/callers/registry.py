@@ -72,7 +72,7 @@ class Callers:
             trusts_proxy: Whether proxies may name the caller of a call in a header.
             asks_for_certificates: Whether the server asks callers for certificates.
             on_read: Called after each change of the file. The argument is true if the new file was loaded.
-            on_change: Called after each change of the callers, with the names of all callers.
+            on_change: Called with all names after each change of the callers, and after a new name from a proxy.
 
         Raises:
             CallersError: The source is invalid, or has certificate names although the server asks for no certificates.

@@ -19,7 +19,7 @@ class Access(Enum):
 
     @property
     def is_open(self) -> bool:
-        """Whether the method can accept callers without a key. LISTING accepts them only with --public-listing.
+        """Whether the method can accept callers without a key. LISTING accepts such callers with --public-listing.
 
         Requests without a key have at most OPEN_REQUEST_BYTES.
         """

@@ -313,8 +313,8 @@ class Embedder:
 def batches(lengths: Sequence[int], policy: BatchPolicy) -> list[list[int]]:
     """Group inputs into batches, from the longest input to the shortest.
 
-    Inputs of the same length stay in their order. A batch ends before the input that would exceed a limit. Later,
-    shorter inputs would need even more padding. An input that alone exceeds a limit gets a separate batch.
+    Inputs of the same length stay in their order. A batch ends before the input that would exceed a limit. Later inputs
+    are not longer, and would exceed the limit too. An input that alone exceeds a limit gets a separate batch.
 
     Args:
         lengths: The number of tokens of each input, at least 1.
