@@ -942,14 +942,8 @@ def of_another_model(path: Path) -> None:
     pyarrow.parquet.write_table(table.replace_schema_metadata(kept), path)
 
 
-def a_link(path: Path) -> None:
-    target = path.parent.parent / "elsewhere.parquet"
-    path.rename(target)
-    path.symlink_to(target)
-
-
 @pytest.mark.parametrize(
-    "spoil", [empty, cut_off, half, of_another_file, of_the_same_file, of_another_program, of_another_model, a_link]
+    "spoil", [empty, cut_off, half, of_another_file, of_the_same_file, of_another_program, of_another_model]
 )
 def test_a_part_that_is_not_whole_or_not_of_the_job_is_made_again(
     tmp_path: Path, source: Path, folder: Path, spoil: Callable[[Path], None]
@@ -970,8 +964,6 @@ def test_a_part_that_is_not_whole_or_not_of_the_job_is_made_again(
     assert sum(words.encoded) == again
     assert (summary.rows, summary.parts, summary.parts_before) == (50, 6, 6 - again // 10)
     assert table_of(folder).equals(whole)
-    if spoil is a_link:
-        assert (tmp_path / "elsewhere.parquet").exists()
 
 
 def test_a_part_of_another_column_is_made_again(tmp_path: Path) -> None:
@@ -1009,28 +1001,6 @@ def test_a_plan_that_cannot_be_read_is_named(run_words: Callable[..., Result], f
         assert f"{folder}/_job.json: is not the file of a job: " in result.stderr
         assert "--overwrite begins again" in result.stderr
     assert run_words(Words(), "--overwrite").exit_code == 0
-
-
-def test_only_regular_files_are_opened_and_no_link_is_followed(
-    run_words: Callable[..., Result], tmp_path: Path, folder: Path
-) -> None:
-    """A FIFO in the folder blocks nothing. --overwrite removes nothing outside the folder."""
-    folder.mkdir()
-    os.mkfifo(folder / ".unfinished-x")
-    assert run_words(Words()).exit_code == 0
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "part-00000-000000.jsonl").write_text("mine")
-    (folder / "_rejected").symlink_to(outside)
-    result = run_words(Words(), "--overwrite")
-    assert result.exit_code == 1
-    assert f"{folder}/_rejected: is a link, not a folder; remove it" in result.stderr
-    assert (outside / "part-00000-000000.jsonl").read_text() == "mine"
-    (folder / "_rejected").unlink()
-    (folder / "_job.json").unlink()
-    os.mkfifo(folder / "_job.json")
-    result = run_words(Words())
-    assert f"{folder}/_job.json: is not a regular file; remove it" in result.stderr
 
 
 async def test_an_empty_line_is_a_text_in_jobs_and_in_files(

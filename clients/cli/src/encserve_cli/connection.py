@@ -2,9 +2,9 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -12,9 +12,10 @@ from click.core import ParameterSource
 from encserve_cli.shared import CONNECTION, SectionOption, with_options
 
 if TYPE_CHECKING:
-    from encserve_client import EncoderClient, Priority, Tls
+    from encserve_client import AsyncEncoderClient, EncoderClient, Priority, Tls
 
 Command = Callable[..., Any]
+Client = TypeVar("Client")
 
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {  # what `click.option` takes, by flag
     "--target": {
@@ -68,14 +69,16 @@ class Connection:
         """
         from encserve_client import EncoderClient
 
-        return EncoderClient(
-            self.target,
-            tls=self.tls,
-            timeout_seconds=self.timeout_seconds,
-            api_key=self.api_key,
-            metadata=self.metadata,
-            priority=priority,
-        )
+        return self._open(EncoderClient, priority=priority)
+
+    def async_client(self) -> "AsyncEncoderClient":
+        """Return a new client for asyncio. The errors are those of `client`."""
+        from encserve_client import AsyncEncoderClient
+
+        return self._open(AsyncEncoderClient)
+
+    def _open(self, kind: type[Client], **more: Any) -> Client:  # one place, so that a warning is shown once
+        return kind(**{field.name: getattr(self, field.name) for field in fields(self)}, **more)
 
 
 def connection_options(command: Command) -> Command:

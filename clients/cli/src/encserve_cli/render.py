@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import click
 import numpy as np
 import numpy.typing as npt
 from rich import box
@@ -177,12 +176,8 @@ def print_ranking(
 
 
 def print_models(models: Sequence[ModelInfo]) -> None:
-    """Print a block for each model. In a pipe, print one line for each model, with tabs between the fields."""
+    """Print a block for each model."""
     console = Console(highlight=False)
-    if not console.is_terminal:
-        for model in models:
-            click.echo("\t".join(_model_fields(model)))
-        return
     for model in models:
         table = Table(box=None, show_header=False, padding=(0, _GAP, 0, 0))
         table.add_column(style="dim", no_wrap=True)
@@ -210,15 +205,6 @@ def _model_facts(model: ModelInfo) -> dict[str, str | tuple[str, str]]:
         "runs on": f"{model.provider.removesuffix('ExecutionProvider')}, {model.precision}",
         "ready": ("yes", "green") if model.ready else (f"no: {model.not_ready_reason}", "red"),
     }
-
-
-def _model_fields(model: ModelInfo) -> list[str]:
-    return [
-        *(model.name, model.version, model.fingerprint, model.space_id or "-"),
-        *(str(model.d_model), str(model.max_sequence_tokens), "; ".join(_kinds(model)) or "-"),
-        *(model.provider, model.precision),
-        "ready" if model.ready else f"not ready: {model.not_ready_reason}",
-    ]
 
 
 def _kinds(model: ModelInfo) -> list[str]:
