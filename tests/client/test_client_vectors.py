@@ -18,10 +18,9 @@ from hypothesis.extra import numpy as hnp
 from encserve_client import InvalidInputError
 from encserve_client._logic.planning import Limits, Message, cost_of, plan_messages
 from encserve_client.inputs import Input, check_input, pack_input
-from encserve_client.options import Options
 from encserve_proto.v1 import encoder_pb2 as pb
 
-NO_LIMITS = Limits(2**31, 2**31, 2**31, 2**31, 512, 8)
+NO_LIMITS = Limits(2**31, 2**31, 2**31, 512)
 SHAPES = st.tuples(st.integers(1, 20), st.integers(1, 12))
 FINITE = {"allow_nan": False, "allow_infinity": False}
 finite_arrays = hnp.arrays(np.float16, SHAPES, elements=FINITE) | hnp.arrays(np.float32, SHAPES, elements=FINITE)
@@ -100,14 +99,13 @@ def test_what_float32_cannot_hold_is_named_with_its_place(value: float) -> None:
 def test_tokens_and_bytes_are_counted_exactly(dtype: Any, n_bytes: int) -> None:
     """The plan counts each vector as one token.
 
-    The planned sizes exceed the sizes of the numbers by at most 32 bytes in the request, and 64 bytes in the reply.
+    The planned size of the request exceeds the size of the numbers by at most 32 bytes.
     """
     message = pack_input(vectors(100, 96, dtype), "inputs[0]")
-    cost = cost_of(message, Options(), NO_LIMITS)
+    cost = cost_of(message, NO_LIMITS)
     assert (cost.sequences, cost.tokens) == (1, 100)
     assert 100 * 96 * n_bytes < cost.request_bytes <= 100 * 96 * n_bytes + 32
-    assert 100 * 8 * 4 <= cost.response_bytes <= 100 * 8 * 4 + 64
-    longer = cost_of(pack_input(vectors(600), "inputs[0]"), Options(), NO_LIMITS)
+    longer = cost_of(pack_input(vectors(600), "inputs[0]"), NO_LIMITS)
     assert longer.tokens == 512  # the server truncates or refuses longer inputs
 
 
@@ -122,8 +120,8 @@ def test_requests_are_no_larger_than_planned(shapes: list[tuple[int, int]], max_
     No message is smaller than necessary: with the first input of the next message, it would be too large.
     """
     arrays: list[Input] = [vectors(*shape, (np.float16, np.float32)[sum(shape) % 2]) for shape in shapes]
-    limits = Limits(2**31, 2**31, max_request_bytes, 2**31, 2**31, 8)
-    messages = list(plan_messages(arrays, pb.EncodeRequest(), Options(), limits))
+    limits = Limits(2**31, 2**31, max_request_bytes, 2**31)
+    messages = list(plan_messages(arrays, pb.EncodeRequest(), limits))
     requests = [message.request for message in messages if isinstance(message.request, pb.EncodeRequest)]
     sent = [read(item.embeddings).tobytes() for request in requests for item in request.inputs]
     assert sent == [np.asarray(array).tobytes() for array in arrays]
@@ -136,8 +134,8 @@ def test_requests_are_no_larger_than_planned(shapes: list[tuple[int, int]], max_
 
 def test_messages_are_cut_by_tokens() -> None:
     """Plan ten sequences of 30 tokens with a limit of 100 tokens. Each message has at most three sequences."""
-    limits = Limits(2**31, 100, 2**31, 2**31, 512, 8)
-    assert sizes(list(plan_messages([vectors(30)] * 10, pb.EncodeRequest(), Options(), limits))) == [3, 3, 3, 1]
+    limits = Limits(2**31, 100, 2**31, 512)
+    assert sizes(list(plan_messages([vectors(30)] * 10, pb.EncodeRequest(), limits))) == [3, 3, 3, 1]
 
 
 def test_messages_are_cut_by_bytes() -> None:
@@ -145,10 +143,10 @@ def test_messages_are_cut_by_bytes() -> None:
 
     The client sends float64 as float32.
     """
-    limits = Limits(2**31, 2**31, 4 * (32 * 64 * 4 + 32), 2**31, 512, 8)
+    limits = Limits(2**31, 2**31, 4 * (32 * 64 * 4 + 32), 512)
     for dtype, expected in ((np.float32, [4, 4]), (np.float16, [7, 1]), (np.float64, [4, 4])):
         array = vectors(32, 64, dtype)
-        assert sizes(list(plan_messages([array] * 8, pb.EncodeRequest(), Options(), limits))) == expected
+        assert sizes(list(plan_messages([array] * 8, pb.EncodeRequest(), limits))) == expected
 
 
 async def test_vectors_get_their_rows(caller: Caller, service: FakeEncoder) -> None:

@@ -19,8 +19,6 @@ _TOKEN_WIDTH = 14
 _COSINE_WIDTH = 6  # "-0.123"
 _NO_VECTORS = "no vectors"  # instead of a score
 _MIN_TEXT_WIDTH = 20  # of a text in a table of scores
-# The least cosine of each style. The colour only repeats the number.
-_STYLES = ((0.999, "dim"), (0.7, "bold green"), (0.4, "green"), (0.2, "yellow"), (-1.0, "red"))
 
 
 def row_tokens(info: SequenceInfo, n_rows: int) -> list[tuple[str, int]]:
@@ -131,7 +129,7 @@ def print_similarity(
 ) -> None:
     """Print the scores, (texts, texts), with a text at the left of each row. A wide matrix becomes several tables."""
     console = Console(highlight=False)
-    cells = [[Text(f"{value:.3f}", style=_style(value, compared_by)) for value in row] for row in scores.tolist()]
+    cells = [[f"{value:.3f}" for value in row] for row in scores.tolist()]
     cell_width = max(_COSINE_WIDTH, *(len(cell) for row in cells for cell in row))
     fixed = 2 + len(str(len(texts))) + _GAP + _GAP  # the edges, the column of numbers, the gap after the text
     per_table = max((console.width - fixed - _MIN_TEXT_WIDTH) // (cell_width + _GAP), 1)
@@ -280,10 +278,6 @@ def print_footer(console: Console, result: EncodeResult | InspectResult) -> None
     console.print(Text(f"model {result.model}, version {result.version}, fingerprint {result.fingerprint}", "dim"))
     times = (f"{name} {seconds * 1000:.1f} ms" for name, seconds in parts.items() if seconds)
     console.print(Text(", ".join(times), "dim"))
-
-
-def _style(value: float, compared_by: str) -> str:
-    return next((style for least, style in _STYLES if value >= least), "red") if compared_by == "cosine" else ""
 
 
 def _clip(text: str, width: int, style: str = "") -> Text:
