@@ -143,13 +143,6 @@ async def test_only_a_line_feed_ends_a_text(service: FakeEncoder, tmp_path: Path
     assert {it.text for request in service.requests for it in request.inputs} == {"one\x0ctwo\x85three\u2028four"}
 
 
-def test_texts_that_are_not_utf8(server: RealServer, tmp_path: Path) -> None:
-    texts = tmp_path / "texts.txt"
-    texts.write_bytes(b"w3\nM\xfcller\n")
-    result = bench(server, "--texts", texts, status=1)
-    assert f"{texts}, line 2: must be UTF-8; was not at character 2" in result.stderr
-
-
 def test_calls_that_are_not_sent_in_time_are_errors(server: RealServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generator, "GRACE_SECONDS", -60)  # so the end of the load is over from its start
     body = json.loads(bench(server, "--rate", 100, "--json", status=1).stdout)

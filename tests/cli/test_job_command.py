@@ -201,16 +201,6 @@ async def test_another_job_is_refused_with_what_differs(
     assert "fingerprint is 'eeeeeeeeeeeeeeee'; the job has 'ffffffffffffffff'" in result.stderr
 
 
-async def test_inputs_are_added(
-    service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
-) -> None:
-    other = write_texts(tmp_path / "other.txt", ["one more"])
-    await encserve(service, "embed", *inputs(source), *output)
-    result = await encserve(service, "embed", *inputs(source, other), *output, "--add-inputs")
-    assert "26 rows in 4 parts, 3 of them made before" in result.stdout
-    assert table_of(folder)["text"].to_pylist() == [*TEXTS, "one more"]
-
-
 async def test_another_job_is_overwritten(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
 ) -> None:
@@ -750,21 +740,16 @@ def test_jobs_import_neither_a_server_nor_ray() -> None:
     assert done.stdout == "[]\n"
 
 
-async def test_only_files_of_jobs_are_removed_and_inputs_are_no_outputs(
+async def test_only_files_of_jobs_are_removed(
     service: FakeEncoder, source: Path, folder: Path, output: tuple[str, str]
 ) -> None:
-    """--overwrite keeps Parquet files of other programs. The names of Spark's files also begin with part-.
-
-    A file in the output folder is refused as an input.
-    """
+    """--overwrite keeps Parquet files of other programs. The names of Spark's files also begin with part-."""
     folder.mkdir()  # noqa: ASYNC240
     theirs = folder / "part-00000-3f2a-c000.snappy.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), theirs)
     await encserve(service, "embed", *inputs(source), *output)
     await encserve(service, "embed", *inputs(source), *output, "--overwrite")
     assert theirs.exists()
-    result = await encserve(service, "embed", *inputs(theirs), *output, "--overwrite", status=1)
-    assert "is an input in the folder of the output" in result.stderr
 
 
 @pytest.mark.parametrize(

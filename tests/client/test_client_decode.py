@@ -4,7 +4,6 @@ If a reply is inconsistent, the client raises an error that names the wrong valu
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from encserve_client import FingerprintError, Output, ProtocolError
-from encserve_client._logic.answers import decode_response, merge_answers, model_info, sequence_info
+from encserve_client._logic.answers import decode_response, merge_answers, sequence_info
 from encserve_client.options import Array, DType, Options
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -166,25 +165,3 @@ def test_results_are_copies_of_the_messages() -> None:
     assert not (part.blocks[0].rows == 7).any()
     assert two.outputs[0].matrix().shape == (6, 3)
     assert [array.shape for array in two.outputs[0].arrays()] == [(2, 3), (1, 3)] * 2
-
-
-def test_how_many_outputs_a_call_may_have() -> None:
-    """An older server does not send `max_outputs`. The value is then 0."""
-    assert model_info(pb.ModelInfo(max_outputs=16)).max_outputs == 16
-    assert model_info(pb.ModelInfo()).max_outputs == 0
-
-
-def test_a_pooling_of_a_newer_server_is_handed_on() -> None:
-    """The server uses a pooling that the client does not know.
-
-    The result and ModelInfo then have the number of the pooling.
-    """
-    newer: Any = 77
-    response = good()
-    tensor = response.outputs[0]
-    tensor.kind, tensor.data = newer, tensor.data[: 2 * 3 * 4]
-    tensor.lengths[:] = [1, 1]
-    part = decode_response(response, Options((Output("model"),)), 2, describe=False)
-    assert part.kinds == [(newer, False)]
-    assert model_info(pb.ModelInfo(pooling=newer)).pooling == newer
-    assert model_info(pb.ModelInfo()).pooling is None
