@@ -98,13 +98,13 @@ async def test_files_in_and_one_vector_each_out(service: FakeEncoder, tmp_path: 
 async def test_one_vector_each_in_every_form(service: FakeEncoder, tmp_path: Path, dtype: DType) -> None:
     want = await vectors_of(service, TEXTS, dtype)
     source = write_texts(tmp_path, ".txt")
-    for suffix in (".npy", ".npz", ".jsonl", ".csv", ".parquet"):
+    for suffix in (".npy", ".NPZ", ".jsonl", ".csv", ".parquet"):
         await encserve(service, "embed", *inputs(source), "--dtype", dtype, "--output", tmp_path / f"v{suffix}")
     np.testing.assert_array_equal(np.load(tmp_path / "v.npy", allow_pickle=False), want)
-    with np.load(tmp_path / "v.npz", allow_pickle=False) as file:
+    with np.load(tmp_path / "v.NPZ", allow_pickle=False) as file:
         np.testing.assert_array_equal(file["rows"], want)
         assert file["rows"].dtype == dtype
-        assert str(file["fingerprint"]) == "f" * 16
+        assert (str(file["fingerprint"]), str(file["space_id"])) == ("f" * 16, "s2-" + "5" * 32)
     lines = [json.loads(line) for line in (tmp_path / "v.jsonl").read_text().splitlines()]
     assert [it["text"] for it in lines] == TEXTS
     np.testing.assert_array_equal(np.array([it["vector"] for it in lines], np.float32), want)
