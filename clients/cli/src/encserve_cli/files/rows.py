@@ -247,11 +247,7 @@ def _lines(stream: Any) -> Iterator[bytes | None]:
 
     A byte order mark at the beginning is left out.
     """
-    line = stream.readline(len(_BOM))
-    if line == _BOM:
-        line = b""
-    if not line.endswith(b"\n"):
-        line += stream.readline(_MOST_LINE_BYTES + 1 - len(line))
+    line = stream.readline(len(_BOM) + _MOST_LINE_BYTES + 1).removeprefix(_BOM)
     while line:
         if len(line) > _MOST_LINE_BYTES:
             while line and not line.endswith(b"\n"):

@@ -23,7 +23,7 @@ from encserve_client._logic.failures import ServerHistory
 from encserve_client._logic.inspecting import InspectAssembler
 from encserve_client._logic.planning import Limits, Message, MessageBuilder, as_bulk, plan_messages
 from encserve_client._logic.streams import Result, Stream, StreamMessages, StreamOptions
-from encserve_client._logic.wire import Answered, Failed, Rpc, Wire
+from encserve_client._logic.wire import Rpc, Wire
 from encserve_client.exceptions import EncserveError, FingerprintError, InvalidInputError, ProtocolError
 from encserve_client.inputs import Input, SpanInput
 from encserve_client.options import PRIORITIES, Array, Options, Priority, Progress, check_choice
@@ -342,13 +342,8 @@ async def exchange(wire: Wire, rpc: Rpc, dispatch: Dispatch[R], decode: Callable
         EncserveError: A message failed, and the failure ends the call.
     """
     while True:
-        taken = dispatch.take(wire.now())
-        for message in taken:
-            wire.start(rpc, message, dispatch.seconds_left(message, wire.now()), alone=dispatch.is_alone)
+        dispatch.send(wire, rpc, may_block=True)
         if dispatch.is_done:
             return
         event = await wire.wait(dispatch.seconds_to_wait(wire.now()))
-        if isinstance(event, Answered):
-            dispatch.record_answer(event.message, decode(event.message, event.response))
-        elif isinstance(event, Failed):
-            dispatch.record_failure(event.message, event.failure, wire.now())
+        dispatch.record(event, decode, wire.now())
