@@ -33,15 +33,24 @@ def row_tokens(info: SequenceInfo, n_rows: int) -> list[tuple[str, int]]:
 
 def print_made(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
     """Print the output of each text, of any kind."""
-    printers = {"tokens": print_token_vectors, "multi_vector": print_multi_vectors, "sparse": print_sparse}
+    printers = {"tokens": print_rows, "multi_vector": print_rows, "sparse": print_sparse}
     printers.get(str(result.outputs[0].kind), print_vectors)(texts, result, max_rows)
 
 
-def print_token_vectors(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
-    """Print a table of tokens × dimensions for each text."""
+def print_rows(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
+    """Print a table of tokens × dimensions, or of vectors × dimensions with the token of each vector, for each text."""
     console = Console(highlight=False)
-    for text, rows, info in zip(texts, result.outputs[0].arrays(), result.sequences, strict=True):
-        _print_rows(console, text, rows, ("token", "id"), row_tokens(info, len(rows)), info, max_rows)
+    output = result.outputs[0]
+    sequences = zip(texts, output.arrays(), output.token_indices(), result.sequences, strict=True)
+    for text, rows, positions, info in sequences:
+        headings, names = ("token", "id"), row_tokens(info, len(rows))
+        if output.kind == "multi_vector":
+            numbers = range(len(rows)) if positions is None else positions.tolist()
+            headings, names = ("token", "place"), [*zip(vector_names(info, positions, len(rows)), numbers, strict=True)]
+        console.print(_clip(text, console.width, "bold"))
+        console.print(_rows_table(rows, headings, names, max_rows, console.width))
+        notes = [f"shape ({rows.shape[0]}, {rows.shape[1]})", *_hidden(len(rows), max_rows), *_cut_off(info)]
+        console.print(Text(", ".join(notes) + "\n"))
     print_footer(console, result)
 
 
@@ -56,18 +65,6 @@ def print_vectors(texts: Sequence[str], result: EncodeResult, max_rows: int) -> 
         f"text {number}: {note}" for number, info in enumerate(result.sequences, start=1) for note in _cut_off(info)
     ]
     console.print(Text(", ".join(notes)))
-    print_footer(console, result)
-
-
-def print_multi_vectors(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
-    """Print a table of vectors × dimensions for each text, with the token of each vector."""
-    console = Console(highlight=False)
-    output = result.outputs[0]
-    sequences = zip(texts, output.arrays(), output.token_indices(), result.sequences, strict=True)
-    for text, rows, positions, info in sequences:
-        names = vector_names(info, positions, len(rows))
-        numbers = range(len(rows)) if positions is None else positions.tolist()
-        _print_rows(console, text, rows, ("token", "place"), list(zip(names, numbers, strict=True)), info, max_rows)
     print_footer(console, result)
 
 
@@ -211,21 +208,6 @@ def _kinds(model: ModelInfo) -> list[str]:
     kinds = [f"{model.pooling} {width}{', norm 1' if model.l2_normalize else ''}"] if model.pooling else []
     kinds += [f"{model.multi_vector_similarity} {model.multi_vector_width}"] if model.multi_vector_width else []
     return kinds + ([f"sparse {model.sparse_width}"] if model.sparse_width else [])
-
-
-def _print_rows(
-    console: Console,
-    text: str,
-    rows: Array,
-    headings: tuple[str, str],
-    names: Sequence[tuple[str, int]],
-    info: SequenceInfo,
-    max_rows: int,
-) -> None:
-    console.print(_clip(text, console.width, "bold"))
-    console.print(_rows_table(rows, headings, names, max_rows, console.width))
-    notes = [f"shape ({rows.shape[0]}, {rows.shape[1]})", *_hidden(len(rows), max_rows), *_cut_off(info)]
-    console.print(Text(", ".join(notes) + "\n"))
 
 
 def _hidden(n_rows: int, max_rows: int) -> list[str]:

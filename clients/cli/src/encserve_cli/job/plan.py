@@ -103,12 +103,6 @@ def rows_of_part(make: MakeOptions, model: ModelFacts) -> int:
     return RAGGED_ROWS if make.kind == "sparse" else max(1, min(RAGGED_ROWS, _MOST_PART_BYTES // max(row_bytes, 1)))
 
 
-def check_part_rows(rows: int) -> None:
-    """Raise ValueError if a part cannot have so many rows."""
-    if rows < 1:
-        raise ValueError(f"part_rows must be at least 1; was {rows}")
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A job.
@@ -120,9 +114,6 @@ class Plan:
         part_rows: The rows of each part but the last of a file.
         kept_types: The columns of --keep with their Arrow types, as `str(type)` gives them.
         inputs: The files.
-
-    Raises:
-        ValueError: The parts have no rows.
     """
 
     read: ReadOptions
@@ -131,10 +122,6 @@ class Plan:
     part_rows: int
     kept_types: Mapping[str, str]
     inputs: tuple[InputFile, ...]
-
-    def __post_init__(self) -> None:
-        """Check the rows of a part."""
-        check_part_rows(self.part_rows)
 
     def rows_of(self, shard: Shard) -> int | None:
         """Return the number of rows of a share of all inputs; None if it is not known."""

@@ -6,7 +6,9 @@ from itertools import islice
 
 import numpy as np
 
-from encserve_client import DType, ModelInfo, Pooling
+from encserve_client import DType, ModelInfo, Output, Pooling
+from encserve_client.inputs import pack_input
+from encserve_client.options import Options
 from encserve_proto.v1 import encoder_pb2 as pb
 
 
@@ -30,13 +32,8 @@ class Request:
 
     def template(self) -> pb.EncodeRequest:
         """Return the request without inputs."""
-        kind = {None: "TOKENS", "model": "MODEL_POOLING"}.get(self.pooling) or str(self.pooling).upper()
-        options = pb.EncodeOptions(
-            outputs=[pb.OutputSpec(kind=f"OUTPUT_KIND_{kind}")],
-            data_type=f"DATA_TYPE_{self.dtype.upper()}",
-            truncation=pb.TRUNCATION_END,
-        )
-        return pb.EncodeRequest(model=self.model or "", model_version=self.version or "", options=options)
+        options = Options((Output(self.pooling or "tokens"),), self.dtype, truncate=True)
+        return pb.EncodeRequest(model=self.model or "", model_version=self.version or "", options=options.to_proto())
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +80,8 @@ def random_calls(lengths: Sequence[int], info: ModelInfo, request: Request = Req
 
     def random_input(count: int) -> pb.Input:
         if info.input_kind != "embeddings":
-            return pb.Input(token_ids=pb.TokenIds(ids=rng.choice(usable, count).tolist()))
-        data = rng.standard_normal((count, info.d_model), np.float32).astype("<f4").tobytes()
-        return pb.Input(embeddings=pb.TokenEmbeddings(width=info.d_model, data_type=pb.DATA_TYPE_FLOAT32, data=data))
+            return pack_input(rng.choice(usable, count), "inputs")
+        return pack_input(rng.standard_normal((count, info.d_model), np.float32), "inputs")
 
     return _pack(map(random_input, counts), counts, info, request)
 
@@ -98,7 +94,7 @@ def text_calls(
     Raises:
         ValueError: `request.sequences_per_call` exceeds the server's limit.
     """
-    return _pack((pb.Input(text=text) for text in texts), token_counts, info, request)
+    return _pack((pack_input(text, "texts") for text in texts), token_counts, info, request)
 
 
 def _pack(inputs: Iterator[pb.Input], token_counts: Sequence[int], info: ModelInfo, request: Request) -> list[Call]:
