@@ -1,6 +1,7 @@
 """Tests of calls of both clients to a fake service on a real gRPC server: results, requests and failures."""
 
 import asyncio
+import functools
 import time
 from typing import Any
 
@@ -23,7 +24,7 @@ from encserve_client import (
     RetryPolicy,
     ServerError,
 )
-from encserve_client.options import PRIORITIES
+from encserve_client.options import PRIORITIES, Options
 from encserve_proto.v1 import encoder_pb2 as pb
 
 Code = grpc.StatusCode
@@ -298,6 +299,18 @@ async def test_metadata_and_key_are_sent(caller: Caller, service: FakeEncoder) -
     sent = service.metadata[0]
     assert (sent["authorization"], sent["x-tenant"]) == ("Bearer secret", "a")
     assert "encserve-client" in sent["user-agent"]
+
+
+async def test_a_raw_method_takes_and_returns_serialized_messages(caller: Caller, service: FakeEncoder) -> None:
+    client = caller.connect(api_key="secret")
+    request = pb.EncodeRequest(inputs=[pb.Input(text="two words")], options=Options().to_proto())
+    method = functools.partial(client.raw_method("Encode"), request.SerializeToString(), timeout=30)
+    data = await (method() if caller.kind == "async" else asyncio.to_thread(method))
+    np.testing.assert_array_equal(pb.EncodeResponse.FromString(data).outputs[0].lengths, [4])
+    assert service.metadata[-1]["authorization"] == "Bearer secret"
+    await caller.close(client)
+    with pytest.raises(ClientClosedError):
+        client.raw_method("Encode")
 
 
 async def test_a_closed_client_refuses_calls(caller: Caller) -> None:
