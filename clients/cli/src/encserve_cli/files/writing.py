@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import sys
 import tempfile
 import zipfile
 from abc import ABC, abstractmethod
@@ -11,7 +12,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-import click
 import numpy as np
 import numpy.typing as npt
 import pyarrow as arrow
@@ -54,7 +54,7 @@ def writing(path: Path) -> Iterator[Writer]:
         OSError: It cannot be written.
     """
     if path == STDOUT:
-        yield _JsonlWriter(click.get_text_stream("stdout"))
+        yield _JsonlWriter(sys.stdout)
         return
     make = _WRITERS.get(path.suffix.lower())
     if make is None:
