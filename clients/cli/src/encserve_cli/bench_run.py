@@ -104,7 +104,7 @@ def _result_row(result: LoadResult) -> str:
         f"{result.calls_per_second:,.1f}",
         f"{result.sequences_per_second:,.1f}",
         f"{result.tokens_per_second:,.0f}",
-        *(_ms(result.latency_percentile_seconds(percent)) for percent in _PERCENTILES),
+        *(_ms(percentile(result.latency_seconds, percent)) for percent in _PERCENTILES),
         f"{sum(result.errors.values()):,}",
     )
 

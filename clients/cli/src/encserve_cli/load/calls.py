@@ -58,21 +58,14 @@ def random_calls(lengths: Sequence[int], info: ModelInfo, request: Request = Req
     normally distributed float32 vectors.
 
     Args:
-        lengths: The number of tokens of each sequence. The calls have the sequences in this order.
+        lengths: The number of tokens of each sequence, at most `info.max_sequence_tokens`, in the order of the calls.
         info: The model.
         request: The options of the calls. An incomplete last call is left out.
         seed: The seed of the random numbers.
 
     Raises:
-        ValueError: A length or `request.sequences_per_call` exceeds the model's limits, or the vocabulary has only
-            special tokens.
+        ValueError: `request.sequences_per_call` exceeds the server's limit, or the vocabulary has only special tokens.
     """
-    counts = [int(length) for length in lengths]
-    if counts and not 1 <= min(counts) <= max(counts) <= info.max_sequence_tokens:
-        raise ValueError(
-            f"lengths must be from 1 to {info.max_sequence_tokens}, the model's longest; "
-            f"were {min(counts)} to {max(counts)}"
-        )
     rng = np.random.default_rng(seed)
     usable = np.setdiff1d(np.arange(info.vocab_size), info.special_token_ids)
     if info.input_kind != "embeddings" and not len(usable):
@@ -83,7 +76,7 @@ def random_calls(lengths: Sequence[int], info: ModelInfo, request: Request = Req
             return pack_input(rng.choice(usable, count), "inputs")
         return pack_input(rng.standard_normal((count, info.d_model), np.float32), "inputs")
 
-    return _pack(map(random_input, counts), counts, info, request)
+    return _pack(map(random_input, lengths), lengths, info, request)
 
 
 def text_calls(
@@ -108,5 +101,5 @@ def _pack(inputs: Iterator[pb.Input], token_counts: Sequence[int], info: ModelIn
     for start in range(0, len(token_counts) - many + 1, many):
         message = pb.EncodeRequest(inputs=islice(inputs, many))
         message.MergeFrom(template)
-        calls.append(Call(message.SerializeToString(), many, sum(token_counts[start : start + many])))
+        calls.append(Call(message.SerializeToString(), many, int(sum(token_counts[start : start + many]))))
     return calls

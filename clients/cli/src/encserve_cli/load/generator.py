@@ -39,17 +39,14 @@ def run_load(
 
     Args:
         open_client: A function that returns a new client of the server. The load has one channel: more are not faster.
-        calls: The calls, sent in this order. After the last call the first call is sent again.
+        calls: At least one call. The calls are sent in this order. After the last call the first call is sent again.
         load: The rate and the duration.
         on_edge: A function that is called at the start and at the end of the measured time. Another thread runs it.
 
     Raises:
         EncserveError: The server does not answer.
         KeyboardInterrupt: Ctrl-C was pressed before the first call.
-        ValueError: `calls` is empty.
     """
-    if not calls:
-        raise ValueError("calls must have at least one call; was empty")
     generator = _Generator(calls, load, on_edge)
     gc.collect()
     gc.freeze()  # garbage collections during the load do not look at the objects that exist now
