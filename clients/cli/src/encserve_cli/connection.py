@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -69,7 +69,7 @@ class Connection:
         """
         from encserve_client import EncoderClient
 
-        return self._open(EncoderClient, priority=priority)
+        return self._open(EncoderClient, priority)
 
     def async_client(self) -> "AsyncEncoderClient":
         """Return a new client for asyncio. The errors are those of `client`."""
@@ -77,8 +77,15 @@ class Connection:
 
         return self._open(AsyncEncoderClient)
 
-    def _open(self, kind: type[Client], **more: Any) -> Client:  # one place, so that a warning is shown once
-        return kind(**{field.name: getattr(self, field.name) for field in fields(self)}, **more)
+    def _open(self, kind: Callable[..., Client], priority: "Priority | None" = None) -> Client:
+        return kind(  # the only call, so that a warning is shown once
+            self.target,
+            tls=self.tls,
+            timeout_seconds=self.timeout_seconds,
+            api_key=self.api_key,
+            metadata=self.metadata,
+            priority=priority,
+        )
 
 
 def connection_options(command: Command) -> Command:
