@@ -363,7 +363,7 @@ async def test_a_text_that_is_refused_is_named_by_its_line(service: FakeEncoder,
 
 async def test_another_suffix_and_too_many_to_print(service: FakeEncoder, tmp_path: Path) -> None:
     result = await encserve(service, "embed", "one", "--output", tmp_path / "v.out", status=1)
-    assert "must end in .npy, .npz, .jsonl, .csv, .parquet; was .out" in result.stderr
+    assert "must end in .npy, .npz, .jsonl, .csv, .parquet; was .out. End the name of a folder with /" in result.stderr
     assert not service.requests, "the command must fail before the first request"
     (tmp_path / "t.txt").write_text("a\n" * 1001)
     result = await encserve(service, "embed", *inputs(tmp_path / "t.txt"), status=1)

@@ -403,12 +403,6 @@ def test_options_that_do_not_go_together(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_output_without_a_suffix_says_how_a_folder_is_named(source: Path, folder: Path) -> None:
-    result = CliRunner().invoke(cli, ["embed", *inputs(source), "--pooling", "mean", "--output", str(folder)])
-    assert result.exit_code == 1
-    assert "End the name of a folder with /" in result.stderr
-
-
 def test_the_help_of_jobs_is_in_sections() -> None:
     for command in ("embed", "encode"):
         shown = CliRunner().invoke(cli, [command, "--help"]).stdout
