@@ -19,14 +19,10 @@ from inspections import N_LAYERS, inspection, tensor_of
 from waiting import until
 
 from encserve_client import (
-    InspectUnavailableError,
     InvalidInputError,
-    InvalidRequestError,
-    ModelNotFoundError,
     OverloadedError,
     ProtocolError,
     RetryPolicy,
-    ServerError,
 )
 from encserve_client._logic.calls import Core, Settings
 from encserve_client._logic.failures import Failure
@@ -323,16 +319,6 @@ async def test_an_endless_answer_is_read_no_further_than_announced(caller: Calle
     assert len(service.inspect_requests) == 1
 
 
-async def test_an_answer_without_messages(caller: Caller, service: FakeEncoder) -> None:
-    async def nothing(_: pb.InspectRequest) -> AsyncIterator[pb.InspectResponse]:
-        return
-        yield
-
-    service.inspect = nothing
-    with pytest.raises(ProtocolError, match="must have a header with tensors; had none"):
-        await caller(caller.connect().inspect, "a")
-
-
 # Tests of failures.
 
 
@@ -364,29 +350,6 @@ async def test_an_incomplete_answer_is_retried(caller: Caller, service: FakeEnco
     client = caller.connect(retry=RetryPolicy(max_attempts=2, initial_backoff_seconds=0))
     with pytest.raises(OverloadedError, match=r"^full \(sent 2 times\)$"):
         await caller(client.inspect, [5, 6, 7])
-
-
-@pytest.mark.parametrize(
-    ("code", "reason", "expected"),
-    [
-        (Code.FAILED_PRECONDITION, "INSPECT_UNAVAILABLE", InspectUnavailableError),
-        (Code.FAILED_PRECONDITION, "", InvalidRequestError),
-        (Code.INVALID_ARGUMENT, "SEQUENCE_TOO_LONG", InvalidRequestError),
-        (Code.NOT_FOUND, "MODEL_NOT_FOUND", ModelNotFoundError),
-        (Code.UNIMPLEMENTED, "", ProtocolError),
-        (Code.INTERNAL, "", ServerError),
-    ],
-)
-async def test_each_refusal_has_its_own_exception(
-    caller: Caller, service: FakeEncoder, code: Code, reason: str, expected: type[Exception]
-) -> None:
-    """If the server refuses a request, the client does not retry it. The exception has exactly the expected class."""
-    breaking(service, 9, Refused(code, "input: because", reason))
-    with pytest.raises(expected, match="^input: because$") as caught:
-        await caller(caller.connect().inspect, [5, 6, 7])
-    assert type(caught.value) is expected
-    assert (caught.value.code, caught.value.reason, caught.value.attempts) == (code, reason, 1)  # type: ignore[attr-defined]
-    assert len(service.inspect_requests) == 1
 
 
 async def test_many_at_a_time(caller: Caller, service: FakeEncoder) -> None:
