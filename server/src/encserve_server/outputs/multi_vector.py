@@ -165,7 +165,7 @@ def _check_pool_factor(field: FieldPath, factor: float, task: Task) -> None:
     """Refuse a pool factor if the factor is out of range, the task is a query, or SciPy is missing."""
     was = f"{factor:g}"
     if not 1 <= factor < math.inf:
-        raise InvalidField(field, "must be a number of at least 1; was {was}", was=was)
+        raise InvalidField(field, "must be a number from 1; was {was}", was=was)
     if task is Task.QUERY:
         raise InvalidField(
             field, "is not available for {task}, because it makes results worse; was {was}", task=task, was=was
