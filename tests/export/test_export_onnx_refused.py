@@ -413,12 +413,12 @@ def test_a_mask_that_is_ignored(refused: Callable[..., str]) -> None:
 
     text = refused(ignore, ParityError)
     assert re.search(r"changes when padded: relative error \S+ of a row, tolerance 1\.0e-05, in a batch of", text)
-    assert "it ignores its attention mask or a part of the mask" in text
+    assert "the model ignores its attention mask or a part of the mask" in text
 
 
 @pytest.mark.parametrize("change", [train_dropout, train_normalization])
 def test_training_mode(refused: Callable[..., str], change: Change) -> None:
-    assert "or was exported for training (without model.eval())" in refused(change, ParityError)
+    assert "the model was exported for training (without model.eval())" in refused(change, ParityError)
 
 
 def test_float16_arithmetic_that_rounds_with_the_batch(refused: Callable[..., str]) -> None:
@@ -426,7 +426,7 @@ def test_float16_arithmetic_that_rounds_with_the_batch(refused: Callable[..., st
         node_of(model, "total").input[0] = "placed"
         model.graph.initializer.append(numpy_helper.from_array(np.ones((2, 2), np.float16), "unused"))
 
-    assert "Or it computes in float16, and rounding differs" in refused(ignore_in_float16, ParityError)
+    assert "the model computes in float16, and rounding differs" in refused(ignore_in_float16, ParityError)
 
 
 def test_padding_that_takes_no_place(refused: Callable[..., str]) -> None:

@@ -264,7 +264,7 @@ def test_other_heads_are_another_space(bge_m3: Path, tmp_path: Path) -> None:
 def test_heads_that_are_none_are_refused(bge_m3: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(bge_m3, tmp_path / "model")
     torch.save(torch.nn.Linear(D_MODEL, 2).state_dict(), directory / "sparse_linear.pt")
-    with pytest.raises(CheckpointFileError, match=r"sparse_linear.pt must make one number from a row, but makes 2"):
+    with pytest.raises(CheckpointFileError, match=r"sparse_linear.pt must have 1 output per token; was 2"):
         export(directory, tmp_path)
     torch.save({"weights": torch.ones(1)}, directory / "sparse_linear.pt")
     with pytest.raises(CheckpointFileError, match="must hold weight and bias of a linear layer; was weights"):

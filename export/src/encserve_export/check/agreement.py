@@ -275,7 +275,7 @@ def check_rows(
 def check_padding(reference: Reference, longest: int, advice: str) -> None:
     """Check in PyTorch that padding does not change the rows.
 
-    If padding changes them in PyTorch, every ONNX graph of the model would fail in `check_rows`.
+    If padding changes rows in PyTorch, every ONNX graph of the model would fail in `check_rows`.
 
     Args:
         reference: The model.
