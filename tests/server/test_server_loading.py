@@ -98,7 +98,7 @@ def test_a_tokenizer_with_ids_beyond_the_model_is_refused(tmp_path: Path, tokeni
         load(directory)
 
 
-def test_an_added_token_without_a_row_refuses_only_texts_that_hold_it(tmp_path: Path) -> None:
+def test_only_texts_with_an_added_token_without_a_row_are_refused(tmp_path: Path) -> None:
     directory = write_bundle(tmp_path, tokenizer=with_a_token(words(VOCAB_SIZE)))
     with Embedder(directory, tune_batches=False) as embedder:
         assert len(embedder.embed(["w5 w6"], output="mean")) == 1
