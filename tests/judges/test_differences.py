@@ -17,8 +17,8 @@ LONG_TEXT = " ".join(["river"] * 2000)
 MESSAGES = [{"role": "user", "content": "Which trains stop in Coimbra?"}]
 VECTOR_ROUTES = ("/v1/embeddings", "/pooling")
 Case = tuple[str, dict[str, Any], int, str]
-# The keys are the first cells of the table in the section Differences of docs/http.md. Each case has the route of a
-# request, its body, the expected status, and a part of the expected reply.
+# For each row of the table "Differences" in docs/http.md: the text of the first column, and the cases. A case is the
+# route, the body, the expected status, and a part of the expected reply.
 DIFFERENCES: dict[str, list[Case]] = {
     "`prompt` of `/tokenize`": [("/tokenize", {"prompt": TEXT}, 422, "inputs: ")],
     "`messages`": [(path, {"messages": MESSAGES}, 400, "input: ") for path in VECTOR_ROUTES],
