@@ -143,7 +143,7 @@ def test_two_runs_of_a_job_at_once(encoder: Path, tmp_path: Path) -> None:
 
 
 class SlowBackend(LocalBackend):
-    """A LocalBackend whose first `open` calls `other()` before it opens the model. `other()` starts the same job."""
+    """A LocalBackend whose first `open` first calls `other()`, which starts the same job. Then it opens the model."""
 
     def __init__(self, bundle: Path, other: Callable[[], None]) -> None:
         super().__init__(bundle, EngineOptions())

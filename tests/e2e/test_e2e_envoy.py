@@ -52,7 +52,7 @@ async def fakes(tmp_path: Path) -> AsyncIterator[list[FakeServer]]:
 async def envoys(fakes: list[FakeServer], tmp_path: Path) -> AsyncIterator[list[RealEnvoy]]:
     """Two Envoys in front of both servers.
 
-    Starting an Envoy blocks a thread. So a separate thread starts the Envoys: the servers run in the current one.
+    The start of an Envoy blocks a thread. The servers need this thread's event loop, so another thread starts Envoy.
     """
     http_ports = [server.app.http_port or 0 for server in fakes]
     with contextlib.ExitStack() as stack:
@@ -96,9 +96,9 @@ async def test_a_refusal_of_one_server_is_repeated_at_the_other(fakes: list[Fake
         for _ in range(20):
             assert len(await client.token_vectors(["hello"])) == 1
     refused = fakes[0].sample("encserve_refused_total", reason="DRAINING")
-    assert refused > 0, "nothing went to the server that refuses, so nothing was tested"
+    assert refused > 0, "no call went to the server that refuses, so the test tested nothing"
     assert envoy.metric("envoy_cluster_upstream_rq_retry", envoy_cluster_name="encserve") == refused
-    # After several refusals in a row, Envoy may stop calling a server for a time. This may happen once in this test.
+    # After several refusals in a row, Envoy may stop calling a server for some seconds. The test allows one such stop.
     assert envoy.metric("envoy_cluster_outlier_detection_ejections_enforced_consecutive_5xx") <= 1
 
 
@@ -129,7 +129,7 @@ async def test_calls_that_a_stopping_server_has_not_begun_go_to_the_other(
     with grpc.insecure_channel(envoy.target) as channel:
         rpc: Any = channel.unary_unary(f"/{SERVICE}/ListModels")
         calls = [rpc.future(request) for _ in range(40)]
-        # Both servers use this thread's event loop. The loop below blocks the event loop, so that no handler starts.
+        # Both servers use this thread's event loop. The loop below blocks the event loop, so no handler starts.
         while envoy.metric("envoy_cluster_upstream_rq_active", envoy_cluster_name="encserve") < len(calls):
             time.sleep(0.01)  # noqa: ASYNC251
         assert fakes[0].app._server is not None
@@ -163,7 +163,7 @@ async def test_errors_and_their_trailers_come_through(envoy: RealEnvoy) -> None:
 
 
 async def test_a_callers_deadline_reaches_the_server(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
-    """The engines are blocked. When a caller's deadline has passed, the server ends the call."""
+    """The engines are blocked. The server ends a call when the caller's deadline has passed."""
     for server in fakes:
         server.engine.hold()
     async with AsyncEncoderClient(envoy.target) as client:
@@ -181,7 +181,7 @@ async def test_a_callers_deadline_reaches_the_server(fakes: list[FakeServer], en
 
 
 async def test_health_through_envoy(envoy: RealEnvoy) -> None:
-    """The health method Check works through Envoy. Envoy refuses Watch, which would describe only one server."""
+    """Health.Check works through Envoy. Envoy refuses Health.Watch, because a watch would show only one server."""
     async with grpc.aio.insecure_channel(envoy.target) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service=SERVICE)
@@ -192,7 +192,7 @@ async def test_health_through_envoy(envoy: RealEnvoy) -> None:
 
 
 async def test_a_client_takes_turns_among_envoys(envoys: list[RealEnvoy]) -> None:
-    """A client has the addresses of both Envoys. Both Envoys get a part of the client's calls."""
+    """A client with the addresses of both Envoys sends calls to both."""
     async with AsyncEncoderClient([envoy.target for envoy in envoys], retry=ONCE) as client:
         for _ in range(40):
             await client.token_vectors(["hello"])

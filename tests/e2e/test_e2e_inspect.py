@@ -64,12 +64,12 @@ def test_a_server_without_inspect(models: Path) -> None:
 def test_a_replaced_bundle_is_never_mixed_with_the_running_one(tmp_path: Path) -> None:
     """The model's files change while the server runs. Inspect fails, but Encode returns the same vectors.
 
-    The server loads the inspection graph at the first Inspect call. When the old files are back, Inspect works.
+    The server loads the inspection graph at the first Inspect call. After the old files are restored, Inspect works.
     """
     path = export_golden("raw-matrices", tmp_path).path
     with real_server(tmp_path) as server, EncoderClient(server.target) as client:
         before = client.token_vectors([[1, 2, 3]])[0].copy()
-        # The running server has mapped the old file into memory. So keep this file, and write a new file.
+        # The running server has mapped the old file into memory. So keep the old file, and write a new file.
         data, backup = path / "model.onnx.data", tmp_path / "backup"
         data.rename(backup)
         data.write_bytes(bytes(backup.stat().st_size))

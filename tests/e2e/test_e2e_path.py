@@ -1,4 +1,4 @@
-"""A fast test of the whole path.
+"""A fast test from export to call.
 
 The test exports a checkpoint, starts a server, and calls the server over gRPC and HTTP.
 """

@@ -18,7 +18,7 @@ REQUEST = {"input": [[1, 2]], "pooling": "mean"}
 
 
 async def serve_and_stop(folder: Path, shell: str, **streams: int) -> None:
-    """Start a server with the redirections `shell`. Send a valid call, an invalid call and SIGTERM.
+    """Start a server with shell redirections, such as ">&-". Send a valid call, an invalid call and SIGTERM.
 
     The server answers, and ends with exit status 0.
     """

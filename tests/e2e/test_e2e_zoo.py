@@ -31,7 +31,7 @@ from encserve_export import Target, export_hf
 
 Array = npt.NDArray[Any]
 LENGTHS = (1, 60, 3, 9, 60, 2, 17)
-# The models that also run on OpenVINO. One model of each kind is enough, because only the engine differs.
+# The models for OpenVINO. One model of each kind is enough, because only the engine differs.
 ON_OPENVINO = ["all-of-it", "gemma", "modernbert", "sum-log1p", "ModernBERT", "GTE"]
 
 
@@ -158,7 +158,7 @@ def _dense(weights: list[dict[str, Any]], width: int) -> Array:
 
 async def test_the_async_client_gives_the_same_vectors(zoo: Zoo, server: RealServer) -> None:
     name, texts = "fixed-unattended", TEXTS
-    # The model's limit is 80 tokens. The prompt, [CLS] and [SEP] take four of these tokens.
+    # The model's limit is 80 tokens. Four of these tokens are for the prompt, [CLS] and [SEP].
     too_long = next(i for i, text in enumerate(texts) if len(text.split()) > 80 - 4)
     async with AsyncEncoderClient(server.target) as client:
         with pytest.raises(InvalidRequestError, match=rf"^inputs\[{too_long}\]"):
@@ -182,7 +182,7 @@ def test_dimensions_are_cut_at_the_same_step_as_in_the_library(
 ) -> None:
     """Vectors with fewer dimensions equal those of sentence-transformers, with and without l2_normalize.
 
-    The server cuts a vector after the model's normalization, and before the normalization that the request asks for.
+    The order is: the model's normalization, the cut, and then the normalization of the request (l2_normalize).
     """
     want = zoo.library(name).encode(list(TEXTS), truncate_dim=5, normalize_embeddings=l2_normalize)
     output = Output("model", l2_normalize=l2_normalize, dimensions=5)

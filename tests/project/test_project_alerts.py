@@ -75,7 +75,7 @@ def test_rules_and_dashboards_have_the_same_objectives() -> None:
     assert failed_codes <= set(re.findall(r'grpc_code=~"([^"]+)"', in_rules))
     bounds = {float(bound) for bound in re.findall(r'le="([\d.]+)"', in_rules)}
     assert {float(bound) for bound in re.findall(r'le="([\d.]+)"', in_panels)} <= bounds
-    assert bounds <= set(SECONDS_BUCKETS), "the bounds in rules must be in SECONDS_BUCKETS"
+    assert bounds <= set(SECONDS_BUCKETS), "the rules may use only bounds of SECONDS_BUCKETS"
     defaults = [
         panel["fieldConfig"]["defaults"]
         for board in DASHBOARDS.values()
@@ -87,7 +87,7 @@ def test_rules_and_dashboards_have_the_same_objectives() -> None:
 
 
 def test_each_refusal_counts_for_the_server_or_the_caller() -> None:
-    """Each reason of a refusal counts either as a failure of the server or as a fault of the caller.
+    """Each refusal reason counts as a failure of the server or as a fault of the caller, but not as both.
 
     The recording rule of failed calls lists the failures of the server. The alert EncserveCallersRefused lists all
     faults of callers.
