@@ -49,7 +49,8 @@ SEQUENCES_PER_CALL, CALL_TOKENS = (1, 4, 16, 64), 20
 MEMORY_REQUESTS = (20_000, 200_000)
 PAUSE_SECONDS = 0.3
 TAIL_SECONDS = 10.0  # the least duration of a p99 measurement, because a p99 needs some hundred calls
-# An estimate of calls and speed, for the duration of the warm-up: a caller's first call may wait for all first calls.
+# Tokens of a call, and the server's least speed. They give the duration of the warm-up: a caller's first call may wait
+# for the first calls of all other callers.
 MEAN_TOKENS, LEAST_TOKENS_PER_SECOND = 43, 2000
 
 

@@ -49,7 +49,7 @@ def numbers(path: Path) -> None:
         (numbers, "corpus-001.parquet: column 'text' must be of text; its type is double"),
     ],
 )
-def test_an_unreadable_file_stops_the_job_first(
+def test_an_unreadable_file_stops_the_job_before_any_output(
     encoder: Path, tmp_path: Path, spoil: Callable[[Path], None], problem: str
 ) -> None:
     """If the second of three input files is not readable, `encserve embed` fails and writes no output."""
@@ -62,7 +62,7 @@ def test_an_unreadable_file_stops_the_job_first(
     assert not (tmp_path / "vectors").exists()
 
 
-def test_a_damaged_file_stops_the_job_when_it_is_read(encoder: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_stops_the_job_after_the_intact_rows(encoder: Path, tmp_path: Path) -> None:
     """The job keeps the rows before the damage. After the file is replaced by an intact copy, the job continues."""
     corpus = write_corpus(tmp_path / "texts", 3000, files=3)
     whole = corpus[1].read_bytes()

@@ -124,7 +124,7 @@ def alone(s3: tuple[Bucket, CutProxy], command: tuple[object, ...], tmp_path_fac
     return Alone(bucket.contents("alone"), proxy.passed)
 
 
-def test_s3_in_and_out(alone: Alone) -> None:
+def test_input_and_output_on_s3(alone: Alone) -> None:
     check_rows(output_of(alone.contents), short_texts(ROWS))
 
 
@@ -174,7 +174,7 @@ def gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
             process.terminate()
 
 
-def test_gs_in_and_out(gcs: Bucket, corpus: list[Path], encoder: Path) -> None:
+def test_input_and_output_on_google_cloud_storage(gcs: Bucket, corpus: list[Path], encoder: Path) -> None:
     """A job writes the expected vectors. After one output file is deleted, the next run writes only this file again."""
     command = ("embed", *inputs(*gcs.upload(corpus)), "--keep", "id", "--bundle", encoder, "--max-batch-tokens", 1024)
     output = gcs.uri("vectors")

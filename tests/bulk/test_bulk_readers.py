@@ -86,7 +86,7 @@ def plain(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_four_readers_find_the_same(tiny: Path, tmp_path: Path, name: str) -> None:
+def test_four_readers_return_the_same_values(tiny: Path, tmp_path: Path, name: str) -> None:
     """A job embeds texts, and rejects two of them. All readers return the same values.
 
     The outputs of the rejected texts are null.
@@ -109,7 +109,7 @@ def test_four_readers_find_the_same(tiny: Path, tmp_path: Path, name: str) -> No
             assert [plain(it[column]) for it in rows] == [it[column] for it in want], (reader, column)
 
 
-def test_the_search_of_the_documentation_takes_rejected_rows(tiny: Path, tmp_path: Path) -> None:
+def test_the_query_in_the_docs_works_with_rejected_rows(tiny: Path, tmp_path: Path) -> None:
     """The query of docs/bulk.md works for a table that has a row without a vector."""
     corpus = tmp_path / "texts.parquet"
     parquet.write_table(pa.table({"id": range(3), "text": [text(5, 6), None, text(7)]}), corpus)

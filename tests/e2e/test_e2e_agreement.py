@@ -39,7 +39,7 @@ def assert_rows(got: Any, want: Any, tolerance: float) -> None:
     assert max(map(worst_relative_error, got, want)) <= tolerance
 
 
-def test_rows_alone_in_mixed_batches_and_in_concurrent_calls(
+def test_rows_are_equal_alone_in_batches_and_in_concurrent_calls(
     client: EncoderClient, minilm: Any, real_ids: list[int]
 ) -> None:
     sequences = [real_ids[7 * i : 7 * i + length] for i, length in enumerate(LENGTHS)]
@@ -101,7 +101,7 @@ def test_pooled_vectors_are_the_normalized_means_of_the_rows(client: EncoderClie
     np.testing.assert_allclose(client.embed(TEXTS, dtype="float16"), means, atol=1e-3)
 
 
-def test_the_limit_is_max_seq_length_of_sentence_transformers(client: EncoderClient) -> None:
+def test_the_limit_of_a_text_is_max_seq_length(client: EncoderClient) -> None:
     """The model's limit is 256 tokens, although the model has 512 positions. The server refuses longer texts.
 
     With truncation, the server cuts the text to 256 tokens, special tokens included.

@@ -157,7 +157,7 @@ main()
 
 
 @pytest.mark.parametrize("setting", ["--callers", "--api-key-file"])
-def test_a_read_that_hangs_stops_neither_calls_nor_the_server(tmp_path: Path, setting: str) -> None:
+def test_calls_and_sigterm_work_while_a_read_hangs(tmp_path: Path, setting: str) -> None:
     """A read of a file hangs. The log and a metric report it. Calls are answered, and SIGTERM ends the server."""
     program = tmp_path / "encserve-server"
     program.write_text(HANGING)

@@ -122,7 +122,7 @@ async def deployment(tmp_path: Path) -> AsyncIterator[Deployment]:
         await server.app.stop()
 
 
-async def test_a_token_names_the_caller_and_nothing_else_does(deployment: Deployment) -> None:
+async def test_only_the_token_names_the_caller(deployment: Deployment) -> None:
     """The server takes the caller's name from the token, over gRPC and HTTP.
 
     Envoy removes headers with a name or a key from the caller's request.

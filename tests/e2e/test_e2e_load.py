@@ -65,7 +65,7 @@ def sequences(real_ids: list[int], count: int, longest: int = 200) -> list[list[
 
 
 @PROTOCOLS
-async def test_a_cancelled_and_an_expired_call_leave_62_callers_unharmed(
+async def test_a_cancelled_and_an_expired_call_do_not_disturb_62_callers(
     server: RealServer, client: EncoderClient, real_ids: list[int], protocol: type[Encode | ModelInfer]
 ) -> None:
     """64 callers: one call is cancelled, and one exceeds its deadline. The others return the right hidden states."""
@@ -164,7 +164,7 @@ async def test_sigterm_under_load(models: Path, real_ids: list[int], protocol: t
         assert messages[-2:] == ["stopping", "stopped"]
 
 
-def test_the_batch_budget_is_measured_once_and_remembered(tmp_path: Path) -> None:
+def test_the_batch_budget_is_measured_once_and_stored(tmp_path: Path) -> None:
     """With --tune-batches, a server measures the fastest batch budget (tokens per batch), and stores the budget.
 
     The next server reads the stored budget, and does not measure again. If the machine is too busy for the

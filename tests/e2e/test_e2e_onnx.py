@@ -106,7 +106,9 @@ def test_mixed_lengths_in_one_batch(onnx_client: EncoderClient, given: dict[str,
         assert worst_relative_error(rows, in_onnx_runtime(given[name], FILES[name], ids)) <= SAME[engine]
 
 
-def test_the_real_model_from_its_own_onnx(onnx_client: EncoderClient, client: EncoderClient, engine: str) -> None:
+def test_the_onnx_file_and_the_checkpoint_of_a_model_agree(
+    onnx_client: EncoderClient, client: EncoderClient, engine: str
+) -> None:
     """Export all-MiniLM-L6-v2 from an ONNX file and from the checkpoint. Both models give the same results."""
     texts = ["I understand this", "", "a " * 240, "Grüße aus Köln"]
     for got, want in zip(onnx_client.token_vectors(texts, model=MODEL), client.token_vectors(texts), strict=True):

@@ -17,7 +17,7 @@ from encserve_client import EncoderClient
 pytestmark = pytest.mark.fast
 
 
-def test_export_serve_ask(tmp_path: Path) -> None:
+def test_export_serve_call(tmp_path: Path) -> None:
     export_golden("split-qkv", tmp_path)
     ids, want = golden_cases("split-qkv")
     with real_server(tmp_path, "--http-port", "0") as server:

@@ -85,7 +85,7 @@ def test_the_server_names_the_precision(
 
 
 @EACH
-def test_the_last_inspected_state_is_the_row_that_encode_gives(
+def test_the_last_hidden_state_of_inspect_equals_encode(
     rounded: EncoderClient, client: EncoderClient, precision: Precision
 ) -> None:
     text, model = "I understand this", f"{MODEL}-{precision}"

@@ -102,7 +102,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.timeout(300)
-async def test_twenty_switches_under_load(
+async def test_twenty_new_versions_under_load(
     server: RealServer, repository: Path, drafts: Path, wanted: dict[str, list[Any]]
 ) -> None:
     """Publish 20 versions under load. No call fails, and the hidden states are right.
@@ -196,7 +196,7 @@ def test_a_stream_never_mixes_versions(server: RealServer, repository: Path, dra
             list(results)
 
 
-def test_the_server_finds_new_versions_by_itself(repository: Path, drafts: Path) -> None:
+def test_the_server_polls_for_new_versions(repository: Path, drafts: Path) -> None:
     with real_server(repository, "--model-poll-seconds", "0.1", "--latest-versions", "2") as server:
         publish(drafts, repository, "1")
         until(lambda: served(server) == ["1", "0"])

@@ -83,7 +83,7 @@ def target(request: pytest.FixtureRequest, replicas: Replicas, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_replicas_stop_die_and_come_back(replicas: Replicas, target: Any, kind: str) -> None:
+def test_no_call_fails_while_replicas_stop_and_restart(replicas: Replicas, target: Any, kind: str) -> None:
     """Stop, kill and start the replicas while 32 callers and two streams call them. No call fails.
 
     Every reply is right. The client has its default settings.

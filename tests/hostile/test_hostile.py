@@ -291,7 +291,7 @@ def test_hundreds_of_held_calls(tmp_path: Path, protocol: str) -> None:
 
 
 @pytest.mark.system
-def test_callers_behind_a_stalled_batch(tmp_path: Path) -> None:
+def test_calls_that_wait_behind_a_stalled_batch_get_an_error(tmp_path: Path) -> None:
     """Calls that wait behind a stalled batch get an error long before the batch ends.
 
     The control is a batch that ends in time.
@@ -320,7 +320,7 @@ def test_callers_behind_a_stalled_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_a_standstill_of_the_process_is_no_stalled_batch(tmp_path: Path) -> None:
+def test_a_suspended_process_is_not_a_stalled_batch(tmp_path: Path) -> None:
     """During a batch, SIGSTOP suspends the process for longer than --stall-seconds. Later, all calls are answered."""
     write_slow(tmp_path)
     with (
@@ -355,7 +355,7 @@ def http_status(url: str, fields: object) -> int:
 
 
 @pytest.mark.system
-def test_a_text_at_which_the_tokenizer_panics(tmp_path: Path) -> None:
+def test_a_text_that_makes_the_tokenizer_panic_is_refused(tmp_path: Path) -> None:
     """All methods and routes refuse the text. They accept another text, before and after the refusal."""
     write_panicking(tmp_path)
     program = tmp_path.with_name(f"{tmp_path.name}-server")
@@ -404,7 +404,7 @@ def first_status(stream: Any) -> str:
     return names[reply.error.code]
 
 
-def test_a_bulk_caller_leaves_room_for_another(tmp_path: Path) -> None:
+def test_a_bulk_caller_does_not_block_another(tmp_path: Path) -> None:
     """A bulk caller sends more tokens than fit into the queue. The ordinary calls are bulk calls of another caller."""
     write_slow(tmp_path, STEPS_PER_RUN)
     file = tmp_path.with_name(f"{tmp_path.name}-callers.toml")

@@ -121,7 +121,7 @@ async def send_all(server: FakeServer) -> dict[str, Counter[int]]:
     return statuses
 
 
-def test_any_body_gets_a_reply_or_a_caller_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_random_body_gets_a_reply_or_a_4xx(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with asyncio.Runner() as runner:
         bundle = write_bundle(
             tmp_path / "bundles", tokenizer=tokenizer_of_words(), prompts={"query": "w7 "}, **every_kind()

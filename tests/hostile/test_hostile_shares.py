@@ -229,7 +229,7 @@ def test_attack_on_another_caller(tmp_path: Path, row: Row) -> None:
 
 
 @pytest.mark.system
-def test_panics_with_a_log_that_nobody_reads(tmp_path: Path) -> None:
+def test_panics_while_the_log_is_not_read(tmp_path: Path) -> None:
     """A panic of the tokenizer writes directly to standard error. A full pipe must not block the server."""
     write_panicking(tmp_path)
     with (

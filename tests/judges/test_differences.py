@@ -67,7 +67,7 @@ def test_reply(minilm: RealServer, cases: list[Case]) -> None:
         assert text in reply.text
 
 
-def test_the_page_has_these_rows() -> None:
+def test_the_table_in_the_docs_has_these_rows() -> None:
     page = (ROOT / "docs/http.md").read_text()
     section = page.partition("\n## Differences\n")[2].partition("\n## ")[0]
     rows = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("| ")]

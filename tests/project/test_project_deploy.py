@@ -225,7 +225,7 @@ def test_selectors() -> None:
     assert target["name"] == DEPLOYMENT["metadata"]["name"]
 
 
-def test_the_autoscaler_asks_for_metrics_that_exist() -> None:
+def test_the_autoscaler_uses_metrics_that_exist() -> None:
     """The autoscaler's query uses only metrics of the server, and subtracts the tokens of bulk calls.
 
     docs/operations.md has the same query for KEDA.
@@ -311,7 +311,7 @@ def test_the_serving_runtime() -> None:
     assert container["readinessProbe"]["grpc"] == {"port": DEFAULTS["grpc_port"], "service": SERVICE_NAME}
 
 
-def test_the_lines_for_http_in_the_docs() -> None:
+def test_the_http_settings_in_the_docs() -> None:
     page = (ROOT / "docs/open-inference.md").read_text()
     (lines,) = re.findall(r"^```yaml\n(metadata:\n.*?)^```", page, re.DOTALL | re.MULTILINE)
     shown, container = yaml.safe_load(lines), container_of(RUNTIME)
@@ -372,7 +372,7 @@ def test_a_service_is_confined_and_pinned(service: Any) -> None:
             assert source in COMPOSE["volumes"]
 
 
-def test_configurations_are_where_they_are_mounted() -> None:
+def test_mounted_configuration_files_exist() -> None:
     paths = {
         "prometheus": ["/etc/prometheus/compose.yml", "/etc/prometheus/compose-tls.yml"],
         "prometheus-replicas": ["/etc/prometheus/compose-replicas.yml"],
