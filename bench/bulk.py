@@ -4,8 +4,8 @@
                          [--part-rows 750] [--max-batch-tokens TOKENS] [--json FILE]
 
 A side is one way to compute the vectors of texts. The program compares three sides: a job, a ceiling and
-sentence-transformers. All sides get the same texts. The lengths of the texts are those of real texts. Each round runs
-every side once, in random order.
+sentence-transformers. All sides get the same texts, with realistic lengths. Each round runs every side once, in random
+order.
 
 - The job is `encserve embed --input texts.parquet --output FOLDER/ --bundle MODEL`. The model is loaded once. Each
   round plans a job with a new output folder, and runs the job. The measured time includes reading Parquet, tokenizing,

@@ -139,7 +139,7 @@ ROWS = {
     "silent connections, few open files": Row(keeping_connections(seconds=4), LIMIT_OF_CONNECTIONS, open_files=1024),
     "silent connections to a server with TLS": Row(keeping_connections(), LIMIT_OF_CONNECTIONS, has_tls=True),
     "half a TLS handshake": Row(keeping_connections(client_hello(), 8), LIMIT_OF_CONNECTIONS, seconds=12, has_tls=True),
-    "bad calls, and nobody reads the log": Row(bad_calls(), options={"log_bytes": LOG_BYTES}),
+    "bad calls, and an unread log": Row(bad_calls(), options={"log_bytes": LOG_BYTES}),
     "26 bodies of 32 MiB": Row(
         unfinished_bodies(26, 32 * MIB), ("--max-http-request-mib", "32"), memory_mib=BUDGET_MIB + SLACK_MIB
     ),

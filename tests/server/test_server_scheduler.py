@@ -352,7 +352,7 @@ async def test_a_failed_call_needs_no_cycle_collector(bench: Bench, how: str) ->
 
 @pytest.mark.parametrize("extra_cost", [0, 40], ids=["tokens", "tokens and outputs"])
 async def test_a_full_queue_refuses_the_whole_call_until_a_quarter_is_free(bench: Bench, extra_cost: int) -> None:
-    """After a refusal, the queue refuses all calls until a quarter of it is free.
+    """After a refusal, the queue refuses all calls until a quarter of the queue is free.
 
     Otherwise, short calls would fill every gap, and long calls would always be refused.
     """
