@@ -202,7 +202,7 @@ def expansion(min_tokens: int, token_id: int = 3, *, attended: bool = True) -> d
         (query(token_pooling=m.TokenPooling(factor=0.5)), "query.token_pooling.factor .* from 1; was 0.5"),
         (static(), "query.static_sparse needs sparse"),
         ({**static("no.npy"), "sparse": sparse()}, "static_sparse.weights_file names 'no.npy'"),
-        ({**static("query.json"), "sparse": sparse()}, "query.json: not an array of NumPy"),
+        ({**static("query.json"), "sparse": sparse()}, "query.json: not a NumPy array"),
         ({**static("short.npy"), "sparse": sparse()}, r"short.npy: .* \(50,\) .* \(3,\)"),
         ({**query(), "graph__input_ids_name": "", "graph__embeddings_name": "ids"}, "query and document"),
     ],
