@@ -346,8 +346,8 @@ class InspectUnavailable(EncserveError, status=statuses.MISMATCH):
 class InferenceFailed(EncserveError, status=statuses.FAILED):
     """The model fails for a sequence, even if the sequence runs alone. Or the result has NaN or infinity."""
 
-    NOT_COMPUTED = "the model could not compute it"
-    NOT_FINITE = "the model's numbers for it are not finite"
+    NOT_COMPUTED = "the model could not compute this input"
+    NOT_FINITE = "the model's result for this input has NaN or infinity"
 
     def __init__(self, index: int, problem: str) -> None:
         """Take the index of the input, and the problem."""

@@ -44,7 +44,7 @@ class DocsRoutes:
     """The handlers of the description."""
 
     def __init__(self, others: Sequence[Route], dialect: Dialect) -> None:
-        """Generate the description of `others` and of two more routes. `dialect` is the form of these two's errors."""
+        """Generate the description of `others` and of two more routes. `dialect` writes the errors of the two."""
         own = [
             Route("GET", "/openapi.json", self.openapi, dialect, is_listing=True, reply=dict[str, Any]),
             Route("GET", "/docs", self.docs, dialect, is_listing=True, reply=str),

@@ -7,8 +7,8 @@ together. But the oldest sequence must not wait for other sequences of its lengt
    and k live sequences ahead, a sequence runs at the latest in the (k + 1)-th batch from now.
 2. The batch starts with the length of the anchor. Each step adds a sequence of the same length, or of the next shorter
    or next longer length, whichever adds less padding.
-3. The batch is closed before it exceeds a limit of `BatchPolicy`. The anchor runs even if it exceeds the limit of
-   tokens alone.
+3. The batch is closed before it exceeds a limit of `BatchPolicy`. The anchor runs even if the anchor alone exceeds the
+   limit of tokens.
 
 The decision needs only the number of waiting sequences of each length. So its time depends on the size of the batch and
 the number of different lengths, but not on the size of the queue.

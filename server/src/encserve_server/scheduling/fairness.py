@@ -63,8 +63,7 @@ class FairQueue(Generic[Item]):
 
     Attributes:
         cost: The cost of all items.
-        flows: The flow of each caller that ever had an item. The key is the caller's name. The number of names is
-        limited.
+        flows: The flow of each caller that ever had an item, by the caller's name. The number of names is limited.
         active: The flows with items.
         virtual_time: The latest virtual start of an item that has started.
     """

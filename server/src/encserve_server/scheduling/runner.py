@@ -90,4 +90,4 @@ def probe(run: RunBatch, sequence: ModelInput) -> None:
     except BatchFailed as failed:
         raise EngineUnhealthy(f"the engine fails for every input: {failed.__cause__!r}") from failed.__cause__
     if batch.outputs == [None]:
-        raise EngineUnhealthy("the engine fails for every input: its result has NaN or infinity")
+        raise EngineUnhealthy("the engine fails for every input: the result has NaN or infinity")

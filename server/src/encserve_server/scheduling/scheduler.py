@@ -243,8 +243,7 @@ class Scheduler:
         """Run the sequences of a call, and set the outputs of each.
 
         Args:
-            sequences: One or more checked sequences, each with a cost and requested outputs. Do not change the list
-            meanwhile.
+            sequences: One or more checked sequences, each with a cost and requested outputs. Do not change the list.
             deadline: The clock's time until which the caller waits.
             span: Traces the call.
             sender: The caller and the priority.

@@ -36,7 +36,7 @@ class CertificateError(FileError):
 
 
 class CertificateObserver(Protocol):
-    """Is told about changes of TLS files."""
+    """Receives the changes of TLS files."""
 
     def certificates_loaded(self, expires: float, client_ca_expires: float | None) -> None:
         """The server has begun to use the files. See `Identity` for the times of expiry."""
@@ -262,7 +262,7 @@ def _public_key(path: Path, certificate: "Certificate") -> "CertificatePublicKey
         if (
             isinstance(public, RSAPublicKey | Ed25519PublicKey)
             or (isinstance(public, EllipticCurvePublicKey) and public.curve.name in _CURVES)
-        ) and usual in certificate.public_bytes(Encoding.DER):  # excludes RSA keys only for PSS, and unnamed curves
+        ) and usual in certificate.public_bytes(Encoding.DER):  # excludes RSA-PSS keys and unnamed curves
             return public
     raise CertificateError(
         f"tls_cert_file {path}: the key must be RSA, Ed25519, or of the curve P-256, P-384 or P-521, for gRPC"

@@ -208,8 +208,8 @@ class BodyDecoder(Generic[AnyStruct]):
     async def decode(self, json: Json, hold: Hold, path: str = "") -> AnyStruct:
         """Decode a body, or the object of the field `path`.
 
-        For inputs of more than 64 KiB of JSON, `hold` is called before and after decoding. The first call adds an upper
-        bound of the memory. The second call corrects the bound.
+        If the inputs have more than 64 KiB of JSON, `hold` is called before and after each input is decoded. The first
+        call adds an upper bound of the input's memory. The second call corrects the bound.
 
         Raises:
             MalformedRequest: The bytes are not JSON, or the body is not an object.

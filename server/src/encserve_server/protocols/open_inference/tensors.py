@@ -174,7 +174,7 @@ class SentTensor:
         self.check_elements(count)
 
     def _split(self, raw: bytes | memoryview) -> Iterator[bytes | memoryview]:
-        """Yield the elements of raw data, which each follow their length, up to one element more than the shape has."""
+        """Yield the elements of raw data, at most one more than the shape has. Each element follows its length."""
         at = count = 0
         most = math.prod(self.shape)
         while at < len(raw) and count <= most:
