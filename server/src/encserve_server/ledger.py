@@ -117,7 +117,7 @@ class ByteBudget(Pool):
 
 
 class Arrival:
-    """A request that is not complete, or an open stream. The task that reads it uses this object as a context manager.
+    """A request that is not complete, or an open stream. The task of the call uses this object as a context manager.
 
     Attributes:
         account: The caller.

@@ -132,7 +132,7 @@ class EncoderServiceServicer(object):
         of the reply is the header. The numbers follow in chunks.
 
         The errors are the same as for Encode, with the field names of InspectRequest, and in addition:
-        FAILED_PRECONDITION: the bundle of the model has no graph for inspections, or this server has disabled them.
+        FAILED_PRECONDITION: the bundle of the model has no graph for inspections, or this server has disabled inspections.
         RESOURCE_EXHAUSTED: too many inspections are waiting; retry after the delay in RetryInfo.
         DEADLINE_EXCEEDED: the caller reads nothing for 30 seconds, or does not read the whole reply within 5 minutes.
         """
@@ -141,7 +141,7 @@ class EncoderServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """GetModel returns the sizes of one model, the limits for its requests, and the device and precision that it uses.
+        """GetModel returns the sizes of one model, the limits for its requests, and the device and precision in use.
         NOT_FOUND: the model or version does not exist.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

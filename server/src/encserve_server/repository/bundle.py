@@ -1,4 +1,4 @@
-"""Reads and verifies a model bundle. No file is used before its checksum has matched."""
+"""Reads and verifies a model bundle. Each file's checksum is checked before the file is used."""
 
 import dataclasses
 import hashlib

@@ -159,7 +159,7 @@ class _LengthQueue(FairQueue[TokenSequence]):
 class PendingQueue:
     """Waiting sequences. The caller of each method must hold `Lanes.lock`.
 
-    A withdrawn sequence leaves the queue at once. The queue checks the deadline of a sequence just before it takes it.
+    A withdrawn sequence leaves the queue at once. The deadline of a sequence is checked just before the queue takes it.
 
     Attributes:
         requests: The number of calls with at least one waiting sequence.

@@ -159,7 +159,7 @@ class _Server(socketserver.ThreadingTCPServer):
 def _shut(connection: socket.socket) -> None:
     """Close a connection, so that its thread ends."""
     with contextlib.suppress(OSError):  # the connection is already closed
-        # Not ssl.SSLSocket.shutdown: after it, the connection's thread would continue in plaintext.
+        # After ssl.SSLSocket.shutdown, the thread of the connection would continue in plaintext.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 

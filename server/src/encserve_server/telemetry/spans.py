@@ -1,4 +1,4 @@
-"""The interface of tracing: spans of requests and batches, and their ids for log lines. `tracing` implements it.
+"""The interface of tracing: spans of requests and batches, and their ids for log lines; implemented in `tracing`.
 
 This module does not use OpenTelemetry. Without tracing, the context variables are never set. Then each place that could
 record a span only reads a context variable.

@@ -99,7 +99,7 @@ def open_otlp(endpoint: str, sample_ratio: float, clock: Clock, metrics: Metrics
 
 
 class OtlpTracer:
-    """See `spans.Tracer`. Only the event loop uses it, but the SDK's thread also uses `_exporter`."""
+    """See `spans.Tracer`. Use the tracer only on the event loop. The SDK's thread also uses `_exporter`."""
 
     def __init__(
         self, exporter: CountingExporter, processor: BoundedProcessor, sample_ratio: float, clock: Clock

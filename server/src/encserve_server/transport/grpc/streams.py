@@ -10,7 +10,7 @@ from encserve_server.calls import Call
 from encserve_server.endpoints.rpcs import StreamedRequest
 from encserve_server.errors import Draining
 
-# The bytes of a reply, and the call that counts them in its memory until they are written.
+# The bytes of a reply, and the call that counts the memory of these bytes until they are written.
 Answer = tuple[bytes, Call]
 
 

@@ -34,7 +34,7 @@ SEND_SECONDS = 30.0
 _OK, _NO_CONTENT, _UNAUTHORIZED, _HEAD_TOO_LARGE, _SERVER_ERRORS, _UNAVAILABLE = 200, 204, 401, 431, 500, 503
 _NO_VALUES: Mapping[str, str] = {}
 _MAX_SHOWN = 64
-# After an error with one of these statuses, the server does not read the rest of the body: it is late or malformed.
+# After an error with one of these statuses, the server does not read the rest of the body, which is late or malformed.
 _BAD_BODIES = (400, 408)
 # A refused body of at most this size is read to its end. Then the connection can stay open, and the caller does not
 # need another TLS handshake.
