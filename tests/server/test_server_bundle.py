@@ -75,7 +75,7 @@ def test_a_file_without_a_checksum_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["../../../etc/passwd", "/etc/passwd", "a/../../b", ""])
-def test_a_path_out_of_the_bundle_is_refused(tmp_path: Path, path: str) -> None:
+def test_a_path_outside_the_bundle_is_refused(tmp_path: Path, path: str) -> None:
     directory = write_bundle(tmp_path)
     edit(directory, files=[{"path": path, "size_bytes": 1, "sha256": "0"}])
     assert_refused(directory, f"{re.escape(repr(path))}, which is outside the bundle")
