@@ -84,7 +84,7 @@ def test_unknown_variables_are_logged_once(start: Starts, caplog: pytest.LogCapt
     ENCSERVE_PORT is unknown. The name differs from ENCSERVE_HOST in two letters, but is not a misspelling.
     """
     assert start(ENCSERVE_NONSENSE="1", ENCSERVE_PORT="8080").exit_code == 0
-    (line,) = [it for it in caplog.records if "are not settings" in it.getMessage()]
+    (line,) = [it for it in caplog.records if "unknown environment variables" in it.getMessage()]
     assert set(vars(line)["variables"]) == {"ENCSERVE_NONSENSE", "ENCSERVE_PORT"}
 
 
@@ -172,7 +172,7 @@ def test_the_key_has_no_flag_and_is_never_shown(start: Starts) -> None:
 def test_a_key_and_a_file_exclude_each_other(start: Starts, flag: str) -> None:
     result = start(flag, "file", ENCSERVE_API_KEY="encserve-a-key")
     assert result.exit_code == 2
-    assert "must not be given together" in result.output
+    assert "must not be set together" in result.output
     assert "encserve-a-key" not in result.output
 
 

@@ -67,7 +67,7 @@ async def test_the_error_has_the_index_of_the_bad_input(start_server: StartServe
         ([], f"[{at}]", "at least 1 id"),
         ([1] * 33, f"[{at}]", "at most 32 tokens"),
         ([666], f"[{at}]", "could not compute"),
-        ([777], f"[{at}]", "not finite"),
+        ([777], f"[{at}]", "NaN or infinity"),
         ("x" * 300_000, f"[{at}]", "at most 262144 bytes"),
     ]
     async with connect(server) as client:

@@ -376,7 +376,7 @@ async def test_an_older_version_is_reported_in_the_log(
     await serve()
     repository.put("v4", "c")
     await repository.look(3)
-    records = [it for it in caplog.records if it.message == "a version is older than the served one"]
+    records = [it for it in caplog.records if it.message == "a new version is older than the served one"]
     assert [vars(it)["version"] for it in records] == ["v4"]
 
 

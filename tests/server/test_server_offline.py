@@ -334,7 +334,10 @@ def test_a_failed_input_does_not_affect_its_batch(make_fake: Any, output: Any) -
     embedder, _ = make_fake(FakeEngine(D_MODEL, poison=13, nan_id=15))
     inputs = [[10 + i] * 4 for i in range(8)]
     made = embedder.run(inputs, output=output)
-    assert made.refused == {3: "the model could not compute it", 5: "the model's numbers for it are not finite"}
+    assert made.refused == {
+        3: "the model could not compute this input",
+        5: "the model's result for this input has NaN or infinity",
+    }
     kept = [it for i, it in enumerate(inputs) if i not in made.refused]
     assert made.lengths.tolist() == [0 if i in (3, 5) else 4 if output == "tokens" else 1 for i in range(8)]
     np.testing.assert_array_equal(made.rows, embedder.run(kept, output=output).rows)
@@ -348,7 +351,7 @@ def test_an_engine_that_always_fails_refuses_no_input(make_fake: Any) -> None:
     with pytest.raises(EngineUnhealthy, match="the device is lost"):
         embedder.run(random_ids(20))
     engine.broken, engine.nan_id = False, 0  # the probe of the engine also has id 0
-    with pytest.raises(EngineUnhealthy, match="finite"):
+    with pytest.raises(EngineUnhealthy, match="NaN or infinity"):
         embedder.run([[0, 5], [0, 6]])
     engine.nan_id = None
     assert embedder.run(random_ids(20)).refused == {}
