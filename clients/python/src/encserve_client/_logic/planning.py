@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from encserve_client.exceptions import InvalidInputError
+from encserve_client.exceptions import EncserveError, InvalidInputError
 from encserve_client.inputs import Input, SpanInput, check_input, pack_input
 from encserve_client.options import Options, Output, numpy_dtype
 from encserve_client.results import ModelInfo
@@ -190,6 +190,7 @@ def plan_messages(
     template: pb.EncodeRequest,
     options: Options,
     limits: Limits,
+    rejected: dict[int, EncserveError] | None = None,
 ) -> Iterator[Message]:
     """Yield messages with all inputs in order. Each message is as large as the limits allow.
 
@@ -200,13 +201,21 @@ def plan_messages(
         template: A request without inputs.
         options: The options in the template.
         limits: The limits of one message.
+        rejected: If given, gets the error of each invalid input, by index. Then these inputs are in no message.
 
     Raises:
-        InvalidInputError: An input is of the wrong type.
+        InvalidInputError: An input is invalid, and `rejected` is None.
     """
     builder = MessageBuilder(template, options, limits)
     for index, item in enumerate(inputs):
-        if (full := builder.add(index, item)) is not None:
+        try:
+            full = builder.add(index, item)
+        except InvalidInputError as error:
+            if rejected is None:
+                raise
+            rejected[index] = error
+            continue
+        if full is not None:
             yield full
     if (last := builder.flush()) is not None:
         yield last
