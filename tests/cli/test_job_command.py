@@ -797,7 +797,7 @@ async def test_what_the_model_does_not_have_removes_nothing(
     for flags, problem in (
         (["--prompt-name", "nope"], "--prompt-name 'nope': model tiny has the prompts 'p', 'q'"),
         (["--task", "query"], "--task 'query': model tiny has no tasks"),
-        (["--dimensions", "9999"], "--dimensions 9999: must be at most 8"),
+        (["--dimensions", "9999"], "--dimensions must be at most 8, the width of model tiny; was 9999"),
         (["--kind", "sparse"], "--kind 'sparse': model tiny has the kinds 'vector'"),
     ):
         result = await encserve(service, "embed", *inputs(source), *output, "--overwrite", *flags, status=1)

@@ -99,26 +99,26 @@ async def test_a_kind_of_several_can_be_chosen(caller: Caller, service: FakeEnco
         ),
         ({}, {"prompt_name": "x"}, "prompt_name='x': model tiny has the prompts 'p', 'q'"),
         ({}, {"task": "query"}, "task='query': model tiny has no tasks"),
-        ({}, {"dimensions": 9}, "dimensions=9: must be at most 8, the length of a row of model tiny"),
+        ({}, {"dimensions": 9}, "dimensions must be at most 8, the width of model tiny; was 9"),
         (
             {"default_dimensions": 4},
             {"dimensions": 9},
-            "dimensions=9: must be at most 8, the length of a row of model tiny",
+            "dimensions must be at most 8, the width of model tiny; was 9",
         ),
         (
             {"vector_width": 12},
             {"pooling": "mean", "dimensions": 9},
-            "dimensions=9: must be at most 8, the length of a row of model tiny",
+            "dimensions must be at most 8, the width of model tiny; was 9",
         ),
         (
             {"multi_vector_width": 4},
             {"kind": "multi_vector", "dimensions": 5},
-            "dimensions=5: must be at most 4, the length of a row of model tiny",
+            "dimensions must be at most 4, the width of model tiny; was 5",
         ),
         (
             {"sparse_width": 9},
             {"kind": "sparse", "dimensions": 2},
-            "dimensions=2: a sparse vector cannot be cut; max_active_dims limits the weights",
+            "dimensions must not be given for kind='sparse'; max_active_dims limits the weights",
         ),
         (
             {"sparse_width": 9},

@@ -31,7 +31,7 @@ _FLAGS: Mapping[str, str] = {
     "pooling=": "--pooling ",
     "task=": "--task ",
     "prompt_name=": "--prompt-name ",
-    "dimensions=": "--dimensions ",
+    "dimensions must": "--dimensions must",
     "dtype=": "--dtype ",
 }
 # A path in an error may contain such a name.

@@ -46,10 +46,10 @@ def _wrong_numbers(info: ModelInfo, output: Output, dtype: DType) -> str | None:
     if output.dimensions is None or isinstance(output.kind, int):
         return None
     if output.kind == "sparse":
-        return f"dimensions={output.dimensions}: a sparse vector cannot be cut; max_active_dims limits the weights"
+        return "dimensions must not be given for kind='sparse'; max_active_dims limits the weights"
     uncut = replace(info, default_dimensions=0).width(replace(output, dimensions=None))
     if output.dimensions > uncut:
-        return f"dimensions={output.dimensions}: must be at most {uncut}, the length of a row of model {info.name}"
+        return f"dimensions must be at most {uncut}, the width of model {info.name}; was {output.dimensions}"
     return None
 
 
