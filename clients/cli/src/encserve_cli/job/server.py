@@ -1,8 +1,11 @@
-"""The encoder of jobs that uses a server."""
+"""The encoder of jobs that uses a server. Inputs of similar length share a message."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+
+import numpy as np
+import numpy.typing as npt
 
 from encserve_cli.files.encoding import with_sent_ids
 from encserve_cli.files.rows import Value
@@ -56,7 +59,10 @@ class ServerEncoder:
                 on_batch(finished - reported, 0, 0)
                 reported = finished
 
-        result = self._run(values, progress=report)
+        # The server batches only the inputs that wait, so messages of similar lengths need less padding.
+        order = sorted(range(len(values)), key=lambda index: len(values[index]))
+        inputs = [values[index] for index in order]
+        result = self._run(inputs, progress=report)
         for error in result.errors.values():
             if not isinstance(error, InvalidRequestError | InferenceError):  # the input may succeed later
                 raise error
@@ -67,9 +73,9 @@ class ServerEncoder:
             )
         on_batch(0, sum(it.token_count for it in result.sequences), 0)
         if self._is_tokens:
-            result = with_sent_ids(result, values)
-        refused = {index: error.problem for index, error in result.errors.items()}
-        return Encoded(_without_failed(result) if len(refused) < len(values) else None, refused)
+            result = with_sent_ids(result, inputs)
+        refused = {order[index]: error.problem for index, error in result.errors.items()}
+        return Encoded(_in_order(result, order) if len(refused) < len(values) else None, refused)
 
     def stop(self) -> None:
         """See `Encoder`."""
@@ -80,17 +86,34 @@ class ServerEncoder:
         self._stopped = True
 
 
-def _without_failed(result: EncodeResult) -> EncodeResult:
-    """Return the result of the inputs that succeeded."""
+def _in_order(result: EncodeResult, order: Sequence[int]) -> EncodeResult:
+    """Return the result of the inputs that succeeded, in the order of the values.
+
+    `order`: (inputs,) the index of the value of each input.
+    """
     output = result.outputs[0]
-    blocks: list[Block] = []
-    first_index = 0
-    for block in output.blocks:
-        if first_index not in result.errors:  # no input of an answered message has failed
-            blocks.append(block)
-        first_index += len(block.lengths)
-    infos = tuple(info for index, info in enumerate(result.sequences) if index not in result.errors)
-    return replace(result, outputs=(replace(output, blocks=tuple(blocks), errors={}),), sequences=infos, errors={})
+    places = [place for place in np.argsort(order).tolist() if place not in result.errors]  # (succeeded,)
+    lengths = np.concatenate([block.lengths for block in output.blocks])  # (inputs,)
+    rows = np.concatenate([block.rows for block in output.blocks])  # (rows, width)
+    which = _indices_of_rows(lengths, places)
+    parts = [block.indices for block in output.blocks if block.indices is not None]
+    indices = np.concatenate([np.empty(0, np.uint32), *parts])
+    block = Block(rows[which], lengths[places], indices[which] if len(indices) == len(rows) else None)
+    infos = tuple(result.sequences[place] for place in places)
+    return replace(result, outputs=(replace(output, blocks=(block,), errors={}),), sequences=infos, errors={})
+
+
+def _indices_of_rows(lengths: npt.NDArray[np.int64], places: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Return the indices of the rows of some inputs, (rows,).
+
+    Args:
+        lengths: (inputs,) The number of rows of each input.
+        places: (some,) The inputs.
+    """
+    starts = np.cumsum(lengths) - lengths
+    chosen = lengths[places]
+    offsets = np.arange(int(chosen.sum())) - np.repeat(np.cumsum(chosen) - chosen, chosen)
+    return np.repeat(starts[places], chosen) + offsets
 
 
 def server_facts(info: ModelInfo, make: MakeOptions) -> ModelFacts:
