@@ -1161,12 +1161,16 @@ async def test_a_job_stops_while_the_server_has_no_room(service: FakeEncoder, so
         refused.set()
         raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room", "QUEUE_FULL", pushback="50")
 
+    def stop_when_refused(job: EmbedJob) -> None:
+        refused.wait()
+        job.stop()
+
     def run() -> None:
         with EncoderClient(service.target, timeout_seconds=1000) as client:
             backend = ServerBackend(client)
             output = f"{source.parent}/vectors"
             with EmbedJob([str(source)], output, backend, read=ReadOptions(), make=MakeOptions()) as job:
-                threading.Thread(target=lambda: refused.wait() and job.stop()).start()
+                threading.Thread(target=stop_when_refused, args=[job]).start()
                 job.run()
 
     service.before = full
