@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -12,9 +12,11 @@ from click.core import ParameterSource
 from encserve_cli.shared import CONNECTION, SectionOption, with_options
 
 if TYPE_CHECKING:
-    from encserve_client import EncoderClient, Priority, Tls
+    from encserve_client import AsyncEncoderClient, EncoderClient, Priority, Tls
 
 Command = Callable[..., Any]
+FILE_TIMEOUT_SECONDS = 300.0
+Client = TypeVar("Client")
 
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {  # what `click.option` takes, by flag
     "--target": {
@@ -57,7 +59,7 @@ class Connection:
 
     target: str
     timeout_seconds: float
-    file_timeout_seconds: float
+    file_timeout_seconds: float = FILE_TIMEOUT_SECONDS
     tls: "Tls | bool"
     api_key: str | None
     metadata: tuple[tuple[str, str], ...]
@@ -72,10 +74,20 @@ class Connection:
         """
         from encserve_client import EncoderClient
 
-        return EncoderClient(
+        timeout_seconds = self.file_timeout_seconds if reads_files else self.timeout_seconds
+        return self._open(EncoderClient, timeout_seconds, priority)
+
+    def async_client(self) -> "AsyncEncoderClient":
+        """Return a new client for asyncio. The errors are those of `client`."""
+        from encserve_client import AsyncEncoderClient
+
+        return self._open(AsyncEncoderClient, self.timeout_seconds)
+
+    def _open(self, kind: Callable[..., Client], timeout_seconds: float, priority: "Priority | None" = None) -> Client:
+        return kind(  # the only call, so that a warning is shown once
             self.target,
             tls=self.tls,
-            timeout_seconds=self.file_timeout_seconds if reads_files else self.timeout_seconds,
+            timeout_seconds=timeout_seconds,
             api_key=self.api_key,
             metadata=self.metadata,
             priority=priority,
@@ -136,7 +148,7 @@ def _connection(
     return Connection(
         target=target,
         timeout_seconds=30.0 if timeout is None else timeout,
-        file_timeout_seconds=300.0 if timeout is None else timeout,
+        file_timeout_seconds=FILE_TIMEOUT_SECONDS if timeout is None else timeout,
         tls=Tls(ca=ca, cert=cert, key=tls_key, server_name=server_name) if ca or cert or server_name or tls else False,
         api_key=api_key,
         metadata=tuple((name, value) for name, _, value in (pair.partition("=") for pair in metadata)),
