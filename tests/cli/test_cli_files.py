@@ -374,7 +374,7 @@ async def test_another_suffix_and_too_many_to_print(service: FakeEncoder, tmp_pa
 async def test_files_wait_for_a_full_server(
     service: FakeEncoder, tmp_path: Path, timeout: list[str], status: int
 ) -> None:
-    """The server asks for a retry after 40 s, and has room by then. So --timeout 30 gives up without a wait."""
+    """By default the command tries again after 10 ms. With --timeout 30 it fails if the server asks for 40 s."""
     pushback = "40000" if timeout else "10"
     full = 3
 
