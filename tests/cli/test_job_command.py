@@ -389,13 +389,10 @@ def test_what_is_not_known_yet_is_not_shown(
         (["--output", "folder/", "--bundle", "b", "--model-version", "1"], "--model-version is of a server"),
         (["--output", "folder/", "--vectors", "--ids"], "--vectors or --ids"),
         (["--output", "folder/", "--overwrite", "--add-inputs"], "--overwrite or --add-inputs"),
-        (["--output", "folder/", "a text"], "give --input FILE instead of TEXT"),
         (["--shard", "0/2"], "--shard"),
-        (["--output", "folder/", "--shard", "2/2"], "must be I/N with I from 0 to N-1, as 0/8; was 2/2"),
         (["--output", "folder/", "--shard", "1"], "must be I/N"),
         (["--output", "folder/", "--shard", "0/2", "--overwrite"], "--shard"),
         (["--output", "folder/", "--bundle", "b", "--ray", "auto", "--dry-run"], "--dry-run"),
-        (["--output", "folder/", "--pooling", "mean", "--kind", "sparse"], "--pooling"),
         (["--output", "s3://bucket/vectors.npy"], "--output s3://bucket/vectors.npy"),
     ],
 )

@@ -1,7 +1,6 @@
 """Decorators and checks that several commands of `encserve` use."""
 
 import functools
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,23 +16,26 @@ F = TypeVar("F", bound=Callable[..., Any])
 STOPPED = 130  # the exit status after Ctrl-C, as in a shell
 CONNECTION = "Connection"  # the section of the connection options
 
-# The option for each argument of the client, as the client's errors name the argument.
-_FLAGS: Mapping[str, str] = {
-    "target must": "--target must",
+# The option for each argument of the client; see `EncserveError.field`.
+_OPTIONS: Mapping[str, str] = {
+    "target": "--target",
     "timeout_seconds": "--timeout",
     "tls.ca": "--ca",
     "tls.cert": "--cert",
     "tls.key": "--tls-key",
-    "tls=Tls(server_name=…)": "--server-name",
-    "tls=True": "--tls",
+    "tls.server_name": "--server-name",
     "api_key": "--api-key",
-    "kind=": "--kind ",
-    "pooling=": "--pooling ",
-    "task=": "--task ",
-    "prompt_name=": "--prompt-name ",
+    "metadata": "--metadata",
+    "model": "--model",
+    "version": "--model-version",
+    "kind": "--kind",
+    "pooling": "--pooling",
+    "task": "--task",
+    "prompt_name": "--prompt-name",
+    "dimensions": "--dimensions",
+    "dtype": "--dtype",
+    "attention": "--layers",
 }
-# A path in an error may contain such a name.
-_ARGUMENT = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, _FLAGS))})(?![\w./-])")
 
 
 class SectionOption(click.Option):
@@ -82,7 +84,7 @@ def errors_in_one_line(*others: type[Exception]) -> Iterator[None]:
     The errors of the client's arguments name options instead. Ctrl-C prints one line, too, and exits with status 130.
     If the reader of stdout has gone, as in `encserve … | head -1`, click exits with status 1 and prints nothing.
     """
-    from encserve_client import EncserveError, InvalidRequestError
+    from encserve_client import EncserveError
 
     caught: tuple[type[Exception], ...] = (EncserveError, ValueError, OSError, *others)
     try:
@@ -92,15 +94,19 @@ def errors_in_one_line(*others: type[Exception]) -> Iterator[None]:
     except KeyboardInterrupt:
         click.echo("stopped", err=True)
         click.get_current_context().exit(STOPPED)
-    except InvalidRequestError as error:
-        raise click.ClickException(_ARGUMENT.sub(lambda found: _FLAGS[found[0]], _one_line(error))) from error
+    except EncserveError as error:
+        text = f"{_OPTIONS.get(error.field, error.field)}{str(error).removeprefix(error.field)}"
+        advice = " (--truncate)" if error.reason == "SEQUENCE_TOO_LONG" else ""
+        raise click.ClickException(_one_line(f"{text}{advice}")) from error
     except caught as error:
-        raise click.ClickException(_one_line(error)) from error
+        is_of_system = isinstance(error, OSError) and error.filename is not None
+        raise click.ClickException(
+            _one_line(f"{error.filename}: {error.strerror}" if is_of_system else str(error))
+        ) from error
 
 
-def _one_line(error: Exception) -> str:
-    """Return the text of an error, without line breaks."""
-    return " ".join(str(error).split())
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 @contextmanager

@@ -178,7 +178,7 @@ def find_file(argument: str) -> DataFile | None:
         if suffix not in SUFFIXES:
             raise ValueError(f"{name}: is a file of a kind that is not known; known are {KNOWN}")
     elif suffix in SUFFIXES:
-        raise FileNotFoundError(f"{name}: there is no such file")
+        raise FileNotFoundError(f"{name}: there is no such file; check the path")
     else:
         return None
     return DataFile(name, str(path), suffix, codec)

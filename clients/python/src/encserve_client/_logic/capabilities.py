@@ -1,40 +1,67 @@
 """Check that a model supports the options of a call."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import get_args
 
 from encserve_client.exceptions import InvalidInputError, InvalidRequestError
-from encserve_client.options import Options, Output
+from encserve_client.options import DType, Options, Output
 from encserve_client.results import ModelInfo
+
+# The types of the rows of each kind; all types for other kinds.
+_DTYPES: Mapping[str | int, tuple[DType, ...]] = {
+    "tokens": ("float32", "float16"),
+    "sparse": ("float32", "float16"),
+    "multi_vector": ("float32", "float16", "int8"),
+}
 
 
 def capability_error(info: ModelInfo, options: Options) -> InvalidRequestError | None:
     """Return the error of a model without support for the options, or None. The error names the alternatives."""
     if 0 < info.max_outputs < len(options.outputs):
         return InvalidInputError(
-            f"outputs must be at most {info.max_outputs} (ModelInfo.max_outputs); was {len(options.outputs)}: "
-            "make more calls"
+            f"must be at most {info.max_outputs} (ModelInfo.max_outputs); was {len(options.outputs)}: make more calls",
+            field="outputs",
         )
+    problem = next(_problems(info, options), None)
+    if problem is None:
+        return None
+    field, value, text = problem
+    return InvalidRequestError(f"{field}={value!r}: {text}", field=field)
+
+
+def _problems(info: ModelInfo, options: Options) -> Iterator[tuple[str, object, str]]:
+    """Yield the argument, its value, and the problem with the value."""
+    model = f"model {info.name}"
     for output in options.outputs:
-        if (text := _missing_output(info, output)) is not None:
-            return InvalidRequestError(text)
+        if output.kind == "model" and info.pooling is None:
+            yield (
+                "kind",
+                "vector",
+                f"{model} was not trained for single vectors; it has {_listed(info.kinds, 'kinds')}. Give one of these "
+                "kinds, or a pooling such as 'mean'",
+            )
+        if output.kind in ("multi_vector", "sparse") and output.kind not in info.kinds:
+            yield "kind", output.kind, f"{model} has {_listed(info.kinds, 'kinds')}"
     if options.task is not None and options.task not in info.tasks:
-        return InvalidRequestError(f"task={options.task!r}: model {info.name} has {_listed(info.tasks, 'tasks')}")
+        yield "task", options.task, f"{model} has {_listed(info.tasks, 'tasks')}"
     if options.prompt_name and options.prompt_name not in info.prompts:
-        return InvalidRequestError(
-            f"prompt_name={options.prompt_name!r}: model {info.name} has {_listed(info.prompts, 'prompts')}"
-        )
-    return None
+        yield "prompt_name", options.prompt_name, f"{model} has {_listed(info.prompts, 'prompts')}"
+    for output in options.outputs:
+        allowed = _DTYPES.get(output.kind, get_args(DType))
+        if options.dtype not in allowed:
+            yield "dtype", options.dtype, f"{output.kind!r} has {_listed(allowed, 'types')}"
+        if output.dimensions is not None and (text := _dimensions_problem(info, output, output.dimensions)):
+            yield "dimensions", output.dimensions, text
 
 
-def _missing_output(info: ModelInfo, output: Output) -> str | None:
-    if output.kind == "model" and info.pooling is None:
-        return (
-            f"kind='vector': model {info.name} was not trained for single vectors; it has "
-            f"{_listed(info.kinds, 'kinds')}. Give one of these kinds, or a pooling such as 'mean'"
-        )
-    if output.kind in ("multi_vector", "sparse") and output.kind not in info.kinds:
-        return f"kind={output.kind!r}: model {info.name} has {_listed(info.kinds, 'kinds')}"
-    return None
+def _dimensions_problem(info: ModelInfo, output: Output, dimensions: int) -> str:
+    if isinstance(output.kind, int):
+        return ""
+    if output.kind == "sparse":
+        return "a sparse vector cannot be cut; max_active_dims limits the weights"
+    uncut = replace(info, default_dimensions=0).width(replace(output, dimensions=None))
+    return f"must be at most {uncut}, the length of a row of model {info.name}" if dimensions > uncut else ""
 
 
 def _listed(names: Iterable[str], what: str) -> str:
