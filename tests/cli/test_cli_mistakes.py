@@ -73,13 +73,13 @@ COMMANDS = [
     Mistake("models --timeout 0", "--timeout must be > 0; was 0.0"),
     Mistake(
         "models --tls --timeout 0.5",
-        "{target}: the server does not use TLS, but this client does: leave out tls= (--tls, --ca, --cert), or give "
-        "the port with TLS",
+        "{target}: the server uses plaintext, but this client uses TLS: leave out tls= (--tls, --ca, --cert), or "
+        "give the port with TLS",
     ),
     Mistake(
         "models --timeout 0.5",
-        "{target}: the server uses TLS, but this client does not: turn on TLS (tls=True or --tls), and give the "
-        "authority's file (ca= or --ca) if the authority is not public",
+        "{target}: the server uses TLS, but this client uses plaintext: turn on TLS (tls=True or --tls), and give "
+        "the authority's file (ca= or --ca) if the authority is not public",
         "tls",
     ),
     Mistake(

@@ -132,8 +132,8 @@ def test_invalid_options_are_refused(wanted: dict[str, Any], text: str) -> None:
         (5, r"^input is a single id; for one sequence of ids pass \[ids\]$"),
         (None, "^input must be a text, .* was NoneType$"),
         (np.zeros((2, 2, 2)), r"^input must be a \(seq,\) array .* was \(2, 2, 2\) of float64$"),
-        (np.array([[1, np.inf]]), "^input: the number in row 0, column 1 must be finite; was inf$"),
-        ([1, 2**63], "^input cannot be sent"),
+        (np.array([[1, np.inf]]), "^input must be finite in row 0, column 1; was inf$"),
+        ([1, 2**63], r"^input\[1\] must be an integer of 64 bits; was 9223372036854775808$"),
     ],
 )
 async def test_only_one_input_is_taken(caller: Caller, service: FakeEncoder, item: Any, text: str) -> None:

@@ -127,7 +127,7 @@ async def test_a_kind_that_the_model_gets_later_is_noticed(caller: Caller, servi
     [
         ({"kind": "dense"}, "kind must be one of 'vector', 'multi_vector', 'sparse'; was 'dense'"),
         ({"kind": "tokens"}, "kind must be one of 'vector', 'multi_vector', 'sparse'; was 'tokens'"),
-        ({"kind": "sparse", "pooling": "mean"}, "pooling='mean' is for kind='vector'; leave pooling out with kind='s"),
+        ({"kind": "sparse", "pooling": "mean"}, "pooling must be left out with kind='sparse', because .* was 'mean'"),
         ({"max_active_dims": 0}, "max_active_dims must be >= 1; was 0"),
         ({"pool_factor": 0.5}, "pool_factor must be >= 1; was 0.5"),
         ({"dimensions": -1}, "dimensions must be >= 1; was -1"),
@@ -296,17 +296,17 @@ BITS = np.ones(3, np.uint8)
 @pytest.mark.parametrize(
     ("query", "documents", "options", "problem"),
     [
-        (np.ones((2, 3)), [np.ones((2, 4))], {}, r"query and documents\[0\] must be equally wide; were 3 and 4"),
+        (np.ones((2, 3)), [np.ones((2, 4))], {}, r"documents\[0\] must have 3 numbers, as query has; had 4"),
         (np.empty((0, 3)), [np.ones((2, 3))], {}, "query must have at least 1 vector"),
-        (np.ones(3), [np.ones((2, 3))], {}, r"must be of one kind; were a vector and vectors for MaxSim"),
+        (np.ones(3), [np.ones((2, 3))], {}, r"documents\[0\] must be a vector, as query is; was vectors for MaxSim"),
         (
             np.ones((1, 3)),
             np.ones((2, 3)),
             {},
-            "must be of one kind; were vectors for MaxSim and a vector; for one query embed a str, not a list",
+            "must be vectors for MaxSim, as query is; was a vector; for one query embed a str, not a list",
         ),
-        (np.ones(3), np.ones((2, 4)), {}, "query and a row of documents must be equally wide; were 3 and 4"),
-        (np.ones(3), [np.ones(3), np.ones(4)], {}, r"documents\[1\] must be equally wide"),
+        (np.ones(3), np.ones((2, 4)), {}, "a row of documents must have 3 numbers, as query has; had 4"),
+        (np.ones(3), [np.ones(3), np.ones(4)], {}, r"documents\[1\] must have 3 numbers"),
         (NO_WEIGHTS, [np.ones(3)], {}, "were sparse weights and a vector"),
         (BITS, [np.ones(3)], {}, "were packed bits and a vector"),
         (BITS, [BITS], {"similarity": "cosine"}, "similarity must be 'hamming' for packed bits, .*; was 'cosine'"),
@@ -341,7 +341,7 @@ def test_maxsim_is_of_several_vectors_and_by_one_of_two_names() -> None:
     for query, document, problem in (
         (NO_WEIGHTS, NO_WEIGHTS, r"query must be a \(n, width\) array of numbers; was sparse weights"),
         ([[1.0]], vectors, "query must be an array or a SparseVector; was list"),
-        (vectors, NO_WEIGHTS, "query and document must be of one kind; were vectors for MaxSim and sparse weights"),
+        (vectors, NO_WEIGHTS, "document must be vectors for MaxSim, as query is; was sparse weights"),
     ):
         with pytest.raises(InvalidInputError, match=problem):
             maxsim(query, document)  # type: ignore[arg-type]
