@@ -289,6 +289,7 @@ async def test_tokenize(service: FakeEncoder, tmp_path: Path) -> None:
 
     With --json the command prints one line of JSON for each text, even for 1,000 texts.
     """
+    service.model_info = pb.ModelInfo(tasks=TASKS)
     result = await encserve(service, "tokenize", "two words", "", "--task", "query", "--offset-unit", "utf8_bytes")
     lines = [line.split() for line in result.stdout.splitlines()]
     assert [line for line in lines if line[:1] in (["two"], ["words"], ["[FIRST]"])] == [

@@ -79,7 +79,7 @@ def test_a_target_without_a_port_gets_the_default_port(target: Any, complete: st
     ("target", "text"),
     [
         ("http://localhost:8080", r"^target must be host:port, without http://; was 'http://localhost:8080'"),
-        ("https://encoder", r"without https://; .* \(50051 by default\), and tls=True$"),
+        ("https://encoder", r"without https://; .* \(50051 by default\), and turn on TLS \(tls=True or --tls\)$"),
         ("grpc://encoder:1", "without grpc://"),
         ("encoder:", "^target must be host:port, such as 'localhost:50051' or .*; was 'encoder:'$"),
         ("encoder:https", "target must be host:port"),
@@ -146,7 +146,9 @@ def test_a_key_that_cannot_be_sent_is_refused(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("client", [EncoderClient, AsyncEncoderClient])
 @pytest.mark.parametrize("target", ["10.0.0.7", "encoder:1", "dns:///encoder", ["127.0.0.1:1", "10.0.0.7:1"]])
 def test_a_key_in_plaintext_to_another_machine_warns(client: Any, target: Any) -> None:
-    with pytest.warns(PlaintextKeyWarning, match="the key goes to .* without encryption.* turn on TLS .tls=True or --tls") as warned:
+    with pytest.warns(
+        PlaintextKeyWarning, match="the key goes to .* without encryption.* turn on TLS .tls=True or --tls"
+    ) as warned:
         client(target, api_key="secret")
     assert [warning.filename for warning in warned] == [__file__]
     assert "secret" not in str(warned[0].message)

@@ -47,7 +47,7 @@ class Server:
 
     def __init__(self, encode: Encode, **limits: Any) -> None:
         self.encode = encode
-        self.info = pb.ModelInfo(fingerprint="f", name="m", d_model=1, max_sequence_tokens=512, **limits)
+        self.info = pb.ModelInfo(fingerprint="f", name="m", d_model=2, max_sequence_tokens=512, **limits)
         self.sizes: list[int] = []
         self.n_get_model = 0
         self.wire = FakeWire(self._answer)

@@ -111,7 +111,9 @@ def test_messages_are_made_one_by_one() -> None:
     limits = Limits(1, 2**31, 2**31, 2**31, 512, 8)
     messages = plan_messages([[1], [2], [2**63]], TEMPLATE, Options(), limits)
     assert next(messages).first_index == 0
-    with pytest.raises(InvalidInputError, match=r"inputs\[2\]\[0\] must be an integer of 64 bits; was 9223372036854775808"):
+    with pytest.raises(
+        InvalidInputError, match=r"inputs\[2\]\[0\] must be an integer of 64 bits; was 9223372036854775808"
+    ):
         list(messages)
 
 
@@ -179,7 +181,10 @@ def test_wrong_inputs_are_refused(inputs: object, text: str) -> None:
 
 @pytest.mark.parametrize("item", [[1, "2"], [1.5], [2**63], "\ud800", [None]])
 def test_a_value_that_protobuf_cannot_hold_is_refused(item: Input) -> None:
-    with pytest.raises(InvalidInputError, match=r"inputs\[4\](\[\d\] must be an integer of 64 bits; was| must be valid Unicode; has half)"):
+    with pytest.raises(
+        InvalidInputError,
+        match=r"inputs\[4\](\[\d\] must be an integer of 64 bits; was| must be valid Unicode; has half)",
+    ):
         pack_input(item, "inputs[4]")
 
 

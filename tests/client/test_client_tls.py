@@ -93,8 +93,8 @@ async def failure_text(target: str, **settings: Any) -> str:
 
 async def test_plaintext_against_tls(start: Start, made: Certificates) -> None:
     speaks = (
-        "the server uses TLS, but this client uses plaintext: turn on TLS (tls=True or --tls), and give the authority's "
-        "file (ca= or --ca) if the authority is not public"
+        "the server uses TLS, but this client uses plaintext: turn on TLS (tls=True or --tls), and give the "
+        "authority's file (ca= or --ca) if the authority is not public"
     )
     assert await failure_text(await start(made.server)) == speaks
     assert await failure_text(await start(made.server, made.ca)) == speaks
@@ -111,10 +111,14 @@ async def test_tls_against_plaintext(start: Start, made: Certificates) -> None:
 async def test_client_certificates(start: Start, made: Certificates) -> None:
     target = await start(made.server, made.ca)
     text = await failure_text(target, tls=Tls(ca=made.ca))
-    assert text.startswith("the server requires a client certificate: give one (cert= and key=, or --cert and --tls-key)")
+    assert text.startswith(
+        "the server requires a client certificate: give one (cert= and key=, or --cert and --tls-key)"
+    )
     for wrong in (made.expired, made.stranger):
         text = await failure_text(target, tls=Tls(ca=made.ca, cert=wrong.cert, key=wrong.key))
-        assert text.startswith(f"the server refuses the client certificate {wrong.cert}: the certificate has expired, or")
+        assert text.startswith(
+            f"the server refuses the client certificate {wrong.cert}: the certificate has expired, or"
+        )
 
 
 async def test_server_certificates(start: Start, made: Certificates) -> None:

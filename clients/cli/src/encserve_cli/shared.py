@@ -94,18 +94,22 @@ def errors_in_one_line(*others: type[Exception]) -> Iterator[None]:
     except KeyboardInterrupt:
         click.echo("stopped", err=True)
         click.get_current_context().exit(STOPPED)
-    except EncserveError as error:
-        text = f"{_OPTIONS.get(error.field, error.field)}{str(error).removeprefix(error.field)}"
-        advice = " (--truncate)" if error.reason == "SEQUENCE_TOO_LONG" else ""
-        raise click.ClickException(_one_line(f"{text}{advice}")) from error
     except caught as error:
-        is_of_system = isinstance(error, OSError) and error.filename is not None
-        raise click.ClickException(
-            _one_line(f"{error.filename}: {error.strerror}" if is_of_system else str(error))
-        ) from error
+        raise click.ClickException(_one_line(error)) from error
 
 
-def _one_line(text: str) -> str:
+def _one_line(error: Exception) -> str:
+    """Return the text of an error without line breaks, with options instead of arguments of the client."""
+    from encserve_client import EncserveError
+
+    text = str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    elif isinstance(error, EncserveError) and error.field in _OPTIONS:
+        text = f"{_OPTIONS[error.field]}{text.removeprefix(error.field)}"
+    # If the text names the place of an input in a file, the cause is the error of the client.
+    if "SEQUENCE_TOO_LONG" in (getattr(it, "reason", "") for it in (error, error.__cause__)):
+        text = f"{text} (--truncate)"
     return " ".join(text.split())
 
 

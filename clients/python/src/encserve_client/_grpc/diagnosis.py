@@ -146,8 +146,8 @@ def _cause_in_plaintext(connect: Connect) -> str:
         return ""
     if _speaks_tls(connect):
         return (
-            "the server uses TLS, but this client uses plaintext: turn on TLS (tls=True or --tls), and give the authority's "
-            "file (ca= or --ca) if the authority is not public"
+            "the server uses TLS, but this client uses plaintext: turn on TLS (tls=True or --tls), and give the "
+            "authority's file (ca= or --ca) if the authority is not public"
         )
     if not start:
         return (
@@ -180,8 +180,8 @@ def _cause_in_tls(connect: Connect, tls: Tls, host: str) -> str:
         reason = error.reason or ""
         if reason == "WRONG_VERSION_NUMBER":
             return (
-                "the server uses plaintext, but this client uses TLS: leave out tls= (--tls, --ca, --cert), or give the "
-                "port with TLS"
+                "the server uses plaintext, but this client uses TLS: leave out tls= (--tls, --ca, --cert), or give "
+                "the port with TLS"
             )
         if _ALERT.search(reason):
             return f"{_client_certificate_cause(tls)} (TLS: {reason.lower().replace('_', ' ')})"
