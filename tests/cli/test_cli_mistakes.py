@@ -67,7 +67,8 @@ COMMANDS = [
     ),
     Mistake(
         "models --target encoder:grpc",
-        "--target must be host:port, such as 'localhost:50051' or '[fd00::7]:50051'; was 'encoder:grpc'",
+        "--target must be host:port, such as 'localhost:50051' or '[fd00::7]:50051', with a port from 1 to 65535; was "
+        "'encoder:grpc'",
     ),
     Mistake("models --timeout 0", "--timeout must be > 0; was 0.0"),
     Mistake(

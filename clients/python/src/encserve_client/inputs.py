@@ -168,7 +168,7 @@ def _check_unicode(text: str, name: str) -> str:
 
 
 def _is_id(value: object) -> bool:
-    return isinstance(value, int | np.integer) and -(2**63) <= value < 2**63
+    return isinstance(value, int | np.integer) and -(2**63) <= int(value) < 2**63
 
 
 def _check_array(array: npt.NDArray[Any], name: str) -> None:

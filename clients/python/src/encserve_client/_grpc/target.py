@@ -111,7 +111,8 @@ def _with_port(address: str, name: str) -> str:
     except ValueError:
         was = repr(address) if address else "empty"
         raise InvalidInputError(
-            f"must be host:port, such as {DEFAULT_TARGET!r} or '[fd00::7]:50051'; was {was}",
+            f"must be host:port, such as {DEFAULT_TARGET!r} or '[fd00::7]:50051', with a port from 1 to 65535; was "
+            f"{was}",
             field=name,
         ) from None
     return f"{host}:{port}"
