@@ -137,7 +137,7 @@ def by_server_flag(bench: Bench, flag: str, values: Sequence[int]) -> list[dict[
 
         def measure(value: int, _: int) -> dict[str, Any]:
             result = bench.closed(servers[value], calls, CALLERS)
-            p50 = result.latency_percentile_seconds(50)
+            p50 = percentile(result.latency_seconds, 50)
             return {name: value, "tokens_per_second": result.tokens_per_second, "p50_seconds": p50}
 
         return bench.interleaved(values, measure)
@@ -158,8 +158,8 @@ def by_callers(bench: Bench) -> list[dict[str, Any]]:
             return {
                 "callers": callers,
                 "tokens_per_second": result.tokens_per_second,
-                "p50_seconds": result.latency_percentile_seconds(50),
-                "p99_seconds": result.latency_percentile_seconds(99),
+                "p50_seconds": percentile(result.latency_seconds, 50),
+                "p99_seconds": percentile(result.latency_seconds, 99),
                 "errors": sum(result.errors.values()),
             }
 
@@ -183,9 +183,9 @@ def by_load(bench: Bench) -> list[dict[str, Any]]:
             return {
                 "load": load,
                 "rate_per_second": result.load.rate_per_second,
-                "p50_seconds": result.latency_percentile_seconds(50),
-                "p99_seconds": result.latency_percentile_seconds(99),
-                "alone_p50_seconds": alone.latency_percentile_seconds(50),
+                "p50_seconds": percentile(result.latency_seconds, 50),
+                "p99_seconds": percentile(result.latency_seconds, 99),
+                "alone_p50_seconds": percentile(alone.latency_seconds, 50),
                 "lateness_p99_seconds": percentile(result.lateness_seconds, 99),
                 "errors": sum(result.errors.values()),
             }
@@ -213,7 +213,7 @@ def overload(bench: Bench) -> list[dict[str, Any]]:
                 "failed_p99_seconds": percentile(result.error_latency_seconds, 99),
                 "lateness_p99_seconds": percentile(result.lateness_seconds, 99),
                 "generator_cpu_share": result.generator_cpu_seconds / result.seconds,
-                "p99_seconds": result.latency_percentile_seconds(99),
+                "p99_seconds": percentile(result.latency_seconds, 99),
                 "errors": {name: n for name, n in result.errors.items() if name not in refused},
             }
 

@@ -10,10 +10,9 @@ from typing import Any
 from real_server import COMMAND, RealServer, real_server
 
 from encserve_cli.load.calls import Call, Request, random_calls, text_calls
-from encserve_cli.load.connection import Connection
 from encserve_cli.load.generator import run_load
 from encserve_cli.load.results import Load, LoadResult
-from encserve_client import EncoderClient
+from encserve_client import AsyncEncoderClient, EncoderClient
 from harness.meter import Meter
 from harness.rounds import Measurement, Side
 from harness.workload import Workload
@@ -39,7 +38,7 @@ def call_server(target: str, calls: Sequence[Call], load: Load, meter: Meter | N
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed. A part of a measurement is of no use here.
     """
-    result = run_load(Connection(target=target), calls, load, on_edge=meter.read if meter else None)
+    result = run_load(lambda: AsyncEncoderClient(target), calls, load, on_edge=meter.read if meter else None)
     if result.interrupted:
         raise KeyboardInterrupt
     return result

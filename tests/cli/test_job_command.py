@@ -201,16 +201,6 @@ async def test_another_job_is_refused_with_what_differs(
     assert "fingerprint is 'eeeeeeeeeeeeeeee'; the job has 'ffffffffffffffff'" in result.stderr
 
 
-async def test_inputs_are_added(
-    service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
-) -> None:
-    other = write_texts(tmp_path / "other.txt", ["one more"])
-    await encserve(service, "embed", *inputs(source), *output)
-    result = await encserve(service, "embed", *inputs(source, other), *output, "--add-inputs")
-    assert "26 rows in 4 parts, 3 of them made before" in result.stdout
-    assert table_of(folder)["text"].to_pylist() == [*TEXTS, "one more"]
-
-
 async def test_another_job_is_overwritten(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
 ) -> None:
@@ -408,12 +398,6 @@ def test_options_that_do_not_go_together(
     assert result.exit_code == 2, result.output
     assert named in " ".join(result.stderr.split())
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_output_without_a_suffix_says_how_a_folder_is_named(source: Path, folder: Path) -> None:
-    result = CliRunner().invoke(cli, ["embed", *inputs(source), "--pooling", "mean", "--output", str(folder)])
-    assert result.exit_code == 1
-    assert "End the name of a folder with /" in result.stderr
 
 
 def test_the_help_of_jobs_is_in_sections() -> None:
@@ -747,21 +731,16 @@ def test_jobs_import_neither_a_server_nor_ray() -> None:
     assert done.stdout == "[]\n"
 
 
-async def test_only_files_of_jobs_are_removed_and_inputs_are_no_outputs(
+async def test_only_files_of_jobs_are_removed(
     service: FakeEncoder, source: Path, folder: Path, output: tuple[str, str]
 ) -> None:
-    """--overwrite keeps Parquet files of other programs. The names of Spark's files also begin with part-.
-
-    A file in the output folder is refused as an input.
-    """
+    """--overwrite keeps Parquet files of other programs. The names of Spark's files also begin with part-."""
     folder.mkdir()  # noqa: ASYNC240
     theirs = folder / "part-00000-3f2a-c000.snappy.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), theirs)
     await encserve(service, "embed", *inputs(source), *output)
     await encserve(service, "embed", *inputs(source), *output, "--overwrite")
     assert theirs.exists()
-    result = await encserve(service, "embed", *inputs(theirs), *output, "--overwrite", status=1)
-    assert "is an input in the folder of the output" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -939,14 +918,8 @@ def of_another_model(path: Path) -> None:
     pyarrow.parquet.write_table(table.replace_schema_metadata(kept), path)
 
 
-def a_link(path: Path) -> None:
-    target = path.parent.parent / "elsewhere.parquet"
-    path.rename(target)
-    path.symlink_to(target)
-
-
 @pytest.mark.parametrize(
-    "spoil", [empty, cut_off, half, of_another_file, of_the_same_file, of_another_program, of_another_model, a_link]
+    "spoil", [empty, cut_off, half, of_another_file, of_the_same_file, of_another_program, of_another_model]
 )
 def test_a_part_that_is_not_whole_or_not_of_the_job_is_made_again(
     tmp_path: Path, source: Path, folder: Path, spoil: Callable[[Path], None]
@@ -967,8 +940,6 @@ def test_a_part_that_is_not_whole_or_not_of_the_job_is_made_again(
     assert sum(words.encoded) == again
     assert (summary.rows, summary.parts, summary.parts_before) == (50, 6, 6 - again // 10)
     assert table_of(folder).equals(whole)
-    if spoil is a_link:
-        assert (tmp_path / "elsewhere.parquet").exists()
 
 
 def test_a_part_of_another_column_is_made_again(tmp_path: Path) -> None:
@@ -1006,28 +977,6 @@ def test_a_plan_that_cannot_be_read_is_named(run_words: Callable[..., Result], f
         assert f"{folder}/_job.json: is not the file of a job: " in result.stderr
         assert "--overwrite begins again" in result.stderr
     assert run_words(Words(), "--overwrite").exit_code == 0
-
-
-def test_only_regular_files_are_opened_and_no_link_is_followed(
-    run_words: Callable[..., Result], tmp_path: Path, folder: Path
-) -> None:
-    """A FIFO in the folder blocks nothing. --overwrite removes nothing outside the folder."""
-    folder.mkdir()
-    os.mkfifo(folder / ".unfinished-x")
-    assert run_words(Words()).exit_code == 0
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "part-00000-000000.jsonl").write_text("mine")
-    (folder / "_rejected").symlink_to(outside)
-    result = run_words(Words(), "--overwrite")
-    assert result.exit_code == 1
-    assert f"{folder}/_rejected: is a link, not a folder; remove it" in result.stderr
-    assert (outside / "part-00000-000000.jsonl").read_text() == "mine"
-    (folder / "_rejected").unlink()
-    (folder / "_job.json").unlink()
-    os.mkfifo(folder / "_job.json")
-    result = run_words(Words())
-    assert f"{folder}/_job.json: is not a regular file; remove it" in result.stderr
 
 
 async def test_an_empty_line_is_a_text_in_jobs_and_in_files(

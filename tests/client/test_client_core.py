@@ -337,17 +337,6 @@ def test_without_a_limit_of_outputs_the_server_decides() -> None:
     assert server.n_get_model == 1
 
 
-def test_get_model_is_retried() -> None:
-    answers: list[Outcome] = [
-        (0.0, DOWN),
-        (0.0, pb.GetModelResponse(model=pb.ModelInfo(fingerprint="f", name="m", d_model=1))),
-    ]
-    wire = FakeWire(lambda rpc, request: answers.pop(0) if rpc == "GetModel" else (0.0, echo(request)))
-    result = run_without_loop(core_of().encode(wire, [[1]], ("", ""), Options(), None))
-    assert ids_in(result) == [[1]]
-    assert wire.sent == [0.0, 1.0, 1.0]
-
-
 def test_a_model_without_a_width_is_refused() -> None:
     wire = FakeWire(lambda rpc, request: (0.0, pb.GetModelResponse()))
     with pytest.raises(ProtocolError, match="d_model >= 1"):

@@ -106,19 +106,6 @@ async def test_all_inputs_may_fail(caller: Caller) -> None:
     assert [type(it) for it in found] == [InvalidRequestError, InvalidInputError]
 
 
-async def test_an_error_of_the_whole_call_is_raised(caller: Caller, service: FakeEncoder) -> None:
-    """If the server refuses an option, a stream raises the error. The inputs are not sent again one by one."""
-
-    async def refused(_: pb.EncodeRequest) -> None:
-        raise Refused(StatusCode.INVALID_ARGUMENT, "options.prompt_name: the model has no prompts", "INVALID_OPTION")
-
-    service.before = refused
-    with pytest.raises(InvalidRequestError, match="^prompt_name: the model has no prompts") as caught:
-        await caller.all_of(caller.connect(), ["a"] * 100)
-    assert caught.value.index is None
-    assert len(service.requests) <= 4
-
-
 async def test_the_error_of_a_call_has_the_index(caller: Caller, service: FakeEncoder) -> None:
     service.max_request_sequences = 2
     client = caller.connect()
@@ -194,8 +181,6 @@ async def test_tokenize(caller: Caller, service: FakeEncoder) -> None:
         InvalidInputError, match=r"^texts\[0\] must be valid Unicode; has half of a surrogate pair at character 0$"
     ):
         await caller(client.tokenize, ["\ud800"])
-    with pytest.raises(encserve_client.FingerprintError):
-        await caller(caller.connect(expected_fingerprint="e" * 16).tokenize, ["a"])
 
 
 async def test_spans_are_sent_with_their_unit(caller: Caller, service: FakeEncoder) -> None:

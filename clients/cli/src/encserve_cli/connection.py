@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -12,9 +12,10 @@ from click.core import ParameterSource
 from encserve_cli.shared import CONNECTION, SectionOption, with_options
 
 if TYPE_CHECKING:
-    from encserve_client import EncoderClient, Priority, Tls
+    from encserve_client import AsyncEncoderClient, EncoderClient, Priority, Tls
 
 Command = Callable[..., Any]
+Client = TypeVar("Client")
 
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {  # what `click.option` takes, by flag
     "--target": {
@@ -68,7 +69,16 @@ class Connection:
         """
         from encserve_client import EncoderClient
 
-        return EncoderClient(
+        return self._open(EncoderClient, priority)
+
+    def async_client(self) -> "AsyncEncoderClient":
+        """Return a new client for asyncio. The errors are those of `client`."""
+        from encserve_client import AsyncEncoderClient
+
+        return self._open(AsyncEncoderClient)
+
+    def _open(self, kind: Callable[..., Client], priority: "Priority | None" = None) -> Client:
+        return kind(  # the only call, so that a warning is shown once
             self.target,
             tls=self.tls,
             timeout_seconds=self.timeout_seconds,

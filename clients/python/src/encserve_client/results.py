@@ -228,7 +228,8 @@ class ModelInfo:
         max_request_tokens: The largest number of tokens in one message. The client splits larger calls.
         max_text_bytes: The largest size of a text, in bytes of UTF-8.
         max_request_bytes: The largest size of a request, in bytes. The client splits larger calls.
-        max_response_bytes: The largest size of a reply, in bytes. The client splits calls with larger replies.
+        max_response_bytes: The largest size of a reply, in bytes. The client sends a message with a larger reply
+            again in parts.
         ready: Whether the model answers calls now.
         not_ready_reason: The reason if the model is not ready; otherwise "".
         input_kind: "token_ids" for a model that takes token ids and texts, "embeddings" for one vector per token. A

@@ -287,9 +287,16 @@ def check_padding(reference: Reference, longest: int, advice: str) -> None:
     """
     longest = min(_PADDED_TOKENS, longest)
     sequences = random_sequences(longest, vocab_size=reference.vocab_size, width=reference.width)
-    want = reference_rows(reference, sequences, reference.module)
-    try:
+
+    def check(want: ReferenceRows | None) -> None:
         check_rows(reference, sequences, reference.pad_token_id, want=want)
+
+    try:
+        try:
+            check(None)
+        except ParityError:
+            # Some models round more. Only float64, which takes twice the memory, shows how much.
+            check(reference_rows(reference, sequences, reference.module))
     except ParityError as error:
         raise ParityError(
             f"{reference.description} gives different rows in a padded batch, even in PyTorch: {error}. {advice}"

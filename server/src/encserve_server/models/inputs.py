@@ -126,7 +126,7 @@ class InputChecker:
         self._tokenizer = None if bundle.graph.takes_vectors else tokenizer
         self._template = None if tokenizer is None else tokenizer.template
         self._max_text_bytes = max_text_bytes
-        self._special_ids = np.array(bundle.special_token_ids, np.int64)
+        self._is_special = np.isin(np.arange(bundle.vocab_size), bundle.special_token_ids)  # (vocab_size,)
         # Added tokens without a row in the model's table, such as <image_soft_token> of EmbeddingGemma.
         added = {} if tokenizer is None else tokenizer.added_tokens
         self._without_row = {i: token for i, token in added.items() if i >= bundle.vocab_size}
@@ -319,7 +319,7 @@ class InputChecker:
                 f"must be from 0 to {self._bundle.vocab_size - 1} (the vocabulary of {self._bundle.name}); "
                 f"was {ids[place]}",
             )
-        return TokenSequence(ids, sent.count, np.isin(ids, self._special_ids) if details else None)
+        return TokenSequence(ids, sent.count, self._is_special[ids] if details else None)
 
     def _check_vectors(self, at: int, sent: SentVectors, limit: LengthLimit) -> TokenSequence:
         bundle, field = self._bundle, FieldPath(RequestField.VECTORS, at)

@@ -98,7 +98,7 @@ def decode_response(response: pb.EncodeResponse, options: Options, n_inputs: int
     kinds, blocks = [], []
     for index, (tensor, output) in enumerate(zip(response.outputs, options.outputs, strict=True)):
         name = f"outputs[{index}]"
-        kinds.append((_kind(tensor, output, name), tensor.l2_normalized))
+        kinds.append((kind_name(tensor.kind), tensor.l2_normalized))
         blocks.append(_block(tensor, options, n_inputs, name))
         if options.detail != "none" or output.is_pooled:
             _check_lengths(blocks[-1], response.sequences, output, options, name)
@@ -207,16 +207,6 @@ def _task_info(message: pb.TaskInfo) -> TaskInfo:
     return TaskInfo(message.prompt_name, message.max_tokens, message.min_tokens)
 
 
-def _kind(tensor: pb.RaggedTensor, output: Output, name: str) -> OutputKind | int:
-    """Return the kind of the rows. For "model", the server may name the pooling of the model."""
-    kind = kind_name(tensor.kind)
-    if tensor.kind == 0 or (tensor.kind != output.number and (output.kind != "model" or kind == "tokens")):
-        raise ProtocolError(f"{name}.kind must be {output.number} ({output.kind!r}); was {tensor.kind}")
-    if output.l2_normalize and not tensor.l2_normalized:
-        raise ProtocolError(f"{name}.l2_normalized must be true; was false")
-    return kind
-
-
 def _block(tensor: pb.RaggedTensor, options: Options, n_inputs: int, name: str) -> Block:
     """Return the rows of a tensor as a view on its bytes."""
     if tensor.data_type != options.data_type:
@@ -276,16 +266,10 @@ def merge_answers(
 
     Raises:
         FingerprintError: The answers are from different bundles.
-        ProtocolError: The answers differ in the kinds or the widths of the rows.
     """
     first = answers[0]
     for answer in answers:
         check_fingerprint(first.fingerprint, answer.fingerprint)
-        if answer.kinds != first.kinds or _widths(answer) != _widths(first):
-            raise ProtocolError(
-                f"all answers of a call must have the same outputs; were {first.kinds} of widths {_widths(first)} "
-                f"and {answer.kinds} of widths {_widths(answer)}"
-            )
     outputs = tuple(
         EncodedOutput(
             kind, normalized, tuple(answer.blocks[index] for answer in answers), sparse_width if kind == "sparse" else 0
@@ -324,7 +308,3 @@ def empty_result(info: ModelInfo, options: Options, total_seconds: float) -> Enc
 
 def _no_rows(options: Options, width: int) -> Block:
     return Block(np.empty((0, options.columns(width)), options.numpy_dtype), np.empty(0, np.int64))
-
-
-def _widths(answer: MessageAnswer) -> list[int]:
-    return [block.rows.shape[1] for block in answer.blocks]

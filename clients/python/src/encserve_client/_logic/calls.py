@@ -21,9 +21,9 @@ from encserve_client._logic.capabilities import capability_error
 from encserve_client._logic.dispatch import Dispatch, MessageSource, PlannedMessages, TimeLimit
 from encserve_client._logic.failures import ServerHistory
 from encserve_client._logic.inspecting import InspectAssembler, check_layers
-from encserve_client._logic.planning import Limits, Message, MessageBuilder, as_bulk, plan_messages, plan_texts
+from encserve_client._logic.planning import Limits, Message, MessageBuilder, as_bulk, plan_messages
 from encserve_client._logic.streams import Result, Stream, StreamMessages, StreamOptions
-from encserve_client._logic.wire import Answered, Failed, Rpc, Wire
+from encserve_client._logic.wire import Rpc, Wire
 from encserve_client.exceptions import EncserveError, FingerprintError, InvalidInputError, ProtocolError
 from encserve_client.inputs import Input, SpanInput
 from encserve_client.options import PRIORITIES, Array, Options, Priority, Progress, check_choice
@@ -122,7 +122,7 @@ class Core:
             template = request_template(key, options, self.settings)
             attempts = 0
             for _ in range(_MAX_ROUNDS):
-                messages = plan_messages(inputs, template, options, limits)
+                messages = plan_messages(inputs, template, limits)
                 if self.settings.priority is None:
                     messages = as_bulk(messages, template)
                 dispatch: Dispatch[MessageAnswer] = self._dispatch(PlannedMessages(messages), time_limit)
@@ -171,7 +171,7 @@ class Core:
             limits = Limits.of(info, self.settings.max_message_bytes, concurrent)
             share = max(stream.max_in_flight // concurrent, 1)  # so that several messages can be in flight
             limits = replace(limits, max_sequences=min(limits.max_sequences, share))
-            source = StreamMessages(MessageBuilder(request_template(key, options, self.settings), options, limits))
+            source = StreamMessages(MessageBuilder(request_template(key, options, self.settings), limits))
             dispatch: Dispatch[Sequence[Array | SparseVector]] = self._dispatch(source, time_limit, rejected={})
             try:
                 async with aclosing(Stream(wire, source, dispatch, decode, stream).results()) as results:
@@ -223,7 +223,7 @@ class Core:
 
             for _ in range(_MAX_ROUNDS):
                 report = _ProgressReporter(progress, len(texts))
-                source = PlannedMessages(plan_texts(texts, template, limits))
+                source = PlannedMessages(plan_messages(texts, template, limits))
                 dispatch: Dispatch[tuple[str, list[SequenceInfo]]] = self._dispatch(source, time_limit)
                 await exchange(wire, "Tokenize", dispatch, decode)
                 answers = sorted(dispatch.answers, key=lambda answer: answer[0])
@@ -350,13 +350,8 @@ async def exchange(wire: Wire, rpc: Rpc, dispatch: Dispatch[R], decode: Callable
         EncserveError: A message failed, and the failure ends the call.
     """
     while True:
-        taken = dispatch.take(wire.now())
-        for message in taken:
-            wire.start(rpc, message, dispatch.seconds_left(message, wire.now()), alone=dispatch.is_alone)
+        dispatch.send(wire, rpc, may_block=True)
         if dispatch.is_done:
             return
         event = await wire.wait(dispatch.seconds_to_wait(wire.now()))
-        if isinstance(event, Answered):
-            dispatch.record_answer(event.message, decode(event.message, event.response))
-        elif isinstance(event, Failed):
-            dispatch.record_failure(event.message, event.failure, wire.now())
+        dispatch.record(event, decode, wire.now())
