@@ -124,7 +124,7 @@ COMMANDS = [
     Mistake("tokenize hello --task query", "--task='query': model tiny has no tasks"),
     Mistake("embed hello --prompt-name nope", "--prompt-name='nope': model tiny has the prompts 'q'"),
     Mistake("encode hello --dtype int8", "--dtype='int8': 'tokens' has the types 'float32', 'float16'"),
-    Mistake("embed hello --dimensions 9", "--dimensions=9: must be at most 4, the length of a row of model tiny"),
+    Mistake("embed hello --dimensions 9", "--dimensions must be at most 4, the width of model tiny; was 9"),
     Mistake(
         "embed hello --dimensions -1",
         "Invalid value for '--dimensions': -1 is not in the range x>=1.",

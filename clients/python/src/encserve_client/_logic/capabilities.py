@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import get_args
 
 from encserve_client.exceptions import InvalidInputError, InvalidRequestError
-from encserve_client.options import DType, Options, Output
+from encserve_client.options import DType, Options
 from encserve_client.results import ModelInfo
 
 # The types of the rows of each kind; all types for other kinds.
@@ -23,45 +23,41 @@ def capability_error(info: ModelInfo, options: Options) -> InvalidRequestError |
             f"must be at most {info.max_outputs} (ModelInfo.max_outputs); was {len(options.outputs)}: make more calls",
             field="outputs",
         )
-    problem = next(_problems(info, options), None)
-    if problem is None:
-        return None
-    field, value, text = problem
-    return InvalidRequestError(f"{field}={value!r}: {text}", field=field)
+    field, problem = next(_problems(info, options), ("", ""))
+    return InvalidRequestError(f"{field}{problem}", field=field) if field else None
 
 
-def _problems(info: ModelInfo, options: Options) -> Iterator[tuple[str, object, str]]:
-    """Yield the argument, its value, and the problem with the value."""
+def _problems(info: ModelInfo, options: Options) -> Iterator[tuple[str, str]]:
+    """Yield each wrong argument, and the rest of the error's text."""
     model = f"model {info.name}"
     for output in options.outputs:
         if output.kind == "model" and info.pooling is None:
             yield (
                 "kind",
-                "vector",
-                f"{model} was not trained for single vectors; it has {_listed(info.kinds, 'kinds')}. Give one of these "
-                "kinds, or a pooling such as 'mean'",
+                f"='vector': {model} was not trained for single vectors; it has {_listed(info.kinds, 'kinds')}. Give "
+                "one of these kinds, or a pooling such as 'mean'",
             )
         if output.kind in ("multi_vector", "sparse") and output.kind not in info.kinds:
-            yield "kind", output.kind, f"{model} has {_listed(info.kinds, 'kinds')}"
+            yield "kind", f"={output.kind!r}: {model} has {_listed(info.kinds, 'kinds')}"
     if options.task is not None and options.task not in info.tasks:
-        yield "task", options.task, f"{model} has {_listed(info.tasks, 'tasks')}"
+        yield "task", f"={options.task!r}: {model} has {_listed(info.tasks, 'tasks')}"
     if options.prompt_name and options.prompt_name not in info.prompts:
-        yield "prompt_name", options.prompt_name, f"{model} has {_listed(info.prompts, 'prompts')}"
+        yield "prompt_name", f"={options.prompt_name!r}: {model} has {_listed(info.prompts, 'prompts')}"
+    yield from _problems_of_numbers(info, options)
+
+
+def _problems_of_numbers(info: ModelInfo, options: Options) -> Iterator[tuple[str, str]]:
     for output in options.outputs:
         allowed = _DTYPES.get(output.kind, get_args(DType))
         if options.dtype not in allowed:
-            yield "dtype", options.dtype, f"{output.kind!r} has {_listed(allowed, 'types')}"
-        if output.dimensions is not None and (text := _dimensions_problem(info, output, output.dimensions)):
-            yield "dimensions", output.dimensions, text
-
-
-def _dimensions_problem(info: ModelInfo, output: Output, dimensions: int) -> str:
-    if isinstance(output.kind, int):
-        return ""
-    if output.kind == "sparse":
-        return "a sparse vector cannot be cut; max_active_dims limits the weights"
-    uncut = replace(info, default_dimensions=0).width(replace(output, dimensions=None))
-    return f"must be at most {uncut}, the length of a row of model {info.name}" if dimensions > uncut else ""
+            yield "dtype", f"={options.dtype!r}: {output.kind!r} has {_listed(allowed, 'types')}"
+        if output.dimensions is None or isinstance(output.kind, int):
+            continue
+        if output.kind == "sparse":
+            yield "dimensions", " must not be given for kind='sparse'; max_active_dims limits the weights"
+        uncut = replace(info, default_dimensions=0).width(replace(output, dimensions=None))
+        if output.dimensions > uncut:
+            yield "dimensions", f" must be at most {uncut}, the width of model {info.name}; was {output.dimensions}"
 
 
 def _listed(names: Iterable[str], what: str) -> str:
