@@ -34,8 +34,8 @@ TEXTS = ["two words", "", 'a "quoted", text', *(" ".join(["word"] * (i % 7)) + f
 
 
 @pytest.fixture(autouse=True)
-def short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "_CALL_INPUTS", 4)
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "_BLOCK_INPUTS", 4)
 
 
 def write_texts(folder: Path, suffix: str) -> Path:
@@ -363,40 +363,44 @@ async def test_another_suffix_and_too_many_to_print(service: FakeEncoder, tmp_pa
     assert "more than 1,000 inputs: --output FILE takes any number" in result.stderr
 
 
-async def test_a_server_without_room_is_asked_again(service: FakeEncoder, tmp_path: Path) -> None:
-    """If the server's queue is full, the command retries more often than the client does.
-
-    In this test, the command retries 12 times.
-    """
-    full = 12
+@pytest.mark.parametrize(("timeout", "status"), [([], 0), (["--timeout", "30"], 1)], ids=["300 s", "--timeout 30"])
+async def test_files_wait_for_a_full_server(
+    service: FakeEncoder, tmp_path: Path, timeout: list[str], status: int
+) -> None:
+    """The server asks for a retry after 40 s, and has room by then. So --timeout 30 gives up without a wait."""
+    pushback = "40000" if timeout else "10"
+    full = 3
 
     async def refuse(request: pb.EncodeRequest) -> None:
         nonlocal full
         if full:
             full -= 1
-            raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room", "QUEUE_FULL", pushback="10")
+            raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room", "QUEUE_FULL", pushback=pushback)
 
     service.before = refuse
     (tmp_path / "t.txt").write_text("one\n")
-    await encserve(service, "embed", *inputs(tmp_path / "t.txt"), "--output", tmp_path / "v.npy")
+    output = ("--output", tmp_path / "v.npy")
+    await encserve(service, "embed", *inputs(tmp_path / "t.txt"), *output, *timeout, status=status)
 
 
 async def test_a_failed_input_ends_the_waits_for_room(service: FakeEncoder, tmp_path: Path) -> None:
-    """One call fails while the other calls wait 100 s before a retry.
+    """One block has a refused input while the next block waits 100 s before a retry.
 
-    The command fails at once and does not wait for these retries.
+    The command fails at once and does not wait for this retry.
     """
     others_wait = asyncio.Event()
 
     async def refuse(request: pb.EncodeRequest) -> None:
-        if request.inputs[0].text != "first":
+        texts = [it.text for it in request.inputs]
+        if "other" in texts:
             others_wait.set()
             raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room", "QUEUE_FULL", pushback="100000")
         await others_wait.wait()
-        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "inputs[0]: is bad")
+        if "bad" in texts:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"inputs[{texts.index('bad')}]: is bad")
 
     service.before = refuse
-    (tmp_path / "t.txt").write_text("first\n" + "other\n" * 11)
+    (tmp_path / "t.txt").write_text("bad\n" + "first block\n" * 3 + "other\n" * 8)
     call = encserve(service, "embed", *inputs(tmp_path / "t.txt"), "--output", tmp_path / "v.npy", status=1)
     assert f"{tmp_path}/t.txt, line 1: is bad" in (await asyncio.wait_for(call, 50)).stderr
 
@@ -426,8 +430,48 @@ async def test_ctrl_c_ends_the_command_with_one_line(service: FakeEncoder, tmp_p
     assert list(tmp_path.iterdir()) == []  # noqa: ASYNC240 - a test's own folder
 
 
-def test_no_more_is_read_than_a_few_calls_ahead_of_what_is_written() -> None:
-    """At any time, the command has read only a few calls of inputs that are not yet written.
+async def test_a_refused_text_of_the_command_line_is_named_by_its_number(service: FakeEncoder) -> None:
+    result = await encserve(service, "embed", "one", "word " * 80, status=1)
+    assert result.stderr == "Error: argument 2: has 82 tokens; the model takes at most 64 (--truncate)\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["inputs[{}]: has 7 tokens", "inputs[{}].token_ids.ids[3]: has 7 tokens"], ids=["input", "field"]
+)
+@pytest.mark.parametrize("line", [1, 5, 9])
+async def test_the_place_of_a_refused_input_does_not_depend_on_the_message(
+    service: FakeEncoder, tmp_path: Path, text: str, line: int
+) -> None:
+    """The texts are sent in blocks of 4 and messages of 3. Another line names an index in its text."""
+    lines = [f"text {i}" for i in range(9)]
+    lines[line - 1] = "bad inputs[0]"
+    service.max_request_sequences = 3
+
+    async def refuse(request: pb.EncodeRequest) -> None:
+        for index, item in enumerate(request.inputs):
+            if item.text.startswith("bad"):
+                raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{text.format(index)} in {item.text!r}", "INVALID")
+
+    service.before = refuse
+    (tmp_path / "t.txt").write_text("\n".join(lines))
+    result = await encserve(service, "embed", *inputs(tmp_path / "t.txt"), "--output", tmp_path / "v.npy", status=1)
+    assert result.stderr == f"Error: {tmp_path}/t.txt, line {line}: has 7 tokens in 'bad inputs[0]'\n"
+
+
+async def test_a_crash_of_the_server_fails_the_command(service: FakeEncoder, tmp_path: Path) -> None:
+    async def crash(request: pb.EncodeRequest) -> None:
+        if any(item.text == "5" for item in request.inputs):
+            raise Refused(grpc.StatusCode.INTERNAL, "crashed")
+
+    service.before = crash
+    (tmp_path / "t.txt").write_text("\n".join(map(str, range(20))))
+    result = await encserve(service, "embed", *inputs(tmp_path / "t.txt"), "--output", tmp_path / "v.npy", status=1)
+    assert result.stderr.endswith("crashed\n")
+    assert not (tmp_path / "v.npy").exists()
+
+
+def test_no_more_is_read_than_a_few_blocks_ahead_of_the_output() -> None:
+    """At any time, the command has read only a few blocks of inputs that are not yet written.
 
     Its memory use therefore does not grow with the size of the input file.
     """
@@ -439,9 +483,9 @@ def test_no_more_is_read_than_a_few_calls_ahead_of_what_is_written() -> None:
             yield Sent(f"line {i + 1}", str(i))
 
     written: list[str] = []
-    for call, made in encoding.encode_all(lambda texts: [f"of {text}" for text in texts], inputs(), lambda: None):
-        assert made == [f"of {it.value}" for it in call]
-        assert len(read) - len(written) <= 4 * (encoding.CALLS_AT_ONCE + 1) + 1
+    for block, made in encoding.encode_all(lambda texts: [f"of {text}" for text in texts], inputs(), lambda: None):
+        assert made == [f"of {it.value}" for it in block]
+        assert len(read) - len(written) <= 4 * 3 + 1
         written += made
     assert written == [f"of {i}" for i in range(2000)]
 

@@ -112,8 +112,8 @@ COMMANDS = [
     ),
     Mistake("models --metadata team", "--metadata must be NAME=VALUE; was 'team'", status=2),
     # The model and its options
-    Mistake("embed hello --model nope", "--model: no model 'nope'; there are tiny"),
-    Mistake("embed hello --model-version 9", "--model-version: no version '9' of tiny; there are 2, 1"),
+    Mistake("embed hello --model nope", "--model: no model 'nope'; the models are tiny"),
+    Mistake("embed hello --model-version 9", "--model-version: no version '9' of tiny; the versions are 2, 1"),
     Mistake("embed hello --kind sparse", "--kind='sparse': model tiny has the kinds 'vector'"),
     Mistake(
         "embed hello --kind sparse --pooling mean",
@@ -156,8 +156,8 @@ COMMANDS = [
     ),
     Mistake(
         "embed --input long.txt --output v.npy",
-        "long.txt, line 2: must be at most 32 tokens (max_sequence_tokens of tiny); was 44. Set truncate, or split it "
-        "(--truncate)",
+        "long.txt, line 2: must be at most 32 tokens (max_sequence_tokens of tiny); was 44. Set truncate, or split "
+        "the input (--truncate)",
     ),
     Mistake("embed hello --ids", "argument 1: --ids wants whole numbers, as in 101,2023,102; was 'hello'"),
     Mistake("similarity hello", "similarity needs at least 2 texts; was 1"),
@@ -219,7 +219,7 @@ CALLS = [
     ),
     (
         "client.embed(['hello', LONG])",
-        "inputs[1]: must be at most 32 tokens (max_sequence_tokens of tiny); was 44. Set truncate, or split it",
+        "inputs[1]: must be at most 32 tokens (max_sequence_tokens of tiny); was 44. Set truncate, or split the input",
     ),
     ("client.embed('hello', kind='dense')", "kind must be one of 'vector', 'multi_vector', 'sparse'; was 'dense'"),
     ("client.embed('hello', dimensions=-1)", "dimensions must be >= 1; was -1"),
@@ -227,7 +227,7 @@ CALLS = [
         "client.embed('hello', max_active_dims=3)",
         "max_active_dims must be left out, because it is for kind='sparse'; kind is 'model'",
     ),
-    ("client.embed('hello', model='nope')", "model: no model 'nope'; there are tiny"),
+    ("client.embed('hello', model='nope')", "model: no model 'nope'; the models are tiny"),
     ("client.run('hello', outputs='mean')", "outputs must be a list; for one output pass ['mean']"),
     (
         "client.token_vectors('hello', dtype='int8')",

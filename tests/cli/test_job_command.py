@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 import pyarrow
@@ -24,7 +25,7 @@ import pytest
 from click.testing import CliRunner, Result
 from command import TERMINAL, encserve, inputs
 from fake_clock import FakeClock
-from fake_encoder import FakeEncoder
+from fake_encoder import FakeEncoder, Refused
 
 from encserve_cli.commands import cli
 from encserve_cli.files.reading import ReadOptions
@@ -47,7 +48,7 @@ from encserve_cli.job import command as job_command
 from encserve_cli.job.command import Interrupts
 from encserve_cli.job.progress import shown_progress
 from encserve_cli.job.sample import take_sample
-from encserve_cli.job.server import _joined, server_facts
+from encserve_cli.job.server import server_facts
 from encserve_cli.job.types import BatchProgress
 from encserve_client import Block, EncodedOutput, EncoderClient, EncodeResult, SequenceInfo, Timings
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -697,7 +698,9 @@ async def test_a_job_goes_on_with_its_version_while_that_is_served(service: Fake
 
     class Client:
         served = (old, new)
-        run = print
+
+        def run(self, *_: Any, **__: Any) -> None:
+            """Accept the options of the job."""
 
         def model(self, name: str | None, version: str | None) -> Any:
             return new
@@ -768,10 +771,10 @@ async def test_what_the_model_does_not_have_removes_nothing(
     await encserve(service, "embed", *inputs(source), *output)
     before = files_in(folder)
     for flags, problem in (
-        (["--prompt-name", "nope"], "--prompt-name 'nope': model tiny does not have it"),
-        (["--task", "query"], "--task query: model tiny does not know it"),
-        (["--dimensions", "9999"], "--dimensions 9999: must be at most 8"),
-        (["--kind", "sparse"], "--kind sparse: model tiny does not have it"),
+        (["--prompt-name", "nope"], "--prompt-name='nope': model tiny has the prompts 'p', 'q'"),
+        (["--task", "query"], "--task='query': model tiny has no tasks"),
+        (["--dimensions", "9999"], "--dimensions must be at most 8, the width of model tiny; was 9999"),
+        (["--kind", "sparse"], "--kind='sparse': model tiny has the kinds 'vector'"),
     ):
         result = await encserve(service, "embed", *inputs(source), *output, "--overwrite", *flags, status=1)
         assert files_in(folder) == before, flags
@@ -1045,14 +1048,77 @@ def test_events_name_files_whose_names_are_not_utf8(
     assert events_of(result)[0]["inputs"][1]["uri"] == str(more)
 
 
-def test_a_message_without_rows_keeps_the_indices_of_others() -> None:
-    def result(places: list[int], lengths: list[int]) -> tuple[list[int], EncodeResult]:
-        rows = sum(lengths)
-        indices = np.arange(rows, dtype=np.uint32) if rows else None
-        block = Block(np.ones((rows, 1), np.float32), np.array(lengths), indices)
-        info = SequenceInfo(1, 1, False, None, None, None, None)
-        output = EncodedOutput("sparse", False, (block,), 10)
-        return places, EncodeResult("m", "1", "f", (output,), (info,) * len(lengths), Timings(0, 0, 0, 0, 1, 1))
+@pytest.mark.parametrize("kind", ["model", "tokens", "multi_vector", "sparse"])
+async def test_a_refused_input_changes_no_other_row(
+    service: FakeEncoder, tmp_path: Path, folder: Path, kind: str
+) -> None:
+    """The rows of the others are those of a job without the refused inputs, whatever messages the inputs are in."""
+    service.max_request_sequences = 3
+    if kind in ("multi_vector", "sparse"):
+        service.model_info = pb.ModelInfo(multi_vector_width=8, multi_vector_similarity="maxsim", sparse_width=100)
+    flags = ["encode"] if kind == "tokens" else ["embed", "--kind", kind]
+    bad = {0, 4, 5, 11, 24}
+    every = [TOO_LONG if index in bad else text for index, text in enumerate(TEXTS)]
+    good = [text for index, text in enumerate(TEXTS) if index not in bad]
+    for name, texts, status in (("all", every, 3), ("good", good, 0)):
+        source = write_texts(tmp_path / f"{name}.txt", texts)
+        await encserve(service, *flags, *inputs(source), "--output", f"{tmp_path}/{name}/", status=status)
+    rows = [row for row in table_of(tmp_path / "all").to_pylist() if row["text"] != TOO_LONG]
+    assert rows == table_of(tmp_path / "good").to_pylist()
+    rejected = [
+        json.loads(line)
+        for path in sorted((tmp_path / "all/_rejected").iterdir())
+        for line in path.read_text().splitlines()
+    ]
+    assert [it["row"] for it in rejected] == [index + 1 for index in sorted(bad)]
+    assert {it["reason"] for it in rejected} == {"has 72 tokens; the model takes at most 64"}
 
-    vectors = _joined([result([1, 3], [0, 0]), result([2, 0], [2, 1])]).outputs[0].sparse_vectors()
-    assert [it.indices.tolist() for it in vectors] == [[2], [], [0, 1], []]
+
+async def test_all_rows_of_a_block_may_be_refused(service: FakeEncoder, tmp_path: Path, folder: Path) -> None:
+    source = write_texts(tmp_path / "texts.txt", [TOO_LONG] * 10 + TEXTS)
+    await encserve(service, "embed", *inputs(source), "--output", f"{folder}/", status=3)
+    assert [it is None for it in table_of(folder)["vector"].to_pylist()] == [True] * 10 + [False] * 25
+
+
+async def test_a_crash_of_the_server_rejects_no_row(
+    service: FakeEncoder, output: tuple[str, str], source: Path, folder: Path
+) -> None:
+    """The rows of the failed message may succeed later, so the job fails and goes on with the same command."""
+    service.max_request_sequences = 2
+
+    async def crash(request: pb.EncodeRequest) -> None:
+        if TEXTS[12] in [item.text for item in request.inputs]:
+            raise Refused(grpc.StatusCode.INTERNAL, "crashed")
+
+    service.before = crash
+    result = await encserve(service, "embed", *inputs(source), *output, status=1)
+    assert "crashed" in result.stderr
+    assert not (folder / "_rejected").exists()
+    service.before = None
+    await encserve(service, "embed", *inputs(source), *output)
+    assert table_of(folder)["text"].to_pylist() == TEXTS
+
+
+async def test_a_job_stops_while_the_server_has_no_room(service: FakeEncoder, source: Path) -> None:
+    """The server asks for a retry after 50 ms, for ever. The job ends before the time of its messages is over."""
+    refused = threading.Event()
+
+    async def full(request: pb.EncodeRequest) -> None:
+        refused.set()
+        raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room", "QUEUE_FULL", pushback="50")
+
+    def stop_when_refused(job: EmbedJob) -> None:
+        refused.wait()
+        job.stop()
+
+    def run() -> None:
+        with EncoderClient(service.target, timeout_seconds=1000) as client:
+            backend = ServerBackend(client)
+            output = f"{source.parent}/vectors"
+            with EmbedJob([str(source)], output, backend, read=ReadOptions(), make=MakeOptions()) as job:
+                threading.Thread(target=stop_when_refused, args=[job]).start()
+                job.run()
+
+    service.before = full
+    with pytest.raises(Stopped):
+        await asyncio.wait_for(asyncio.to_thread(run), 30)

@@ -351,6 +351,27 @@ async def test_closing_a_client_ends_its_calls(caller: Caller, service: FakeEnco
         await caller(client.inspect, [1])
 
 
+async def test_closing_a_client_ends_the_wait_before_a_retry(caller: Caller, service: FakeEncoder) -> None:
+    refused: list[object] = []
+
+    async def full(request: pb.EncodeRequest) -> None:
+        refused.append(request)
+        raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", "100000")
+
+    service.before = full
+    client = caller.connect(timeout_seconds=1000)
+    calls = [
+        asyncio.create_task(caller(client.token_vectors, [[1]])),
+        asyncio.create_task(caller.all_of(client, [[1]])),
+    ]
+    await until(lambda: len(refused) == 2 and service.n_open == 0)
+    await asyncio.sleep(0)
+    await caller.close(client)
+    for call in calls:
+        with pytest.raises(ClientClosedError, match="the client was closed during the call"):
+            await asyncio.wait_for(call, 30)
+
+
 async def test_an_error_in_grpc_does_not_hang_a_call(caller: Caller) -> None:
     """With invalid metadata, gRPC raises an error without a status. The client then raises ServerError."""
     client = caller.connect()

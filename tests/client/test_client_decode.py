@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from encserve_client import FingerprintError, Output, ProtocolError
 from encserve_client._logic.answers import decode_response, merge_answers, sequence_info
-from encserve_client.options import Array, DType, Options
+from encserve_client.options import Array, DType, Options, OutputKind
 from encserve_proto.v1 import encoder_pb2 as pb
 
 
@@ -137,15 +137,25 @@ def test_parts_of_different_vector_spaces_are_not_mixed() -> None:
     second.fingerprint = "g"
     parts = [decode_response(it, Options(), 2, describe=False) for it in (first, second)]
     with pytest.raises(FingerprintError, match="different fingerprints, f and g"):
-        merge_answers(parts, 0.0, 2)
+        merge_answers(list(enumerate(parts)), {}, 0.0, 2)
 
 
 def test_results_are_copies_of_the_messages() -> None:
     """The caller may write to `matrix` and `arrays`, without an effect on the received bytes."""
     part = decode_response(good(), Options(), 2, describe=False)
-    one, two = merge_answers([part], 0.0, 1), merge_answers([part, part], 0.0, 2)
+    one, two = merge_answers([(0, part)], {}, 0.0, 1), merge_answers([(0, part), (2, part)], {}, 0.0, 2)
     for written in (one.outputs[0].matrix(), one.outputs[0].arrays()[0], two.outputs[0].matrix()):
         written[...] = 7
     assert not (part.blocks[0].rows == 7).any()
     assert two.outputs[0].matrix().shape == (6, 3)
     assert [array.shape for array in two.outputs[0].arrays()] == [(2, 3), (1, 3)] * 2
+
+
+@pytest.mark.parametrize("kind", ["multi_vector", "sparse"])
+def test_the_indices_of_an_answer_without_rows_are_empty(kind: OutputKind) -> None:
+    """The indices of another answer of the same call are not lost."""
+    response = response_of([np.ones((0, 1), np.float32)] * 2, 1)
+    response.outputs[0].kind = pb.OUTPUT_KIND_SPARSE if kind == "sparse" else pb.OUTPUT_KIND_MULTI_VECTOR
+    part = decode_response(response, Options((Output(kind),)), 2, describe=False)
+    [output] = merge_answers([(0, part)], {}, 0.0, 1, 10).outputs
+    assert [None if it is None else it.tolist() for it in output.token_indices()] == [[], []]

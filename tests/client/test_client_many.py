@@ -79,7 +79,7 @@ async def test_a_failed_input_does_not_fail_the_others(caller: Caller, service: 
         for index, item in enumerate(request.inputs):
             if list(item.token_ids.ids) == [66]:
                 raise Refused(
-                    StatusCode.INTERNAL, f"inputs[{index}]: the model could not compute it", "INFERENCE_FAILED"
+                    StatusCode.INTERNAL, f"inputs[{index}]: the model could not compute this input", "INFERENCE_FAILED"
                 )
 
     service.before = poisoned

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from encserve_client import InvalidInputError, Output
 from encserve_client._logic.answers import model_info
 from encserve_client._logic.planning import Cost, Limits, Message, as_bulk, cost_of, plan_messages
-from encserve_client.inputs import Input, pack_input, read_inputs
+from encserve_client.inputs import Input, check_inputs, pack_input, read_inputs
 from encserve_client.options import Options
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -156,7 +156,7 @@ def test_a_message_is_limited_to_a_quarter_of_the_queue() -> None:
 )
 def test_wrong_inputs_are_refused(inputs: object, text: str) -> None:
     with pytest.raises(InvalidInputError, match=text) as caught:
-        read_inputs(inputs)  # type: ignore[arg-type]
+        check_inputs(read_inputs(inputs)[0])  # type: ignore[arg-type]
     assert isinstance(caught.value, TypeError)
     assert caught.value.attempts == 0
 

@@ -71,7 +71,8 @@ def with_client(command: F) -> F:
     @functools.wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> None:
         connection = click.get_current_context().obj
-        with errors_in_one_line(), connection.client() as client:
+        reads_files = "sources" in kwargs and bool(kwargs["sources"].files)
+        with errors_in_one_line(), connection.client(reads_files=reads_files) as client:
             command(client, *args, **kwargs)
 
     return wrapper  # type: ignore[return-value]

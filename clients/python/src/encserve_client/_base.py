@@ -25,7 +25,15 @@ from encserve_client._logic.dispatch import TimeLimit
 from encserve_client._logic.streams import StreamOptions
 from encserve_client._logic.wire import Wire
 from encserve_client.exceptions import ClientClosedError, InvalidInputError
-from encserve_client.inputs import Input, SpanInput, check_input, check_iterable, check_spans, read_inputs
+from encserve_client.inputs import (
+    Input,
+    SpanInput,
+    check_input,
+    check_inputs,
+    check_iterable,
+    check_spans,
+    read_inputs,
+)
 from encserve_client.options import (
     UNITS,
     Array,
@@ -228,6 +236,7 @@ class BaseClient:
     ) -> Any:
         """Return the first output of each input: a matrix if the output is pooled, otherwise a list."""
         items, is_one = read_inputs(inputs)
+        check_inputs(items)
         check_progress(progress)
         kind = options.outputs[0].kind
         if not items and kind in ("tokens", "multi_vector", "sparse"):

@@ -275,7 +275,7 @@ def check_rows(
 def check_padding(reference: Reference, longest: int, advice: str) -> None:
     """Check in PyTorch that padding does not change the rows.
 
-    If padding changes them in PyTorch, every ONNX graph of the model would fail in `check_rows`.
+    If padding changes rows in PyTorch, every ONNX graph of the model would fail in `check_rows`.
 
     Args:
         reference: The model.
@@ -295,7 +295,7 @@ def check_padding(reference: Reference, longest: int, advice: str) -> None:
         try:
             check(None)
         except ParityError:
-            # Some models round more. Only float64, which takes twice the memory, shows how much.
+            # Rounding may explain the difference. Only a run in float64 measures rounding, but needs twice the memory.
             check(reference_rows(reference, sequences, reference.module))
     except ParityError as error:
         raise ParityError(

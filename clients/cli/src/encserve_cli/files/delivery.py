@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from encserve_cli import render
 from encserve_cli.files.command import STDOUT, Printing, Sources
-from encserve_cli.files.encoding import Run, encode_all, with_sent_ids
+from encserve_cli.files.encoding import Run, encode_all, encode_block, with_sent_ids
 from encserve_cli.files.records import records
 from encserve_cli.shared import ids_of
 from encserve_client import EncoderClient, EncodeResult, Output, OutputKind
@@ -27,15 +27,25 @@ _MOST_PRINTED = 1000
 def run_of(
     client: EncoderClient, kind: OutputKind, sources: Sources, printing: Printing, **options: Any
 ) -> Run[EncodeResult]:
-    """Return a function that encodes the inputs of one call. `options` are further arguments of `client.run`."""
+    """Return a function that encodes some inputs, and raises the error of the first failed input.
+
+    `options` are further arguments of `client.run`.
+    """
     has_tokens = kind in ("tokens", "multi_vector", "sparse")
-    return functools.partial(
-        client.run,
-        outputs=[Output(kind, dimensions=printing.dimensions)],
-        dtype=printing.dtype,
-        include_token_strings=has_tokens and not sources.ids and printing.names_tokens,
-        **options,
-    )
+
+    def run(inputs: list[Any]) -> EncodeResult:
+        result = client.run(
+            inputs,
+            outputs=[Output(kind, dimensions=printing.dimensions)],
+            dtype=printing.dtype,
+            include_token_strings=has_tokens and not sources.ids and printing.names_tokens,
+            **options,
+        )
+        for error in result.errors.values():
+            raise error
+        return result
+
+    return run
 
 
 def deliver(
@@ -57,7 +67,7 @@ def deliver(
         _save(run, sources, printing.output, as_json, stop)
         return
     inputs = sources.read_few(_MOST_PRINTED, "--output FILE takes any number")
-    result = run([it.value for it in inputs])
+    result = encode_block(run, inputs)
     if as_json:
         sequences = [{it.column: it.value} | its for it, its in zip(inputs, records(result), strict=True)]
         body = {"kind": result.outputs[0].kind, "timings": asdict(result.timings), "sequences": sequences}
@@ -67,24 +77,24 @@ def deliver(
 
 
 def _save(run: Run[EncodeResult], sources: Sources, path: Path, as_json: bool, stop: Callable[[], object]) -> None:
-    """Write the vectors to a file call by call, and print a summary of the file."""
+    """Write the vectors to a file block by block, and print a summary of the file."""
     from encserve_cli.files.writing import writing  # which imports pyarrow
 
     began = time.monotonic()
     inputs = rows = 0
     last: EncodeResult | None = None
     with writing(path) as writer, _progress(sources) as advance:
-        for call, result in encode_all(run, sources.read(), stop):
+        for block, result in encode_all(run, sources.read(), stop):
             if last is not None and result.fingerprint != last.fingerprint:
                 raise ValueError(
                     f"the model was replaced meanwhile: {last.fingerprint} by {result.fingerprint}; nothing was "
                     "written. Begin again, or name a --model-version"
                 )
-            writer.write(call, result)
+            writer.write(block, result)
             last = result
-            inputs += len(call)
+            inputs += len(block)
             rows += sum(len(block.rows) for block in result.outputs[0].blocks)
-            advance(len(call))
+            advance(len(block))
         if last is None:
             raise sources.none_found
     if path == STDOUT:

@@ -29,7 +29,7 @@ from encserve_cli.job.sample import take_sample
 from encserve_cli.job.showing import plan_lines, plan_record, summary_lines, summary_record
 from encserve_cli.job.types import Encoder, Shard, ignore_batch
 from encserve_cli.shared import STOPPED, errors_in_one_line
-from encserve_client import EncodeResult, Timings
+from encserve_client import EncodeResult, InvalidRequestError, Timings
 
 SOME_REJECTED = 3
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -55,7 +55,7 @@ def run_job(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     with errors_in_one_line(RuntimeError), ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
         try:
-            client = None if "bundle" in given else stack.enter_context(context.obj.client("bulk"))
+            client = None if "bundle" in given else stack.enter_context(context.obj.client("bulk", reads_files=True))
             backend = backend_of(
                 bundle=given.get("bundle"),
                 client=client,
@@ -118,8 +118,9 @@ def _encode(encoder: Encoder, inputs: Sequence[Value]) -> EncodeResult:
     began = time.perf_counter()
     encoded = encoder.encode(inputs, ignore_batch)
     if encoded.refused:
-        place = min(encoded.refused)
-        raise ValueError(f"inputs[{place}]: {encoded.refused[place]}")
+        error = InvalidRequestError(encoded.refused[min(encoded.refused)])
+        error.index = min(encoded.refused)
+        raise error
     assert encoded.result is not None  # noqa: S101 - there are inputs, and none was refused
     return replace(encoded.result, timings=Timings(0.0, 0.0, 0.0, time.perf_counter() - began, 0, 0))
 

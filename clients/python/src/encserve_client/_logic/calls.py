@@ -36,6 +36,8 @@ ModelKey = tuple[str, str]
 
 # The largest number of rounds of a call. A round is repeated if the model was replaced during the round.
 _MAX_ROUNDS = 3
+# So many failed messages in a row end a call. A server that never answers would otherwise delay each message in turn.
+_MOST_FAILED_IN_A_ROW = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class Core:
     ) -> EncodeResult:
         """Split the inputs into messages, send the messages, and merge the answers.
 
-        `describe`: whether the result has the tokens of each input.
+        `describe`: whether the result has the tokens, or the error, of each input. Otherwise the first error is raised.
         """
         started = wire.now()
         time_limit = self.time_limit(timeout_seconds, started)
@@ -117,25 +119,31 @@ class Core:
             info = await self._model_for(options, wire, key, time_limit, use_remembered=bool(inputs))
             if not inputs:
                 expected.check(info)
-                return empty_result(info, options, wire.now() - started)
+                return empty_result(info, options, {}, wire.now() - started, 0)
             limits = Limits.of(info, self.settings.max_message_bytes, self.settings.max_concurrent_messages)
             template = request_template(key, options, self.settings)
             attempts = 0
             for _ in range(_MAX_ROUNDS):
-                messages = plan_messages(inputs, template, limits)
+                rejected: dict[int, EncserveError] | None = {} if describe else None
+                messages = plan_messages(inputs, template, limits, rejected)
                 if self.settings.priority is None:
                     messages = as_bulk(messages, template)
-                dispatch: Dispatch[MessageAnswer] = self._dispatch(PlannedMessages(messages), time_limit)
-                report = _ProgressReporter(progress, len(inputs))
-                await self._exchange_encode_messages(wire, dispatch, key, options, describe, report)
+                dispatch: Dispatch[MessageAnswer] = self._dispatch(PlannedMessages(messages), time_limit, rejected)
+                await self._exchange_encode_messages(wire, dispatch, key, options, describe, progress, len(inputs))
                 attempts += dispatch.attempts
-                answers = [answer for _, answer in sorted(dispatch.answers, key=lambda pair: pair[0])]
-                if len({answer.fingerprint for answer in answers}) <= 1:
+                answers = sorted(dispatch.answers, key=lambda pair: pair[0])
+                if len({answer.fingerprint for _, answer in answers}) <= 1:
                     break
+            if not answers and dispatch.failure is not None:
+                raise dispatch.failure
             is_sparse = any(output.kind == "sparse" for output in options.outputs)
-            if is_sparse and answers[0].fingerprint != info.fingerprint:  # the remembered width may be out of date
-                info = await self._fetch_model(wire, key, time_limit)
-        result = merge_answers(answers, wire.now() - started, attempts, info.sparse_width)
+            if is_sparse and answers and answers[0][1].fingerprint != info.fingerprint:
+                info = await self._fetch_model(wire, key, time_limit)  # the remembered width may be out of date
+        errors = dict(sorted((rejected or {}).items()))
+        if answers:
+            result = merge_answers(answers, errors, wire.now() - started, attempts, info.sparse_width)
+        else:
+            result = empty_result(info, options, errors, wire.now() - started, attempts)
         expected.check(result)
         return result
 
@@ -217,15 +225,12 @@ class Core:
             limits = Limits.of(info, self.settings.max_message_bytes, self.settings.max_concurrent_messages)
 
             def decode(message: Message, response: pb.TokenizeResponse) -> tuple[str, list[SequenceInfo]]:
-                infos = sequence_infos(response, message.n_inputs)
-                report(message.n_inputs)
-                return response.fingerprint, infos
+                return response.fingerprint, sequence_infos(response, message.n_inputs)
 
             for _ in range(_MAX_ROUNDS):
-                report = _ProgressReporter(progress, len(texts))
                 source = PlannedMessages(plan_messages(texts, template, limits))
                 dispatch: Dispatch[tuple[str, list[SequenceInfo]]] = self._dispatch(source, time_limit)
-                await exchange(wire, "Tokenize", dispatch, decode)
+                await exchange(wire, "Tokenize", dispatch, decode, progress, len(texts))
                 answers = sorted(dispatch.answers, key=lambda answer: answer[0])
                 fingerprints = {fingerprint for _, (fingerprint, _) in answers}
                 if len(fingerprints) <= 1:
@@ -265,17 +270,16 @@ class Core:
         key: ModelKey,
         options: Options,
         describe: bool,
-        report: "_ProgressReporter",
+        progress: Progress | None,
+        n_inputs: int,
     ) -> None:
         """Send one round of a call's messages. The fingerprints of the answers may differ."""
 
         def decode(message: Message, response: pb.EncodeResponse) -> MessageAnswer:
-            answer = decode_response(response, options, message.n_inputs, describe=describe)
-            report(message.n_inputs)
-            return answer
+            return decode_response(response, options, message.n_inputs, describe=describe)
 
         try:
-            await exchange(wire, "Encode", dispatch, decode)
+            await exchange(wire, "Encode", dispatch, decode, progress, n_inputs)
         finally:
             if dispatch.saw_too_large:  # the remembered limits may be out of date
                 self._models.pop(key, None)
@@ -328,30 +332,28 @@ class Core:
         )
 
 
-class _ProgressReporter:
-    """Counts answered inputs, and calls `progress` with the count."""
+async def exchange(
+    wire: Wire,
+    rpc: Rpc,
+    dispatch: Dispatch[R],
+    decode: Callable[[Message, Any], R],
+    progress: Progress | None = None,
+    n_inputs: int = 0,
+) -> None:
+    """Send the messages of a call until all are answered or have failed. The caller must close the wire.
 
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress = progress
-        self._total = total
-        self._done = 0
-
-    def __call__(self, answered: int) -> None:
-        """Count `answered` more inputs, and report the count."""
-        self._done += answered
-        if self._progress is not None:
-            self._progress(self._done, self._total)
-
-
-async def exchange(wire: Wire, rpc: Rpc, dispatch: Dispatch[R], decode: Callable[[Message, Any], R]) -> None:
-    """Send the messages of a call until all are answered. The caller must close the wire.
+    `progress` is called after each attempt of a message, with the number of finished inputs and with `n_inputs`.
 
     Raises:
         EncserveError: A message failed, and the failure ends the call.
     """
     while True:
         dispatch.send(wire, rpc, may_block=True)
+        if dispatch.failure is not None and dispatch.failed_in_a_row >= _MOST_FAILED_IN_A_ROW:
+            raise dispatch.failure
         if dispatch.is_done:
             return
         event = await wire.wait(dispatch.seconds_to_wait(wire.now()))
         dispatch.record(event, decode, wire.now())
+        if event is not None and progress is not None:
+            progress(dispatch.n_finished, n_inputs)

@@ -117,6 +117,8 @@ class Dispatch(Generic[R]):
         answers: (first_index of the message, answer) of each answered message, in the order of arrival.
         attempts: Number of sent messages, repeated messages included.
         rejected: Index of an input → error of the input. None if the first error ends the call.
+        failure: The error of the last message that failed for all its inputs; None without such a message.
+        failed_in_a_row: Number of such messages since the last answer.
         saw_too_large: Whether a message was refused for its size, so that remembered limits may be out of date.
         paused_seconds: Time that counts for no deadline, because the caller was busy. Only `Stream` sets this time.
     """
@@ -134,7 +136,10 @@ class Dispatch(Generic[R]):
     ) -> None:
         self.answers: list[tuple[int, R]] = []
         self.rejected = rejected
+        self.failure: EncserveError | None = None
+        self.failed_in_a_row = 0
         self.attempts = 0
+        self._n_answered = 0
         self.saw_too_large = False
         self.paused_seconds = 0.0
         self._source = source
@@ -152,6 +157,11 @@ class Dispatch(Generic[R]):
     def is_done(self) -> bool:
         """Whether every message was answered. True only after `send` has reached the end of the source."""
         return self._source.is_ended and not self._n_in_flight and not self._outbox
+
+    @property
+    def n_finished(self) -> int:
+        """Number of inputs with an answer or an error."""
+        return self._n_answered + len(self.rejected or ())
 
     def send(self, wire: Wire, rpc: Rpc, *, may_block: bool) -> None:
         """Send the messages that may be in flight now. If nothing else can be sent meanwhile, the wire may block.
@@ -206,6 +216,8 @@ class Dispatch(Generic[R]):
         self._n_in_flight -= 1
         self._held_up.discard(id(message))
         self._history.server_seen = True
+        self.failed_in_a_row = 0
+        self._n_answered += message.n_inputs
         self.answers.append((message.first_index, answer))
 
     def _record_failure(self, message: Message, failure: Failure, now: float) -> None:
@@ -266,6 +278,8 @@ class Dispatch(Generic[R]):
         """
         if self.rejected is None or not affects_one_message:
             raise make_error()
+        self.failure = make_error()
+        self.failed_in_a_row += 1
         for index in range(message.first_index, message.first_index + message.n_inputs):
             self.rejected[index] = error = make_error()
             error.index = index

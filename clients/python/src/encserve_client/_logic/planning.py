@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, cast
 
-from encserve_client.exceptions import InvalidInputError
+from encserve_client.exceptions import EncserveError, InvalidInputError
 from encserve_client.inputs import Input, SpanInput, check_input, pack_input
 from encserve_client.options import numpy_dtype
 from encserve_client.results import ModelInfo
@@ -151,6 +151,7 @@ def plan_messages(
     inputs: Sequence[Input | SpanInput],
     template: pb.EncodeRequest | pb.TokenizeRequest,
     limits: Limits,
+    rejected: dict[int, EncserveError] | None = None,
 ) -> Iterator[Message]:
     """Yield messages with all inputs in order. Each message is as large as the limits allow.
 
@@ -160,13 +161,21 @@ def plan_messages(
         inputs: The inputs.
         template: A request without inputs.
         limits: The limits of one message.
+        rejected: If given, gets the error of each invalid input, by index. Then these inputs are in no message.
 
     Raises:
-        InvalidInputError: An input is of the wrong type.
+        InvalidInputError: An input is invalid, and `rejected` is None.
     """
     builder = MessageBuilder(template, limits)
     for index, item in enumerate(inputs):
-        if (full := builder.add(index, item)) is not None:
+        try:
+            full = builder.add(index, item)
+        except InvalidInputError as error:
+            if rejected is None:
+                raise
+            rejected[index] = error
+            continue
+        if full is not None:
             yield full
     if (last := builder.flush()) is not None:
         yield last
