@@ -598,7 +598,7 @@ def test_arguments_of_a_job_are_files_that_can_be_read_again(tmp_path: Path, mon
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=problem):
             plan_of(arguments)
-    with pytest.raises(FileNotFoundError, match=r"^c\.txt: there is no such file$"):
+    with pytest.raises(FileNotFoundError, match=r"^c\.txt: there is no such file; check the path$"):
         plan_of(["c.txt"])
     with pytest.raises(ValueError, match=r"a\.txt: is given twice"):
         plan_of(["a.txt", path.as_uri()])

@@ -281,7 +281,7 @@ def test_a_wrong_list_of_addresses_is_refused(client: Any, target: Any, text: st
 
 
 def test_several_addresses_need_a_server_name_for_tls() -> None:
-    with pytest.raises(InvalidInputError, match="several addresses need tls=Tls\\(server_name=…\\)"):
+    with pytest.raises(InvalidInputError, match="tls.server_name must be set to the name that all certificates have"):
         EncoderClient(["10.0.0.7:1", "10.0.0.8:1"], tls=True)
     with EncoderClient(["[fd00::7]:1", "[fd00::8]:1"], tls=Tls(server_name="encoder")) as client:
         assert repr(client) == "<EncoderClient ipv6:[fd00::7]:1,[fd00::8]:1 [open]>"

@@ -26,7 +26,6 @@ from encserve_client import (
     RetryPolicy,
     ServerUnavailableError,
     Tls,
-    UnauthenticatedError,
 )
 from encserve_client._grpc.channel import channel_options
 from encserve_client._grpc.diagnosis import Diagnosis
@@ -79,7 +78,7 @@ def test_a_target_without_a_port_gets_the_default_port(target: Any, complete: st
     ("target", "text"),
     [
         ("http://localhost:8080", r"^target must be host:port, without http://; was 'http://localhost:8080'"),
-        ("https://encoder", r"without https://; .* \(50051 by default\), and tls=True$"),
+        ("https://encoder", r"without https://; .* \(50051 by default\), and turn on TLS \(tls=True or --tls\)$"),
         ("grpc://encoder:1", "without grpc://"),
         ("encoder:", "^target must be host:port, such as 'localhost:50051' or .*; was 'encoder:'$"),
         ("encoder:https", "target must be host:port"),
@@ -139,14 +138,16 @@ def test_a_key_that_cannot_be_sent_is_refused(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv("ENCSERVE_API_KEY", key)
         with pytest.raises(InvalidInputError, match=f"^ENCSERVE_API_KEY {text}"):
             EncoderClient()
-    with pytest.raises(InvalidInputError, match="give api_key, or 'authorization' in metadata, not both"):
+    with pytest.raises(InvalidInputError, match="api_key must be left out if metadata has 'authorization'"):
         EncoderClient(api_key="secret", metadata={"authorization": "Basic x"})
 
 
 @pytest.mark.parametrize("client", [EncoderClient, AsyncEncoderClient])
 @pytest.mark.parametrize("target", ["10.0.0.7", "encoder:1", "dns:///encoder", ["127.0.0.1:1", "10.0.0.7:1"]])
 def test_a_key_in_plaintext_to_another_machine_warns(client: Any, target: Any) -> None:
-    with pytest.warns(PlaintextKeyWarning, match="the key goes to .* without encryption.* give tls=True") as warned:
+    with pytest.warns(
+        PlaintextKeyWarning, match="the key goes to .* without encryption.* turn on TLS .tls=True or --tls"
+    ) as warned:
         client(target, api_key="secret")
     assert [warning.filename for warning in warned] == [__file__]
     assert "secret" not in str(warned[0].message)
@@ -157,16 +158,6 @@ def test_a_key_on_this_machine_gives_no_warning(target: str) -> None:
     EncoderClient(target, api_key="secret").close()
     EncoderClient("10.0.0.7", tls=True, api_key="secret").close()
     EncoderClient("10.0.0.7", credentials=grpc.ssl_channel_credentials(), api_key="secret").close()
-
-
-async def test_a_wrong_key_is_named(tmp_path: Path) -> None:
-    server = await start_fake_server(tmp_path, api_key="right-" + 16 * "k")
-    target = f"{server.app.settings.host}:{server.app.grpc_port}"
-    async with AsyncEncoderClient(target, api_key="wrong") as client:
-        with pytest.raises(UnauthenticatedError, match="^unknown or revoked key; .* api_key=, --api-key or ENCSERVE_A"):
-            await client.embed([[1]])
-    await server.channel.close()
-    await server.app.stop()
 
 
 # Proxies
@@ -309,7 +300,7 @@ async def test_the_other_ports_of_a_server(caller: Caller, tmp_path: Path, port:
     server = await start_fake_server(tmp_path, http_port=0)
     text = await error_of(caller, f"127.0.0.1:{getattr(server.app, port)}")
     assert ": an HTTP server answers here, not a gRPC server: set the target (target=, --target or ENCSERVE" in text
-    assert "to the server's gRPC port, 50051 by default. gRPC says: " in text
+    assert "to the server's gRPC port, 50051 by default" in text
     await server.channel.close()
     await server.app.stop()
 

@@ -231,6 +231,19 @@ def test_an_unsent_message_fails_with_the_deadline() -> None:
         encode(core_of(max_concurrent=1), server, [[5], [6]], timeout_seconds=2.0)
 
 
+def test_the_deadline_of_a_message_that_waits_for_a_retry_names_the_last_failure() -> None:
+    """The first message fails after 1 s. Its retry waits for the second message, which takes the rest of the time."""
+    stopping = Failure(Code.CANCELLED, "the server stops")
+    server = Server(
+        lambda request: (1.0, stopping) if request.inputs[0].token_ids.ids[0] == 5 else (3.0, echo(request)),
+        max_request_sequences=1,
+    )
+    text = "^4 s passed before everything was sent to host:1; the last attempt failed: the server stops$"
+    with pytest.raises(DeadlineError, match=text) as caught:
+        encode(core_of(max_concurrent=1), server, [[5], [6]], timeout_seconds=4.0)
+    assert caught.value.attempts == 1
+
+
 def test_late_answers_keep_the_order_of_inputs() -> None:
     """The server replies to later messages first. The results are still in input order.
 
@@ -397,7 +410,7 @@ def test_run_gives_rows_or_an_error_for_each_input(
     for index, error in result.errors.items():
         assert error.index == index
         assert isinstance(error, InvalidRequestError)
-        name, problem = f"inputs[{index}]", "must have" if index in invalid else "token_ids.ids[0]: is bad"
+        name, problem = f"inputs[{index}]", "must have" if index in invalid else "is bad"
         assert str(error).startswith(name)
         assert error.problem.startswith(problem)
     [output] = result.outputs

@@ -177,7 +177,9 @@ async def test_tokenize(caller: Caller, service: FakeEncoder) -> None:
     assert caught.value.index == 7
     with pytest.raises(InvalidInputError, match=r"texts\[1\] must be a str; was list"):
         await caller(client.tokenize, ["a", [1]])
-    with pytest.raises(InvalidInputError, match=r"^texts\[0\] cannot be sent"):
+    with pytest.raises(
+        InvalidInputError, match=r"^texts\[0\] must be valid Unicode; has half of a surrogate pair at character 0$"
+    ):
         await caller(client.tokenize, ["\ud800"])
 
 

@@ -97,7 +97,9 @@ def test_messages_are_made_one_by_one() -> None:
     limits = Limits(1, 2**31, 2**31, 512)
     messages = plan_messages([[1], [2], [2**63]], TEMPLATE, limits)
     assert next(messages).first_index == 0
-    with pytest.raises(InvalidInputError, match=r"inputs\[2\] cannot be sent"):
+    with pytest.raises(
+        InvalidInputError, match=r"inputs\[2\]\[0\] must be an integer of 64 bits; was 9223372036854775808"
+    ):
         list(messages)
 
 
@@ -137,11 +139,7 @@ def test_a_message_is_limited_to_a_quarter_of_the_queue() -> None:
     ("inputs", "text"),
     [
         (7, "inputs must be a list of inputs; was int"),
-        ({"input_ids": [1, 2]}, "inputs must be a list of inputs; was dict"),
         ({"b", "a"}, "inputs must be a list of inputs; was set"),
-        ([1, 2, 3], r"inputs\[0\] is a single id; for one sequence of ids pass \[ids\]"),
-        (np.array([1, 2]), r"inputs\[0\] is a single id"),
-        (["a", None], r"inputs\[1\] must be a text, a list, tuple or .* array of vectors; was NoneType"),
         (["a", b"b"], r"inputs\[1\] must be .* was bytes"),
         ([[1], []], r"inputs\[1\] must have at least one token id; was empty"),
         ([np.zeros((2, 2), int)], r"inputs\[0\] must be a \(seq,\) array .* or float64; was \(2, 2\) of int64"),
@@ -165,7 +163,10 @@ def test_wrong_inputs_are_refused(inputs: object, text: str) -> None:
 
 @pytest.mark.parametrize("item", [[1, "2"], [1.5], [2**63], "\ud800", [None]])
 def test_a_value_that_protobuf_cannot_hold_is_refused(item: Input) -> None:
-    with pytest.raises(InvalidInputError, match=r"inputs\[4\] cannot be sent"):
+    with pytest.raises(
+        InvalidInputError,
+        match=r"inputs\[4\](\[\d\] must be an integer of 64 bits; was| must be valid Unicode; has half)",
+    ):
         pack_input(item, "inputs[4]")
 
 

@@ -81,7 +81,7 @@ def test_what_is_not_finite_is_named_with_its_place(dtype: Any, value: float) ->
     array[3, 0] = array[2, 3] = value
     with pytest.raises(InvalidInputError) as caught:
         pack_input(array, "inputs[7]")
-    assert str(caught.value) == f"inputs[7]: the number in row 2, column 3 must be finite; was {value:g}"
+    assert str(caught.value) == f"inputs[7] must be finite in row 2, column 3; was {value:g}"
 
 
 @pytest.mark.parametrize("value", [1e39, -1e300, sys.float_info.max])
@@ -89,7 +89,7 @@ def test_what_float32_cannot_hold_is_named_with_its_place(value: float) -> None:
     array = vectors(5, 4, np.float64)
     array[1, 2] = value
     with pytest.raises(
-        InvalidInputError, match=r"^inputs\[7\]: the number in row 1, column 2 must fit into float32, at"
+        InvalidInputError, match=r"^inputs\[7\] must be at most 3.40282e\+38, to fit into float32, in row 1, column 2"
     ):
         pack_input(array, "inputs[7]")
 

@@ -43,13 +43,13 @@ def run(
 
     Raises:
         EncserveError: The server is not reachable, or refuses the input.
-        ValueError: The model has no such layer, or does not take such an input.
+        ValueError: The model does not take such an input.
         OSError: The page cannot be written.
     """
     text = source.value if isinstance(source.value, str) else None
     info = client.model(options["model"], options["version"])
     _check_input(source, info)
-    selected = None if layers is None else _check_layers(layers, info)
+    selected = None if layers is None else sorted(set(layers))
     result = client.inspect(
         source.value,
         attention=True if selected is None else selected,
@@ -77,13 +77,6 @@ def _check_input(source: Sent, info: ModelInfo) -> None:
         raise ValueError(f"model {info.name} takes vectors, and this command takes none; call client.inspect in Python")
     if isinstance(source.value, str) and not info.has_tokenizer:
         raise ValueError(f"model {info.name} has no tokenizer; give token ids instead: --ids 101,2023,102")
-
-
-def _check_layers(layers: Sequence[int], info: ModelInfo) -> list[int]:
-    """Return the layers in order. The server refuses wrong layers if the client does not know the number of layers."""
-    if info.n_layers and max(layers) >= info.n_layers:
-        raise ValueError(f"--layers must be from 0 to {info.n_layers - 1}; was {max(layers)}")
-    return sorted(set(layers))
 
 
 def _print_tokens(console: Console, result: InspectResult, max_rows: int) -> None:

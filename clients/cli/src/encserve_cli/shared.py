@@ -1,7 +1,6 @@
 """Decorators and checks that several commands of `encserve` use."""
 
 import functools
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,25 +16,26 @@ F = TypeVar("F", bound=Callable[..., Any])
 STOPPED = 130  # the exit status after Ctrl-C, as in a shell
 CONNECTION = "Connection"  # the section of the connection options
 
-# The option for each argument of the client, as the client's errors name the argument.
-_FLAGS: Mapping[str, str] = {
-    "target must": "--target must",
+# The option for each argument of the client; see `EncserveError.field`.
+_OPTIONS: Mapping[str, str] = {
+    "target": "--target",
     "timeout_seconds": "--timeout",
     "tls.ca": "--ca",
     "tls.cert": "--cert",
     "tls.key": "--tls-key",
-    "tls=Tls(server_name=…)": "--server-name",
-    "tls=True": "--tls",
+    "tls.server_name": "--server-name",
     "api_key": "--api-key",
-    "kind=": "--kind ",
-    "pooling=": "--pooling ",
-    "task=": "--task ",
-    "prompt_name=": "--prompt-name ",
-    "dimensions must": "--dimensions must",
-    "dtype=": "--dtype ",
+    "metadata": "--metadata",
+    "model": "--model",
+    "version": "--model-version",
+    "kind": "--kind",
+    "pooling": "--pooling",
+    "task": "--task",
+    "prompt_name": "--prompt-name",
+    "dimensions": "--dimensions",
+    "dtype": "--dtype",
+    "attention": "--layers",
 }
-# A path in an error may contain such a name.
-_ARGUMENT = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, _FLAGS))})(?![\w./-])")
 
 
 class SectionOption(click.Option):
@@ -85,7 +85,7 @@ def errors_in_one_line(*others: type[Exception]) -> Iterator[None]:
     The errors of the client's arguments name options instead. Ctrl-C prints one line, too, and exits with status 130.
     If the reader of stdout has gone, as in `encserve … | head -1`, click exits with status 1 and prints nothing.
     """
-    from encserve_client import EncserveError, InvalidRequestError
+    from encserve_client import EncserveError
 
     caught: tuple[type[Exception], ...] = (EncserveError, ValueError, OSError, *others)
     try:
@@ -95,15 +95,23 @@ def errors_in_one_line(*others: type[Exception]) -> Iterator[None]:
     except KeyboardInterrupt:
         click.echo("stopped", err=True)
         click.get_current_context().exit(STOPPED)
-    except InvalidRequestError as error:
-        raise click.ClickException(_ARGUMENT.sub(lambda found: _FLAGS[found[0]], _one_line(error))) from error
     except caught as error:
         raise click.ClickException(_one_line(error)) from error
 
 
 def _one_line(error: Exception) -> str:
-    """Return the text of an error, without line breaks."""
-    return " ".join(str(error).split())
+    """Return the text of an error without line breaks, with options instead of arguments of the client."""
+    from encserve_client import EncserveError
+
+    text = str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    elif isinstance(error, EncserveError) and error.field in _OPTIONS:
+        text = f"{_OPTIONS[error.field]}{text.removeprefix(error.field)}"
+    # If the text names the place of an input in a file, the cause is the error of the client.
+    if "SEQUENCE_TOO_LONG" in (getattr(it, "reason", "") for it in (error, error.__cause__)):
+        text = f"{text} (--truncate)"
+    return " ".join(text.split())
 
 
 @contextmanager

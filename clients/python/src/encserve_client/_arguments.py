@@ -16,19 +16,19 @@ def check_type(name: str, value: object, kind: type[T] | tuple[type[T], ...], wo
         InvalidInputError: `value` has another type.
     """
     if not isinstance(value, kind):
-        raise InvalidInputError(f"{name} must be {words}; was {type(value).__name__}")
+        raise InvalidInputError(f"must be {words}; was {type(value).__name__}", field=name)
     return value
 
 
 def as_int(name: str, value: object) -> int:
     """Convert a Python or NumPy integer to int. Raise InvalidInputError for any other type, bool included."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise InvalidInputError(f"{name} must be an int; was {type(value).__name__}")
+        raise InvalidInputError(f"must be an int; was {type(value).__name__}", field=name)
     return int(value)
 
 
 def as_float(name: str, value: object) -> float:
     """Convert a Python or NumPy number to float. Raise InvalidInputError for any other type, bool included."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise InvalidInputError(f"{name} must be a number; was {type(value).__name__}")
+        raise InvalidInputError(f"must be a number; was {type(value).__name__}", field=name)
     return float(value)

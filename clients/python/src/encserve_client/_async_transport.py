@@ -13,7 +13,7 @@ from encserve_client._base import BaseClient
 from encserve_client._grpc.async_wire import AsyncWire
 from encserve_client._grpc.channel import Connection
 from encserve_client._grpc.metadata import with_trace
-from encserve_client.exceptions import InvalidInputError
+from encserve_client.exceptions import EncserveError, InvalidInputError
 from encserve_client.inputs import Input
 from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceStub
 
@@ -52,7 +52,10 @@ class AsyncTransport(BaseClient):
             wire.end_wait()
 
     async def _call(self, call: Coroutine[Any, Any, T]) -> T:
-        return await call
+        try:
+            return await call
+        except EncserveError as error:
+            raise error.with_traceback(None) from None  # so that a caller's traceback ends soon after the call
 
     def _iterate(self, results: Results[R]) -> Results[R]:
         return results

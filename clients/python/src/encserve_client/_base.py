@@ -149,7 +149,8 @@ class BaseClient:
         checked_tls, self._credentials = channel_credentials(tls, credentials)
         if checked_tls is not None and checked_tls.server_name is None and has_several_addresses(self._target):
             raise InvalidInputError(
-                "several addresses need tls=Tls(server_name=…), with the name that all certificates have"
+                "must be set to the name that all certificates have, because the target has several addresses",
+                field="tls.server_name",
             )
         self._channel_options = channel_options(
             self._target, settings.max_message_bytes, checked_tls, channel_arguments
@@ -161,8 +162,8 @@ class BaseClient:
         self._metadata = call_metadata(api_key, metadata)
         if self._credentials is None and not is_local(self._target) and has_bearer_key(self._metadata):
             warnings.warn(
-                f"the key goes to {self._target} without encryption, so others on the network can read it: give "
-                "tls=True or Tls(ca=…), or --tls or --ca in a command",
+                f"the key goes to {self._target} without encryption, so others on the network can read it: turn on TLS "
+                "(tls=True or --tls)",
                 PlaintextKeyWarning,
                 stacklevel=2,
             )
@@ -275,7 +276,7 @@ class BaseClient:
             offset_unit=UNITS[options.offset_unit],
         )
         found = await self._core.tokenize(
-            self._wire(), cast("list[str]", items), key, template, timeout_seconds, progress
+            self._wire(), cast("list[str]", items), key, options, template, timeout_seconds, progress
         )
         return found[0] if is_one else found
 
@@ -314,7 +315,7 @@ class BaseClient:
             few_rows = options.outputs[0].is_pooled or options.outputs[0].kind == "sparse"
             max_in_flight = DEFAULT_MAX_VECTORS_IN_FLIGHT if few_rows else DEFAULT_MAX_IN_FLIGHT
         if as_int("max_in_flight", max_in_flight) < 1:
-            raise InvalidInputError(f"max_in_flight must be >= 1; was {max_in_flight}")
+            raise InvalidInputError(f"must be >= 1; was {max_in_flight}", field="max_in_flight")
         seconds = self._core.time_limit(timeout_seconds, 0.0).seconds
         items = [inputs] if isinstance(inputs, str) else inputs
         total = len(items) if isinstance(items, Sized) else None

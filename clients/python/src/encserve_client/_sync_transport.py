@@ -13,7 +13,7 @@ from encserve_client._grpc.channel import Connection
 from encserve_client._grpc.metadata import with_trace
 from encserve_client._grpc.sync_wire import SyncWire
 from encserve_client._logic.wire import run_without_loop
-from encserve_client.exceptions import InvalidInputError
+from encserve_client.exceptions import EncserveError, InvalidInputError
 from encserve_client.inputs import Input
 from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceStub
 
@@ -55,7 +55,10 @@ class SyncTransport(BaseClient):
             wire.end_wait()
 
     def _call(self, call: Coroutine[Any, Any, T]) -> T:
-        return run_without_loop(call)
+        try:
+            return run_without_loop(call)
+        except EncserveError as error:
+            raise error.with_traceback(None) from None  # so that a caller's traceback ends soon after the call
 
     def _iterate(self, results: AsyncGenerator[tuple[int, R], None]) -> Results[R]:
         try:
@@ -70,7 +73,8 @@ class SyncTransport(BaseClient):
         self._check_open()
         if inputs is not None:
             raise InvalidInputError(
-                f"inputs must be an iterable; was {type(inputs).__name__}: for async iterables use AsyncEncoderClient"
+                f"must be an iterable; was {type(inputs).__name__}: for async iterables use AsyncEncoderClient",
+                field="inputs",
             )
         wire = SyncWire(self._current_connection, with_trace(self._metadata), lambda: self._closed, self._diagnosis)
         with self._lock:

@@ -445,18 +445,12 @@ class AsyncEncoderClient(AsyncTransport):
             InspectUnavailableError: The model or the server does not support `inspect`.
             EncserveError: As for `embed`.
         """
+        options = Options(dtype=dtype, truncate=truncate, prompt_name=prompt_name, task=task)
+        key = model_key(model, version)
         request = inspect_request(
-            input,
-            model_key(model, version),
-            attention=attention,
-            hidden_states=hidden_states,
-            positions=positions,
-            dtype=dtype,
-            truncate=truncate,
-            prompt_name=prompt_name,
-            task=task,
+            input, key, options, attention=attention, hidden_states=hidden_states, positions=positions
         )
-        return await self._call(self._core.inspect(self._wire(), request, timeout_seconds))
+        return await self._call(self._core.inspect(self._wire(), request, key, options, timeout_seconds))
 
     @overload
     async def tokenize(  # type: ignore[overload-overlap]

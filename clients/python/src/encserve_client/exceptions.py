@@ -35,23 +35,30 @@ class EncserveError(Exception):
         reason: The server's machine-readable reason, such as "QUEUE_FULL"; "" without one.
         attempts: How often the failed message was sent; 0 if nothing was sent.
         index: The index of the input that caused the error; None if the error concerns no single input.
+        field: The argument that caused the error, such as "timeout_seconds" or "inputs[3]". The text begins with the
+            argument. "" if the error concerns no single argument.
     """
 
     def __init__(
-        self, message: str, *, code: grpc.StatusCode = grpc.StatusCode.UNKNOWN, reason: str = "", attempts: int = 0
+        self,
+        message: str,
+        *,
+        code: grpc.StatusCode = grpc.StatusCode.UNKNOWN,
+        reason: str = "",
+        attempts: int = 0,
+        field: str = "",
     ) -> None:
         super().__init__(message)
         self.code = code
         self.reason = reason
         self.attempts = attempts
+        self.field = field
         self.index: int | None = None
 
     @property
     def problem(self) -> str:
-        """The text without `inputs[index]`, for programs that name the input in their own way."""
-        text = str(self)
-        rest = text.removeprefix(f"inputs[{self.index}]").removeprefix(f"texts[{self.index}]")
-        return text if rest == text else rest.lstrip(":. ")
+        """The text without the argument."""
+        return str(self).removeprefix(self.field).removeprefix(":").lstrip()
 
 
 class InvalidRequestError(EncserveError, ValueError):
@@ -61,8 +68,9 @@ class InvalidRequestError(EncserveError, ValueError):
 class InvalidInputError(InvalidRequestError, TypeError):
     """The client refused an argument or an input. Earlier messages of the same call may have been sent."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, code=grpc.StatusCode.INVALID_ARGUMENT)
+    def __init__(self, problem: str, *, field: str = "") -> None:
+        message = f"{field} {problem}" if field else problem
+        super().__init__(message, code=grpc.StatusCode.INVALID_ARGUMENT, field=field)
 
 
 class MessageTooLargeError(InvalidRequestError):
@@ -145,5 +153,5 @@ class CallCancelledError(EncserveError):
 class ClientClosedError(EncserveError, RuntimeError):
     """The client was closed before or during the call."""
 
-    def __init__(self, message: str = "the client is closed") -> None:
+    def __init__(self, message: str = "the client is closed; make a new client") -> None:
         super().__init__(message, code=grpc.StatusCode.CANCELLED)

@@ -60,7 +60,9 @@ def read_inputs(inputs: Iterable[Input]) -> tuple[list[Input], bool]:
         return [inputs], True
     check_iterable(inputs)
     if not isinstance(inputs, Iterable):
-        raise InvalidInputError(f"inputs must be a list of inputs; was {type(inputs).__name__}: `stream` takes it")
+        raise InvalidInputError(
+            f"must be a list of inputs; was {type(inputs).__name__}: `stream` takes it", field="inputs"
+        )
     return list(inputs), False
 
 
@@ -86,14 +88,15 @@ def check_iterable(inputs: object) -> None:
     """
     if isinstance(inputs, bytes | bytearray):
         raise InvalidInputError(
-            f"inputs must be a str or a list of inputs; was {type(inputs).__name__}: decode the bytes"
+            f"must be a str or a list of inputs; was {type(inputs).__name__}: decode the bytes",
+            field="inputs",
         )
     # Iterating over a dict, such as the result of a tokenizer, would encode the keys.
     is_scalar = isinstance(inputs, np.ndarray) and inputs.ndim == 0
     if not isinstance(inputs, Iterable | AsyncIterable) or isinstance(inputs, Mapping | Set) or is_scalar:
-        raise InvalidInputError(f"inputs must be a list of inputs; was {type(inputs).__name__}")
+        raise InvalidInputError(f"must be a list of inputs; was {type(inputs).__name__}", field="inputs")
     if isinstance(inputs, np.ndarray) and inputs.ndim == 2 and inputs.dtype.kind == "f":
-        raise InvalidInputError("inputs must be a list of inputs; for one sequence of vectors pass [array]")
+        raise InvalidInputError("must be a list of inputs; for one sequence of vectors pass [array]", field="inputs")
 
 
 def check_spans(spans: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
@@ -103,16 +106,16 @@ def check_spans(spans: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]
         InvalidInputError: A range is not a pair of integers from 0 to 2**32 - 1.
     """
     if not isinstance(spans, Iterable):
-        raise InvalidInputError(f"spans must be a list of (start, end); was {type(spans).__name__}")
+        raise InvalidInputError(f"must be a list of (start, end); was {type(spans).__name__}", field="spans")
     starts: list[int] = []
     ends: list[int] = []
     for index, span in enumerate(spans):
         if isinstance(span, str) or not isinstance(span, Sequence | np.ndarray) or len(span) != 2:
-            raise InvalidInputError(f"spans[{index}] must be (start, end); was {span!r}")
+            raise InvalidInputError(f"must be (start, end); was {span!r}", field=f"spans[{index}]")
         for numbers, value in ((starts, span[0]), (ends, span[1])):
             numbers.append(as_int(f"spans[{index}]", value))
             if not 0 <= numbers[-1] < 2**32:
-                raise InvalidInputError(f"spans[{index}] must be from 0 to {2**32 - 1}; was {numbers[-1]}")
+                raise InvalidInputError(f"must be from 0 to {2**32 - 1}; was {numbers[-1]}", field=f"spans[{index}]")
     return starts, ends
 
 
@@ -127,14 +130,14 @@ def check_input(item: object, name: str) -> Input:
     if isinstance(item, np.ndarray):
         _check_array(item, name)
     elif isinstance(item, int | np.integer):
-        raise InvalidInputError(f"{name} is a single id; for one sequence of ids pass [ids]")
+        raise InvalidInputError("is a single id; for one sequence of ids pass [ids]", field=name)
     elif not isinstance(item, list | tuple):
         raise InvalidInputError(
-            f"{name} must be a text, a list, tuple or array of token ids, or an array of vectors; "
-            f"was {type(item).__name__}"
+            f"must be a text, a list, tuple or array of token ids, or an array of vectors; was {type(item).__name__}",
+            field=name,
         )
     if len(item) == 0:
-        raise InvalidInputError(f"{name} must have at least one token id; was empty")
+        raise InvalidInputError("must have at least one token id; was empty", field=name)
     return item
 
 
@@ -151,13 +154,28 @@ def pack_input(item: Input | SpanInput, name: str) -> pb.Input:
         return packed
     if isinstance(item, np.ndarray) and item.ndim == 2:
         return pb.Input(embeddings=_pack_vectors(item, name))
+    if isinstance(item, str):
+        return pb.Input(text=_check_unicode(item, name))
+    ids = item.tolist() if isinstance(item, np.ndarray) else item
     try:
-        if isinstance(item, str):
-            return pb.Input(text=item)
-        ids = item.tolist() if isinstance(item, np.ndarray) else item
         return pb.Input(token_ids=pb.TokenIds(ids=ids))
-    except (TypeError, ValueError) as error:  # UnicodeEncodeError is a ValueError
-        raise InvalidInputError(f"{name} cannot be sent: {error}") from error
+    except (TypeError, ValueError) as error:
+        place, wrong = next((place, it) for place, it in enumerate(ids) if not _is_id(it))
+        raise InvalidInputError(f"must be an integer of 64 bits; was {wrong!r}", field=f"{name}[{place}]") from error
+
+
+def _check_unicode(text: str, name: str) -> str:
+    try:
+        text.isascii() or text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(
+            f"must be valid Unicode; has half of a surrogate pair at character {error.start}", field=name
+        ) from None
+    return text
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int | np.integer) and -(2**63) <= int(value) < 2**63
 
 
 def _check_array(array: npt.NDArray[Any], name: str) -> None:
@@ -165,11 +183,12 @@ def _check_array(array: npt.NDArray[Any], name: str) -> None:
     is_vectors = array.ndim == 2 and array.dtype.name in _WIRE_TYPES
     if not is_ids and not is_vectors:
         raise InvalidInputError(
-            f"{name} must be a (seq,) array of integers or a (seq, d_model) array of float32, float16 or float64; "
-            f"was {array.shape} of {array.dtype}"
+            f"must be a (seq,) array of integers or a (seq, d_model) array of float32, float16 or float64; "
+            f"was {array.shape} of {array.dtype}",
+            field=name,
         )
     if is_vectors and 0 in array.shape:
-        raise InvalidInputError(f"{name} must have at least one row and one column; was {array.shape}")
+        raise InvalidInputError(f"must have at least one row and one column; was {array.shape}", field=name)
 
 
 def _pack_vectors(array: npt.NDArray[Any], name: str) -> pb.TokenEmbeddings:
@@ -182,6 +201,6 @@ def _pack_vectors(array: npt.NDArray[Any], name: str) -> pb.TokenEmbeddings:
         row, column = (int(index) for index in np.argwhere(~finite)[0])
         value = float(array[row, column])
         largest = np.finfo(np.float32).max
-        rule = f"fit into float32, at most {largest:g}" if math.isfinite(value) else "be finite"
-        raise InvalidInputError(f"{name}: the number in row {row}, column {column} must {rule}; was {value:g}")
+        rule = f"be at most {largest:g}, to fit into float32," if math.isfinite(value) else "be finite"
+        raise InvalidInputError(f"must {rule} in row {row}, column {column}; was {value:g}", field=name)
     return pb.TokenEmbeddings(width=vectors.shape[1], data_type=data_type, data=vectors.tobytes())

@@ -75,6 +75,12 @@ UNITS: dict[SpanUnit | None, pb.OffsetUnit] = {
     "utf8_bytes": pb.OFFSET_UNIT_UTF8_BYTES,
     "tokens": pb.OFFSET_UNIT_TOKENS,
 }
+# The arguments that only one kind has.
+_KIND_OF_ARGUMENT: dict[str, OutputKind] = {
+    "max_active_dims": "sparse",
+    "pool_factor": "multi_vector",
+    "span_pooling": "spans",
+}
 _DATA_TYPES: dict[DType, pb.DataType] = {
     "float32": pb.DATA_TYPE_FLOAT32,
     "float16": pb.DATA_TYPE_FLOAT16,
@@ -100,7 +106,7 @@ def check_choice(name: str, value: object, choices: object) -> None:
     """Raise InvalidInputError unless `value` is a value of the Literal `choices`."""
     allowed = get_args(choices)
     if value not in allowed:
-        raise InvalidInputError(f"{name} must be one of {', '.join(map(repr, allowed))}; was {value!r}")
+        raise InvalidInputError(f"must be one of {', '.join(map(repr, allowed))}; was {value!r}", field=name)
 
 
 def _check_kind(name: str, value: object, choices: object) -> None:
@@ -142,9 +148,14 @@ class Output:
         for name in ("dimensions", "max_active_dims"):
             value = getattr(self, name)
             if value is not None and as_int(name, value) < 1:
-                raise InvalidInputError(f"{name} must be >= 1; was {value}")
+                raise InvalidInputError(f"must be >= 1; was {value}", field=name)
         if self.pool_factor is not None and not as_float("pool_factor", self.pool_factor) >= 1:
-            raise InvalidInputError(f"pool_factor must be >= 1; was {self.pool_factor}")
+            raise InvalidInputError(f"must be >= 1; was {self.pool_factor}", field="pool_factor")
+        for name, kind in _KIND_OF_ARGUMENT.items():
+            if getattr(self, name) is not None and self.kind not in (kind, kind_number(kind)):
+                raise InvalidInputError(
+                    f"must be left out, because it is for kind={kind!r}; kind is {self.kind!r}", field=name
+                )
 
     @property
     def is_pooled(self) -> bool:
@@ -193,9 +204,9 @@ class Options:
         check_type("prompt_name", self.prompt_name, (str, type(None)), "a str or None")
         check_choice("dtype", self.dtype, DType)
         if not self.outputs:
-            raise InvalidInputError("outputs must name at least one output; was empty")
+            raise InvalidInputError("must name at least one output; was empty", field="outputs")
         if len(set(self.outputs)) != len(self.outputs):
-            raise InvalidInputError(f"outputs must differ from each other; was {list(self.outputs)}")
+            raise InvalidInputError(f"must differ from each other; was {list(self.outputs)}", field="outputs")
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
@@ -239,9 +250,9 @@ class Options:
 def as_outputs(outputs: Sequence[Output | OutputKind | int]) -> tuple[Output, ...]:
     """Convert names and numbers of kinds to outputs that are not normalised."""
     if isinstance(outputs, str):
-        raise InvalidInputError(f"outputs must be a list; for one output pass [{outputs!r}]")
+        raise InvalidInputError(f"must be a list; for one output pass [{outputs!r}]", field="outputs")
     if not isinstance(outputs, Iterable):
-        raise InvalidInputError(f"outputs must be a list; was {type(outputs).__name__}")
+        raise InvalidInputError(f"must be a list; was {type(outputs).__name__}", field="outputs")
     return tuple(output if isinstance(output, Output) else Output(output) for output in outputs)
 
 
@@ -264,7 +275,10 @@ def embed_output(
     if kind == "vector":
         return Output(pooling, l2_normalize, dimensions, max_active_dims, pool_factor)
     if pooling != "model":
-        raise InvalidInputError(f"pooling={pooling!r} is for kind='vector'; leave pooling out with kind={kind!r}")
+        raise InvalidInputError(
+            f"must be left out with kind={kind!r}, because pooling makes single vectors; was {pooling!r}",
+            field="pooling",
+        )
     return Output(kind, l2_normalize, dimensions, max_active_dims, pool_factor)
 
 

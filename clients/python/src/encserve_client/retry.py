@@ -47,15 +47,18 @@ class RetryPolicy:
         for name in ("initial_backoff_seconds", "backoff_multiplier", "max_backoff_seconds"):
             as_float(name, getattr(self, name))
         if self.max_attempts < 1:
-            raise InvalidInputError(f"max_attempts must be >= 1; was {self.max_attempts}")
+            raise InvalidInputError(f"must be >= 1; was {self.max_attempts}", field="max_attempts")
         if self.initial_backoff_seconds < 0:
-            raise InvalidInputError(f"initial_backoff_seconds must be >= 0; was {self.initial_backoff_seconds}")
+            raise InvalidInputError(
+                f"must be >= 0; was {self.initial_backoff_seconds}",
+                field="initial_backoff_seconds",
+            )
         if self.backoff_multiplier < 1:
-            raise InvalidInputError(f"backoff_multiplier must be >= 1; was {self.backoff_multiplier}")
+            raise InvalidInputError(f"must be >= 1; was {self.backoff_multiplier}", field="backoff_multiplier")
         if self.max_backoff_seconds < self.initial_backoff_seconds:
             raise InvalidInputError(
-                "max_backoff_seconds must be >= initial_backoff_seconds; "
-                f"was {self.max_backoff_seconds} < {self.initial_backoff_seconds}"
+                f"must be >= initial_backoff_seconds; was {self.max_backoff_seconds} < {self.initial_backoff_seconds}",
+                field="max_backoff_seconds",
             )
 
     def longest_wait(self, attempts: int) -> float:

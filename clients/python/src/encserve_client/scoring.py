@@ -49,9 +49,9 @@ def maxsim(query: Array, document: Array, similarity: MaxSimilarity = "maxsim") 
             the similarity is unknown.
     """
     if similarity not in get_args(MaxSimilarity):
-        raise InvalidInputError(f"similarity must be 'maxsim' or 'meanmaxsim'; was {similarity!r}")
+        raise InvalidInputError(f"must be 'maxsim' or 'meanmaxsim'; was {similarity!r}", field="similarity")
     if (kind := _kind("query", query)) != "vectors for MaxSim":
-        raise InvalidInputError(f"query must be a (n, width) array of numbers; was {kind}")
+        raise InvalidInputError(f"must be a (n, width) array of numbers; was {kind}", field="query")
     _check_document("document", document, query)
     return float(_maxsim_scores(query, [document], similarity)[0])
 
@@ -90,7 +90,7 @@ def rank(
     _check_documents(documents, query)
     most = len(documents) if top_k is None else as_int("top_k", top_k)
     if top_k is not None and most < 1:
-        raise InvalidInputError(f"top_k must be >= 1; was {top_k}")
+        raise InvalidInputError(f"must be >= 1; was {top_k}", field="top_k")
     if isinstance(query, SparseVector):
         scores = _sparse_scores(query, cast("Sequence[SparseVector]", documents), by)
     elif query.ndim == 2:
@@ -121,11 +121,14 @@ def _kind(name: str, encoded: object) -> str:
     array = check_type(name, encoded, np.ndarray, "an array or a SparseVector")
     if array.ndim not in (1, 2) or array.dtype.kind not in "fiu":
         raise InvalidInputError(
-            f"{name} must be a (width,) or (n, width) array of numbers; was {array.shape} of {array.dtype}"
+            f"must be a (width,) or (n, width) array of numbers; was {array.shape} of {array.dtype}",
+            field=name,
         )
     if array.dtype == np.uint8:
         if array.ndim == 2:
-            raise InvalidInputError(f"{name} must be one vector of packed bits, (bytes,); was {array.shape} of uint8")
+            raise InvalidInputError(
+                f"must be one vector of packed bits, (bytes,); was {array.shape} of uint8", field=name
+            )
         return "packed bits"
     return "a vector" if array.ndim == 1 else "vectors for MaxSim"
 
@@ -137,7 +140,9 @@ def _check_documents(documents: object, query: Vectors) -> None:
             _check_document("a row of documents", documents[0], query)
         return
     if isinstance(documents, np.ndarray) and documents.ndim != 3:
-        raise InvalidInputError(f"documents must be a list, or a (documents, width) array; was {documents.shape}")
+        raise InvalidInputError(
+            f"must be a list, or a (documents, width) array; was {documents.shape}", field="documents"
+        )
     items = check_type("documents", documents, (list, tuple, np.ndarray), "a list or an array")
     for index, document in enumerate(items):
         _check_document(f"documents[{index}]", document, query)
@@ -152,9 +157,12 @@ def _check_document(name: str, document: object, query: Vectors) -> None:
     kind, query_kind = _kind(name, document), _kind("query", query)
     if kind != query_kind:
         advice = "; for one query embed a str, not a list" if (query_kind, kind) == _LISTED_QUERY else ""
-        raise InvalidInputError(f"query and {name} must be of one kind; were {query_kind} and {kind}{advice}")
+        raise InvalidInputError(f"must be {query_kind}, as query is; was {kind}{advice}", field=name)
     if _width(document) != _width(query):
-        raise InvalidInputError(f"query and {name} must be equally wide; were {_width(query)} and {_width(document)}")
+        raise InvalidInputError(
+            f"must have {_width(query)} numbers, as query has; had {_width(document)}. Embed both with one model",
+            field=name,
+        )
 
 
 # The kinds of a query and a document if a list with one text was embedded as the query.
@@ -177,13 +185,13 @@ def _similarity_for(kind: str, similarity: Similarity | ModelInfo | None) -> Sim
         if (made := trained.get(kind)) and made not in similarity.kinds:
             there = ", ".join(map(repr, similarity.kinds)) or "none"
             raise InvalidInputError(
-                f"similarity: model {similarity.name} does not make {kind}; it has the kinds {there}. Give the "
-                "ModelInfo of the model that made them"
+                f"must be of the model that made the {kind}; was of model {similarity.name}, with the kinds {there}",
+                field="similarity",
             )
         similarity = similarity_of(similarity, made or "model")
     if similarity not in choices:
         allowed = " or ".join(map(repr, choices))
-        raise InvalidInputError(f"similarity must be {allowed} for {kind}, or a ModelInfo; was {similarity!r}")
+        raise InvalidInputError(f"must be {allowed} for {kind}, or a ModelInfo; was {similarity!r}", field="similarity")
     return similarity
 
 
@@ -218,7 +226,7 @@ _COMPARE: dict[str, Callable[[Array, Array], Floats]] = {
 def _maxsim_scores(query: Array, documents: Sequence[Array], by: str) -> Floats:
     """Return the scores, (documents,), for a query of (n, width) and documents of (m, width)."""
     if not len(query):
-        raise InvalidInputError("query must have at least 1 vector; had none")
+        raise InvalidInputError("must have at least 1 vector; had none", field="query")
     query = query.astype(np.float32)
     scores = np.full(len(documents), _NO_VECTORS_SCORE)
     lengths = np.array([len(document) for document in documents], np.int64)

@@ -43,10 +43,11 @@ def token_spans(info: SequenceInfo, size: int) -> list[tuple[int, int]]:
         InvalidInputError: `size` is below 1, or `info` has no offsets.
     """
     if as_int("size", size) < 1:
-        raise InvalidInputError(f"size must be >= 1; was {size}")
+        raise InvalidInputError(f"must be >= 1; was {size}", field="size")
     if info.offsets is None:
         raise InvalidInputError(
-            "info must have offsets: take it from tokenize, or from run with texts and detail='tokens'"
+            "must have offsets: take it from tokenize, or from run with texts and detail='tokens'",
+            field="info",
         )
     offsets = info.offsets[info.offsets[:, 1] > info.offsets[:, 0]].tolist()  # special tokens have (0, 0)
     return [(group[0][0], group[-1][1]) for group in (offsets[at : at + size] for at in range(0, len(offsets), size))]

@@ -57,15 +57,18 @@ class Tls:
             else:
                 context.load_verify_locations(self.ca)
         except (OSError, ValueError) as error:
-            raise InvalidInputError(f"tls.ca {self.ca} must be a complete PEM certificate: {error}") from error
+            raise InvalidInputError(
+                f"must be a PEM file of whole certificates; was {self.ca}", field="tls.ca"
+            ) from error
         if self.cert is None:
             return context
         try:
             context.load_cert_chain(self.cert, self.key, password="")
         except (OSError, ValueError) as error:
             raise InvalidInputError(
-                f"tls.cert {self.cert} and tls.key {self.key} must be a PEM certificate and its private key, without a "
-                f"password: {error}"
+                f"must be a PEM certificate, with its private key without a password in tls.key; were {self.cert} and "
+                f"{self.key}",
+                field="tls.cert",
             ) from error
         return context
 
@@ -74,4 +77,4 @@ def _read(name: str, path: str | Path | None) -> bytes | None:
     try:
         return None if path is None else Path(path).read_bytes()
     except OSError as error:
-        raise InvalidInputError(f"tls.{name} cannot be read: {error}") from error
+        raise InvalidInputError(f"cannot be read: {path}: {error.strerror}", field=f"tls.{name}") from error

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 Command = Callable[..., Any]
 STDOUT = Path("-")  # --output - writes to standard output
-NOTHING = "there is nothing to encode: no input was found"
 # Of `files.writing`, which is imported late.
 _SUFFIXES = (".npy", ".npz", ".jsonl", ".csv", ".parquet")
 
@@ -49,6 +48,11 @@ class Sources:
         """Return the number of inputs; see `count_inputs`."""
         return count_inputs(self.texts, self.files)
 
+    @property
+    def none_found(self) -> ValueError:
+        """The error if the files have no inputs."""
+        return ValueError(f"no input was found in {', '.join(self.files)}; give a file with at least one line or row")
+
     def read_few(self, most: int, advice: str) -> list[Sent]:
         """Return all inputs.
 
@@ -61,7 +65,7 @@ class Sources:
         if len(inputs) > most:
             raise ValueError(f"more than {most:,} inputs: {advice}")
         if not inputs:
-            raise ValueError(NOTHING)
+            raise self.none_found
         return inputs
 
 
@@ -155,10 +159,17 @@ def _refuse_names_of_files(texts: Sequence[str]) -> None:
 
 
 def _files_of(pattern: str) -> list[str]:
-    """Return the files that match a pattern, sorted. If no file matches, return the pattern, for the error."""
-    if is_uri(pattern) or os.path.lexists(pattern):
+    """Return the files that match a pattern, sorted. A name without `*`, `?` and `[` is returned unchanged.
+
+    Raises:
+        UsageError: No file matches the pattern.
+    """
+    if is_uri(pattern) or os.path.lexists(pattern) or not set(pattern) & set("*?["):
         return [pattern]
-    return sorted(glob.glob(pattern)) or [pattern]  # noqa: PTH207 - the pattern may be absolute
+    found = sorted(glob.glob(pattern))  # noqa: PTH207 - the pattern may be absolute
+    if not found:
+        raise click.UsageError(f"--input {pattern}: no file matches this pattern; check the folder and the pattern")
+    return found
 
 
 def prints_rows(command: Command) -> Command:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from encserve_cli import render
-from encserve_cli.files.command import NOTHING, STDOUT, Printing, Sources
+from encserve_cli.files.command import STDOUT, Printing, Sources
 from encserve_cli.files.encoding import Run, encode_all, encode_block, with_sent_ids
 from encserve_cli.files.records import records
 from encserve_cli.shared import ids_of
@@ -96,7 +96,7 @@ def _save(run: Run[EncodeResult], sources: Sources, path: Path, as_json: bool, s
             rows += sum(len(block.rows) for block in result.outputs[0].blocks)
             advance(len(block))
         if last is None:
-            raise ValueError(NOTHING)
+            raise sources.none_found
     if path == STDOUT:
         return
     seconds = time.monotonic() - began

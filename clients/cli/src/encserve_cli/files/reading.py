@@ -139,8 +139,8 @@ def named_file(name: str) -> DataFile:
     if path.is_dir():
         raise ValueError(f"{shown}: is a folder; name its files, as {shown.rstrip('/')}/*.parquet does")
     if not path.exists():
-        hint = "" if suffix in SUFFIXES else f"; inputs end in {KNOWN}"
-        raise FileNotFoundError(f"{shown}: there is no such file{hint}")
+        hint = "check the path" if suffix in SUFFIXES else f"inputs end in {KNOWN}"
+        raise FileNotFoundError(f"{shown}: there is no such file; {hint}")
     if suffix not in SUFFIXES:
         raise ValueError(f"{shown}: is a file of a kind that is not known; known are {KNOWN}")
     return DataFile(shown, str(path), suffix, codec)

@@ -62,7 +62,14 @@ def writing(path: Path) -> Iterator[Writer]:
             f"--output {path}: must end in {', '.join(_WRITERS)}; was {path.suffix or 'without a suffix'}. "
             "End the name of a folder with /"
         )
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder, ExitStack() as stack:
+    with ExitStack() as folders, ExitStack() as stack:
+        try:
+            folder = folders.enter_context(tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent))
+        except OSError as error:
+            raise OSError(
+                f"--output {path}: cannot write into the folder {path.parent}: {error.strerror}. Make this folder, or "
+                "name another"
+            ) from error
         whole = Path(folder, path.name)
         writer = make(whole, stack)
         yield writer

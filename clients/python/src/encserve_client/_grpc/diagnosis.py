@@ -52,7 +52,7 @@ class Diagnosis:
         return failure.code is grpc.StatusCode.UNAVAILABLE and not failure.reason
 
     def explain(self, failure: Failure) -> Failure:
-        """Return the failure with the cause before the text, if a cause was found. May block for some seconds."""
+        """Return the failure with the cause as its text, if a cause was found. May block for some seconds."""
         if not self.may_help(failure):
             return failure
         if self._last is None or time.monotonic() - self._last[0] > _REMEMBER_SECONDS:
@@ -61,7 +61,7 @@ class Diagnosis:
         cause = self._last[1]
         if self._proxy is not None:
             cause = f"through the proxy {self._proxy}{': ' if cause else ''}{cause}"
-        return replace(failure, message=f"{cause}. gRPC says: {failure.message}") if cause else failure
+        return replace(failure, message=cause) if cause else failure
 
     def _cause(self) -> str:
         """Return the cause, or "" if a server answers or the cause cannot be found."""
@@ -146,8 +146,8 @@ def _cause_in_plaintext(connect: Connect) -> str:
         return ""
     if _speaks_tls(connect):
         return (
-            "the server uses TLS, but this client uses plaintext: give tls=True or Tls(ca=…), or --tls or --ca in a "
-            "command"
+            "the server uses TLS, but this client uses plaintext: turn on TLS (tls=True or --tls), and give the "
+            "authority's file (ca= or --ca) if the authority is not public"
         )
     if not start:
         return (
@@ -179,7 +179,10 @@ def _cause_in_tls(connect: Connect, tls: Tls, host: str) -> str:
     except ssl.SSLError as error:
         reason = error.reason or ""
         if reason == "WRONG_VERSION_NUMBER":
-            return "the server uses plaintext, but this client uses TLS: leave tls out, or give the port with TLS"
+            return (
+                "the server uses plaintext, but this client uses TLS: leave out tls= (--tls, --ca, --cert), or give "
+                "the port with TLS"
+            )
         if _ALERT.search(reason):
             return f"{_client_certificate_cause(tls)} (TLS: {reason.lower().replace('_', ' ')})"
         if not isinstance(error, ssl.SSLEOFError):
@@ -205,27 +208,27 @@ def _handshake(connect: Connect, context: ssl.SSLContext, name: str | None) -> s
 
 def _client_certificate_cause(tls: Tls) -> str:
     if tls.cert is None:
-        return "the server requires a client certificate: give Tls(cert=…, key=…), or --cert and --tls-key in a command"
+        return "the server requires a client certificate: give one (cert= and key=, or --cert and --tls-key)"
     return (
-        f"the server refuses the client certificate {tls.cert}: it has expired, or the server does not know its "
-        "authority"
+        f"the server refuses the client certificate {tls.cert}: the certificate has expired, or the server does not "
+        "know its authority. Give another (cert= or --cert)"
     )
 
 
 def _server_certificate_cause(error: ssl.SSLCertVerificationError, connect: Connect, tls: Tls, name: str | None) -> str:
     if error.verify_code == _EXPIRED:
-        return "the server's certificate has expired"
+        return "the server's certificate has expired: renew it on the server"
     if error.verify_code == _NOT_YET_VALID:
-        return "the server's certificate is not valid yet, by the clock of this machine"
+        return "the server's certificate is not valid yet: check the clock of this machine and the certificate"
     if error.verify_code in _OTHER_NAMES:
         return (
             f"the server's certificate is not for {name!r}, but for {_names(connect, tls)}: connect to one of these "
-            "names, or give one as Tls(server_name=…)"
+            "names, or give one (server_name= or --server-name)"
         )
     roots = "the list of authorities of this machine" if tls.ca is None else f"{tls.ca}"
     return (
         f"the authority of the server's certificate is not in {roots} ({error.verify_message}): give the authority's "
-        "file as Tls(ca=…), or --ca in a command"
+        "file (ca= or --ca)"
     )
 
 

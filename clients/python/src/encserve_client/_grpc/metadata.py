@@ -31,17 +31,20 @@ def call_metadata(api_key: str | None, metadata: MetadataArgument | None) -> Met
     pairs = list(checked.items() if isinstance(checked, Mapping) else checked)
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise InvalidInputError("metadata must be a dict or a list of (key, value) pairs")
+            raise InvalidInputError("must be a dict or a list of (key, value) pairs", field="metadata")
         key, value = pair
         check_type("a metadata key", key, str, "a str")
         if not _KEY.fullmatch(key):
-            raise InvalidInputError(f"a metadata key must have only a-z, 0-9, '-', '_' and '.'; was {key!r}")
+            raise InvalidInputError(
+                f"must have names of a-z, 0-9, '-', '_' and '.' only; was {key!r}", field="metadata"
+            )
         if key.endswith("-bin"):
             raise InvalidInputError(
-                f"the metadata key {key!r} ends in -bin, for binary values, which are not supported"
+                f"must have texts as values, but names that end in -bin are for binary values; was {key!r}",
+                field="metadata",
             )
         if not isinstance(value, str) or not (value.isascii() and value.isprintable()):
-            raise InvalidInputError(f"the metadata value of {key!r} must be a str of printable ASCII")
+            raise InvalidInputError(f"must have values of printable ASCII; that of {key!r} is not", field="metadata")
     if bearer := _read_key(api_key, has_authorization="authorization" in dict(pairs)):
         pairs.append(("authorization", f"Bearer {bearer}"))
     return tuple(pairs)
@@ -59,12 +62,13 @@ def _read_key(api_key: str | None, *, has_authorization: bool) -> str:
     # Files and editors add a line break, or a byte order mark at the start.
     key = check_type(name, key, str, "a str or None").strip().removeprefix("\ufeff").strip()
     if key and has_authorization:
-        raise InvalidInputError("give api_key, or 'authorization' in metadata, not both")
+        raise InvalidInputError("must be left out if metadata has 'authorization'; give one of them", field="api_key")
     for i, char in enumerate(key):
         if not "!" <= char <= "~":
             raise InvalidInputError(
-                f"{name} must be only the key, in printable ASCII without spaces; character {i + 1} of {len(key)} is "
-                "not. encserve-server hash-key makes valid keys"
+                f"must be only the key, in printable ASCII without spaces; character {i + 1} of {len(key)} is "
+                "not. encserve-server hash-key makes valid keys",
+                field=name,
             )
     return key
 

@@ -38,11 +38,11 @@ def as_target(target: str | Sequence[str] | None) -> str:
     rule = f"a str such as {DEFAULT_TARGET!r}, or a list of addresses"
     items = check_type(name, target, (list, tuple), rule)
     if not items:
-        raise InvalidInputError(f"{name} must be {rule}; was empty")
+        raise InvalidInputError(f"must be {rule}; was empty", field=name)
     addresses = [_ip_address(f"{name}[{index}]", item) for index, item in enumerate(items)]
     schemes = {"ipv6" if host.startswith("[") else "ipv4" for host, _ in addresses}
     if len(schemes) > 1:
-        raise InvalidInputError(f"{name} must have IPv4 addresses or IPv6 addresses; had both")
+        raise InvalidInputError("must have IPv4 addresses or IPv6 addresses; had both", field=name)
     return f"{schemes.pop()}:{','.join(f'{host}:{port}' for host, port in addresses)}"
 
 
@@ -96,10 +96,11 @@ def _named_target(target: str, name: str) -> str:
         authority, slash, host = rest.rpartition("/")
         return f"dns:{authority}{slash}{_with_port(host, name)}"
     if "://" in target:
-        tls = ", and tls=True" if scheme in ("https", "grpcs") else ""
+        tls = ", and turn on TLS (tls=True or --tls)" if scheme in ("https", "grpcs") else ""
         raise InvalidInputError(
-            f"{name} must be host:port, without {scheme}://; was {target!r}. Give the host with the server's gRPC port "
-            f"(50051 by default){tls}"
+            f"must be host:port, without {scheme}://; was {target!r}. Give the host with the server's gRPC port "
+            f"(50051 by default){tls}",
+            field=name,
         )
     return _with_port(target, name)
 
@@ -110,7 +111,9 @@ def _with_port(address: str, name: str) -> str:
     except ValueError:
         was = repr(address) if address else "empty"
         raise InvalidInputError(
-            f"{name} must be host:port, such as {DEFAULT_TARGET!r} or '[fd00::7]:50051'; was {was}"
+            f"must be host:port, such as {DEFAULT_TARGET!r} or '[fd00::7]:50051', with a port from 1 to 65535; was "
+            f"{was}",
+            field=name,
         ) from None
     return f"{host}:{port}"
 
@@ -123,8 +126,9 @@ def _ip_address(name: str, address: object) -> Address:
     except ValueError:
         # A gRPC target has at most one name. The client does not resolve names, because addresses change.
         raise InvalidInputError(
-            f"{name} must be an IP address with or without a port, such as '10.0.0.7:50051' or '[fd00::7]:50051'; was "
-            f"{address!r}. Or give one DNS name that has the addresses of all servers, 'dns:///NAME:PORT'"
+            f"must be an IP address with or without a port, such as '10.0.0.7:50051' or '[fd00::7]:50051'; was "
+            f"{address!r}. Or give one DNS name that has the addresses of all servers, 'dns:///NAME:PORT'",
+            field=name,
         ) from None
     return host, port
 

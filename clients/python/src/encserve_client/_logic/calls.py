@@ -20,7 +20,7 @@ from encserve_client._logic.answers import (
 from encserve_client._logic.capabilities import capability_error
 from encserve_client._logic.dispatch import Dispatch, MessageSource, PlannedMessages, TimeLimit
 from encserve_client._logic.failures import ServerHistory
-from encserve_client._logic.inspecting import InspectAssembler
+from encserve_client._logic.inspecting import InspectAssembler, check_layers
 from encserve_client._logic.planning import Limits, Message, MessageBuilder, as_bulk, plan_messages
 from encserve_client._logic.streams import Result, Stream, StreamMessages, StreamOptions
 from encserve_client._logic.wire import Rpc, Wire
@@ -56,11 +56,14 @@ class Settings:
     def __post_init__(self) -> None:
         """Raise InvalidInputError with the setting, the bound and the value."""
         if not self.timeout_seconds > 0:
-            raise InvalidInputError(f"timeout_seconds must be > 0; was {self.timeout_seconds}")
+            raise InvalidInputError(f"must be > 0; was {self.timeout_seconds}", field="timeout_seconds")
         if self.max_message_bytes < 1:
-            raise InvalidInputError(f"max_message_bytes must be >= 1; was {self.max_message_bytes}")
+            raise InvalidInputError(f"must be >= 1; was {self.max_message_bytes}", field="max_message_bytes")
         if self.max_concurrent_messages < 1:
-            raise InvalidInputError(f"max_concurrent_messages must be >= 1; was {self.max_concurrent_messages}")
+            raise InvalidInputError(
+                f"must be >= 1; was {self.max_concurrent_messages}",
+                field="max_concurrent_messages",
+            )
         if self.priority is not None:
             check_choice("priority", self.priority, Priority)
 
@@ -186,7 +189,9 @@ class Core:
                 if dispatch.saw_too_large:  # the remembered limits may be out of date
                     self._models.pop(key, None)
 
-    async def inspect(self, wire: Wire, request: pb.InspectRequest, timeout_seconds: float | None) -> InspectResult:
+    async def inspect(
+        self, wire: Wire, request: pb.InspectRequest, key: ModelKey, options: Options, timeout_seconds: float | None
+    ) -> InspectResult:
         """Send one Inspect request and return the result."""
         started = wire.now()
         time_limit = self.time_limit(timeout_seconds, started)
@@ -194,6 +199,8 @@ class Core:
         request.expected_fingerprint, request.expected_space_id = expected.fingerprint, expected.space_id
         dispatch: Dispatch[InspectAssembler] = self._dispatch(PlannedMessages([Message(request)]), time_limit)
         async with aclosing(wire):
+            info = await self._model_for(options, wire, key, time_limit, use_remembered=True)
+            check_layers(request, info)
             await exchange(wire, "Inspect", dispatch, lambda _, answer: answer)
         [(_, answer)] = dispatch.answers
         result = answer.result(wire.now() - started, dispatch.attempts)
@@ -205,6 +212,7 @@ class Core:
         wire: Wire,
         texts: Sequence[str],
         key: ModelKey,
+        options: Options,
         template: pb.TokenizeRequest,
         timeout_seconds: float | None,
         progress: Progress | None,
@@ -213,7 +221,7 @@ class Core:
         expected = self.settings.expected.fingerprint
         async with aclosing(wire):
             time_limit = self.time_limit(timeout_seconds, wire.now())
-            info = self._models.get(key) or await self._fetch_model(wire, key, time_limit)
+            info = await self._model_for(options, wire, key, time_limit, use_remembered=True)
             limits = Limits.of(info, self.settings.max_message_bytes, self.settings.max_concurrent_messages)
 
             def decode(message: Message, response: pb.TokenizeResponse) -> tuple[str, list[SequenceInfo]]:
@@ -252,7 +260,7 @@ class Core:
             return TimeLimit(self.settings.timeout_seconds)
         timeout = as_float("timeout_seconds", timeout_seconds)
         if not timeout > 0:
-            raise InvalidInputError(f"timeout_seconds must be > 0; was {timeout}")
+            raise InvalidInputError(f"must be > 0; was {timeout}", field="timeout_seconds")
         return TimeLimit(timeout, now + timeout)
 
     async def _exchange_encode_messages(

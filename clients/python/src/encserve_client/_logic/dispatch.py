@@ -235,6 +235,7 @@ class Dispatch(Generic[R]):
         if wait is not None:
             if is_outage or failure.is_full_server:
                 self._held_up.add(id(message))
+            message.last_failure = failure.message
             self._outbox.push_later(now + wait, message)
             return
         position = failure.input_at_fault(message.n_inputs)
@@ -262,8 +263,9 @@ class Dispatch(Generic[R]):
 
     def _deadline_error(self, message: Message) -> EncserveError:
         target = f" to {self._call.target}" if self._call.target else ""
+        failure = f"; the last attempt failed: {message.last_failure}" if message.last_failure else ""
         return DeadlineError(
-            f"{self._call.timeout_seconds:g} s passed before everything was sent{target}",
+            f"{self._call.timeout_seconds:g} s passed before everything was sent{target}{failure}",
             code=_TOO_LATE,
             attempts=message.attempts,
         )

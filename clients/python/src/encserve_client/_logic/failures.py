@@ -23,6 +23,11 @@ _NO_ROOM_REASONS = frozenset({"QUEUE_FULL", "SHARE_EXCEEDED", "BUDGET_FULL", "RA
 _FIRST_CONTACT_SECONDS = 2.0
 # The start of the server's text if one input caused the failure.
 _INPUT_AT_FAULT = re.compile(r"(?:inputs|texts)\[(\d+)\]")
+# The start of the server's text if one field of the request is wrong.
+_FIELD = re.compile(r"(?:inputs|texts|input|options|tensors|model|model_version|prompt_name|task)\b[\w.\[\]]*(?=: )")
+# The parts of fields that the arguments of this library do not have, and the arguments with other names than fields.
+_INNER = re.compile(r"^options\.(?:outputs\[0\]\.)?|^inputs\[0\]\.(?=spans)|\.(?:text|token_ids|ids|embeddings|data)\b")
+_ARGUMENTS = {"data_type": "dtype", "model_version": "version"}
 # gRPC itself refuses messages that are too large, on both sides, with this text and without a reason of the server.
 _TOO_LARGE_TEXT = re.compile(r"message larger than max|exceeds maximum (allowed )?size", re.IGNORECASE)
 # The server or the network failed one message. Other codes affect the whole call: the options, the caller, the server.
@@ -144,10 +149,13 @@ class Failure:
             kind: type[errors.EncserveError] = errors.MessageTooLargeError
         else:
             kind = _BY_REASON.get(self.reason) or _BY_CODE.get(self.code, errors.ServerError)
+        text, field = self._text(attempts, first_index, call), ""
+        if found := _FIELD.match(text):
+            field = _INNER.sub("", found[0])
+            field = _ARGUMENTS.get(field, field)
+            text = f"{field}{text[found.end() :]}"
         error = kind.__new__(kind)
-        errors.EncserveError.__init__(
-            error, self._text(attempts, first_index, call), code=self.code, reason=self.reason, attempts=attempts
-        )
+        errors.EncserveError.__init__(error, text, code=self.code, reason=self.reason, attempts=attempts, field=field)
         position = self.input_at_fault(n_inputs)
         error.index = None if position is None else first_index + position
         if isinstance(error, errors.OverloadedError):

@@ -8,8 +8,8 @@ from encserve_client._arguments import as_int
 from encserve_client._logic.answers import sequence_info
 from encserve_client.exceptions import InvalidInputError, ProtocolError
 from encserve_client.inputs import Input, check_input, pack_input
-from encserve_client.options import DType, Layers, Options, Task, numpy_dtype
-from encserve_client.results import InspectResult, Timings
+from encserve_client.options import Layers, Options, numpy_dtype
+from encserve_client.results import InspectResult, ModelInfo, Timings
 from encserve_proto.v1 import encoder_pb2 as pb
 
 _ATTENTION, _HIDDEN, _POSITIONS = (
@@ -17,27 +17,23 @@ _ATTENTION, _HIDDEN, _POSITIONS = (
     pb.INSPECT_KIND_HIDDEN_STATES,
     pb.INSPECT_KIND_POSITIONS,
 )
-_MAX_LAYER = 2**32 - 1  # the largest uint32 of the contract; only the server knows the number of layers
+_MAX_LAYER = 2**32 - 1  # the largest uint32 of the contract; `check_layers` compares with the model
 
 
 def inspect_request(
     item: Input,
     key: tuple[str, str],
+    options: Options,
     *,
     attention: Layers,
     hidden_states: Layers,
     positions: bool,
-    dtype: DType,
-    truncate: bool,
-    prompt_name: str | None,
-    task: Task | None,
 ) -> pb.InspectRequest:
     """Return the request of one `inspect` call. `key` is the model's name and version.
 
     Raises:
         InvalidInputError: `item` is not one input, the call asks for no tensor, or an argument is wrong.
     """
-    options = Options(dtype=dtype, truncate=truncate, prompt_name=prompt_name, task=task)
     tensors: list[pb.InspectSpec] = []
     for name, kind, selection in (
         ("attention", pb.INSPECT_KIND_ATTENTION_WEIGHTS, attention),
@@ -47,7 +43,7 @@ def inspect_request(
         if layers is not None:
             tensors.append(pb.InspectSpec(kind=kind, layers=layers))
     if not isinstance(positions, bool):
-        raise InvalidInputError(f"positions must be True or False; was {type(positions).__name__}")
+        raise InvalidInputError(f"must be True or False; was {type(positions).__name__}", field="positions")
     if positions:
         tensors.append(pb.InspectSpec(kind=pb.INSPECT_KIND_POSITIONS))
     if not tensors:
@@ -68,10 +64,21 @@ def _pack_one(item: Input) -> pb.Input:
     if isinstance(item, list | tuple) and item and not isinstance(item[0], int | np.integer | float):
         count = "1 input" if len(item) == 1 else f"{len(item)} inputs"
         raise InvalidInputError(
-            f"input must be one input; was a {type(item).__name__} of {count}: call inspect once for each. "
-            "Vectors must be an array"
+            f"must be one input; was a {type(item).__name__} of {count}: call inspect once for each. "
+            "Vectors must be an array",
+            field="input",
         )
     return pack_input(check_input(item, "input"), "input")
+
+
+def check_layers(request: pb.InspectRequest, info: ModelInfo) -> None:
+    """Raise InvalidInputError if the request has a layer that the model does not have."""
+    for tensor in request.tensors:
+        name, most = "attention", info.n_layers - 1
+        if tensor.kind == pb.INSPECT_KIND_HIDDEN_STATES:
+            name, most = "hidden_states", info.n_layers
+        if info.n_layers and tensor.layers and tensor.layers[-1] > most:
+            raise InvalidInputError(f"must be from 0 to {most}; was {tensor.layers[-1]}", field=name)
 
 
 def _layers(name: str, selection: Layers) -> list[int] | None:
@@ -79,18 +86,21 @@ def _layers(name: str, selection: Layers) -> list[int] | None:
     if isinstance(selection, bool):
         return [] if selection else None
     if isinstance(selection, int | np.integer):
-        raise InvalidInputError(f"{name} must be True, False or a list of layers; for one layer pass [{selection}]")
+        raise InvalidInputError(
+            f"must be True, False or a list of layers; for one layer pass [{selection}]", field=name
+        )
     if not isinstance(selection, list | tuple | range | np.ndarray):
-        raise InvalidInputError(f"{name} must be True, False or a list of layers; was {type(selection).__name__}")
+        raise InvalidInputError(f"must be True, False or a list of layers; was {type(selection).__name__}", field=name)
     if len(selection) == 0:
-        raise InvalidInputError(f"{name} must name at least one layer; was empty: pass False to leave it out")
+        raise InvalidInputError("must name at least one layer; was empty: pass False to leave it out", field=name)
     layers = [as_int(f"{name}[{index}]", layer) for index, layer in enumerate(selection)]
     for index, layer in enumerate(layers):
         if not 0 <= layer <= _MAX_LAYER:
-            raise InvalidInputError(f"{name}[{index}] must be from 0 to {_MAX_LAYER}; was {layer}")
+            raise InvalidInputError(f"must be from 0 to {_MAX_LAYER}; was {layer}", field=f"{name}[{index}]")
         if index and layer <= layers[index - 1]:
             raise InvalidInputError(
-                f"{name} must be ascending, each layer once; {name}[{index}] was {layer} after {layers[index - 1]}"
+                f"must be ascending, each layer once; {name}[{index}] was {layer} after {layers[index - 1]}",
+                field=name,
             )
     return layers
 

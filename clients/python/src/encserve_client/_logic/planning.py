@@ -41,12 +41,14 @@ class Message:
         first_index: The caller's index of the first input.
         attempts: How often the message was sent. Only `Dispatch` changes the number.
         deadline: The deadline of the answer. `Dispatch` sets the deadline at the first attempt.
+        last_failure: The text of the failure before a retry; "" without one.
     """
 
     request: Request
     first_index: int = 0
     attempts: int = 0
     deadline: float = math.inf
+    last_failure: str = ""
 
     @property
     def n_inputs(self) -> int:
