@@ -18,6 +18,7 @@ from encserve_client import (
     InvalidInputError,
     MessageTooLargeError,
     ModelNotFoundError,
+    Outage,
     Output,
     OverloadedError,
     Priority,
@@ -213,15 +214,18 @@ async def test_a_server_that_comes_back_is_found(caller: Caller, service: FakeEn
 
     After the server has restarted on the same port, the call succeeds.
     """
-    client = caller.connect(retry=RetryPolicy(max_attempts=1000, max_backoff_seconds=0.2))
+    outages = list[Outage]()
+    client = caller.connect(retry=RetryPolicy(max_backoff_seconds=0.2), on_outage=outages.append)
     await caller(client.token_vectors, [[5]])
     port = int(service.target.rpartition(":")[2])
     await service.server.stop(None)
     call = asyncio.create_task(caller(client.token_vectors, [[6]]))
-    await asyncio.sleep(0.3)
+    await until(lambda: outages)
     assert not call.done()
     await service.start(port)
     assert len(await call) == 1
+    assert [(it.target, it.is_over) for it in outages] == [(service.target, False), (service.target, True)]
+    assert outages[0].seconds_left == pytest.approx(60, abs=30)
 
 
 async def test_a_call_that_a_stopping_server_cancels_is_sent_again(caller: Caller, service: FakeEncoder) -> None:

@@ -31,14 +31,20 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     help="N calls a second at random times, whether or not earlier calls have replies.",
 )
 @click.option(
-    "--seconds", type=click.FloatRange(0.1, 600), default=10.0, show_default=True, help="The measured time of each row."
+    "--seconds",
+    type=click.FloatRange(0.1, 600),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="The measured time of each row.",
 )
 @rare_option(
     "--warmup-seconds",
     type=click.FloatRange(0, 60),
     default=2.0,
     show_default=True,
-    help="Load before the measured time.",
+    metavar="SECONDS",
+    help="The time of load before the measured time.",
 )
 @click.option(
     "--lengths",
@@ -54,8 +60,18 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     metavar="N",
     help="Inputs in each call.",
 )
-@click.option("--pooling", type=click.Choice(["model", "mean", "cls", "max"]), help="Default: one vector per token.")
-@rare_option("--dtype", type=click.Choice(["float32", "float16"]), default="float32", show_default=True)
+@click.option(
+    "--pooling",
+    type=click.Choice(["model", "mean", "cls", "max"]),
+    help="Pool token vectors into one vector. Default: one vector per token.",
+)
+@rare_option(
+    "--dtype",
+    type=click.Choice(["float32", "float16"]),
+    default="float32",
+    show_default=True,
+    help="The type of the numbers.",
+)
 @model_options
 @with_client
 def bench(

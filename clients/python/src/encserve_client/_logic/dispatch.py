@@ -192,7 +192,7 @@ class Dispatch(Generic[R]):
         """Record the answer to a message."""
         self._n_in_flight -= 1
         self._held_up.discard(id(message))
-        self._history.server_seen = True
+        self._history.record_answer()
         self.answers.append((message.first_index, answer))
 
     def record_failure(self, message: Message, failure: Failure, now: float) -> None:
@@ -214,6 +214,8 @@ class Dispatch(Generic[R]):
         if wait is not None:
             if is_outage or failure.is_full_server:
                 self._held_up.add(id(message))
+            if is_outage:
+                self._history.record_retry(now, seconds_left)
             self._outbox.push_later(now + wait, message)
             return
         position = failure.input_at_fault(message.n_inputs)
