@@ -324,8 +324,6 @@ async def test_progress_of_a_job_is_shown_on_a_terminal(
 ) -> None:
     result = await encserve(service, "embed", *inputs(source), *output, env=WIDE_TERMINAL)
     assert "0 of 25 texts" in result.stderr
-    assert "25 of 25 texts" in result.stderr
-    assert " texts/s, " in result.stderr
     assert "25 rows in 3 parts" in result.stdout
 
 
@@ -395,20 +393,23 @@ def test_programs_are_told_at_most_once_a_second(capsys: pytest.CaptureFixture[s
     assert [it["rows"] for it in events] == [0, 8, 16]
 
 
+@pytest.mark.parametrize(
+    ("rows", "seconds", "facts"),
+    [
+        (0, 0.0, "0 of 1,000 texts, 2 rejected"),
+        (10, 10.0, "10 of 1,000 texts, 2 rejected, 1.0 texts/s, 0:16:30 left"),
+    ],
+)
 def test_what_is_not_known_yet_is_not_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rows: int, seconds: float, facts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The bar leaves out unknown figures. Before the first batch, the speed and the remaining time are unknown."""
     for name, value in WIDE_TERMINAL.items():
         monkeypatch.setenv(name, value)
-    clock = FakeClock()
-    with shown_progress(1000, "texts", clock=clock.now) as told:
-        told(progress_at(0, seconds=0.0))
-        clock.advance(1)
-        told(progress_at(10))
-    shown = capsys.readouterr().err
-    assert "0 of 1,000 texts, 2 rejected " in shown
-    assert "10 of 1,000 texts, 2 rejected, 1.0 texts/s, 0:16:30 left" in shown
+    with shown_progress(1000, "texts") as told:
+        told(progress_at(rows, seconds))
+    shown = re.split(r"[\r\n]| {2,}", capsys.readouterr().err)
+    assert facts in shown
 
 
 @pytest.mark.parametrize("columns", [80, 140])

@@ -169,7 +169,7 @@ def test_each_outage_is_reported_whatever_messages_fail() -> None:
     """Four messages at a time fail during two outages of 3 s each."""
 
     def answer(request: Any) -> Any:
-        return (0.0, DOWN) if server.wire.time % 40 < 3 else (20.0, echo(request))
+        return (0.0, DOWN) if server.wire.time % 23 < 3 else (20.0, echo(request))
 
     found = list[bool]()
     server = Server(answer, max_request_sequences=256)

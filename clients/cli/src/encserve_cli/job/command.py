@@ -176,7 +176,7 @@ def _work(
         return 0
     if as_json:
         _event("plan", plan_record(job.plan, job.shard, job.store.uri, job.finished(), None))
-    unit = "texts" if job.plan.read.kind == "text" else "inputs"
+    unit = "texts" if job.plan.read.input_kind == "text" else "inputs"
     interrupts.begin(functools.partial(_stopped, job, given), job.stop, *([] if client is None else [client.close]))
     try:
         with shown_progress(job.total_rows, unit, as_json=as_json) as on_progress:
