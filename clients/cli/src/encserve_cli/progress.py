@@ -15,7 +15,6 @@ from rich.table import Column
 
 Clock = Callable[[], float]
 
-_BAR_SECONDS = 0.1
 _JSON_SECONDS = 1.0
 _LOG_SECONDS = 30.0
 
@@ -152,7 +151,7 @@ def shown_progress(
         yield _every(_JSON_SECONDS, lambda it: click.echo(json.dumps({"event": "progress"} | as_record(it))), clock)
     elif console.is_terminal:
         with _bar(console, total_rows, unit) as show:
-            yield _every(_BAR_SECONDS, show, clock)
+            yield show
     else:
         log = lambda it: click.echo(_log_line(it, unit), err=True)  # noqa: E731
         yield _every(_LOG_SECONDS, log, clock, first_at=clock() + _LOG_SECONDS)
