@@ -10,10 +10,14 @@ from datetime import timedelta
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
 from rich.table import Column
 
+from encserve_client import Progress
+
 Clock = Callable[[], float]
+Count = Callable[[int], None]
 
 _JSON_SECONDS = 1.0
 _LOG_SECONDS = 30.0
@@ -134,6 +138,19 @@ class ProgressCounter:
         self._on_progress(progress)
 
 
+def counting(count: Count) -> Progress:
+    """Return a `Progress` of a client's call that calls `count` with the inputs that are newly done."""
+    counted = 0
+
+    def progress(done: int, _: int | None) -> None:
+        nonlocal counted
+        if done > counted:
+            count(done - counted)
+            counted = done
+
+    return progress
+
+
 @contextmanager
 def shown_progress(
     total_rows: int | None, unit: str, *, as_json: bool = False, clock: Clock = time.monotonic
@@ -176,7 +193,7 @@ def _every(seconds: float, show: OnProgress, clock: Clock, first_at: float = flo
 def _bar(console: Console, total_rows: int | None, unit: str) -> Iterator[OnProgress]:
     """Give a function that shows a bar. The bar takes the columns that the text leaves."""
     columns = (BarColumn(None, table_column=Column(ratio=1)), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console, transient=True, expand=True) as bar:
+    with Bar(*columns, console=console, transient=True, expand=True) as bar:
         task = bar.add_task("", total=total_rows)
         yield lambda it: bar.update(task, completed=it.rows, description=", ".join(_bar_facts(it, unit)))
 

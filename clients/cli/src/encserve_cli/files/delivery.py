@@ -15,11 +15,10 @@ from encserve_cli import render
 from encserve_cli.files.command import NOTHING, STDOUT, Printing, Sources
 from encserve_cli.files.encoding import encode_all, with_sent_ids
 from encserve_cli.files.records import records
-from encserve_cli.progress import OnProgress, ProgressCounter, shown_progress
+from encserve_cli.progress import Count, OnProgress, ProgressCounter, counting, shown_progress
 from encserve_cli.shared import ids_of
-from encserve_client import EncoderClient, EncodeResult, Output, OutputKind, Progress
+from encserve_client import EncoderClient, EncodeResult, Output, OutputKind
 
-Count = Callable[[int], None]  # takes the number of inputs that are newly done
 Run = Callable[[list[Any], Count], EncodeResult]
 
 # Results that are printed are all held in memory.
@@ -36,23 +35,11 @@ def run_of(client: EncoderClient, kind: OutputKind, sources: Sources, printing: 
             outputs=[Output(kind, dimensions=printing.dimensions)],
             dtype=printing.dtype,
             include_token_strings=has_tokens and not sources.ids and printing.names_tokens,
-            progress=_counting(count),
+            progress=counting(count),
             **options,
         )
 
     return run
-
-
-def _counting(count: Count) -> Progress:
-    """Return a `Progress` of one call that calls `count` after each message."""
-    before = 0
-
-    def progress(done: int, _: int | None) -> None:
-        nonlocal before
-        count(done - before)
-        before = done
-
-    return progress
 
 
 def deliver(run: Run, sources: Sources, printing: Printing, as_json: bool, stop: Callable[[], object]) -> None:

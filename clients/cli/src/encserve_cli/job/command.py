@@ -16,7 +16,7 @@ import click
 from rich.console import Console
 
 from encserve_cli.files.command import Printing, Sources
-from encserve_cli.files.delivery import Count, deliver
+from encserve_cli.files.delivery import deliver
 from encserve_cli.files.reading import InputKind, ReadOptions
 from encserve_cli.files.rows import MIB, Value
 from encserve_cli.job.api import RayOptions, backend_of
@@ -27,7 +27,7 @@ from encserve_cli.job.run import LocalWorker
 from encserve_cli.job.sample import take_sample
 from encserve_cli.job.showing import plan_lines, plan_record, summary_lines, summary_record
 from encserve_cli.job.types import Encoder, Shard
-from encserve_cli.progress import shown_progress
+from encserve_cli.progress import Count, shown_progress
 from encserve_cli.shared import STOPPED, errors_in_one_line, say
 from encserve_client import EncoderClient, EncodeResult, Timings
 

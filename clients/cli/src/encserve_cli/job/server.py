@@ -15,6 +15,7 @@ from encserve_cli.files.rows import Value
 from encserve_cli.job.plan import MakeOptions, ModelFacts
 from encserve_cli.job.run import LocalWorker
 from encserve_cli.job.types import BatchProgress, Encoded, Stopped
+from encserve_cli.progress import counting
 from encserve_client import (
     Block,
     EncodedOutput,
@@ -87,19 +88,12 @@ class ServerEncoder:
     def _call(self, call: list[Indexed], on_batch: BatchProgress) -> Call:
         """Encode the values of a call. After each refusal, send the call again without the refused value."""
         refused: dict[int, str] = {}
-        reported = 0
-
-        def report(done: int, _: int | None) -> None:
-            nonlocal reported
-            if done > reported:
-                on_batch(done - reported, 0, 0)
-                reported = done
-
+        progress = counting(lambda rows: on_batch(rows, 0, 0))
         while call:
             if self._stopping.is_set():
                 raise Stopped
             try:
-                run = partial(self._run, [value for _, value in call], progress=report)
+                run = partial(self._run, [value for _, value in call], progress=progress)
                 result = patiently(run, self._stopping, self._answered)
             except (InvalidRequestError, InferenceError) as error:
                 if error.index is None:
@@ -116,7 +110,7 @@ class ServerEncoder:
                     f"the server has replaced the model: {self._info.fingerprint} by {result.fingerprint}; serve that "
                     "version again, or begin again with --overwrite"
                 )
-            on_batch(len(call) + len(refused) - reported, sum(it.token_count for it in result.sequences), 0)
+            on_batch(0, sum(it.token_count for it in result.sequences), 0)
             if self._is_tokens:
                 result = with_sent_ids(result, [value for _, value in call])
             return [place for place, _ in call], result, refused
