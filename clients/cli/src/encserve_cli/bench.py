@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from encserve_cli.connection import connection_options
+from encserve_cli.interrupts import Interrupts
 from encserve_cli.shared import SectionCommand, model_options, rare_option, with_client
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ def bench(
     request = Request(
         sequences_per_call=sequences_per_call, pooling=pooling, dtype=dtype, model=model, version=model_version
     )
+    Interrupts.current().leave()  # asyncio ends a load at Ctrl-C
     results = bench_run.run(client, connection, loads, request, lengths, texts, as_json=as_json)
     if not all(result.calls for result in results):
         click.get_current_context().exit(1)

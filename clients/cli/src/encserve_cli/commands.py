@@ -1,7 +1,6 @@
 """The options of `encserve`, and the commands `encode` and `models`."""
 
 import json
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -11,13 +10,13 @@ from encserve_cli.bench import bench
 from encserve_cli.connection import connection_options
 from encserve_cli.files.command import Printing, Sources, prints_rows, reads_inputs
 from encserve_cli.inspect import inspect
+from encserve_cli.interrupts import Interrupts
 from encserve_cli.job_options import makes_jobs
 from encserve_cli.retrieval import embed, similarity
 from encserve_cli.shared import (
     STOPPED,
     SectionCommand,
     model_options,
-    say,
     text_options,
     warnings_in_one_line,
     with_client,
@@ -39,11 +38,12 @@ class _Group(click.Group):
 
     def invoke(self, ctx: click.Context) -> object:
         """Run a command."""
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            say("\rstopped" if sys.stderr.isatty() else "stopped")  # over the ^C of the terminal
-            ctx.exit(STOPPED)
+        with Interrupts() as interrupts:
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt:
+                interrupts.show()
+                ctx.exit(STOPPED)
 
 
 @click.group(

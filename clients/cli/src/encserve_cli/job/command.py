@@ -3,22 +3,19 @@
 import ctypes
 import functools
 import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
-from types import FrameType
 from typing import Any
 
 import click
-from rich.console import Console
 
 from encserve_cli.files.command import Printing, Sources
 from encserve_cli.files.delivery import deliver
 from encserve_cli.files.reading import InputKind, ReadOptions
 from encserve_cli.files.rows import MIB, Value
+from encserve_cli.interrupts import Interrupts
 from encserve_cli.job.api import RayOptions, backend_of
 from encserve_cli.job.job import Backend, EmbedJob
 from encserve_cli.job.local import EngineOptions
@@ -28,12 +25,10 @@ from encserve_cli.job.sample import take_sample
 from encserve_cli.job.showing import plan_lines, plan_record, summary_lines, summary_record
 from encserve_cli.job.types import Encoder, Shard
 from encserve_cli.progress import Count, shown_progress
-from encserve_cli.shared import STOPPED, errors_in_one_line, say
+from encserve_cli.shared import STOPPED, errors_in_one_line
 from encserve_client import EncoderClient, EncodeResult, Timings
 
 SOME_REJECTED = 3
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_LONGEST_STOP_SECONDS = 1.0  # for batches that run
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's <malloc.h>
 
 _ENGINE = tuple(it.name for it in fields(EngineOptions))
@@ -53,23 +48,19 @@ def run_job(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """
     _give_memory_back()
     context = click.get_current_context()
+    Interrupts.current().describe(lambda: "stopped before the job began; nothing was computed")
     with errors_in_one_line(RuntimeError), ExitStack() as stack:
-        interrupts = stack.enter_context(Interrupts())
-        try:
-            client = None if "bundle" in given else stack.enter_context(context.obj.client("bulk"))
-            backend = backend_of(
-                bundle=given.get("bundle"),
-                client=client,
-                model=options["model"],
-                model_version=options["model_version"],
-                engine=_engine_options(given),
-                ray=_ray_options(given),
-            )
-            with _open(backend, given, options) as job:
-                status = _work(job, client, interrupts, given, as_json=options["as_json"])
-        except KeyboardInterrupt:
-            interrupts.show()
-            status = STOPPED
+        client = None if "bundle" in given else stack.enter_context(context.obj.client("bulk"))
+        backend = backend_of(
+            bundle=given.get("bundle"),
+            client=client,
+            model=options["model"],
+            model_version=options["model_version"],
+            engine=_engine_options(given),
+            ray=_ray_options(given),
+        )
+        with _open(backend, given, options) as job:
+            status = _work(job, client, given, as_json=options["as_json"])
     if status:
         context.exit(status)
 
@@ -167,9 +158,7 @@ def _columns(given: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name))
 
 
-def _work(
-    job: EmbedJob, client: EncoderClient | None, interrupts: "Interrupts", given: Mapping[str, Any], *, as_json: bool
-) -> int:
+def _work(job: EmbedJob, client: EncoderClient | None, given: Mapping[str, Any], *, as_json: bool) -> int:
     """Run a job that is open, or show its plan, and return the exit status."""
     if "dry_run" in given:
         _show_plan(job, as_json=as_json)
@@ -177,7 +166,8 @@ def _work(
     if as_json:
         _event("plan", plan_record(job.plan, job.shard, job.store.uri, job.finished(), None))
     unit = "texts" if job.plan.read.input_kind == "text" else "inputs"
-    interrupts.begin(functools.partial(_stopped, job, given), job.stop, *([] if client is None else [client.close]))
+    interrupts = Interrupts.current()
+    interrupts.describe(functools.partial(_stopped, job, given), job.stop, *([] if client is None else [client.close]))
     try:
         with shown_progress(job.total_rows, unit, as_json=as_json) as on_progress:
             summary = job.run(on_progress=on_progress, max_rejected=given.get("max_rejected"))
@@ -214,60 +204,3 @@ def _stopped(job: EmbedJob, given: Mapping[str, Any]) -> str:
     total = "" if job.total_rows is None else f" of {job.total_rows:,}"
     again = "the same command without --overwrite" if "overwrite" in given else "the same command"
     return f"stopped: {rows:,}{total} rows, {len(finished):,} parts, are in {job.store.uri}; {again} goes on from there"
-
-
-class Interrupts:
-    """A context in which Ctrl-C or SIGTERM stops a job, with one line on stderr.
-
-    Before `begin`, a signal raises KeyboardInterrupt. Afterwards a signal stops the job. If the job still runs after a
-    second, the process ends. Finished parts stay, and the next run removes the part that the process was writing.
-
-    Attributes:
-        came: Whether a signal came.
-    """
-
-    def __init__(self) -> None:
-        """Nothing is stopped yet."""
-        self.came = False
-        self._describe: Callable[[], str] = lambda: "stopped before the job began; nothing was computed"
-        self._stops: tuple[Callable[[], object], ...] = ()
-        self._is_shown = threading.Lock()  # held once the line is written
-        self._ended = threading.Event()
-        self._before: dict[int, Any] = {}
-
-    def begin(self, describe: Callable[[], str], *stops: Callable[[], object]) -> None:
-        """Begin a job. `describe` returns the line on stderr, and `stops` make the job end soon."""
-        self._describe = describe
-        self._stops = stops
-
-    def show(self) -> None:
-        """Write the line on stderr, once."""
-        if self._is_shown.acquire(blocking=False):
-            say(self._describe())
-
-    def __enter__(self) -> "Interrupts":
-        if threading.current_thread() is threading.main_thread():  # no other may set handlers
-            self._before = {it: signal.signal(it, self._handle) for it in _SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.came:
-            return
-        self.came = True
-        # A thread, because the interrupted code may hold a lock that is needed here.
-        threading.Thread(target=self._end, daemon=True).start()
-        if not self._stops:
-            raise KeyboardInterrupt
-
-    def _end(self) -> None:
-        for stop in self._stops:
-            stop()
-        if not self._ended.wait(_LONGEST_STOP_SECONDS):
-            self.show()
-            Console(stderr=True).show_cursor()  # which a bar hides
-            os._exit(STOPPED)
