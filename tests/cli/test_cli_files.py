@@ -71,7 +71,7 @@ async def test_progress_is_shown_on_a_terminal(service: FakeEncoder, tmp_path: P
 
     In a pipe there is no bar.
     """
-    for suffix, done in ((".txt", " 0 of 63 texts"), (".csv", " 0 texts")):
+    for suffix, done in ((".txt", " 63 of 63 texts, "), (".csv", " 63 texts, ")):
         command = ("embed", *inputs(write_texts(tmp_path, suffix)), "--output", tmp_path / "vectors.npy")
         result = await encserve(service, *command, env=TERMINAL)
         assert done in result.stderr

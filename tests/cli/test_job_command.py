@@ -323,7 +323,7 @@ async def test_progress_of_a_job_is_shown_on_a_terminal(
     service: FakeEncoder, source: Path, output: tuple[str, str]
 ) -> None:
     result = await encserve(service, "embed", *inputs(source), *output, env=WIDE_TERMINAL)
-    assert "0 of 25 texts" in result.stderr
+    assert re.search(r" 25 of 25 texts, [\d.,]+ texts/s, 0:00:00 left", result.stderr)
     assert "25 rows in 3 parts" in result.stdout
 
 
