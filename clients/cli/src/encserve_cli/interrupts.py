@@ -15,6 +15,8 @@ from encserve_cli.shared import STOPPED, say
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LONGEST_STOP_SECONDS = 1.0
 _META = "encserve_cli.interrupts"
+_STDERR = 2
+_ERASE_LINE = "\r\x1b[2K"  # with the ^C of the terminal
 _SHOW_CURSOR = "\x1b[?25h"  # which a progress bar hides
 
 
@@ -54,8 +56,7 @@ class Interrupts:
     def show(self) -> None:
         """Write the line to stderr, once."""
         if self._is_shown.acquire(blocking=False):
-            start = "\r" if sys.stderr.isatty() else ""  # the terminal shows ^C
-            say(f"{start}{self._describe()}")
+            say(f"{_ERASE_LINE if sys.stderr.isatty() else ''}{self._describe()}")
 
     def leave(self) -> None:
         """Restore the handlers from before the context."""
@@ -86,8 +87,8 @@ class Interrupts:
         for stop in self._stops:
             stop()
         if not self._ended.wait(_LONGEST_STOP_SECONDS):
-            self.show()
-            if sys.stderr.isatty():
-                sys.stderr.write(_SHOW_CURSOR)
-                sys.stderr.flush()
+            if os.isatty(_STDERR):
+                os.write(_STDERR, (_ERASE_LINE + _SHOW_CURSOR).encode())  # a bar would draw itself again below a line
+            if self._is_shown.acquire(blocking=False):
+                os.write(_STDERR, f"{self._describe()}\n".encode(errors="backslashreplace"))
             os._exit(STOPPED)

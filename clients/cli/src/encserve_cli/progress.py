@@ -21,6 +21,7 @@ Count = Callable[[int], None]
 
 _JSON_SECONDS = 1.0
 _LOG_SECONDS = 30.0
+_INTERRUPT_COLUMNS = 3  # for the ^C of the terminal, which would move the bar to another line
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +193,7 @@ def _every(seconds: float, show: OnProgress, clock: Clock, first_at: float = flo
 @contextmanager
 def _bar(console: Console, total_rows: int | None, unit: str) -> Iterator[OnProgress]:
     """Give a function that shows a bar. The bar takes the columns that the text leaves."""
+    console.width -= _INTERRUPT_COLUMNS
     columns = (BarColumn(None, table_column=Column(ratio=1)), TextColumn("{task.description}", markup=False))
     with Bar(*columns, console=console, transient=True, expand=True) as bar:
         task = bar.add_task("", total=total_rows)

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -105,7 +104,7 @@ def _with_ids(run: Run, inputs: list[list[int]], count: Count) -> EncodeResult:
 
 
 def _shown_progress(sources: Sources, path: Path, total: int | None) -> AbstractContextManager[OnProgress]:
-    """Show the progress, unless the lines of `STDOUT` go to the same terminal."""
-    if path == STDOUT and sys.stdout.isatty():
+    """Show the progress, except beside the lines of `STDOUT`, which may go to the same terminal."""
+    if path == STDOUT:
         return nullcontext(lambda _: None)
     return shown_progress(total, "inputs" if sources.ids else "texts")
