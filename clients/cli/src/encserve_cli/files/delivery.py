@@ -73,7 +73,7 @@ def _save(run: Run, sources: Sources, path: Path, as_json: bool, stop: Callable[
 
     inputs = rows = 0
     last: EncodeResult | None = None
-    total = sources.count()
+    total = None if path == STDOUT else sources.count()
     with writing(path) as writer, _shown_progress(sources, path, total) as on_progress:
         counter = ProgressCounter(total, on_progress)
         counter.report()
