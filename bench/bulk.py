@@ -4,14 +4,14 @@
                          [--part-rows 750] [--max-batch-tokens TOKENS] [--json FILE]
 
 A side is one way to compute the vectors of texts. The program compares three sides: a job, a ceiling and
-sentence-transformers. All sides get the same texts, with the lengths of real texts. Each round runs every side once, in
-random order.
+sentence-transformers. All sides get the same texts, with realistic lengths. Each round runs every side once, in random
+order.
 
 - The job is `encserve embed --input texts.parquet --output FOLDER/ --bundle MODEL`. The model is loaded once. Each
   round plans a job with a new output folder, and runs the job. The measured time includes reading Parquet, tokenizing,
   computing and writing Parquet. The time does not include loading the model and planning the job.
-- The ceiling is the inference engine alone. The engine runs batches one after another. The batches are sorted by
-  length. Before the rounds, a sweep measures several batch sizes and chooses the fastest. Only inference is timed.
+- The ceiling is the inference engine alone. The engine runs batches of texts, sorted by length, one after another.
+  Before the rounds, a sweep measures several batch sizes and chooses the fastest. Only inference is timed.
 - sentence-transformers' `encode` gets all texts in one call. Another sweep chooses the batch size. The measured time
   includes tokenizing, but not reading and writing files.
 
@@ -55,7 +55,7 @@ from encserve_server.system.cpus import usable_cpus
 
 JOB, SENTENCES = "job", "sentence-transformers"
 BFLOAT16 = "-bfloat16"  # suffix of the names of the sides in bfloat16
-# For each precision: the job's tokens/s must be at least this number times the tokens/s of the other side.
+# For each precision and other side: the lowest allowed ratio of the job's tokens/s to the other side's tokens/s.
 BOUNDS = {"": {CEILING: 0.95, SENTENCES: 1.5}, BFLOAT16: {CEILING: 0.90, SENTENCES: 2.5}}
 ENGINES = {
     "": EngineOptions("onnxruntime", "float32", "cpu"),
@@ -142,8 +142,8 @@ class Sides:
         Raises:
             DeviceError: This CPU does not support the precision.
             EngineMissing: The engine is not installed.
-            SystemExit: This program does not support the model's pooling. Or the texts of the job's output differ from
-                the input. Or the vectors of a side differ from the vectors of the float32 ceiling.
+            SystemExit: This program does not support the model's pooling, the texts of the job's output differ from the
+                input, or the vectors of a side differ from the vectors of the float32 ceiling.
         """
         engine = dataclasses.replace(ENGINES[suffix], max_batch_tokens=self._options.max_batch_tokens)
         self._add_ceiling(suffix, engine)
@@ -195,7 +195,7 @@ class Sides:
         model = SentenceTransformer(str(self._options.checkpoint), device="cpu", model_kwargs=dtype)
 
         def encode(texts: Sequence[str], size: int) -> Any:
-            # The server's tokenizer turns off the threads of all tokenizers in this process. Turn them on again.
+            # The server's tokenizer turns off the threads of all tokenizers in this process. Turn the threads on again.
             with mock.patch.dict(os.environ, TOKENIZERS_PARALLELISM="true"):
                 return model.encode(texts, batch_size=size, show_progress_bar=False)
 
@@ -230,7 +230,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, checkpoint_for="sentence-transformers", needs_checkpoint=True, rounds=7, patience=300)
     parser.add_argument("--texts", type=int, default=3000)
     parser.add_argument("--part-rows", type=int, default=750, help="the number of rows in a part of the job")
-    budget_help = "the largest number of padded tokens in a batch of the job; default: the job chooses it"
+    budget_help = "the largest number of padded tokens in a batch of the job; default: chosen by the job"
     parser.add_argument("--max-batch-tokens", type=int, metavar="TOKENS", help=budget_help)
     return parser.parse_args(arguments)
 

@@ -5,13 +5,13 @@
 
 A side is one way to run the model. All sides get the same sequences on the same CPUs. Each round runs every side once,
 in random order. Ratios are computed within a round. The ceiling is ONNX Runtime alone, with the server's session
-options. Its batches are sorted by length, and have the fastest batch size. The load generator of `encserve bench` calls
-the servers.
+options. The ceiling's batches are sorted by length, and have the fastest batch size. The load generator of `encserve
+bench` calls the servers.
 
 --checkpoint adds three sides: PyTorch with batches, PyTorch without batches, and a naive batcher. The naive batcher
 makes batches in order of arrival, and runs a graph that PyTorch exported.
 
---against measures a change. It adds the server of another checkout of encserve, with the same flags:
+--against measures the effect of a change. The option adds the server of another checkout of encserve, with equal flags:
 
     python bench/compare.py models --only encserve-1-pooled encserve-64-pooled --lengths 10 --against ../before
 
@@ -79,7 +79,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_workload(bundle: Bundle, lengths: Sequence[int], seed: int) -> Workload:
-    """Return texts if the model has a tokenizer, and its vocabulary has words of one token; else return random ids."""
+    """Return texts, if the model has a tokenizer and the vocabulary has words of one token. Else return random ids."""
     try:
         return text_workload(bundle, lengths, seed=seed)
     except ValueError as error:
@@ -95,7 +95,7 @@ def open_engine(graph: Graph, stack: ExitStack) -> OnnxEngine:
 
 
 class Sides:
-    """All sides except the ceiling. Their hidden states are compared with those of ONNX Runtime.
+    """All sides except the ceiling. The sides' hidden states are compared with those of ONNX Runtime.
 
     Attributes:
         sides: The sides.

@@ -3,8 +3,8 @@
     python bench/export_memory.py [--size base|large] [--route ROUTE ...] [--precision PRECISION ...]
 
 The model is BERT in the size of bert-base-uncased or bert-large-uncased, with random weights. Each export runs in a new
-process. The measured memory is the peak memory minus the memory in use after the imports. The Linux kernel measures the
-peak, which includes mapped files. The program runs on Linux only.
+process. The measured memory is the peak memory minus the memory after the imports. The peak comes from the Linux kernel
+and includes mapped files. The program runs on Linux only.
 
 The bound of the measured memory is 3 times the size of the float32 weights, plus 500 MB. If an export exceeds the
 bound, the exit status is 1.

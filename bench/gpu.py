@@ -2,14 +2,14 @@
 
     python bench/gpu.py MODEL_REPOSITORY [--model NAME[@VERSION] ...] [--device cuda] [--rounds 5] [--json FILE]
 
-The program starts no server. It makes the same batches as the server's scheduler makes from 1,024 waiting sequences.
-The sequences have the lengths of real texts. A lane runs one batch at a time. A setting is a model, a batch size and a
+The program starts no server. It makes the same batches as the server's scheduler for 1,024 waiting sequences. The
+sequences have the lengths of real texts. A lane runs one batch at a time. A setting is a model, a batch size and a
 number of lanes. Each round runs all settings in random order. The first part measures several batch sizes with two
 lanes. The second part measures several numbers of lanes with the fastest batch size.
 
-Before these parts, the hidden states of every model on the device are compared with the hidden states of the first
-model on the CPU. If a setting fails, for example because the device's memory is full, the setting is left out. The
-program needs encserve-server[gpu]. With --device cpu it needs encserve-server[cpu].
+Before these parts, the hidden states of every model on the device are compared with the first model on the CPU. If a
+setting fails, for example because the device's memory is full, the setting is left out. The program needs
+encserve-server[gpu], or encserve-server[cpu] for --device cpu.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def scheduler_batches(sequences: Sequence[TokenIds], budget: int, waiting: int) 
             counts = Counter(plan_batch(len(window[0]), sorted(lengths), lengths, policy).counts)
             batch: list[TokenIds] = []
             rest: list[TokenIds] = []
-            for sequence in window:  # if sequences have the same length, the batch gets the oldest
+            for sequence in window:  # among sequences of equal length, the oldest goes first
                 (batch if counts[len(sequence)] > 0 else rest).append(sequence)
                 counts[len(sequence)] -= 1
             batches.append(sorted(batch, key=len))
@@ -85,7 +85,7 @@ class Device:
     """The models on a device, and the sequences for the models."""
 
     def __init__(self, bundles: Sequence[Bundle], device: str, sequences: int, seed: int) -> None:
-        """Make random sequences. Each engine opens when it is used for the first time."""
+        """Make random sequences. Each engine opens at its first use."""
         self._device, self._seed = device, seed
         self._engines: dict[tuple[str, int], OnnxEngine] = {}
         self.bundles = {f"{bundle.name}@{bundle.version}": bundle for bundle in bundles}
@@ -141,7 +141,7 @@ class Device:
             return Measurement(self.workload.tokens, time.perf_counter() - began)
 
     def print_agreement(self) -> None:
-        """Print the least cosines between hidden states: device and CPU, sequence in a batch and sequence alone."""
+        """Print the least cosines of hidden states: device against CPU, and in a batch against alone."""
         first = next(iter(self.bundles.values()))
         sequences = self.workload.sequences[:COMPARED_SEQUENCES]
         with contextlib.closing(OnnxEngine(first.graph, device="cpu", intra_op_threads=usable_cpus())) as engine:

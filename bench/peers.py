@@ -3,9 +3,9 @@
     python bench/peers.py MODEL_REPOSITORY --checkpoint DIRECTORY [--model NAME] [--rounds 4]
                           [--server NAME="FLAGS" ...]
 
-The other programs are called peers: Triton (through pytriton), infinity and sentence-transformers. Each peer has a
-virtual environment under .venv-peers, which is created at first use. If a peer cannot be installed or started, the
-report names the peer, and the exit status is 1.
+The other programs are called peers: Triton (through pytriton), infinity and sentence-transformers. Each peer gets a
+virtual environment under .venv-peers at first use. If a peer cannot be installed or started, the report names the peer,
+and the exit status is 1.
 
 First, each peer runs in several settings, to find the fastest setting. Then each round runs all servers and peers once,
 in random order. All servers and peers start before the first round. See docs/performance.md.
@@ -40,9 +40,9 @@ from harness.workload import choose_lengths, read_newest, text_workload
 from encserve_server.engine.onnx import OnnxEngine
 from encserve_server.system.cpus import usable_cpus
 
-# For each precision: encserve's tokens/s with 64 callers must be at least this number times the peer's tokens/s.
+# For each precision and peer: the lowest allowed ratio of encserve's tokens/s, with 64 callers, to the peer's tokens/s.
 BOUNDS = {"float32": {TRITON: 1.6, INFINITY: 4.5}, "bfloat16": {TRITON: 3.0, INFINITY: 8.0}}
-# The least cosine between hidden states from ONNX Runtime and from a server that --server adds. The flags of this
+# The lowest allowed cosine between hidden states from ONNX Runtime and from a server of --server. The flags of such a
 # server may choose a lower precision.
 LEAST_COSINE = 0.999
 IDLE_SECONDS = 3.0
@@ -65,7 +65,7 @@ def read_server(text: str) -> tuple[str, str]:
     """Split NAME=FLAGS into the name and the flags of a server."""
     name, equals, flags = text.partition("=")
     if not name or not equals or f"encserve-{name}" in {MANY, POOLED}:
-        raise argparse.ArgumentTypeError(f'must be NAME="FLAGS", NAME not 64 or 64-pooled; was {text!r}')
+        raise argparse.ArgumentTypeError(f'must be NAME="FLAGS"; NAME must not be 64 or 64-pooled; was {text!r}')
     return f"encserve-{name}", flags
 
 
@@ -124,7 +124,7 @@ def check_peer(
 
 
 def fastest(peer: str, settings: Sequence[Setting], seed: int) -> tuple[Setting, dict[str, float]]:
-    """Run a peer in all its settings. Then close all settings except the fastest one and the default one.
+    """Run a peer in all settings. Then close all settings except the fastest and the default.
 
     Returns:
         The setting with the fastest round, and the tokens/s of each setting.
@@ -203,7 +203,7 @@ def idle_share() -> float:
 
 
 def peer_targets(found: Found, precisions: Mapping[str, str]) -> list[Target]:
-    """Return the targets of all sides that ran. Each peer counts in its default setting and in its fastest setting.
+    """Return the targets of all sides that ran. Each peer has two sides: the default and the fastest setting.
 
     Args:
         found: The measurements.

@@ -48,8 +48,9 @@ OVERLOAD = 3.0
 SEQUENCES_PER_CALL, CALL_TOKENS = (1, 4, 16, 64), 20
 MEMORY_REQUESTS = (20_000, 200_000)
 PAUSE_SECONDS = 0.3
-TAIL_SECONDS = 10.0  # the least duration of a measurement of the p99, which needs some hundred calls
-# Used to choose the duration of the warm-up: a caller's first call may wait for the first calls of all other callers.
+TAIL_SECONDS = 10.0  # the least duration of a p99 measurement, because a p99 needs some hundred calls
+# Tokens of a call, and the server's least speed. They give the duration of the warm-up: a caller's first call may wait
+# for the first calls of all other callers.
 MEAN_TOKENS, LEAST_TOKENS_PER_SECOND = 43, 2000
 
 
@@ -84,7 +85,7 @@ class Bench:
             yield server
 
     def calls(self, server: RealServer, lengths: Sequence[int] | None = None) -> list[Call]:
-        """Make calls of one sequence each. By default the sequences have the lengths of real texts, in tokens."""
+        """Make calls of one sequence each. By default, the sequences have the token counts of real texts."""
         with EncoderClient(server.target) as client:
             info = client.model()
         chosen = sample_lengths(real_text_lengths(), 4096, seed=self.seed) if lengths is None else lengths
@@ -129,7 +130,7 @@ def by_sequence_tokens(bench: Bench) -> list[dict[str, Any]]:
 
 
 def by_server_flag(bench: Bench, flag: str, values: Sequence[int]) -> list[dict[str, Any]]:
-    """Measure the tokens/s and the p50 of 64 callers for each value of a flag. There is one server for each value."""
+    """Measure the tokens/s and the p50 of 64 callers for each value of a flag. Each value has its server."""
     name = flag.removeprefix("--intra-op-").removeprefix("--").replace("-", "_")
     with ExitStack() as stack:
         servers = {value: stack.enter_context(bench.server(flag, str(value))) for value in values}
@@ -137,7 +138,7 @@ def by_server_flag(bench: Bench, flag: str, values: Sequence[int]) -> list[dict[
 
         def measure(value: int, _: int) -> dict[str, Any]:
             result = bench.closed(servers[value], calls, CALLERS)
-            p50 = result.latency_percentile_seconds(50)
+            p50 = percentile(result.latency_seconds, 50)
             return {name: value, "tokens_per_second": result.tokens_per_second, "p50_seconds": p50}
 
         return bench.interleaved(values, measure)
@@ -158,8 +159,8 @@ def by_callers(bench: Bench) -> list[dict[str, Any]]:
             return {
                 "callers": callers,
                 "tokens_per_second": result.tokens_per_second,
-                "p50_seconds": result.latency_percentile_seconds(50),
-                "p99_seconds": result.latency_percentile_seconds(99),
+                "p50_seconds": percentile(result.latency_seconds, 50),
+                "p99_seconds": percentile(result.latency_seconds, 99),
                 "errors": sum(result.errors.values()),
             }
 
@@ -183,9 +184,9 @@ def by_load(bench: Bench) -> list[dict[str, Any]]:
             return {
                 "load": load,
                 "rate_per_second": result.load.rate_per_second,
-                "p50_seconds": result.latency_percentile_seconds(50),
-                "p99_seconds": result.latency_percentile_seconds(99),
-                "alone_p50_seconds": alone.latency_percentile_seconds(50),
+                "p50_seconds": percentile(result.latency_seconds, 50),
+                "p99_seconds": percentile(result.latency_seconds, 99),
+                "alone_p50_seconds": percentile(alone.latency_seconds, 50),
                 "lateness_p99_seconds": percentile(result.lateness_seconds, 99),
                 "errors": sum(result.errors.values()),
             }
@@ -194,7 +195,7 @@ def by_load(bench: Bench) -> list[dict[str, Any]]:
 
 
 def overload(bench: Bench) -> list[dict[str, Any]]:
-    """Send three times the calls per second of 64 callers. Count the answers, and measure the time until failures."""
+    """Send three times the calls per second of 64 callers. Count the replies, and measure the time until a refusal."""
     with bench.server("--tune-batches", "--max-queue-tokens", "8192") as server:
         calls = bench.calls(server)
 
@@ -206,14 +207,14 @@ def overload(bench: Bench) -> list[dict[str, Any]]:
                 "factor": factor,
                 "saturation_per_second": saturation.calls_per_second,
                 "goodput_share": result.calls_per_second / saturation.calls_per_second,
-                # The answered calls may be shorter than the refused calls.
+                # The server may refuse more long calls than short calls, so the share of tokens is measured too.
                 "goodput_tokens_share": result.tokens_per_second / saturation.tokens_per_second,
                 "refused": sum(refused.values()),
                 "failed_p50_seconds": percentile(result.error_latency_seconds, 50),
                 "failed_p99_seconds": percentile(result.error_latency_seconds, 99),
                 "lateness_p99_seconds": percentile(result.lateness_seconds, 99),
                 "generator_cpu_share": result.generator_cpu_seconds / result.seconds,
-                "p99_seconds": result.latency_percentile_seconds(99),
+                "p99_seconds": percentile(result.latency_seconds, 99),
                 "errors": {name: n for name, n in result.errors.items() if name not in refused},
             }
 

@@ -36,7 +36,7 @@ class Engine:
         self._compose = [*compose, "--project-name", self.project]
         ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
         self.ports = {name.removesuffix("_PORT").lower(): port for name, port in ports.items()}
-        # Podman builds with chroot isolation: stronger isolation fails if this script itself runs in a container.
+        # Podman builds with chroot isolation. Stronger isolation fails if this script itself runs in a container.
         self._environment = os.environ | {name: str(port) for name, port in ports.items()}
         self._environment |= {"BUILDAH_ISOLATION": "chroot", "COMPOSE_PROFILES": ""}
 
@@ -71,8 +71,8 @@ class Engine:
         return self._run([*self._compose, "--profile", profile, *arguments], timeout, check=True).stdout
 
     def _run(self, command: list[str], timeout: float, check: bool) -> "subprocess.CompletedProcess[str]":
-        # The output goes to files, not to a pipe. If the command starts processes that keep running, they keep the pipe
-        # open, and reading from the pipe would not end.
+        # The output goes to files, not to a pipe. The command may start processes that keep running. Such a process
+        # would keep the pipe open, so a read of the pipe would not end.
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
             status = subprocess.run(
                 command, cwd=ROOT, env=self._environment, stdout=output, stderr=errors, timeout=timeout, check=False
@@ -85,7 +85,7 @@ class Engine:
         return done
 
     def has(self, image: str) -> bool:
-        """Pull an image if this machine does not have it; return whether the machine has it now."""
+        """Pull an image if needed; return whether this machine now has the image."""
         if self.run("image", "inspect", image, check=False).returncode == 0:
             return True
         try:

@@ -2,9 +2,9 @@
 
     python scripts/count_hot_path.py [models/all-MiniLM-L6-v2/1]
 
-Python's profiler counts function calls in every thread. After a warm-up, the script makes 50 gRPC calls. It reports the
-call that ran the fewest functions, because background timers may run during the other calls. If a coroutine resumes,
-it is counted again.
+Python's profiler counts function calls in every thread. After a warm-up, the script makes 50 gRPC calls. The report is
+about the gRPC call with the fewest function calls, because background timers may run during other gRPC calls. Each
+resumption of a coroutine counts as a function call.
 """
 
 import argparse
@@ -26,8 +26,7 @@ from encserve_server.settings import Settings
 
 SOURCE = str(Path(encserve_server.__file__).parent)
 ENCODE = "/encserve.v1.EncoderService/Encode"
-# Functions that are not counted, because they run even without a call. An entry is a file, or a function as
-# file:function.
+# Functions that run even without a gRPC call, and are not counted. An entry is FILE or FILE:FUNCTION.
 BACKGROUND = {
     "telemetry/lag.py",
     "telemetry/page.py",
@@ -61,7 +60,7 @@ class Profile:
 
 
 async def measure(settings: Settings, profile: Profile) -> Counts:
-    """Make several gRPC calls; return the function counts of the call that ran the fewest functions."""
+    """Make several gRPC calls; return the counts of the gRPC call with the fewest function calls."""
     app = App(settings, load_model)
     await app.start()
     options = pb.EncodeOptions(outputs=[pb.OutputSpec(kind=pb.OUTPUT_KIND_MODEL_POOLING)])
@@ -107,7 +106,7 @@ def main() -> None:
     parser.add_argument("bundle", nargs="?", type=Path, default=default, help="a model's directory, MODEL/VERSION")
     bundle: Path = parser.parse_args().bundle.absolute()
     repository, model = bundle.parent.parent, f"{bundle.parent.name}@{bundle.name}"
-    profile = Profile()  # created before the server, because it profiles only later threads
+    profile = Profile()  # created before the server, because it profiles only threads that start later
     settings = Settings(model_repository=repository, model=(model,), grpc_port=0, metrics_port=0)
     print(report(asyncio.run(measure(settings, profile))))
 

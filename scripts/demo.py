@@ -45,7 +45,7 @@ def server(model_repository: Path, model: str) -> Iterator[tuple[int, int]]:
             yield serving["grpc_port"], serving["metrics_port"]
         finally:
             process.send_signal(signal.SIGTERM)
-            process.stderr.read()  # empties the pipe, so that the server can write its last lines
+            process.stderr.read()  # makes room in the pipe for the server's last log lines
             status = process.wait(timeout=60)
     console.print(f"The server got SIGTERM, finished its work and ended with exit status {status}.")
     if status:

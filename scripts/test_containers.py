@@ -1,7 +1,7 @@
 """Builds the images, starts docker-compose.yml, restarts its servers under load, and removes everything.
 
-The script needs docker with compose, or podman with podman-compose. Without these commands it prints SKIPPED. Then the
-exit status is 0. If ENCSERVE_REQUIRE_CONTAINERS=1, the exit status is 1 instead.
+The script needs docker with compose, or podman with podman-compose. Without these commands, the script prints SKIPPED
+and exits with status 0, or with status 1 if ENCSERVE_REQUIRE_CONTAINERS=1.
 
 Containers, networks and volumes belong to a new compose project, which uses free ports. If the image of Grafana or
 Envoy cannot be pulled, the script prints a message and does not test this service.
@@ -33,8 +33,8 @@ BUILT = {  # for each image: the Dockerfile and the build target
     "encserve-export:demo": ("deploy/export.Dockerfile", "demo"),
 }
 STOP_SECONDS = 40
-# Expected values from sentence-transformers with the demo's model. IDS are the ids of TEXT's tokens, and NORMS are the
-# norms of these tokens' hidden states. COSINES are the similarities of SENTENCES.
+# Expected values from sentence-transformers with the demo's model. IDS: the token ids of TEXT. NORMS: the norm of each
+# token's hidden state. COSINES: the similarities of SENTENCES.
 TEXT = "I understand this"
 IDS = [101, 1045, 3305, 2023, 102]
 NORMS = [6.521, 9.838, 11.576, 8.945, 11.774]
@@ -45,8 +45,8 @@ SENTENCES = [
     "Shares dropped at the start of the week.",
 ]
 COSINES = [[1, 0.657, -0.054, -0.053], [0.657, 1, 0.016, -0.009], [-0.054, 0.016, 1, 0.589], [-0.053, -0.009, 0.589, 1]]
-# This program runs in the server's container. The program prints to stderr which restrictions are missing. If no
-# restriction is missing, the exit status is 0.
+# This program runs in the server's container, and prints the missing restrictions to stderr. If none is missing, the
+# exit status is 0.
 CONFINED = """
 import importlib.util, os, shutil
 status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
@@ -91,9 +91,9 @@ def step(text: str) -> None:
 
 @contextmanager
 def torch_wheel() -> Iterator[bool]:
-    """Put PyTorch's CPU wheel into deploy/wheels until the end of the `with` block, if pip has the wheel locally.
+    """Put PyTorch's CPU wheel into deploy/wheels until the end of the `with` block, if pip finds the wheel locally.
 
-    pip searches only the places in its find-links settings.
+    pip searches only the folders in its find-links settings.
 
     Yields:
         Whether the wheel was found. If not, the image build downloads the wheel from the URL in TORCH_INDEX_URL. If
@@ -160,8 +160,8 @@ class Load:
 
     Attributes:
         answered: The number of replies with hidden states of the right shape.
-        failed: The number of failed calls for each reason. A reason is the name of an error, or a text that tells the
-            wrong shape of the hidden states.
+        failed: The number of failed calls by reason. A reason is an error's name, or a text with the wrong shape of the
+            hidden states.
     """
 
     def __init__(self, port: int, callers: int, retry: RetryPolicy | None = None) -> None:
@@ -227,7 +227,7 @@ def restart(engine: Engine, service: str) -> None:
 def check_one_server(engine: Engine, services: list[str]) -> None:
     """Check one server with Prometheus: vectors, confinement, metrics and a restart under load.
 
-    Confinement means that the container lacks privileges and tools that an attacker could use.
+    Confinement: the container has no privileges and tools that an attacker could use.
     """
     start(engine, "cpu", services)
     step("check the token ids, norms and cosines of real text")
@@ -268,7 +268,7 @@ def check_replicas(engine: Engine) -> None:
     start(engine, "replicas", ["export", "prometheus-replicas", "server-a", "server-b", "envoy"])
     both = {"server-a:9464": 1.0, "server-b:9464": 1.0}
     # The services prometheus and prometheus-replicas use the same volume. For five minutes, queries also return the
-    # last values that the service prometheus stored. So the result may contain more instances than `both`.
+    # last values from the service prometheus. So the result may contain more instances than `both`.
     until(lambda: query(engine, "up{job='encserve'}").items() >= both.items(), "Prometheus scrapes both servers", 60)
     balanced = "envoy_cluster_membership_healthy{envoy_cluster_name='encserve'}"
     until(lambda: query(engine, balanced) == {"envoy:9902": 2.0}, "Envoy has two healthy servers", 60)

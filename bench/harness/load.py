@@ -10,16 +10,15 @@ from typing import Any
 from real_server import COMMAND, RealServer, real_server
 
 from encserve_cli.load.calls import Call, Request, random_calls, text_calls
-from encserve_cli.load.connection import Connection
 from encserve_cli.load.generator import run_load
 from encserve_cli.load.results import Load, LoadResult
-from encserve_client import EncoderClient
+from encserve_client import AsyncEncoderClient, EncoderClient
 from harness.meter import Meter
 from harness.rounds import Measurement, Side
 from harness.workload import Workload
 
 CALLERS = 64
-# The number of sequences that one caller sends if each call has one sequence. The whole workload would take minutes.
+# The number of sequences that a single caller sends, one per call. The whole workload would take minutes.
 SINGLE_SEQUENCES = 192
 LARGE_CALL_SEQUENCES, LARGE_CALLERS = 256, 4
 TIMEOUT_SECONDS = 120.0
@@ -37,16 +36,16 @@ def call_server(target: str, calls: Sequence[Call], load: Load, meter: Meter | N
     """Run a load. `meter` reads the server's metrics at the start and at the end of the measured time.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C was pressed. A part of a measurement is of no use here.
+        KeyboardInterrupt: Ctrl-C was pressed. An incomplete measurement is discarded.
     """
-    result = run_load(Connection(target=target), calls, load, on_edge=meter.read if meter else None)
+    result = run_load(lambda: AsyncEncoderClient(target), calls, load, on_edge=meter.read if meter else None)
     if result.interrupted:
         raise KeyboardInterrupt
     return result
 
 
 class Served:
-    """A running server, and the calls that measure the server.
+    """A running server, and the calls for the measurement.
 
     Attributes:
         server: The server process.
@@ -101,7 +100,7 @@ class Served:
         return dataclasses.replace(measurement, latencies=latencies)
 
     def _large(self) -> Measurement:
-        """Send calls that take seconds. Few calls end during the measurement, so count the tokens of batches."""
+        """Send calls that take seconds. Count the tokens of batches, because few calls end during the measurement."""
         count = LARGE_CALL_SEQUENCES * LARGE_CALLERS
         lengths = itertools.islice(itertools.cycle(self._workload.lengths), count)
         calls = random_calls(list(lengths), self._info, Request(sequences_per_call=LARGE_CALL_SEQUENCES))
@@ -138,6 +137,6 @@ class Served:
 def served(
     models: Path, flags: Sequence[str], workload: Workload, seconds: float, program: Path = COMMAND
 ) -> Iterator[Served]:
-    """Run an encserve server until the end of the `with` block. `program` may be the server of another checkout."""
+    """Run a server until the end of the `with` block. `program` may be the encserve-server of another checkout."""
     with real_server(models, *flags, program=program) as server:
         yield Served(server, workload, seconds)

@@ -1,4 +1,4 @@
-"""Describes the CPUs of this machine, and measures the processes that use the CPUs."""
+"""Describes the CPUs of this machine, and measures the CPU use of processes."""
 
 import os
 import platform
@@ -79,7 +79,7 @@ def _stat(path: Path) -> list[str]:
 class OtherWork:
     """Measures the share of CPU time that processes outside this process tree use. The times come from /proc/stat.
 
-    The load average cannot show this share: after a few minutes, the load average includes the benchmark itself.
+    The load average does not show this share, because it includes the benchmark itself.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class OtherWork:
         self._before = self._read()
 
     def share(self) -> float | None:
-        """Return the share since this object was created, from 0 to 1; None if the system does not report CPU times."""
+        """Return the share since the creation of this object, from 0 to 1; None if the system reports no CPU times."""
         before, now = self._before, self._read()
         if before is None or now is None:
             return None

@@ -20,7 +20,7 @@ from harness.workload import Workload
 
 INFINITY, SENTENCES, TRITON = "infinity", "sentence-transformers", "triton"
 DEFAULT = "-as-it-comes"  # suffix of the name of a side in the peer's default setting
-# The kinds of results: for each sequence, a side returns ROWS, (seq, d_model), or a vector, (1, d_model).
+# The kinds of results. ROWS: an array (seq, d_model) per sequence. VECTORS: an array (1, d_model) per sequence.
 ROWS, VECTORS = "rows", "vectors"
 
 
@@ -54,11 +54,11 @@ class Setting:
     Attributes:
         name: A description of the setting.
         sides: The sides of this setting.
-        compute: Computes the results of the sequences at the given indices. Returns for each side the kind of result,
-            `ROWS` or `VECTORS`, and the arrays.
+        compute: A function that takes indices of sequences. Returns for each side the kind of result, `ROWS` or
+            `VECTORS`, and one array per sequence.
         versions: The versions of the peer's packages.
         close: Stops the processes that only this setting needs.
-        is_default: Whether the peer uses this setting if it gets no options.
+        is_default: Whether the peer uses this setting without options.
     """
 
     name: str
@@ -122,8 +122,8 @@ def _triton(given: PeerInput, stack: ExitStack) -> Iterator[Setting]:
         yield replace(setting, versions=versions | setting.versions, is_default=instances == 1)
 
 
-# Without options, infinity does not use BetterTransformer: `pip install infinity-emb[all]` installs optimum 2, which
-# does not contain BetterTransformer.
+# Without options, infinity does not use BetterTransformer, because `pip install infinity-emb[all]` installs optimum 2,
+# and optimum 2 does not contain BetterTransformer.
 INFINITY_DEFAULT = "no BetterTransformer, batches of 32"
 INFINITY_SETTINGS: Mapping[str, Sequence[Any]] = {
     "BetterTransformer, batches of 8": ("--bettertransformer", "--batch-size", 8),
@@ -140,7 +140,7 @@ def _infinity(given: PeerInput, stack: ExitStack) -> Iterator[Setting]:
         (port,) = free_ports(1)
         command = [binaries / "infinity_emb", "v2", "--model-id", given.checkpoint, "--served-model-name", "encoder"]
         command += ["--engine", "torch", "--device", "cpu", "--dtype", "float32", "--no-compile", *flags]
-        # Every round sends the same texts. The cache is off, so that the replies come from the model.
+        # Every round sends the same texts. Without a cache, each reply comes from the model.
         command += ["--no-vector-disk-cache", "--host", "127.0.0.1", "--port", port, "--log-level", "warning"]
         server = own.enter_context(running(INFINITY, command, given.folder / f"infinity-{port}.log"))
         server.wait_for_page(f"http://127.0.0.1:{port}/health")

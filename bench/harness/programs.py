@@ -77,11 +77,11 @@ def ensure_environment(
 def peer_environment() -> dict[str, str]:
     """Return the environment variables of a peer.
 
-    They do not contain the Python paths of this process. They turn off downloads of models, and telemetry.
+    The variables contain no Python paths of this process. They turn off telemetry and downloads of models.
     """
     ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
-    # Triton loads libpython by name. The loader's path may contain the libpython of another installation of the same
-    # Python version. That libpython fails with the standard library of this installation.
+    # Triton loads libpython by name. The loader's path may have the libpython of another Python installation. Such a
+    # libpython fails with this installation's standard library.
     libraries = [sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
     return {
         **{key: value for key, value in os.environ.items() if key not in ours},
@@ -164,7 +164,7 @@ class Program:
             time.sleep(0.2)
 
     def stop(self) -> None:
-        """End the process and its children. First close the pipes, because the end of standard input may be enough."""
+        """End the process and its children. First close the pipes: many programs exit when standard input ends."""
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):

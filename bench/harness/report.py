@@ -15,7 +15,7 @@ from harness.sides import BARE, CEILING, NAIVE
 
 QUARTILES = r"\[quartiles]"  # escaped, because rich reads brackets as markup
 NOISY_LOAD = 0.5  # warn if the load average before the run is higher
-NOISY_CEILING = 0.10  # warn if the distance between the quartiles, divided by the median, is larger
+NOISY_CEILING = 0.10  # warn if (upper quartile - lower quartile) / median is larger
 LONG_TOKENS = 64
 AGAINST = "-against"  # suffix of the name of a side that calls another checkout's server
 
@@ -28,7 +28,7 @@ class Target:
     """A target, and its result in this run.
 
     Attributes:
-        text: The names of the numbers that are compared.
+        text: The names of the compared numbers.
         bound: The bound with its unit.
         measured: The median and quartiles over rounds, in the unit of the bound.
         met: Whether the median is within the bound.
@@ -99,7 +99,7 @@ def ratios_between(found: Found, sides: Sequence[str], bases: Sequence[str]) -> 
 
 
 def ratios_to_against(found: Found) -> Ratios:
-    """Return for each side: the numbers of this server divided by the numbers of the other checkout's server."""
+    """Return for each side the ratios of this server's numbers to the numbers of the other checkout's server."""
     figures: dict[str, Figure] = {
         "tokens_per_second": lambda run: run.tokens_per_second,
         "p50_seconds": lambda run: run.p50_seconds(),

@@ -1,9 +1,9 @@
 """Runs the sides of a comparison in rounds, and computes ratios within each round.
 
 A side is one way to run the workload. Each round runs every side once. If the machine is slow for several rounds, all
-sides are slow, so the ratios stay correct. If the machine is slow for a shorter time, only some sides are slow. So if
-other processes used the CPUs during the run of a side, the side runs again. The measured speed does not matter for this
-decision.
+sides are slow, and the ratios stay correct. If the machine is slow for a shorter time, only some sides are slow.
+Therefore a side runs again if other processes used the CPUs during its run. The decision never depends on the measured
+speed.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class Measurement:
     Attributes:
         tokens: The number of computed tokens, without padding.
         seconds: The duration.
-        latencies: The number of tokens and the seconds of each timed call. An unknown number of tokens is 0.
+        latencies: (tokens, seconds) of each timed call. tokens is 0 if unknown.
         server_cpu_ms: The server's CPU time for each sequence, including the model; None if unknown.
         others: The share of the CPUs that other processes used during the run, from 0 to 1; None if unknown.
     """
@@ -90,8 +90,8 @@ class Patience:
 
         Args:
             seconds: The limit of the total time of repeated runs.
-            watch: Starts to watch the CPUs. Returns a function. This function returns the share of the CPUs that other
-                processes have used since the start.
+            watch: Starts to watch the CPUs, and returns a function. The function returns the share of CPU time that
+                other processes have used since the start.
         """
         self._seconds = seconds
         self._watch = watch
@@ -106,7 +106,7 @@ class Patience:
             tries.append(dataclasses.replace(measurement, others=(share := others())))
             if share is None or share <= QUIET_SHARE or len(tries) == MAX_TRIES or self._seconds <= 0:
                 return min(tries, key=lambda run: run.others or 0.0)
-            self._seconds -= time.monotonic() - began  # the next run will probably take the same time
+            self._seconds -= time.monotonic() - began  # assumes that a repeated run takes the same time
 
 
 NO_PATIENCE = Patience(0, lambda: lambda: None)
@@ -126,11 +126,11 @@ def measure(
         rounds: The number of rounds.
         seed: The seed for the random order.
         patience: Repeats runs that other processes disturbed.
-        on_round: A function that is called after each round. The arguments are the round's number, starting at 0, and
-            the measurements of this round. The keys of the measurements are the names of the sides.
+        on_round: Called after each round. Arguments: the number of the round, from 0, and the round's measurements by
+            the name of the side.
 
     Returns:
-        The measurements of all rounds for each side. The keys are the names of the sides.
+        The measurements of all rounds, by the name of the side.
     """
     by_name = {side.name: side for side in sides}
     found: dict[str, list[Measurement]] = {side.name: [] for side in sides}
@@ -160,7 +160,7 @@ def _tokens_per_second(measurement: Measurement) -> float:
 def ratios(
     numerator: Sequence[Measurement], denominator: Sequence[Measurement], figure: Figure = _tokens_per_second
 ) -> list[float]:
-    """Divide a number of one side by the same number of another side, in each round. Skip rounds without the number."""
+    """Return one ratio per round: a number of one side, divided by the number of another. Skip missing numbers."""
     pairs = [(figure(a), figure(b)) for a, b in zip(numerator, denominator, strict=True)]
     return [a / b for a, b in pairs if a is not None and b]
 

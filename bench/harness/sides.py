@@ -29,7 +29,7 @@ CEILING, BARE, NAIVE = "ceiling", "bare", "naive"
 TORCH, TORCH_BATCHED = "torch", "torch-batched"
 
 
-# The next functions make the sides on ONNX Runtime. The session options are those of the server.
+# The next functions make the sides on ONNX Runtime, with the session options of the server.
 
 
 def run_batches(engine: Engine, batches: Sequence[Sequence[TokenIds]]) -> Measurement:
@@ -45,7 +45,7 @@ def run_singly(engine: OnnxEngine, sequences: Sequence[TokenIds]) -> Measurement
 
 
 def sweep_budgets(engine: Engine, workload: Workload, seed: int) -> dict[int, float]:
-    """Return the tokens/s of the fastest round for each budget. The batches are sorted by length."""
+    """Return the tokens/s of the fastest round, by budget. The batches are sorted by length."""
     batches = {budget: sorted_batches(workload.sequences, budget) for budget in BUDGETS}
     run_batches(engine, batches[BUDGETS[-1]])  # the first run allocates the engine's memory
     sides = [Side(str(budget), "", partial(run_batches, engine, batches[budget])) for budget in BUDGETS]

@@ -68,9 +68,7 @@ def random_workload(lengths: Sequence[int], *, vocab_size: int, seed: int) -> Wo
 
 
 def text_workload(bundle: Bundle, lengths: Sequence[int], *, seed: int) -> Workload:
-    """Make texts of random words. With its special tokens, each text has the given number of tokens.
-
-    Each word is one token.
+    """Make texts of random words. Each word is one token. A text's length includes special tokens.
 
     Raises:
         ValueError: The model has no tokenizer, no word is a single token, or a text cannot have its length.
@@ -86,7 +84,7 @@ def text_workload(bundle: Bundle, lengths: Sequence[int], *, seed: int) -> Workl
     texts, sequences = [], []
     for length in lengths:
         if length <= special:
-            raise ValueError(f"a text of {length} tokens has no room for a word beside {special} special tokens")
+            raise ValueError(f"a text of {length} tokens has {special} special tokens, so there is no room for a word")
         texts.append(" ".join(words[index] for index in rng.integers(0, len(words), length - special)))
         ids: TokenIds = np.array(tokenizer.encode(texts[-1]).ids, np.int64)  # (seq,)
         if len(ids) != length:
@@ -108,7 +106,7 @@ def single_token_words(tokenizer: Tokenizer) -> list[str]:
 
     The words are in alphabetical order.
     """
-    # In some vocabularies, a marker precedes the first letter of a word.
+    # In some vocabularies, a token has a marker, such as "▁", before the first letter of a word.
     names = {name.lstrip("Ġ▁") for name in tokenizer.get_vocab()}
     words = sorted(name for name in names if name.isascii() and name.isalpha())
     once, twice = (
@@ -126,11 +124,11 @@ def windows(sequences: Sequence[TokenIds], size: int) -> list[list[TokenIds]]:
 def sorted_batches(sequences: Sequence[TokenIds], max_padded_tokens: int) -> list[list[TokenIds]]:
     """Sort sequences by length, and split them into batches of at most `max_padded_tokens` tokens, including padding.
 
-    A sequence that is longer than this limit gets a batch of its own.
+    A sequence that exceeds the limit is alone in a batch.
     """
     batches: list[list[TokenIds]] = []
     for sequence in sorted(sequences, key=len):
-        # The order is ascending, so the sequence that is added last is the longest of its batch.
+        # The order is ascending, so the last sequence of a batch is the longest.
         if batches and len(sequence) * (len(batches[-1]) + 1) <= max_padded_tokens:
             batches[-1].append(sequence)
         else:

@@ -21,9 +21,8 @@ def answer_lines(prepare: Callable[[], tuple[dict[str, Any], Mapping[str, Callab
     """Answer questions until standard input ends.
 
     Args:
-        prepare: Loads the model or the workload. Returns the first answer, which is sent without a question, and the
-            handlers. The field `do` of a question is the name of the handler. The other fields are the handler's
-            arguments.
+        prepare: Loads the model or the workload. Returns the first answer, which needs no question, and the handlers by
+            name. The field `do` of a question is the handler's name. The other fields are the handler's arguments.
     """
     # Only answers go to standard output. The output of libraries goes to standard error.
     answers = os.fdopen(os.dup(1), "w")

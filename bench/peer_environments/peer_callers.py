@@ -1,9 +1,8 @@
 """Load generator for a peer: another inference server, infinity or Triton.
 
-The generator runs in a separate process, in the peer's virtual environment. A request to infinity goes over HTTP, and
-has one text. The reply has the vector in base64, which is the faster of infinity's two formats. A request to Triton
-goes over gRPC, and has the ids of one sequence. All requests are built before the load starts. Replies under load are
-not parsed.
+The generator runs in a separate process, in the peer's virtual environment. A request to infinity is an HTTP request
+with one text. The reply has the vector in base64, the faster of infinity's two formats. A request to Triton is a gRPC
+call with the ids of one sequence. All requests are built before the load starts. Replies under load are not parsed.
 """
 
 import argparse
@@ -48,7 +47,7 @@ def infinity_request(text: str) -> bytes:
 
 @asynccontextmanager
 async def infinity_connection(address: str) -> AsyncIterator[Ask]:
-    """Yield a function that makes one call. Each caller gets a connection of its own."""
+    """Yield a function that makes one call. Each caller gets a new connection."""
     import aiohttp
 
     async with aiohttp.ClientSession(
@@ -115,11 +114,10 @@ PROTOCOLS = {
 async def closed_loop(
     ask: Ask, requests: list[bytes], *, callers: int, warmup_seconds: float, seconds: float
 ) -> dict[str, Any]:
-    """Run several callers. Each caller sends its next request after the reply to the last one.
+    """Run several callers. After each reply, a caller sends the next request.
 
     Returns:
-        `answered`: the index of the request, and the seconds until the reply, for each reply after the warm-up and
-            before the end.
+        `answered`: (index of the request, seconds until the reply) for each reply after the warm-up and before the end.
     """
     order = itertools.cycle(range(len(requests)))  # all callers share this iterator
     begin = time.perf_counter() + warmup_seconds

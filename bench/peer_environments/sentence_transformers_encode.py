@@ -1,7 +1,7 @@
 """Encodes texts with sentence-transformers in this process.
 
-The program runs in the virtual environment of sentence-transformers. The library gets all texts in one call, and sorts
-the texts by length. Only the call of `encode` is timed.
+The program runs in the virtual environment of sentence-transformers. One call of `encode` gets all texts, and sorts the
+texts by length. Only this call is timed.
 """
 
 import argparse

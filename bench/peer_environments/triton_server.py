@@ -1,7 +1,7 @@
 """Serves an ONNX graph with Triton until standard input ends.
 
 The program starts Triton through pytriton, and runs in Triton's virtual environment. A request is INT64 [1, seq]. A
-reply is FP32 [1, seq, d_model]. Triton's dynamic batcher is on. The batcher combines only requests of the same length.
+reply is FP32 [1, seq, d_model]. Triton's dynamic batcher is on, and combines only requests of the same length.
 """
 
 import argparse
@@ -20,7 +20,7 @@ MAX_BATCH = 64
 
 
 def make_instance(options: argparse.Namespace) -> Callable[..., Any]:
-    """Return an instance of the model: a function that takes ids, (batch, seq). It uses encserve's session options."""
+    """Return an instance of the model, a function of ids (batch, seq). The session options are those of encserve."""
     session_options = ort.SessionOptions()
     session_options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     session_options.intra_op_num_threads = options.threads // options.instances

@@ -70,7 +70,7 @@ def test_texts_have_the_given_lengths_and_depend_on_the_seed(tmp_path: Path) -> 
     assert {word for text in workload.texts for word in text.split()} <= {"cat", "dog", "don", "mat", "t"}
     assert workload.texts == text_workload(bundle, [3, 40, 5], seed=1).texts
     assert workload.texts != text_workload(bundle, [3, 40, 5], seed=2).texts
-    with pytest.raises(ValueError, match="a text of 2 tokens has no room for a word beside 2 special tokens"):
+    with pytest.raises(ValueError, match="a text of 2 tokens has 2 special tokens, so there is no room for a word"):
         text_workload(bundle, [2], seed=0)
 
 

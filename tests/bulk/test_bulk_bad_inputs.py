@@ -1,4 +1,4 @@
-"""If `encserve embed` cannot continue, it prints one line with the reason, and leaves no incomplete output file."""
+"""`encserve embed` ends with one line that names the problem, and leaves no incomplete output file."""
 
 import contextlib
 import gzip
@@ -49,7 +49,7 @@ def numbers(path: Path) -> None:
         (numbers, "corpus-001.parquet: column 'text' must be of text; its type is double"),
     ],
 )
-def test_an_unreadable_file_stops_the_job_first(
+def test_an_unreadable_file_stops_the_job_before_any_output(
     encoder: Path, tmp_path: Path, spoil: Callable[[Path], None], problem: str
 ) -> None:
     """If the second of three input files is not readable, `encserve embed` fails and writes no output."""
@@ -62,8 +62,8 @@ def test_an_unreadable_file_stops_the_job_first(
     assert not (tmp_path / "vectors").exists()
 
 
-def test_a_damaged_file_stops_the_job_when_it_is_read(encoder: Path, tmp_path: Path) -> None:
-    """The rows before the damage are not lost. The file may be replaced by a whole one, and the job goes on."""
+def test_a_damaged_file_stops_the_job_after_the_intact_rows(encoder: Path, tmp_path: Path) -> None:
+    """The job keeps the rows before the damage. After the file is replaced by an intact copy, the job continues."""
     corpus = write_corpus(tmp_path / "texts", 3000, files=3)
     whole = corpus[1].read_bytes()
     damaged(corpus[1])
@@ -81,7 +81,7 @@ def test_a_damaged_file_stops_the_job_when_it_is_read(encoder: Path, tmp_path: P
 
 
 def test_a_line_of_two_gigabytes(encoder: Path, tmp_path: Path) -> None:
-    """A line that is too long is rejected while it is read, and never held in memory."""
+    """A line of 2 GB is rejected while it is read. The process has less memory than the line needs."""
     source = tmp_path / "texts.txt.gz"
     with gzip.open(source, "wb", compresslevel=1) as file:
         file.write(b"w1\n")

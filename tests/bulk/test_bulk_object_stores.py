@@ -25,7 +25,7 @@ SOME_REJECTED = 3
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Input files in three formats: Parquet, JSON lines and compressed JSON lines.
 
-    A job skips row groups of Parquet. A job reads the other files from the beginning.
+    A job that continues skips finished row groups of Parquet. It reads other formats from the beginning.
     """
     paths = write_corpus(tmp_path_factory.mktemp("corpus") / "texts", ROWS, FILES)
     for i, suffix in ((2, ".jsonl"), (4, ".jsonl.gz")):
@@ -40,7 +40,7 @@ class Bucket:
     """The bucket "corpus" of an emulated object store. The methods call the emulator directly, without `CutProxy`."""
 
     def __init__(self, files: Any, root: str, options: str = "") -> None:
-        """`root` is the start of every URI. `options` is the query string at the end of every URI."""
+        """Every URI begins with `root`, and ends with the query string `options`."""
         self.files, self.root, self.options = files, root, options
 
     def uri(self, path: str) -> str:
@@ -67,7 +67,7 @@ def output_of(contents: dict[str, bytes]) -> Any:
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[tuple[Bucket, CutProxy]]:
-    """A bucket of an S3 emulator, and a proxy. Jobs call the emulator through this proxy, which can cut connections."""
+    """A bucket of an S3 emulator, and a proxy that can cut connections. Jobs call the emulator through this proxy."""
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     port = server.get_host_and_port()[1]
@@ -124,7 +124,7 @@ def alone(s3: tuple[Bucket, CutProxy], command: tuple[object, ...], tmp_path_fac
     return Alone(bucket.contents("alone"), proxy.passed)
 
 
-def test_s3_in_and_out(alone: Alone) -> None:
+def test_input_and_output_on_s3(alone: Alone) -> None:
     check_rows(output_of(alone.contents), short_texts(ROWS))
 
 
@@ -174,8 +174,8 @@ def gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
             process.terminate()
 
 
-def test_gs_in_and_out(gcs: Bucket, corpus: list[Path], encoder: Path) -> None:
-    """A job writes the expected vectors. If one output file is deleted, the next run writes only this file again."""
+def test_input_and_output_on_google_cloud_storage(gcs: Bucket, corpus: list[Path], encoder: Path) -> None:
+    """A job writes the expected vectors. After one output file is deleted, the next run writes only this file again."""
     command = ("embed", *inputs(*gcs.upload(corpus)), "--keep", "id", "--bundle", encoder, "--max-batch-tokens", 1024)
     output = gcs.uri("vectors")
     done = run(*command, "--output", output)

@@ -18,7 +18,7 @@ from encserve_cli.job import embed_files
 
 TEXTS = [text(5, 6, 7), text(8), None, text(9, 9), text(*[5] * 100), *(text(3 + i) for i in range(20))]
 REJECTED = (2, 4)
-PART_ROWS = 10  # rows in an output file; few rows, so that a job writes several files
+PART_ROWS = 10  # rows per output file: few, so that a job writes several files
 
 Rows = list[dict[str, Any]]
 
@@ -77,7 +77,7 @@ MADE: dict[str, tuple[dict[str, Any], dict[str, pa.DataType]]] = {
 
 
 def plain(value: Any) -> Any:
-    """Convert the value of a reader's cell to Python lists and numbers."""
+    """Convert a value that a reader returns to Python lists and numbers."""
     if isinstance(value, np.ndarray | list):
         return [plain(it) for it in value]
     if isinstance(value, float) and np.isnan(value):  # pandas reads null as NaN
@@ -86,7 +86,7 @@ def plain(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_four_readers_find_the_same(tiny: Path, tmp_path: Path, name: str) -> None:
+def test_four_readers_return_the_same_values(tiny: Path, tmp_path: Path, name: str) -> None:
     """A job embeds texts, and rejects two of them. All readers return the same values.
 
     The outputs of the rejected texts are null.
@@ -109,8 +109,8 @@ def test_four_readers_find_the_same(tiny: Path, tmp_path: Path, name: str) -> No
             assert [plain(it[column]) for it in rows] == [it[column] for it in want], (reader, column)
 
 
-def test_the_search_of_the_documentation_takes_rejected_rows(tiny: Path, tmp_path: Path) -> None:
-    """The query of docs/bulk.md works beside a row without a vector."""
+def test_the_query_in_the_docs_works_with_rejected_rows(tiny: Path, tmp_path: Path) -> None:
+    """The query of docs/bulk.md works for a table that has a row without a vector."""
     corpus = tmp_path / "texts.parquet"
     parquet.write_table(pa.table({"id": range(3), "text": [text(5, 6), None, text(7)]}), corpus)
     embed_files([corpus], tmp_path / "vectors", bundle=tiny, keep=["id"], kind="model")

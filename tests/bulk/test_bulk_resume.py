@@ -105,7 +105,7 @@ def killed_at_random(rows: int, corpus: Path, output: Path, bundle: Path, part_s
         yield part_names(output)
 
 
-def test_every_row_once_and_in_order(rows: int, alone: Done) -> None:
+def test_the_output_has_every_row_once_in_order(rows: int, alone: Done) -> None:
     check_rows(output_of(alone.output), short_texts(rows))
 
 
@@ -132,7 +132,7 @@ def test_memory_does_not_grow_with_the_rows(alone: Done, encoder: Path, tmp_path
     assert alone.peak_bytes <= max(1.1 * fewer.peak_bytes, fewer.peak_bytes + 64 * MIB)
 
 
-def test_two_runs_of_a_job_at_once(encoder: Path, tmp_path: Path) -> None:
+def test_two_simultaneous_runs_of_a_job(encoder: Path, tmp_path: Path) -> None:
     files = write_corpus(tmp_path / "texts", 20_000, files=10)
     both = ("embed", *inputs(*files), "--keep", "id", "--bundle", encoder, "--output", f"{tmp_path}/both/")
     with running(*both) as one, running(*both) as other:
@@ -143,7 +143,7 @@ def test_two_runs_of_a_job_at_once(encoder: Path, tmp_path: Path) -> None:
 
 
 class SlowBackend(LocalBackend):
-    """A LocalBackend whose first `open` calls `other()` before it opens the model. `other()` starts the same job."""
+    """A LocalBackend whose first `open` first calls `other()`, which starts the same job. Then it opens the model."""
 
     def __init__(self, bundle: Path, other: Callable[[], None]) -> None:
         super().__init__(bundle, EngineOptions())
@@ -155,7 +155,7 @@ class SlowBackend(LocalBackend):
         return super().open(make, kind, before)
 
 
-def test_the_slower_of_two_runs_takes_the_plan_of_the_faster(encoder: Path, tmp_path: Path) -> None:
+def test_the_slower_of_two_runs_uses_the_plan_of_the_faster(encoder: Path, tmp_path: Path) -> None:
     corpus, output = write_corpus(tmp_path / "texts", 100)[0], str(tmp_path / "vectors")
 
     def job(backend: LocalBackend) -> EmbedJob:

@@ -38,10 +38,10 @@ from waiting import PATIENCE_SECONDS
 from encserve_proto.v1 import encoder_pb2 as pb
 
 ROWS, FILES = 20_000, 20
-# Set ENCSERVE_BULK_REFUSAL_SECONDS to 60 to test that a job waits for a server that refuses calls for a minute.
+# The time in which the server refuses calls. Set ENCSERVE_BULK_REFUSAL_SECONDS=60 to test a long refusal.
 REFUSAL_SECONDS = float(os.environ.get("ENCSERVE_BULK_REFUSAL_SECONDS", "4"))
 SOME_REJECTED = 3
-TOLERANCE = 1e-5  # largest relative error between a text's vectors from two different batches
+TOLERANCE = 1e-5  # largest relative error between two vectors of a text, computed in different batches
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_a_killed_job_continues(corpus: list[Path], want: Any, encoder: Path, tm
 def killed_after(parts: int, output: Path, bundle: Path) -> Iterator[str]:
     """Run a server and yield its address.
 
-    When the job has finished `parts` output files, the server is killed. Two seconds later, the server starts again.
+    The server is killed after the job has finished `parts` output files, and starts again two seconds later.
     """
     flags = ("--grpc-port", str(free_port()))
     with contextlib.ExitStack() as stack:
@@ -114,7 +114,7 @@ def killed_after(parts: int, output: Path, bundle: Path) -> Iterator[str]:
 
 
 def check_both_worked(servers: list[RealServer]) -> None:
-    assert servers[1].metric("encserve_tokens_total") > 0, "the job ended before the restart, so nothing was tested"
+    assert servers[1].metric("encserve_tokens_total") > 0, "the job ended before the restart: the test tested nothing"
 
 
 def test_a_job_survives_a_restart_of_the_server(corpus: list[Path], want: Any, encoder: Path, tmp_path: Path) -> None:

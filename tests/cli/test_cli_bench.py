@@ -143,13 +143,6 @@ async def test_only_a_line_feed_ends_a_text(service: FakeEncoder, tmp_path: Path
     assert {it.text for request in service.requests for it in request.inputs} == {"one\x0ctwo\x85three\u2028four"}
 
 
-def test_texts_that_are_not_utf8(server: RealServer, tmp_path: Path) -> None:
-    texts = tmp_path / "texts.txt"
-    texts.write_bytes(b"w3\nM\xfcller\n")
-    result = bench(server, "--texts", texts, status=1)
-    assert f"{texts}, line 2: must be UTF-8; was not at character 2" in result.stderr
-
-
 def test_calls_that_are_not_sent_in_time_are_errors(server: RealServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generator, "GRACE_SECONDS", -60)  # so the end of the load is over from its start
     body = json.loads(bench(server, "--rate", 100, "--json", status=1).stdout)
@@ -181,17 +174,6 @@ async def test_a_server_that_fails(service: FakeEncoder) -> None:
     assert ([error["status"] for error in found["errors"]], found["calls"]) == (["INTERNAL"], 0)
     assert found["latency_seconds"]["p99"] is None
     assert len(service.requests) <= 2 * (SECONDS + 0.1) / 0.01 + 2
-
-
-async def test_several_servers_take_turns(service: FakeEncoder) -> None:
-    other = FakeEncoder()
-    await other.start()
-    process = await start("--target", f"ipv4:{service.target},{other.target}", "bench", *SHORT, "--json")
-    output, _ = await process.communicate()  # gRPC logs that the fake servers have no health service
-    await other.server.stop(None)
-    assert json.loads(output)["runs"][0]["errors"] == []
-    assert service.requests
-    assert other.requests
 
 
 async def test_encryption_a_key_and_metadata(service: FakeEncoder, tmp_path: Path) -> None:
@@ -284,12 +266,3 @@ def test_texts_without_a_text_and_a_model_without_a_tokenizer(tmp_path: Path) ->
         for content, message in ((" \n", "at least one line that is not blank"), ("a\n", "no tokenizer")):
             texts.write_text(content)
             assert message in bench(server, "--texts", texts, status=1).stderr
-
-
-async def test_a_target_without_a_port(service: FakeEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The load goes to the default port, like the other calls of the command."""
-    monkeypatch.setattr("encserve_client._grpc.target.DEFAULT_PORT", int(service.target.rpartition(":")[2]))
-    command = ["bench", *SHORT, "--json", "--target", "127.0.0.1"]
-    result = await asyncio.to_thread(CliRunner().invoke, cli, list(map(str, command)))
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["runs"][0]["errors"] == []

@@ -25,7 +25,7 @@ from fake_encoder import FakeEncoder, Refused
 
 from encserve_cli.files import encoding, writing
 from encserve_cli.files.reading import Sent, count_inputs, read_inputs
-from encserve_client import EncoderClient
+from encserve_client import DType, EncoderClient
 from encserve_proto.v1 import encoder_pb2 as pb
 
 LATE = pb.ModelInfo(multi_vector_width=8, multi_vector_similarity="maxsim")
@@ -34,8 +34,8 @@ TEXTS = ["two words", "", 'a "quoted", text', *(" ".join(["word"] * (i % 7)) + f
 
 
 @pytest.fixture(autouse=True)
-def short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "_CALL_INPUTS", 4)
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "_BLOCK_INPUTS", 4)
 
 
 def write_texts(folder: Path, suffix: str) -> Path:
@@ -58,10 +58,10 @@ def write_texts(folder: Path, suffix: str) -> Path:
     return path
 
 
-async def vectors_of(service: FakeEncoder, texts: list[str]) -> Any:
+async def vectors_of(service: FakeEncoder, texts: list[str], dtype: DType = "float32") -> Any:
     def ask() -> Any:
         with EncoderClient(service.target) as client:
-            return client.embed(texts)
+            return client.embed(texts, dtype=dtype)
 
     return await asyncio.to_thread(ask)
 
@@ -94,14 +94,17 @@ async def test_files_in_and_one_vector_each_out(service: FakeEncoder, tmp_path: 
     assert count_inputs([], [str(path)]) == (len(TEXTS) if suffix in (".txt", ".jsonl", ".parquet") else None)
 
 
-async def test_one_vector_each_in_every_form(service: FakeEncoder, tmp_path: Path) -> None:
-    want = await vectors_of(service, TEXTS)
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+async def test_one_vector_each_in_every_form(service: FakeEncoder, tmp_path: Path, dtype: DType) -> None:
+    want = await vectors_of(service, TEXTS, dtype)
     source = write_texts(tmp_path, ".txt")
-    for suffix in (".npz", ".jsonl", ".csv", ".parquet"):
-        await encserve(service, "embed", *inputs(source), "--output", tmp_path / f"v{suffix}")
-    with np.load(tmp_path / "v.npz", allow_pickle=False) as file:
+    for suffix in (".npy", ".NPZ", ".jsonl", ".csv", ".parquet"):
+        await encserve(service, "embed", *inputs(source), "--dtype", dtype, "--output", tmp_path / f"v{suffix}")
+    np.testing.assert_array_equal(np.load(tmp_path / "v.npy", allow_pickle=False), want)
+    with np.load(tmp_path / "v.NPZ", allow_pickle=False) as file:
         np.testing.assert_array_equal(file["rows"], want)
-        assert str(file["fingerprint"]) == "f" * 16
+        assert file["rows"].dtype == dtype
+        assert (str(file["fingerprint"]), str(file["space_id"])) == ("f" * 16, "s2-" + "5" * 32)
     lines = [json.loads(line) for line in (tmp_path / "v.jsonl").read_text().splitlines()]
     assert [it["text"] for it in lines] == TEXTS
     np.testing.assert_array_equal(np.array([it["vector"] for it in lines], np.float32), want)
@@ -112,6 +115,7 @@ async def test_one_vector_each_in_every_form(service: FakeEncoder, tmp_path: Pat
     np.testing.assert_array_equal(np.array([it[1:] for it in rows], np.float32), want)
     table = pyarrow.parquet.read_table(tmp_path / "v.parquet")
     assert table["text"].to_pylist() == TEXTS
+    assert table["vector"].type == pyarrow.list_(pyarrow.from_numpy_dtype(dtype), 8)
     np.testing.assert_array_equal(np.array(table["vector"].to_pylist(), np.float32), want)
     assert table.schema.metadata[b"fingerprint"] == b"f" * 16
 
@@ -127,28 +131,6 @@ async def test_standard_output_gets_the_lines_of_a_jsonl_file(service: FakeEncod
                 printed = done.stdout
         assert printed == (tmp_path / "v.jsonl").read_text()
         assert [json.loads(line)["text"] for line in printed.splitlines()] == texts
-
-
-async def test_int8_in_every_form(service: FakeEncoder, tmp_path: Path) -> None:
-    with EncoderClient(service.target) as client:
-        want = await asyncio.to_thread(client.embed, TEXTS, dtype="int8")
-    source = write_texts(tmp_path, ".txt")
-    for suffix in (".npy", ".npz", ".jsonl", ".csv", ".parquet"):
-        flags = ["--dtype", "int8", "--output", tmp_path / f"v{suffix}"]
-        await encserve(service, "embed", *inputs(source), *flags)
-    with np.load(tmp_path / "v.npz", allow_pickle=False) as file:
-        arrays = [np.load(tmp_path / "v.npy", allow_pickle=False), file["rows"]]
-    table = pyarrow.parquet.read_table(tmp_path / "v.parquet")
-    assert table["vector"].type == pyarrow.list_(pyarrow.int8(), 8)
-    arrays.append(table["vector"].combine_chunks().flatten().to_numpy().reshape(-1, 8))
-    for array in arrays:
-        assert array.dtype == np.int8
-        np.testing.assert_array_equal(array, want)
-    lines = [json.loads(line) for line in (tmp_path / "v.jsonl").read_text().splitlines()]
-    assert [it["vector"] for it in lines] == want.tolist()
-    with (tmp_path / "v.csv").open(newline="") as file_of_rows:
-        _, *rows = csv.reader(file_of_rows)
-    assert [[int(number) for number in it[1:]] for it in rows] == want.tolist()
 
 
 async def test_rows_of_every_token(service: FakeEncoder, tmp_path: Path) -> None:
@@ -281,19 +263,6 @@ async def test_similarity_and_inspect_read_files(service: FakeEncoder, tmp_path:
     assert "more than 1 inputs: inspect takes one text" in refused.stderr
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
-def test_only_a_line_feed_ends_a_line_and_bytes_must_be_utf8(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"t{suffix}"
-    quote = b'"' if suffix == ".jsonl" else b""
-    texts = ["one", "two\u2028\x85lines", "three"]
-    path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(quote + it.encode() + quote for it in texts))
-    assert [it.value for it in read_inputs([], [str(path)], None, ids=False)] == texts
-    assert count_inputs([], [str(path)]) == 3
-    path.write_bytes(quote + b"one" + quote + b"\n" + quote + b"t\xffwo" + quote)
-    with pytest.raises(ValueError, match=rf"t{suffix}, line 2: must be UTF-8; was not at character 2"):
-        list(read_inputs([], [str(path)], None, ids=False))
-
-
 def test_a_long_field_and_a_carriage_return_in_a_csv_file(tmp_path: Path) -> None:
     """A field may be longer than 128 KiB, the default limit of Python's csv module.
 
@@ -304,17 +273,6 @@ def test_a_long_field_and_a_carriage_return_in_a_csv_file(tmp_path: Path) -> Non
     assert [len(it.value) for it in read_inputs([], [str(path)], None, ids=False)] == [200_000, 3]
     path.write_bytes(b"")
     assert list(read_inputs([], [str(path)], None, ids=False)) == []
-
-
-def test_a_column_of_parquet_must_hold_text_or_ids(tmp_path: Path) -> None:
-    path = str(tmp_path / "t.parquet")
-    pyarrow.parquet.write_table(pyarrow.table({"text": [1], "ids": [[1]], "names": ["1 2"]}), path)
-    assert [it.value for it in read_inputs([], [path], "ids", ids=True)] == [[1]]
-    assert [it.value for it in read_inputs([], [path], "names", ids=True)] == [[1, 2]]
-    with pytest.raises(ValueError, match=r"t\.parquet: column 'text' must be of text; its type is int64$"):
-        list(read_inputs([], [path], None, ids=False))
-    with pytest.raises(ValueError, match="column 'text' must be of lists of whole numbers; its type is int64"):
-        list(read_inputs([], [path], None, ids=True))
 
 
 async def test_token_ids(service: FakeEncoder, tmp_path: Path) -> None:
@@ -352,16 +310,12 @@ async def test_options_are_the_servers(service: FakeEncoder, tmp_path: Path) -> 
         ("a.jsonl", '"a"\n[1, 2]', [], "line 2: must be text; was [1, 2]; token ids are read with --ids"),
         ("a.jsonl", '["a"]', ["--ids"], 'line 1: --ids wants a list of whole numbers; was ["a"]'),
         ("a.csv", "text,n\none,1\ntwo\n", [], "a.csv, line 3: must have 2 fields as the first line has; had 1"),
-        ("a.csv", "a,b\n", [], "line 1: has no column 'text'; it has 'a', 'b'"),
-        ("a.parquet", "not parquet", [], "a.parquet: cannot be read as Parquet"),
         (
             "a.parquet.gz",
             "not known",
             [],
             "a.parquet.gz: is a file of a kind that is not known; known are .txt, .jsonl",
         ),
-        ("a.csv.gz", "not gzip", [], "a.csv.gz: cannot be read as gzip: "),
-        ("a.xlsx", "", [], "a.xlsx: is a file of a kind that is not known; known are .txt, .jsonl"),
         ("missing.json", None, [], "missing.json: there is no such file; inputs end in .txt, .jsonl"),
         ("*.txt", None, [], "*.txt: there is no such file"),
         ("missing.txt", None, [], "missing.txt: there is no such file"),
@@ -409,47 +363,51 @@ async def test_a_text_that_is_refused_is_named_by_its_line(service: FakeEncoder,
 
 async def test_another_suffix_and_too_many_to_print(service: FakeEncoder, tmp_path: Path) -> None:
     result = await encserve(service, "embed", "one", "--output", tmp_path / "v.out", status=1)
-    assert "must end in .npy, .npz, .jsonl, .csv, .parquet; was .out" in result.stderr
+    assert "must end in .npy, .npz, .jsonl, .csv, .parquet; was .out. End the name of a folder with /" in result.stderr
     assert not service.requests, "the command must fail before the first request"
     (tmp_path / "t.txt").write_text("a\n" * 1001)
     result = await encserve(service, "embed", *inputs(tmp_path / "t.txt"), status=1)
     assert "more than 1,000 inputs: --output FILE takes any number" in result.stderr
 
 
-async def test_a_server_without_room_is_asked_again(service: FakeEncoder, tmp_path: Path) -> None:
-    """If the server's queue is full, the command retries more often than the client does.
-
-    In this test, the command retries 12 times.
-    """
-    full = 12
+@pytest.mark.parametrize(("timeout", "status"), [([], 0), (["--timeout", "30"], 1)], ids=["300 s", "--timeout 30"])
+async def test_files_wait_for_a_full_server(
+    service: FakeEncoder, tmp_path: Path, timeout: list[str], status: int
+) -> None:
+    """The server asks for a retry after 40 s, and has room by then. So --timeout 30 gives up without a wait."""
+    pushback = "40000" if timeout else "10"
+    full = 3
 
     async def refuse(request: pb.EncodeRequest) -> None:
         nonlocal full
         if full:
             full -= 1
-            raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room", "QUEUE_FULL", pushback="10")
+            raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room", "QUEUE_FULL", pushback=pushback)
 
     service.before = refuse
     (tmp_path / "t.txt").write_text("one\n")
-    await encserve(service, "embed", *inputs(tmp_path / "t.txt"), "--output", tmp_path / "v.npy")
+    output = ("--output", tmp_path / "v.npy")
+    await encserve(service, "embed", *inputs(tmp_path / "t.txt"), *output, *timeout, status=status)
 
 
 async def test_a_failed_input_ends_the_waits_for_room(service: FakeEncoder, tmp_path: Path) -> None:
-    """One call fails while the other calls wait 100 s before a retry.
+    """One block has a refused input while the next block waits 100 s before a retry.
 
-    The command fails at once and does not wait for these retries.
+    The command fails at once and does not wait for this retry.
     """
     others_wait = asyncio.Event()
 
     async def refuse(request: pb.EncodeRequest) -> None:
-        if request.inputs[0].text != "first":
+        texts = [it.text for it in request.inputs]
+        if "other" in texts:
             others_wait.set()
             raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room", "QUEUE_FULL", pushback="100000")
         await others_wait.wait()
-        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "inputs[0]: is bad")
+        if "bad" in texts:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"inputs[{texts.index('bad')}]: is bad")
 
     service.before = refuse
-    (tmp_path / "t.txt").write_text("first\n" + "other\n" * 11)
+    (tmp_path / "t.txt").write_text("bad\n" + "first block\n" * 3 + "other\n" * 8)
     call = encserve(service, "embed", *inputs(tmp_path / "t.txt"), "--output", tmp_path / "v.npy", status=1)
     assert f"{tmp_path}/t.txt, line 1: is bad" in (await asyncio.wait_for(call, 50)).stderr
 
@@ -479,8 +437,49 @@ async def test_ctrl_c_ends_the_command_with_one_line(service: FakeEncoder, tmp_p
     assert list(tmp_path.iterdir()) == []  # noqa: ASYNC240 - a test's own folder
 
 
-def test_no_more_is_read_than_a_few_calls_ahead_of_what_is_written() -> None:
-    """At any time, the command has read only a few calls of inputs that are not yet written.
+async def test_a_refused_text_of_the_command_line_is_named_by_its_number(service: FakeEncoder) -> None:
+    result = await encserve(service, "embed", "one", "word " * 80, status=1)
+    assert result.stderr == "Error: argument 2: has 82 tokens; the model takes at most 64\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["inputs[{}]: has 7 tokens", "inputs[{}].token_ids.ids[3]: has 7 tokens"], ids=["input", "field"]
+)
+@pytest.mark.parametrize("line", [1, 5, 9])
+async def test_the_place_of_a_refused_input_does_not_depend_on_the_message(
+    service: FakeEncoder, tmp_path: Path, text: str, line: int
+) -> None:
+    """The texts are sent in blocks of 4 and messages of 3. Another line names an index in its text."""
+    lines = [f"text {i}" for i in range(9)]
+    lines[line - 1] = "bad inputs[0]"
+    service.max_request_sequences = 3
+
+    async def refuse(request: pb.EncodeRequest) -> None:
+        for index, item in enumerate(request.inputs):
+            if item.text.startswith("bad"):
+                raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{text.format(index)} in {item.text!r}", "INVALID")
+
+    service.before = refuse
+    (tmp_path / "t.txt").write_text("\n".join(lines))
+    result = await encserve(service, "embed", *inputs(tmp_path / "t.txt"), "--output", tmp_path / "v.npy", status=1)
+    field = "token_ids.ids[3]: " if "token_ids" in text else ""
+    assert result.stderr == f"Error: {tmp_path}/t.txt, line {line}: {field}has 7 tokens in 'bad inputs[0]'\n"
+
+
+async def test_a_crash_of_the_server_fails_the_command(service: FakeEncoder, tmp_path: Path) -> None:
+    async def crash(request: pb.EncodeRequest) -> None:
+        if any(item.text == "5" for item in request.inputs):
+            raise Refused(grpc.StatusCode.INTERNAL, "crashed")
+
+    service.before = crash
+    (tmp_path / "t.txt").write_text("\n".join(map(str, range(20))))
+    result = await encserve(service, "embed", *inputs(tmp_path / "t.txt"), "--output", tmp_path / "v.npy", status=1)
+    assert result.stderr.endswith("crashed\n")
+    assert not (tmp_path / "v.npy").exists()
+
+
+def test_no_more_is_read_than_a_few_blocks_ahead_of_the_output() -> None:
+    """At any time, the command has read only a few blocks of inputs that are not yet written.
 
     Its memory use therefore does not grow with the size of the input file.
     """
@@ -492,9 +491,9 @@ def test_no_more_is_read_than_a_few_calls_ahead_of_what_is_written() -> None:
             yield Sent(f"line {i + 1}", str(i))
 
     written: list[str] = []
-    for call, made in encoding.encode_all(lambda texts: [f"of {text}" for text in texts], inputs(), lambda: None):
-        assert made == [f"of {it.value}" for it in call]
-        assert len(read) - len(written) <= 4 * (encoding.CALLS_AT_ONCE + 1) + 1
+    for block, made in encoding.encode_all(lambda texts: [f"of {text}" for text in texts], inputs(), lambda: None):
+        assert made == [f"of {it.value}" for it in block]
+        assert len(read) - len(written) <= 4 * 3 + 1
         written += made
     assert written == [f"of {i}" for i in range(2000)]
 

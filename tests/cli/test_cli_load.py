@@ -125,15 +125,11 @@ def test_calls_of_vectors_and_of_texts() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: random_calls([9], INFO), "lengths must be from 1 to 8"),
-        (lambda: random_calls([0], INFO), "lengths must be from 1 to 8"),
         (lambda: random_calls([1], INFO, Request(sequences_per_call=5)), "--sequences-per-call must be from 1 to 4"),
         (lambda: random_calls([1], dataclasses.replace(INFO, vocab_size=3)), "has only special tokens"),
-        (Load, "set either concurrency or rate_per_second; were None and None"),
-        (lambda: Load(concurrency=1, rate_per_second=2), "were 1 and 2"),
     ],
 )
-def test_calls_and_loads_out_of_bounds(make: Any, text: str) -> None:
+def test_calls_out_of_bounds(make: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         make()
 
@@ -191,5 +187,5 @@ def test_with_a_rate_latencies_start_when_calls_are_due() -> None:
 def test_nothing_measured() -> None:
     result = result_of(CALLERS, [], end=9.0)
     assert (result.seconds, result.tokens_per_second) == (0.0, 0.0)
-    assert result.latency_percentile_seconds(50) is None
+    assert percentile(result.latency_seconds, 50) is None
     assert percentile(np.arange(1001.0), 99.9) == pytest.approx(999.0)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 import pyarrow
@@ -25,7 +26,7 @@ import pytest
 from click.testing import CliRunner, Result
 from command import TERMINAL, encserve, inputs
 from fake_clock import FakeClock
-from fake_encoder import FakeEncoder
+from fake_encoder import FakeEncoder, Refused
 
 from encserve_cli.commands import cli
 from encserve_cli.files.reading import ReadOptions
@@ -46,7 +47,7 @@ from encserve_cli.job import (
 )
 from encserve_cli.job import command as job_command
 from encserve_cli.job.sample import take_sample
-from encserve_cli.job.server import _joined, server_facts
+from encserve_cli.job.server import server_facts
 from encserve_cli.job.types import BatchProgress
 from encserve_cli.progress import shown_progress
 from encserve_client import Block, EncodedOutput, EncoderClient, EncodeResult, SequenceInfo, Timings
@@ -199,16 +200,6 @@ async def test_another_job_is_refused_with_what_differs(
     service.fingerprint = "e" * 16
     result = await encserve(service, "embed", *inputs(source), *output, status=1)
     assert "fingerprint is 'eeeeeeeeeeeeeeee'; the job has 'ffffffffffffffff'" in result.stderr
-
-
-async def test_inputs_are_added(
-    service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
-) -> None:
-    other = write_texts(tmp_path / "other.txt", ["one more"])
-    await encserve(service, "embed", *inputs(source), *output)
-    result = await encserve(service, "embed", *inputs(source, other), *output, "--add-inputs")
-    assert "26 rows in 4 parts, 3 of them made before" in result.stdout
-    assert table_of(folder)["text"].to_pylist() == [*TEXTS, "one more"]
 
 
 async def test_another_job_is_overwritten(
@@ -464,12 +455,6 @@ def test_options_that_do_not_go_together(
     assert result.exit_code == 2, result.output
     assert named in " ".join(result.stderr.split())
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_output_without_a_suffix_says_how_a_folder_is_named(source: Path, folder: Path) -> None:
-    result = CliRunner().invoke(cli, ["embed", *inputs(source), "--pooling", "mean", "--output", str(folder)])
-    assert result.exit_code == 1
-    assert "End the name of a folder with /" in result.stderr
 
 
 def test_the_help_of_jobs_is_in_sections() -> None:
@@ -778,7 +763,9 @@ async def test_a_job_goes_on_with_its_version_while_that_is_served(service: Fake
 
     class Client:
         served = (old, new)
-        run = print
+
+        def run(self, *_: Any, **__: Any) -> None:
+            """Accept the options of the job."""
 
         def model(self, name: str | None, version: str | None) -> Any:
             return new
@@ -812,21 +799,16 @@ def test_jobs_import_neither_a_server_nor_ray() -> None:
     assert done.stdout == "[]\n"
 
 
-async def test_only_files_of_jobs_are_removed_and_inputs_are_no_outputs(
+async def test_only_files_of_jobs_are_removed(
     service: FakeEncoder, source: Path, folder: Path, output: tuple[str, str]
 ) -> None:
-    """--overwrite keeps Parquet files of other programs. The names of Spark's files also begin with part-.
-
-    A file in the output folder is refused as an input.
-    """
+    """--overwrite keeps Parquet files of other programs. The names of Spark's files also begin with part-."""
     folder.mkdir()  # noqa: ASYNC240
     theirs = folder / "part-00000-3f2a-c000.snappy.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), theirs)
     await encserve(service, "embed", *inputs(source), *output)
     await encserve(service, "embed", *inputs(source), *output, "--overwrite")
     assert theirs.exists()
-    result = await encserve(service, "embed", *inputs(theirs), *output, "--overwrite", status=1)
-    assert "is an input in the folder of the output" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -854,10 +836,10 @@ async def test_what_the_model_does_not_have_removes_nothing(
     await encserve(service, "embed", *inputs(source), *output)
     before = files_in(folder)
     for flags, problem in (
-        (["--prompt-name", "nope"], "--prompt-name 'nope': model tiny does not have it"),
-        (["--task", "query"], "--task query: model tiny does not know it"),
-        (["--dimensions", "9999"], "--dimensions 9999: must be at most 8"),
-        (["--kind", "sparse"], "--kind sparse: model tiny does not have it"),
+        (["--prompt-name", "nope"], "--prompt-name 'nope': model tiny has the prompts 'p', 'q'"),
+        (["--task", "query"], "--task 'query': model tiny has no tasks"),
+        (["--dimensions", "9999"], "--dimensions must be at most 8, the width of model tiny; was 9999"),
+        (["--kind", "sparse"], "--kind 'sparse': model tiny has the kinds 'vector'"),
     ):
         result = await encserve(service, "embed", *inputs(source), *output, "--overwrite", *flags, status=1)
         assert files_in(folder) == before, flags
@@ -1004,14 +986,8 @@ def of_another_model(path: Path) -> None:
     pyarrow.parquet.write_table(table.replace_schema_metadata(kept), path)
 
 
-def a_link(path: Path) -> None:
-    target = path.parent.parent / "elsewhere.parquet"
-    path.rename(target)
-    path.symlink_to(target)
-
-
 @pytest.mark.parametrize(
-    "spoil", [empty, cut_off, half, of_another_file, of_the_same_file, of_another_program, of_another_model, a_link]
+    "spoil", [empty, cut_off, half, of_another_file, of_the_same_file, of_another_program, of_another_model]
 )
 def test_a_part_that_is_not_whole_or_not_of_the_job_is_made_again(
     tmp_path: Path, source: Path, folder: Path, spoil: Callable[[Path], None]
@@ -1032,8 +1008,6 @@ def test_a_part_that_is_not_whole_or_not_of_the_job_is_made_again(
     assert sum(words.encoded) == again
     assert (summary.rows, summary.parts, summary.parts_before) == (50, 6, 6 - again // 10)
     assert table_of(folder).equals(whole)
-    if spoil is a_link:
-        assert (tmp_path / "elsewhere.parquet").exists()
 
 
 def test_a_part_of_another_column_is_made_again(tmp_path: Path) -> None:
@@ -1071,28 +1045,6 @@ def test_a_plan_that_cannot_be_read_is_named(run_words: Callable[..., Result], f
         assert f"{folder}/_job.json: is not the file of a job: " in result.stderr
         assert "--overwrite begins again" in result.stderr
     assert run_words(Words(), "--overwrite").exit_code == 0
-
-
-def test_only_regular_files_are_opened_and_no_link_is_followed(
-    run_words: Callable[..., Result], tmp_path: Path, folder: Path
-) -> None:
-    """A FIFO in the folder blocks nothing. --overwrite removes nothing outside the folder."""
-    folder.mkdir()
-    os.mkfifo(folder / ".unfinished-x")
-    assert run_words(Words()).exit_code == 0
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "part-00000-000000.jsonl").write_text("mine")
-    (folder / "_rejected").symlink_to(outside)
-    result = run_words(Words(), "--overwrite")
-    assert result.exit_code == 1
-    assert f"{folder}/_rejected: is a link, not a folder; remove it" in result.stderr
-    assert (outside / "part-00000-000000.jsonl").read_text() == "mine"
-    (folder / "_rejected").unlink()
-    (folder / "_job.json").unlink()
-    os.mkfifo(folder / "_job.json")
-    result = run_words(Words())
-    assert f"{folder}/_job.json: is not a regular file; remove it" in result.stderr
 
 
 async def test_an_empty_line_is_a_text_in_jobs_and_in_files(
@@ -1161,14 +1113,77 @@ def test_events_name_files_whose_names_are_not_utf8(
     assert events_of(result)[0]["inputs"][1]["uri"] == str(more)
 
 
-def test_a_message_without_rows_keeps_the_indices_of_others() -> None:
-    def result(places: list[int], lengths: list[int]) -> tuple[list[int], EncodeResult]:
-        rows = sum(lengths)
-        indices = np.arange(rows, dtype=np.uint32) if rows else None
-        block = Block(np.ones((rows, 1), np.float32), np.array(lengths), indices)
-        info = SequenceInfo(1, 1, False, None, None, None, None)
-        output = EncodedOutput("sparse", False, (block,), 10)
-        return places, EncodeResult("m", "1", "f", (output,), (info,) * len(lengths), Timings(0, 0, 0, 0, 1, 1))
+@pytest.mark.parametrize("kind", ["model", "tokens", "multi_vector", "sparse"])
+async def test_a_refused_input_changes_no_other_row(
+    service: FakeEncoder, tmp_path: Path, folder: Path, kind: str
+) -> None:
+    """The rows of the others are those of a job without the refused inputs, whatever messages the inputs are in."""
+    service.max_request_sequences = 3
+    if kind in ("multi_vector", "sparse"):
+        service.model_info = pb.ModelInfo(multi_vector_width=8, multi_vector_similarity="maxsim", sparse_width=100)
+    flags = ["encode"] if kind == "tokens" else ["embed", "--kind", kind]
+    bad = {0, 4, 5, 11, 24}
+    every = [TOO_LONG if index in bad else text for index, text in enumerate(TEXTS)]
+    good = [text for index, text in enumerate(TEXTS) if index not in bad]
+    for name, texts, status in (("all", every, 3), ("good", good, 0)):
+        source = write_texts(tmp_path / f"{name}.txt", texts)
+        await encserve(service, *flags, *inputs(source), "--output", f"{tmp_path}/{name}/", status=status)
+    rows = [row for row in table_of(tmp_path / "all").to_pylist() if row["text"] != TOO_LONG]
+    assert rows == table_of(tmp_path / "good").to_pylist()
+    rejected = [
+        json.loads(line)
+        for path in sorted((tmp_path / "all/_rejected").iterdir())
+        for line in path.read_text().splitlines()
+    ]
+    assert [it["row"] for it in rejected] == [index + 1 for index in sorted(bad)]
+    assert {it["reason"] for it in rejected} == {"has 72 tokens; the model takes at most 64"}
 
-    vectors = _joined([result([1, 3], [0, 0]), result([2, 0], [2, 1])]).outputs[0].sparse_vectors()
-    assert [it.indices.tolist() for it in vectors] == [[2], [], [0, 1], []]
+
+async def test_all_rows_of_a_block_may_be_refused(service: FakeEncoder, tmp_path: Path, folder: Path) -> None:
+    source = write_texts(tmp_path / "texts.txt", [TOO_LONG] * 10 + TEXTS)
+    await encserve(service, "embed", *inputs(source), "--output", f"{folder}/", status=3)
+    assert [it is None for it in table_of(folder)["vector"].to_pylist()] == [True] * 10 + [False] * 25
+
+
+async def test_a_crash_of_the_server_rejects_no_row(
+    service: FakeEncoder, output: tuple[str, str], source: Path, folder: Path
+) -> None:
+    """The rows of the failed message may succeed later, so the job fails and goes on with the same command."""
+    service.max_request_sequences = 2
+
+    async def crash(request: pb.EncodeRequest) -> None:
+        if TEXTS[12] in [item.text for item in request.inputs]:
+            raise Refused(grpc.StatusCode.INTERNAL, "crashed")
+
+    service.before = crash
+    result = await encserve(service, "embed", *inputs(source), *output, status=1)
+    assert "crashed" in result.stderr
+    assert not (folder / "_rejected").exists()
+    service.before = None
+    await encserve(service, "embed", *inputs(source), *output)
+    assert table_of(folder)["text"].to_pylist() == TEXTS
+
+
+async def test_a_job_stops_while_the_server_has_no_room(service: FakeEncoder, source: Path) -> None:
+    """The server asks for a retry after 50 ms, for ever. The job ends before the time of its messages is over."""
+    refused = threading.Event()
+
+    async def full(request: pb.EncodeRequest) -> None:
+        refused.set()
+        raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room", "QUEUE_FULL", pushback="50")
+
+    def stop_when_refused(job: EmbedJob) -> None:
+        refused.wait()
+        job.stop()
+
+    def run() -> None:
+        with EncoderClient(service.target, timeout_seconds=1000) as client:
+            backend = ServerBackend(client)
+            output = f"{source.parent}/vectors"
+            with EmbedJob([str(source)], output, backend, read=ReadOptions(), make=MakeOptions()) as job:
+                threading.Thread(target=stop_when_refused, args=[job]).start()
+                job.run()
+
+    service.before = full
+    with pytest.raises(Stopped):
+        await asyncio.wait_for(asyncio.to_thread(run), 30)

@@ -27,7 +27,7 @@ from encserve_cli.files.rows import MIB, Rows
 from encserve_cli.files.storage import open_stream
 from encserve_cli.job.inputs import find_inputs, kept_types, read_blocks
 from encserve_cli.job.plan import MakeOptions, ModelFacts, Plan
-from encserve_cli.job.types import Block, Part, Shard, Stopped, Work
+from encserve_cli.job.types import Block, Part, Shard, Work
 
 SUFFIXES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
 # str.splitlines splits at some of these characters, but they do not end a line of an input file. The texts contain no
@@ -191,10 +191,7 @@ def test_a_file_without_rows_has_no_parts(tmp_path: Path, suffix: str) -> None:
 def test_large_texts_of_a_dictionary_are_decoded_a_few_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The large texts take 200 MB in memory and 100 KB in the file.
-
-    Batches have at most about 16 MiB. If texts become larger within a file, two batches are larger.
-    """
+    """The large texts take 200 MB in memory and 100 KB in the file. Batches have at most 16 MiB."""
     sizes: list[int] = []
     real = pyarrow.parquet.ParquetFile.iter_batches
 
@@ -204,14 +201,12 @@ def test_large_texts_of_a_dictionary_are_decoded_a_few_at_a_time(
             yield batch
 
     monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", measured)
-    large = ["x" * 100_000] * 2000
-    for texts, n_larger in ((large, 0), (["short"] * 3500 + large, 2)):
-        path = tmp_path / "a.parquet"
-        pyarrow.parquet.write_table(pa.table({"text": texts}), path)
-        assert path.stat().st_size < MIB
-        sizes.clear()
-        assert [len(it) for it in read([str(path)])] == list(map(len, texts))
-        assert sum(it > 17 * MIB for it in sizes) == n_larger
+    texts = ["short"] * 3500 + ["x" * 100_000] * 2000
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pa.table({"text": texts}), path)
+    assert path.stat().st_size < MIB
+    assert [len(it) for it in read([str(path)])] == list(map(len, texts))
+    assert max(sizes) < 16 * MIB
 
 
 def test_row_groups_of_finished_parts_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,7 +384,6 @@ def test_columns_come_along(tmp_path: Path) -> None:
     [
         ([1, None, 2], "int64", [1, None, 2]),
         ([1, 2.5], "double", [1.0, 2.5]),
-        ([2**53 + 1, 0.5], "string", [str(2**53 + 1), "0.5"]),
         ([True, False], "bool", [True, False]),
         ([None, None], "string", [None, None]),
         ([1, "a", None], "string", ["1", "a", None]),
@@ -400,8 +394,6 @@ def test_columns_come_along(tmp_path: Path) -> None:
 )
 def test_fields_of_json_lines_get_one_type(tmp_path: Path, values: list[Any], its: str, want: list[Any]) -> None:
     """If --keep names a field of .jsonl files, the field gets one type for all input files.
-
-    The type holds all values of the first lines exactly.
 
     The value is null for a line that is not an object or does not have the field.
     """
@@ -677,21 +669,6 @@ def test_a_long_line_of_a_csv_file_ends_the_read(tmp_path: Path, monkeypatch: py
     path = one_file(tmp_path / "a.csv", "text", "a", "x" * 50)
     with pytest.raises(ValueError, match=r"a\.csv, line 3: must be a line of at most 16 MiB"):
         read([path])
-
-
-def test_a_job_can_be_stopped_within_a_long_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "_MOST_LINE_BYTES", 20)
-    plan = plan_of([one_file(tmp_path / "a.txt", "x" * 50)])
-    calls = 0
-
-    def stop() -> None:
-        nonlocal calls
-        calls += 1
-        raise Stopped
-
-    with pytest.raises(Stopped):
-        list(read_blocks(plan, Work(0, 0, None, frozenset(), Shard()), stop))
-    assert calls == 1
 
 
 def test_gzip_with_padding(tmp_path: Path) -> None:

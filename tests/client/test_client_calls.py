@@ -1,6 +1,7 @@
 """Tests of calls of both clients to a fake service on a real gRPC server: results, requests and failures."""
 
 import asyncio
+import functools
 import time
 from typing import Any
 
@@ -20,13 +21,11 @@ from encserve_client import (
     ModelNotFoundError,
     Outage,
     Output,
-    OverloadedError,
     Priority,
     RetryPolicy,
     ServerError,
-    ServerUnavailableError,
 )
-from encserve_client.options import PRIORITIES
+from encserve_client.options import PRIORITIES, Options
 from encserve_proto.v1 import encoder_pb2 as pb
 
 Code = grpc.StatusCode
@@ -170,25 +169,6 @@ async def test_a_full_queue_is_retried_after_its_delay(caller: Caller, service: 
     assert all(gap >= 0.08 for gap in np.diff(times))
 
 
-async def test_an_exceeded_share_is_retried_without_a_limit(caller: Caller, service: FakeEncoder) -> None:
-    """If the server has no room for a call, the client retries it until its time is over.
-
-    With `max_attempts`, the number of attempts has a bound.
-    """
-
-    async def refused(_: pb.EncodeRequest) -> None:
-        if len(service.requests) <= 8:
-            raise Refused(Code.RESOURCE_EXHAUSTED, "bulk has its share", "SHARE_EXCEEDED", "1")
-
-    service.before = refused
-    arrays = await caller(caller.connect().token_vectors, [[5]])
-    np.testing.assert_array_equal(arrays[0], rows_of([5]))
-    service.requests.clear()
-    with pytest.raises(OverloadedError):
-        await caller(caller.connect(retry=RetryPolicy(max_attempts=3)).token_vectors, [[5]])
-    assert len(service.requests) == 3
-
-
 @pytest.mark.parametrize("priority", [None, "interactive", "bulk"])
 async def test_the_priority_reaches_the_server(caller: Caller, service: FakeEncoder, priority: Priority | None) -> None:
     """A client sends all messages with its own priority.
@@ -209,11 +189,8 @@ async def test_the_priority_reaches_the_server(caller: Caller, service: FakeEnco
     assert [request.priority for request in service.requests] == [few] * 5
 
 
-async def test_a_server_that_comes_back_is_found(caller: Caller, service: FakeEncoder) -> None:
-    """The server is down when a call starts, so the client retries.
-
-    After the server has restarted on the same port, the call succeeds.
-    """
+async def test_an_outage_is_reported(caller: Caller, service: FakeEncoder) -> None:
+    """The server goes away before a call. The call succeeds after the server has restarted on the same port."""
     outages = list[Outage]()
     client = caller.connect(retry=RetryPolicy(max_backoff_seconds=0.2), on_outage=outages.append)
     await caller(client.token_vectors, [[5]])
@@ -328,15 +305,6 @@ async def test_nothing_is_sent_for_a_wrong_argument(
     assert service.n_get_model == 0
 
 
-async def test_no_server(caller: Caller) -> None:
-    client = caller.connect(target="127.0.0.1:1", retry=RetryPolicy(max_attempts=2))
-    text = r"^127\.0\.0\.1:1: no encserve server here: connection refused.*\(sent 2 times\)"
-    with pytest.raises(ServerUnavailableError, match=text):
-        await caller(client.models)
-    with pytest.raises(ServerUnavailableError, match=text):
-        await caller.all_of(client, [[1]] * 10)
-
-
 async def test_names_are_resolved(caller: Caller, service: FakeEncoder) -> None:
     port = service.target.rpartition(":")[2]
     assert len(await caller(caller.connect(target=f"dns:///localhost:{port}").models)) == 1
@@ -348,6 +316,18 @@ async def test_metadata_and_key_are_sent(caller: Caller, service: FakeEncoder) -
     sent = service.metadata[0]
     assert (sent["authorization"], sent["x-tenant"]) == ("Bearer secret", "a")
     assert "encserve-client" in sent["user-agent"]
+
+
+async def test_a_raw_method_takes_and_returns_serialized_messages(caller: Caller, service: FakeEncoder) -> None:
+    client = caller.connect(api_key="secret")
+    request = pb.EncodeRequest(inputs=[pb.Input(text="two words")], options=Options().to_proto())
+    method = functools.partial(client.raw_method("Encode"), request.SerializeToString(), timeout=30)
+    data = await (method() if caller.kind == "async" else asyncio.to_thread(method))
+    np.testing.assert_array_equal(pb.EncodeResponse.FromString(data).outputs[0].lengths, [4])
+    assert service.metadata[-1]["authorization"] == "Bearer secret"
+    await caller.close(client)
+    with pytest.raises(ClientClosedError):
+        client.raw_method("Encode")
 
 
 async def test_a_closed_client_refuses_calls(caller: Caller) -> None:
@@ -387,6 +367,27 @@ async def test_closing_a_client_ends_its_calls(caller: Caller, service: FakeEnco
             await asyncio.wait_for(call, 30)
     with pytest.raises(ClientClosedError):
         await caller(client.inspect, [1])
+
+
+async def test_closing_a_client_ends_the_wait_before_a_retry(caller: Caller, service: FakeEncoder) -> None:
+    refused: list[object] = []
+
+    async def full(request: pb.EncodeRequest) -> None:
+        refused.append(request)
+        raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", "100000")
+
+    service.before = full
+    client = caller.connect(timeout_seconds=1000)
+    calls = [
+        asyncio.create_task(caller(client.token_vectors, [[1]])),
+        asyncio.create_task(caller.all_of(client, [[1]])),
+    ]
+    await until(lambda: len(refused) == 2 and service.n_open == 0)
+    await asyncio.sleep(0)
+    await caller.close(client)
+    for call in calls:
+        with pytest.raises(ClientClosedError, match="the client was closed during the call"):
+            await asyncio.wait_for(call, 30)
 
 
 async def test_an_error_in_grpc_does_not_hang_a_call(caller: Caller) -> None:

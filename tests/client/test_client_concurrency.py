@@ -83,14 +83,6 @@ async def test_cancelling_a_task_cancels_its_call(
         assert (await client.inspect([5, 6, 7])).attention_layers == (0, 1)
 
 
-async def test_asyncio_timeout_ends_a_call(service: FakeEncoder) -> None:
-    service.before = lambda _: asyncio.sleep(30)
-    async with AsyncEncoderClient(service.target) as client:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.1):
-                await client.token_vectors([[1]])
-
-
 async def test_the_async_client_can_be_made_outside_a_loop(service: FakeEncoder) -> None:
     """The client is made in a thread without an event loop.
 

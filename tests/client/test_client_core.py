@@ -7,8 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from fake_wire import FakeWire, Outcome, echo
+from hypothesis import given
+from hypothesis import strategies as st
 
 from encserve_client import (
     DeadlineError,
@@ -21,13 +24,14 @@ from encserve_client import (
     OverloadedError,
     ProtocolError,
     RetryPolicy,
+    ServerError,
     ServerUnavailableError,
 )
 from encserve_client._logic.calls import Core, Settings
 from encserve_client._logic.failures import Failure
 from encserve_client._logic.wire import Rpc, run_without_loop
 from encserve_client.inputs import Input
-from encserve_client.options import Options, Output
+from encserve_client.options import Options, Output, Progress
 from encserve_client.retry import OnOutage
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -49,7 +53,7 @@ class Server:
 
     def __init__(self, encode: Encode, **limits: Any) -> None:
         self.encode = encode
-        self.info = pb.ModelInfo(fingerprint="f", name="m", d_model=1, max_sequence_tokens=512, **limits)
+        self.info = pb.ModelInfo(fingerprint="f", name="m", d_model=2, max_sequence_tokens=512, **limits)
         self.sizes: list[int] = []
         self.n_get_model = 0
         self.wire = FakeWire(self._answer)
@@ -88,8 +92,11 @@ def encode(
     inputs: list[Input],
     timeout_seconds: float | None = None,
     options: Options = ONE_OUTPUT,
+    *,
+    describe: bool = False,
+    progress: Progress | None = None,
 ) -> EncodeResult:
-    call = core.encode(server.wire, inputs, ("", ""), options, timeout_seconds)
+    call = core.encode(server.wire, inputs, ("", ""), options, timeout_seconds, describe=describe, progress=progress)
     try:
         return run_without_loop(call)
     finally:
@@ -393,17 +400,6 @@ def test_without_a_limit_of_outputs_the_server_decides() -> None:
     assert server.n_get_model == 1
 
 
-def test_get_model_is_retried() -> None:
-    answers: list[Outcome] = [
-        (0.0, DOWN),
-        (0.0, pb.GetModelResponse(model=pb.ModelInfo(fingerprint="f", name="m", d_model=1))),
-    ]
-    wire = FakeWire(lambda rpc, request: answers.pop(0) if rpc == "GetModel" else (0.0, echo(request)))
-    result = run_without_loop(core_of().encode(wire, [[1]], ("", ""), Options(), None))
-    assert ids_in(result) == [[1]]
-    assert wire.sent == [0.0, 1.0, 1.0]
-
-
 def test_a_model_without_a_width_is_refused() -> None:
     wire = FakeWire(lambda rpc, request: (0.0, pb.GetModelResponse()))
     with pytest.raises(ProtocolError, match="d_model >= 1"):
@@ -423,3 +419,146 @@ def test_limits_are_positive() -> None:
         Settings(1.0, 1, 0, POLICY)
     with pytest.raises(InvalidInputError, match="max_message_bytes must be >= 1; was 0"):
         Settings(1.0, 0, 1, POLICY)
+
+
+def refusing(bad: set[int]) -> Encode:
+    """Make a server function that refuses a message for the first input whose token id is in `bad`."""
+
+    def answer(request: pb.EncodeRequest) -> Outcome:
+        for position, item in enumerate(request.inputs):
+            if item.token_ids.ids[0] in bad:
+                text = f"inputs[{position}].token_ids.ids[0]: is bad"
+                return 0.1, Failure(Code.INVALID_ARGUMENT, text, "INVALID_TOKEN_ID")
+        return 0.1 * (request.inputs[0].token_ids.ids[0] % 3), echo(request)
+
+    return answer
+
+
+@given(
+    n_inputs=st.integers(1, 40),
+    refused=st.sets(st.integers(0, 39)),
+    invalid=st.sets(st.integers(0, 39), max_size=3),
+    size=st.integers(1, 40),
+)
+def test_run_gives_rows_or_an_error_for_each_input(
+    n_inputs: int, refused: set[int], invalid: set[int], size: int
+) -> None:
+    """The errors name exactly the refused inputs. The rows are those of a call without the refused inputs."""
+    inputs: list[Any] = [[] if i in invalid else [i + 1] * (1 + i % 3) for i in range(n_inputs)]
+    failed = {i for i in range(n_inputs) if i in refused | invalid}
+    counts: list[tuple[int, int | None]] = []
+    server = Server(refusing({i + 1 for i in refused}), max_request_sequences=size)
+    result = encode(core_of(), server, inputs, describe=True, progress=lambda *count: counts.append(count))
+    assert list(result.errors) == sorted(failed)
+    for index, error in result.errors.items():
+        assert error.index == index
+        assert isinstance(error, InvalidRequestError)
+        name, problem = f"inputs[{index}]", "must have" if index in invalid else "token_ids.ids[0]: is bad"
+        assert str(error).startswith(name)
+        assert error.problem.startswith(problem)
+    [output] = result.outputs
+    good = [item for index, item in enumerate(inputs) if index not in failed]
+    assert np.concatenate([block.rows for block in output.blocks])[:, 0].tolist() == [
+        it for item in good for it in item
+    ]
+    lengths = [0 if index in failed else len(item) for index, item in enumerate(inputs)]
+    assert np.concatenate([block.lengths for block in output.blocks]).tolist() == lengths
+    assert [info.token_count for info in result.sequences] == lengths
+    for index, item in enumerate(inputs):
+        if index in failed:
+            with pytest.raises(InvalidRequestError) as caught:
+                output.array(index)
+            assert caught.value is result.errors[index]
+        else:
+            assert output.array(index)[:, 0].tolist() == item
+    for all_inputs in (output.matrix, output.arrays, output.token_indices):
+        if failed:
+            with pytest.raises(InvalidRequestError) as caught:
+                all_inputs()
+            assert caught.value is result.errors[min(failed)]
+        else:
+            assert len(all_inputs())
+    assert counts == sorted(counts)
+    if any(index not in invalid for index in range(n_inputs)):  # a message was sent
+        assert counts[-1] == (n_inputs, n_inputs)
+
+
+def test_an_index_beyond_the_inputs() -> None:
+    [output] = encode(core_of(), Server(lambda request: (0.0, echo(request))), [[1], [2]], describe=True).outputs
+    for index in (2, -1):
+        with pytest.raises(IndexError, match=f"index must be from 0 to 1; was {index}"):
+            output.array(index)
+    with pytest.raises(ValueError, match="the kind of the output must be 'sparse'; was 'tokens'"):
+        output.sparse_vector(0)
+
+
+def crashing(bad: set[int], seconds: float = 0.0) -> Encode:
+    """Make a server function that fails messages with a token id of `bad`, without an explanation."""
+
+    def answer(request: pb.EncodeRequest) -> Outcome:
+        if any(item.token_ids.ids[0] in bad for item in request.inputs):
+            return seconds, Failure(Code.INTERNAL, "crashed")
+        return 0.0, echo(request)
+
+    return answer
+
+
+def test_run_records_the_failure_of_a_message_for_its_inputs() -> None:
+    result = encode(
+        core_of(), Server(crashing({3}), max_request_sequences=2), [[i] for i in range(1, 7)], describe=True
+    )
+    assert {index: str(error) for index, error in result.errors.items()} == {2: "crashed", 3: "crashed"}
+    assert [error.index for error in result.errors.values()] == [2, 3]
+    assert [error.problem for error in result.errors.values()] == ["crashed", "crashed"]
+    assert result.outputs[0].array(4).tolist() == [[5.0]]
+
+
+@pytest.mark.parametrize("bad", [{1, 2, 3}, {1}], ids=["all messages fail", "the rest is refused"])
+def test_run_raises_if_no_message_was_answered(bad: set[int]) -> None:
+    def answer(request: pb.EncodeRequest) -> Outcome:
+        return (
+            refusing({2, 3} - bad)(request)
+            if request.inputs[0].token_ids.ids[0] not in bad
+            else (
+                0.0,
+                Failure(Code.INTERNAL, "crashed"),
+            )
+        )
+
+    with pytest.raises(ServerError, match="crashed") as caught:
+        encode(core_of(), Server(answer, max_request_sequences=1), [[1], [2], [3]], describe=True)
+    assert caught.value.index is None
+
+
+def test_run_ends_after_8_failed_messages_in_a_row() -> None:
+    """A server that never answers does not delay each of 100 messages by the time of a message."""
+    server = Server(lambda request: (1000.0, echo(request)), max_request_sequences=1)
+    with pytest.raises(DeadlineError, match="did not answer within 100 s"):
+        encode(core_of(), server, [[i] for i in range(1, 101)], describe=True)
+    assert len(server.sizes) <= 12
+    assert server.wire.time == 200.0
+    some = Server(crashing({i for i in range(1, 101) if i % 8}), max_request_sequences=1)
+    result = encode(core_of(max_concurrent=1), some, [[i] for i in range(1, 101)], describe=True)
+    assert len(result.errors) == 88
+
+
+def test_run_raises_an_error_of_all_inputs() -> None:
+    server = Server(failing([Failure(Code.INVALID_ARGUMENT, "options: are wrong", "INVALID_OPTION")] * 9))
+    with pytest.raises(InvalidRequestError, match="options: are wrong") as caught:
+        encode(core_of(), server, [[1], [2]], describe=True)
+    assert caught.value.index is None
+
+
+def test_progress_is_called_while_a_message_waits_for_a_retry() -> None:
+    """So that the caller can end a call whose server is away, with an exception."""
+    server = Server(failing([DOWN] * 50))
+    core = core_of()
+    encode(core, Server(failing([])), [[1]])  # the server has answered before
+
+    def stop(done: int, total: int | None) -> None:
+        assert (done, total) == (0, 2)
+        raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        encode(core, server, [[1], [2]], progress=stop)
+    assert server.wire.time == 0.0

@@ -4,7 +4,6 @@ If a reply is inconsistent, the client raises an error that names the wrong valu
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from encserve_client import FingerprintError, Output, ProtocolError
-from encserve_client._logic.answers import decode_response, merge_answers, model_info, sequence_info
-from encserve_client.options import Array, DType, Options
+from encserve_client._logic.answers import decode_response, merge_answers, sequence_info
+from encserve_client.options import Array, DType, Options, OutputKind
 from encserve_proto.v1 import encoder_pb2 as pb
 
 
@@ -78,8 +77,6 @@ def set_to(path: str, value: object) -> Callable[[pb.EncodeResponse], None]:
         (set_to("lengths", [1, 2]), r"outputs\[0\].lengths\[0\] must be 2; was 1"),
         (set_to("lengths", [2, 4_000_000_000]), "was 36"),
         (set_to("data_type", pb.DATA_TYPE_FLOAT16), r"data_type must be 1; was 2"),
-        (set_to("kind", pb.OUTPUT_KIND_MEAN), r"kind must be 1 \('tokens'\); was 2"),
-        (set_to("kind", 77), "was 77"),
         (lambda it: it.outputs.pop(), "the answer must have 1 outputs; had 0"),
         (lambda it: it.sequences.pop(), "the answer must have 2 sequences; had 1"),
     ],
@@ -97,11 +94,6 @@ def test_a_pooled_output_has_one_row_each() -> None:
     response.outputs[0].kind = pb.OUTPUT_KIND_MEAN
     with pytest.raises(ProtocolError, match=r"lengths\[0\] must be 1; was 2"):
         decode_response(response, Options((Output("mean"),)), 2, describe=False)
-
-
-def test_normalised_rows_are_wanted_where_they_were_asked_for() -> None:
-    with pytest.raises(ProtocolError, match="l2_normalized must be true"):
-        decode_response(good(), Options((Output("tokens", l2_normalize=True),)), 2, describe=False)
 
 
 def test_rows_without_special_tokens_may_be_fewer() -> None:
@@ -145,22 +137,13 @@ def test_parts_of_different_vector_spaces_are_not_mixed() -> None:
     second.fingerprint = "g"
     parts = [decode_response(it, Options(), 2, describe=False) for it in (first, second)]
     with pytest.raises(FingerprintError, match="different fingerprints, f and g"):
-        merge_answers(parts, 0.0, 2)
-
-
-def test_parts_of_different_widths_are_not_mixed() -> None:
-    parts = [
-        decode_response(response_of([np.ones((1, width), np.float32)], width), Options(), 1, describe=False)
-        for width in (3, 4)
-    ]
-    with pytest.raises(ProtocolError, match=r"widths \[3\] and .* of widths \[4\]"):
-        merge_answers(parts, 0.0, 2)
+        merge_answers(list(enumerate(parts)), {}, 0.0, 2)
 
 
 def test_results_are_copies_of_the_messages() -> None:
     """The caller may write to `matrix` and `arrays`, without an effect on the received bytes."""
     part = decode_response(good(), Options(), 2, describe=False)
-    one, two = merge_answers([part], 0.0, 1), merge_answers([part, part], 0.0, 2)
+    one, two = merge_answers([(0, part)], {}, 0.0, 1), merge_answers([(0, part), (2, part)], {}, 0.0, 2)
     for written in (one.outputs[0].matrix(), one.outputs[0].arrays()[0], two.outputs[0].matrix()):
         written[...] = 7
     assert not (part.blocks[0].rows == 7).any()
@@ -168,23 +151,11 @@ def test_results_are_copies_of_the_messages() -> None:
     assert [array.shape for array in two.outputs[0].arrays()] == [(2, 3), (1, 3)] * 2
 
 
-def test_how_many_outputs_a_call_may_have() -> None:
-    """An older server does not send `max_outputs`. The value is then 0."""
-    assert model_info(pb.ModelInfo(max_outputs=16)).max_outputs == 16
-    assert model_info(pb.ModelInfo()).max_outputs == 0
-
-
-def test_a_pooling_of_a_newer_server_is_handed_on() -> None:
-    """The server uses a pooling that the client does not know.
-
-    The result and ModelInfo then have the number of the pooling.
-    """
-    newer: Any = 77
-    response = good()
-    tensor = response.outputs[0]
-    tensor.kind, tensor.data = newer, tensor.data[: 2 * 3 * 4]
-    tensor.lengths[:] = [1, 1]
-    part = decode_response(response, Options((Output("model"),)), 2, describe=False)
-    assert part.kinds == [(newer, False)]
-    assert model_info(pb.ModelInfo(pooling=newer)).pooling == newer
-    assert model_info(pb.ModelInfo()).pooling is None
+@pytest.mark.parametrize("kind", ["multi_vector", "sparse"])
+def test_the_indices_of_an_answer_without_rows_are_empty(kind: OutputKind) -> None:
+    """The indices of another answer of the same call are not lost."""
+    response = response_of([np.ones((0, 1), np.float32)] * 2, 1)
+    response.outputs[0].kind = pb.OUTPUT_KIND_SPARSE if kind == "sparse" else pb.OUTPUT_KIND_MULTI_VECTOR
+    part = decode_response(response, Options((Output(kind),)), 2, describe=False)
+    [output] = merge_answers([(0, part)], {}, 0.0, 1, 10).outputs
+    assert [None if it is None else it.tolist() for it in output.token_indices()] == [[], []]

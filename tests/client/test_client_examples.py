@@ -89,7 +89,7 @@ OUTPUTS = {  # a regular expression for each line of the output
         r"0 \(384,\)",
         r"1 error: inputs\[1\]\.text: must be at most 256 tokens .*",
         r"2 \(384,\)",
-        r"wrong model: .*no model 'no-such-model'; there are .*",
+        r"wrong model: .*no model 'no-such-model'; the models are .*",
         r"no server: localhost:1: no encserve server here: connection refused.*",
     ],
 }

@@ -19,14 +19,10 @@ from inspections import N_LAYERS, inspection, tensor_of
 from waiting import until
 
 from encserve_client import (
-    InspectUnavailableError,
     InvalidInputError,
-    InvalidRequestError,
-    ModelNotFoundError,
     OverloadedError,
     ProtocolError,
     RetryPolicy,
-    ServerError,
 )
 from encserve_client._logic.calls import Core, Settings
 from encserve_client._logic.failures import Failure
@@ -231,7 +227,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
 def test_numbers_are_copied_once(n_chunks: int) -> None:
     """The reply has two tensors of 16 MiB each, in one chunk or in 16 chunks.
 
-    The client joins the chunks of one tensor at a time, so at most one tensor is in memory twice.
+    Apart from the last chunk, no number is in memory twice.
     """
     request, size = request_of(), 2**24
     header, *_ = inspection(request, 1)
@@ -270,7 +266,7 @@ def test_an_announced_size_allocates_no_memory() -> None:
         assembler = InspectAssembler(request)
         assert assembler.add(header)
         assert assembler.add(chunk(0, 2**20))
-        with pytest.raises(ProtocolError, match="the answer ended after 1048576$"):
+        with pytest.raises(ProtocolError, match="had 1048576$"):
             assembler.result(0.0, 1)
 
     assert peak_bytes(gather) < 2**22
@@ -279,103 +275,26 @@ def test_an_announced_size_allocates_no_memory() -> None:
 # Tests of malformed replies.
 
 
-def header_with(**changes: Any) -> Callable[[list[pb.InspectResponse]], None]:
-    """Return a function that changes fields of the first tensor in the header."""
-
-    def change(parts: list[pb.InspectResponse]) -> None:
-        for name, value in changes.items():
-            tensor = parts[0].header.tensors[0]
-            if name in ("layers", "shape"):
-                del getattr(tensor, name)[:]
-                getattr(tensor, name).extend(value)
-            else:
-                setattr(tensor, name, value)
-
-    return change
-
-
-def count_tokens(count: int) -> Callable[[list[pb.InspectResponse]], None]:
-    def change(parts: list[pb.InspectResponse]) -> None:
-        parts[0].header.sequence.ClearField("tokens")
-        parts[0].header.sequence.token_count = count
-
-    return change
-
-
-def swap(one: int, other: int) -> Callable[[list[pb.InspectResponse]], None]:
-    def change(parts: list[pb.InspectResponse]) -> None:
-        parts[one], parts[other] = parts[other], parts[one]
-
-    return change
-
-
 # For N_TOKENS = 3, the attention has 2·2·3·3 numbers. They take 144 bytes, in chunks of 100 and 44 bytes. The hidden
 # states have 3·3·8 numbers, which take 288 bytes.
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda parts: parts.clear(), "must begin with a header; was empty$"),
-        (lambda parts: parts.pop(0), "must begin with a header; began with a chunk$"),
-        (lambda parts: parts.insert(2, parts[0]), "must have one header; another came after 0 tensors$"),
-        (lambda parts: parts.append(parts[0]), "must have one header; another came after 2 tensors$"),
-        (lambda parts: parts.insert(1, pb.InspectResponse()), "must have a header or a chunk; had neither$"),
-        (
-            swap(2, 3),
-            r"^tensors\[0\] must have 144 bytes: \(2, 2, 3, 3\) of float32; a chunk of tensors\[1\] came after 1",
-        ),
-        (lambda parts: parts.insert(1, chunk(2, 1)), "^a chunk's tensor must be from 0 to 1; was 2$"),
-        (lambda parts: parts.insert(2, chunk(0, 45)), r"^tensors\[0\] must have 144 bytes: .*; 145 came$"),
-        (lambda parts: parts.insert(3, chunk(0, 7)), r"^tensors\[0\] must have 144 bytes: .*; 7 more bytes came$"),
-        (lambda parts: parts.append(chunk(1, 1)), r"^tensors\[1\] must have 288 bytes: .*; 1 more bytes came$"),
-        (lambda parts: parts.pop(), r"^tensors\[1\] must have 288 bytes: .*; the answer ended after 200$"),
-        (
-            lambda parts: parts.pop(1),
-            r"^tensors\[0\] must have 144 bytes: .*; a chunk of tensors\[1\] came after 44 bytes$",
-        ),
-        (header_with(data_type=pb.DATA_TYPE_FLOAT16), r"^tensors\[0\].data_type must be 1; was 2$"),
-        (header_with(data_type=0), r"^tensors\[0\].data_type must be 1; was 0$"),
-        (header_with(kind=HIDDEN), r"^the kinds of tensors must be \(1, 2\); were \(2, 2\)$"),
-        (header_with(kind=99), r"were \(99, 2\)$"),
-        (lambda parts: parts[0].header.tensors.pop(), r"were \(1\)$"),
-        (header_with(layers=[0]), r"^tensors\[0\].shape must be \(1, >= 1, 3, 3\); was \(2, 2, 3, 3\)$"),
-        (header_with(layers=[1, 2]), r"^tensors\[0\].layers must be \(0, 1\); were \(1, 2\)$"),
-        (header_with(layers=[]), r"^tensors\[0\].layers must be \(0\); were \(\)$"),
-        (header_with(layers=[0], shape=[1, 2, 3, 3]), "^1 layers of attention need 2 layers of hidden states; had 3$"),
-        (header_with(shape=[2, 2, 3]), r"shape must be \(2, >= 1, 3, 3\); was \(2, 2, 3\)$"),
-        (header_with(shape=[2, 2, 3, 4]), r"shape must be \(2, >= 1, 3, 3\); was \(2, 2, 3, 4\)$"),
-        (header_with(shape=[2, 0, 3, 3]), r"was \(2, 0, 3, 3\)$"),
-        (header_with(shape=range(10**5)), r"was \(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, …\)$"),
-        (header_with(shape=[2, 2**32 - 1, 3, 3]), r"^tensors\[0\] must have 309237645240 bytes: .* came after 144"),
-        (count_tokens(4), r"shape must be \(2, >= 1, 4, 4\); was \(2, 2, 3, 3\)$"),
-        (count_tokens(0), "^sequence.token_count must be >= 1; was 0$"),
+        (lambda parts: parts.clear(), "must have a header with tensors; had none$"),
+        (lambda parts: parts.pop(0), "^a chunk's tensor must be one of the 0 announced; was 0$"),
+        (lambda parts: parts.insert(1, chunk(2, 1)), "^a chunk's tensor must be one of the 2 announced; was 2$"),
+        (lambda parts: parts.append(chunk(0, 1)), r"^tensors\[0\] .* 144 bytes: \(2, 2, 3, 3\) of float32; had 145$"),
+        (lambda parts: parts.pop(), r"^tensors\[1\] must have 288 bytes: \(3, 3, 8\) of float32; had 200$"),
+        (lambda parts: parts.pop(1), r"^tensors\[0\] must have 144 bytes: .*; had 44$"),
         (lambda parts: parts[0].header.sequence.tokens.pop(), "must have 3 tokens of a sequence; had 2$"),
     ],
-)
+)  # fmt: skip
 def test_malformed_answers_are_refused(change: Callable[[list[pb.InspectResponse]], Any], text: str) -> None:
     request = request_of()
     parts = inspection(request, N_TOKENS, max_chunk_bytes=100)
     gathered(request, parts)
     change(parts)
     with pytest.raises(ProtocolError, match=text):
-        gathered(request, parts)
-
-
-def test_an_answer_with_other_layers_is_refused() -> None:
-    request = request_of(attention=[1], hidden_states=[0, 2])
-    parts = inspection(request, N_TOKENS)
-    parts[0].header.tensors[1].layers[1] = 1
-    with pytest.raises(ProtocolError, match=r"^tensors\[1\].layers must be \(0, 2\); were \(0, 1\)$"):
-        gathered(request, parts)
-
-
-def test_positions_are_as_wide_as_hidden_states_and_have_no_layers() -> None:
-    request = request_of(attention=False, positions=True)
-    parts = inspection(request, N_TOKENS)
-    parts[0].header.tensors[1].shape[1] = 7
-    with pytest.raises(ProtocolError, match="^hidden states and positions must have the same width; were 8 and 7$"):
-        gathered(request, parts)
-    parts[0].header.tensors[1].layers.append(0)
-    with pytest.raises(ProtocolError, match=r"^tensors\[1\].layers must be \(\); were \(0\)$"):
         gathered(request, parts)
 
 
@@ -393,21 +312,11 @@ async def test_an_endless_answer_is_read_no_further_than_announced(caller: Calle
             await asyncio.sleep(0)
 
     service.inspect = endless
-    with pytest.raises(ProtocolError, match="65536 more bytes came$"):
+    with pytest.raises(ProtocolError, match="had 65824$"):
         await caller(caller.connect(timeout_seconds=60).inspect, [5, 6, 7])
     # gRPC cancels the server's handler, or the handler's next write fails. In both cases the handler ends.
     await until(lambda: service.n_open_inspections == 0)
     assert len(service.inspect_requests) == 1
-
-
-async def test_an_answer_without_messages(caller: Caller, service: FakeEncoder) -> None:
-    async def nothing(_: pb.InspectRequest) -> AsyncIterator[pb.InspectResponse]:
-        return
-        yield
-
-    service.inspect = nothing
-    with pytest.raises(ProtocolError, match="must begin with a header; was empty"):
-        await caller(caller.connect().inspect, "a")
 
 
 # Tests of failures.
@@ -441,29 +350,6 @@ async def test_an_incomplete_answer_is_retried(caller: Caller, service: FakeEnco
     client = caller.connect(retry=RetryPolicy(max_attempts=2, initial_backoff_seconds=0))
     with pytest.raises(OverloadedError, match=r"^full \(sent 2 times\)$"):
         await caller(client.inspect, [5, 6, 7])
-
-
-@pytest.mark.parametrize(
-    ("code", "reason", "expected"),
-    [
-        (Code.FAILED_PRECONDITION, "INSPECT_UNAVAILABLE", InspectUnavailableError),
-        (Code.FAILED_PRECONDITION, "", InvalidRequestError),
-        (Code.INVALID_ARGUMENT, "SEQUENCE_TOO_LONG", InvalidRequestError),
-        (Code.NOT_FOUND, "MODEL_NOT_FOUND", ModelNotFoundError),
-        (Code.UNIMPLEMENTED, "", ProtocolError),
-        (Code.INTERNAL, "", ServerError),
-    ],
-)
-async def test_each_refusal_has_its_own_exception(
-    caller: Caller, service: FakeEncoder, code: Code, reason: str, expected: type[Exception]
-) -> None:
-    """If the server refuses a request, the client does not retry it. The exception has exactly the expected class."""
-    breaking(service, 9, Refused(code, "input: because", reason))
-    with pytest.raises(expected, match="^input: because$") as caught:
-        await caller(caller.connect().inspect, [5, 6, 7])
-    assert type(caught.value) is expected
-    assert (caught.value.code, caught.value.reason, caught.value.attempts) == (code, reason, 1)  # type: ignore[attr-defined]
-    assert len(service.inspect_requests) == 1
 
 
 async def test_many_at_a_time(caller: Caller, service: FakeEncoder) -> None:

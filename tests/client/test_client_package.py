@@ -45,7 +45,7 @@ def test_the_client_for_threads_is_generated(tmp_path: Path) -> None:
 
 
 def test_the_docstring_lists_every_exception() -> None:
-    """The docstring of the module `exceptions` has a tree of exactly the exceptions in the module.
+    """The tree in the docstring of `exceptions` has every exception of the module, and no other exception.
 
     The package exports all these exceptions.
     """

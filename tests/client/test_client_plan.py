@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encserve_client import InvalidInputError, Output, OutputKind
+from encserve_client import InvalidInputError, Output
 from encserve_client._logic.answers import model_info
 from encserve_client._logic.planning import Cost, Limits, Message, as_bulk, cost_of, plan_messages
-from encserve_client.inputs import Input, pack_input, read_inputs
+from encserve_client.inputs import Input, check_inputs, pack_input, read_inputs
 from encserve_client.options import Options
 from encserve_proto.v1 import encoder_pb2 as pb
 
-KINDS: list[OutputKind] = ["tokens", "mean", "cls"]
-NO_LIMITS = Limits(2**31, 2**31, 2**31, 2**31, 512, 8)
+NO_LIMITS = Limits(2**31, 2**31, 2**31, 512)
 TEMPLATE = pb.EncodeRequest(model="m", model_version="2", options=Options().to_proto())
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -29,18 +28,7 @@ limits = st.builds(
     max_sequences=st.integers(1, 20),
     max_tokens=st.integers(1, 200),
     max_request_bytes=st.integers(1, 2000),
-    max_response_bytes=st.integers(1, 20_000),
     max_sequence_tokens=st.integers(1, 100),
-    d_model=st.integers(1, 16),
-)
-options = st.builds(
-    Options,
-    outputs=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3, unique=True).map(
-        lambda kinds: tuple(Output(kind) for kind in kinds)
-    ),
-    dtype=st.sampled_from(["float32", "float16"]),
-    exclude_special_tokens=st.booleans(),
-    include_token_strings=st.booleans(),
 )
 
 
@@ -52,31 +40,29 @@ def requests_of(messages: list[Message]) -> list[pb.EncodeRequest]:
     return [message.request for message in messages if isinstance(message.request, pb.EncodeRequest)]
 
 
-def total(inputs: list[pb.Input], options: Options, limits: Limits) -> Cost:
+def total(inputs: list[pb.Input], limits: Limits) -> Cost:
     cost = Cost()
     for item in inputs:
-        cost = cost.plus(cost_of(item, options, limits))
+        cost = cost.plus(cost_of(item, limits))
     return cost
 
 
-@given(some_inputs, options, limits)
-def test_messages_have_every_input_once_and_keep_the_limits(
-    inputs: list[Input], options: Options, limits: Limits
-) -> None:
+@given(some_inputs, limits)
+def test_messages_have_every_input_once_and_keep_the_limits(inputs: list[Input], limits: Limits) -> None:
     """The messages contain every input once and in order. Only a message with a single input may exceed a limit.
 
     No message is smaller than necessary: with the first input of the next message, it would exceed a limit.
     """
-    messages = list(plan_messages(read_inputs(inputs)[0], TEMPLATE, options, limits))
+    messages = list(plan_messages(read_inputs(inputs)[0], TEMPLATE, limits))
     requests = requests_of(messages)
     assert [item for request in requests for item in request.inputs] == packed(inputs)
     starts = np.cumsum([0, *(len(request.inputs) for request in requests)]).tolist()
     assert [message.first_index for message in messages] == starts[:-1]
     for request in requests:
-        assert len(request.inputs) == 1 or total(list(request.inputs), options, limits).fits(limits)
+        assert len(request.inputs) == 1 or total(list(request.inputs), limits).fits(limits)
         assert (request.model, request.model_version) == ("m", "2")
     for one, other in itertools.pairwise(requests):
-        assert not total([*one.inputs, other.inputs[0]], options, limits).fits(limits)
+        assert not total([*one.inputs, other.inputs[0]], limits).fits(limits)
 
 
 @given(st.lists(id_lists, min_size=1, max_size=30), st.integers(1, 400))
@@ -85,8 +71,8 @@ def test_a_request_is_no_larger_than_planned(inputs: list[Input], max_request_by
 
     In this test the requests have no model name and no options.
     """
-    limits = Limits(2**31, 2**31, max_request_bytes, 2**31, 2**31, 8)
-    for request in requests_of(list(plan_messages(inputs, pb.EncodeRequest(), Options(), limits))):
+    limits = Limits(2**31, 2**31, max_request_bytes, 2**31)
+    for request in requests_of(list(plan_messages(inputs, pb.EncodeRequest(), limits))):
         assert request.ByteSize() <= max_request_bytes or len(request.inputs) == 1
 
 
@@ -96,7 +82,7 @@ def test_halves_are_the_whole(inputs: list[Input]) -> None:
 
     The parts contain every input once and in order. Each part has the index of its input in the call.
     """
-    [message] = plan_messages(inputs, TEMPLATE, Options(), NO_LIMITS)
+    [message] = plan_messages(inputs, TEMPLATE, NO_LIMITS)
 
     def leaves(it: Message) -> list[Message]:
         return [leaf for half in it.halves() for leaf in leaves(half)] or [it]
@@ -108,8 +94,8 @@ def test_halves_are_the_whole(inputs: list[Input]) -> None:
 
 def test_messages_are_made_one_by_one() -> None:
     """The third input is invalid. `plan_messages` yields the messages of the other inputs before it raises an error."""
-    limits = Limits(1, 2**31, 2**31, 2**31, 512, 8)
-    messages = plan_messages([[1], [2], [2**63]], TEMPLATE, Options(), limits)
+    limits = Limits(1, 2**31, 2**31, 512)
+    messages = plan_messages([[1], [2], [2**63]], TEMPLATE, limits)
     assert next(messages).first_index == 0
     with pytest.raises(InvalidInputError, match=r"inputs\[2\] cannot be sent"):
         list(messages)
@@ -118,8 +104,8 @@ def test_messages_are_made_one_by_one() -> None:
 @given(st.integers(0, 8))
 def test_a_call_of_more_than_two_messages_is_bulk(count: int) -> None:
     template = pb.EncodeRequest(model="m", options=Options().to_proto())
-    limits = Limits(1, 2**31, 2**31, 2**31, 512, 8)
-    messages = list(as_bulk(plan_messages([[i] for i in range(count)], template, Options(), limits), template))
+    limits = Limits(1, 2**31, 2**31, 512)
+    messages = list(as_bulk(plan_messages([[i] for i in range(count)], template, limits), template))
     assert [message.first_index for message in messages] == list(range(count))
     wanted = pb.PRIORITY_BULK if count > 2 else pb.PRIORITY_UNSPECIFIED
     assert [request.priority for request in requests_of(messages)] == [wanted] * count
@@ -131,8 +117,8 @@ def test_texts_are_not_planned_for_the_worst_case() -> None:
 
     256 texts of 100 bytes therefore fit into a message of 16,384 tokens. In the worst case, each text has 102 tokens.
     """
-    limits = Limits(256, 65536 // 4, 64 << 20, 64 << 20, 512, 768)
-    assert len(list(plan_messages(["x" * 100] * 256, TEMPLATE, Options(), limits))) == 1
+    limits = Limits(256, 65536 // 4, 64 << 20, 512)
+    assert len(list(plan_messages(["x" * 100] * 256, TEMPLATE, limits))) == 1
 
 
 def test_a_message_is_limited_to_a_quarter_of_the_queue() -> None:
@@ -143,7 +129,7 @@ def test_a_message_is_limited_to_a_quarter_of_the_queue() -> None:
     info = model_info(pb.ModelInfo(d_model=8, max_request_tokens=1000, max_request_bytes=10**6))
     limits = Limits.of(info, max_message_bytes=10**9, max_concurrent_messages=4)
     assert (limits.max_tokens, limits.max_sequences) == (250, 2**31)
-    assert 10**6 - 10**4 < limits.max_request_bytes < 10**6 < limits.max_response_bytes
+    assert 10**6 - 10**4 < limits.max_request_bytes < 10**6
     assert Limits.of(info, max_message_bytes=10**5, max_concurrent_messages=4).max_request_bytes < 10**5
 
 
@@ -172,7 +158,7 @@ def test_a_message_is_limited_to_a_quarter_of_the_queue() -> None:
 )
 def test_wrong_inputs_are_refused(inputs: object, text: str) -> None:
     with pytest.raises(InvalidInputError, match=text) as caught:
-        read_inputs(inputs)  # type: ignore[arg-type]
+        check_inputs(read_inputs(inputs)[0])  # type: ignore[arg-type]
     assert isinstance(caught.value, TypeError)
     assert caught.value.attempts == 0
 

@@ -99,6 +99,37 @@ async def test_a_kind_of_several_can_be_chosen(caller: Caller, service: FakeEnco
         ),
         ({}, {"prompt_name": "x"}, "prompt_name='x': model tiny has the prompts 'p', 'q'"),
         ({}, {"task": "query"}, "task='query': model tiny has no tasks"),
+        ({}, {"dimensions": 9}, "dimensions must be at most 8, the width of model tiny; was 9"),
+        (
+            {"default_dimensions": 4},
+            {"dimensions": 9},
+            "dimensions must be at most 8, the width of model tiny; was 9",
+        ),
+        (
+            {"vector_width": 12},
+            {"pooling": "mean", "dimensions": 9},
+            "dimensions must be at most 8, the width of model tiny; was 9",
+        ),
+        (
+            {"multi_vector_width": 4},
+            {"kind": "multi_vector", "dimensions": 5},
+            "dimensions must be at most 4, the width of model tiny; was 5",
+        ),
+        (
+            {"sparse_width": 9},
+            {"kind": "sparse", "dimensions": 2},
+            "dimensions must not be given for kind='sparse'; max_active_dims limits the weights",
+        ),
+        (
+            {"sparse_width": 9},
+            {"kind": "sparse", "dtype": "int8"},
+            "dtype='int8': 'sparse' has the types 'float32', 'float16'",
+        ),
+        (
+            {"multi_vector_width": 4},
+            {"kind": "multi_vector", "dtype": "binary"},
+            "dtype='binary': 'multi_vector' has the types 'float32', 'float16', 'int8'",
+        ),
     ],
 )
 async def test_the_model_lacks_what_the_call_asks_for(

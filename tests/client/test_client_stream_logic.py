@@ -144,17 +144,6 @@ def test_a_ready_result_waits_for_one_read_at_most() -> None:
     assert len(read) - before <= 1
 
 
-def test_an_outage_is_waited_out() -> None:
-    """The server replies once and is then down for 30 s. Each input still gets a result."""
-    server = Server(lambda request: (0.1, echo(request)))
-
-    def encode(request: pb.EncodeRequest) -> Outcome:
-        return (0.0, DOWN) if 1.0 < server.wire.time < 31.0 else (0.7, echo(request))
-
-    server.encode = encode
-    assert list(stream(server, [[i] for i in range(1, 301)])) == [(i, i + 1) for i in range(300)]
-
-
 def test_a_server_that_does_not_come_back_ends_the_call() -> None:
     """The server goes down and does not come back. The call fails after the timeout of a message."""
     server = Server(lambda request: (0.0, DOWN) if server.wire.time > 1.0 else (0.7, echo(request)))
@@ -341,17 +330,6 @@ def test_long_inputs_do_not_share_messages() -> None:
     server = Server(lambda request: (1.0, echo(request)))
     assert len(list(stream(server, [[1] * 2049] * 30))) == 30
     assert server.sent == [[1] * 2049] * 30
-
-
-def test_a_message_that_is_too_large_is_halved() -> None:
-    def encode(request: pb.EncodeRequest) -> Outcome:
-        if len(request.inputs) > 3:
-            return 0.1, Failure(Code.INVALID_ARGUMENT, "too many", "TOO_MANY_INPUTS")
-        return 0.1, echo(request)
-
-    server = Server(encode)
-    assert dict(stream(server, [[i] for i in range(1, 101)])) == {i: i + 1 for i in range(100)}
-    assert {2, 4, 8, 16} <= set(map(len, server.sent))
 
 
 def test_no_inputs_send_no_message() -> None:

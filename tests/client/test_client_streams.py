@@ -6,7 +6,6 @@ They test limits, lost connections, streams that the caller leaves early, and le
 import asyncio
 import gc
 import random
-import re
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
@@ -15,11 +14,11 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from fake_encoder import Caller, FakeEncoder, Refused, rows_of
+from fake_encoder import Caller, FakeEncoder, rows_of
 from fake_wire import counting
 from waiting import until
 
-from encserve_client import EncoderClient, EncserveError, InvalidInputError, InvalidRequestError, RetryPolicy
+from encserve_client import EncoderClient, InvalidInputError, RetryPolicy
 from encserve_proto.v1 import encoder_pb2 as pb
 
 Code = grpc.StatusCode
@@ -82,52 +81,6 @@ async def test_a_lost_connection_loses_and_doubles_nothing(caller: Caller, servi
         np.testing.assert_array_equal(array, rows_of(ids))
     assert sum(len(request.inputs) for request in service.requests) <= len(inputs) + 2 * 64
     assert len(service.requests) < len(inputs) / 2
-
-
-async def test_a_full_queue_delays_only_its_inputs(caller: Caller, service: FakeEncoder) -> None:
-    turned_away = set[int]()
-
-    async def full_once(request: pb.EncodeRequest) -> None:
-        its = {token for item in request.inputs for token in item.token_ids.ids}
-        if its - turned_away:
-            turned_away.update(its)
-            raise Refused(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", "20")
-
-    service.before = full_once
-    assert len(await caller.all_of(caller.connect(), [[i] for i in range(1, 50)])) == 49
-    assert len(turned_away) == 49
-
-
-@pytest.mark.parametrize(
-    ("wrong", "kind", "text"),
-    [
-        ([4] * 65, InvalidRequestError, "has 65 tokens"),
-        ([], InvalidInputError, "must have"),
-        (None, InvalidInputError, "must be"),
-    ],
-    ids=["refused by the server", "empty", "None"],
-)
-async def test_a_wrong_input_is_an_error_in_its_place(
-    caller: Caller, wrong: Any, kind: type[EncserveError], text: str
-) -> None:
-    client, inputs = caller.connect(), [[1], wrong, [3]]
-    first, error, last = await caller.all_of(client, inputs)
-    assert first.shape == last.shape == (1, 8)
-    assert type(error) is kind
-    assert re.search(rf"inputs\[1\].* {text}", str(error))
-    assert error.index == 1
-
-
-async def test_a_slow_caller_bounds_what_is_read(caller: Caller, service: FakeEncoder) -> None:
-    """The caller takes results slowly. The client reads and sends at most `max_in_flight` further inputs."""
-    read: list[int] = []
-    stream = caller.connect().stream(counting(10_000, read), kind="tokens", max_in_flight=5)
-    for taken in range(1, 20):
-        await caller.first_of(stream)
-        await asyncio.sleep(0.005)
-        assert len(read) <= taken + 5
-        assert len(service.requests) <= taken + 5
-    await caller.close(stream)
 
 
 @pytest.mark.parametrize("leave", ["close", "forget", "error"])
@@ -213,24 +166,6 @@ async def test_progress(caller: Caller) -> None:
     await caller.all_of(client, [[1], [2], [3]], progress=progress)
     await caller.all_of(client, iter([[1], [2]]), kind="vector", progress=progress)
     assert told == [(1, 3), (2, 3), (3, 3), (1, None), (2, None)]
-
-
-async def test_an_input_that_is_never_answered_is_given_up(caller: Caller, service: FakeEncoder) -> None:
-    """The server never replies to the first input. This input gets an error after its timeout.
-
-    The second input gets a result.
-
-    An earlier call has opened the connection, so a timeout of 1 s is enough for the second input.
-    """
-
-    async def first_never(request: pb.EncodeRequest) -> None:
-        await asyncio.sleep(300 if list(request.inputs[0].token_ids.ids) == [1] else 0)
-
-    client = caller.connect()
-    await caller.all_of(client, [[1]])
-    service.before = first_never
-    found = await caller.all_of(client, [[1], [2]], timeout_seconds=1.0)
-    assert [isinstance(it, EncserveError) for it in found] == [True, False]
 
 
 @pytest.mark.parametrize("caller", ["async"], indirect=True)

@@ -1,7 +1,7 @@
 """Checks of the types in the client's API. mypy must infer these types. The file is never run."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping
 from typing import Any, assert_type
 
 import numpy as np
@@ -47,6 +47,9 @@ def with_threads() -> None:
         result = client.run(["a"], outputs=["tokens", Output("cls", l2_normalize=True)])
         assert_type(result, EncodeResult)
         assert_type(result.outputs[0].arrays(), list[Array])
+        assert_type(result.outputs[0].array(0), Array)
+        assert_type(result.outputs[0].sparse_vector(0), SparseVector)
+        assert_type(result.errors, Mapping[int, EncserveError])
         assert_type(result.sequences[0].offsets, npt.NDArray[np.int64] | None)
         assert_type(client.models(), list[ModelInfo])
         assert_type(client.model("m"), ModelInfo)

@@ -1,7 +1,7 @@
 """The server returns the same hidden states as PyTorch, for sequences of any length, alone and in batches.
 
-Most tests use all-MiniLM-L6-v2 and real texts. A golden checkpoint is a checkpoint in tests/data with stored outputs,
-which the code of its authors computed. In this file, golden checkpoints get vectors as inputs.
+Most tests use all-MiniLM-L6-v2 and real texts. A golden checkpoint is a checkpoint in tests/data with stored outputs.
+The authors' code computed these outputs. In this file, golden checkpoints get vectors as inputs.
 tests/export/test_export_graph.py tests golden checkpoints with token ids.
 """
 
@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 
 from encserve_client import AsyncEncoderClient, EncoderClient, InvalidRequestError
 
-# The largest allowed relative errors of a token's hidden state: PYTORCH for the comparison with PyTorch, and
-# OTHER_BATCH for the comparison with the same sequence in a different batch.
+# The largest allowed relative error of a token's hidden state. PYTORCH: compared with PyTorch. OTHER_BATCH: compared
+# with the same sequence in another batch.
 PYTORCH, OTHER_BATCH = 5e-5, 1e-5
 # Sequence lengths in tokens: 1 to 16, some longer lengths, and lengths near the model's limit of 256.
 LENGTHS = sorted({*range(1, 17), *(round(1.25**i) for i in range(13, 25)), 127, 128, 129, 200, 254, 255, 256})
@@ -39,7 +39,7 @@ def assert_rows(got: Any, want: Any, tolerance: float) -> None:
     assert max(map(worst_relative_error, got, want)) <= tolerance
 
 
-def test_rows_alone_in_mixed_batches_and_in_concurrent_calls(
+def test_rows_are_equal_alone_in_batches_and_in_concurrent_calls(
     client: EncoderClient, minilm: Any, real_ids: list[int]
 ) -> None:
     sequences = [real_ids[7 * i : 7 * i + length] for i, length in enumerate(LENGTHS)]
@@ -74,7 +74,7 @@ async def test_rows_and_tokens_of_texts_by_each_method_of_the_clients(
 def test_golden_checkpoints_that_take_vectors(tmp_path: Path, engine: str) -> None:
     """Send vectors as inputs in single calls, a batch, a stream and Inspect. The outputs equal the stored outputs.
 
-    If a call has token ids instead of vectors, the server refuses the call.
+    The server refuses a call with token ids.
     """
     for name in BARE_GOLDENS:
         export_golden_for_embeddings(name, tmp_path)
@@ -101,10 +101,10 @@ def test_pooled_vectors_are_the_normalized_means_of_the_rows(client: EncoderClie
     np.testing.assert_allclose(client.embed(TEXTS, dtype="float16"), means, atol=1e-3)
 
 
-def test_the_limit_is_max_seq_length_of_sentence_transformers(client: EncoderClient) -> None:
-    """The limit is 256 tokens, although the model has 512 positions. The server refuses longer texts.
+def test_the_limit_of_a_text_is_max_seq_length(client: EncoderClient) -> None:
+    """The model's limit is 256 tokens, although the model has 512 positions. The server refuses longer texts.
 
-    If the call allows truncation, the server cuts the text to 256 tokens and keeps the special tokens.
+    With truncation, the server cuts the text to 256 tokens, special tokens included.
     """
     with pytest.raises(InvalidRequestError, match=r"at most 256 tokens .*was 302"):
         client.embed(["word " * 300])

@@ -52,7 +52,7 @@ async def fakes(tmp_path: Path) -> AsyncIterator[list[FakeServer]]:
 async def envoys(fakes: list[FakeServer], tmp_path: Path) -> AsyncIterator[list[RealEnvoy]]:
     """Two Envoys in front of both servers.
 
-    Starting an Envoy blocks a thread. So a separate thread starts the Envoys: the servers run in the current one.
+    The start of an Envoy blocks a thread. The servers need this thread's event loop, so another thread starts Envoy.
     """
     http_ports = [server.app.http_port or 0 for server in fakes]
     with contextlib.ExitStack() as stack:
@@ -83,7 +83,7 @@ def addresses(servers: list[FakeServer]) -> list[str]:
     return [f"127.0.0.1:{server.app.grpc_port}" for server in servers]
 
 
-async def test_a_refusal_of_one_server_is_repeated_at_the_other(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
+async def test_a_refused_call_is_sent_to_the_other_server(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
     """One server refuses all calls. Envoy sends each refused call to the other server, even if the request is large.
 
     The client does not retry.
@@ -96,13 +96,13 @@ async def test_a_refusal_of_one_server_is_repeated_at_the_other(fakes: list[Fake
         for _ in range(20):
             assert len(await client.token_vectors(["hello"])) == 1
     refused = fakes[0].sample("encserve_refused_total", reason="DRAINING")
-    assert refused > 0, "nothing went to the server that refuses, so nothing was tested"
+    assert refused > 0, "no call went to the server that refuses, so the test tested nothing"
     assert envoy.metric("envoy_cluster_upstream_rq_retry", envoy_cluster_name="encserve") == refused
-    # After several refusals in a row, Envoy may stop calling a server for a time. This may happen once in this test.
+    # After several refusals in a row, Envoy may stop calling a server for some seconds. The test allows one such stop.
     assert envoy.metric("envoy_cluster_outlier_detection_ejections_enforced_consecutive_5xx") <= 1
 
 
-async def test_http_requests_go_to_the_server_that_accepts_them(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
+async def test_a_refused_http_request_is_sent_to_the_other_server(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
     """One server is stopping and refuses HTTP requests. Envoy sends each refused request to the other server.
 
     An error with status 400 reaches the caller unchanged.
@@ -118,9 +118,7 @@ async def test_http_requests_go_to_the_server_that_accepts_them(fakes: list[Fake
     assert envoy.metric("envoy_cluster_upstream_rq_retry", envoy_cluster_name="encserve-http") > 0
 
 
-async def test_calls_that_a_stopping_server_has_not_begun_go_to_the_other(
-    fakes: list[FakeServer], envoy: RealEnvoy
-) -> None:
+async def test_waiting_calls_of_a_stopping_server_go_to_the_other(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
     """A server stops before it handles its calls. Envoy sends the calls to the other server, and all calls succeed.
 
     The stopping server ends its calls with the status CANCELLED.
@@ -129,7 +127,7 @@ async def test_calls_that_a_stopping_server_has_not_begun_go_to_the_other(
     with grpc.insecure_channel(envoy.target) as channel:
         rpc: Any = channel.unary_unary(f"/{SERVICE}/ListModels")
         calls = [rpc.future(request) for _ in range(40)]
-        # Both servers use this thread's event loop. The loop below blocks the event loop, so that no handler starts.
+        # Both servers use this thread's event loop. The loop below blocks the event loop, so no handler starts.
         while envoy.metric("envoy_cluster_upstream_rq_active", envoy_cluster_name="encserve") < len(calls):
             time.sleep(0.01)  # noqa: ASYNC251
         assert fakes[0].app._server is not None
@@ -149,7 +147,7 @@ async def test_a_refusal_of_all_servers_reaches_the_caller(fakes: list[FakeServe
     assert all(server.sample("encserve_refused_total", reason="DRAINING") > 0 for server in fakes)
 
 
-async def test_errors_and_their_trailers_come_through(envoy: RealEnvoy) -> None:
+async def test_errors_and_trailers_pass_through_envoy(envoy: RealEnvoy) -> None:
     """Send an invalid request through Envoy. The error and its trailers reach the caller, and Envoy does not retry."""
     async with grpc.aio.insecure_channel(envoy.target) as channel:
         rpc: Any = channel.unary_unary(f"/{SERVICE}/Encode")
@@ -163,7 +161,7 @@ async def test_errors_and_their_trailers_come_through(envoy: RealEnvoy) -> None:
 
 
 async def test_a_callers_deadline_reaches_the_server(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
-    """The engines are blocked. When a caller's deadline has passed, the server ends the call."""
+    """The engines are blocked. The server ends a call when the caller's deadline has passed."""
     for server in fakes:
         server.engine.hold()
     async with AsyncEncoderClient(envoy.target) as client:
@@ -181,7 +179,7 @@ async def test_a_callers_deadline_reaches_the_server(fakes: list[FakeServer], en
 
 
 async def test_health_through_envoy(envoy: RealEnvoy) -> None:
-    """The health method Check works through Envoy. Envoy refuses Watch, which would describe only one server."""
+    """Health.Check works through Envoy. Envoy refuses Health.Watch, because a watch would show only one server."""
     async with grpc.aio.insecure_channel(envoy.target) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service=SERVICE)
@@ -191,8 +189,8 @@ async def test_health_through_envoy(envoy: RealEnvoy) -> None:
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_client_takes_turns_among_envoys(envoys: list[RealEnvoy]) -> None:
-    """A client has the addresses of both Envoys. Both Envoys get a part of the client's calls."""
+async def test_a_client_calls_both_envoys(envoys: list[RealEnvoy]) -> None:
+    """A client with the addresses of both Envoys sends calls to both."""
     async with AsyncEncoderClient([envoy.target for envoy in envoys], retry=ONCE) as client:
         for _ in range(40):
             await client.token_vectors(["hello"])
@@ -207,7 +205,7 @@ def test_replies_of_tens_of_megabytes(server: RealServer, tmp_path: Path, real_i
     assert [it.shape for it in rows] == [(250, 384)] * 48  # 17.6 MiB in all
 
 
-async def test_prometheus_sees_the_metrics_and_nothing_else(envoy: RealEnvoy) -> None:
+async def test_the_metrics_port_serves_only_metrics(envoy: RealEnvoy) -> None:
     assert healthy_servers(envoy) == 2
     for path in ("/", "/stats", "/config_dump", "/quitquitquit", "/stats/prometheus/../../quitquitquit"):
         with pytest.raises(urllib.error.HTTPError, match="404"):

@@ -53,7 +53,7 @@ class Provider:
 
 
 class Deployment:
-    """A server behind Envoy, and an HTTP client that calls Envoy. The server's engine is fake: it runs no model."""
+    """A server behind Envoy, and an HTTP client that calls Envoy. The server's fake engine runs no model."""
 
     def __init__(self, server: FakeServer, provider: Provider, ca: Path, grpc_port: int, http_port: int) -> None:
         self.server = server
@@ -122,10 +122,10 @@ async def deployment(tmp_path: Path) -> AsyncIterator[Deployment]:
         await server.app.stop()
 
 
-async def test_a_token_names_the_caller_and_nothing_else_does(deployment: Deployment) -> None:
-    """Over gRPC and HTTP, the server takes the caller's name from the token.
+async def test_only_the_token_names_the_caller(deployment: Deployment) -> None:
+    """The server takes the caller's name from the token, over gRPC and HTTP.
 
-    Envoy removes headers in which a caller sends a name or a key.
+    Envoy removes headers with a name or a key from the caller's request.
     """
     provider, server = deployment.provider, deployment.server
     named = {"x-gateway-inference-fairness-id": "x"}

@@ -27,9 +27,9 @@ def connect(server: RealServer) -> httpx.AsyncClient:
 
 
 async def test_too_many_calls_are_answered_or_refused(server: RealServer) -> None:
-    """Send too many calls, and cancel every fifth call. The server answers the others, or refuses them with status 429.
+    """Send too many calls, and cancel every fifth call. Each other call gets a reply, or is refused with status 429.
 
-    At the end, no tokens are in the queue, and no requests are in flight.
+    At the end, the queue is empty, and no request is in flight.
     """
     body = {"inputs": ["licence " * 100] * 4}
     async with connect(server) as http:
@@ -60,7 +60,7 @@ def test_callers_that_disconnect_leave_no_traceback(server: RealServer) -> None:
             time.sleep(i % 10 / 2000)
     with httpx.Client(base_url=server.url, trust_env=False) as http:
         assert http.post("/embed", json={"inputs": TEXTS}).status_code == 200
-    # The logger call_log writes about refused calls some seconds later. Its lines may be about an earlier test.
+    # The logger call_log writes some seconds after a call. So lines of call_log may be about an earlier test.
     logged = [line for line in server.log[lines:] if line["logger"] != "encserve_server.telemetry.call_log"]
     assert logged == []
     assert server.metric("encserve_in_flight_requests") == 0

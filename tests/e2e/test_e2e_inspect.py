@@ -18,7 +18,7 @@ from encserve_client import AsyncEncoderClient, EncoderClient, InspectUnavailabl
 TEXTS = {"short": "I understand this", "wide characters": "naïve café 🌍 — 漢字", "long": "word " * 200}
 
 
-def test_attention_and_states_of_the_reference(client: EncoderClient) -> None:
+def test_attention_and_hidden_states_equal_the_reference(client: EncoderClient) -> None:
     cases = load_file(DATA / "raw-matrices" / "cases.safetensors")
     for case in range(5):
         result = client.inspect(cases[f"ids.{case}"], model="raw-matrices")
@@ -31,7 +31,9 @@ def test_attention_and_states_of_the_reference(client: EncoderClient) -> None:
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-async def test_a_real_model_and_a_text(server: RealServer, client: EncoderClient, text: str) -> None:
+async def test_the_last_hidden_states_equal_those_of_encode(
+    server: RealServer, client: EncoderClient, text: str
+) -> None:
     result, info = client.inspect(text, positions=True), client.model()
     encoded = client.run([text], include_token_strings=True)
     assert result.sequence.tokens == encoded.sequences[0].tokens
@@ -57,19 +59,19 @@ async def test_a_real_model_and_a_text(server: RealServer, client: EncoderClient
 def test_a_server_without_inspect(models: Path) -> None:
     with real_server(models, "--model", MODEL, "--no-inspect") as server, EncoderClient(server.target) as client:
         assert not client.model().can_inspect
-        with pytest.raises(InspectUnavailableError, match="this server has it off"):
+        with pytest.raises(InspectUnavailableError, match="inspections are off on this server"):
             client.inspect("hello")
 
 
-def test_a_replaced_bundle_is_never_mixed_with_the_running_one(tmp_path: Path) -> None:
+def test_inspect_refuses_files_that_changed_after_the_start(tmp_path: Path) -> None:
     """The model's files change while the server runs. Inspect fails, but Encode returns the same vectors.
 
-    The server loads the inspection graph at the first Inspect call. When the old files are back, Inspect works.
+    The server loads the inspection graph at the first Inspect call. After the old files are restored, Inspect works.
     """
     path = export_golden("raw-matrices", tmp_path).path
     with real_server(tmp_path) as server, EncoderClient(server.target) as client:
         before = client.token_vectors([[1, 2, 3]])[0].copy()
-        # The running server has mapped the old file into memory. So keep this file, and write a new file.
+        # The running server has mapped the old file into memory. So keep the old file, and write a new file.
         data, backup = path / "model.onnx.data", tmp_path / "backup"
         data.rename(backup)
         data.write_bytes(bytes(backup.stat().st_size))

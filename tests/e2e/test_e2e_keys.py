@@ -33,7 +33,7 @@ from encserve_server.callers.keys import digest_of, make_key
 ENCODE = pb.EncodeRequest(inputs=[make_input("w3 w4")]).SerializeToString()
 STREAM = pb.EncodeStreamRequest(request_id="1", request=pb.EncodeRequest.FromString(ENCODE)).SerializeToString()
 INFER = "inference.GRPCInferenceService"
-# If an output contains this many consecutive characters of a key, the tests fail.
+# The tests fail if an output contains this many consecutive characters of a key.
 PART = 10
 
 
@@ -122,7 +122,7 @@ def call_http(server: RealServer, outputs: Outputs, key: str) -> None:
 
 
 def send_invalid_heads(server: RealServer, key: str) -> None:
-    """Send requests with a key to every port. The requests are invalid HTTP, too large, or lack the announced body."""
+    """Send bad requests with a key to every port: invalid HTTP, too large, or with an incomplete body."""
     heads = [
         f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\napi-key: {key}\x00\r\n\r\n",
         f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\nauthorization Bearer {key}\r\n\r\n",
@@ -143,7 +143,7 @@ def send_invalid_heads(server: RealServer, key: str) -> None:
 
 
 def call_ours(server: RealServer, outputs: Outputs, key: str, *, is_right: bool) -> None:
-    """Call the server with `EncoderClient` and with the command `encserve`. Collect the outputs of both."""
+    """Call the server with `EncoderClient` and with `encserve`. Collect the outputs of the client and the command."""
     with EncoderClient(server.target, api_key=key, retry=RetryPolicy(max_attempts=1)) as client:
         outputs.add("our client", repr(client), vars(client).keys())
         if is_right:

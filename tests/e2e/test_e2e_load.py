@@ -65,10 +65,10 @@ def sequences(real_ids: list[int], count: int, longest: int = 200) -> list[list[
 
 
 @PROTOCOLS
-async def test_a_cancelled_and_an_expired_call_leave_62_callers_unharmed(
+async def test_a_cancelled_and_an_expired_call_do_not_disturb_62_callers(
     server: RealServer, client: EncoderClient, real_ids: list[int], protocol: type[Encode | ModelInfer]
 ) -> None:
-    """Of 64 calls, one is cancelled and one passes its deadline. The others return the right hidden states."""
+    """64 callers: one call is cancelled, and one exceeds its deadline. The others return the right hidden states."""
     callers = sequences(real_ids, 64, longest=60)
     want = [client.token_vectors([ids])[0] for ids in callers]
     async with grpc.aio.insecure_channel(server.target) as channel:
@@ -77,8 +77,8 @@ async def test_a_cancelled_and_an_expired_call_leave_62_callers_unharmed(
         for round_number in range(20):
             calls = [rpc(protocol.request(ids), timeout=0.001 if i == 20 else 120) for i, ids in enumerate(callers)]
             answers = [asyncio.ensure_future(call) for call in calls]
-            # Wait for the first reply. Then cancel a call that has no reply yet. If this process is slow, all calls
-            # may have ended. In this case, repeat the round.
+            # Wait for the first reply. Then cancel a call that has no reply yet. If all calls have ended (because this
+            # process is slow), repeat the round.
             await asyncio.wait(answers[:20] + answers[21:], return_when=asyncio.FIRST_COMPLETED)
             running = max((i for i, answer in enumerate(answers) if not answer.done() and i != 20), default=None)
             if running is not None:
@@ -104,7 +104,7 @@ async def test_a_cancelled_and_an_expired_call_leave_62_callers_unharmed(
 async def test_ten_times_the_queue_at_once(
     models: Path, real_ids: list[int], protocol: type[Encode | ModelInfer]
 ) -> None:
-    """Send about ten times as many tokens as the queue takes. Every call ends with OK or RESOURCE_EXHAUSTED.
+    """Send about ten times as many tokens as fit into the queue. Every call ends with OK or RESOURCE_EXHAUSTED.
 
     The memory does not grow, and the server continues to answer.
     """
@@ -138,7 +138,7 @@ async def test_ten_times_the_queue_at_once(
 
 @PROTOCOLS
 async def test_sigterm_under_load(models: Path, real_ids: list[int], protocol: type[Encode | ModelInfer]) -> None:
-    """Send SIGTERM while calls wait. The server answers all calls that it got before SIGTERM.
+    """Send SIGTERM while calls wait. The server answers all calls that arrived before SIGTERM.
 
     The server answers or refuses later calls, and exits with status 0.
     """
@@ -153,7 +153,7 @@ async def test_sigterm_under_load(models: Path, real_ids: list[int], protocol: t
             late = [asyncio.ensure_future(rpc(protocol.request(real_ids[:20]))) for _ in range(16)]
             replies = await asyncio.gather(*admitted)
             assert all(len(protocol.rows_of(reply)) > 0 for reply in replies)
-            assert unfinished > 0, "all calls were answered before SIGTERM, so nothing was tested"
+            assert unfinished > 0, "all calls were answered before SIGTERM, so the test tested nothing"
             for result in await asyncio.gather(*late, return_exceptions=True):
                 if isinstance(result, grpc.aio.AioRpcError):
                     assert result.code() is grpc.StatusCode.UNAVAILABLE
@@ -164,10 +164,10 @@ async def test_sigterm_under_load(models: Path, real_ids: list[int], protocol: t
         assert messages[-2:] == ["stopping", "stopped"]
 
 
-def test_the_batch_budget_is_measured_once_and_remembered(tmp_path: Path) -> None:
-    """With --tune-batches, a server measures which number of tokens per batch is fastest, and stores this number.
+def test_the_batch_budget_is_measured_once_and_stored(tmp_path: Path) -> None:
+    """With --tune-batches, a server measures the fastest batch budget (tokens per batch), and stores the budget.
 
-    The next server reads the stored number, and does not measure again. If the machine is too busy for the
+    The next server reads the stored budget, and does not measure again. If the machine is too busy for the
     measurement, the server stores nothing, and still answers calls.
     """
     directory = export_golden("split-qkv", tmp_path).path

@@ -18,8 +18,8 @@ BUNDLES = DATA / "bundles-337f60e.zip"
 EXPECTED: dict[str, dict[str, Any]] = json.loads((DATA / "bundles-337f60e.json").read_text())
 TEXTS = ["The cat sat on the warm mat", "query : w1 café", "W1"]
 KINDS: dict[str, Kind] = {"model": "vector", "multi_vector": "multi_vector", "sparse": "sparse"}
-# The largest allowed error of a vector, relative to its norm. Models that are not in this table have the limit 5e-5. m3
-# has a larger limit, because CPUs round float16 differently.
+# The largest allowed error of a vector, relative to its norm. The default is 5e-5. m3 has a larger limit, because CPUs
+# round float16 differently.
 TOLERANCE = {"m3": 2e-3}
 
 

@@ -25,8 +25,8 @@ from encserve_proto.bundle.v1 import manifest_pb2
 SAME = {"onnxruntime": 1e-6, "openvino": 5e-5}
 LENGTHS = (1, 24, 3, 9, 24, 2, 17)
 CONFIG = EncoderConfig(vocab_size=50, d_model=16, n_heads=2, d_ff=32, n_layers=2, max_sequence_tokens=24)
-# The names of three inputs and one output of each file. The inputs are token ids, mask and token types. The output is
-# the hidden states. If a file does not have an input, the name is "".
+# For each file: the names of the inputs for token ids, mask and token types, and the name of the output (hidden
+# states). "" means that the file has no such input.
 FILES = {
     "by-hand": ("input_ids", "attention_mask", "", "rows"),
     "with-types": ("input_ids", "attention_mask", "token_type_ids", "rows"),
@@ -49,7 +49,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def onnx_models(given: dict[str, Path], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model repository with the exported files. It also has all-MiniLM-L6-v2, exported from an ONNX file."""
+    """A model repository with the exported files, and with all-MiniLM-L6-v2 exported from an ONNX file."""
     repository = tmp_path_factory.mktemp("onnx-models")
     with pytest.MonkeyPatch.context() as patch:
         # With this small limit, the exporter writes the weights of a small model to a second file.
@@ -106,7 +106,9 @@ def test_mixed_lengths_in_one_batch(onnx_client: EncoderClient, given: dict[str,
         assert worst_relative_error(rows, in_onnx_runtime(given[name], FILES[name], ids)) <= SAME[engine]
 
 
-def test_the_real_model_from_its_own_onnx(onnx_client: EncoderClient, client: EncoderClient, engine: str) -> None:
+def test_the_onnx_file_and_the_checkpoint_of_a_model_agree(
+    onnx_client: EncoderClient, client: EncoderClient, engine: str
+) -> None:
     """Export all-MiniLM-L6-v2 from an ONNX file and from the checkpoint. Both models give the same results."""
     texts = ["I understand this", "", "a " * 240, "Grüße aus Köln"]
     for got, want in zip(onnx_client.token_vectors(texts, model=MODEL), client.token_vectors(texts), strict=True):

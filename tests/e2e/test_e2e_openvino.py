@@ -56,7 +56,7 @@ def test_rows_in_bfloat16(bfloat16_client: EncoderClient, client: EncoderClient,
     assert max(map(worst_relative_error, together, want)) > 1e-3, "the server computed in float32"
 
 
-def test_a_server_in_bfloat16_reports_it_and_keeps_the_space(
+def test_a_server_in_bfloat16_reports_the_precision_and_keeps_the_space_id(
     bfloat16_server: RealServer, bfloat16_client: EncoderClient, client: EncoderClient
 ) -> None:
     info = bfloat16_client.model()

@@ -1,4 +1,4 @@
-"""A fast test of the whole path.
+"""A fast test from export to call.
 
 The test exports a checkpoint, starts a server, and calls the server over gRPC and HTTP.
 """
@@ -17,7 +17,7 @@ from encserve_client import EncoderClient
 pytestmark = pytest.mark.fast
 
 
-def test_export_serve_ask(tmp_path: Path) -> None:
+def test_export_serve_call(tmp_path: Path) -> None:
     export_golden("split-qkv", tmp_path)
     ids, want = golden_cases("split-qkv")
     with real_server(tmp_path, "--http-port", "0") as server:

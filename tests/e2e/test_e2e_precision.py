@@ -16,12 +16,12 @@ from zoo import Zoo
 from encserve_client import EncoderClient, maxsim
 from encserve_export.core.precision import Precision
 
-# The least cosine similarity between a token's hidden state in this precision and in float32. The exporter has the same
-# limit for int8.
+# The lowest allowed cosine similarity between a token's hidden state in this precision and in float32. The exporter has
+# the same limit for int8.
 LEAST: dict[Precision, float] = {"float16": 0.9999, "int8": 0.99}
 EACH = pytest.mark.parametrize("precision", LEAST)
-# The least cosine similarity between two hidden states of a token in the same precision. The tests compare a sequence
-# alone with the sequence in a batch, and Encode with Inspect.
+# The lowest allowed cosine similarity in one precision: between a sequence alone and in a batch, and between Encode and
+# Inspect.
 ALONE = 0.999
 LENGTHS = (1, 2, 5, 9, 17, 33, 64, 128, 150, 200, 256)
 QUERIES = ["where do cats sleep", "how long does bread rise", "the fastest train in Japan", "tax on a second flat"]
@@ -34,8 +34,8 @@ DOCUMENTS = [
     "A train from Kyoto to Osaka takes a quarter of an hour; the slow one costs half as much.",
     "Yes.",
 ]
-# Two limits for each precision. The first limit is the largest difference of a MaxSim score, divided by the best score
-# of the query. The second limit is the least cosine similarity of sparse weights.
+# For each precision: the largest allowed difference of a MaxSim score, divided by the query's best score, and the
+# lowest allowed cosine similarity of sparse weights.
 RETRIEVAL = {"float16": (0.01, 0.999), "bfloat16": (0.02, 0.999), "int8": (0.05, 0.98)}
 
 
@@ -85,7 +85,7 @@ def test_the_server_names_the_precision(
 
 
 @EACH
-def test_the_last_inspected_state_is_the_row_that_encode_gives(
+def test_the_last_hidden_state_of_inspect_equals_encode(
     rounded: EncoderClient, client: EncoderClient, precision: Precision
 ) -> None:
     text, model = "I understand this", f"{MODEL}-{precision}"

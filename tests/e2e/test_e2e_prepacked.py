@@ -21,7 +21,9 @@ LENGTHS = ([1], [7], [3, 40, 40, 9] * 4, [100], [64, 1])
 @pytest.mark.parametrize(
     ("name", "precision"), [(MODEL, "float32"), (MODEL, "float16"), ("hf-bert", "float32"), ("hf-roberta", "float32")]
 )
-def test_every_session_gives_the_same_bits(name: str, precision: Precision, tmp_path: Path) -> None:
+def test_sessions_with_and_without_the_cache_give_the_same_bits(
+    name: str, precision: Precision, tmp_path: Path
+) -> None:
     export = export_minilm(tmp_path, precision=precision) if name == MODEL else export_golden(name, tmp_path, precision)
     bundle = read_bundle(export.path)
     shared = PrepackedWeights(tmp_path / "cache", bundle.fingerprint, export.path)

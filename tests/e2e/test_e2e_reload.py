@@ -1,6 +1,6 @@
 """New versions of a model arrive while callers call the server. No call fails.
 
-Each reply names a version, and has the hidden states of this version.
+Each reply has the name and the hidden states of one version.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ from encserve_client import AsyncEncoderClient, EncoderClient, FingerprintError
 from encserve_export import EncoderConfig, Target, export_init
 
 N_CALLERS, N_SWITCHES, N_MODELS = 32, 20, 3
-# The weights take 30 MB. If the server does not free an old version, the memory use shows it.
+# The weights take 30 MB, so the memory use shows whether the server frees old versions.
 CONFIG = EncoderConfig(vocab_size=10_000, d_model=384, n_heads=12, d_ff=1536, n_layers=2, max_sequence_tokens=128)
 INPUTS = [list(range(2, 2 + length)) for length in (1, 7, 30, 100)]
 
 
 @pytest.fixture(scope="module")
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with versions 0 to 20 of one model. Version n has the same weights as version n mod 3."""
+    """A folder with versions 0 to 20 of one model. Versions n and n mod 3 have the same weights."""
     drafts = tmp_path_factory.mktemp("drafts")
     for number in range(N_MODELS):
         export_once(export_init, CONFIG, number, target=Target(model_repository=drafts, name="m", version=str(number)))
@@ -102,7 +102,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.timeout(300)
-async def test_twenty_switches_under_load(
+async def test_twenty_new_versions_under_load(
     server: RealServer, repository: Path, drafts: Path, wanted: dict[str, list[Any]]
 ) -> None:
     """Publish 20 versions under load. No call fails, and the hidden states are right.
@@ -196,7 +196,7 @@ def test_a_stream_never_mixes_versions(server: RealServer, repository: Path, dra
             list(results)
 
 
-def test_the_server_finds_new_versions_by_itself(repository: Path, drafts: Path) -> None:
+def test_the_server_polls_for_new_versions(repository: Path, drafts: Path) -> None:
     with real_server(repository, "--model-poll-seconds", "0.1", "--latest-versions", "2") as server:
         publish(drafts, repository, "1")
         until(lambda: served(server) == ["1", "0"])

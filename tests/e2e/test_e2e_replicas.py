@@ -19,7 +19,7 @@ from real_server import RealServer, real_server
 from encserve_client import EncoderClient
 
 TEXTS = [f"{word} {'new ' * (n % 7)}world {'brave ' * n}".strip() for n in range(24) for word in ("hello", "world")]
-# A client notices within this time that a server has ended.
+# The longest time from the end of a server until a client notices the end.
 NOTICE_SECONDS = 3.0
 
 
@@ -83,7 +83,7 @@ def target(request: pytest.FixtureRequest, replicas: Replicas, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_replicas_stop_die_and_come_back(replicas: Replicas, target: Any, kind: str) -> None:
+def test_no_call_fails_while_replicas_stop_and_restart(replicas: Replicas, target: Any, kind: str) -> None:
     """Stop, kill and start the replicas while 32 callers and two streams call them. No call fails.
 
     Every reply is right. The client has its default settings.
@@ -115,7 +115,7 @@ def test_replicas_stop_die_and_come_back(replicas: Replicas, target: Any, kind: 
         callers.wait_until(lambda: one.answered > 100 and other.answered > 100, "both replicas answer again")
     assert callers.failed == []
     assert callers.n_streamed > streamed > 0
-    # Calls that ended before `calm` were retried only while a replica was stopping or dying.
+    # Before `calm`, calls may be retried only while a replica stops or dies.
     for call in callers.calls:
         if call.attempts > 1 and call.ended < calm:
             was_stopping = call.began < stopped + NOTICE_SECONDS and call.ended > stopping
@@ -124,7 +124,7 @@ def test_replicas_stop_die_and_come_back(replicas: Replicas, target: Any, kind: 
 
 
 def test_a_replica_that_hangs(replicas: Replicas, target: Any) -> None:
-    """Suspend a replica: it keeps its connections but sends nothing, like a machine without network. No call fails."""
+    """Suspend a replica: connections stay open but carry no data, as if the network was lost. No call fails."""
     one, other = replicas.one, replicas.other
     with Callers("async", target, TEXTS, replicas.want, n_callers=8) as callers:
         callers.wait_until(lambda: one.answered > 100 and other.answered > 100, "both replicas answer")

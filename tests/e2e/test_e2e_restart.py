@@ -28,7 +28,7 @@ def want(small_models: Path) -> Any:
 
 @contextlib.contextmanager
 def killed_in_the_middle(models: Path) -> Iterator[str]:
-    """Yield the address of a server. After 2,000 tokens the server is killed. Two seconds later it starts again."""
+    """Yield the address of a server. The server is killed after 2,000 tokens, and starts again two seconds later."""
     flags = ("--grpc-port", str(free_port()), "--intra-op-threads", "1")
     servers: list[RealServer] = []
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""A real server pools ranges of a text from the hidden states of one run. Tokenize agrees with Encode."""
+"""A real server runs the model once per text, and pools many ranges of the text. Tokenize agrees with Encode."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +36,7 @@ def tensor_of(tensor: pb.RaggedTensor) -> Any:
 
 
 def test_a_thousand_ranges_are_pooled_from_the_rows_of_one_run(stub: Any) -> None:
-    """Pool a thousand ranges of a text. Each vector differs by at most 1e-6 from pooling the hidden states with NumPy.
+    """Pool a thousand ranges of a text. Each vector differs by at most 1e-6 from NumPy's mean of the hidden states.
 
     A range is a start and an end in characters. Ranges may overlap, be empty, contain only white space, or be the
     whole text.

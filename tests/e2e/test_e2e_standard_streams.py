@@ -18,7 +18,7 @@ REQUEST = {"input": [[1, 2]], "pooling": "mean"}
 
 
 async def serve_and_stop(folder: Path, shell: str, **streams: int) -> None:
-    """Start a server with the redirections `shell`. Send a valid call, an invalid call and SIGTERM.
+    """Start a server with shell redirections, such as ">&-". Send a valid call, an invalid call and SIGTERM.
 
     The server answers, and ends with exit status 0.
     """
@@ -55,7 +55,7 @@ async def test_closed_descriptors(tmp_path: Path, shell: str) -> None:
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-async def test_a_full_pipe_that_nobody_reads(tmp_path: Path, stream: str) -> None:
+async def test_a_full_pipe_without_a_reader(tmp_path: Path, stream: str) -> None:
     reader, writer = os.pipe()
     try:
         os.set_blocking(writer, False)

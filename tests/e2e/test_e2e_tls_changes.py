@@ -55,7 +55,7 @@ async def test_no_call_fails(tmp_path: Path, program: Path) -> None:
         load = Load(server, made)
 
         async def shown() -> bytes:
-            # If the machine is blocked for 10 s, this handshake may fail. Then the test continues.
+            # If the machine is blocked for 10 s, this handshake may fail. A failure here does not matter.
             with contextlib.suppress(OSError):
                 return await asyncio.to_thread(served, server.http_port or 0, load.context)
             return b""
@@ -77,7 +77,7 @@ async def test_no_call_fails(tmp_path: Path, program: Path) -> None:
 
 
 class Load:
-    """Callers over HTTP and gRPC. They open a new connection for each call, or keep one connection.
+    """Callers over HTTP and gRPC, with a new connection for each call or with one connection.
 
     `calls` has the number of calls of each kind.
     """
@@ -92,7 +92,7 @@ class Load:
         self._numbers = itertools.count()
 
     async def run(self, change: Coroutine[Any, Any, None]) -> None:
-        """Make calls until `change` has returned. If a call fails, raise an ExceptionGroup with the exception."""
+        """Make calls until `change` returns. If a call fails, raise an ExceptionGroup with the exception."""
         async with asyncio.TaskGroup() as group:
             for kind in self.calls:
                 for _ in range(CALLERS // len(self.calls)):

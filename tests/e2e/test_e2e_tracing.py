@@ -16,8 +16,8 @@ CALLER = SpanContext(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, Fal
 ENCODE = "encserve.v1.EncoderService/Encode"
 
 
-def test_a_trace_goes_through_and_the_end_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client calls the server within a trace. After SIGTERM, the server sends all spans of the call, then it ends."""
+def test_a_trace_spans_client_and_server_and_survives_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client calls the server within a trace. After SIGTERM, the server sends all spans of the call and ends."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
     write_bundle(tmp_path)
     with otlp_receiver() as receiver, real_server(tmp_path, "--trace-endpoint", receiver.endpoint) as server:
@@ -41,10 +41,10 @@ def check(receiver: OtlpReceiver) -> None:
     assert by_name["compute"].end_ns <= by_name["encode"].end_ns <= request.end_ns
 
 
-def test_without_a_receiver_the_server_serves_and_ends(tmp_path: Path) -> None:
-    """Start a server whose trace endpoint, port 9, has no listener. The server answers calls.
+def test_the_server_works_without_a_trace_receiver(tmp_path: Path) -> None:
+    """Start a server whose trace endpoint is port 9, without a listener. The server answers calls.
 
-    The server logs that it could not send spans. After SIGTERM, the server ends within 30 s.
+    The server logs that spans could not be sent. After SIGTERM, the server ends within 30 s.
     """
     write_bundle(tmp_path)
     with real_server(tmp_path, "--trace-endpoint", "http://127.0.0.1:9", "--grace-seconds", "1") as server:

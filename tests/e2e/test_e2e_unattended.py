@@ -1,6 +1,6 @@
-"""Unattended tokens have the same hidden states as in transformers.
+"""Tokens with an attention mask of 0 have the same hidden states as in transformers.
 
-No token attends to an unattended token, but the model still computes a hidden state for each unattended token. For
+These tokens are called unattended: other tokens do not attend to them, but the model returns their hidden states. For
 example, the expansion tokens of a ColBERT query are unattended. The tests run sequences alone and in a batch of mixed
 lengths.
 """
@@ -20,16 +20,15 @@ from encserve_server.engine.base import Engine
 from encserve_server.engine.opening import open_engine
 from encserve_server.repository.bundle import read_bundle
 
-# The attention window covers a short query and its expansion tokens. So the window of each token contains an attended
-# token. A token without an attended token in its window could not attend to any token. In transformers, the hidden
-# state of this token would depend on the padding.
+# With a window of 64 tokens, each token of these short sequences has an attended token in its window. In transformers,
+# the hidden state of a token without an attended token in its window depends on the padding.
 WINDOW = {"local_attention": 64}
 SOME = [
     dataclasses.replace(it, settings=it.settings | WINDOW) if "local_attention" in it.settings else it
     for it in ARCHITECTURES
     if it.name in ("BERT", "RoBERTa", "DistilBERT", "ModernBERT")
 ]
-# For each sequence: its length and its number of attended tokens. 0 means that all tokens are attended.
+# (length, number of attended tokens) of each sequence. 0 means that all tokens are attended.
 LENGTHS = ((5, 0), (32, 4), (32, 31), (40, 0), (32, 32), (9, 1))
 
 

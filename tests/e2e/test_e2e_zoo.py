@@ -31,7 +31,7 @@ from encserve_export import Target, export_hf
 
 Array = npt.NDArray[Any]
 LENGTHS = (1, 60, 3, 9, 60, 2, 17)
-# The models that also run on OpenVINO. One model of each kind is enough, because only the engine differs.
+# The models for OpenVINO. One model of each kind is enough, because only the engine differs.
 ON_OPENVINO = ["all-of-it", "gemma", "modernbert", "sum-log1p", "ModernBERT", "GTE"]
 
 
@@ -97,7 +97,7 @@ def test_the_server_gives_the_rows_of_transformers(client: EncoderClient, archit
 
 
 @pytest.mark.parametrize("name", ON_OPENVINO)
-def test_openvino_gives_the_same(zoo: Zoo, on_openvino: EncoderClient, name: str) -> None:
+def test_openvino_gives_the_vectors_of_the_library(zoo: Zoo, on_openvino: EncoderClient, name: str) -> None:
     if name in MODELS:
         compare_with_the_library(zoo, on_openvino, name)
     else:
@@ -122,7 +122,7 @@ def test_openvino_bfloat16_vectors_are_close_to_the_library(zoo: Zoo, models: Pa
 
 
 @pytest.mark.parametrize("name", [*LATE, *SPARSE, MODEL])
-def test_http_has_the_same_bits(server: RealServer, client: EncoderClient, name: str) -> None:
+def test_http_and_grpc_give_the_same_bits(server: RealServer, client: EncoderClient, name: str) -> None:
     row = MODELS[name]
     for way in row.ways:
         body: dict[str, Any]
@@ -158,7 +158,7 @@ def _dense(weights: list[dict[str, Any]], width: int) -> Array:
 
 async def test_the_async_client_gives_the_same_vectors(zoo: Zoo, server: RealServer) -> None:
     name, texts = "fixed-unattended", TEXTS
-    # The model's limit is 80 tokens. The prompt, [CLS] and [SEP] take four of these tokens.
+    # The model's limit is 80 tokens. Four of these tokens are for the prompt, [CLS] and [SEP].
     too_long = next(i for i, text in enumerate(texts) if len(text.split()) > 80 - 4)
     async with AsyncEncoderClient(server.target) as client:
         with pytest.raises(InvalidRequestError, match=rf"^inputs\[{too_long}\]"):
@@ -177,12 +177,10 @@ async def test_the_async_client_gives_the_same_vectors(zoo: Zoo, server: RealSer
 
 @pytest.mark.parametrize("l2_normalize", [False, True])
 @pytest.mark.parametrize("name", ["cut", "every-pooling", "prompt-left-out"])
-def test_dimensions_are_cut_at_the_same_step_as_in_the_library(
-    zoo: Zoo, client: EncoderClient, name: str, l2_normalize: bool
-) -> None:
+def test_dimensions_are_cut_like_in_the_library(zoo: Zoo, client: EncoderClient, name: str, l2_normalize: bool) -> None:
     """Vectors with fewer dimensions equal those of sentence-transformers, with and without l2_normalize.
 
-    The server cuts a vector after the model's normalization, and before the normalization that the request asks for.
+    The order is: the model's normalization, the cut, and then the normalization of the request (l2_normalize).
     """
     want = zoo.library(name).encode(list(TEXTS), truncate_dim=5, normalize_embeddings=l2_normalize)
     output = Output("model", l2_normalize=l2_normalize, dimensions=5)
@@ -213,7 +211,7 @@ def test_prompt_and_chat_template_tokens_have_no_offsets(client: EncoderClient) 
     assert len(rows) == 2
 
 
-def test_ids_have_no_prompt(client: EncoderClient) -> None:
+def test_token_ids_get_no_prompt(client: EncoderClient) -> None:
     ids = [2, 5, 6, 3]
     with_ids = client.embed([ids], model="default-prompt")
     without = client.embed(["the cat"], model="default-prompt", prompt_name="")
@@ -222,12 +220,12 @@ def test_ids_have_no_prompt(client: EncoderClient) -> None:
         client.embed(["the cat", ids], model="default-prompt", prompt_name="query")
     with pytest.raises(InvalidRequestError, match="'summary'.*'instruction', 'nothing', 'passage'"):
         client.embed(["the cat"], model="default-prompt", prompt_name="summary")
-    with pytest.raises(InvalidRequestError, match=r"outputs\[0\].dimensions: must be at most 24.*was 25"):
+    with pytest.raises(InvalidRequestError, match="dimensions must be at most 24.*was 25"):
         client.embed(["the cat"], model="default-prompt", dimensions=25)
 
 
 @pytest.mark.parametrize("name", ["fixed-unattended", "fixed-attended", "min"])
-def test_inspect_sees_the_rows_that_encode_gives(client: EncoderClient, name: str) -> None:
+def test_inspect_and_encode_give_the_same_rows(client: EncoderClient, name: str) -> None:
     for task in (None, "query", "document"):
         inspected = client.inspect("the cat: sat.", attention=False, model=name, task=task)
         encoded = client.run(["the cat: sat."], model=name, task=task, include_token_strings=True)

@@ -32,7 +32,7 @@ def folders(models: Path) -> list[str]:
 def test_a_draft_becomes_the_version(models: Path) -> None:
     with draft(models, "model", "1", overwrite=False) as folder:
         assert folder.parent == models / "model"
-        assert folder.name.startswith("."), "a server must not see it"
+        assert folder.name.startswith("."), "a server would load the draft"
         (folder / "manifest.json").write_text("a")
         (folder / "manifest.json").chmod(0o600)
         assert not (models / "model" / "1").exists()
@@ -100,7 +100,7 @@ def test_the_version_of_a_faster_export_stays(models: Path) -> None:
     assert files(models) == {"model/1/manifest.json": "first"}
 
 
-def test_exports_of_one_model_leave_each_other_alone(models: Path) -> None:
+def test_two_exports_of_one_model_do_not_disturb_each_other(models: Path) -> None:
     with scratch(models, "model") as beside, draft(models, "model", "1", overwrite=False) as folder:
         assert beside.parent == folder.parent == models / "model"
         (beside / "large").write_text("x")
@@ -110,7 +110,7 @@ def test_exports_of_one_model_leave_each_other_alone(models: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "-x", "a/b", "a b", "ä", "x" * 65, "a\n"])
-def test_names_that_are_not_plain_are_refused(models: Path, name: str) -> None:
+def test_invalid_names_are_refused(models: Path, name: str) -> None:
     for arguments in ((name, "1"), ("model", name)):
         with (
             pytest.raises(BundleNameError, match="must be 1 to 64 letters, digits"),

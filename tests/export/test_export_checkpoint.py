@@ -64,7 +64,7 @@ def find_golden(name: str, **changed: Any) -> CheckpointEncoder:
 
 
 @pytest.mark.parametrize("name", BARE_GOLDENS)
-def test_rows_are_those_of_the_original_code(name: str) -> None:
+def test_rows_equal_those_of_the_original_code(name: str) -> None:
     found = find_golden(name)
     assert name.startswith(found.layout)
     sequences, rows = golden_cases(name)
@@ -77,7 +77,7 @@ def test_rows_are_those_of_the_original_code(name: str) -> None:
         torch.testing.assert_close(in_batch[: len(want)], torch.from_numpy(want))
 
 
-def test_fused_qkv_merges_heads_as_its_own_code_does() -> None:
+def test_fused_qkv_merges_heads_like_its_original_code() -> None:
     found = find_golden("fused-qkv-as-written", merge_heads=None)
     assert found.encoder.config.merge_heads == "reshape"
     assert any('"merge_heads": "transpose"' in remark for remark in found.remarks)
@@ -117,7 +117,7 @@ def test_reshaped_heads_reach_the_bundle(models: Path, precision: Precision, lon
     flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     root=st.sampled_from(["", "encoder.", "model.transformer_encoder."]),
 )
-def test_any_size_survives_the_way_through_a_layout(
+def test_encoders_of_any_size_are_loaded_exactly(
     layout: str, n_heads: int, d_k: int, d_ff: int, n_layers: int, flags: tuple[bool, bool, bool], root: str
 ) -> None:
     fields: dict[str, Any] = {"n_heads": n_heads, "d_model": 2 * d_k * n_heads, "d_ff": d_ff, "n_layers": n_layers}
@@ -407,7 +407,7 @@ def test_a_given_layout() -> None:
         find(saved(), layout="bert")
 
 
-def test_an_encoder_beside_a_decoder_is_refused() -> None:
+def test_a_checkpoint_with_encoder_and_decoder_is_refused() -> None:
     state = {f"{part}.{name}": tensor for part in ("encoder", "decoder") for name, tensor in saved().items()}
     with pytest.raises(
         UnsupportedModelError, match=r"2 stacks \(split-qkv at decoder\.layers\..*save the encoder alone"
@@ -427,7 +427,7 @@ def test_an_error_names_possible_tables() -> None:
     assert "is a table" not in str(caught.value)
 
 
-def test_a_separate_table_beside_one_in_the_checkpoint() -> None:
+def test_a_second_embedding_table_is_refused() -> None:
     with pytest.raises(EmbeddingTableError, match=r"holds an embedding table, embedding\.weight; remove --embeddings"):
         find(saved(), embeddings=Table("weight", torch.ones(11, 8)))
 
@@ -452,7 +452,7 @@ def test_a_buffer_of_sinusoids_is_recognised(name: str, batch_axis: int | None) 
     assert any(f"{name} is the sinusoid (largest difference" in remark for remark in found.remarks)
 
 
-def test_sinusoids_reach_beyond_their_buffer() -> None:
+def test_sinusoids_may_be_longer_than_their_buffer() -> None:
     state = saved() | {"pe": sinusoids(20, 8)}
     assert find(state, WITHOUT_POSITION).encoder.config.max_sequence_tokens == 20
     longer = find(state, WITHOUT_POSITION, max_sequence_tokens=600).encoder
@@ -470,7 +470,7 @@ def test_rows_of_another_position_table_are_used(name: str) -> None:
     assert torch.equal(shorter.embeddings.positions, halves[:7])
 
 
-def test_position_learned_keeps_the_rows_of_a_sinusoid() -> None:
+def test_position_learned_uses_the_rows_of_a_sinusoidal_table() -> None:
     table = sinusoids(30, 8).half()
     encoder = find(saved() | {"pe": table}, LINEAR | {"position": "learned"}).encoder
     assert torch.equal(encoder.embeddings.positions, table.float())

@@ -172,7 +172,7 @@ def test_an_existing_version_needs_overwrite(config: Path, models: Path) -> None
     refused = run(*arguments)
     assert refused.exit_code == 1
     assert "m/1 exists; give another --version, or --overwrite to replace it" in refused.stderr
-    assert "making the weights" not in refused.stderr, "it is refused before any work"
+    assert "creating random weights" not in refused.stderr, "the command created weights before the check"
     run_well(*arguments, "--overwrite")
 
 

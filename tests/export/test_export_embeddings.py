@@ -26,7 +26,7 @@ from encserve_export.source.tokenizer import TokenizerFile
 
 
 @pytest.mark.parametrize("name", BARE_GOLDENS)
-def test_a_golden_checkpoint_agrees_when_it_is_fed_vectors(name: str, tmp_path: Path) -> None:
+def test_a_golden_checkpoint_gives_its_rows_for_vectors(name: str, tmp_path: Path) -> None:
     exported = export_golden_for_embeddings(name, tmp_path)
     session = InferenceSession(exported.path / "model.onnx")
     table = golden_vectors(name)
@@ -37,14 +37,14 @@ def test_a_golden_checkpoint_agrees_when_it_is_fed_vectors(name: str, tmp_path: 
         assert worst_relative_error(rows[0], want) <= 5e-5
 
 
-def test_the_manifest_says_what_the_input_is(tmp_path: Path) -> None:
+def test_the_manifest_names_the_input(tmp_path: Path) -> None:
     manifest = export_golden_for_embeddings("split-qkv", tmp_path).manifest
     assert manifest.encoder.vocab_size == 0
     assert (manifest.graph.input_ids_name, manifest.graph.embeddings_name) == ("", "inputs_embeds")
     assert {part.part: part.count for part in manifest.parameters}["embedding"] == 0
 
 
-def test_a_table_that_nobody_needs_is_left_out_and_named(tmp_path: Path) -> None:
+def test_an_unused_embedding_table_is_left_out_and_named(tmp_path: Path) -> None:
     steps: list[str] = []
     path = DATA / "raw-matrices" / "checkpoint.safetensors"
     fields = {"norm": "post", "activation": "relu", "n_heads": 2, "position": "none", "max_sequence_tokens": 16}
@@ -68,7 +68,7 @@ def test_a_configuration_for_token_ids_is_refused(tmp_path: Path, fields: dict[s
         export_checkpoint(path, Target(model_repository=tmp_path, name="m"), fields=given, model_input="embeddings")
 
 
-def test_a_table_beside_the_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_embeddings_is_refused_for_a_model_that_takes_vectors(tmp_path: Path) -> None:
     with pytest.raises(EmbeddingTableError, match="--embeddings .* is unused; remove it"):
         export_checkpoint(
             DATA / "fused-qkv" / "checkpoint.safetensors",
@@ -78,7 +78,7 @@ def test_a_table_beside_the_checkpoint_is_refused(tmp_path: Path) -> None:
         )
 
 
-def test_without_a_table_both_ways_out_are_named(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_table_names_two_options(tmp_path: Path) -> None:
     with pytest.raises(EmbeddingTableError, match=r"with --embeddings: .* --input embeddings, and callers"):
         export_checkpoint(DATA / "fused-qkv" / "checkpoint.safetensors", Target(model_repository=tmp_path, name="m"))
 
@@ -98,12 +98,12 @@ def test_a_tokenizer_is_refused(tmp_path: Path, tiny: EncoderConfig) -> None:
         ({"scale_embedding": True}, "scale_embedding must be false"),
     ],
 )
-def test_what_only_token_ids_have_is_refused(fields: dict[str, Any], text: str) -> None:
+def test_settings_of_token_ids_are_refused(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         EncoderConfig.from_mapping({"input": "embeddings", **fields})
 
 
-def test_init_takes_it_from_its_configuration(tmp_path: Path) -> None:
+def test_init_reads_the_input_from_its_configuration(tmp_path: Path) -> None:
     fields = {"input": "embeddings", "d_model": 16, "n_heads": 2, "d_ff": 32, "n_layers": 1, "max_sequence_tokens": 8}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     arguments = ["init", "--model-repository", str(tmp_path), "--name", "m", "--config", str(tmp_path / "config.json")]
@@ -113,7 +113,7 @@ def test_init_takes_it_from_its_configuration(tmp_path: Path) -> None:
     assert [value.name for value in session.get_inputs()] == ["inputs_embeds", "attention_mask"]
 
 
-def test_the_command_passes_it_on(tmp_path: Path) -> None:
+def test_the_command_passes_the_input_on(tmp_path: Path) -> None:
     fields = {"n_heads": 4, "norm": "post", "activation": "relu", "position": "none", "max_sequence_tokens": 16}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     file = DATA / "fused-qkv" / "checkpoint.safetensors"

@@ -50,7 +50,7 @@ def pytorch_encoder(encoder: Encoder) -> nn.TransformerEncoder:
 
 
 def randomize_norms(encoder: Encoder) -> Encoder:
-    """Give random values to norms and biases. If the code skips a norm or a bias, the hidden states change."""
+    """Give random values to norms and biases. Then a skipped norm or bias changes the hidden states."""
     random = torch.Generator().manual_seed(1)
     for name, parameter in encoder.named_parameters():
         if "norm" in name or name.endswith("bias"):
@@ -145,7 +145,7 @@ def test_without_positions_order_does_not_matter(tiny: EncoderConfig) -> None:
     norm=st.sampled_from(["post", "pre"]),
     seed=st.integers(0, 3),
 )
-def test_padding_and_neighbours_change_nothing(lengths: list[int], filler: int, norm: str, seed: int) -> None:
+def test_padding_and_batches_do_not_change_rows(lengths: list[int], filler: int, norm: str, seed: int) -> None:
     fields = {"vocab_size": 50, "d_model": 16, "n_heads": 2, "d_ff": 32, "n_layers": 2, "max_sequence_tokens": 24}
     encoder = random_encoder(EncoderConfig.from_mapping(fields | {"norm": norm}), seed)
     random = torch.Generator().manual_seed(seed)

@@ -56,7 +56,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(path: Path, **changed: Any) -> Path:
-    """Write a file of expected hidden states. If an array is None, leave this array out."""
+    """Write a file of expected hidden states. `changed` has new values of arrays; None removes an array."""
     arrays = {name: array for name, array in (ARRAYS | changed).items() if array is not None}
     if path.suffix == ".safetensors":
         save_file({name: torch.as_tensor(array) for name, array in arrays.items()}, path)
@@ -94,7 +94,7 @@ def test_a_wrong_description_is_refused(trained: Path, models: Path) -> None:
     assert 0 < parity["max_expected_error"] <= 5e-5
 
 
-def test_without_rows_the_report_says_that_the_description_was_not_checked(trained: Path, models: Path) -> None:
+def test_the_report_says_that_no_rows_were_compared(trained: Path, models: Path) -> None:
     result = run(
         *("checkpoint", trained / "weights.safetensors", "--model-repository", models, "--name", "m"),
         *("--config", trained / "wrong.json", "--max-sequence-tokens", 16),
@@ -103,13 +103,13 @@ def test_without_rows_the_report_says_that_the_description_was_not_checked(train
     assert "expected     no rows given: the configuration (norm, activation, positions, ...) was not" in result.stdout
 
 
-def test_rows_of_half_precision_are_named_as_such(trained: Path, models: Path) -> None:
+def test_the_error_names_half_precision(trained: Path, models: Path) -> None:
     with pytest.raises(ExpectedRowsError, match=r"Half precision or TF32 .*allow_tf32 = False"):
         export(trained, models, expect=trained / "halved.npz")
 
 
 @pytest.mark.parametrize("precision", ["float16", "int8"])
-def test_lower_precisions_are_judged_by_cosine(trained: Path, models: Path, precision: Precision) -> None:
+def test_lower_precisions_are_compared_by_cosine(trained: Path, models: Path, precision: Precision) -> None:
     exported = export(trained, models, expect=trained / "rows.npz", precision=precision)
     assert 0.99 <= exported.manifest.parity.min_expected_cosine < 1
     with pytest.raises(ExpectedRowsError, match=r"cosine similarity -1\.0000 of a row, at least 0\.99"):
@@ -137,7 +137,7 @@ def test_models_that_take_vectors(trained: Path, models: Path, tmp_path: Path) -
 
 
 @pytest.mark.system
-def test_hf_and_onnx_take_it_too(data: Path, models: Path, tmp_path: Path) -> None:
+def test_hf_and_onnx_compare_expected_rows(data: Path, models: Path, tmp_path: Path) -> None:
     ids, rows = (cases[0][None] for cases in golden_cases("hf-bert"))
     given = write(tmp_path / "bert.npz", input_ids=ids, attention_mask=np.ones_like(ids), rows=rows)
     target = Target(model_repository=models, name="bert", overwrite=True)
@@ -194,7 +194,7 @@ def test_a_file_of_one_array(tmp_path: Path) -> None:
         read_expected(tmp_path / "rows.npy")
 
 
-def test_padding_may_hold_anything(tmp_path: Path) -> None:
+def test_padding_may_have_any_values(tmp_path: Path) -> None:
     rows = np.where(MASK[..., None] == 1, np.ones((2, 5, 8), np.float32), np.float32(np.nan))
     assert read_expected(write(tmp_path / "rows.npz", rows=rows)).rows.shape == (2, 5, 8)
 

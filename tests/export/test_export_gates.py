@@ -43,8 +43,8 @@ from encserve_export.models.reference import Reference
 from encserve_export.onnx_graph.run import OnnxEncoder
 
 SOURCE = Source("init", "random weights, seed 0")
-# One attention layer of full size with large weights. Each token attends to few tokens. If two tokens have nearly equal
-# scores, rounding decides between the two tokens. So PyTorch itself is inexact in float32.
+# One attention layer of full size with large weights, so that each token attends to few tokens. If two tokens have
+# nearly equal scores, rounding decides which token gets the attention. So PyTorch itself is inexact in float32.
 SHARP = EncoderConfig(
     vocab_size=1000, d_model=512, n_heads=8, d_ff=0, n_layers=1, max_sequence_tokens=64,
     attention_bias=False, norm="none", residual=False,
@@ -133,7 +133,7 @@ def test_faults_are_refused(encoder: Encoder, tmp_path: Path, fault: str, gate: 
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_refused_where_float32_is_far_off(tmp_path: Path, fault: str) -> None:
+def test_faults_are_refused_for_a_model_with_a_large_float32_error(tmp_path: Path, fault: str) -> None:
     """Add each fault to a model for which PyTorch itself is inexact in float32, and expect an error.
 
     The tolerance for this model is four times PyTorch's own float32 error. Each fault causes a larger error.
@@ -166,7 +166,7 @@ def test_rows_that_move_by_more_than_3_times_the_bound_are_refused(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_rounding_that_float32_itself_has_is_not_refused(tmp_path: Path, seed: int) -> None:
+def test_the_rounding_error_of_float32_is_accepted(tmp_path: Path, seed: int) -> None:
     encoder, random = random_encoder(SHARP, seed), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in encoder.parameters():
@@ -228,7 +228,7 @@ def test_a_refused_export_leaves_nothing(tiny: EncoderConfig, models: Path, monk
     assert not models.exists()
 
 
-def test_the_report_says_if_float32_itself_is_far_off(encoder: Encoder, models: Path) -> None:
+def test_the_report_warns_of_a_large_float32_error(encoder: Encoder, models: Path) -> None:
     exported = export_encoder(encoder, Source("init", "random"), Target(model_repository=models, name="plain"))
 
     def reported() -> str:
@@ -244,7 +244,7 @@ def test_the_report_says_if_float32_itself_is_far_off(encoder: Encoder, models: 
     assert "own float32 1.1e-04. float32 is off by more than 1e-04 for this model" in reported()
 
 
-def test_the_types_of_a_module_come_back_bit_by_bit() -> None:
+def test_in_float64_restores_types_and_bits() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.LayerNorm(3).half())
     module.register_buffer("table", torch.arange(3.0).to(torch.bfloat16))
     module[1].weight = module[0].weight
@@ -287,7 +287,7 @@ def test_a_model_that_does_not_run_in_float64_is_compared_with_float32(encoder: 
     assert parity.bounds == BOUNDS["float32"]
 
 
-def test_a_head_is_judged_as_float32_allows(tmp_path: Path) -> None:
+def test_a_head_may_have_the_error_of_float32(tmp_path: Path) -> None:
     """Export a head whose float32 result has few correct digits. The gate must accept the result.
 
     In this head, large numbers of opposite sign cancel out.
@@ -304,14 +304,14 @@ def test_a_head_is_judged_as_float32_allows(tmp_path: Path) -> None:
 
 
 @given(st.integers(1, 5000))
-def test_cases_hold_one_token_the_longest_and_mixtures(longest: int) -> None:
+def test_batches_have_one_token_the_longest_length_and_mixed_lengths(longest: int) -> None:
     cases = case_lengths(longest)
     assert {(1,), (longest,), (longest, max(1, longest // 2), 1)} <= set(cases)
     assert all(1 <= length <= longest for lengths in cases for length in lengths)
     assert len(set(cases)) == len(cases)
 
 
-def test_the_error_is_that_of_the_worst_row() -> None:
+def test_the_error_is_the_largest_error_of_a_row() -> None:
     want = np.array([[3, 4], [0, 100]], np.float32)
     got = np.array([[3, 4.5], [0, 100]], np.float32)
     found = compare(got, want, Bounds(error=0.05))

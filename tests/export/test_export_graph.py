@@ -70,7 +70,7 @@ def test_the_interface(bundles: dict[str, Exported], golden: str) -> None:
     "precision", ["float32", *(pytest.param(it, marks=pytest.mark.system) for it in ("float16", "int8"))]
 )
 @pytest.mark.parametrize("fields", CHOICES)
-def test_every_choice_in_the_formula_survives(
+def test_every_option_of_the_configuration_is_exported(
     tiny: EncoderConfig, models: Path, fields: dict[str, Any], precision: Precision
 ) -> None:
     config = EncoderConfig.from_mapping(dataclasses.asdict(tiny) | {"d_model": 32} | fields)
@@ -122,7 +122,7 @@ def test_the_served_graph_computes_nothing_for_inspections(tiny: EncoderConfig, 
     assert outputs == [*graph.hidden_state_names, *graph.attention_weights_names, graph.positions_name]
 
 
-def test_no_path_of_the_machine_is_in_the_file(bundles: dict[str, Exported], golden: str) -> None:
+def test_the_file_has_no_path_of_this_machine(bundles: dict[str, Exported], golden: str) -> None:
     content = (bundles[golden].path / "model.onnx").read_bytes()
     for path in (Path(graphs.__file__).parent, Path(torch.__file__).parent, bundles[golden].path.parent):
         assert str(path).encode() not in content

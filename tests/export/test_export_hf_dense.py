@@ -58,7 +58,7 @@ def test_the_settings_of_a_directory_are_read(directory: Path) -> None:
     assert (plain.kind, plain.pooling, plain.l2_normalize) == ("dense", manifest_pb2.POOLING_UNSPECIFIED, False)
 
 
-def test_modules_behind_pooling_count_for_the_vector_space(tmp_path: Path) -> None:
+def test_modules_after_pooling_change_the_space_id(tmp_path: Path) -> None:
     """Read a directory with a Dense after the pooling, and expect the Dense's settings and tensors.
 
     The space_id, the id of the model's vectors, depends on these tensors. So each tensor keeps the dtype of its file.
@@ -85,7 +85,7 @@ def test_prompts_of_an_instructor_are_left_out_of_pooling(directory: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["sentence_bert_config.json", "sentence_roberta_config.json"])
-def test_the_file_of_the_length_has_several_names(directory: Path, name: str) -> None:
+def test_the_file_with_the_maximum_length_has_several_names(directory: Path, name: str) -> None:
     (directory / "sentence_bert_config.json").unlink()
     (directory / name).write_text('{"max_seq_length": 20}')
     assert read(directory).max_seq_length == 20
@@ -295,7 +295,7 @@ def test_a_head_of_another_width_is_refused(tmp_path: Path) -> None:
         export(tmp_path / "directory")
 
 
-def test_modules_lead_nowhere_else(directory: Path) -> None:
+def test_module_folders_outside_the_directory_are_refused(directory: Path) -> None:
     modules = json.loads((directory / "modules.json").read_text())
     (directory / "modules.json").write_text(json.dumps([{**modules[0], "path": "../elsewhere"}]))
     with pytest.raises(CheckpointFileError, match=r"names a folder outside .*: '../elsewhere'"):
@@ -365,7 +365,7 @@ def test_sentence_transformers_is_loaded_once(directory: Path, monkeypatch: pyte
 @pytest.mark.system
 @pytest.mark.parametrize("modules", [True, False], ids=["modules", "no modules"])
 @pytest.mark.parametrize("place", ["config.json", "sentence_bert_config.json"])
-def test_flash_attention_needs_no_gpu_here(directory: Path, modules: bool, place: str) -> None:
+def test_a_directory_with_flash_attention_is_exported_without_a_gpu(directory: Path, modules: bool, place: str) -> None:
     if not modules:
         (directory / "modules.json").unlink()
     flash = "flash_attention_2"

@@ -33,7 +33,7 @@ def test_a_table_is_exported_and_compared(write: Callable[[Path], Path], tmp_pat
     assert tokenizer.encode("C 東京 a").ids == [6, 4]  # the tokenizer adds no special tokens
 
 
-def test_a_tokenizer_that_cuts_texts_sets_the_longest(tmp_path: Path) -> None:
+def test_the_truncation_of_a_tokenizer_sets_the_maximum_length(tmp_path: Path) -> None:
     directory = write_static(tmp_path / "m", dense=True)
     path = str(directory / "tokenizer.json")
     tokenizer = Tokenizer.from_file(path)
@@ -48,7 +48,7 @@ def test_a_tokenizer_that_cuts_texts_sets_the_longest(tmp_path: Path) -> None:
         export_hf(directory, Target(model_repository=tmp_path / "models", name="other"))
 
 
-def test_a_directory_of_model2vec_that_does_not_say_what_is_made(tmp_path: Path) -> None:
+def test_a_model2vec_directory_without_modules_json_is_refused(tmp_path: Path) -> None:
     directory = write_model2vec(tmp_path / "m")
     (directory / "modules.json").unlink()
     with pytest.raises(UnsupportedModelError, match=r"model2vec directory without modules\.json.* save it again"):
@@ -78,7 +78,7 @@ def test_an_int8_table_needs_token_weights(weighted: bool, tmp_path: Path) -> No
         read_static(directory)
 
 
-def test_a_table_lies_beside_its_graph(tmp_path: Path) -> None:
+def test_a_table_is_in_a_second_file(tmp_path: Path) -> None:
     """Write a graph with a table of vectors. Expect the table in a second file next to the small graph file.
 
     An ONNX file cannot have more than 2 GB.

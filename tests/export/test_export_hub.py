@@ -67,7 +67,7 @@ def test_a_model_that_cannot_be_downloaded(data: Path, models: Path, tmp_path: P
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Replace the download from the hub by a copy of a folder, and return this folder.
 
-    The folder stands for the repository owner/tiny.
+    The name of the repository is owner/tiny.
     """
     remote, snapshot = tmp_path / "remote", tmp_path / "snapshots" / COMMIT
 
@@ -126,7 +126,7 @@ def test_the_folders_of_a_router_are_downloaded(repository: Path) -> None:
 
 
 @pytest.mark.parametrize("modules", ["{", "[]", "{}", "[1]", '[{"path": "../x"}]', '[{"path": "[a"}]'])
-def test_broken_modules_are_left_to_the_exporter(repository: Path, modules: str) -> None:
+def test_a_broken_modules_json_is_downloaded(repository: Path, modules: str) -> None:
     assert download(repository, "model.safetensors", contents={"modules.json": modules}) == {
         "modules.json",
         "model.safetensors",

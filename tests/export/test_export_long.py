@@ -37,7 +37,7 @@ session = onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExec
 def peak(tokens):
     ids = np.ones((1, tokens), np.int64)
     session.run(None, {"input_ids": ids, "attention_mask": ids})
-    # ru_maxrss would include the parent's memory.
+    # Not ru_maxrss, which includes the parent's memory.
     return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 print(peak(1), peak(int(sys.argv[2])))
 """
@@ -73,7 +73,7 @@ def long_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         return export_encoder(encoder, Source("init", "random"), target, precision=precision)
 
 
-def test_queries_in_blocks_give_the_same_rows(long_bundle: Exported) -> None:
+def test_blocks_of_queries_give_the_same_rows(long_bundle: Exported) -> None:
     precision: Precision = long_bundle.manifest.graph.precision  # type: ignore[assignment]
     model = onnx.load(long_bundle.path / "model.onnx")
     onnx.checker.check_model(model, full_check=True)
@@ -87,7 +87,7 @@ def test_queries_in_blocks_give_the_same_rows(long_bundle: Exported) -> None:
     assert relative_error(got[mask == 1], want[mask == 1]) <= bound
 
 
-def test_the_gate_reaches_the_longest_sequence(long_bundle: Exported) -> None:
+def test_the_gate_compares_the_longest_sequence(long_bundle: Exported) -> None:
     assert [1300, 650, 1] in [list(case.lengths) for case in long_bundle.manifest.parity.cases]
 
 

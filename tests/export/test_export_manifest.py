@@ -16,7 +16,7 @@ from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.fingerprint import fingerprint
 
 
-def test_the_file_holds_the_message_and_lists_every_other_file(bundles: dict[str, Exported], golden: str) -> None:
+def test_manifest_json_lists_every_other_file(bundles: dict[str, Exported], golden: str) -> None:
     folder, manifest = bundles[golden].path, bundles[golden].manifest
     assert json_format.Parse((folder / "manifest.json").read_text(), manifest_pb2.Manifest()) == manifest
     listed = {file.path: (file.size_bytes, file.sha256) for file in manifest.files}
@@ -74,7 +74,7 @@ def test_one_checkpoint_gives_the_same_bytes(bundles: dict[str, Exported], data:
         assert (again / path.name).read_bytes() == path.read_bytes()
 
 
-def test_the_fingerprint_changes_with_every_cause_of_other_vectors(bundles: dict[str, Exported]) -> None:
+def test_everything_that_changes_vectors_changes_the_fingerprint(bundles: dict[str, Exported]) -> None:
     manifest = bundles["hf-bert"].manifest
     assert manifest.fingerprint == fingerprint(manifest)
     assert len(manifest.fingerprint) == 32

@@ -136,7 +136,7 @@ def test_precisions(module: Mixing, target: Target, precision: Precision, model_
     assert 0.99 <= manifest.parity.min_cosine < 1
 
 
-def test_a_module_in_training_mode_is_left_as_it_was(module: Mixing, target: Target) -> None:
+def test_a_module_stays_in_training_mode(module: Mixing, target: Target) -> None:
     module.train()
     module.mean.eval()
     export(module, target)

@@ -96,7 +96,7 @@ def test_the_manifest_says_how_queries_and_documents_are_treated(tmp_path: Path)
 
 @pytest.mark.system
 @pytest.mark.parametrize("name", ["fixed-unattended", "modernbert"])
-def test_rows_of_tokens_that_none_attends_to_are_transformers_own(name: str, tmp_path: Path) -> None:
+def test_unattended_tokens_have_the_rows_of_transformers(name: str, tmp_path: Path) -> None:
     DIRECTORIES[name](tmp_path / name)
     found = export_hf(tmp_path / name, Target(model_repository=tmp_path, name="m")).manifest
     assert found.parity.max_pipeline_error <= 1e-5
@@ -104,7 +104,7 @@ def test_rows_of_tokens_that_none_attends_to_are_transformers_own(name: str, tmp
 
 @pytest.mark.system
 @pytest.mark.parametrize("precision", ["float16", "int8"])
-def test_other_precisions_say_what_they_do_to_scores(precision: Precision, tmp_path: Path) -> None:
+def test_other_precisions_report_the_error_of_scores(precision: Precision, tmp_path: Path) -> None:
     DIRECTORIES["plain"](tmp_path / "m")
     target = Target(model_repository=tmp_path / "models", name="m")
     found = export_hf(tmp_path / "m", target, precision=precision).manifest
@@ -116,9 +116,7 @@ def test_other_precisions_say_what_they_do_to_scores(precision: Precision, tmp_p
 
 
 @pytest.mark.system
-def test_scores_that_a_precision_would_move_too_far_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_precision_that_changes_scores_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     DIRECTORIES["plain"](tmp_path / "m")
     monkeypatch.setitem(BOUNDS, "int8", dataclasses.replace(BOUNDS["int8"], maxsim_error=1e-6))
     figures = r"by \d\.\de-05 of its query's best score, at most 1.0e-06 is allowed; float32 is exact"
@@ -128,7 +126,7 @@ def test_scores_that_a_precision_would_move_too_far_are_refused(
 
 
 @pytest.mark.system
-def test_the_report_says_what_is_served(tmp_path: Path) -> None:
+def test_the_report_describes_queries_and_documents(tmp_path: Path) -> None:
     """Export a directory in Stanford's layout, and check the report.
 
     This layout stores the projection in the file of BERT's weights. The report must not list the projection as unused.
@@ -154,7 +152,7 @@ def refused(directory: Path, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("activation", [None, "pylate.models.Gelu"])
-def test_an_activation_that_would_become_another_is_refused(activation: str | None, tmp_path: Path) -> None:
+def test_an_activation_that_would_be_replaced_is_refused(activation: str | None, tmp_path: Path) -> None:
     pylate(model_type="ColBERT")(tmp_path / "m")
     path = tmp_path / "m" / "1_Dense" / "config.json"
     settings = json.loads(path.read_text())
@@ -166,7 +164,7 @@ def test_an_activation_that_would_become_another_is_refused(activation: str | No
     )
 
 
-def test_code_of_others_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+def test_a_module_of_another_package_is_never_imported(tmp_path: Path) -> None:
     pylate(model_type="ColBERT")(tmp_path / "m")
     path = tmp_path / "m" / "modules.json"
     path.write_text(path.read_text().replace("pylate.models.Dense.Dense", "antigravity.Dense"))
@@ -176,7 +174,7 @@ def test_code_of_others_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
     )
 
 
-def test_a_model_of_images_is_refused_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_images_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from sentence_transformers.base.modules import Transformer
 
     DIRECTORIES["plain"](tmp_path / "m")
@@ -185,7 +183,7 @@ def test_a_model_of_images_is_refused_with_its_reason(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.system
-def test_a_model_that_is_cut_shorter_than_its_queries(tmp_path: Path) -> None:
+def test_a_maximum_length_below_the_length_of_queries_is_refused(tmp_path: Path) -> None:
     DIRECTORIES["fixed-unattended"](tmp_path / "m")
     with pytest.raises(
         ConfigError,
@@ -204,7 +202,7 @@ def test_a_module_that_a_bundle_cannot_express(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_tokens_that_see_nothing_are_refused_with_the_figures(tmp_path: Path) -> None:
+def test_tokens_with_an_empty_attention_window_are_refused(tmp_path: Path) -> None:
     """Export a model in which some tokens have an empty attention window, and expect an error with numbers.
 
     For such tokens, PyTorch's implementations of attention return different vectors.

@@ -61,7 +61,7 @@ def target(models: Path) -> Target:
     return Target(model_repository=models, name="mine")
 
 
-def test_what_the_manifest_says(file: Path, target: Target) -> None:
+def test_the_manifest_describes_the_model(file: Path, target: Target) -> None:
     manifest = export_onnx(save(build(with_types=True), file), target, SHORT).manifest
     assert manifest.encoder == manifest_pb2.EncoderShape(d_model=D_MODEL, vocab_size=VOCAB_SIZE, max_sequence_tokens=16)
     assert manifest.graph == manifest_pb2.Graph(
@@ -198,7 +198,7 @@ def test_last_hidden_state_among_several(file: Path, target: Target) -> None:
     assert export_onnx(file, again, chosen).manifest.graph.output_name == "states.0"
 
 
-def test_weights_listed_as_inputs_are_no_inputs(file: Path, target: Target) -> None:
+def test_weights_listed_as_inputs_are_not_inputs(file: Path, target: Target) -> None:
     model = build()
     model.graph.input.append(value("table", FLOAT, [VOCAB_SIZE, D_MODEL]))
     export_onnx(save(model, file), target, SHORT)
@@ -255,7 +255,7 @@ def test_the_coarsest_type_is_the_precision(kind: int, named: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["Cast", "Reshape", "none"])
-def test_the_table_is_found_behind_what_changes_no_id(how: str) -> None:
+def test_the_table_is_found_after_nodes_that_keep_the_ids(how: str) -> None:
     model = build()
     node_of(model, "words").input[1] = "ids"
     if how == "Cast":
@@ -277,7 +277,9 @@ def _hide_the_table(model: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
-def test_a_vocabulary_that_nothing_tells(file: Path, target: Target, write_tokenizer: Callable[..., Path]) -> None:
+def test_an_unknown_vocabulary_size_is_refused(
+    file: Path, target: Target, write_tokenizer: Callable[..., Path]
+) -> None:
     save(_hide_the_table(build()), file)
     with pytest.raises(VocabularyError, match=r"number of token ids is not known: .* Give --vocab-size or --tokenizer"):
         export_onnx(file, target, SHORT)
@@ -289,7 +291,7 @@ def test_a_vocabulary_that_nothing_tells(file: Path, target: Target, write_token
     assert exported.manifest.encoder.vocab_size == 33
 
 
-def test_a_vocabulary_that_is_too_large(file: Path, target: Target) -> None:
+def test_a_vocab_size_above_the_table_is_refused(file: Path, target: Target) -> None:
     """Give a vocab_size larger than the embedding table, and expect an error.
 
     If the exporter does not find the table, the exporter runs the model with the largest id. This run fails.
@@ -323,7 +325,7 @@ def test_options_out_of_range(file: Path, target: Target, options: OnnxOptions, 
     assert not target.model_repository.exists()
 
 
-def test_int8_leaves_a_product_alone_whose_bias_is_computed(file: Path, target: Target) -> None:
+def test_int8_skips_a_product_with_a_computed_bias(file: Path, target: Target) -> None:
     model = build(opset=20)
     node_of(model, "rows").output[0] = "plain"
     node = helper.make_node

@@ -41,7 +41,7 @@ def refused(file: Path) -> str:
 @pytest.mark.parametrize(
     "location", ["../secret", "../../etc/passwd", "sub/../../secret", "/etc/passwd", "..", "..\\secret", "C:\\secret"]
 )
-def test_paths_that_lead_out(file: Path, secret: Path, location: str) -> None:
+def test_paths_outside_the_folder_are_refused(file: Path, secret: Path, location: str) -> None:
     point_elsewhere(file, location=location)
     text = refused(file)
     assert text.startswith(
@@ -49,24 +49,24 @@ def test_paths_that_lead_out(file: Path, secret: Path, location: str) -> None:
     )
 
 
-def test_an_absolute_path_to_the_right_file(file: Path) -> None:
+def test_an_absolute_path_is_refused(file: Path) -> None:
     point_elsewhere(file, location=str(file.parent / "weights.bin"))
     assert "no absolute path and no '..'" in refused(file)
 
 
-def test_a_link_that_leads_out(file: Path, secret: Path) -> None:
+def test_a_link_to_a_file_outside_is_refused(file: Path, secret: Path) -> None:
     (file.parent / "weights.bin").unlink()
     (file.parent / "weights.bin").symlink_to(secret)
     assert f"'weights.bin', a link to {secret}, outside the folder of the ONNX file; copy" in refused(file)
 
 
-def test_a_folder_that_is_a_link(file: Path, secret: Path) -> None:
+def test_a_link_to_a_folder_outside_is_refused(file: Path, secret: Path) -> None:
     (file.parent / "sub").symlink_to(secret.parent)
     point_elsewhere(file, location="sub/secret")
     assert f"a link to {secret}, outside the folder" in refused(file)
 
 
-def test_links_and_folders_inside_are_fine(file: Path) -> None:
+def test_links_and_folders_inside_are_accepted(file: Path) -> None:
     (file.parent / "sub").mkdir()
     (file.parent / "weights.bin").rename(file.parent / "sub" / "real.bin")
     (file.parent / "weights.bin").symlink_to("sub/real.bin")
@@ -109,7 +109,7 @@ def test_links_out_of_the_hubs_cache_are_not_followed(file: Path, secret: Path, 
         external.take_in(onnx.load(cached, load_external_data=False), cached.parent)
 
 
-def test_contents_of_the_hubs_cache_that_are_a_link_are_not_followed(file: Path, secret: Path) -> None:
+def test_a_blobs_folder_that_is_a_link_is_refused(file: Path, secret: Path) -> None:
     """Replace the cache's folder blobs by a link to another folder, and expect an error.
 
     An attacker may write such a folder to make the exporter read other files.
@@ -131,14 +131,14 @@ def test_files_that_are_missing(file: Path, location: str) -> None:
     assert "put the file next to the ONNX file" in text
 
 
-def test_what_is_no_plain_file(file: Path) -> None:
+def test_a_path_that_is_not_a_regular_file_is_refused(file: Path) -> None:
     (file.parent / "weights.bin").unlink()
     (file.parent / "weights.bin").mkdir()
     assert "weights.bin is not a regular file" in refused(file)
 
 
 @pytest.mark.parametrize("location", ["", "a\0b"])
-def test_no_name_at_all(file: Path, location: str) -> None:
+def test_an_empty_path_is_refused(file: Path, location: str) -> None:
     point_elsewhere(file, location=location)
     assert refused(file).startswith(f"tensor 'table' has its data in {location!r}; the file must be in the folder")
 
@@ -155,7 +155,7 @@ def test_no_name_at_all(file: Path, location: str) -> None:
         ({"offset": "8192"}, "the file is incomplete, or belongs to another model"),
     ],
 )
-def test_numbers_that_make_no_sense(file: Path, entries: dict[str, str], said: str) -> None:
+def test_wrong_offsets_and_lengths_are_refused(file: Path, entries: dict[str, str], said: str) -> None:
     point_elsewhere(file, **entries)
     assert said in refused(file)
 
@@ -167,7 +167,7 @@ def test_a_file_that_is_too_short(file: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "dims"), [(TensorProto.STRING, [2]), (TensorProto.FLOAT, [-1, 4]), (99, [2])])
-def test_types_and_shapes_that_cannot_be(file: Path, kind: int, dims: list[int]) -> None:
+def test_types_and_shapes_that_cannot_be_stored_are_refused(file: Path, kind: int, dims: list[int]) -> None:
     model = onnx.load(file, load_external_data=False)
     table = tensor_of(model, "table")
     table.data_type = kind

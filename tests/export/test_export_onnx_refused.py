@@ -182,7 +182,7 @@ def test_inputs_and_outputs(refused: Callable[..., str], change: Change, said: s
         ),
     ],
 )
-def test_names_that_are_not_there(refused: Callable[..., str], names: Names, said: str) -> None:
+def test_unknown_names_are_refused(refused: Callable[..., str], names: Names, said: str) -> None:
     assert said in refused(lambda _: None, OnnxInterfaceError, OnnxOptions(names=names))
 
 
@@ -297,19 +297,19 @@ def mismatch(model: onnx.ModelProto) -> None:
         (mismatch, "op_type:MatMul, node name: rows): [ShapeInferenceError] Incompatible dimensions"),
     ],
 )
-def test_files_that_are_none(refused: Callable[..., str], change: Change, said: str) -> None:
+def test_invalid_onnx_files_are_refused(refused: Callable[..., str], change: Change, said: str) -> None:
     assert said in refused(change, OnnxFileError)
 
 
 @pytest.mark.parametrize("content", [b"", b"no model at all", b"\x08\x09", bytes(1000), b"PK\x03\x04" + bytes(100)])
-def test_bytes_that_are_no_model(tmp_path: Path, content: bytes) -> None:
+def test_bytes_that_are_not_a_model_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "encoder.onnx"
     path.write_bytes(content)
     with pytest.raises(OnnxFileError, match=f"{path} is not an ONNX file"):
         export_onnx(path, Target(model_repository=tmp_path / "models", name="mine"))
 
 
-def test_names_that_are_no_text(tmp_path: Path) -> None:
+def test_names_that_are_not_utf_8_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "encoder.onnx"
     path.write_bytes(build().SerializeToString().replace(b"Unsqueeze", b"Unsqu\xffeze"))
     with pytest.raises(OnnxFileError, match="is not an ONNX file: a name in it is not UTF-8"):
@@ -340,14 +340,14 @@ def shorter_table(model: onnx.ModelProto) -> None:
     tensor_of(model, "places").CopyFrom(numpy_helper.from_array(random_table(12, 1), "places"))
 
 
-def test_a_position_table_that_ends_early(refused: Callable[..., str]) -> None:
+def test_a_position_table_that_is_too_short_is_refused(refused: Callable[..., str]) -> None:
     text = refused(shorter_table, OnnxRunError)
     assert text.startswith("the model fails for inputs of shape (1, 16): ")
     assert "running Add node. Name:'placed'" in text
     assert text.endswith("The longest sequence that works has 12 tokens: give --max-sequence-tokens 12 or less")
 
 
-def test_the_longest_that_works_is_exported(tmp_path: Path) -> None:
+def test_the_longest_length_that_works_is_exported(tmp_path: Path) -> None:
     model = build()
     shorter_table(model)
     target = Target(model_repository=tmp_path / "models", name="mine")
@@ -403,7 +403,7 @@ def vary_width(model: onnx.ModelProto) -> None:
         ),
     ],
 )
-def test_what_only_running_tells(refused: Callable[..., str], change: Change, said: str) -> None:
+def test_faults_that_appear_only_in_a_run_are_refused(refused: Callable[..., str], change: Change, said: str) -> None:
     assert said in refused(change, OnnxRunError)
 
 
@@ -413,12 +413,12 @@ def test_a_mask_that_is_ignored(refused: Callable[..., str]) -> None:
 
     text = refused(ignore, ParityError)
     assert re.search(r"changes when padded: relative error \S+ of a row, tolerance 1\.0e-05, in a batch of", text)
-    assert "it ignores its attention mask or a part of the mask" in text
+    assert "the model ignores its attention mask or a part of the mask" in text
 
 
 @pytest.mark.parametrize("change", [train_dropout, train_normalization])
 def test_training_mode(refused: Callable[..., str], change: Change) -> None:
-    assert "or was exported for training (without model.eval())" in refused(change, ParityError)
+    assert "the model was exported for training (without model.eval())" in refused(change, ParityError)
 
 
 def test_float16_arithmetic_that_rounds_with_the_batch(refused: Callable[..., str]) -> None:
@@ -426,14 +426,14 @@ def test_float16_arithmetic_that_rounds_with_the_batch(refused: Callable[..., st
         node_of(model, "total").input[0] = "placed"
         model.graph.initializer.append(numpy_helper.from_array(np.ones((2, 2), np.float16), "unused"))
 
-    assert "Or it computes in float16, and rounding differs" in refused(ignore_in_float16, ParityError)
+    assert "the model computes in float16, and rounding differs" in refused(ignore_in_float16, ParityError)
 
 
-def test_padding_that_takes_no_place(refused: Callable[..., str]) -> None:
+def test_padding_ids_without_positions(refused: Callable[..., str]) -> None:
     """Export a model with a short position table, and expect the longest possible length in the error.
 
-    In this model, padding ids take no positions, as in RoBERTa. If a sequence has only padding ids, the model never
-    reaches the end of the position table. So the exporter must test lengths with other ids.
+    In this model, as in RoBERTa, padding ids have no positions. A sequence of padding ids never reaches the end of the
+    position table. So the exporter must test lengths with other ids.
     """
 
     def count_places(model: onnx.ModelProto) -> None:

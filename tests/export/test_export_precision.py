@@ -102,7 +102,7 @@ def test_matrices_are_stored_in_the_precision(models: Path, precision: Precision
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_a_neighbour_of_any_size_changes_nothing(models: Path, activation: str) -> None:
+def test_large_numbers_in_a_batch_do_not_change_other_sequences(models: Path, activation: str) -> None:
     """Run a sequence alone, and in a batch with numbers 10,000 times as large. Expect equal hidden states.
 
     With one scale for the whole batch, int8 would round the small numbers to 0.
@@ -130,7 +130,7 @@ def hard_to_round(**fields: Any) -> Encoder:
     return encoder
 
 
-def test_a_layer_that_would_be_too_far_off_stays_float32(models: Path) -> None:
+def test_a_layer_with_a_large_int8_error_stays_float32(models: Path) -> None:
     exported = export(hard_to_round(), models, "int8")
     assert operators(exported).count("Gemm") == 1
     assert operators(exported).count("MatMulIntegerToFloat") == 7
@@ -138,7 +138,7 @@ def test_a_layer_that_would_be_too_far_off_stays_float32(models: Path) -> None:
 
 
 @pytest.mark.system
-def test_rows_that_are_too_far_off_are_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_a_large_int8_error_are_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8, "MAX_INT8_LAYER_ERROR", np.inf)
     message = r"differs from PyTorch: cosine similarity \S+ of a row, at least 0\.99 is required; float32 is exact, in"
     with pytest.raises(ParityError, match=message):
@@ -147,7 +147,7 @@ def test_rows_that_are_too_far_off_are_refused(models: Path, monkeypatch: pytest
 
 
 @pytest.mark.system
-def test_numbers_that_float16_does_not_have_are_refused(tiny: EncoderConfig, models: Path) -> None:
+def test_numbers_too_large_for_float16_are_refused(tiny: EncoderConfig, models: Path) -> None:
     encoder = random_encoder(tiny, 0)
     with torch.no_grad():
         encoder.embeddings.tokens.weight.mul_(1e7)
@@ -157,7 +157,7 @@ def test_numbers_that_float16_does_not_have_are_refused(tiny: EncoderConfig, mod
 
 
 @pytest.mark.parametrize(("activation", "least"), [("relu", 0.0), ("gelu", -0.1701), ("gelu_tanh", -0.1701)])
-def test_all_steps_of_an_activation_lie_above_its_minimum(models: Path, activation: str, least: float) -> None:
+def test_int8_steps_begin_at_the_minimum_of_an_activation(models: Path, activation: str, least: float) -> None:
     """Expect the zero point 0 in products after the activation, and the zero point 128 in all other products.
 
     The graph subtracts the lowest value of GELU before rounding. Then no number is below 0.
@@ -181,7 +181,7 @@ def test_rounded_rows_are_within_half_a_step() -> None:
     assert (np.abs(rounded * scales - rows) <= scales / 2 * 1.0001).all()
 
 
-def test_a_layer_is_rounded_as_its_plan_says() -> None:
+def test_the_error_of_a_layer_equals_its_plan() -> None:
     """Round a layer. Expect that the error of the product equals the prediction of `plan_layer`."""
     random = np.random.default_rng(0)
     x = random.standard_normal((20, 16)).astype(np.float32)

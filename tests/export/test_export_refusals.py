@@ -195,12 +195,12 @@ def test_one_clear_error(directory: Path, via: str | None, fault: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["BERT"])
-def test_a_route_that_does_not_take_it(directory: Path) -> None:
+def test_a_given_route_that_cannot_export_is_refused(directory: Path) -> None:
     shutil.rmtree(directory / "onnx")
     assert re.search(r"onnx/model\.onnx in .*\. Without --via onnx, every route is tried$", refused(directory, "onnx"))
 
 
-def test_a_tokenizers_file_of_another_kind(tmp_path: Path) -> None:
+def test_a_vocabulary_file_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     """Export a T5 with a vocab.txt of another kind of tokenizer, and expect an error.
 
     From this vocab.txt, transformers creates a T5 tokenizer that knows only special tokens and a space.
@@ -265,11 +265,11 @@ def test_an_onnx_file_that_ignores_its_mask(tmp_path: Path, via: str | None) -> 
     (directory / "config.json").write_text(json.dumps(settings))
     error = refused(directory, via)
     assert "the model changes when padded: relative error " in error
-    assert "it ignores its attention mask or a part of the mask" in error
+    assert "the model ignores its attention mask or a part of the mask" in error
 
 
 @pytest.mark.parametrize(("name", "via"), [("BERT", None), ("ELECTRA", "onnx"), ("ELECTRA", "transformers")])
-def test_indices_and_heads_are_accepted(directory: Path, name: str, via: str | None) -> None:
+def test_position_indices_and_unused_heads_are_accepted(directory: Path, name: str, via: str | None) -> None:
     """Add position indices and an unused head to the weights, and expect success.
 
     The report must list the head as an unused part, but must not list the position indices.
@@ -294,7 +294,7 @@ def test_control_characters_in_names_are_escaped(directory: Path) -> None:
 
 
 @pytest.mark.system
-def test_a_decoder_is_an_unused_part(tmp_path: Path) -> None:
+def test_the_report_lists_an_unused_decoder(tmp_path: Path) -> None:
     """Export a T5 with a decoder, and expect the decoder in the report's unused parts.
 
     transformers itself does not list the decoder's weights as unused.

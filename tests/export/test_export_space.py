@@ -76,7 +76,7 @@ def save_in_shards(directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
-def test_the_form_of_a_model_does_not_count(directory: Path, tmp_path: Path, original_space: str) -> None:
+def test_the_format_of_the_files_does_not_change_the_id(directory: Path, tmp_path: Path, original_space: str) -> None:
     save_in_shards(directory)
     change_json(
         directory / "config.json", transformers_version="4.1.0", torch_dtype="float32", _name_or_path="/home/x",
@@ -89,7 +89,7 @@ def test_the_form_of_a_model_does_not_count(directory: Path, tmp_path: Path, ori
 
 
 @pytest.mark.system
-def test_the_route_does_not_count(directory: Path, tmp_path: Path, original_space: str) -> None:
+def test_the_route_does_not_change_the_id(directory: Path, tmp_path: Path, original_space: str) -> None:
     assert space_of(directory, tmp_path, via="transformers") == original_space
     (directory / "onnx").mkdir()
     for file in (tmp_path / "models" / "m" / "1").glob("model.onnx*"):
@@ -126,7 +126,9 @@ OTHER: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.system
 @pytest.mark.parametrize("what", OTHER)
-def test_a_change_of_the_directory_counts(directory: Path, tmp_path: Path, original_space: str, what: str) -> None:
+def test_a_change_of_the_directory_changes_the_id(
+    directory: Path, tmp_path: Path, original_space: str, what: str
+) -> None:
     OTHER[what](directory)
     assert space_of(directory, tmp_path) != original_space
 
@@ -145,7 +147,7 @@ def set_field(message: Message, name: str) -> None:
         setattr(message, name, {field.CPPTYPE_STRING: "a", field.CPPTYPE_BOOL: True}.get(field.cpp_type, 1))
 
 
-def test_a_field_of_the_manifest_counts_unless_it_is_listed(tmp_path: Path) -> None:
+def test_a_field_of_the_manifest_changes_the_id_unless_it_is_ignored(tmp_path: Path) -> None:
     """Set each field of the manifest that is not in the list of ignored fields. Expect another space_id each time.
 
     So a field that is added to the manifest later also changes the space_id.
@@ -166,7 +168,7 @@ def test_a_field_of_the_manifest_counts_unless_it_is_listed(tmp_path: Path) -> N
         assert names
 
 
-def test_prompts_count_by_name_and_text_unless_they_are_empty(tmp_path: Path) -> None:
+def test_names_and_texts_of_prompts_change_the_id_unless_empty(tmp_path: Path) -> None:
     def of(**prompts: str) -> str:
         return space_id(manifest_pb2.Manifest(prompts=prompts), "", (), tmp_path)
 
@@ -174,7 +176,7 @@ def test_prompts_count_by_name_and_text_unless_they_are_empty(tmp_path: Path) ->
     assert len({of(), of(query="q: "), of(query="Q: "), of(passage="q: "), of(name="q: ")}) == 5
 
 
-def test_int8_counts_and_float16_does_not(tmp_path: Path) -> None:
+def test_int8_changes_the_id_but_float16_does_not(tmp_path: Path) -> None:
     def of(precision: str) -> str:
         return space_id(manifest_pb2.Manifest(graph=manifest_pb2.Graph(precision=precision)), "", (), tmp_path)
 
@@ -182,7 +184,7 @@ def test_int8_counts_and_float16_does_not(tmp_path: Path) -> None:
     assert len({of("float32"), of("int8"), of("int4")}) == 3
 
 
-def test_modules_count_in_their_order(tmp_path: Path) -> None:
+def test_the_order_of_modules_changes_the_id(tmp_path: Path) -> None:
     dense = ModuleFacts("Dense", {}, {"linear.weight": torch.ones(2, 2)})
     relu = ModuleFacts("Dense", {"activation_function": "ReLU"}, {"linear.weight": torch.ones(2, 2)})
     other = ModuleFacts("Dense", {}, {"linear.weight": torch.zeros(2, 2)})
@@ -198,7 +200,7 @@ def tokenizer_space(folder: Path, **fields: Any) -> str:
     return space_id(manifest_pb2.Manifest(text=text), "", (), folder)
 
 
-def test_a_tokenizer_counts_without_its_settings_for_batches(tmp_path: Path) -> None:
+def test_a_tokenizer_changes_the_id_but_its_padding_does_not(tmp_path: Path) -> None:
     plain = tokenizer_space(tmp_path)
     older = {"type": "BPE", "vocab": {"ab": 2, "a": 0, "b": 1}, "merges": ["a b"]}
     assert tokenizer_space(tmp_path, model=older, padding={"pad_id": 0}, truncation=None, version="1.1") == plain
@@ -212,7 +214,7 @@ def test_a_tokenizer_counts_without_its_settings_for_batches(tmp_path: Path) -> 
     assert len({plain, *(tokenizer_space(tmp_path, **it) for it in others)}) == 5
 
 
-def test_an_unknown_setting_counts_and_a_training_setting_does_not() -> None:
+def test_an_unknown_setting_changes_the_id_but_a_training_setting_does_not() -> None:
     plain = digest_model({}, {"a": 1})
     assert digest_model({}, {"a": 1, "b": None}) != plain
     assert digest_model({}, {"a": 1, "hidden_dropout_prob": 0.1, "classifier_dropout": None}) == plain
@@ -220,7 +222,7 @@ def test_an_unknown_setting_counts_and_a_training_setting_does_not() -> None:
     assert digest_model({}, nested) == digest_model({}, {"a": 1, "text_config": {"b": 1}}) != plain
 
 
-def test_numbers_count_by_value() -> None:
+def test_equal_numbers_of_other_types_give_the_same_id() -> None:
     plain = digest_model({}, {"a": 1, "b": [10000.0, "1", None, True, 0.1]})
     assert digest_model({}, {"b": (1e4, "1", None, True, 0.1), "a": 1.0}) == plain
     others = [[10000.5, "1", None, True, 0.1], [1e4, 1, None, True, 0.1], [1e4, "1", None, 1, 0.1]]
@@ -234,7 +236,7 @@ def test_a_configuration_that_json_cannot_express_is_refused(configuration: dict
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_tensors_count_by_name_type_shape_and_values(dtype: torch.dtype) -> None:
+def test_names_types_shapes_and_values_of_tensors_change_the_id(dtype: torch.dtype) -> None:
     tensor = torch.arange(6).reshape(2, 3).to(dtype)
     tensors = [tensor, tensor.reshape(3, 2), tensor[:, :2], tensor[0, 0], tensor[:0], tensor.flip(0)]
     others = [{"x": it} for it in (*tensors, tensor.to(torch.float16))]
@@ -244,7 +246,7 @@ def test_tensors_count_by_name_type_shape_and_values(dtype: torch.dtype) -> None
     assert digest_model({"x": transposed}, {}) == digest_model({"x": tensor}, {})
 
 
-def test_indices_of_older_versions_do_not_count_unless_they_have_other_values() -> None:
+def test_the_usual_position_ids_of_older_versions_do_not_change_the_id() -> None:
     plain = digest_model({"a": torch.ones(2)}, {})
 
     def of(name: str, values: torch.Tensor) -> str:
@@ -261,7 +263,7 @@ def onnx_space(model: onnx.ModelProto) -> str:
     return digest_onnx(model, INTERFACE)
 
 
-def test_names_and_order_in_an_onnx_file_do_not_count() -> None:
+def test_names_and_order_in_an_onnx_file_do_not_change_the_id() -> None:
     plain, renamed = build(), build()
     for node in renamed.graph.node:
         node.name, node.doc_string = f"{node.name} renamed", "line 7"
@@ -277,14 +279,14 @@ def test_names_and_order_in_an_onnx_file_do_not_count() -> None:
     assert onnx_space(renamed) == onnx_space(plain)
 
 
-def test_the_field_of_an_onnx_tensor_does_not_count() -> None:
+def test_the_data_field_of_an_onnx_tensor_does_not_change_the_id() -> None:
     listed, table = build(), numpy_helper.to_array(tensor_of(build(), "table"))
     tensor_of(listed, "table").ClearField("raw_data")
     tensor_of(listed, "table").float_data.extend(table.ravel().tolist())
     assert onnx_space(listed) == onnx_space(build())
 
 
-def test_weights_operators_attributes_and_opsets_of_an_onnx_file_count() -> None:
+def test_weights_operators_attributes_and_opsets_of_an_onnx_file_change_the_id() -> None:
     weight, operator, attribute = build(), build(), build()
     table = numpy_helper.to_array(tensor_of(weight, "table"))
     tensor_of(weight, "table").CopyFrom(numpy_helper.from_array(table + np.float32(1e-3), "table"))
@@ -319,7 +321,7 @@ def branching(add: float = 1.0, names: str = "", *, swapped: bool = False) -> on
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
 
 
-def test_branches_count_and_names_in_them_do_not() -> None:
+def test_branches_change_the_id_but_names_in_branches_do_not() -> None:
     for model in (branching(), branching(names="_2")):
         onnx.checker.check_model(model, full_check=True)
     assert onnx_space(branching(names="_2")) == onnx_space(branching())
@@ -336,7 +338,7 @@ def splitting(outputs: int) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=9)
 
 
-def test_the_number_of_outputs_of_an_operator_counts() -> None:
+def test_the_number_of_outputs_of_an_operator_changes_the_id() -> None:
     for outputs in (2, 3):
         onnx.checker.check_model(splitting(outputs))
     assert onnx_space(splitting(2)) != onnx_space(splitting(3))
@@ -371,7 +373,7 @@ def looping(added: str) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
 
 
-def test_the_inputs_of_nested_branches_count() -> None:
+def test_the_inputs_of_nested_branches_change_the_id() -> None:
     for counter in ("inner", "outer"):
         onnx.checker.check_model(looping(counter), full_check=True)
     assert onnx_space(looping("inner")) != onnx_space(looping("outer"))
@@ -402,7 +404,7 @@ def calling(inputs: tuple[str, str] = ("a", "b"), output: str = "c", alpha: floa
     return helper.make_model(graph, opset_imports=opsets, functions=[function], ir_version=9)
 
 
-def test_functions_count_with_inputs_outputs_attributes_and_opsets() -> None:
+def test_inputs_outputs_attributes_and_opsets_of_functions_change_the_id() -> None:
     """Change the function of a graph in several ways, and expect another space_id each time.
 
     For example, exchanged inputs change the sign of the result.
@@ -438,7 +440,7 @@ def test_a_text_that_is_not_an_id_is_refused(given: str, tmp_path: Path) -> None
         Target(model_repository=tmp_path, name="m", keep_space_id=given)
 
 
-def test_random_weights_count(tiny: EncoderConfig, tmp_path: Path) -> None:
+def test_random_weights_change_the_id(tiny: EncoderConfig, tmp_path: Path) -> None:
     target = Target(model_repository=tmp_path, name="m", overwrite=True)
     first = export_init(tiny, 1, target).manifest.space_id
     assert export_init(tiny, 1, target).manifest.space_id == first != export_init(tiny, 2, target).manifest.space_id

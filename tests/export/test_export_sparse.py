@@ -102,7 +102,7 @@ def test_heads_of_other_language_models(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_queries_that_take_no_run(static: Path, tmp_path: Path) -> None:
+def test_queries_with_static_weights(static: Path, tmp_path: Path) -> None:
     exported = export(static, tmp_path)
     its = exported.manifest.query.static_sparse
     assert its.max_tokens == 40
@@ -112,13 +112,13 @@ def test_queries_that_take_no_run(static: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_documents_that_take_no_run(tmp_path: Path) -> None:
+def test_documents_with_static_weights(tmp_path: Path) -> None:
     exported = export(write_static_queries(tmp_path / "model", documents=True), tmp_path)
     assert exported.manifest.document.HasField("static_sparse")
     assert not exported.manifest.query.HasField("static_sparse")
 
 
-def test_a_text_without_a_task_is_told(static: Path, tmp_path: Path) -> None:
+def test_the_remark_explains_texts_without_a_task(static: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(static, tmp_path / "model")
     path = directory / "router_config.json"
     config = json.loads(path.read_text())
@@ -127,7 +127,7 @@ def test_a_text_without_a_task_is_told(static: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_weights_that_are_others_are_refused(splade: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_sparse_weights_are_refused(splade: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vector = read(splade)
     assert vector.sparse is not None
     vector.sparse.module.logarithms = 2  # type: ignore[assignment]
@@ -138,7 +138,7 @@ def test_weights_that_are_others_are_refused(splade: Path, tmp_path: Path, monke
 
 
 @pytest.mark.system
-def test_weights_that_barely_pass_are_no_difference(tmp_path: Path) -> None:
+def test_weights_just_above_zero_are_accepted(tmp_path: Path) -> None:
     """Export a model that gives a weight to few words, and expect success.
 
     A weight just above 0 has a large relative error. So the comparison also needs an absolute tolerance.
@@ -147,7 +147,7 @@ def test_weights_that_barely_pass_are_no_difference(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_weights_that_a_precision_would_move_too_far_are_refused(
+def test_a_precision_that_changes_weights_too_much_is_refused(
     splade: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tighten the bound for int8 in the comparison of texts only. Expect an error with the numbers."""
@@ -203,7 +203,7 @@ def facts(exported: Any) -> dict[str, str]:
 
 
 @pytest.mark.system
-def test_the_report_says_what_is_made(splade: Path, static: Path, bge_m3: Path, tmp_path: Path) -> None:
+def test_the_report_describes_the_vectors_and_weights(splade: Path, static: Path, bge_m3: Path, tmp_path: Path) -> None:
     said = facts(export(bge_m3, tmp_path / "m3"))
     assert said["pooling"] == f"cls, scaled to length 1, {D_MODEL} dimensions"
     assert said["vectors"] == f"one vector of {D_MODEL} dimensions per token, compared by meanmaxsim"
@@ -217,7 +217,7 @@ def test_the_report_says_what_is_made(splade: Path, static: Path, bge_m3: Path, 
 
 
 @pytest.mark.system
-def test_a_language_models_head_is_said_to_be_left_behind(tmp_path: Path) -> None:
+def test_the_report_names_an_unused_language_model_head(tmp_path: Path) -> None:
     """Export a language model as a dense model. Expect that the report names the unused head.
 
     The report must also say how to export a sparse model. The test follows this advice.
@@ -244,7 +244,7 @@ def test_texts_that_are_cut_at_their_beginning_are_refused(where: str, directory
 
 
 @pytest.mark.system
-def test_another_tokenizer_of_a_table_is_another_space(static: Path, tmp_path: Path) -> None:
+def test_another_tokenizer_of_a_table_changes_the_space_id(static: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(static, tmp_path / "model")
     (path,) = directory.glob("query*/tokenizer.json")
     path.write_text(json.dumps(json.loads(path.read_text()), indent=3))
@@ -254,17 +254,17 @@ def test_another_tokenizer_of_a_table_is_another_space(static: Path, tmp_path: P
 
 
 @pytest.mark.system
-def test_other_heads_are_another_space(bge_m3: Path, tmp_path: Path) -> None:
+def test_other_heads_change_the_space_id(bge_m3: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(bge_m3, tmp_path / "model")
     torch.save(torch.nn.Linear(D_MODEL, 1).state_dict(), directory / "sparse_linear.pt")
     spaces = [export(it, tmp_path / it.parent.name).manifest.space_id for it in (bge_m3, directory)]
     assert spaces[0] != spaces[1]
 
 
-def test_heads_that_are_none_are_refused(bge_m3: Path, tmp_path: Path) -> None:
+def test_files_that_are_not_linear_heads_are_refused(bge_m3: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(bge_m3, tmp_path / "model")
     torch.save(torch.nn.Linear(D_MODEL, 2).state_dict(), directory / "sparse_linear.pt")
-    with pytest.raises(CheckpointFileError, match=r"sparse_linear.pt must make one number from a row, but makes 2"):
+    with pytest.raises(CheckpointFileError, match=r"sparse_linear.pt must have 1 output per token; was 2"):
         export(directory, tmp_path)
     torch.save({"weights": torch.ones(1)}, directory / "sparse_linear.pt")
     with pytest.raises(CheckpointFileError, match="must hold weight and bias of a linear layer; was weights"):
@@ -274,6 +274,6 @@ def test_heads_that_are_none_are_refused(bge_m3: Path, tmp_path: Path) -> None:
         export(directory, tmp_path)
 
 
-def test_a_head_that_makes_the_weights_is_not_ignored(directory: Path) -> None:
+def test_the_head_of_a_sparse_model_cannot_be_ignored(directory: Path) -> None:
     with pytest.raises(ConfigError, match=r"--ignore-head is for a classifier or a cross-encoder; .* a sparse model"):
         read(directory, ignore_head=True)

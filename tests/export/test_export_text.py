@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("fixed_length", [None, 12])
-def test_special_tokens_are_found_whatever_length_is_baked_in(
+def test_special_tokens_are_found_with_any_stored_truncation(
     tmp_path: Path, write_tokenizer: Callable[..., Path], fixed_length: int | None
 ) -> None:
     tokenizer = read_tokenizer(write_tokenizer(tmp_path / "tokenizer.json", 30, fixed_length=fixed_length))
@@ -32,7 +32,7 @@ def test_a_vocabulary_of_one_word(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_a_tokenizer_is_what_transformers_makes_of_it(
+def test_a_tokenizer_is_loaded_like_in_transformers(
     bert: "Checkpoint", models: Path, write_tokenizer: Callable[..., Path]
 ) -> None:
     """Export a BERT whose tokenizer.json has a truncation, and expect a tokenizer without truncation.
@@ -58,7 +58,7 @@ def test_a_vocabulary_larger_than_the_model_is_refused(
     assert not models.exists()
 
 
-def test_ids_around_a_text_count_too(tmp_path: Path, write_tokenizer: Callable[..., Path]) -> None:
+def test_the_ids_of_special_tokens_are_checked_too(tmp_path: Path, write_tokenizer: Callable[..., Path]) -> None:
     """Give a special token an id that is too large for the model, and expect an error.
 
     The ids of special tokens are in the post-processor. These ids may be missing in the vocabulary.
@@ -105,7 +105,7 @@ def write_length(folder: Path, content: object, name: str = "sentence_bert_confi
         (256, 128, 128, "than 128 tokens, sentence-transformers gives different vectors"),
     ],
 )
-def test_the_longest_text_is_that_of_sentence_transformers(
+def test_the_maximum_length_is_that_of_sentence_transformers(
     usual: int | None, asked: int | None, longest: int, remark: str
 ) -> None:
     """Choose the maximum length from the model, from sentence-transformers and from the user.
@@ -126,7 +126,7 @@ def test_the_longest_text_is_read_from_the_checkpoint(bert: "Checkpoint", models
 
 
 @pytest.mark.system
-def test_a_length_that_only_the_tokenizer_says_is_said(bert: "Checkpoint", models: Path) -> None:
+def test_the_report_names_a_length_from_the_tokenizer(bert: "Checkpoint", models: Path) -> None:
     (bert.path / "tokenizer_config.json").write_text('{"model_max_length": 40}')
     exported = export_hf(bert.path, Target(model_repository=models, name="bert"), ids_only=True)
     assert exported.manifest.encoder.max_sequence_tokens == 40
@@ -135,9 +135,7 @@ def test_a_length_that_only_the_tokenizer_says_is_said(bert: "Checkpoint", model
     assert "For texts of more than 40 tokens, sentence-transformers gives different vectors" in longer.notes["longest"]
 
 
-def test_a_length_beyond_the_positions_is_refused_whatever_the_checkpoint_says(
-    bert: "Checkpoint", models: Path
-) -> None:
+def test_a_length_beyond_the_positions_is_always_refused(bert: "Checkpoint", models: Path) -> None:
     write_length(bert.path, {"max_seq_length": 70})
     with pytest.raises(ConfigError, match="max_sequence_tokens must be at most 66 for this model; was 67"):
         export_hf(bert.path, Target(model_repository=models, name="bert"), max_sequence_tokens=67, ids_only=True)

@@ -175,7 +175,7 @@ def test_a_tokenizer_in_python_alone_is_refused(tmp_path: Path) -> None:
         export(directory)
 
 
-def test_random_ids_are_refused_by_their_cause(tmp_path: Path) -> None:
+def test_a_tokenizer_with_random_ids_is_refused(tmp_path: Path) -> None:
     byte_level(prefix=True, dropout=0.1).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(TokenizerError, match=r"its BPE model has dropout 0.1, so the ids of a text are random"):
         read_tokenizer(tmp_path / "tokenizer.json")
@@ -183,7 +183,7 @@ def test_random_ids_are_refused_by_their_cause(tmp_path: Path) -> None:
 
 @pytest.mark.system
 @pytest.mark.parametrize("modules", [True, False], ids=["modules", "no modules"])
-def test_an_added_token_without_a_row_refuses_only_texts_that_hold_it(modules: bool, tmp_path: Path) -> None:
+def test_only_texts_with_an_added_token_without_a_row_are_refused(modules: bool, tmp_path: Path) -> None:
     """Export a tokenizer with an added token, and a model whose embedding table has no row for this token.
 
     The bundle must refuse texts with this token, and must encode all other texts. EmbeddingGemma has such a token.
@@ -218,7 +218,7 @@ def test_a_tokenizer_that_adds_no_token_has_no_vector_for_an_empty_text(tmp_path
         embedder.embed(["the cat", ""])
 
 
-def test_a_text_that_sentence_transformers_fails_for_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_for_which_sentence_transformers_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = write_model(tmp_path / "directory")
     monkeypatch.setattr(pipeline, "_TEXTS", ("Cats",))
     monkeypatch.setattr("sentence_transformers.SentenceTransformer.encode", lambda *_, **__: 1 / 0)
@@ -318,7 +318,7 @@ def test_a_chat_template_becomes_fixed_texts(template: str, settings: dict[str, 
 
 
 @pytest.mark.system
-def test_rows_behind_a_chat_template_are_compared(tmp_path: Path) -> None:
+def test_rows_of_a_model_with_a_chat_template_are_compared(tmp_path: Path) -> None:
     directory = write_chat(tmp_path / "directory")
     path = directory / "modules.json"
     path.write_text(json.dumps(json.loads(path.read_text())[:1]))
@@ -376,7 +376,7 @@ def test_a_misread_configuration_is_refused(tmp_path: Path, monkeypatch: pytest.
     assert not (tmp_path / "models").exists()
 
 
-def test_ids_only_beside_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_ids_only_is_refused_for_a_directory_with_a_tokenizer(tmp_path: Path) -> None:
     directory = write_directory(tmp_path / "directory", "no settings")
     with pytest.raises(ConfigError, match="--ids-only is for a directory without a tokenizer, but .* has a tokenizer"):
         export(directory, ids_only=True)

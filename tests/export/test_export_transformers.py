@@ -136,7 +136,7 @@ def test_layers_that_share_weights_are_stored_once(tmp_path: Path) -> None:
     assert sizes[1] <= 1.01 * sizes[0]
 
 
-def test_what_the_manifest_says(data2vec: Path, models: Path) -> None:
+def test_the_manifest_describes_the_model(data2vec: Path, models: Path) -> None:
     exported = export(data2vec, models, max_sequence_tokens=None)
     shape, source = exported.manifest.encoder, exported.manifest.source
     assert (shape.d_model, shape.vocab_size, shape.pad_token_id) == (64, 200, 1)
@@ -176,16 +176,16 @@ def test_positions_for_long_texts_are_refused_with_the_longest_sequence_that_wor
     assert export(directory, models, max_sequence_tokens=30).manifest.source.route == "transformers"
 
 
-def test_heads_are_left_behind_and_named(data2vec: Path, models: Path) -> None:
+def test_unused_heads_are_named(data2vec: Path, models: Path) -> None:
     weights = load_file(data2vec / "model.safetensors")
     own = {name: tensor for name, tensor in weights.items() if not name.startswith("pooler.")}
     head = {"lm_head.dense.weight": next(iter(weights.values())).clone()}
     save_file({**own, **head}, data2vec / "model.safetensors", {"format": "pt"})
-    assert export(data2vec, models).unused_parts == ("lm_head",), "the pooler makes no rows: it may be missing"
+    assert export(data2vec, models).unused_parts == ("lm_head",), "the pooler does not affect hidden states"
 
 
 @pytest.mark.system
-def test_other_names_and_types_of_weights_give_the_same_rows(tmp_path: Path) -> None:
+def test_weights_with_other_names_and_types_give_the_same_rows(tmp_path: Path) -> None:
     """Export the same weights under other names and in float64, and expect the same hidden states.
 
     In old checkpoints, the weights of a LayerNorm are named gamma and beta. Names may also have a prefix.
@@ -296,7 +296,7 @@ def test_a_model_whose_padding_changes_rows(data2vec: Path, models: Path, monkey
 
 
 @pytest.mark.system
-def test_a_model_that_hides_its_inside_is_exported_without_inspection(
+def test_a_model_without_hidden_states_is_exported_without_inspection(
     data2vec: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import Data2VecTextModel
@@ -369,7 +369,7 @@ def test_an_onnx_file_of_a_model_that_transformers_does_not_know_is_used(
     assert exported.manifest.parity.tolerance == 0, "nothing to compare with"
 
 
-def test_a_route_that_does_not_take_the_directory(data2vec: Path, models: Path) -> None:
+def test_the_onnx_route_needs_an_onnx_file(data2vec: Path, models: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"there is no onnx/model\.onnx .*Without --via onnx, every route"):
         export(data2vec, models, via="onnx")
 
@@ -384,7 +384,7 @@ def test_vocab_txt_becomes_a_tokenizer(bert: Any, models: Path) -> None:
 
 
 @pytest.mark.system
-def test_settings_that_transformers_ignores_are_remarked(tmp_path: Path, models: Path) -> None:
+def test_the_remark_names_settings_that_transformers_ignores(tmp_path: Path, models: Path) -> None:
     directory = save(NAMED["BERT"], tmp_path)
     change_config(directory, position_embedding_type="alibi", auto_map={"AutoModel": "modeling.Mine"})
     remark = export(directory, models).notes["remark"]
@@ -395,7 +395,7 @@ def test_settings_that_transformers_ignores_are_remarked(tmp_path: Path, models:
 
 
 @pytest.mark.system
-def test_positions_that_transformers_reads_are_not_remarked(tmp_path: Path, models: Path) -> None:
+def test_the_remark_omits_positions_that_transformers_reads(tmp_path: Path, models: Path) -> None:
     sizes = {**NAMED["BERT"].settings, "pad_token_id": 0, "mask_token_id": 4, "position_embedding_type": "rotary"}
     assert "remark" not in export(save(Architecture("ESM", "esm", sizes), tmp_path), models).notes
 

@@ -144,7 +144,7 @@ def test_a_torchscript_archive_is_not_loaded(tmp_path: Path) -> None:
         read_checkpoint(tmp_path / "traced.pt")
 
 
-def test_a_directory_holds_tensors_alone(tmp_path: Path) -> None:
+def test_a_weights_file_with_other_objects_is_refused(tmp_path: Path) -> None:
     torch.save({"state_dict": {"a": torch.ones(2)}}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointFileError, match="must hold tensors by name and nothing else"):
         read_weights(tmp_path)

@@ -91,7 +91,7 @@ class Row:
         attack: Returns a function of hostile_attacks that attacks the server, and the function's arguments.
         flags: The command line flags of the server.
         seconds: The duration of the attack.
-        warm_up: Like `control`, but for the calls before the control. If None, `control` makes these calls.
+        warm_up: Like `control`, for the calls before the control. If None, `control` also makes the warm-up calls.
     """
 
     write_model: Callable[[Path], None]
@@ -123,7 +123,7 @@ def flooding(first: bytes, block: bytes, connections: int) -> MakeDriver:
 
 
 def largest_body(element: bytes) -> MakeDriver:
-    """Return 8 callers. Each caller posts a list that contains one JSON element 2,048 times."""
+    """Return 8 callers. Each caller posts a list with the same JSON element 2,048 times."""
     body = b'{"pooling": "mean", "priority": 1, "inputs": [%s]}'
 
     def driver(server: RealServer) -> Driver:
@@ -275,7 +275,7 @@ def test_long_request_ids_with_tracing(tmp_path: Path, path: str) -> None:
 def test_hundreds_of_held_calls(tmp_path: Path, protocol: str) -> None:
     """200 callers send slowly, and 200 callers do not read their replies.
 
-    The latency of health checks is not checked.
+    The test sets no limit on the latency of health checks.
     """
     write_wide(tmp_path)
     with hostile_server(tmp_path, *LARGE_REPLIES) as server:
@@ -291,8 +291,8 @@ def test_hundreds_of_held_calls(tmp_path: Path, protocol: str) -> None:
 
 
 @pytest.mark.system
-def test_callers_behind_a_stalled_batch(tmp_path: Path) -> None:
-    """Calls behind a stalled batch get an error long before the batch ends.
+def test_calls_that_wait_behind_a_stalled_batch_get_an_error(tmp_path: Path) -> None:
+    """Calls that wait behind a stalled batch get an error long before the batch ends.
 
     The control is a batch that ends in time.
     """
@@ -320,8 +320,8 @@ def test_callers_behind_a_stalled_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_a_standstill_of_the_process_is_no_stalled_batch(tmp_path: Path) -> None:
-    """SIGSTOP stops the process for longer than --stall-seconds, during a batch. All calls are answered afterwards."""
+def test_a_suspended_process_is_not_a_stalled_batch(tmp_path: Path) -> None:
+    """During a batch, SIGSTOP suspends the process for longer than --stall-seconds. Later, all calls are answered."""
     write_slow(tmp_path)
     with (
         hostile_server(tmp_path, "--parallel-batches", "1", "--stall-seconds", "4") as server,
@@ -355,11 +355,11 @@ def http_status(url: str, fields: object) -> int:
 
 
 @pytest.mark.system
-def test_a_text_at_which_the_tokenizer_panics(tmp_path: Path) -> None:
-    """All methods and routes refuse the text. Before and after this text, they accept another text."""
+def test_a_text_that_makes_the_tokenizer_panic_is_refused(tmp_path: Path) -> None:
+    """All methods and routes refuse the text. They accept another text, before and after the refusal."""
     write_panicking(tmp_path)
     program = tmp_path.with_name(f"{tmp_path.name}-server")
-    # A panic in Rust prints lines that are not JSON. The script removes these lines from the log of the server.
+    # A panic in Rust prints lines that are not JSON. The script removes such lines from the server's log.
     program.write_text(f"""#!/bin/bash\nexec {COMMAND} "$@" 2> >(grep --line-buffered '^{{' >&2)\n""")
     program.chmod(0o755)
     with (
@@ -395,7 +395,7 @@ def statuses_of(server: RealServer, channel: grpc.Channel, text: str) -> dict[st
 
 
 def first_status(stream: Any) -> str:
-    """Return the status in the first reply of a stream. If there is no reply, return the status of the stream."""
+    """Return the status in a stream's first reply. Without a reply, return the status of the stream."""
     try:
         reply = pb.EncodeStreamResponse.FromString(next(stream))
     except grpc.RpcError:
@@ -404,8 +404,8 @@ def first_status(stream: Any) -> str:
     return names[reply.error.code]
 
 
-def test_a_bulk_caller_leaves_room_for_another(tmp_path: Path) -> None:
-    """A bulk caller sends more than the queue takes. The ordinary calls are bulk calls of another caller."""
+def test_a_bulk_caller_does_not_block_another(tmp_path: Path) -> None:
+    """A bulk caller sends more tokens than fit into the queue. The ordinary calls are bulk calls of another caller."""
     write_slow(tmp_path, STEPS_PER_RUN)
     file = tmp_path.with_name(f"{tmp_path.name}-callers.toml")
     file.write_text(
@@ -429,14 +429,14 @@ def test_a_bulk_caller_leaves_room_for_another(tmp_path: Path) -> None:
         assert outcome.report["429"] > 0
 
 
-# A batch takes about 30 ms. The number of waiting inputs does not matter.
+# The duration of a batch is about 30 ms, for any number of waiting inputs.
 STEPS_PER_RUN, FEW, MANY = 120, 256, 65_536
 
 
 def test_health_with_a_full_queue(tmp_path: Path) -> None:
     """With 65,536 waiting inputs, health checks are at most 10 ms slower than with 256 waiting inputs.
 
-    Each load runs three times, in turns. Only the lowest latency of each load counts, because other work on the
+    The two loads run in turns, three times each. Only the lowest latency of each load counts, because other work on the
     machine may slow a run.
     """
     write_slow(tmp_path, STEPS_PER_RUN)

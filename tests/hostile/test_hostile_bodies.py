@@ -1,4 +1,4 @@
-"""This test sends 10,000 bodies to each HTTP route.
+"""Sends 10,000 bodies to each HTTP route.
 
 Each body is the route's example from /openapi.json with random changes.
 """
@@ -39,7 +39,7 @@ VALUES: list[Any] = [
 
 
 class Mutator:
-    """Changes request bodies at random. The same seed makes the same changes."""
+    """Changes request bodies at random. Equal seeds give equal changes."""
 
     def __init__(self, fields: list[str], seed: int) -> None:
         self._random = random.Random(seed)
@@ -48,7 +48,7 @@ class Mutator:
     def change(self, example: Any) -> bytes:
         """Return the example with up to four random changes, as JSON.
 
-        Sometimes a few bytes of the JSON are damaged, too.
+        Sometimes, a few bytes of the JSON are damaged too.
         """
         body = copy.deepcopy(example)
         for _ in range(self._random.choice([0, 1, 1, 1, 2, 4])):
@@ -121,7 +121,7 @@ async def send_all(server: FakeServer) -> dict[str, Counter[int]]:
     return statuses
 
 
-def test_any_body_gets_a_reply_or_a_caller_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_random_body_gets_a_reply_or_a_4xx(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with asyncio.Runner() as runner:
         bundle = write_bundle(
             tmp_path / "bundles", tokenizer=tokenizer_of_words(), prompts={"query": "w7 "}, **every_kind()

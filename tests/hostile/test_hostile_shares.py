@@ -1,6 +1,6 @@
 """Attacks of one caller against another caller. Caller a has the weight 0.01, and caller b is ordinary.
 
-Both callers have a key in the callers file. Caller b calls over gRPC and HTTP, on kept and on new connections. The
+Both callers have a key in the callers file. Caller b calls over gRPC and HTTP, on open and on new connections. The
 control is the same server without the attack. No other test may run at the same time, because the tests measure
 latencies.
 """
@@ -43,11 +43,11 @@ from encserve_proto.v1 import encoder_pb2 as pb
 KEY_OF_A = "encserve-caller-a"
 CONTROL_SECONDS = 5.0
 SLACK_MIB = 150
-# The attack's own CPU time and other work on the machine may delay b so much.
+# The limit of b's latency is never below this number, because the attack itself uses CPU time on this machine.
 LEAST_ALLOWED_MS = 250.0
 CONNECTIONS = 1_000
 LIMIT_OF_CONNECTIONS = ("--max-connections", f"{CONNECTIONS}")
-# The log is full after a second, and not only after the usual 64 KiB.
+# The size of the log's pipe. The usual 64 KiB would not be full after a second.
 LOG_BYTES = 4096
 # The server's default of --max-inspect-tokens.
 INSPECTED_TOKENS = 256
@@ -84,7 +84,7 @@ class Row:
 
 
 def keeping_connections(hello: bytes = b"", seconds: float = 1.0) -> Callable[[RealServer], Driver]:
-    """Return an attack with many connections that send `hello` and nothing more. They open within some seconds."""
+    """Return an attack with many connections that send only `hello`. All connections open within `seconds`."""
     return lambda server: (silent, [server.grpc_port, server.http_port], CONNECTIONS, hello, seconds)
 
 
@@ -106,7 +106,7 @@ def unfinished_bodies(count: int, size: int) -> Callable[[RealServer], Driver]:
 
 
 def bad_calls() -> Callable[[RealServer], Driver]:
-    """Return an attack with calls that fail or have unknown fields. The server writes both to its log."""
+    """Return an attack with failing calls and calls with unknown fields. The server logs both kinds."""
     unknown = {f"{i:060}": 1 for i in range(64)}
     request = post("/embed", {"inputs": ["a"], "pooling": "none of these", **unknown}, f"api-key: {KEY_OF_A}")
     return lambda server: (ask_http, server.http_port, request, 4)
@@ -128,7 +128,7 @@ def limited_streams(server: RealServer) -> Driver:
 
 
 def inspections(callers: int, *, reads: bool) -> Callable[[RealServer], Driver]:
-    """Return an attack with more inspections than the server has places. Each reply has 4 MiB."""
+    """Return an attack with more inspections than the server runs at once. Each reply has 4 MiB."""
     request = pb.InspectRequest(tensors=[pb.InspectSpec(kind=pb.INSPECT_KIND_HIDDEN_STATES)])
     request.input.token_ids.ids.extend([1] * INSPECTED_TOKENS)
     return lambda server: (inspect, server.target, serialized(request), callers, KEY_OF_A, reads)
@@ -139,12 +139,12 @@ ROWS = {
     "silent connections, few open files": Row(keeping_connections(seconds=4), LIMIT_OF_CONNECTIONS, open_files=1024),
     "silent connections to a server with TLS": Row(keeping_connections(), LIMIT_OF_CONNECTIONS, has_tls=True),
     "half a TLS handshake": Row(keeping_connections(client_hello(), 8), LIMIT_OF_CONNECTIONS, seconds=12, has_tls=True),
-    "bad calls, and nobody reads the log": Row(bad_calls(), options={"log_bytes": LOG_BYTES}),
+    "bad calls, and an unread log": Row(bad_calls(), options={"log_bytes": LOG_BYTES}),
     "26 bodies of 32 MiB": Row(
         unfinished_bodies(26, 32 * MIB), ("--max-http-request-mib", "32"), memory_mib=BUDGET_MIB + SLACK_MIB
     ),
     "560 bodies of 254 KB": Row(unfinished_bodies(560, 254_000), memory_mib=BUDGET_MIB + SLACK_MIB),
-    # gRPC keeps up to some thousand new streams until the event loop takes them.
+    # gRPC stores up to some thousand new streams until the event loop accepts them.
     "45,000 health watches": Row(
         lambda server: (open_watches, server.grpc_port, 5, 9_000, 20), seconds=20, memory_mib=300
     ),
@@ -174,7 +174,7 @@ key_sha256 = ["{sha256(KEY.encode()).hexdigest()}"]
 
 
 def faults(outcome: Outcome, row: Row) -> list[str]:
-    """Return what the attack did to caller b, to health checks and to the memory."""
+    """Return the limits that the attack broke: for caller b, health checks and memory."""
     health, level_bytes = outcome.attacked.health, outcome.attacked.level_bytes
     wrong = {
         "health is not SERVING": health.answers != {},
@@ -192,9 +192,9 @@ def is_slow(outcome: Outcome) -> bool:
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=name) for name, row in ROWS.items()])
 def test_attack_on_another_caller(tmp_path: Path, row: Row) -> None:
-    """All calls of b succeed, and the 99th percentile of their latency is at most 3 times that of the control.
+    """All calls of b succeed. The 99th percentile of b's latency is at most 3 times as high as in the control.
 
-    If b is too slow, the machine may be busy. Then repeat the control and the attack once.
+    If b is too slow, repeat the control and the attack once, because the machine may be busy.
     """
     row.write_model(tmp_path)
     flags, ca = (*row.flags, "--callers", f"{callers_file(tmp_path, row.tokens_per_second)}"), None
@@ -229,8 +229,8 @@ def test_attack_on_another_caller(tmp_path: Path, row: Row) -> None:
 
 
 @pytest.mark.system
-def test_panics_with_a_log_that_nobody_reads(tmp_path: Path) -> None:
-    """A panic of the tokenizer writes to standard error without the server's log. The server must not wait for it."""
+def test_panics_while_the_log_is_not_read(tmp_path: Path) -> None:
+    """A panic of the tokenizer writes directly to standard error. A full pipe must not block the server."""
     write_panicking(tmp_path)
     with (
         hostile_server(tmp_path, log_bytes=LOG_BYTES) as server,
@@ -247,7 +247,7 @@ def test_panics_with_a_log_that_nobody_reads(tmp_path: Path) -> None:
 
 
 def check_stop_with_full_log(server: RealServer) -> None:
-    """The log is full, and the server still stops."""
+    """Check that the server stops although the log's pipe is full."""
     assert unread_bytes(server) > LOG_BYTES // 2
     server.terminate()
     assert server.process.wait(STOPPED_SECONDS) == 0

@@ -1,4 +1,4 @@
-"""This test checks that the server ends calls without progress. It takes about a minute, but little CPU time."""
+"""The server ends calls without progress. The test takes about a minute, but little CPU time."""
 
 import time
 from pathlib import Path
@@ -9,16 +9,16 @@ from hostile_measure import hostile_server, wait_for_metric
 from hostile_models import write_wide
 
 CALLERS, N_TOKENS = 12, 64
-# The server allows 30 s, and 1 s more for each MiB of a reply. The replies have less than 8 MiB. In the other 7 s
-# the server must notice that the time is over.
+# The server allows 30 s, and 1 s more for each MiB of a reply. The replies have less than 8 MiB. After these 38 s, the
+# server has 7 s to notice that the time is over.
 ENDED_SECONDS = 30 + 8 + 7
 
 
 def test_callers_without_progress_are_ended(tmp_path: Path) -> None:
     """The server ends calls of callers that send slowly or do not read, on every protocol.
 
-    After 10 s, all connections are still open. After ENDED_SECONDS, most connections are closed, and a comment in the
-    test names the exceptions.
+    After 10 s, all connections are still open. After ENDED_SECONDS, most connections are closed. A comment in the test
+    explains the exceptions.
     """
     write_wide(tmp_path)
     with hostile_server(tmp_path) as server:
@@ -33,10 +33,11 @@ def test_callers_without_progress_are_ended(tmp_path: Path) -> None:
             left = len(list(connections.iterdir())) - before
             in_flight = server.metric("encserve_in_flight_requests")
             report = held.stop()
-        # The connections of three groups may still be open. Slow senders over gRPC may keep the connection after the
-        # end of the call. Slow senders in a stream keep the call, because gRPC treats an incomplete message as an idle
-        # stream. Slow senders over HTTP keep the call, because each received 64 KiB gives them 1 s more. HTTP callers
-        # that do not read cannot notice that the server closed their connection. So `ended` has no HTTP group.
+        # Three groups may still have open connections:
+        # - slow senders over gRPC: the call has ended, but the connection may stay open
+        # - slow senders in a stream: the call goes on, because gRPC treats an incomplete message as an idle stream
+        # - slow senders over HTTP: the call goes on, because each received 64 KiB gives 1 s more
+        # HTTP callers that do not read cannot notice a closed connection, so `ended` has no HTTP group.
         assert left <= 3 * CALLERS + CALLERS // 2, (left, report)
         ended = {name: outcomes for name, outcomes in report.items() if "http" not in name}
         assert ended.pop("slow senders, stream") == {"held": CALLERS}

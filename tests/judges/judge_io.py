@@ -1,9 +1,9 @@
-"""Reads the arguments and writes the results of the `*_judge.py` programs.
+"""Reads the arguments and writes the results of the judges, the programs `*_judge.py`.
 
-A judge is a program that calls the server with another project's client.
+A judge calls the server with another project's client.
 
-Each program runs as `PROGRAM ADDRESS MODEL REQUESTS RESULTS`. REQUESTS is a JSON file with `texts`, `ids` and `mask`.
-The program writes vectors to the .npz file RESULTS, and prints other results as JSON.
+Each judge runs as `PROGRAM ADDRESS MODEL REQUESTS RESULTS`. REQUESTS is a JSON file with `texts`, `ids` and `mask`.
+The judge writes vectors to the .npz file RESULTS, and prints other results as JSON.
 """
 
 import json

@@ -39,7 +39,7 @@ def infer(request: Any, **options: Any) -> Any:
 
 
 def use_rest() -> None:
-    """Send requests with unset fields as null, and requests without unset fields. model_dump writes null by default."""
+    """Send unset fields as null, and leave unset fields out. By default, model_dump writes null."""
     MetadataServerResponse.model_validate_json(http.get(f"{url}/v2", timeout=60).content)
     about = MetadataModelResponse.model_validate_json(http.get(f"{url}/v2/models/{model}", timeout=60).content)
     facts["inputs"] = [tensor.name for tensor in about.inputs or []]

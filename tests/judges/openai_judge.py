@@ -37,7 +37,7 @@ with openai.OpenAI(**api) as client:
     except openai.NotFoundError as error:
         facts["unknown_model"] = str(error)
 asyncio.run(use_async_client())
-try:  # by default, LangChain sends token ids of OpenAI's vocabulary
+try:  # by default, LangChain sends token ids from OpenAI's vocabulary
     OpenAIEmbeddings(model=model, **api).embed_documents(texts)
 except openai.APIStatusError as error:
     facts["langchain_default"] = [error.status_code, str(error)]

@@ -1,8 +1,8 @@
 """Calls the server over TLS with OpenAI's client.
 
-The program runs as `PROGRAM URL CA [CERT KEY]` in the virtual environment of the requirements file clients.txt. It
-prints the number of dimensions of a vector, or the error. If the server requires a key, the environment variable
-OPENAI_API_KEY contains this key.
+The program runs as `PROGRAM URL CA [CERT KEY]` in the virtual environment of the requirements file clients.txt. The
+program prints the dimension of a vector, or the error. The client reads the server's key from the environment variable
+OPENAI_API_KEY.
 """
 
 import os

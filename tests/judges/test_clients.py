@@ -51,7 +51,7 @@ def unit_vectors(client: EncoderClient) -> Array:
 def judge(
     bin_folder: Path, name: str, address: str, folder: Path, **variables: str
 ) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Run a program of tests/judges. Return its vectors, and the other results that it prints as JSON."""
+    """Run a program of tests/judges. Return the vectors, and the other results that the program prints as JSON."""
     longest = max(map(len, IDS))
     requests = {
         "texts": TEXTS,
@@ -71,7 +71,7 @@ def assert_same_bits(got: Array, want: Array) -> None:
 
 
 def check_triton(got: dict[str, Array], facts: dict[str, Any], client: EncoderClient, vectors: Array) -> None:
-    """Check the results that both Triton's gRPC client and its HTTP client return."""
+    """Check the results of Triton's gRPC client or HTTP client."""
     for name in ("sync", "async_infer", "aio"):
         assert_same_bits(got[name], vectors)
     np.testing.assert_array_equal(got["half"], vectors.astype(np.float16))
@@ -134,15 +134,15 @@ def test_perf_analyzer(minilm: RealServer, tmp_path: Path, protocol: str, stream
     report = run([analyzer, *flags], environment=environment)
     assert "Failed" not in report
     counts = {name: int(count) for name, count in re.findall(r"(Request|Inference|request) count: (\d+)", report)}
-    assert counts["request"] >= counts["Request"] >= 150  # three measurements of 50 requests each
+    assert counts["request"] >= counts["Request"] >= 150  # three measurements with 50 requests each
     assert "queue" in report
 
 
 def test_openai(minilm: RealServer, unit_vectors: Array, bin_of: BinOf, tmp_path: Path) -> None:
-    """OpenAI's client gets the same vectors. LangChain's default settings get an error that names the right setting.
+    """OpenAI's client gets the same vectors. With default settings, LangChain gets an error with the right setting.
 
-    With its default settings, LangChain needs OpenAI's vocabulary. The package litellm contains this vocabulary, so
-    tiktoken does not download it.
+    With default settings, LangChain needs OpenAI's vocabulary. The package litellm contains this vocabulary, so
+    tiktoken does not download the vocabulary.
     """
     (litellm,) = python_environment("gateways").parent.glob("lib/python*/site-packages/litellm")
     vocabularies = f"{litellm / 'litellm_core_utils/tokenizers'}"
@@ -159,8 +159,8 @@ def test_openai(minilm: RealServer, unit_vectors: Array, bin_of: BinOf, tmp_path
 def test_openais_own_tests(minilm: RealServer) -> None:
     """Run OpenAI's own tests of embeddings and models against the server. All chosen tests pass.
 
-    Two kinds of tests are left out. The first kind deletes models. The second kind uses strict validation but does not
-    set encoding_format. Without encoding_format the client requests base64, which strict validation rejects.
+    Two kinds of tests are left out: tests that delete models, and tests with strict validation but without
+    encoding_format. Without encoding_format, the client requests base64, but strict validation rejects base64.
     """
     sources = source_folder("openai")
     files = [f"tests/api_resources/test_{name}.py" for name in ("embeddings", "models")]

@@ -17,8 +17,8 @@ LONG_TEXT = " ".join(["river"] * 2000)
 MESSAGES = [{"role": "user", "content": "Which trains stop in Coimbra?"}]
 VECTOR_ROUTES = ("/v1/embeddings", "/pooling")
 Case = tuple[str, dict[str, Any], int, str]
-# The keys are the first cells of the table in the section Differences of docs/http.md. Each case has the route of a
-# request, its body, the expected status, and a part of the expected reply.
+# For each row of the table "Differences" in docs/http.md: the text of the first column, and the cases. A case is the
+# route, the body, the expected status, and a part of the expected reply.
 DIFFERENCES: dict[str, list[Case]] = {
     "`prompt` of `/tokenize`": [("/tokenize", {"prompt": TEXT}, 422, "inputs: ")],
     "`messages`": [(path, {"messages": MESSAGES}, 400, "input: ") for path in VECTOR_ROUTES],
@@ -67,7 +67,7 @@ def test_reply(minilm: RealServer, cases: list[Case]) -> None:
         assert text in reply.text
 
 
-def test_the_page_has_these_rows() -> None:
+def test_the_table_in_the_docs_has_these_rows() -> None:
     page = (ROOT / "docs/http.md").read_text()
     section = page.partition("\n## Differences\n")[2].partition("\n## ")[0]
     rows = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("| ")]

@@ -24,7 +24,7 @@ MODEL = "all-MiniLM-L6-v2"
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
-    """The code blocks of a page in order: the language and the text of each block."""
+    """Return the (language, text) of each code block of a page, in order."""
     text = (ROOT / "docs" / page).read_text()
     return re.findall(r"^```(sh|python|toml)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 

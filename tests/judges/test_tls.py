@@ -22,12 +22,11 @@ from tiny_heads import words
 pytestmark = pytest.mark.timeout(900)  # the first run installs the clients
 
 VERSIONS = pytest.mark.parametrize("version", ["1.2", "1.3"])
-# The lifetime of the expired certificate. A server loads this certificate while it is valid. The tests run later.
+# The lifetime of the expired certificate. A server loads the valid certificate. The tests run after the expiry.
 SHORT_SECONDS = 20.0
-# If the server ends the connection, curl exits with one of these statuses. 60 means that the server sent the TLS alert
-# "expired certificate".
+# curl's exit statuses if the server ends the connection. 60: the server sent the TLS alert "expired certificate".
 CURL_REFUSED = (35, 52, 55, 56, 60)
-# For each fault of a server's certificate: a text that the error messages of openssl and Python contain.
+# For each fault of a server's certificate: a text in the error messages of openssl and Python.
 FAULTS = {"expired": "certificate has expired", "other_name": "hostname mismatch", "stranger": "local issuer"}
 KEY, WRONG_KEY = "encserve-the-right-key", "encserve-a-wrong-key"
 
@@ -40,8 +39,8 @@ class Servers:
         made: All certificates.
         right: A server that requires client certificates.
         keyed: A server that requires a key.
-        faulty: A server for each fault in FAULTS. Its certificate has this fault. These servers require no key and no
-            client certificate.
+        faulty: For each fault in FAULTS, a server whose certificate has the fault. These servers require neither a key
+            nor a client certificate.
         plain: A server without TLS.
     """
 
@@ -177,7 +176,7 @@ def test_curl(servers: Servers, version: str) -> None:
 
 @VERSIONS
 def test_curl_and_the_metrics_page(servers: Servers, version: str) -> None:
-    """If the server requires client certificates, /metrics requires a client certificate, but /healthz does not."""
+    """On a server that requires client certificates, /metrics requires a client certificate, but /healthz does not."""
     made = servers.made
     for path, pair, want in (
         ("/metrics", made.client, (0, "200")),
@@ -215,9 +214,9 @@ def test_openai(servers: Servers) -> None:
 
 @pytest.mark.parametrize("language", ["javascript", "go"])
 def test_examples(servers: Servers, tmp_path: Path, language: str) -> None:
-    """Run the examples of clients/examples, which use grpc-js and grpc-go.
+    """Run the examples in clients/examples, which use grpc-js and grpc-go.
 
-    With the right certificate or key, an example prints a vector. Without a certificate or with a wrong key, it fails.
+    With a right certificate or key, an example prints a vector. With a wrong key or without a certificate, it fails.
     """
     made = servers.made
     if language == "go":

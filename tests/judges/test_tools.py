@@ -28,8 +28,7 @@ pytestmark = pytest.mark.timeout(900)  # the first run installs the tools
 
 Array = npt.NDArray[Any]
 PAGE = ROOT / "docs/http.md"
-# The keys are the headings in the section Tools of docs/http.md. The values are the virtual environments that run the
-# code.
+# For each heading in the section Tools of docs/http.md: the virtual environment that runs the code.
 ENVIRONMENTS = {
     "openai": "clients",
     "LangChain": "clients",
@@ -51,7 +50,7 @@ PAIRS = [
     ("a red apple", "a green bus", 1.0),
     ("two men talk", "people are talking", 3.0),
 ]
-# The code for these tools sends all texts in one request. A request may have at most 256 texts, so the tests use 256.
+# The code for these tools sends all texts in one request. A request may have at most 256 texts.
 OPEN_INFERENCE = ("KServe", "MLServer", "tritonclient")
 QUIET = {
     "HF_HUB_OFFLINE": "0",  # with 1, Hugging Face's client would not call the server
@@ -70,7 +69,7 @@ const { texts } = JSON.parse(readFileSync(process.argv[2], "utf8"));
 
 
 def blocks_by_tool() -> dict[str, list[tuple[str, str]]]:
-    """The code blocks of each tool in the section Tools of docs/http.md. A block is a language and a text."""
+    """Return the (language, text) of each code block, by tool, from the section Tools of docs/http.md."""
     (section,) = re.findall(r"^## Tools\n(.*?)^## ", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     parts = re.split(r"^### (.+)\n", section, flags=re.MULTILINE)[1:]
     block = re.compile(r"^```(python|js)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -96,7 +95,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
 
 @pytest.fixture(scope="module")
 def requests(tmp_path_factory: pytest.TempPathFactory, server: RealServer) -> dict[bool, tuple[Path, Array]]:
-    """Files with texts, and our client's vectors of these texts. False has 256 texts, and True has 1,004 texts."""
+    """A file with texts, and our client's vectors of these texts. The key False has 256 texts, True has 1,004."""
     words, rng = (minilm_directory() / "vocab.txt").read_text().split()[2000:12000], random.Random(0)
     documents = [" ".join(rng.choices(words, k=500))[:2000] for _ in range(1000)]
     made, every = {}, [*TEXTS, *documents]
@@ -109,7 +108,7 @@ def requests(tmp_path_factory: pytest.TempPathFactory, server: RealServer) -> di
 
 
 def with_ports(lines: str, server: RealServer) -> str:
-    """Replace the addresses in a code block by those of the test's server."""
+    """Replace the addresses in a code block by the addresses of the test's server."""
     for documented, port in ((8080, server.http_port), (50051, server.grpc_port)):
         lines = re.sub(rf"\b(?:127\.0\.0\.1|localhost):{documented}\b", f"127.0.0.1:{port}", lines)
     return lines

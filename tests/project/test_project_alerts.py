@@ -31,12 +31,12 @@ def test_promtool_accepts_the_configuration() -> None:
 
 @pytest.mark.system
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
-def test_alerts_fire_as_their_tests_say(path: Path) -> None:
+def test_promtool_passes_the_tests_of_the_alerts(path: Path) -> None:
     tested = promtool("test", "rules", str(path))
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
-def test_each_alert_is_tested_firing_and_quiet() -> None:
+def test_each_alert_has_a_firing_and_a_quiet_test() -> None:
     firing, quiet = set(), set()
     for path in TESTS:
         for test in yaml.safe_load(path.read_text())["tests"]:
@@ -75,7 +75,7 @@ def test_rules_and_dashboards_have_the_same_objectives() -> None:
     assert failed_codes <= set(re.findall(r'grpc_code=~"([^"]+)"', in_rules))
     bounds = {float(bound) for bound in re.findall(r'le="([\d.]+)"', in_rules)}
     assert {float(bound) for bound in re.findall(r'le="([\d.]+)"', in_panels)} <= bounds
-    assert bounds <= set(SECONDS_BUCKETS), "the bounds in rules must be in SECONDS_BUCKETS"
+    assert bounds <= set(SECONDS_BUCKETS), "the rules may use only bounds of SECONDS_BUCKETS"
     defaults = [
         panel["fieldConfig"]["defaults"]
         for board in DASHBOARDS.values()
@@ -86,8 +86,8 @@ def test_rules_and_dashboards_have_the_same_objectives() -> None:
     assert lines - {None} == bounds
 
 
-def test_each_refusal_counts_for_the_server_or_the_caller() -> None:
-    """Each reason of a refusal counts either as a failure of the server or as a fault of the caller.
+def test_each_refusal_reason_belongs_to_the_server_or_the_caller() -> None:
+    """Each refusal reason counts as a failure of the server or as a fault of the caller, but not as both.
 
     The recording rule of failed calls lists the failures of the server. The alert EncserveCallersRefused lists all
     faults of callers.

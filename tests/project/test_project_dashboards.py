@@ -12,14 +12,14 @@ BOARDS = pytest.mark.parametrize("name", DASHBOARDS)
 
 @BOARDS
 def test_json_is_sorted_and_indented(name: str) -> None:
-    """The JSON has sorted keys and an indent of 2. A change made in Grafana then gives a small diff in git."""
+    """The JSON has sorted keys and an indent of 2, so that a change in Grafana gives a small diff in git."""
     text = (ROOT / f"deploy/grafana/dashboards/{name}.json").read_text()
     formatted = json.dumps(DASHBOARDS[name], indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     assert text == formatted, f"{name}.json is not formatted; docs/operations.md has the command"
 
 
 def test_uids_and_titles() -> None:
-    """The dashboards have these uids and titles. The uids must not change, because links and bookmarks contain them."""
+    """The dashboards have these uids and titles. A uid must never change, because links and bookmarks contain it."""
     titles = {name: (board["uid"], board["title"]) for name, board in DASHBOARDS.items()}
     assert titles == {
         "service": ("encserve-service", "Service"),

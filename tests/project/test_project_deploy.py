@@ -29,7 +29,7 @@ from encserve_server.telemetry.metrics import Metrics
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Settings)}
-CLOSE_SECONDS = 5.0  # the server closes its models within this time
+CLOSE_SECONDS = 5.0  # the longest time that the server needs to close its models
 POD_GRACE_SECONDS = 30  # Kubernetes' default
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
@@ -179,9 +179,9 @@ def test_ports_and_probes() -> None:
 
 
 def test_probes_wait_for_a_stalled_engine() -> None:
-    """Kubernetes restarts a pod if its liveness probe fails for at least twice the server's `stall_seconds`.
+    """Kubernetes restarts a pod only if the liveness probe fails for twice the server's `stall_seconds` or longer.
 
-    After the readiness probe has failed for at most 15 s, the pod gets no more calls.
+    A pod gets no more calls after its readiness probe has failed for 15 s or less.
     """
     seconds = {
         probe: container_of(DEPLOYMENT)[probe]["periodSeconds"] * container_of(DEPLOYMENT)[probe]["failureThreshold"]
@@ -225,8 +225,8 @@ def test_selectors() -> None:
     assert target["name"] == DEPLOYMENT["metadata"]["name"]
 
 
-def test_the_autoscaler_asks_for_metrics_that_exist() -> None:
-    """The autoscaler's query has only metrics that the server exports, and subtracts the tokens of bulk calls.
+def test_the_autoscaler_uses_metrics_that_exist() -> None:
+    """The autoscaler's query uses only metrics of the server, and subtracts the tokens of bulk calls.
 
     docs/operations.md has the same query for KEDA.
     """
@@ -254,7 +254,7 @@ def test_envoy_has_the_servers_limits() -> None:
 
 
 def closed(schema: Any) -> Any:
-    """Copy a schema so that the copy refuses unknown fields. Kubernetes would drop such fields silently."""
+    """Return a copy of a schema that refuses unknown fields. Kubernetes would drop such fields without an error."""
     if isinstance(schema, list):
         return [closed(item) for item in schema]
     if not isinstance(schema, dict):
@@ -311,7 +311,7 @@ def test_the_serving_runtime() -> None:
     assert container["readinessProbe"]["grpc"] == {"port": DEFAULTS["grpc_port"], "service": SERVICE_NAME}
 
 
-def test_the_lines_for_http_in_the_docs() -> None:
+def test_the_http_settings_in_the_docs() -> None:
     page = (ROOT / "docs/open-inference.md").read_text()
     (lines,) = re.findall(r"^```yaml\n(metadata:\n.*?)^```", page, re.DOTALL | re.MULTILINE)
     shown, container = yaml.safe_load(lines), container_of(RUNTIME)
@@ -323,9 +323,9 @@ def test_the_lines_for_http_in_the_docs() -> None:
 
 
 def test_the_ray_job() -> None:
-    """The command and the flags of the job exist, and its paths are mounted.
+    """The job's command and flags exist, and the job's paths are mounted.
 
-    The CPUs of a worker are a multiple of the CPUs of an actor. The job has the version of Ray that the tests use.
+    A worker has a whole number of times the CPUs of an actor. The job and the tests use the same version of Ray.
     """
     line, _, after = RAY_JOB["spec"]["entrypoint"].partition(" || ")
     assert after == "test $? -eq 3"  # exit status 3 means that some texts were rejected; the job has not failed
@@ -372,7 +372,7 @@ def test_a_service_is_confined_and_pinned(service: Any) -> None:
             assert source in COMPOSE["volumes"]
 
 
-def test_configurations_are_where_they_are_mounted() -> None:
+def test_mounted_configuration_files_exist() -> None:
     paths = {
         "prometheus": ["/etc/prometheus/compose.yml", "/etc/prometheus/compose-tls.yml"],
         "prometheus-replicas": ["/etc/prometheus/compose-replicas.yml"],

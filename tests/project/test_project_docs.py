@@ -25,7 +25,7 @@ EVERY_PAGE = pytest.mark.parametrize("page", PAGES)
 # The docs may also mention flags of docker compose, of the Makefile and of the programs in bench/.
 OTHERS = " ".join(path.read_text() for path in (*ROOT.glob("bench/**/*.py"), ROOT / "Makefile"))
 OTHER_FLAGS = {"--profile", "--volumes", "--build-arg", "--target", *re.findall(r'"(--[a-z-]+)"', OTHERS)}
-# A line with one of these phrases may name a removed program. The figures in such a line come from this program.
+# A line with one of these phrases may name a removed program, because the program measured the figures in the line.
 REMOVED = ("in 4c14468", "at commit de57fdd")
 
 
@@ -36,10 +36,7 @@ def slugs(text: str) -> set[str]:
 
 
 def table_under(page: str, heading: str) -> dict[str, list[str]]:
-    """Return the rows of the first table under a heading. The key of a row is its first cell.
-
-    Backticks are removed.
-    """
+    """Return the rows of the first table under a heading, without backticks. The key of a row is the first cell."""
     section = re.split(rf"^#+ {heading}$", PAGES[page], flags=re.M)[1]
     table = itertools.dropwhile(lambda line: not line.startswith("|"), section.splitlines())
     lines = list(itertools.takewhile(lambda line: line.startswith("|"), table))
@@ -70,7 +67,7 @@ def test_the_readme_links_every_page() -> None:
 def test_install_lines_name_the_server_before_the_command(page: str) -> None:
     """Install lines in the docs name ./server before ./clients/cli.
 
-    In the other order, pip 23 (part of Python 3.11) looks for encserve-server in the package index.
+    With ./clients/cli first, pip 23 (part of Python 3.11) looks for encserve-server in the package index.
     """
     for line in PAGES[page].replace("\\\n", "").splitlines():
         if "pip install ./" in line and "/cli[local" in line:
@@ -118,7 +115,7 @@ def test_the_layouts_table() -> None:
 
 
 def test_the_table_of_shares() -> None:
-    """The numbers of the ledger stand in docs/architecture.md."""
+    """docs/architecture.md has the numbers of the module `ledger`."""
     table = ROOT.joinpath("docs/architecture.md").read_text()
     table = table[table.index("## What bounds a caller") : table.index("| a caller can make large |")]
     rows = {row.split("|")[1].strip(): row for row in table.splitlines() if row.startswith("| ")}

@@ -25,7 +25,7 @@ def test_an_image_has_no_root_user_and_installs_by_hash(path: Path) -> None:
     for command in re.findall(r"pip\S*(?: --python \S+)? install [^&]*", path.read_text().replace("\\\n", " ")):
         assert "--require-hashes" in command or "--no-index" in command, command
     for entry_point in re.findall(r"^(?:ENTRYPOINT|CMD) (.*)$", path.read_text(), flags=re.MULTILINE):
-        assert entry_point.startswith("["), f"not a JSON list, so a shell stops signals: {entry_point}"
+        assert entry_point.startswith("["), f"not a JSON list, so a shell would get the signals: {entry_point}"
 
 
 def locked(name: str) -> dict[NormalizedName, str]:
@@ -45,7 +45,7 @@ def required(pyproject: Path, extra: str = "") -> list[Requirement]:
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_the_lock_has_all_requirements_in_the_versions_of_ci(name: str) -> None:
-    """The lock file of an image has all its requirements, in the versions that constraints.txt sets for CI.
+    """An image's lock file has all requirements of the image, in the versions of constraints.txt.
 
     If this test fails after a change of dependencies, run `make lock`.
     """

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.system
 
 
 def run(*command: str | Path) -> str:
-    """Run a command and return its stdout. A failed command fails the test."""
+    """Run a command and return its stdout. If the command fails, the test fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command}: {done.stdout}\n{done.stderr}"
     return done.stdout
@@ -84,8 +84,10 @@ def test_the_client_needs_only_grpc_protobuf_and_numpy(client_bin: Path) -> None
     assert installed(client_bin) == ours | {"grpcio", "numpy", "protobuf", "typing-extensions"}
 
 
-def test_they_talk_to_each_other(server_bin: Path, client_bin: Path, command_bin: Path, tmp_path: Path) -> None:
-    """The client and the command call a server. All three run from their wheels, not from this checkout."""
+def test_the_client_and_the_command_call_the_server(
+    server_bin: Path, client_bin: Path, command_bin: Path, tmp_path: Path
+) -> None:
+    """The client and the command call a server. The client, the command and the server run from their wheels."""
     write_bundle(tmp_path)
     code = "import sys, encserve_client as e; print(e.EncoderClient(sys.argv[1]).token_vectors([[1, 2, 3]])[0].shape)"
     with real_server(tmp_path, program=server_bin / "encserve-server") as server:

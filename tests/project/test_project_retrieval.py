@@ -20,8 +20,8 @@ from encserve_export.cli import main
 pytestmark = pytest.mark.system
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "retrieval.md"
-# Each text has words from every model's vocabulary. The late-interaction model gives no vectors for the second text,
-# because it ignores all tokens of this text.
+# Each text has words from every model's vocabulary. The late-interaction model gives no vectors for the second text: it
+# skips all tokens of this text.
 TEXTS = [f"{text_of(i % 7 + 5, seed=i)} {sparse_text(i + 3)}" for i in range(30)]
 TEXTS[1] = "w1 w2"
 QUESTION = f"{text_of(4, seed=99)} {sparse_text(4)}"

@@ -12,14 +12,14 @@ from tiny_heads import SERVE_TINY, Serve, loader, words
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Run a test with a fixture `shared…` in the event loop of its module, because the fixture's server runs there."""
+    """Run each test with a fixture `shared…` in its module's event loop, because the shared server runs there."""
     if any(name.startswith("shared") for name in getattr(item, "fixturenames", ())):
         item.add_marker(pytest.mark.asyncio(loop_scope="module"), append=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_waits() -> Iterator[None]:
-    """Shorten two pauses of the servers: between health checks of the engine, and during a stop."""
+    """Shorten two pauses: between two health checks of the engine, and during a stop."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("encserve_server.app._REFUSING_SECONDS", 0.0)
         patch.setattr("encserve_server.app._STOP_SECONDS", 0.1)

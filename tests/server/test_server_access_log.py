@@ -1,4 +1,4 @@
-"""Tests of the access log, of log lines about refused calls, of logged settings, and of keys, which are secret."""
+"""Tests of the access log, of log lines about refused calls, of logged settings, and of secret keys."""
 
 import asyncio
 import io
@@ -102,7 +102,7 @@ async def test_each_request_of_a_stream_is_a_line(
     ]
 
 
-def test_every_name_makes_a_line_of_json() -> None:
+def test_every_name_is_valid_json_in_the_log() -> None:
     line = line_of(RECORD._replace(model='a"\n\u2028@1', ended_at=0.002))
     assert "\n" not in line
     assert json.loads(line)["model"] == 'a"\n\u2028@1'
@@ -122,14 +122,14 @@ class Unread(io.StringIO):
         return super().write(text)
 
 
-def test_lines_that_nobody_reads_are_lost_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_without_a_reader_are_lost_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     file = Unread()
     log = LineWriter("access", file, str, max_waiting=3)
     lost: list[int] = []
     log.on_lost = lost.append
     for i in range(100):
         log.put(f"{i}")
-    assert sum(lost) >= 90  # the writer thread may have taken a few lines
+    assert sum(lost) >= 90  # the thread may have written a few lines
     file.release.set()
     log.close()
     assert file.getvalue().count("\n") == 100 - sum(lost)
@@ -140,9 +140,9 @@ def test_lines_that_nobody_reads_are_lost_and_counted(caplog: pytest.LogCaptureF
 def test_a_file_that_cannot_be_written_is_reported_at_intervals(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the file of the access log cannot be written, the main log says how many lines are lost.
+    """If the access log's file cannot be written, the main log reports the number of lost lines.
 
-    It reports the first loss at once, then at most once a minute, and the rest at the end.
+    The first report comes at once, later reports at most once a minute, and the last report at the end.
     """
     monkeypatch.setattr(lines, "_FLUSH_SECONDS", 0.001)
     file = io.StringIO()
@@ -246,7 +246,7 @@ async def test_no_key_is_in_a_log_a_metric_a_trace_or_an_error(
         server.app.catalog.resolve = _fail  # type: ignore[method-assign, assignment]
         assert (await refusal(server.call("Encode", ENCODE, metadata=BEARER))).reason == "INTERNAL"
         count = len(headers) * 7 + 1
-        await server.app.stop()  # the stop sends all spans and writes all log lines
+        await server.app.stop()  # sends all spans and writes all log lines
         spans = await asyncio.to_thread(receiver.wait_for, lambda spans: len(spans) >= count)
         seen += [f"{it.name} {it.attributes} {it.resource}" for it in spans]
         seen += [json.dumps(it) for it in await lines_of(server, capsys, count)]

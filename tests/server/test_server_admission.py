@@ -1,6 +1,6 @@
 """Tests of the admission of calls to the queue.
 
-They check the limit, when a full queue opens again, and fair chances for long calls.
+They check the queue's limit, the reopening of a full queue, and fair chances for long calls.
 """
 
 import numpy as np
@@ -12,13 +12,12 @@ from encserve_server.scheduling.admission import Admission
 
 LIMIT = 800
 LIMITS = st.integers(1, LIMIT)
-# Each event is a number of tokens. If the number is positive, a call arrives. If it is negative, tokens leave the
-# queue.
+# An event is a number of tokens. Positive: a call with these tokens arrives. Negative: tokens leave the queue.
 EVENTS = st.lists(st.integers(1, LIMIT) | st.integers(-LIMIT, -1), max_size=60)
 
 
 @given(events=EVENTS, limit=LIMITS)
-def test_a_call_is_refused_only_if_it_does_not_fit_or_the_queue_was_full(events: list[int], limit: int) -> None:
+def test_a_call_is_refused_only_by_a_full_queue(events: list[int], limit: int) -> None:
     admission, queued = Admission(limit), 0
     for event in events:
         if event < 0:
@@ -45,9 +44,9 @@ def test_a_call_is_refused_only_if_it_does_not_fit_or_the_queue_was_full(events:
 def test_a_refused_call_fits_once_the_excess_has_left(
     limit: int, part: float, filled: float, others: list[int]
 ) -> None:
-    """A refused call fits after its excess tokens have left the queue. Other refused calls do not change the excess.
+    """A refused call fits after its excess tokens have left the queue. The server computes the retry delay from this.
 
-    The server computes the retry delay from the excess.
+    Other refused calls do not change the excess.
     """
     admission, queued, tokens = Admission(limit), round(limit * filled), max(round(limit * part), 1)
     excess = admission.excess(tokens, queued)
@@ -66,7 +65,7 @@ def test_one_large_call_does_not_close_a_queue_with_room() -> None:
 
 
 @given(tokens=LIMITS, queued=st.integers(0, LIMIT))
-def test_bulk_leaves_a_quarter_free_unless_it_is_larger_than_the_rest(tokens: int, queued: int) -> None:
+def test_bulk_leaves_a_quarter_of_the_queue_free(tokens: int, queued: int) -> None:
     admission = Admission(LIMIT)
     excess = admission.bulk_excess(tokens, queued)
     assert admission.reopens_at_tokens is None, "bulk has closed the queue"
@@ -78,9 +77,9 @@ def test_bulk_leaves_a_quarter_free_unless_it_is_larger_than_the_rest(tokens: in
 def admitted(lengths: np.ndarray, limit: int, batch: int) -> np.ndarray:
     """Return a boolean mask of the calls that an overloaded queue admits.
 
-    The tokens that arrive are three times the tokens that leave. Tokens leave the queue one batch at a time.
+    Three times as many tokens arrive as leave. Tokens leave the queue one batch at a time.
     """
-    leaving = lengths.mean() / 3  # tokens that leave the queue for each call that arrives
+    leaving = lengths.mean() / 3  # tokens that leave the queue per arriving call
     admission, queued, ready = Admission(limit), 0, 0.0
     taken = np.zeros(len(lengths), bool)
     for i, length in enumerate(lengths):
@@ -93,7 +92,7 @@ def admitted(lengths: np.ndarray, limit: int, batch: int) -> np.ndarray:
     return taken
 
 
-def test_a_long_text_has_nearly_the_chance_of_a_short_text() -> None:
+def test_a_long_text_is_admitted_nearly_as_often_as_a_short_text() -> None:
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(3.3, 0.9, 60_000), 4, 256).astype(int)  # similar to the lengths of real texts
     taken = admitted(lengths, limit=8192, batch=256)
@@ -106,7 +105,7 @@ def test_a_long_text_has_nearly_the_chance_of_a_short_text() -> None:
 
 @pytest.mark.parametrize(("tokens", "chance"), [(1000, 0.85), (11_000, 0.2)])
 def test_a_call_of_many_sequences_is_admitted_too(tokens: int, chance: float) -> None:
-    """The chance of a long call to be admitted is more than `chance` times the chance of a short call.
+    """A long call is admitted with more than `chance` times the probability of a short call.
 
     One call in 250 is long, with 1,000 or 11,000 tokens. 256 usual texts have about 11,000 tokens.
     """

@@ -14,7 +14,7 @@ from encserve_server.system.background import repeat
 from encserve_server.transport.grpc import health, sending
 
 
-async def test_an_error_is_logged_once_and_the_work_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_error_is_logged_once_and_the_work_continues(caplog: pytest.LogCaptureFixture) -> None:
     clock, calls = FakeClock(), 0
 
     async def work() -> bool:
@@ -30,7 +30,7 @@ async def test_an_error_is_logged_once_and_the_work_goes_on(caplog: pytest.LogCa
         clock.advance(1.0)
     await task
     assert calls == 6
-    assert [it.levelname for it in caplog.records] == ["ERROR"] * 2  # of two equal errors in a row, one is logged
+    assert [it.levelname for it in caplog.records] == ["ERROR"] * 2  # repeated equal errors are logged once
 
 
 async def test_an_event_ends_the_pause() -> None:

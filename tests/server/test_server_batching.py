@@ -1,4 +1,4 @@
-"""Tests of the queue, and of the choice of sequences for the next batch. The queues are random."""
+"""Tests of the queue, and of the choice of sequences for the next batch, with random queues."""
 
 import gc
 import math
@@ -75,7 +75,7 @@ def taken_from(queue: PendingQueue, policy: BatchPolicy) -> tuple[list[TokenSequ
 def test_a_batch_holds_the_oldest_live_sequence_and_keeps_its_limits(calls: list[Call], policy: BatchPolicy) -> None:
     """A batch contains the oldest live sequence, and does not exceed the limits of the policy.
 
-    So a sequence behind k live sequences runs in the (k + 1)-th batch at the latest.
+    So a sequence behind k live sequences runs at the latest in the batch number k + 1.
     """
     queue, sequences = queued(calls)
     batch, taken = taken_from(queue, policy)
@@ -94,7 +94,7 @@ def test_a_batch_holds_the_oldest_live_sequence_and_keeps_its_limits(calls: list
 
 
 @given(QUEUES, POLICIES)
-def test_every_sequence_is_in_one_place(calls: list[Call], policy: BatchPolicy) -> None:
+def test_no_sequence_is_lost_or_runs_twice(calls: list[Call], policy: BatchPolicy) -> None:
     """No sequence is lost, and no sequence runs twice.
 
     Waiting sequences stay in their order of arrival. Sequences of the same length run in their order of arrival.
@@ -138,7 +138,7 @@ def test_a_queue_frees_the_inputs_of_sequences_that_left(calls: list[Call], poli
     assert not [it for it in inputs if it() is not None]
 
 
-def test_outputs_that_cost_much_close_a_batch() -> None:
+def test_the_extra_costs_of_a_batch_are_limited() -> None:
     """The sum of the extra costs in a batch has the same limit as the tokens.
 
     In this test the limit is 100, and each sequence has an extra cost of 30. So a batch takes three of five sequences.
@@ -153,7 +153,7 @@ def test_outputs_that_cost_much_close_a_batch() -> None:
     assert [taken_from(queue, policy)[0] for _ in range(2)] == [sequences[:1], sequences[1:]]
 
 
-def test_expired_sequences_take_no_place_in_a_batch() -> None:
+def test_a_batch_has_no_expired_sequences() -> None:
     queue, sequences = queued([Call(10), *[Call(10, deadline=99.0)] * 3, *[Call(11)] * 3])
     batch, taken = taken_from(queue, BatchPolicy(1000, 3, 1.0))
     assert batch == [sequences[0], *sequences[4:6]]
@@ -236,7 +236,7 @@ class CountedLookups(Mapping[int, int]):
         raise AssertionError("the whole queue is read")
 
 
-def test_a_decision_costs_no_more_in_a_long_queue() -> None:
+def test_the_cost_of_a_decision_does_not_depend_on_the_queue() -> None:
     """A queue with 257 sequences and a queue with 65,536 sequences need the same number of lookups.
 
     Each sequence has one token, and the batch has 256 sequences.
@@ -283,7 +283,7 @@ class QueueMachine(RuleBasedStateMachine):
     def add(self, length: int, count: int, extra_cost: int, seconds: float, caller: Caller, priority: Priority) -> None:
         """Add a call whose sequences all have the same length.
 
-        After the end of the call, the queue may drop any of these sequences, so only the number of sequences matters.
+        After the call's end, the queue may drop any of these sequences. So a test knows only how many sequences wait.
         """
         deadline = self.now + seconds
         lengths = [length] * count

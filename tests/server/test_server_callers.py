@@ -159,7 +159,7 @@ async def test_a_right_key_is_accepted(shared_callers: FakeServer, metadata: Any
         (("api-key", hash_of(RIGHT)),),
         (("x-api-key", RIGHT[:-1]),),
         (("api-key", ""),),
-        # The server checks only the first three keys of a call, so it does not reach the right key.
+        # The server checks only the first three keys of a call. The right key is the fourth.
         (
             *(("api-key", f"{WRONG}{i}") for i in range(3)),
             ("api-key", RIGHT),
@@ -212,7 +212,7 @@ async def test_a_large_body_without_a_key_is_not_read(shared_callers: FakeServer
 
 @pytest.mark.parametrize("is_together", [True, False])
 async def test_a_refused_caller_keeps_its_connection(shared_callers: FakeServer, is_together: bool) -> None:
-    """The server keeps the connection open, because a new TLS connection costs three times as much as a refusal."""
+    """After a refusal, the connection stays open: a new TLS connection costs three times as much as a refusal."""
     body = b'{"input": "hello", "model": "tiny"}'
     async with raw(shared_callers) as (reader, writer):
         for key, status in ((WRONG, b"401"), (WRONG, b"401"), (RIGHT, b"200"), (WRONG, b"401"), (RIGHT, b"200")):
@@ -258,7 +258,7 @@ async def test_a_wrong_file_changes_nothing_and_is_counted_once(
     assert server.sample("encserve_callers_file_refused") == 1
     file.write_text(SEARCH)
     await until(lambda: server.sample("encserve_callers_file_refused") == 0)
-    assert len([it for it in caplog.records if "callers refused" in it.getMessage()]) == 2
+    assert len([it for it in caplog.records if "callers not loaded" in it.getMessage()]) == 2
 
 
 @pytest.mark.usefixtures("_poll_fast")
@@ -266,7 +266,7 @@ async def test_a_wrong_file_changes_nothing_and_is_counted_once(
 async def test_a_fifo_in_place_of_the_file_is_refused(
     start_server: StartServer, file: Path, setting: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody writes to the FIFO. The server keeps the callers, and reads the next regular file."""
+    """No process writes to the FIFO. The server keeps the previous callers, and reads the next regular file."""
     texts = {"callers": (BOTH, SEARCH), "api_key_file": (f"{RIGHT}\n{OTHER}\n", f"{RIGHT}\n")}[setting]
     file.write_text(texts[0])
     server = await start_server(**{setting: file})
@@ -489,7 +489,7 @@ async def test_a_caller_may_use_its_models_only(serve: Serve) -> None:
         error = await refused(server, data=request.SerializeToString(), metadata=bearer(OTHER))
         assert (error.code, error.reason) == (grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED")
         assert (repr(model) if model else "the default model") in error.text
-        assert error.text.endswith("it may use else")
+        assert error.text.endswith(", only else")
     async with connect(server) as client:
         answer = await client.post("/v1/embeddings", json=EMBEDDINGS, headers=dict(bearer(OTHER)))
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "permission_denied")
@@ -507,7 +507,7 @@ async def test_a_caller_may_use_its_models_only(serve: Serve) -> None:
 
 @pytest.mark.parametrize("accept_any_model", [False, True])
 async def test_errors_hide_models_that_a_caller_may_not_use(serve: Serve, accept_any_model: bool) -> None:
-    """Errors show no version, no id and no real name of a forbidden model, even if the caller guesses a name."""
+    """Errors never show the versions, ids or real name of a forbidden model, even if the caller guesses a name."""
     settings = {"served_model_name": ("alias=tiny", "old=tiny@7"), "accept_any_model_name": accept_any_model}
     server = await serve(entry("other", OTHER, models='["else"]'), model=("tiny@2",), **settings)
     metadata = bearer(OTHER)
@@ -546,7 +546,7 @@ async def test_inspect_is_a_permission(serve: Serve) -> None:
 
 async def test_a_caller_over_its_rate_gets_a_delay(serve: Serve) -> None:
     server = await serve(entry("search", RIGHT, tokens_per_second=10) + entry("other", OTHER))
-    # The call has 30 tokens, and the rate is 10 tokens a second. The burst covers 1 s, so 2 s remain.
+    # The call has 30 tokens, which take 3 s at a rate of 10 tokens/s. The burst covers 1 s, so 2 s remain.
     await server.encode(*["hello brave new world"] * 5, metadata=bearer(RIGHT))
     error = await refused(server, metadata=bearer(RIGHT))
     assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "RATE_LIMITED")
@@ -636,7 +636,7 @@ async def test_a_call_of_ids_that_ends_before_it_runs_costs_nothing(serve: Serve
 
 @pytest.mark.parametrize("method", ["Tokenize", "Inspect", "/tokenize"])
 async def test_tokenize_and_inspect_count_against_the_rate(serve: Serve, method: str) -> None:
-    """An inspection costs its tokens, and more for the numbers that it returns."""
+    """The cost of an inspection is its tokens, plus a cost for the returned numbers."""
     server = await serve(entry("search", RIGHT, tokens_per_second=10))
     text = " ".join(["hello"] * 28)  # with [CLS] and [SEP], 30 tokens
     if method == "Tokenize":
@@ -668,7 +668,7 @@ async def test_a_refused_inspection_costs_nothing(serve: Serve) -> None:
 
 
 async def test_inspections_take_turns_between_callers(serve: Serve) -> None:
-    """One caller may hold half of the places, and its inspections wait behind those of another caller."""
+    """A caller may hold half of the places. Its inspections wait behind the inspections of another caller."""
     server = await serve(BOTH, max_inspections=6)
     server.inspector.hold()
 
@@ -685,14 +685,14 @@ async def test_inspections_take_turns_between_callers(serve: Serve) -> None:
         await until(lambda: server.sample("encserve_inspections", model="tiny", version="2") == waiting)  # noqa: B023
     server.inspector.let_go()
     await asyncio.gather(*tasks)
-    assert server.inspector.lengths.index(4) == 1, "behind the inspection that runs"
+    assert server.inspector.lengths.index(4) == 1, "the second caller's inspection did not run second"
 
 
 @pytest.mark.parametrize(("reason", "status"), [("RESPONSE_TOO_LARGE", 413), ("BUDGET_FULL", 429)])
 async def test_tokenize_ends_when_the_tokens_so_far_have_no_room(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, reason: str, status: int
 ) -> None:
-    """The server tokenizes in pieces, and the caller pays for the tokens that were made."""
+    """The server tokenizes in pieces. Only the tokens of finished pieces count against the caller's rate."""
     texts: list[str] = []
     real = TextTokenizer.tokenize
 
@@ -716,7 +716,7 @@ async def test_tokenize_ends_when_the_tokens_so_far_have_no_room(
 
 @pytest.mark.parametrize("reason", ["QUEUE_FULL", "SEQUENCE_TOO_LONG"])
 async def test_a_refused_call_costs_the_tokens_of_its_texts(serve: Serve, reason: str) -> None:
-    """Tokenizing takes time, whatever becomes of the call."""
+    """Tokenizing takes time, so the tokens of a refused call also count against the caller's rate."""
     text = entry("search", RIGHT, tokens_per_second=10) + entry("other", OTHER)
     server = await serve(text, max_queue_tokens=59)
     words = 28 if reason == "QUEUE_FULL" else 31
@@ -776,9 +776,9 @@ def named(key: str, name: str) -> Any:
 async def test_a_trusted_proxy_names_the_caller(
     serve: Serve, is_proxy: str, is_trusted: bool, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A proxy may name callers only if the callers file declares the proxy and `trust_fairness_id` is on.
+    """A proxy may name callers if the callers file declares the proxy, and `trust_fairness_id` is on.
 
-    If only one of the two conditions holds, the server logs a warning.
+    With only one of these two conditions, the server logs a warning.
     """
     callers = entry("gateway", RIGHT, proxy=is_proxy) + entry("jobs", OTHER)
     server = await serve(callers, trust_fairness_id=is_trusted)
@@ -925,7 +925,7 @@ def test_a_certificate_names_the_caller(
 
 @pytest.mark.usefixtures("_poll_fast")
 async def test_certificate_names_need_a_client_ca(serve: Serve, file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If the setting --tls-client-ca-file is missing, a callers file with certificate names stops the start.
+    """Without --tls-client-ca-file, a callers file with certificate names stops the start.
 
     A running server that reads such a file logs a warning.
     """

@@ -159,7 +159,7 @@ calls = st.lists(st.tuples(st.floats(0, 3), st.integers(1, 500)), max_size=60)
 
 
 @given(calls=calls, rate=st.integers(1, 200))
-def test_no_period_takes_more_than_its_rate_a_burst_and_one_call(calls: list[tuple[float, int]], rate: int) -> None:
+def test_any_period_admits_at_most_its_rate_a_burst_and_one_call(calls: list[tuple[float, int]], rate: int) -> None:
     now, bucket, taken = 0.0, TokenBucket(rate, 0.0), []
     for pause, tokens in calls:
         now += pause
@@ -185,7 +185,7 @@ def test_the_delay_is_right(calls: list[tuple[float, int]], rate: int) -> None:
 
 
 @given(tokens=st.integers(1, 500), rate=st.integers(1, 200))
-def test_tokens_given_back_were_never_taken(tokens: int, rate: int) -> None:
+def test_returned_tokens_do_not_change_the_bucket(tokens: int, rate: int) -> None:
     bucket = TokenBucket(rate, 0.0)
     bucket.take(tokens, 0.0)
     bucket.take(-tokens, 0.0)
@@ -194,7 +194,7 @@ def test_tokens_given_back_were_never_taken(tokens: int, rate: int) -> None:
     assert bucket.delay_seconds(0.0) == pytest.approx(1 / rate)
 
 
-def test_a_debt_outlives_a_change_of_the_rate() -> None:
+def test_a_change_of_the_rate_keeps_the_debt() -> None:
     bucket = TokenBucket(10, 0.0)
     bucket.take(110, 0.0)
     bucket.change_rate(100, 0.0)

@@ -1,4 +1,4 @@
-"""Tests of gRPC calls: the byte budget, slow callers, streams, stops and faults."""
+"""Tests of gRPC calls: the byte budget, slow callers, streams, stops and unexpected errors."""
 
 import asyncio
 import contextlib
@@ -147,7 +147,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize("calls", CALLS)
-async def test_a_call_gives_back_everything_it_held(
+async def test_a_call_releases_all_resources(
     shared: FakeServer, calls: Callable[[FakeServer], Awaitable[None]]
 ) -> None:
     await calls(shared)
@@ -155,7 +155,7 @@ async def test_a_call_gives_back_everything_it_held(
     await shared.encode([1])
 
 
-async def test_bytes_are_held_while_a_call_waits(server: FakeServer) -> None:
+async def test_the_bytes_of_a_waiting_call_count(server: FakeServer) -> None:
     data = pb.EncodeRequest(inputs=[make_input([1] * LONGEST)]).SerializeToString()
     calling = await server.start_held(server.call("Encode", data))
     rows = LONGEST * D_MODEL * 4
@@ -166,7 +166,7 @@ async def test_bytes_are_held_while_a_call_waits(server: FakeServer) -> None:
 
 
 async def test_a_full_budget_refuses_further_calls(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call beyond the byte budget is refused. If no other call uses the budget, every call is admitted."""
+    """A call beyond the byte budget is refused, but a call that is alone is always admitted."""
     monkeypatch.setattr(server.app._calls.budget, "limit", 3000)
     first = await server.start_held(server.encode([1] * LONGEST, [2] * LONGEST))  # this call uses over 2,000 bytes
     before = server.held_bytes()
@@ -226,12 +226,10 @@ def half_sent(server: FakeServer) -> Any:
     return rpc()
 
 
-async def test_slow_requests_have_places_and_others_need_none(
-    start_server: StartServer, two_places: dict[str, Any]
-) -> None:
+async def test_only_slow_requests_need_places(start_server: StartServer, two_places: dict[str, Any]) -> None:
     server = await start_server(**two_places)
     halves = [half_sent(server) for _ in range(2)]
-    await until(lambda: server.held_bytes() == 4 * MIB)  # 2 MiB for each: the places share half of the 8 MiB budget
+    await until(lambda: server.held_bytes() == 4 * MIB)  # the two places share half of the 8 MiB budget
     await asyncio.gather(*(server.encode([i]) for i in range(10)))
     failed = await refusal(half_sent(server))
     assert (failed.code, failed.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "BUDGET_FULL")
@@ -246,7 +244,7 @@ async def test_slow_requests_have_places_and_others_need_none(
     await all_given_back(server)
 
 
-async def test_a_half_sent_call_ends_in_time(
+async def test_an_incomplete_request_ends_after_the_timeout(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, two_places: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(ledger, "ARRIVAL_SECONDS", 0.05)
@@ -256,7 +254,9 @@ async def test_a_half_sent_call_ends_in_time(
     await all_given_back(server)
 
 
-async def test_a_stop_does_not_wait_for_half_sent_calls(start_server: StartServer, two_places: dict[str, Any]) -> None:
+async def test_a_stop_does_not_wait_for_incomplete_requests(
+    start_server: StartServer, two_places: dict[str, Any]
+) -> None:
     server = await start_server(**two_places, grace_seconds=3600)
     ended = asyncio.create_task(refusal(half_sent(server)))
     await until(lambda: server.in_flight() == 1)
@@ -307,9 +307,9 @@ async def test_streams_are_bounded(start_server: StartServer, two_places: dict[s
 async def test_a_new_stream_takes_the_place_of_the_longest_idle_one(
     start_server: StartServer, two_places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server cannot distinguish an idle stream from a stream that has sent half a message.
+    """The server ends the longest idle stream when a new stream needs a place.
 
-    So the server ends an idle stream when a new stream needs its place.
+    The server cannot distinguish an idle stream from a stream with an incomplete message.
     """
     server = await start_server(**two_places)
     monkeypatch.setattr(ledger, "ARRIVAL_SECONDS", 0.05)
@@ -343,12 +343,12 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "_LOOK_SECONDS", 0.02)
 
 
-async def test_only_callers_that_do_not_read_a_reply_are_cut_off(
+async def test_callers_that_do_not_read_a_reply_lose_their_connection(
     impatient: None, monkeypatch: pytest.MonkeyPatch, start_server: StartServer
 ) -> None:
     close, all_held = connections.close_connections, asyncio.Event()
-    # No connection closes before all three replies are ready. Otherwise, on a slow machine, the first caller would
-    # lose its connection too early.
+    # No connection closes before all three replies are ready. Else the first caller would lose its connection too
+    # early on a slow machine.
     monkeypatch.setattr(sending, "close_connections", lambda peers: close(peers) if all_held.is_set() else None)
     server = await start_server(FakeEngine(500_000))  # hidden states of 2 MB for each token
     data = pb.EncodeRequest(inputs=[make_input([1] * 5)]).SerializeToString()
@@ -356,7 +356,7 @@ async def test_only_callers_that_do_not_read_a_reply_are_cut_off(
     await other.write(stream_request("a", [1]))
     await other.read()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}", options=OWN) as channel:
-        # gRPC reads the reply of a unary call before the caller asks for the reply. So the test declares a stream.
+        # For a unary call, gRPC reads the reply before the caller asks for it. So the test declares a stream.
         rpc: Any = channel.unary_stream(f"/{SERVICE}/Encode")
         calls = [rpc(data) for _ in range(3)]
         await until(lambda: server.held_bytes() >= 3 * 2 * 10_000_000)  # three replies of 10 MB, and gRPC's copies
@@ -371,7 +371,9 @@ async def test_only_callers_that_do_not_read_a_reply_are_cut_off(
     await all_given_back(server)
 
 
-async def test_only_callers_that_do_not_read_a_stream_are_cut_off(impatient: None, start_server: StartServer) -> None:
+async def test_callers_that_do_not_read_a_stream_lose_their_connection(
+    impatient: None, start_server: StartServer
+) -> None:
     server = await start_server(FakeEngine(500_000))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}", options=OWN) as channel:
         rpc: Any = channel.stream_stream(f"/{SERVICE}/EncodeStream")
@@ -384,7 +386,7 @@ async def test_only_callers_that_do_not_read_a_stream_are_cut_off(impatient: Non
     await server.encode([1])
 
 
-async def test_a_large_reply_may_take_a_second_more_for_each_mib() -> None:
+async def test_the_timeout_of_a_reply_grows_by_a_second_per_mib() -> None:
     assert sending.seconds_to_read(0) == 30
     assert sending.seconds_to_read(64 * MIB) == 94
 
@@ -396,7 +398,7 @@ async def test_the_search_for_a_connection_leaves_no_descriptor() -> None:
     assert sorted(connections._FDS.iterdir()) == before
 
 
-async def test_connections_are_closed_whatever_their_family() -> None:
+async def test_connections_of_every_address_family_are_closed() -> None:
     ends: list[asyncio.StreamWriter] = []
 
     async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -445,7 +447,7 @@ async def test_the_errors_of_an_open_inference_stream_are_counted(server: FakeSe
     assert server.handled("InvalidArgument", "ModelStreamInfer") == 1
 
 
-async def test_a_huge_request_id_is_refused_and_cut(server: FakeServer) -> None:
+async def test_a_huge_request_id_is_refused_and_shortened(server: FakeServer) -> None:
     huge = "i" * (4 * 10**6)
     call = stream_of(server)
     await call.write(stream_request(huge, [1]))
@@ -465,7 +467,7 @@ async def test_a_huge_request_id_is_refused_and_cut(server: FakeServer) -> None:
     await all_given_back(server)
 
 
-async def test_an_idle_stream_keeps_no_message(server: FakeServer) -> None:
+async def test_an_idle_stream_stores_no_message(server: FakeServer) -> None:
     """The server keeps no request of an idle stream in memory, because thousands of streams may be idle."""
     call = stream_of(server)
     await call.write(stream_request("a", [1]))
@@ -724,7 +726,7 @@ async def test_a_panic_outside_the_requests_of_a_stream_ends_it(
     await all_given_back(server)
 
 
-async def test_a_reply_counts_as_in_flight_until_it_has_left(start_server: StartServer) -> None:
+async def test_a_reply_is_in_flight_until_it_is_sent(start_server: StartServer) -> None:
     server = await start_server(FakeEngine(500_000))
     data = pb.EncodeRequest(inputs=[make_input([1] * 5)]).SerializeToString()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}", options=OWN) as channel:
@@ -748,7 +750,7 @@ def test_every_field_of_a_request_has_a_name_in_every_protocol(names: Any) -> No
             assert error.text(PLAIN)
 
 
-async def test_vectors_beyond_the_longest_sequence_are_not_copied(start_server: StartServer) -> None:
+async def test_vectors_beyond_the_maximum_length_are_not_copied(start_server: StartServer) -> None:
     server = await start_server(takes_vectors=True)
     vectors = np.ones((LONGEST * 1000, D_MODEL), np.float32)
     failed = await refusal(server.call("Encode", pb.EncodeRequest(inputs=[make_input(vectors)])))

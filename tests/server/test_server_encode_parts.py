@@ -1,4 +1,4 @@
-"""Tests of large calls of all protocols: a call that runs in parts gets the same reply as a call in one piece."""
+"""Tests of large calls, in all protocols: a call in parts gets the same reply as a call in one piece."""
 
 import asyncio
 import random
@@ -87,7 +87,7 @@ async def reply_of(server: FakeServer, request: pb.EncodeRequest) -> bytes:
 async def test_a_reply_in_parts_equals_the_reply_in_one_piece(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """The replies have the same bytes, and the server counts the same size for them against the limit of replies."""
+    """Both replies have the same bytes, and the same size for the limit of replies."""
     kinds = every_kind()
     server = await serve(kinds.pop("files"), {"max_batch_sequences": 1}, **kinds)
     sizes: list[int] = []
@@ -146,7 +146,7 @@ async def test_an_error_in_parts_equals_the_error_in_one_piece(
 async def test_padded_tensors_in_parts_equal_those_in_one_piece(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, output: str
 ) -> None:
-    """With padding, each sequence takes as many bytes as the longest. The longest may be in any part."""
+    """With padding, each sequence takes as many bytes as the longest sequence. This sequence may be in any part."""
     kinds = every_kind()
     server = await serve(kinds.pop("files"), {"max_batch_sequences": 1}, **kinds)
     names = {
@@ -165,7 +165,7 @@ async def test_padded_tensors_in_parts_equal_those_in_one_piece(
 
 @pytest.mark.system  # takes more than a second
 async def test_a_call_of_more_tokens_than_the_queue_runs_in_parts(start_server: StartServer) -> None:
-    """All protocols take such calls. The largest call takes a quarter of the queue at most."""
+    """All protocols accept such calls. A call takes at most a quarter of the queue at a time."""
     server = await start_server(http_port=0, **SMALL_QUEUE)
     inputs = [ids_of(i) for i in range(MANY)]
     want = [fake_rows(np.array(ids), D_MODEL)[0] for ids in inputs]
@@ -237,7 +237,7 @@ async def test_only_one_sequence_can_be_larger_than_the_queue(start_server: Star
 
 @pytest.mark.parametrize("ending", ["the caller leaves", "the engine fails", "the deadline passes"])
 @pytest.mark.system  # takes more than a second
-async def test_a_call_that_ends_in_the_middle_gives_everything_back(start_server: StartServer, ending: str) -> None:
+async def test_a_call_that_ends_early_releases_all_resources(start_server: StartServer, ending: str) -> None:
     server = await start_server(**SMALL_QUEUE)
     timeout = 1.0 if ending == "the deadline passes" else None
     large = await server.start_held(server.encode(*[[7] * 32] * MANY, timeout=timeout))

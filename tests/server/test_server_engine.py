@@ -134,7 +134,7 @@ def test_products_of_8_bits_are_exact() -> None:
 
 
 @given(batch=SEQUENCES)
-def test_a_batch_has_the_same_bits_with_all_threads_and_with_some(bundle: Bundle, batch: list[np.ndarray]) -> None:
+def test_a_batch_has_the_same_bits_for_any_number_of_threads(bundle: Bundle, batch: list[np.ndarray]) -> None:
     with contextlib.closing(opened(bundle.graph, threads=2, parallel=2)) as engine:
         wide, narrow = (engine.run(batch, alone=alone).rows for alone in (True, False))
         assert [it.tobytes() for it in wide] == [it.tobytes() for it in narrow]
@@ -156,7 +156,7 @@ def test_parallel_batches_use_every_thread_once(
 ) -> None:  # fmt: skip
     """Parallel batches together use the chosen number of threads.
 
-    All runs of a session share the threads of the session. Each run also computes in the thread that calls it.
+    All runs of a session share the session's threads. Each run also uses the calling thread.
     """
     session, opened_with = ort.InferenceSession, []
 
@@ -178,12 +178,12 @@ def test_a_missing_cuda_provider_stops_the_start(bundle: Bundle, monkeypatch: py
 
 
 @pytest.mark.parametrize("device", ["cuda", "auto"])
-def test_a_cuda_provider_that_does_not_load_is_noticed(
+def test_a_cuda_provider_that_does_not_load_is_detected(
     bundle: Bundle, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If CUDA does not load, `--device cuda` fails, and `--device auto` logs a warning and uses the CPU.
 
-    ONNX Runtime lists the CUDA provider although it cannot load it, and opens a CPU session without an error.
+    ONNX Runtime lists a CUDA provider that cannot be loaded, and opens a CPU session without an error.
     """
     session = ort.InferenceSession
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
@@ -225,8 +225,8 @@ print(resident_bytes() - before)
 
 
 @pytest.mark.system  # starts a process
-def test_the_runtime_frees_memory_and_reports_nothing(bundle: Bundle, tmp_path: Path) -> None:
-    """After the run of a long sequence, only the hidden states stay in memory. The run needs two tensors of 128 MB.
+def test_the_runtime_frees_memory_and_sends_no_reports(bundle: Bundle, tmp_path: Path) -> None:
+    """After the run of a long sequence, only the hidden states stay in memory. During the run, two tensors take 128 MB.
 
     The home directory stays empty. By default, ONNX Runtime would write an identifier there and send usage reports.
     """

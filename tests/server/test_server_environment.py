@@ -1,7 +1,4 @@
-"""Tests of environment variables.
-
-They check names close to a setting, unknown names, and the API key, which has no command line flag.
-"""
+"""Tests of environment variables: misspelled names, unknown names, and the API key, which has no flag."""
 
 import asyncio
 from pathlib import Path
@@ -41,7 +38,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Starts":
 
 
 class Starts:
-    """A callable that runs the command of the server, but starts no server. It records the settings of each start."""
+    """A callable that runs the server's command, and records the settings instead of starting a server."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.settings: list[Settings] = []
@@ -84,10 +81,10 @@ def test_a_name_close_to_a_setting_stops_the_start(start: Starts, name: str, set
 def test_unknown_variables_are_logged_once(start: Starts, caplog: pytest.LogCaptureFixture) -> None:
     """One log line names all unknown variables, and the server still starts.
 
-    ENCSERVE_PORT is unknown. It differs from ENCSERVE_HOST in only two letters, but it is not a misspelling.
+    ENCSERVE_PORT is unknown. The name differs from ENCSERVE_HOST in two letters, but is not a misspelling.
     """
     assert start(ENCSERVE_NONSENSE="1", ENCSERVE_PORT="8080").exit_code == 0
-    (line,) = [it for it in caplog.records if "are not settings" in it.getMessage()]
+    (line,) = [it for it in caplog.records if "unknown environment variables" in it.getMessage()]
     assert set(vars(line)["variables"]) == {"ENCSERVE_NONSENSE", "ENCSERVE_PORT"}
 
 
@@ -127,7 +124,7 @@ def test_the_health_check_ignores_a_service_link(monkeypatch: pytest.MonkeyPatch
         (["--device", "nonsense"], {}, "'nonsense' is not one of 'auto', 'cpu', 'cuda'.\n"),
     ],
 )  # fmt: skip
-def test_an_error_names_what_the_operator_set(
+def test_an_error_names_the_flag_or_the_variable(
     start: Starts, flags: list[str], variables: dict[str, str], problem: str
 ) -> None:
     result = start(*flags, **variables)
@@ -175,7 +172,7 @@ def test_the_key_has_no_flag_and_is_never_shown(start: Starts) -> None:
 def test_a_key_and_a_file_exclude_each_other(start: Starts, flag: str) -> None:
     result = start(flag, "file", ENCSERVE_API_KEY="encserve-a-key")
     assert result.exit_code == 2
-    assert "must not be given together" in result.output
+    assert "must not be set together" in result.output
     assert "encserve-a-key" not in result.output
 
 

@@ -50,7 +50,7 @@ def test_a_wrong_file_is_refused_with_its_kind(
 
 
 def test_a_link_and_the_largest_file_are_read(path: Path) -> None:
-    """Kubernetes mounts files as links."""
+    """A symbolic link is accepted, because Kubernetes mounts files as links."""
     path.with_name("link").symlink_to(path)
     path.write_bytes(b"x" * (4 * 1024 * 1024))
     assert read_files({"--callers": path.with_name("link")}) == (path.read_bytes(),)
@@ -66,7 +66,7 @@ class Watch:
         self.events: list[Contents | str] = []
 
     async def look(self, meanwhile: Callable[[], object] = lambda: None) -> list[Contents | str]:
-        """Look at the files once. If the files have changed, call `meanwhile` during the pause. Return the events."""
+        """Check the files once. If the files have changed, call `meanwhile` during the pause. Return the events."""
         look = asyncio.create_task(self._look())
         await until(lambda: look.done() or self.clock.sleepers)
         meanwhile()
@@ -102,7 +102,7 @@ async def test_a_change_counts_once(path: Path) -> None:
         assert await watch.look() == [(b"a", b"c"), problem, (b"a", b"c")]
 
 
-async def test_a_half_written_file_is_no_change(path: Path) -> None:
+async def test_an_incomplete_file_is_not_a_change(path: Path) -> None:
     path.write_bytes(b"whole")
     watch = Watch(path)
     path.write_bytes(b"ha")
@@ -115,7 +115,7 @@ async def test_a_half_written_file_is_no_change(path: Path) -> None:
 
 @pytest.fixture
 def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Reads hang, as on a mount without its server, until the event is set. The time limit is short."""
+    """Let reads hang until the event is set, as on a network disk whose server is down. The time limit is short."""
     ends, read = threading.Event(), files.read_small
 
     def hanging_read(path: Path) -> bytes:
@@ -129,8 +129,8 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     ends.set()
 
 
-async def test_a_read_that_hangs_is_a_problem_until_it_ends(path: Path, hang: threading.Event) -> None:
-    """The event loop goes on, and no second thread starts while the first read hangs."""
+async def test_a_hanging_read_is_reported_until_the_read_ends(path: Path, hang: threading.Event) -> None:
+    """The event loop continues. No second thread starts while the first read hangs."""
     path.write_bytes(b"a")
     watch = Watch(path)
     hang.clear()
@@ -145,14 +145,14 @@ async def test_a_read_that_hangs_is_a_problem_until_it_ends(path: Path, hang: th
     assert await watch.look() == [problem, (b"b",)]
 
 
-def test_a_read_that_hangs_at_the_start_ends_the_start(path: Path, hang: threading.Event) -> None:
+def test_a_hanging_read_stops_the_start(path: Path, hang: threading.Event) -> None:
     hang.clear()
     with pytest.raises(FileError, match=r"could not be read in 0.02 s"):
         WatchedFiles({"--callers": path}).read_first()
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
-def test_an_entry_is_stored_as_a_whole(path: Path, is_folder: bool) -> None:
+def test_an_entry_is_stored_completely_or_not_at_all(path: Path, is_folder: bool) -> None:
     def write(draft: Path) -> None:
         assert not path.exists()
         if is_folder:

@@ -1,4 +1,4 @@
-"""Tests that each random message over gRPC gets a reply or a known status, and that the server still works after."""
+"""Tests that each random gRPC message gets a reply or a known status, and that the server still works afterwards."""
 
 import random
 from collections import Counter

@@ -20,10 +20,10 @@ REFLECTION = "reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
 @pytest.mark.system  # takes more than a second
-async def test_a_flood_gets_replies_or_refusals(start_server: StartServer) -> None:
+async def test_every_call_of_a_flood_is_answered_or_refused(start_server: StartServer) -> None:
     """Each of 2,200 calls gets a reply, or is refused because the queue is full.
 
-    Without the server's own limit, gRPC would cancel calls if more than a thousand calls wait.
+    gRPC itself would cancel calls beyond a thousand waiting calls. The server's limit prevents this.
     """
     server = await start_server(max_queue_tokens=100)
     target = f"127.0.0.1:{server.app.grpc_port}"
@@ -48,7 +48,7 @@ async def test_a_flood_gets_replies_or_refusals(start_server: StartServer) -> No
 
 
 async def test_connections_are_bounded(start_server: StartServer) -> None:
-    """Beyond the limit, the server closes the connections that have no call, and serves the others."""
+    """Beyond the limit, the server closes connections without a call, and serves the other connections."""
     server = await start_server(max_connections=3)
     port = server.app.grpc_port
     busy = await server.start_held(server.encode([1]))
@@ -72,10 +72,10 @@ async def test_connections_are_bounded(start_server: StartServer) -> None:
     await asyncio.gather(*pending)
 
 
-async def test_connections_with_calls_outlast_silent_ones(start_server: StartServer) -> None:
-    """Beyond the limit, a connection that had a call stays, even if the connection is the oldest and has no call now.
+async def test_connections_with_calls_stay_longer_than_silent_ones(start_server: StartServer) -> None:
+    """Beyond the limit, connections that never had a call are closed first, then those with only health checks.
 
-    This holds for health checks too. The connection with an accepted call stays the longest.
+    A connection with an accepted call stays the longest, even if the connection is the oldest and now idle.
     """
     server = await start_server(max_connections=3)
     await server.encode([1])
@@ -138,7 +138,7 @@ async def test_a_caller_that_leaves_during_its_reply_is_not_logged(
 async def test_other_services_refuse_bytes_that_are_not_a_message(
     shared: FakeServer, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Bytes that are not a message are the caller's mistake, so the call is refused and no error is logged."""
+    """A call with bytes that are not a message is refused. No error is logged, because the caller made the mistake."""
     channel: Any = shared.channel
     failed = await refusal(channel.unary_stream(f"/grpc.{method}")(b"\xff\xff").read())
     assert (failed.code, failed.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST")
@@ -146,7 +146,7 @@ async def test_other_services_refuse_bytes_that_are_not_a_message(
 
 
 async def test_a_stop_ends_watchers_and_reflection(start_server: StartServer) -> None:
-    """A stop ends streams of health and reflection at once, without waiting for the end of the grace period.
+    """A stop ends streams of health and reflection at once, not at the end of the grace period.
 
     Clients such as load balancers keep these streams open.
     """
@@ -198,10 +198,10 @@ async def statuses(watch: Any, until_status: int | None = None) -> list[int]:
     return seen
 
 
-async def test_the_last_caller_of_a_stop_is_refused_and_not_cancelled(
+async def test_a_call_at_the_end_of_a_stop_is_refused_and_not_cancelled(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When a stop answers the last call, its caller calls again at once, and must get the status UNAVAILABLE."""
+    """A stop answers the last call. The caller calls again at once, and must get the status UNAVAILABLE."""
     monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.1)
     server = await start_server()
     server.engine.hold()

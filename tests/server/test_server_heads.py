@@ -148,8 +148,8 @@ async def test_a_query_has_a_prompt_and_unattended_tokens(serve: Serve) -> None:
 async def test_some_tokens_of_a_document_have_no_vector(serve: Serve) -> None:
     """Some tokens of a document get no vector.
 
-    The same tokens get no vector in a call without a task. But such a call has the default prompt, and its texts may
-    be longer than documents.
+    In a call without a task, the same tokens get no vector. But such a call uses the default prompt, and allows longer
+    texts.
     """
     server = await serve(LATE, **TASKS, default_prompt_name="other")
     inputs: list[Any] = [text(5, DOT), text(DOT), [5, DOT, 6]]
@@ -236,7 +236,7 @@ async def test_a_query_longer_than_an_inspection_may_be_is_refused(serve: Serve,
 async def test_openvino_gives_the_same_vectors(serve: Serve) -> None:
     """OpenVINO returns the expected vectors for a batch of two queries.
 
-    The server adds tokens to the short query, and no token attends to the added tokens. The long query gets none.
+    The server adds unattended tokens to the short query only.
     """
     expansion = manifest_pb2.Expansion(min_tokens=8, token_id=MASK, attended=False)
     query = manifest_pb2.TaskSettings(expansion=expansion)
@@ -306,7 +306,7 @@ async def test_sparse_weights_are_those_above_zero(
 ) -> None:
     """A reply has exactly the weights above zero.
 
-    If `max_vocabulary_mib` is 1, the server computes a batch in parts, and also a long text in parts.
+    If `max_vocabulary_mib` is 1, the server splits batches and long texts into parts.
     """
     server = await serve(
         {"sparse.onnx": tiny_heads.sparse_file(pooling, width)},
@@ -334,7 +334,7 @@ async def test_the_largest_weights_are_kept(serve: Serve) -> None:
 
 
 async def test_every_token_has_a_weight_under_its_own_id(serve: Serve) -> None:
-    """As in BGE-M3, a token that occurs twice has its larger weight, and special tokens have no weight."""
+    """As in BGE-M3, a repeated token id gets the largest of its weights, and special tokens get no weight."""
     server = await serve(**tiny_heads.every_kind())
     reply = await server.encode(text(5, 6, 5, 20), text(8), text(6), options=options(SPARSE, MULTI))
     for info, found in zip(reply.sequences, sets(reply.outputs[0]), strict=True):
@@ -374,7 +374,7 @@ async def test_queries_with_static_weights_need_no_run(serve: Serve) -> None:
     assert len(sets((await server.encode(text(5), options=options(SPARSE))).outputs[0])[0][1]) == 3
 
 
-async def test_static_weights_of_documents_hold_for_calls_without_a_task(serve: Serve) -> None:
+async def test_calls_without_a_task_use_the_static_weights_of_documents(serve: Serve) -> None:
     server = await serve(STATIC, sparse=sparse(), document=STATIC_TASK)
     for task in (DOCUMENT, pb.TASK_UNSPECIFIED):
         ((_, indices),) = sets((await server.encode(text(5, 40), options=options(SPARSE, task=task))).outputs[0])
@@ -412,7 +412,7 @@ async def test_the_estimated_size_of_a_reply_is_never_too_low(serve: Serve) -> N
 async def test_the_memory_of_a_large_vocabulary_is_bounded(serve: Serve, pooling: str) -> None:
     """A call with eight texts of 512 tokens takes at most 512 MiB, with a vocabulary as large as that of XLM-R.
 
-    All weights at the same time would take about 4 GiB.
+    The weights of all tokens at the same time would take about 4 GiB.
     """
     width = 250_002
     weights = tiny_heads.weights(width, 2) - np.float32(4)  # most weights become 0
@@ -446,7 +446,7 @@ def memory_kib(name: str) -> int:
 @pytest.mark.system
 @pytest.mark.parametrize("kind", ["every kind", "model"])
 def test_scipy_is_imported_before_the_first_call(tmp_path: Path, kind: str) -> None:
-    """A model whose vectors can be joined imports SciPy when it is loaded, because the import takes seconds.
+    """For a model with token pooling, loading imports SciPy, because the import takes seconds.
 
     Other models do not import SciPy.
     """

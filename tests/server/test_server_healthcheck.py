@@ -29,7 +29,7 @@ def run(*arguments: str, **environment: str) -> tuple[int, str]:
 
 @pytest.mark.system
 def test_the_check_of_a_real_server(tmp_path: Path) -> None:
-    """The check of a running server reports SERVING. After the end of the server, it reports UNAVAILABLE.
+    """The check reports SERVING for a running server, and UNAVAILABLE after the server has ended.
 
     The address of the server comes from its environment variables or from an argument.
     """
@@ -93,7 +93,9 @@ def test_the_deadline_ends_the_wait_for_a_silent_server() -> None:
         ("10.0.0.7", "6000", "10.0.0.7:6000"),
     ],
 )
-def test_the_target_is_the_servers(monkeypatch: pytest.MonkeyPatch, host: str, port: str, target: str) -> None:
+def test_the_target_comes_from_the_settings_of_the_server(
+    monkeypatch: pytest.MonkeyPatch, host: str, port: str, target: str
+) -> None:
     monkeypatch.setenv("ENCSERVE_HOST", host)
     monkeypatch.setenv("ENCSERVE_GRPC_PORT", port)
     assert healthcheck.own_target() == target
@@ -101,7 +103,7 @@ def test_the_target_is_the_servers(monkeypatch: pytest.MonkeyPatch, host: str, p
 
 @pytest.mark.system
 def test_the_check_imports_no_large_package() -> None:
-    """The check imports no large package. It must start fast, because a container runs it every few seconds."""
+    """The check imports no large package: a container runs the check every few seconds, so it must start fast."""
     code = "import sys, encserve_server.healthcheck; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert not set(done.stdout.split()) & {"click", "numpy", "onnxruntime", "prometheus_client", "tokenizers", "uvloop"}

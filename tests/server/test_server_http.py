@@ -36,13 +36,13 @@ def openai_vectors(response: httpx.Response) -> Any:
 
 
 def error_of(response: httpx.Response) -> tuple[int, str | None]:
-    """Return the status of an error reply, and the field that the OpenAI error names."""
+    """Return the status of an error reply, and the field in the OpenAI error."""
     return response.status_code, response.json()["error"]["param"]
 
 
 @pytest.mark.parametrize("encoding", ["float", "base64", None])
 @pytest.mark.parametrize("inputs", [TEXTS, IDS, TEXTS[0], IDS[0]])
-async def test_openai_vectors_are_those_of_grpc_to_the_bit(shared: FakeServer, inputs: Any, encoding: Any) -> None:
+async def test_openai_vectors_have_the_bits_of_grpc(shared: FakeServer, inputs: Any, encoding: Any) -> None:
     response = await post(shared, OPENAI, {"input": inputs, "encoding_format": encoding, "user": "me"})
     many = inputs if inputs in (TEXTS, IDS) else [inputs]
     np.testing.assert_array_equal(openai_vectors(response), await over_grpc(shared, *many))
@@ -52,7 +52,7 @@ async def test_openai_vectors_are_those_of_grpc_to_the_bit(shared: FakeServer, i
     assert (body["object"], body["model"]) == ("list", "tiny")
 
 
-async def test_tei_vectors_are_those_of_grpc_to_the_bit(shared: FakeServer) -> None:
+async def test_tei_vectors_have_the_bits_of_grpc(shared: FakeServer) -> None:
     for path in (TEI, "/"):
         got = np.array((await post(shared, path, {"inputs": [*TEXTS, *IDS]})).json(), np.float32)
         np.testing.assert_array_equal(got, await over_grpc(shared, *TEXTS, *IDS))
@@ -82,7 +82,7 @@ async def test_tokenize_counts_in_bytes(shared: FakeServer) -> None:
         assert (await post(shared, "/tokenize", body)).status_code == code
 
 
-async def test_long_texts_are_cut_unless_the_request_forbids_it(shared: FakeServer) -> None:
+async def test_long_texts_are_truncated_unless_the_request_forbids_truncation(shared: FakeServer) -> None:
     cut = await post(shared, OPENAI, {"input": [LONG, "hello", LONG]})
     np.testing.assert_array_equal(openai_vectors(cut), await over_grpc(shared, LONG, "hello", LONG))
     assert cut.headers["encserve-truncated-inputs"] == "2"
@@ -98,7 +98,7 @@ async def test_long_texts_are_cut_unless_the_request_forbids_it(shared: FakeServ
     assert (refused.status_code, refused.json()["error_type"]) == (422, "Validation")
 
 
-async def test_cut_ids_keep_their_last_special_token(shared: FakeServer) -> None:
+async def test_truncated_ids_keep_their_last_special_token(shared: FakeServer) -> None:
     """Truncated ids keep their last special token, as truncated texts do.
 
     If `add_special_tokens` is false, truncated ids lose this token.
@@ -116,14 +116,14 @@ async def test_cut_ids_keep_their_last_special_token(shared: FakeServer) -> None
     np.testing.assert_array_equal(np.array(of_tei, np.float32), want)
 
 
-async def test_a_server_that_does_not_cut_by_default(start_server: StartServer) -> None:
+async def test_a_server_that_does_not_truncate_by_default(start_server: StartServer) -> None:
     server = await start_server(http_port=0, http_truncate=False)
     assert (await post(server, OPENAI, {"input": LONG})).status_code == 400
     for more in ({"truncate": True}, {"truncate_prompt_tokens": -1}):
         assert (await post(server, OPENAI, {"input": LONG, **more})).headers["encserve-truncated-inputs"] == "1"
 
 
-async def test_texts_are_cut_to_the_tokens_of_the_request(shared: FakeServer) -> None:
+async def test_texts_are_truncated_to_the_tokens_of_the_request(shared: FakeServer) -> None:
     for tokens in (1, 5, 32, -1):
         response = await post(shared, OPENAI, {"input": [LONG, "hello"], "truncate_prompt_tokens": tokens})
         many = tokens % 33  # -1 stands for 32, the longest sequence of the model
@@ -250,9 +250,9 @@ async def test_bad_input_is_named(shared: FakeServer, body: Any, field: str, pro
 
 
 async def test_other_fields_are_checked_before_the_inputs(shared: FakeServer) -> None:
-    """If both an input and another field are wrong, the error names the other field.
+    """If an input and another field are wrong, the error names the other field.
 
-    The server checks the inputs last, because the check of many inputs is slow.
+    The server checks the inputs last, because checking many inputs is slow.
     """
     assert error_of(await post(shared, OPENAI, {"input": [[1, "a"]], "user": 5})) == (400, "user")
 
@@ -302,7 +302,7 @@ async def test_input_type_changes_nothing_for_a_model_without_tasks(shared: Fake
 async def test_ids_of_another_tokenizer_are_refused(shared: FakeServer) -> None:
     """OpenAI's route refuses ids without the special tokens of the model, unless `add_special_tokens` is false.
 
-    By default, LangChain sends ids of OpenAI's tokenizer. Without the refusal, such ids could give wrong vectors.
+    By default, LangChain sends ids of OpenAI's tokenizer. For this model, these ids would give wrong vectors.
     """
     for ids in ([[4, 5]], [4, 5], ["hello", [1, 4]], [[4, 2]], [[2]]):
         refused = await post(shared, OPENAI, {"input": ids})
@@ -322,7 +322,7 @@ async def test_other_names_of_a_model(start_server: StartServer, caplog: pytest.
     names = ("text-embedding-3-small=tiny", "org/old=tiny@1", "gone=other", "tiny=tiny@1")
     server = await start_server(http_port=0, served_model_name=names)
     warnings = [it.getMessage() for it in caplog.records if "--served-model-name" in it.getMessage()]
-    assert len(warnings) == 2  # `gone` has no model, and `tiny` is already the name of a model
+    assert len(warnings) == 2  # for the alias `gone` of a missing model, and for the alias `tiny` of an existing name
     models = (await get(server, "/v1/models")).json()["data"]
     assert {it["object"] for it in models} == {"model"}
     listed = {it["id"]: it["root"] for it in models}
@@ -344,7 +344,7 @@ async def test_other_names_of_a_model(start_server: StartServer, caplog: pytest.
     assert server.sample("encserve_http_requests_total", route="GET /v1/models/{id:path}", status="404") == 5
 
 
-async def test_any_name_for_one_model(start_server: StartServer) -> None:
+async def test_accept_any_model_accepts_every_name(start_server: StartServer) -> None:
     server = await start_server(http_port=0, accept_any_model_name=True)
     for name in ("gpt-4", "org/name@3"):
         assert (await post(server, OPENAI, {"input": "hello", "model": name})).json()["model"] == name

@@ -1,4 +1,4 @@
-"""Limits of the HTTP port: pipelined requests, chunks, connections, inputs of a body, and bytes of all callers."""
+"""Limits of the HTTP port: pipelined requests, chunks, connections, inputs per body, and bytes of all callers."""
 
 import asyncio
 import contextlib
@@ -53,7 +53,7 @@ def connected() -> tuple[Connection, FakeTransport]:
     return connection, transport
 
 
-async def test_the_bytes_behind_a_request_are_bounded() -> None:
+async def test_the_bytes_after_a_request_are_bounded() -> None:
     connection, transport = connected()
     connection.data_received(bytes(1000))
     connection.received(1000)
@@ -137,7 +137,7 @@ async def send(writer: asyncio.StreamWriter, data: bytes) -> None:
     ids=["endless", "long", "short"],
 )
 async def test_bytes_around_chunks_are_bounded(shared: FakeServer, chunk: bytes) -> None:
-    """Endless chunk extensions are refused long before the time of a body is up."""
+    """Endless chunk extensions are refused long before the timeout of a body."""
     async with raw(shared) as (reader, writer):
         writer.write(CHUNKED + b"1;x=")
         sending = asyncio.create_task(send_until_closed(writer, chunk * 100))
@@ -182,7 +182,7 @@ async def test_a_chunked_body_does_not_count_as_waiting(server: FakeServer) -> N
 
 
 async def test_a_body_in_chunks_of_one_byte_is_read(shared: FakeServer) -> None:
-    """Each byte of the body takes six bytes on the connection. The server does not count them as an attack."""
+    """Each byte of the body takes six bytes on the connection. The server accepts this overhead."""
     body = b'{"inputs": "hello"' + b" " * 400_000 + b"}"
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
     async with raw(shared) as (reader, writer):
@@ -190,12 +190,10 @@ async def test_a_body_in_chunks_of_one_byte_is_read(shared: FakeServer) -> None:
         assert b" 200 " in await reader.readline()
 
 
-async def test_a_malformed_chunk_ends_as_a_body_that_does_not_arrive(
-    shared: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_malformed_chunk_ends_with_status_408(shared: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a malformed chunk, the server waits until the timeout and returns the status 408.
 
-    The server cannot notice the chunk, because aiohttp does not report it to the reader of the body.
+    aiohttp does not report malformed chunks, so the server cannot return earlier.
     """
     monkeypatch.setattr("encserve_server.ledger.ARRIVAL_SECONDS", 0.1)
     async with raw(shared) as (reader, writer):
@@ -216,7 +214,7 @@ async def test_a_caller_that_waits_for_100_continue(shared: FakeServer) -> None:
 
 @pytest.mark.system  # takes more than a second
 async def test_connections_are_bounded(start_server: StartServer) -> None:
-    """If every connection has a call, the server refuses further requests, but it still answers health checks."""
+    """If every connection has a call, the server refuses further requests, but still answers health checks."""
     server = await start_server(http_port=0, max_connections=2)
     assert server.app._http is not None
     connections = server.app._http.connections
@@ -244,8 +242,8 @@ async def test_connections_are_bounded(start_server: StartServer) -> None:
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
 
 
-async def test_silent_connections_give_way(start_server: StartServer) -> None:
-    """At the limit of connections, a new connection closes the oldest one without an accepted call."""
+async def test_a_new_connection_replaces_a_silent_one(start_server: StartServer) -> None:
+    """At the limit of connections, a new connection replaces the oldest connection without an accepted call."""
     server = await start_server(http_port=0, max_connections=4)
     async with contextlib.AsyncExitStack() as stack:
         known_reader, known_writer = await stack.enter_async_context(raw(server))
@@ -262,10 +260,10 @@ async def test_silent_connections_give_way(start_server: StartServer) -> None:
 
 
 @pytest.mark.system  # takes more than a second
-async def test_an_idle_connection_is_kept_and_a_slow_head_is_not(
+async def test_an_idle_connection_stays_open_longer_than_a_slow_head(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A connection may be idle for the time of the setting. The head of a request has a shorter time of its own."""
+    """A connection may be idle for the time in the settings. The head of a request must arrive in a shorter time."""
     monkeypatch.setattr(http_connection, "HEAD_SECONDS", 0.1)
     server = await start_server(http_port=0)
     async with raw(server) as (kept, writer), raw(server) as (slow, slow_writer):
@@ -348,13 +346,13 @@ async def test_a_large_body_is_decoded_in_turns(inputs: list[Any]) -> None:
     assert (await decoding).inputs == inputs
     assert turns > len(body) / 80_000
     assert sum(held) > len(body)
-    assert max(held) < 64 * 1024 * 20  # the most that one input may take, and then only its real size
+    assert max(held) < 64 * 1024 * 20  # at first, the largest possible size of an input; later, its real size
 
 
 async def test_bytes_are_bounded_over_all_callers(start_server: StartServer) -> None:
-    """If the requests of all callers have too many bytes, a further request is refused.
+    """If the open requests of all callers have too many bytes, a further request is refused.
 
-    The bytes of a body and of its texts count until the caller has the reply.
+    A body and its texts count until the caller has the reply.
     """
     server = await start_server(http_port=0, max_in_flight_mib=100, max_text_bytes=2**22)
     server.app._calls.budget.limit = 3_000_000

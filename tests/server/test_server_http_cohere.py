@@ -39,7 +39,7 @@ async def embed(server: FakeServer, path: str = V2, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("dimensions", [None, 3])
-async def test_every_type_is_that_of_grpc_to_the_bit(shared: FakeServer, dimensions: int | None) -> None:
+async def test_vectors_of_every_type_have_the_bits_of_grpc(shared: FakeServer, dimensions: int | None) -> None:
     reply = await embed(shared, texts=TEXTS, embedding_types=EVERY_TYPE, output_dimension=dimensions)
     got, cut = reply["embeddings"], dimensions or 0
     floats = await over_grpc(shared, *TEXTS, dimensions=cut)
@@ -94,7 +94,7 @@ async def test_input_types_are_tasks(serve: Serve) -> None:
 
 
 async def test_truncation(shared: FakeServer) -> None:
-    """By default, the server cuts a text at its end, to the longest sequence of the model or to `max_tokens`.
+    """By default, the server truncates a text at the end, to the model's longest sequence or to `max_tokens`.
 
     With NONE, the server refuses a longer text.
     """
@@ -193,7 +193,7 @@ async def test_many_inputs(start_server: StartServer, field: str) -> None:
 
 @given(st.sets(st.sampled_from(EVERY_TYPE), min_size=1), st.integers(1, 40), st.integers(1, 8))
 def test_the_reply_is_not_larger_than_its_estimate(names: set[str], width: int, count: int) -> None:
-    """A reply has at most its estimated size, even with the numbers that take the most characters in JSON."""
+    """A reply never exceeds its estimated size, even if each number has as many characters as possible."""
     floats = np.full((1, width), -1.1754944e-38, np.float32)
     made: dict[str, Any] = {"float": floats, "int8": np.full((1, width), -128, np.int8)}
     made["binary"] = np.full((1, DataType.BINARY.row_bytes(width)), 0, np.uint8)
@@ -209,9 +209,9 @@ MADE_OF = {"float": {"float", "base64"}, "int8": {"int8", "uint8"}, "binary": {"
 
 
 async def test_a_reply_with_long_texts_is_written_outside_the_event_loop(start_server: StartServer) -> None:
-    """While a large reply is written, the event loop answers other calls.
+    """While the server writes a large reply, the event loop answers other calls.
 
-    The reply is large because it repeats the texts, which do not count against `max_response_mib`.
+    The reply repeats the texts, which do not count against `max_response_mib`.
     """
     server = await start_server(http_port=0, max_response_mib=1, max_http_request_mib=16)
     release = threading.Event()

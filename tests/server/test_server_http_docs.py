@@ -107,7 +107,7 @@ async def test_the_page_loads_no_other_resource(shared_docs: FakeServer) -> None
     assert """curl http://127.0.0.1:8080/v1/embeddings -H &#x27;content-type""" in page
 
 
-async def test_both_answer_head_and_are_counted(shared_docs: FakeServer) -> None:
+async def test_docs_and_openapi_answer_head_and_are_counted(shared_docs: FakeServer) -> None:
     async with connect(shared_docs) as client:
         for path in ("/docs", "/openapi.json"):
             labels = {"route": f"GET {path}", "status": "200"}

@@ -78,7 +78,7 @@ def requests(draw: st.DrawFn, paths: Sequence[str]) -> tuple[str, bytes]:
     sent = sentences if is_pair else st.lists(words, max_size=4) if path in COHERE else inputs
     body: Any = draw(wild) if draw(st.integers(0, 9)) == 0 else {ROUTES[path]: draw(sent)}
     if isinstance(body, dict):
-        if draw(st.integers(0, 19)) == 0:  # a long body: its inputs are decoded in turns
+        if draw(st.integers(0, 19)) == 0:  # a long body, which the server decodes in pieces
             body["pad"] = " " * 70_000
             body[ROUTES[path]] = draw(st.lists(words | ids | wild, max_size=3)) * 300
         for name in draw(st.lists(st.sampled_from(sorted(fields)), max_size=2)):

@@ -123,9 +123,9 @@ async def test_refusals_of_a_sparse_model_name_its_route(serve: Serve) -> None:
 
 
 async def test_refusals_of_a_late_interaction_model_name_its_route(serve: Serve) -> None:
-    """A late-interaction model like ColBERT has token vectors only. Other routes refuse, and name the route /pooling.
+    """A late-interaction model, like ColBERT, has token vectors only. All routes except /pooling refuse calls.
 
-    In this model, queries get a prompt, and extra tokens fill up short queries.
+    The errors name /pooling. In this model, queries get a prompt, and short queries get extra tokens.
     """
     expansion = manifest_pb2.Expansion(min_tokens=8, token_id=3, attended=False)
     query = manifest_pb2.TaskSettings(prompt_name="q", max_tokens=8, expansion=expansion)

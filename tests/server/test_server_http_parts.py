@@ -60,14 +60,14 @@ async def test_one_request_takes_at_most_a_quarter_of_the_queue(start_server: St
 
 
 @pytest.mark.parametrize("at", [256, 1099])  # the server prepares 256 inputs at a time; 1099 is the last input
-async def test_one_bad_input_is_named_by_its_place(start_server: StartServer, at: int) -> None:
+async def test_the_error_has_the_index_of_the_bad_input(start_server: StartServer, at: int) -> None:
     server = await start_server(FakeEngine(D_MODEL, poison=666, nan_id=777), **SMALL_QUEUE)
     bad: list[tuple[Any, str, str]] = [
         ([1, 2000], f"[{at}][1]", "from 0 to 999"),
         ([], f"[{at}]", "at least 1 id"),
         ([1] * 33, f"[{at}]", "at most 32 tokens"),
         ([666], f"[{at}]", "could not compute"),
-        ([777], f"[{at}]", "not finite"),
+        ([777], f"[{at}]", "NaN or infinity"),
         ("x" * 300_000, f"[{at}]", "at most 262144 bytes"),
     ]
     async with connect(server) as client:
@@ -96,7 +96,7 @@ async def test_texts_and_ids_in_one_request_of_several_parts(serve: Serve, texts
     assert (await post(server, TEI, {"inputs": ids * texts})).status_code == 200
 
 
-async def test_an_input_larger_than_the_queue_is_named_by_its_place(start_server: StartServer) -> None:
+async def test_the_error_has_the_index_of_an_input_larger_than_the_queue(start_server: StartServer) -> None:
     server = await start_server(http_port=0, max_queue_tokens=24)
     assert (await post(server, TEI, {"inputs": [[1] * 24] * 3})).status_code == 200
     refused = await post(server, TEI, {"inputs": [[5, 6], [7] * 25, [5, 6]]})
@@ -140,7 +140,7 @@ async def test_a_small_request_does_not_wait_for_a_large_one(start_server: Start
 
 
 @pytest.mark.parametrize("ending", ["the caller leaves", "the engine fails"])
-async def test_a_request_that_ends_in_the_middle_gives_everything_back(start_server: StartServer, ending: str) -> None:
+async def test_a_request_that_ends_early_releases_all_resources(start_server: StartServer, ending: str) -> None:
     server = await start_server(**SMALL_QUEUE)
     large = await server.start_held(post(server, TEI, LARGE))
     for _ in range(5):
@@ -220,10 +220,7 @@ async def test_a_later_part_waits_for_room() -> None:
 
 @pytest.mark.parametrize("model", [Crowded(full_runs={0}), Crowded(full_runs=range(1, 99))])
 async def test_a_refused_first_part_ends_the_call(model: Crowded) -> None:
-    """If the queue is full for the first part, the call fails.
-
-    If the queue stays full for a later part for 30 seconds, the call fails too.
-    """
+    """A call fails if the queue is full for its first part, or stays full for a later part for 30 s."""
     clock = FakeClock()
     with pytest.raises(QueueFull):
         await run_crowded(model, clock, 300)
@@ -231,7 +228,7 @@ async def test_a_refused_first_part_ends_the_call(model: Crowded) -> None:
     assert clock.now() < 120
 
 
-async def test_a_replaced_model_finishes_the_requests_it_began(start_server: StartServer) -> None:
+async def test_a_replaced_model_finishes_its_requests(start_server: StartServer) -> None:
     server = await start_server(**SMALL_QUEUE)
     old, new = server.app.catalog.resolve("tiny", "2"), server.app.catalog.resolve("tiny", "1")
     large = await server.start_held(post(server, TEI, LARGE))
@@ -247,7 +244,7 @@ async def test_a_replaced_model_finishes_the_requests_it_began(start_server: Sta
 
 @pytest.mark.parametrize("grace_seconds", [60.0, 0.2])
 async def test_a_request_in_parts_when_the_server_stops(start_server: StartServer, grace_seconds: float) -> None:
-    """If the server stops, it finishes the request within the grace period, or refuses it at the end of the period."""
+    """A stopping server finishes the request within the grace period, or refuses the request at the period's end."""
     server = await start_server(**SMALL_QUEUE, grace_seconds=grace_seconds)
     large = await server.start_held(post(server, TEI, LARGE))
     stopping = asyncio.create_task(server.app.stop())

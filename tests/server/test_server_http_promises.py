@@ -1,4 +1,4 @@
-"""Tests of HTTP: overload, callers that leave, faults, stops of the server, and bytes that are not HTTP."""
+"""Tests of HTTP: overload, callers that disconnect, errors, stops of the server, and bytes that are not HTTP."""
 
 import asyncio
 import contextlib
@@ -174,9 +174,9 @@ async def test_an_offer_of_http_2_is_answered_with_http_1(shared: FakeServer, pa
 
 
 async def test_a_request_behind_an_offer_of_http_2(shared: FakeServer) -> None:
-    """If a second request follows the offer of HTTP/2 directly, the server answers only the first request.
+    """If a second request follows an offer of HTTP/2 immediately, the server answers only the first request.
 
-    Then it closes the connection, so that the caller sends the second request again.
+    Then the server closes the connection, and the caller sends the second request again.
     """
     async with raw(shared) as (reader, writer):
         writer.write(OFFERING * 2)
@@ -218,7 +218,7 @@ async def test_an_engine_that_fails(start_server: StartServer) -> None:
 async def test_a_compressed_body_is_refused(shared: FakeServer, path: str, encoding: str) -> None:
     """A compressed body is refused with the status 415.
 
-    Without this check, the error would say that the body is not valid JSON.
+    Without this check, the error would be "not valid JSON".
     """
     refused = await post(shared, path, gzip.compress(b'{"input": "hello"}'), headers={"content-encoding": encoding})
     assert (refused.status_code, refused.headers["encserve-error-reason"]) == (415, "UNSUPPORTED_ENCODING")

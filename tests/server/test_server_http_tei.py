@@ -106,8 +106,8 @@ async def test_unknown_fields_of_an_inner_object(start_server: StartServer, capl
     assert (refused.status_code, refused.json()["error"].partition(":")[0]) == (422, "parameters.normalize")
 
 
-async def test_huggingface_hub_at_the_address_alone(shared: FakeServer) -> None:
-    """The route `/` answers huggingface_hub, which sends the requests of every task to `/` if the URL has no path."""
+async def test_huggingface_hub_at_the_root_path(shared: FakeServer) -> None:
+    """The route `/` answers huggingface_hub. For a URL without a path, huggingface_hub sends all requests to `/`."""
     from huggingface_hub import InferenceClient
 
     client = InferenceClient(f"http://127.0.0.1:{shared.app.http_port}")
@@ -118,7 +118,7 @@ async def test_huggingface_hub_at_the_address_alone(shared: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("path", ["/embed", "/embed_all"])
-async def test_a_request_that_needs_a_cut_on_the_left_is_refused(shared: FakeServer, path: str) -> None:
+async def test_truncation_on_the_left_is_refused(shared: FakeServer, path: str) -> None:
     left = {"truncation_direction": "Left"}
     want = await post(shared, path, {"inputs": TEXTS})
     assert (await post(shared, path, {"inputs": TEXTS} | left)).content == want.content
@@ -192,7 +192,7 @@ async def test_a_large_comparison(start_server: StartServer) -> None:
 async def test_a_failed_computation_names_the_input(
     start_server: StartServer, path: str, body: dict[str, Any], field: str
 ) -> None:
-    """If the engine fails for one text, the error names the field of this text as the request has it."""
+    """If the engine fails for one text, the error names the text's field in this request."""
     server = await start_server(FakeEngine(D_MODEL, nan_id=5), http_port=0)  # "brave" has the id 5
     failed = await post(server, path, body)
     assert failed.status_code in (424, 500)

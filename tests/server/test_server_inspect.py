@@ -128,7 +128,7 @@ async def test_large_tensors_come_in_chunks(server: FakeServer, monkeypatch: pyt
     np.testing.assert_array_equal(tensors_of(parts)[0], want)
 
 
-async def test_a_text_gets_the_prompt_that_encoding_gives_it(start_server: StartServer) -> None:
+async def test_inspect_adds_the_same_prompt_as_encode(start_server: StartServer) -> None:
     server = await start_server(prompts={"query": "world ", "passage": "hello hello "})
 
     async def tokens(**how: Any) -> list[str]:
@@ -189,9 +189,9 @@ async def test_a_bad_request_is_refused_by_field_and_never_runs(start_server: St
 
 @pytest.mark.parametrize("settings", [{"can_inspect": False}, {"inspect": False}])
 async def test_a_model_without_inspection_refuses_first(start_server: StartServer, settings: dict[str, Any]) -> None:
-    """If a model has no inspection, the server refuses a call before it checks the rest of the request.
+    """For a model without inspection, the server refuses a call before other checks.
 
-    The server may not know the layers of such a model.
+    The other checks need the layers of the model, which the server may not know.
     """
     server = await start_server(**settings)
     with pytest.raises(Failed) as caught:
@@ -220,7 +220,7 @@ async def test_encoding_does_not_wait_for_an_inspection(server: FakeServer) -> N
 
 
 async def test_chunks_do_not_wait_behind_large_replies(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inspect must not use the threads that build large replies of Encode, because these threads may be busy."""
+    """Inspect must not need the threads that build large replies of Encode. These threads may be busy."""
     submit, pools = ThreadPoolExecutor.submit, set()
 
     def note_pool(pool: ThreadPoolExecutor, *args: Any, **kwargs: Any) -> Any:
@@ -248,13 +248,13 @@ async def test_a_full_queue_refuses_an_inspection(start_server: StartServer) -> 
     await server.inspect(request([1]))
 
 
-async def test_cancelled_inspections_leave_their_places_unless_they_run(start_server: StartServer) -> None:
+async def test_cancelled_inspections_leave_the_queue_unless_they_run(start_server: StartServer) -> None:
     server = await start_server(max_inspections=2)
     running = await hold(server)
     running.cancel()
     for _ in range(5):
         (await queue_behind(server, 2)).cancel()
-        await until(lambda: inspections(server) == 1)  # the server cannot interrupt the running inspection
+        await until(lambda: inspections(server) == 1)  # only the running inspection, which cannot be interrupted
     server.inspector.let_go()
     await server.inspect(request([1, 2, 3]))
     assert server.inspector.lengths == [1, 3]
@@ -302,7 +302,7 @@ async def test_a_failed_run_hides_its_error_and_the_next_one_works(server: FakeS
 
 
 async def test_a_graph_that_cannot_be_loaded_is_tried_again(start_server: StartServer) -> None:
-    """If the graph cannot be loaded, the next call tries again. The error does not show the path of the file."""
+    """If the graph cannot be loaded, the next call tries again. The error has no file path."""
     found: list[FakeInspector] = []
 
     def load() -> FakeInspector:
@@ -343,7 +343,7 @@ async def test_a_caller_that_reads_nothing_loses_its_connection(
 ) -> None:
     """The server closes the connection of a caller that reads nothing.
 
-    Otherwise a few such callers could block all inspections, and their replies would stay in memory forever.
+    Otherwise, a few such callers could block all inspections, and fill the memory with unread replies.
     """
     monkeypatch.setattr(sending, "UNREAD_SECONDS", 0.2)
     server.inspector.n_heads = 4000
@@ -365,7 +365,7 @@ async def test_a_caller_that_reads_nothing_loses_its_connection(
 
 
 async def test_a_caller_that_reads_too_slowly_is_ended(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server ends the call of a caller that reads too slowly, because it would block the queue of inspections."""
+    """The server ends the call of a slow reader, because the call would block the queue of inspections."""
     monkeypatch.setattr(service, "_ANSWER_SECONDS", 0.3)
     server.inspector.n_heads = 4000
     call = open_call(server.channel, spec(ATTENTION))
@@ -377,7 +377,7 @@ async def test_a_caller_that_reads_too_slowly_is_ended(server: FakeServer, monke
     assert "did not read the reply within" in (error.details() or "")
 
 
-async def test_a_caller_that_goes_during_a_write_is_not_an_error_of_the_server(
+async def test_a_caller_that_disconnects_during_a_write_is_not_a_server_error(
     server: FakeServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.inspector.n_heads = 4000
@@ -396,7 +396,7 @@ async def test_a_caller_that_goes_during_a_write_is_not_an_error_of_the_server(
 # Unloading and stopping
 
 
-async def test_unloading_ends_waiting_inspections_and_finishes_the_running_one(server: FakeServer) -> None:
+async def test_unloading_ends_waiting_inspections_but_not_the_running_one(server: FakeServer) -> None:
     lane = server.app.catalog.resolve("", "").check_inspectable()
     ran: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Laws of the ledger: pools keep their limit, and a caller that holds nothing finds room."""
+"""Tests of the ledger, which limits what callers hold: a caller that holds nothing always finds room."""
 
 import asyncio
 import resource
@@ -17,8 +17,8 @@ CALLERS = st.sampled_from(["a", "b", "c"])
 
 
 @given(st.integers(8, 10_000), st.lists(st.tuples(CALLERS, st.integers(1, 5_000)), max_size=60))
-def test_a_pool_keeps_its_limit_and_room_for_others(limit: int, claims: list[tuple[str, int]]) -> None:
-    """After any claims of three callers, another caller still finds room for a small claim."""
+def test_a_pool_keeps_its_limit_and_has_room_for_others(limit: int, claims: list[tuple[str, int]]) -> None:
+    """After any claims of three callers, a fourth caller still finds room for a small claim."""
     pool = Pool(limit * 1000)
     for account, size in claims:
         if pool.has_room(account, size * 1000):
@@ -103,7 +103,7 @@ async def test_streams_of_one_caller_leave_places_for_another(monkeypatch: pytes
     assert (places.pool.held, places._budget.held) == (0, 0)
 
 
-async def test_the_longest_idle_stream_of_a_larger_holder_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_stream_ends_the_longest_idle_stream_of_the_largest_holder(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock()
     places = places_of(clock, monkeypatch, 8)
     held = Held(places)
@@ -116,14 +116,14 @@ async def test_the_longest_idle_stream_of_a_larger_holder_gives_way(monkeypatch:
     clock.advance(2.0)
     await held.start("b2", "b")
     await asyncio.sleep(0)
-    assert list(held.ended) == ["b1", "b0"], "the longest idle stream is the caller's own"
+    assert list(held.ended) == ["b1", "b0"], "the ended stream is not the longest idle stream of caller b"
     await held.start("d0", "d")
     await asyncio.sleep(0)
     assert list(held.ended)[2:] == ["a0"]
     await held.stop()
 
 
-async def test_a_body_that_makes_progress_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_with_progress_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock()
     places = places_of(clock, monkeypatch, 8)
     held = Held(places)
@@ -177,14 +177,14 @@ async def test_one_body_continues_in_each_turn_of_the_event_loop(monkeypatch: py
 
     counting = asyncio.create_task(count_turns())
     await read_body()
-    assert turns <= 3, "a body that is alone waits"
+    assert turns <= 3, "a single body waits for others"
     turns_of_parts.clear()
     await asyncio.gather(*(read_body() for _ in range(20)))
     counting.cancel()
     assert len(set(turns_of_parts)) == 60
 
 
-async def test_a_newer_watch_takes_the_room_of_the_callers_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_watch_replaces_the_callers_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "MAX_WATCHES", 8)
     watches, ended = Watches(), []
 
@@ -225,7 +225,7 @@ def test_connections_within_the_limit_of_open_files(
     allowed: int,
     raised: int | None,
 ) -> None:
-    """The server raises the limit for 1,000 connections. If the limit stays too low, it allows fewer connections."""
+    """The server raises the limit of open files for 1,000 connections. A low limit allows fewer connections."""
     limits = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))

@@ -103,12 +103,10 @@ async def test_health_follows_a_stuck_batch(start_server: StartServer, monkeypat
     await becomes(server, SERVING)
 
 
-async def test_probes_see_an_event_loop_that_does_not_run(
-    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While the event loop is blocked, /healthz returns 503. When the loop runs again, /healthz returns 200.
+async def test_healthz_detects_a_blocked_event_loop(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the event loop is blocked, /healthz returns 503. When the event loop runs again, /healthz returns 200.
 
-    The metrics page has its own threads, so it can reply while the event loop is blocked.
+    The metrics page has separate threads, so it replies even while the event loop is blocked.
     """
     monkeypatch.setattr(lag, "STANDSTILL_SECONDS", 0.2)
     server = await start_server()
@@ -139,10 +137,10 @@ async def test_probes_see_an_event_loop_that_does_not_run(
 
 
 @pytest.mark.system  # takes more than a second
-async def test_calls_succeed_while_balancers_learn_of_the_stop(start_server: StartServer) -> None:
-    """During a stop, the server first reports that it is not serving, and still accepts calls.
+async def test_calls_succeed_during_the_drain_delay(start_server: StartServer) -> None:
+    """At the start of a stop, health is NOT_SERVING, but the server still accepts calls.
 
-    So load balancers can stop sending calls before the server refuses them.
+    So load balancers stop sending calls before the server refuses calls.
     """
     server = await start_server(drain_delay_seconds=1.5)
     await becomes(server, SERVING)
@@ -166,7 +164,7 @@ async def test_a_stop_finishes_running_calls_and_refuses_new_ones(server: FakeSe
             await asyncio.wait([refused], timeout=0.2)
             if refused.done():
                 break
-            refused.cancel()  # the stop had not begun, so the server accepted this call
+            refused.cancel()  # the server accepted this call, because the stop had not begun
     failure = refused.exception()
     assert isinstance(failure, Failed)
     assert (failure.code, failure.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
@@ -211,7 +209,7 @@ async def test_a_stuck_engine_does_not_prevent_a_stop(
 
 
 async def test_a_stop_right_after_a_change_of_health_ends(start_server: StartServer) -> None:
-    """A stop ends, even if it cancels the health task at the moment when a change of health wakes this task."""
+    """A stop ends even if it cancels the health task while a change of health wakes the task."""
     for _ in range(5):
         server = await start_server()
         server.app._health.changed()
@@ -224,9 +222,9 @@ async def test_a_stop_right_after_a_change_of_health_ends(start_server: StartSer
 
 @pytest.mark.system  # takes more than a second
 async def test_a_port_in_use_stops_the_start(start_server: StartServer) -> None:
-    """If a port of the server is in use, the start fails with an error that names the option.
+    """If a port is in use, the start fails with an error that names the option.
 
-    By default, gRPC would share the port, or listen only on the addresses of the host where the port is free.
+    By default, gRPC would share the port, or listen only on addresses with a free port.
     """
     server = await start_server()
     repository = server.app.settings.model_repository
@@ -296,7 +294,7 @@ def test_the_metrics_page_listens_on_every_local_address_of_a_name(monkeypatch: 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
 async def test_computing_threads_have_a_lower_priority_than_the_event_loop(start_server: StartServer) -> None:
-    """The threads of an engine have a lower priority than the event loop, also those that start while a model loads.
+    """All threads of an engine have a lower priority than the event loop, even threads that start during loading.
 
     On Linux, 19 is the lowest priority.
     """
@@ -357,9 +355,9 @@ async def test_metrics_count_calls_tokens_and_stages(server: FakeServer) -> None
 
 
 async def test_the_metrics_page_is_complete_before_the_first_request(server: FakeServer) -> None:
-    """From the start, the page has a series with the value 0 for every set of labels.
+    """From the start, every label set has a series with the value 0.
 
-    So the rate of errors in Prometheus includes the first error.
+    So in Prometheus, the rate of errors includes the first error.
     """
     url = f"http://127.0.0.1:{server.app.metrics_port}/metrics"
     page = (await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read())).decode()
@@ -419,8 +417,10 @@ LONG = "hello " * 40_000
 CUT = pb.EncodeOptions(truncation=pb.TRUNCATION_END)
 
 
-async def test_waiting_text_is_bounded(start_server: StartServer, tokenized: tuple[list[int], threading.Event]) -> None:
-    """When the waiting text has reached its limit, the server refuses more text at once, but accepts token ids."""
+async def test_the_bytes_of_waiting_texts_are_bounded(
+    start_server: StartServer, tokenized: tuple[list[int], threading.Event]
+) -> None:
+    """When the waiting texts reach their limit, the server refuses further texts at once, but accepts token ids."""
     server = await start_server(max_queue_text_mib=1)
     first = asyncio.gather(*[server.encode(LONG, options=CUT) for _ in range(4)])
     await until(lambda: server.queued("text_bytes") == 4 * len(LONG))
@@ -435,12 +435,12 @@ async def test_waiting_text_is_bounded(start_server: StartServer, tokenized: tup
     await server.encode("hello")
 
 
-async def test_a_paragraph_does_not_wait_for_a_long_request(
+async def test_a_short_request_does_not_wait_for_a_long_request(
     server: FakeServer, tokenized: tuple[list[int], threading.Event]
 ) -> None:
-    """The tokenizer takes one text of each request in turn, so a short request runs second.
+    """The tokenizer takes one text of each request in turn, so the short request is second.
 
-    If a text is too long, the server does not tokenize the other texts of the request.
+    After a text that is too long, the other texts of the request are not tokenized.
     """
     lengths, go_on = tokenized
     slow = asyncio.create_task(server.encode(*[LONG] * 3, options=CUT))

@@ -1,4 +1,4 @@
-"""Tests of loading bundles whose checksums are right, but whose parts contradict each other."""
+"""Tests of loading bundles with right checksums, but with parts that contradict each other."""
 
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def with_a_token(tokenizer: Tokenizer) -> Tokenizer:
 def test_a_served_bundle_is_verified_and_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bundle that is already served is verified, but not loaded again.
 
-    For example, its files may have been copied again without a change of content.
+    For example, the same files may have been copied again.
     """
     directory = write_bundle(tmp_path)
     served = load(directory)
@@ -91,18 +91,18 @@ def test_a_tokenizer_that_fits_is_loaded(tmp_path: Path, tokenizer: Tokenizer) -
 def test_a_tokenizer_with_ids_beyond_the_model_is_refused(tmp_path: Path, tokenizer: Tokenizer, largest: int) -> None:
     """A bundle is refused if its tokenizer has an id that the model does not have.
 
-    The id belongs to a word, or to a special token around a text that is not in the vocabulary.
+    The id belongs to a word, or to a special token outside the vocabulary that the tokenizer adds to a text.
     """
     directory = write_bundle(tmp_path, tokenizer=tokenizer)
     with pytest.raises(BundleError, match=rf"tokenizer.json: .* {largest}, .* 49"):
         load(directory)
 
 
-def test_an_added_token_without_a_row_refuses_only_texts_that_hold_it(tmp_path: Path) -> None:
+def test_only_texts_with_an_added_token_without_a_row_are_refused(tmp_path: Path) -> None:
     directory = write_bundle(tmp_path, tokenizer=with_a_token(words(VOCAB_SIZE)))
     with Embedder(directory, tune_batches=False) as embedder:
         assert len(embedder.embed(["w5 w6"], output="mean")) == 1
-        refused = r"holds '\[X\]', token 50; the vocabulary of \S+ ends at 49: leave that token out"
+        refused = r"holds '\[X\]', token 50; the vocabulary of \S+ ends at 49: remove that token"
         with pytest.raises(InvalidField, match=refused):
             embedder.embed(["w5", "w5 [X]"], output="mean")
         ids, reason = embedder.tokenize(["w5 w6", "[X]"])
@@ -113,7 +113,7 @@ def test_an_added_token_without_a_row_refuses_only_texts_that_hold_it(tmp_path: 
 def test_a_vocabulary_larger_than_the_graphs_table_is_refused(tmp_path: Path, vocab_size: int) -> None:
     """A bundle is refused if its manifest gives a larger vocabulary than the graph has.
 
-    To detect this, the server runs the last id of the vocabulary when it loads the bundle.
+    While loading, the server runs the graph with the last id of the vocabulary to detect this.
     """
     directory = write_bundle(tmp_path, encoder__vocab_size=vocab_size, tokenizer=words(VOCAB_SIZE + 1))
     with pytest.raises(BundleError, match=rf"\[1\] tokens: .*idx={vocab_size - 1}"):

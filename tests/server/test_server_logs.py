@@ -62,7 +62,7 @@ NONSENSE = [
 ]
 
 
-def test_clients_that_send_nonsense_or_close(tmp_path: Path) -> None:
+def test_the_log_is_json_after_nonsense_and_closed_connections(tmp_path: Path) -> None:
     """After clients send nonsense or close their connections, the server still works and its log is JSON.
 
     `RealServer` parses every log line, so a line that is not JSON fails the test.

@@ -37,7 +37,7 @@ INPUT = pb.Input(token_ids=pb.TokenIds(ids=ONE))
 class Repository:
     """A model repository. Each manifest is one line of text: the content of the version, or a word for a failure.
 
-    The server scans the repository again and again, but each scan waits until the test calls `look`.
+    The server scans the repository repeatedly, but each scan waits until the test calls `look`.
     """
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ class Repository:
     async def look(self, times: int = 2) -> None:
         """Let the server scan the repository `times` times.
 
-        The server loads a new version when a second scan finds it unchanged.
+        The server loads a new version after two scans that find the same files.
         """
         await until(lambda: self._looks >= 2)  # the scan at the start has begun, and the next scan waits
         before = self._looks
@@ -74,10 +74,10 @@ class Repository:
         await until(lambda: self._looks >= before + times)
 
     async def look_now(self, server: FakeServer) -> None:
-        """Ask for a scan at once, as SIGHUP does, and let the server scan."""
+        """Request a scan, as SIGHUP does, and let the server scan."""
         await until(lambda: self._looks >= 2)
         server.app.manager.look_now()
-        await self.look(2)  # the scan that already waits, and the requested scan
+        await self.look(2)  # first the waiting scan, then the requested scan
 
     def stop_waiting(self) -> None:
         self._free = True
@@ -95,9 +95,9 @@ class Repository:
         (self.path / name / version).rmdir()
 
     def load(self, directory: Path, settings: Settings, tokenize_pool: FairThreadPool, served: str) -> LoadedModel:
-        """Load a fake model, or fail as the manifest says.
+        """Load a fake model, or fail in the way that the manifest demands.
 
-        The server calls this method instead of its own loader. The method checks the permission bits of the manifest,
+        The server calls this method instead of the real loader. The method checks the permission bits of the manifest,
         because root may read any file.
         """
         manifest = directory / "manifest.json"
@@ -202,7 +202,7 @@ async def test_a_new_version_replaces_the_old_one_in_replies_and_metrics(reposit
     assert await listed(server) == "tiny@2*"
     await until(lambda: repository.closed == [True, False])
     await until(lambda: repository.collections == 1)
-    with pytest.raises(Failed, match="'1' of tiny; there are 2") as caught:
+    with pytest.raises(Failed, match="'1' of tiny; the versions are 2") as caught:
         await version_of(server, model_version="1")
     assert caught.value.code is grpc.StatusCode.NOT_FOUND
     assert loads(server, "loaded") == 2
@@ -218,7 +218,7 @@ async def test_a_new_version_replaces_the_old_one_in_replies_and_metrics(reposit
 async def test_a_version_is_replaced_in_place(repository: Repository, serve: Serve) -> None:
     """New content replaces the content of version 1, and the metrics of the version continue.
 
-    If the next content is bad, the server keeps the content that it serves.
+    Bad content changes nothing: the server continues with the served content.
     """
     manifest = repository.put("1", "a")
     server = await serve()
@@ -241,9 +241,9 @@ async def test_a_version_is_replaced_in_place(repository: Repository, serve: Ser
 
 
 async def test_unchanged_content_is_never_loaded_twice(repository: Repository, serve: Serve) -> None:
-    """A version is not loaded again if only the dates or permissions of its files change.
+    """A version is not loaded again if only dates or permissions of files change.
 
-    For example, a volume may change the permissions of all files each time a pod mounts the volume.
+    For example, a volume may change the permissions of all files at each mount by a pod.
     """
     manifest = repository.put("1", "a")
     repository.put("0", BAD)
@@ -259,7 +259,7 @@ async def test_unchanged_content_is_never_loaded_twice(repository: Repository, s
     assert await listed(server) == "tiny@1*"
 
 
-async def test_a_folder_that_still_changes_is_not_loaded(repository: Repository, serve: Serve) -> None:
+async def test_a_folder_is_not_loaded_while_it_changes(repository: Repository, serve: Serve) -> None:
     repository.put("1", "a")
     server = await serve()
     repository.put("2", "half")
@@ -272,10 +272,10 @@ async def test_a_folder_that_still_changes_is_not_loaded(repository: Repository,
     assert repository.loads == ["tiny@1: a", "tiny@2: whole"]
 
 
-async def test_a_look_that_is_asked_for_loads_at_once_and_retries_refused_versions(
+async def test_a_requested_scan_loads_at_once_and_retries_refused_versions(
     repository: Repository, serve: Serve
 ) -> None:
-    """A requested scan loads refused versions again, because their bundles may be good.
+    """A requested scan loads refused versions again, because a good version may have been refused.
 
     For example, the device may have had no free memory at the first load.
     """
@@ -347,7 +347,7 @@ async def test_the_served_versions(
 
 
 async def test_a_new_model_never_becomes_the_default(repository: Repository, serve: Serve) -> None:
-    """The new model's name sorts first. Calls without a model name must still get the old model."""
+    """The name of the new model sorts first, but calls without a model name must still get the old model."""
     repository.put("1", "a", name="m")
     server = await serve()
     repository.put("1", "b", name="a")
@@ -376,14 +376,14 @@ async def test_an_older_version_is_reported_in_the_log(
     await serve()
     repository.put("v4", "c")
     await repository.look(3)
-    records = [it for it in caplog.records if it.message == "a version is older than the served one"]
+    records = [it for it in caplog.records if it.message == "a new version is older than the served one"]
     assert [vars(it)["version"] for it in records] == ["v4"]
 
 
 async def test_no_budget_is_measured_while_a_model_serves(repository: Repository, serve: Serve) -> None:
-    """While a model serves, the server measures no batch budget, because this would take all CPUs for seconds.
+    """While a model serves, no batch budget is measured, because a measurement needs all CPUs for seconds.
 
-    A new version gets the batch budget of the version before it.
+    A new version gets the batch budget of the previous version.
     """
     repository.put("1", "a", name="old")
     server = await serve()
@@ -416,7 +416,7 @@ async def test_a_bad_version_changes_nothing_until_it_is_repaired(
     assert server.sample("encserve_refused_versions", model="tiny") == 0
 
 
-async def test_the_start_takes_the_newest_good_version(repository: Repository, serve: Serve) -> None:
+async def test_the_server_starts_with_the_newest_good_version(repository: Repository, serve: Serve) -> None:
     """The start skips the bad version. The metrics report the bad version until its folder is removed."""
     repository.put("1", "a")
     repository.put("2", BAD)
@@ -459,7 +459,7 @@ async def test_a_refused_version_is_retried_after_any_change(repository: Reposit
 async def test_errors_that_stop_the_start(
     repository: Repository, contents: dict[str, str], error: type[Exception]
 ) -> None:
-    """A start fails if a model has no good version, and after any error that a bundle did not cause."""
+    """A start fails if a model has no good version, or after an error that is not an error of a bundle."""
     for version, content in contents.items():
         repository.put(version, content)
     app = App(Settings(model_repository=repository.path, grpc_port=0, metrics_port=0), repository.load)
@@ -471,7 +471,7 @@ async def test_errors_that_stop_the_start(
 async def test_a_refused_version_leaves_nothing_in_memory(repository: Repository, serve: Serve) -> None:
     """The engine of a refused version is freed.
 
-    An exception refers to the stack frames that it passed, and one of these frames refers to the engine.
+    An exception refers to stack frames, and one of these frames refers to the engine.
     """
     engines: list[weakref.ref[FakeEngine]] = []
 
@@ -525,7 +525,7 @@ async def test_a_folder_that_cannot_be_read_changes_nothing(
 ) -> None:
     """If a folder cannot be read, the served versions stay the same.
 
-    The folder may be lost+found or have wrong permissions. It may also be on a network volume that fails for a moment.
+    For example: lost+found, a folder with wrong permissions, or a network volume that fails for a moment.
     """
     repository.put("1", "a")
     server = await serve()
@@ -556,9 +556,9 @@ async def test_a_folder_that_cannot_be_read_changes_nothing(
 async def test_a_missing_model_makes_the_repository_overdue(
     repository: Repository, serve: Serve, model: tuple[str, ...]
 ) -> None:
-    """If a served model is removed from the repository, a metric shows that the repository is overdue.
+    """If a served model disappears from the repository, a metric shows that the repository is overdue.
 
-    Calls still succeed, so callers do not notice that the model is missing.
+    Calls still succeed, so no caller reports the missing model.
     """
     repository.put("1", "a")
     server = await serve(model=model)
@@ -587,9 +587,9 @@ async def test_a_missing_model_makes_the_repository_overdue(
 async def test_an_expected_fingerprint_or_space(
     repository: Repository, serve: Serve, field: str, reason: str, kept: str, changed: str
 ) -> None:
-    """A call that names an id fails if the served version has another id.
+    """A call with an expected id fails if the served version has another id.
 
-    The id of the vector space stays the same if the same model is exported again.
+    A second export of a model has the same space_id.
     """
     repository.put("1", "a")
     server = await serve()
@@ -613,7 +613,7 @@ async def test_an_expected_fingerprint_or_space(
     assert (await server.inspect(inspect))[0].header.model_version == "3"
 
 
-async def test_a_bundle_without_a_space_meets_no_expectation(repository: Repository, serve: Serve) -> None:
+async def test_a_bundle_without_a_space_id_fails_every_expectation(repository: Repository, serve: Serve) -> None:
     repository.put("1", "")
     server = await serve()
     with pytest.raises(Failed, match="tiny@1 has none"):
@@ -621,9 +621,9 @@ async def test_a_bundle_without_a_space_meets_no_expectation(repository: Reposit
 
 
 async def test_an_inspection_after_the_folder_was_removed_is_refused(repository: Repository, serve: Serve) -> None:
-    """The server loads the inspection graph at the first inspection.
+    """If the file of the inspection graph is missing, a call fails with INSPECT_UNAVAILABLE, not with INTERNAL.
 
-    If the file of the graph is gone, the call fails with INSPECT_UNAVAILABLE and not as an internal error.
+    The server loads the inspection graph at the first inspection.
     """
 
     def load(directory: Path, settings: Settings, tokenize_pool: FairThreadPool, served: str) -> LoadedModel:
@@ -665,9 +665,7 @@ async def test_running_calls_finish_on_the_old_version(repository: Repository, s
     await until(lambda: repository.closed == [True, False, False])
 
 
-async def test_an_engine_that_does_not_finish_is_given_up_after_the_grace_period(
-    repository: Repository, serve: Serve
-) -> None:
+async def test_a_stuck_engine_is_abandoned_after_the_grace_period(repository: Repository, serve: Serve) -> None:
     repository.put("1", "a")
     server = await serve(grace_seconds=0.2)
     async with in_use(server, repository.engines[0]) as call:
@@ -697,7 +695,7 @@ async def test_a_stop_in_the_middle_of_a_replacement_answers_running_calls(
 
 
 async def test_the_next_version_waits_for_the_retirement_of_its_own_model(repository: Repository, serve: Serve) -> None:
-    """A new version waits until the old version of the same model has left the memory.
+    """A new version is not loaded before a replaced version of the same model is unloaded.
 
     So a model has at most one extra version in memory. After the wait, the server loads the current content of the
     folder. Other models do not wait.
@@ -720,10 +718,8 @@ async def test_the_next_version_waits_for_the_retirement_of_its_own_model(reposi
     assert repository.loads[-1] == "a@3: whole"
 
 
-async def test_a_version_replaced_in_place_serves_until_its_successor_is_loaded(
-    repository: Repository, serve: Serve
-) -> None:
-    """Both versions get new content. While version 1 is still loading, the old content of version 2 answers calls.
+async def test_a_version_serves_until_its_new_content_is_loaded(repository: Repository, serve: Serve) -> None:
+    """Both versions get new content. While version 1 loads, the old content of version 2 answers calls.
 
     The metrics of version 2 count these calls.
     """
@@ -753,12 +749,12 @@ async def test_a_version_replaced_in_place_serves_until_its_successor_is_loaded(
     await until(is_replaced)
 
 
-async def test_stuck_engines_are_given_up_together(
+async def test_stuck_engines_are_abandoned_at_the_same_time(
     repository: Repository, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server waits for all stuck engines at the same time, so a stop with eight of them takes less than 3.5 s."""
+    """A stop waits for all stuck engines at the same time. With eight stuck engines, a stop takes less than 3.5 s."""
     monkeypatch.setattr(manager, "_CLOSE_SECONDS", 0.5)
-    names = "abcdefgh"  # to wait for one engine after the other would take 8 x 0.5 s
+    names = "abcdefgh"  # waiting for the engines one after another would take 8 x 0.5 s
     for name in names:
         repository.put("1", name, name=name)
     server = await serve(grace_seconds=0.0)
@@ -770,8 +766,8 @@ async def test_stuck_engines_are_given_up_together(
             assert not await server.app.stop()
 
 
-async def test_one_task_follows_health_however_often_models_change(repository: Repository, serve: Serve) -> None:
-    """After a change of models, only one health task runs. A second health task would report SERVING during a stop."""
+async def test_only_one_health_task_runs_after_changes_of_models(repository: Repository, serve: Serve) -> None:
+    """After changes of models, only one health task runs. Otherwise, a second task would report SERVING in a stop."""
     repository.put("1", "a")
     await serve()
     repository.put("2", "b")

@@ -33,9 +33,9 @@ def unfrozen() -> Iterator[None]:
 
 
 def test_the_collector_skips_the_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`main` freezes the objects of the imported libraries before any model is loaded.
+    """`main` freezes the objects of imported libraries before any model is loaded.
 
-    So the garbage collector skips the libraries. It can still free the objects of a model.
+    So the garbage collector skips the libraries, but can still free the objects of a model.
     """
     frozen: list[int] = []
 
@@ -74,7 +74,7 @@ async def test_a_server_without_calls_returns_memory(
 def test_a_containers_limit_is_the_usable_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None
 ) -> None:
-    """The usable memory is the limit of the container, or the memory of the machine if there is no limit.
+    """The usable memory is the container's limit, or the machine's memory without a limit.
 
     A file of cgroup v2 or v1 has the limit. Without a limit, the file has "max" in v2, and a huge number in v1.
     """

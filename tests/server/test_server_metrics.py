@@ -71,7 +71,7 @@ async def test_every_limit_has_a_metric(start_server: StartServer) -> None:
 
 
 def test_busy_seconds_add_up() -> None:
-    """The metric is the sum of the busy times. The tests of the scheduler check that parallel runs count once."""
+    """The metric is the sum of busy times. The scheduler's tests check that parallel runs count once."""
     registry = CollectorRegistry()
     model = Metrics(registry).for_model("tiny", "2")
     for seconds in (2.0, 3.0):
@@ -79,14 +79,14 @@ def test_busy_seconds_add_up() -> None:
     assert registry.get_sample_value("encserve_device_busy_seconds_total", MODEL) == 5
 
 
-async def test_failed_runs_are_busy_time_too(start_server: StartServer) -> None:
+async def test_failed_runs_count_as_busy_time(start_server: StartServer) -> None:
     server = await start_server(FakeEngine(D_MODEL, poison=666))
     await refusal(server.encode([666]))
     assert server.sample("encserve_failed_batches_total", **MODEL) == 1
     assert server.sample("encserve_device_busy_seconds_total", **MODEL) > 0
 
 
-async def test_a_blocked_loop_is_late_for_every_missed_tick() -> None:
+async def test_a_blocked_event_loop_counts_every_missed_tick() -> None:
     clock = FakeClock()
     lags: list[float] = []
     task = asyncio.create_task(LoopWatch(clock, lags.append).run())
@@ -101,7 +101,7 @@ async def test_a_blocked_loop_is_late_for_every_missed_tick() -> None:
     task.cancel()
 
 
-async def test_a_loop_without_ticks_is_not_alive() -> None:
+async def test_an_event_loop_without_ticks_is_not_alive() -> None:
     clock = FakeClock()
     watch = LoopWatch(clock, lambda _: None)
     task = asyncio.create_task(watch.run())
@@ -192,7 +192,7 @@ async def test_callers_cannot_add_labels(shared: FakeServer) -> None:
 def test_a_page_of_three_models_stays_small() -> None:
     """The page for three versions has fewer than 1,200 lines.
 
-    The page must be short, because it takes about 8 µs a line to write, and no other Python code runs meanwhile.
+    The page must be short: writing takes about 8 µs per line, and blocks all other Python code.
     """
     registry = CollectorRegistry()
     metrics = Metrics(registry)

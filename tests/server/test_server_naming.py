@@ -1,6 +1,6 @@
 """Tests of the names of fields and values in errors.
 
-Each protocol has its own names. The packages that all protocols share must not contain such a name.
+Each protocol has other names. The packages that all protocols share must not contain such names.
 """
 
 import ast

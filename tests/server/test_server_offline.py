@@ -1,7 +1,6 @@
 """Tests of `Embedder`, which computes vectors in this process.
 
-The vectors are in the order of the inputs, and equal the vectors that a server returns. Each refused input has a
-reason.
+The vectors are in the order of the inputs, and equal a server's vectors. Each refused input has a reason.
 """
 
 import gc
@@ -127,7 +126,9 @@ SPEC = ("l2_normalize", "dimensions", "max_active_dims", "pool_factor")
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_rows_have_the_bits_of_a_servers(start_server: StartServer, tmp_path: Path, name: str) -> None:
+async def test_rows_have_the_same_bits_as_those_of_a_server(
+    start_server: StartServer, tmp_path: Path, name: str
+) -> None:
     parts, calls = CASES[name]
     bundle = write_bundle(tmp_path / "bundles", **{"tokenizer": words(), **parts})
     server = await start_server(load=loader(bundle), model=("tiny@1",), tune_batches=False)
@@ -152,10 +153,10 @@ async def test_rows_have_the_bits_of_a_servers(start_server: StartServer, tmp_pa
 
 
 @pytest.mark.system  # measures for two seconds
-def test_of_equally_good_budgets_the_greatest_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If several batch budgets are nearly equally fast, a job takes the largest. A server would take the smallest.
+def test_a_job_takes_the_largest_of_nearly_equal_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If several batch budgets are nearly equally fast, a job takes the largest budget, and a server the smallest.
 
-    For a job, large batches are better, because each batch has a fixed cost and no caller waits.
+    A job has no waiting callers, and each batch has a fixed cost, so large batches are better.
     """
     monkeypatch.setattr(tuning, "_MAX_SPREAD", math.inf)  # measurements that vary are stored too
     bundle = write_bundle(tmp_path / "bundles")
@@ -275,7 +276,7 @@ def test_a_model_of_embeddings_takes_vectors(make_fake: Any) -> None:
     np.testing.assert_array_equal(made.rows, np.concatenate(want))
     assert made.token_ids is None
     assert made.refused[2] == "must be finite; was nan in row 1, column 0"
-    assert made.refused[3].startswith("must be a text, a list of ids of 64 bits, or a (seq, d_model) array")
+    assert made.refused[3].startswith("must be a text, a list of 64-bit ids, or a (seq, d_model) array")
     assert made.refused[4] == made.refused[5] == "model tiny takes embeddings only"
     assert list(made.refused) == [2, 3, 4, 5, 6]
     with pytest.raises(InvalidField):
@@ -286,9 +287,9 @@ BAD: list[tuple[Any, str]] = [
     ([5, 1000], "id 1 must be from 0 to 999 (the vocabulary of tiny); was 1000"),
     ([-1], "id 0 must be from 0 to 999"),
     ([], "must hold at least 1 id; was empty"),
-    ([7] * 33, "must be at most 32 tokens (max_sequence_tokens of tiny); was 33. Set truncate, or split it"),
+    ([7] * 33, "must be at most 32 tokens (max_sequence_tokens of tiny); was 33. Set truncate, or split the input"),
     ("hello " * 40, "must be at most 32 tokens"),
-    ([2**70], "must be a text, a list of ids of 64 bits"),
+    ([2**70], "must be a text, a list of 64-bit ids"),
     ([1.5], "must be a text"),
     ([[1], [1, 2]], "must be a text"),
     (None, "must be a text"),
@@ -315,7 +316,7 @@ def test_a_refused_input_does_not_stop_the_others(make_fake: Any) -> None:
 def test_refused_inputs_leave_nothing_in_memory(make_fake: Any) -> None:
     """Errors of refused inputs are freed without the cycle collector.
 
-    If an error were part of a reference cycle, its input would stay in memory until the cycle collector runs.
+    An error in a reference cycle would keep its input in memory until the cycle collector runs.
     """
     embedder, _ = make_fake()
     gc.collect()
@@ -329,11 +330,14 @@ def test_refused_inputs_leave_nothing_in_memory(make_fake: Any) -> None:
 
 
 @pytest.mark.parametrize("output", ["mean", "tokens"])
-def test_a_failing_input_does_not_fail_its_batch(make_fake: Any, output: Any) -> None:
+def test_a_failed_input_does_not_affect_its_batch(make_fake: Any, output: Any) -> None:
     embedder, _ = make_fake(FakeEngine(D_MODEL, poison=13, nan_id=15))
     inputs = [[10 + i] * 4 for i in range(8)]
     made = embedder.run(inputs, output=output)
-    assert made.refused == {3: "the model could not compute it", 5: "the model's numbers for it are not finite"}
+    assert made.refused == {
+        3: "the model could not compute this input",
+        5: "the model's result for this input has NaN or infinity",
+    }
     kept = [it for i, it in enumerate(inputs) if i not in made.refused]
     assert made.lengths.tolist() == [0 if i in (3, 5) else 4 if output == "tokens" else 1 for i in range(8)]
     np.testing.assert_array_equal(made.rows, embedder.run(kept, output=output).rows)
@@ -346,8 +350,8 @@ def test_an_engine_that_always_fails_refuses_no_input(make_fake: Any) -> None:
     engine.broken = True
     with pytest.raises(EngineUnhealthy, match="the device is lost"):
         embedder.run(random_ids(20))
-    engine.broken, engine.nan_id = False, 0  # the engine's probe also has id 0
-    with pytest.raises(EngineUnhealthy, match="finite"):
+    engine.broken, engine.nan_id = False, 0  # the probe of the engine also has id 0
+    with pytest.raises(EngineUnhealthy, match="NaN or infinity"):
         embedder.run([[0, 5], [0, 6]])
     engine.nan_id = None
     assert embedder.run(random_ids(20)).refused == {}
@@ -356,7 +360,7 @@ def test_an_engine_that_always_fails_refuses_no_input(make_fake: Any) -> None:
 def test_threads_share_the_engine(make_fake: Any) -> None:
     """Six threads share one embedder, and every thread gets the right vectors.
 
-    No batch gets the whole device. Otherwise the timing of the threads would decide which batches run alone.
+    No batch gets the whole device. Otherwise, the timing of the threads would decide which batches run alone.
     """
     embedder, engine = make_fake(FakeEngine(D_MODEL, max_parallel_runs=2))
     calls = [random_ids(50, seed) for seed in range(6)]
@@ -442,7 +446,7 @@ def test_each_sparse_vector_has_its_own_indices(tmp_path: Path) -> None:
         made = embedder.run(TEXTS, output="sparse")
         found = embedder.embed(TEXTS, output="sparse")
         refused = embedder.run([[VOCAB_SIZE], *TEXTS, []], output="sparse")
-        with pytest.raises(ValueError, match="'multi_vector': see `arrays`"):
+        with pytest.raises(ValueError, match="'multi_vector': use `arrays`"):
             embedder.run(TEXTS, output="multi_vector").sparse_vectors()
     assert [len(it.indices) for it in found] == made.lengths.tolist() == refused.lengths[1:-1].tolist()
     np.testing.assert_array_equal(np.concatenate([it.indices for it in found]), refused.indices)
@@ -456,7 +460,7 @@ def test_each_sparse_vector_has_its_own_indices(tmp_path: Path) -> None:
     st.lists(st.integers(1, 40), max_size=60),
     st.builds(BatchPolicy, st.integers(1, 100), st.integers(1, 8), st.floats(0, 1)),
 )
-def test_batches_hold_every_input_once_and_end_only_at_a_bound(lengths: list[int], policy: BatchPolicy) -> None:
+def test_batches_have_every_input_once_and_are_full(lengths: list[int], policy: BatchPolicy) -> None:
     cut = batches(lengths, policy)
     order = [i for batch in cut for i in batch]
     assert order == sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))

@@ -33,9 +33,9 @@ INFER = {"grpc_type": "unary", "grpc_service": SERVICE_NAME, "grpc_method": "Mod
 @pytest.mark.parametrize("raw", [True, False])
 @pytest.mark.parametrize("dtype", ["<i8", "<i4"])
 async def test_ids_give_padded_rows(shared: FakeServer, raw: bool, dtype: str) -> None:
-    """The reply has padded hidden states. The request also has a mask and token types of zeros.
+    """The reply has padded hidden states. The request also has a mask, and token types of zeros.
 
-    Callers may send these two, because most tokenizer libraries return them.
+    Most tokenizer libraries return a mask and token types, so callers may send both.
     """
     arrays = {"input_ids": IDS, "attention_mask": MASK, "token_type_ids": IDS * 0}
     got = await infer(shared, raw=raw, **{name: array.astype(dtype) for name, array in arrays.items()})
@@ -101,7 +101,7 @@ async def test_a_model_of_vectors(start_server: StartServer) -> None:
 
 
 async def test_transport_parameters_of_clients_are_ignored(shared: FakeServer) -> None:
-    """The server ignores parameters that clients add for their transport, so the reply stays the same.
+    """Transport parameters of clients do not change the reply.
 
     KServe's client sends `binary_data_size`, Triton's client `binary_data`, and MLServer's codecs `content_type`.
     """
@@ -181,7 +181,7 @@ REFUSED = [  # a request, the field that the error names, and a part of the mess
     (infer_request(token_type_ids=IDS * 0), "inputs", "was token_type_ids"),
     (ids(token_type_ids=MASK), "token_type_ids[0, 0]", "must be 0"),
     (ids(token_type_ids=IDS[:1]), "token_type_ids.shape", "(2, 3)"),
-    (texts("a", token_type_ids=IDS), "token_type_ids.shape", "input_ids only"),
+    (texts("a", token_type_ids=IDS), "token_type_ids.shape", "is only for input_ids"),
     (with_input(masked(), name="attention_mask"), "inputs[1].name", "twice"),
     (with_input(ids(), datatype="FP32"), "input_ids.datatype", "'FP32'"),
     (with_input(ids(), shape=[6]), "input_ids.shape", "[6]"),
@@ -202,7 +202,7 @@ REFUSED = [  # a request, the field that the error names, and a part of the mess
     (masked(MASK[:, ::-1]), "attention_mask[1]", "padding"),
     (masked(MASK - 1), "attention_mask[1]", "padding"),
     (masked(MASK * 2), "attention_mask[0]", "padding"),
-    (texts("a", "b", attention_mask=MASK), "attention_mask.shape", "input_ids only"),
+    (texts("a", "b", attention_mask=MASK), "attention_mask.shape", "is only for input_ids"),
     (with_input(texts("a", "b", "c"), shape=[2]), "text", "was 3"),
     (with_raw(texts("a"), b"\xff\0"), "text", "4 bytes"),
     (with_raw(texts("a"), b"\x02\0\0\0a"), "text", "4 bytes"),
@@ -247,7 +247,7 @@ async def test_limits_of_settings_and_models(start_server: StartServer, tmp_path
     assert failed.text.startswith("parameters.dimensions: ")
 
 
-async def test_a_reply_that_padding_makes_too_large_is_refused_before_it_is_computed(start_server: StartServer) -> None:
+async def test_a_padded_reply_that_is_too_large_is_refused_before_the_run(start_server: StartServer) -> None:
     server = await start_server(max_response_mib=1, max_request_sequences=5000)
     array = np.ones((4000, 30), np.int64)  # 4,029 tokens, but 120,000 vectors of 16 bytes after padding
     mask = np.zeros_like(array)

@@ -190,7 +190,7 @@ async def test_metadata_configuration_statistics_and_index(server: FakeServer) -
     assert (await post(server, "/v2/repository/index", b" " * 2000 + b"{}")).status_code == 400
 
 
-async def test_a_server_that_drains_or_fails_is_live_and_not_ready(
+async def test_a_draining_or_failing_server_is_live_but_not_ready(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.5)
@@ -372,7 +372,7 @@ async def test_errors_of_the_server_have_their_statuses(start_server: StartServe
     assert (large.status_code, large.headers["encserve-error-reason"]) == (413, "REQUEST_TOO_LARGE")
 
 
-async def test_a_reply_that_padding_makes_too_large_is_refused_before_it_is_computed(start_server: StartServer) -> None:
+async def test_a_padded_reply_that_is_too_large_is_refused_before_the_run(start_server: StartServer) -> None:
     server = await start_server(http_port=0, max_response_mib=1, max_request_sequences=5000)
     array = np.ones((4000, 30), np.int64)
     mask = np.zeros_like(array)

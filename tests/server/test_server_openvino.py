@@ -53,10 +53,10 @@ def assert_as_in_onnx_runtime(graph: Graph, batch: list[np.ndarray]) -> None:
         np.testing.assert_allclose(rows, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_rows_outlive_the_next_run(engine: OpenVinoEngine) -> None:
+def test_rows_stay_valid_after_the_next_run(engine: OpenVinoEngine) -> None:
     """The hidden states of a run stay right after the next run.
 
-    OpenVINO reuses its output buffer. Without a copy, the next run would overwrite the hidden states.
+    OpenVINO reuses the output buffer. Without a copy, the next run would overwrite the hidden states.
     """
     first = engine.run([np.array([1, 2, 3])])
     engine.run([np.array([4, 5, 6])])
@@ -139,7 +139,7 @@ def test_a_wrong_precision_of_openvino_is_an_error(bundle: Bundle, monkeypatch: 
 
 
 def test_the_precision_of_float16_and_int8_files(bundle: Bundle) -> None:
-    """With `--precision model`, OpenVINO computes a float16 file in float32 on the CPU, and an int8 file in int8."""
+    """With `--precision model` on the CPU, OpenVINO computes a float16 file in float32, and an int8 file in int8."""
     half, quantized = (replace(bundle.graph, precision=precision) for precision in ("float16", "int8"))
     assert OpenVinoEngine(half, precision="model", intra_op_threads=1).info.precision == "float32"
     assert OpenVinoEngine(quantized, precision="model", intra_op_threads=1).info.precision == "int8"
@@ -190,7 +190,7 @@ print([thread.name for thread in threading.enumerate()])
 def test_only_the_chosen_engine_is_imported(tmp_path: Path, engine: str, provider: str, module: str) -> None:
     done = in_a_process(LOAD, tmp_path, engine, str(write_bundle(tmp_path / "models")))
     assert done.stdout.splitlines() == [provider, module, "['MainThread']"], done.stderr
-    # A plain import of openvino starts a telemetry thread, which writes into this folder and sends reports.
+    # A plain import of openvino starts a telemetry thread that writes into this folder and sends reports.
     assert not (tmp_path / "intel").exists()
 
 

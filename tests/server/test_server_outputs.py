@@ -1,7 +1,7 @@
 """Tests of the outputs of a batch.
 
-They check every kind of output, for one sequence and for a batch. They also check how often each computation runs, and
-numbers that are not finite.
+They check every kind of output for single sequences and batches, the number of runs of each computation, and numbers
+that are not finite.
 """
 
 from collections import Counter
@@ -66,7 +66,7 @@ def unit(rows: Numbers) -> Numbers:
 
 
 def product(rows: Numbers, weights: Numbers) -> Numbers:
-    """Return rows @ weights, with the same bits for a row in any batch. With BLAS, the bits depend on the shape."""
+    """Return rows @ weights. The bits of a row do not depend on the batch, unlike with BLAS."""
     return np.asarray(np.add.reduce(rows[..., None] * weights, axis=-2), np.float32)
 
 
@@ -180,9 +180,9 @@ def batches(draw: st.DrawFn) -> tuple[list[Rows], list[tuple[OutputSpec, ...]], 
 def test_a_sequence_gets_the_same_bits_alone_and_with_others(
     made: tuple[list[Rows], list[tuple[OutputSpec, ...]], list[int]],
 ) -> None:
-    """Each sequence gets the same bits alone and in a batch of sequences that may want different outputs.
+    """Each sequence gets the same bits alone and in a batch, even if the sequences request different outputs.
 
-    The last sequence has an infinite number, so it gets no outputs.
+    The last sequence contains infinity, so it gets no outputs.
     """
     rows, specs, skipped = made
     outputs = model()
@@ -217,7 +217,7 @@ def test_outputs_follow_their_formulas(lengths: list[int], seed: int) -> None:
 @example(5, 2, K.WEIGHTED_MEAN, 0)
 @example(5, 2, K.MEAN, 0)
 def test_pooling_skips_a_prompt(length: int, skipped: int, kind: OutputKind, seed: int) -> None:
-    """If a sequence has only prompt tokens, its vector has only zeros, except with CLS. The sequence does not fail."""
+    """The vector of a sequence with only prompt tokens has only zeros, except with CLS. The sequence does not fail."""
     outputs = model(pooling=ModelPooling((kind,), l2_normalize=False, width=D_MODEL, skips_prompt=True))
     (rows,) = random_rows([length], seed)
     (found,) = compute_one(outputs, rows, outputs.check([OutputSpec(K.MODEL)], skipped_tokens=skipped))
@@ -243,9 +243,7 @@ def test_normalised_rows_have_length_1(lengths: list[int], seed: int) -> None:
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.sampled_from(SPAN_POOLINGS), SEEDS)
-def test_a_bit_of_binary_says_whether_a_number_is_positive(
-    length: int, width: int, kind: OutputKind, seed: int
-) -> None:
+def test_a_bit_of_binary_is_set_for_a_positive_number(length: int, width: int, kind: OutputKind, seed: int) -> None:
     rows = np.random.default_rng(seed).integers(-1, 2, (length, width)).astype(np.float32)
     outputs = model(d_model=width)
     wanted = outputs.check([OutputSpec(kind), OutputSpec(kind, data_type=DataType.BINARY)])
@@ -261,7 +259,7 @@ INT8_KINDS = (*SPAN_POOLINGS, K.MODEL, K.SPANS, K.MULTI_VECTOR)
 def test_int8_is_its_formula_of_the_normalised_vector(
     length: int, width: int, kind: OutputKind, is_cut: bool, seed: int
 ) -> None:
-    """The int8 numbers are exactly those of the formula. `l2_normalize` does not change them."""
+    """The int8 numbers equal the formula exactly, with and without `l2_normalize`."""
     width = D_MODEL if kind is K.MULTI_VECTOR else width
     rows = np.random.default_rng(seed).standard_normal((length, width)).astype(np.float32)
     outputs = model(d_model=width)
@@ -307,7 +305,7 @@ def test_the_models_pooling_may_equal_a_named_one() -> None:
 
 @pytest.mark.parametrize("kind", OutputKind)
 def test_only_rows_of_tokens_share_memory_with_the_batch(kind: OutputKind) -> None:
-    """Token vectors share memory with the batch. Every other output must be a copy, so that the batch can be freed."""
+    """Token vectors share memory with the batch. All other outputs are copies, so that the batch can be freed."""
     outputs, batch = model(), BatchResult(np.ones((2, 5, D_MODEL), np.float32), [5, 2], 0.0, 0.0)
     wanted, spans = outputs.check([OutputSpec(kind)]), np.array([[0, 2]])
     for arrays in outputs.compute(batch, [Sequenced(np.zeros(n, np.int64), wanted, spans) for n in (5, 2)]):
@@ -367,7 +365,7 @@ def test_a_head_runs_once_for_a_batch() -> None:
 
 
 def test_a_head_runs_once_for_each_task() -> None:
-    """The batch has two queries, a document, and a call without a task. The head runs once for each of the three tasks.
+    """The batch has two queries, a document, and a call without a task. The head runs three times, once per task.
 
     The document and the call without a task skip one token. The queries skip no token.
     """
@@ -503,7 +501,7 @@ def test_an_overflow_of_a_norm_in_or_before_a_head_is_found(kind: OutputKind) ->
 
 @pytest.mark.parametrize("kind", [K.MODEL, K.MULTI_VECTOR])
 @pytest.mark.parametrize("l2_normalize", [False, True])
-def test_zeros_that_a_head_makes_of_ordinary_rows_are_delivered(kind: OutputKind, l2_normalize: bool) -> None:
+def test_zeros_from_a_head_are_returned(kind: OutputKind, l2_normalize: bool) -> None:
     """Zeros from a ReLU in a head are valid, even if the norm of another sequence overflows."""
     pooling = ModelPooling((K.CLS,), l2_normalize=l2_normalize, width=D_MODEL, head=head_graph(D_MODEL, D_MODEL))
     head = CountingHead(lambda rows: np.maximum(unit(rows), 0))
@@ -520,9 +518,9 @@ def test_zeros_that_a_head_makes_of_ordinary_rows_are_delivered(kind: OutputKind
 @pytest.mark.parametrize("kind", [K.MEAN, K.WEIGHTED_MEAN, K.MEAN_SQRT_LENGTH])
 @pytest.mark.parametrize("others", [(), (OutputSpec(K.CLS),)])
 def test_an_overflow_of_a_sum_fails_the_outputs_that_need_it(kind: OutputKind, others: tuple[OutputSpec, ...]) -> None:
-    """If a sum overflows, its sequence fails, unless no output of the sequence needs the sum.
+    """If a sum overflows, a sequence fails if one of its outputs needs the sum.
 
-    A sequence with a binary output fails too, although bits are always finite.
+    This includes binary outputs, although bits are always finite.
     """
     outputs, rows = model(), random_rows([2, 3])
     rows[1][:] = 3e38
@@ -600,7 +598,7 @@ def test_the_tree_has_the_bits_of_scipys(seed: int, count: int) -> None:
 
 
 @given(SEEDS, st.integers(1, 40), st.floats(1, 8), st.integers(0, 3), st.booleans())
-def test_joining_keeps_protected_tokens_and_the_number_of_clusters(
+def test_token_pooling_keeps_protected_tokens_and_the_number_of_clusters(
     seed: int, count: int, factor: float, protected: int, l2_normalize: bool
 ) -> None:
     pytest.importorskip("scipy")
@@ -618,9 +616,9 @@ def test_joining_keeps_protected_tokens_and_the_number_of_clusters(
 def test_clusters_are_those_of_sentence_transformers(
     seed: int, count: int, factor: float, protected: int, l2_normalize: bool
 ) -> None:
-    """encserve and sentence-transformers get the same vectors, and return the same joined vectors.
+    """For the same vectors, encserve and sentence-transformers return the same joined vectors.
 
-    If there are several vectors, the first and the last vector are equal.
+    The first and the last of several vectors are equal.
     """
     torch = pytest.importorskip("torch")
     theirs = pytest.importorskip("sentence_transformers.multi_vector_encoder.modules.token_pooling")
@@ -635,9 +633,10 @@ def test_clusters_are_those_of_sentence_transformers(
 
 @pytest.mark.parametrize("own_factor", [0.0, 1.0, 2.0])
 def test_vectors_are_joined_by_the_model_and_then_by_the_call(own_factor: float) -> None:
-    """First the model joins the vectors of a document. Then the call joins the result. Joined vectors have no index.
+    """A document's vectors are joined twice: with the model's factor, then with the call's factor.
 
-    This model does not join the vectors of queries. A call without a task counts as a document.
+    Joined vectors have no index. This model does not join the vectors of queries. A call without a task counts as a
+    document.
     """
     pytest.importorskip("scipy")
     own = TokenPooling(own_factor, l2_normalize=False) if own_factor else None
@@ -657,7 +656,7 @@ def test_vectors_are_joined_by_the_model_and_then_by_the_call(own_factor: float)
 
 
 def test_vectors_that_are_not_finite_are_not_joined() -> None:
-    """A sequence with NaN fails before its vectors are joined. With NaN, the search for neighbours would never end."""
+    """A sequence with NaN fails before its vectors are joined: with NaN, the search for neighbours would never end."""
     pytest.importorskip("scipy")
     outputs = model(heads=head_failing_at_9(K.MULTI_VECTOR, np.float32(np.nan)))
     rows = random_rows([12, 12])

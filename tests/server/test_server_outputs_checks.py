@@ -1,4 +1,4 @@
-"""Tests of the outputs that a call may request: refused outputs, costs in tokens, and bytes in the reply."""
+"""Tests of requested outputs: refused outputs, costs in tokens, and bytes in the reply."""
 
 import math
 from dataclasses import replace
@@ -81,7 +81,7 @@ def test_the_models_pooling_becomes_a_plain_one_if_it_can(
     assert check(spec, bundle=replace(PLAIN, pooling=pooling)) == (output,)
 
 
-def test_settings_of_the_model_reach_the_outputs() -> None:
+def test_outputs_have_the_settings_of_the_model() -> None:
     sparse = Sparse(head_graph(D_MODEL, VOCABULARY, 2), VOCABULARY, SparsePooling.MAX, (), 7)
     bundle = replace(RICH, sparse=sparse, pooling=ModelPooling((K.MEAN,), False, D_MODEL, skips_prompt=True))
     vectors, default, fewer, spans = check(
@@ -152,10 +152,7 @@ PROTOCOL = Naming(
 def test_a_refused_output_is_named_by_field_and_number(
     specs: tuple[OutputSpec, ...], field: FieldPath, text: str
 ) -> None:
-    """An error names the refused output. The message contains only names from the protocol's naming.
-
-    So the message has no fixed names of another protocol.
-    """
+    """An error names the refused output. All names in the message come from the protocol's naming."""
     with pytest.raises(InvalidField, match=text) as caught:
         check(*specs)
     assert caught.value.field == field
@@ -232,7 +229,7 @@ def test_a_text_too_long_to_join_is_refused(
     assert caught.value.field == FieldPath(F.INPUT, 1)
 
 
-def test_weights_from_a_table_need_texts_and_a_call_of_their_own() -> None:
+def test_static_weights_need_texts_and_a_separate_call() -> None:
     sparse, tokens = Output(K.SPARSE, False), Output(K.TOKENS, False)
     assert OUTPUTS.static([sparse], Task.QUERY) is STATIC
     for outputs, task in (([sparse], Task.DOCUMENT), ([sparse], Task.NEITHER), ([tokens], Task.QUERY)):
@@ -279,9 +276,9 @@ def test_the_bytes_of_weights() -> None:
 
 
 def test_the_bytes_of_weights_include_their_padding() -> None:
-    """The size of a padded reply includes the padding, and is known before the reply is built.
+    """The estimated size of a padded reply includes the padding.
 
-    One long vector can make such a reply large, because the short vectors are padded to the same length.
+    One long vector can make such a reply large, because short vectors are padded to the same length.
     """
     plan = OUTPUTS.plan((OutputSpec(K.SPARSE),), Task.NEITHER, 0)
     sequences = [TokenSequence(np.ones(1, np.int64), 1, outputs=(sparse_rows(n),)) for n in (100, 1, 1)]
@@ -319,13 +316,13 @@ def test_a_cost_grows_with_the_request(
 
 
 @given(st.sampled_from(ORDINARY), st.integers(1, 8192))
-def test_one_ordinary_output_costs_the_tokens(spec: OutputSpec, tokens: int) -> None:
+def test_one_ordinary_output_costs_its_tokens(spec: OutputSpec, tokens: int) -> None:
     assert OUTPUTS.cost(check(spec), tokens, 0) == tokens
 
 
 @given(SOME_SPECS, st.sampled_from(SPECS), st.integers(1, 2048), st.integers(0, 2000))
 def test_a_split_call_is_not_cheaper(specs: list[OutputSpec], another: OutputSpec, tokens: int, spans: int) -> None:
-    """A call with one more output does not cost more than two calls.
+    """A call with one more output costs at most as much as two calls.
 
     The first of the two calls has the old outputs. The second call has the new output and the most expensive output.
     """
@@ -335,7 +332,7 @@ def test_a_split_call_is_not_cheaper(specs: list[OutputSpec], another: OutputSpe
 
 
 def test_the_cost_of_expensive_outputs() -> None:
-    """Each output after the first costs one token. Joined vectors cost the tokens again, and 100 spans cost a token."""
+    """Costs: one token per output after the first, all tokens again for joined vectors, one token per 100 spans."""
     sparse = check(*[OutputSpec(K.SPARSE, max_active_dims=100 + i) for i in range(16)])
     assert OUTPUTS.cost(sparse, 9, 0) == 9 + 15
     assert OUTPUTS.cost(check(OutputSpec(K.MULTI_VECTOR, pool_factor=2)), 2048, 0) == 2 * 2048

@@ -1,4 +1,4 @@
-"""Tests of small parts of the server: errors, settings, flags, the tokenizer, messages, CPUs and logs."""
+"""Tests of small modules of the server: errors, settings, flags, the tokenizer, messages, CPUs and logs."""
 
 import asyncio
 import gc
@@ -62,9 +62,9 @@ def subclasses(base: type[EncserveError]) -> set[type[EncserveError]]:
 
 
 def test_every_error_of_a_caller_has_a_status() -> None:
-    """Each error has its own reason, except EmptyInputs and UnknownField, which share INVALID_FIELD.
+    """Each error class has a different reason, except EmptyInputs and UnknownField, which share INVALID_FIELD.
 
-    These two are separate classes, because text-embeddings-inference has a separate error type for each.
+    EmptyInputs and UnknownField are separate classes, because text-embeddings-inference has an error type for each.
     """
     never_sent = {EncserveError, errors.RequestError, errors.LimitReached, *subclasses(errors.StartupError)}
     assert set(CALLER_ERRORS) == subclasses(EncserveError) - never_sent
@@ -91,7 +91,7 @@ def test_an_error_fits_into_the_trailers_and_may_have_a_retry_delay() -> None:
     assert status.trailers_of(full)[-1] == ("grpc-retry-pushback-ms", "250")
 
 
-def test_an_error_of_a_part_names_the_inputs_of_the_whole_call() -> None:
+def test_an_error_of_a_part_has_the_input_index_of_the_whole_call() -> None:
     error = InvalidField(
         FieldPath(RequestField.TEXT, 3),
         "{output} of {others}, at {task}",
@@ -338,9 +338,9 @@ async def test_other_threads_run_while_a_long_text_is_tokenized(tokenizer: TextT
     assert took > (await pool.run(ANY_SENDER, 0, time.thread_time) - before) / 8
 
 
-async def test_a_few_words_do_not_wait_behind_a_long_text(tokenizer: TextTokenizer, pool: FairThreadPool) -> None:
+async def test_a_short_text_does_not_wait_for_a_long_text(tokenizer: TextTokenizer, pool: FairThreadPool) -> None:
     release = threading.Event()
-    busy = asyncio.create_task(pool.run(ANY_SENDER, 0, release.wait))  # keeps the thread busy, as a long text does
+    busy = asyncio.create_task(pool.run(ANY_SENDER, 0, release.wait))  # blocks the thread, like a long text
     try:
         checker = checker_of(tokenizer)
         found = await checker.check(["hello world", "brave"], checker.rules(CUT))
@@ -351,7 +351,7 @@ async def test_a_few_words_do_not_wait_behind_a_long_text(tokenizer: TextTokeniz
 
 
 async def test_the_first_of_several_bad_inputs_is_refused(tokenizer: TextTokenizer) -> None:
-    """The texts are longer than one turn of a thread, so each of them is tokenized alone."""
+    """Each text is longer than one turn of a thread, so each text is tokenized alone."""
     checker = checker_of(tokenizer)
     rules = checker.rules(LengthLimit(2000, "max_sequence_tokens of m"))
     fits, too_long = "hello world " * 900, "hello world " * 1100
@@ -383,7 +383,7 @@ async def test_a_refused_text_leaves_nothing_in_memory(tokenizer: TextTokenizer,
 def panicking_file(tmp_path: Path) -> Path:
     """Write the file of a tokenizer whose regular expression takes exponential time for some texts.
 
-    For such a text, the regular expression gives up, and the Rust code panics.
+    For such a text, the regular expression engine stops with an error, and the Rust code panics.
     """
     path = write_tokenizer(tmp_path / "panicking.json")
     tokenizer = Tokenizer.from_file(str(path))
@@ -398,7 +398,7 @@ PANICS = "a" * 30 + "b"
 def test_a_text_that_makes_the_tokenizer_panic_fails_alone(panicking_file: Path) -> None:
     """If the tokenizer panics at a text, only this text fails.
 
-    For a panic in Rust code, PyO3 raises a BaseException that is not an Exception, like KeyboardInterrupt.
+    For a panic in Rust code, PyO3 raises a BaseException that is not an Exception. KeyboardInterrupt is similar.
     """
     tokenizer = TextTokenizer(panicking_file, FairThreadPool(1), 2**20)
     before, panicked, after = tokenizer.tokenize(["hello", PANICS, "world"], LONGEST, details=False)
@@ -516,7 +516,7 @@ def test_a_precision_for_another_device_gets_advice(precision: str, device: str,
 
 
 @pytest.mark.parametrize("log_format", ["json", "text"])
-def test_log_lines_carry_their_fields(log_format: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_lines_have_their_fields(log_format: str, capsys: pytest.CaptureFixture[str]) -> None:
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
     try:

@@ -1,6 +1,6 @@
 """Tests of the cache folder of prepacked weights, which sessions and processes share.
 
-With shared weights, the hidden states stay the same. Each entry is written once. A folder of another user is not used.
+Shared weights do not change hidden states. Each entry is written once. A folder of another user is not used.
 """
 
 import contextlib
@@ -159,7 +159,7 @@ def test_two_processes_that_start_at_once_map_one_file(bundle: Bundle, folder: P
 
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Return a list. When prepacked weights are written, the path of the graph is added to the list."""
+    """Return a list of the graphs whose prepacked weights have been written."""
     write, written = onnx_engine._write_prepacked, []
 
     def watch(graph: Path, path: Path) -> None:
@@ -217,7 +217,7 @@ def test_an_entry_is_written_once_and_again_if_it_is_damaged(
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-# Folders that cannot be used. Each function makes the folder unusable, and returns the reason that the log must give.
+# Unusable folders. Each function makes a folder unusable, and returns the expected reason in the log.
 
 
 def allow_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -317,7 +317,7 @@ def test_another_bundle_graph_runtime_or_cpu_has_its_own_entry(
 def test_a_bundle_replaced_during_the_write_leaves_no_entry(bundle: Bundle, folder: Path) -> None:
     """If the bundle is replaced while its weights are written, loading fails and no entry is written.
 
-    Otherwise the cache would keep weights of the new bundle under the fingerprint of the old bundle.
+    Otherwise, the cache would have weights of the new bundle under the old bundle's fingerprint.
     """
     weights = PrepackedWeights(folder, bundle.fingerprint, bundle.graph.path.parent, lambda: False)
     with pytest.raises(BundleError, match="the bundle was replaced"):
@@ -335,7 +335,7 @@ def make(content: str) -> Callable[[Path], None]:
     return write
 
 
-def test_entries_that_were_not_used_for_long_are_removed(folder: Path) -> None:
+def test_old_unused_entries_are_removed(folder: Path) -> None:
     now = time.time()
     old = Cache(folder).entry({"a": "old"}, make("old"))
     used = Cache(folder).entry({"a": "used"}, make("used"))
@@ -378,7 +378,7 @@ Cache(Path(sys.argv[1])).entry({"a": "b"}, make)
     assert {path.name for path in folder.iterdir()} == {".lock", entry.name}
 
 
-def test_an_entry_in_the_making_is_waited_for(folder: Path) -> None:
+def test_a_process_waits_for_an_unfinished_entry(folder: Path) -> None:
     began, go_on, made = threading.Event(), threading.Event(), []
 
     def slow(_: Path) -> None:
@@ -395,7 +395,7 @@ def test_an_entry_in_the_making_is_waited_for(folder: Path) -> None:
     assert made == ["first"]
 
 
-def test_the_wait_for_another_process_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_another_process_has_a_timeout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_LOCK_SECONDS", 0.0)
 
     def make_another(_: Path) -> None:
@@ -406,7 +406,7 @@ def test_the_wait_for_another_process_ends(folder: Path, monkeypatch: pytest.Mon
     assert not entries(folder)
 
 
-def test_the_folder_is_that_of_the_setting_or_the_environment(
+def test_the_folder_comes_from_the_setting_or_the_environment(
     bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def used(cache_dir: Path | None) -> list[Path]:

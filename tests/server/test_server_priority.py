@@ -103,8 +103,7 @@ async def test_an_unknown_priority_is_refused(start_server: StartServer) -> None
 async def test_a_bulk_caller_waits_for_others_and_keeps_its_share(start_server: StartServer, tmp_path: Path) -> None:
     """If the callers file gives a caller the priority bulk, all calls of this caller are bulk.
 
-    A request for interactive priority does not change this. If a bulk caller exceeds its share, only this caller is
-    refused.
+    The caller cannot request interactive priority. If a bulk caller exceeds its share, only this caller is refused.
     """
     file = tmp_path / "callers.toml"
     file.write_text(CALLERS)
@@ -133,10 +132,8 @@ async def test_a_bulk_caller_waits_for_others_and_keeps_its_share(start_server: 
     assert server.sample("encserve_caller_calls_total", caller="jobs", outcome="SHARE_EXCEEDED") == 1
 
 
-async def test_bulk_callers_share_the_half_of_the_queue_that_bulk_may_take(
-    start_server: StartServer, tmp_path: Path
-) -> None:
-    """One bulk caller sends as much as it can. Another bulk caller still finds room."""
+async def test_bulk_callers_share_half_of_the_queue(start_server: StartServer, tmp_path: Path) -> None:
+    """One bulk caller sends calls until it is refused. Another bulk caller still finds room."""
     file = tmp_path / "callers.toml"
     file.write_text(BULK_CALLERS)
     server = await start_server(callers=file, max_queue_tokens=80)

@@ -1,4 +1,4 @@
-"""Tests of gRPC reflection with the requests of other tools, and of a call that is built only from descriptors."""
+"""Tests of gRPC reflection with the requests of other tools, and of a call without generated stubs."""
 
 from typing import Any
 
@@ -79,7 +79,7 @@ async def test_can_be_turned_off(start_server: StartServer) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_a_caller_without_stubs(shared: FakeServer, version: str) -> None:
-    """A caller without stubs can load the files of a service, build the request, and call the method, like grpcurl."""
+    """Like grpcurl, a caller without stubs can load a service's descriptors, build a request, and call the method."""
     pool = descriptor_pool.DescriptorPool()
     for file in reversed((await files_for(shared, version, ENCODER)).values()):  # imported files come last
         pool.Add(file)

@@ -88,10 +88,10 @@ def test_all_versions_are_candidates_from_the_newest(tmp_path: Path) -> None:
 
 
 def test_a_candidate_differs_after_any_change_of_a_file(tmp_path: Path) -> None:
-    """Any change of a file changes the candidate, which is a version that the server may load.
+    """Any change of a file changes the candidate. A candidate is a version that the server may load.
 
-    A new date, a new file or a replaced file changes `files`. New permissions, or new content with the old date,
-    change only `changed_ns`.
+    A new date, a new file or a replaced file changes `files`. New permissions change only `changed_ns`. New content
+    with the old date also changes only `changed_ns`.
     """
     directory = write_bundle(tmp_path)
     file = directory / "model.onnx"

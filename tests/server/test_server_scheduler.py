@@ -167,15 +167,15 @@ class Bench:
         assert await asyncio.to_thread(self.engine.started.acquire, timeout=60)
 
     async def pass_seconds(self, seconds: int) -> None:
-        """Advance the clock second by second, and let the event loop run after each."""
+        """Advance the clock second by second. Let the event loop run after each second."""
         for _ in range(seconds):
             self.clock.advance(1)
             await settle()
 
     def second_passes_and(self, condition: Callable[[], bool]) -> Callable[[], bool]:
-        """Return a function that checks the condition, and advances the clock by one second if it is false.
+        """Return a function that checks `condition`, and advances the clock by one second if `condition` is false.
 
-        If a probe finds its lane busy, the scheduler repeats the probe one second later.
+        A probe whose lane is busy is repeated one second later.
         """
 
         def check() -> bool:
@@ -309,7 +309,7 @@ async def test_a_tracer_that_raises_does_not_fail_the_call(bench: Bench, caplog:
     assert caplog.messages == ["a batch could not be traced"]
 
 
-async def test_idle_lanes_keep_no_results(bench: Bench) -> None:
+async def test_idle_lanes_store_no_results(bench: Bench) -> None:
     results = await bench.encode(ids(1, 2), ids(3))
     rows = weakref.ref(results[0].outputs[0])
     del results
@@ -320,8 +320,8 @@ async def test_idle_lanes_keep_no_results(bench: Bench) -> None:
 async def test_a_failed_call_needs_no_cycle_collector(bench: Bench, how: str) -> None:
     """The inputs of a failed call are freed without the cycle collector.
 
-    An error refers to the frames of its traceback, and these frames refer to the inputs. If the error were part of a
-    reference cycle, the inputs would stay in memory.
+    An error refers to the frames of its traceback, and these frames refer to the inputs. So an error in a reference
+    cycle would keep the inputs in memory.
     """
     first = await bench.busy()
     inputs = [ids(2), ids(POISON if how == "poison" else 3)]
@@ -352,9 +352,9 @@ async def test_a_failed_call_needs_no_cycle_collector(bench: Bench, how: str) ->
 
 @pytest.mark.parametrize("extra_cost", [0, 40], ids=["tokens", "tokens and outputs"])
 async def test_a_full_queue_refuses_the_whole_call_until_a_quarter_is_free(bench: Bench, extra_cost: int) -> None:
-    """After a refusal, the queue refuses all calls until a quarter of it is free.
+    """After a refusal, the queue refuses all calls until a quarter of the queue is free.
 
-    Otherwise short calls would fill every gap, and long calls would always be refused.
+    Otherwise, short calls would fill every gap, and long calls would always be refused.
     """
     bench.scheduler.check_open()
     first = await bench.busy()
@@ -381,7 +381,7 @@ async def test_a_full_queue_refuses_the_whole_call_until_a_quarter_is_free(bench
 @pytest.mark.parametrize(
     ("lengths", "extra_cost", "figures"), [([101], 0, "at most 100 .* was 101"), ([1, 1], 50, "was 2, .* 102")]
 )
-async def test_a_call_larger_than_the_queue_is_refused_for_good(
+async def test_a_call_larger_than_the_queue_is_always_refused(
     bench: Bench, lengths: list[int], extra_cost: int, figures: str
 ) -> None:
     with pytest.raises(RequestTooLarge, match=figures):
@@ -390,9 +390,9 @@ async def test_a_call_larger_than_the_queue_is_refused_for_good(
 
 
 async def test_the_queue_never_exceeds_its_limit(bench: Bench) -> None:
-    """Random calls arrive, some are cancelled, and the engine runs now and then.
+    """Random calls arrive, and some are cancelled. The engine runs from time to time.
 
-    At the end, every call is done and the queue is empty.
+    At the end, every call is done, and the queue is empty.
     """
     rng = np.random.default_rng(0)
     bench.engine.hold()
@@ -414,10 +414,10 @@ async def test_the_queue_never_exceeds_its_limit(bench: Bench) -> None:
     assert right(await bench.encode(ids(1)))
 
 
-async def test_bulk_is_limited_and_closes_the_queue_to_no_other_call(bench: Bench) -> None:
+async def test_bulk_is_limited_and_does_not_close_the_queue(bench: Bench) -> None:
     """Bulk calls may take at most half of the queue.
 
-    A bulk call is also refused if less than a quarter of the queue would remain free.
+    A bulk call is also refused if it would leave less than a quarter of the queue free.
     """
     first = await bench.busy()
     waiting = await bench.queue([tokens(25)], [tokens(20)], sender=BULK)
@@ -432,9 +432,9 @@ async def test_bulk_is_limited_and_closes_the_queue_to_no_other_call(bench: Benc
 
 
 async def test_only_the_caller_over_its_share_is_refused(bench: Bench) -> None:
-    """The first caller may take half of the queue, so that another caller finds room.
+    """The first caller may take half of the queue. Then a second caller, with twice the weight, may take 40 %.
 
-    Then a second caller with twice the weight may take 40 % of the queue.
+    So another caller always finds room.
     """
     first = await bench.busy()
     flood, other = Sender(Caller("flood")), Sender(Caller("other", 2.0))
@@ -493,7 +493,7 @@ async def test_a_call_cancelled_in_the_queue_frees_its_room_and_never_runs(bench
 
 
 @pytest.mark.parametrize("expires", [False, True])
-async def test_a_sequence_that_a_lane_drops_first_is_counted_once(bench: Bench, expires: bool) -> None:
+async def test_a_sequence_dropped_by_a_lane_is_counted_once(bench: Bench, expires: bool) -> None:
     """A lane may drop the sequences of a cancelled call before the event loop runs the call's task.
 
     Each dropped sequence must be counted once.
@@ -535,7 +535,7 @@ async def test_an_expired_call_never_runs(bench: Bench) -> None:
 
 
 async def test_all_sequences_of_an_expired_call_are_counted(one_lane: Bench) -> None:
-    """The call has four sequences. All four are counted, although the lane has checked only the first sequence."""
+    """All four sequences of the call are counted, although the lane has checked only the first sequence."""
     first = await one_lane.busy()
     (long,) = await one_lane.queue([tokens(5)])
     (short,) = await one_lane.queue([tokens(length) for length in (5, 9, 9, 9)], deadline=5.0)
@@ -565,10 +565,10 @@ async def test_a_bad_sequence_fails_only_its_own_call(bench: Bench, bad: int, pl
     assert bench.scheduler.not_ready_reason() == ""
 
 
-async def test_bad_calls_alone_never_make_the_engine_unhealthy(bench: Bench) -> None:
-    """After several failures, the scheduler probes the engine.
+async def test_bad_calls_never_make_the_engine_unhealthy(bench: Bench) -> None:
+    """After several failures, the scheduler probes the engine, and the probe succeeds.
 
-    The probe succeeds, so a caller with bad calls cannot stop the server.
+    So a caller with bad calls cannot stop the server.
     """
     for _ in range(10):
         with pytest.raises(InferenceFailed):
@@ -641,7 +641,7 @@ async def test_a_crash_while_parts_of_a_batch_run_leaves_no_call_waiting(
 ) -> None:
     """When a batch fails, its lane runs the batch again in two halves.
 
-    A half that waits for its run is in no queue. So a lane that crashes must end the calls of this half.
+    A half that waits for its run is not in a queue. So a crashing lane must end the calls of this half.
     """
     first = await bench.busy()
     calls = await bench.queue(*[[ids(i)] for i in range(1, 5)])
@@ -654,9 +654,9 @@ async def test_a_crash_while_parts_of_a_batch_run_leaves_no_call_waiting(
 
 
 async def test_a_scheduler_that_crashed_never_becomes_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One lane crashes, and the other lane finds that the engine is broken.
+    """One lane crashes, and the other lane finds a broken engine.
 
-    Later the engine works again, but the scheduler stays stopped.
+    Later, the engine works again, but the scheduler stays stopped.
     """
     async with bench_of(2, has_wide_session=False, failures_before_probe=1) as bench:
         bench.raise_for(monkeypatch, lambda sequences: CRASH in sequences[0])
@@ -681,7 +681,7 @@ async def test_a_scheduler_that_crashed_never_becomes_healthy(monkeypatch: pytes
 async def test_calls_behind_a_stalled_run_get_an_error(bench: Bench) -> None:
     """Calls that wait behind a run of more than 60 s get an error. The call in the stalled run may still succeed.
 
-    Without the error, calls without a deadline would wait until the run ends.
+    Otherwise, calls without a deadline would wait until the run ends.
     """
     for round_ in range(2):
         first = await bench.busy()
@@ -722,13 +722,13 @@ async def test_a_call_with_one_part_in_a_stalled_run_gets_an_error(one_lane: Ben
     assert one_lane.engine.batches == [[10], [1]]
 
 
-async def test_a_standstill_of_the_process_is_no_stall(one_lane: Bench) -> None:
-    """SIGSTOP, or a suspended machine, stops the event loop and the run. The run may still take `stall_seconds`."""
+async def test_a_suspended_process_has_no_stalled_run(one_lane: Bench) -> None:
+    """SIGSTOP, or a suspended machine, pauses the event loop and the run. The pause does not count as a stall."""
     first = await one_lane.busy()
     (waiting,) = await one_lane.queue([ids(2)])
     await one_lane.pass_seconds(30)
     one_lane.clock.advance(3600)
-    assert one_lane.scheduler.not_ready_reason() == ""  # before the event loop has run anything else
+    assert one_lane.scheduler.not_ready_reason() == ""  # the first check after the pause
     await settle()
     assert one_lane.scheduler.not_ready_reason() == ""
     assert not waiting.done()
@@ -762,8 +762,8 @@ async def test_a_run_may_end_while_readiness_is_read(bench: Bench, monkeypatch: 
 # Lanes. In these tests, a batch has at most 10 tokens.
 
 
-async def test_a_batch_without_others_has_the_whole_device(two_lanes: Bench) -> None:
-    """The first batch has the whole device. So a call that arrives during its run waits, although a lane is free."""
+async def test_a_single_batch_has_the_whole_device(two_lanes: Bench) -> None:
+    """The first batch has the whole device. So a call that arrives during this run waits, although a lane is free."""
     first = await two_lanes.busy()
     (second,) = await two_lanes.queue([ids(2)])
     assert not await asyncio.to_thread(two_lanes.engine.started.acquire, timeout=0.05)
@@ -772,7 +772,7 @@ async def test_a_batch_without_others_has_the_whole_device(two_lanes: Bench) -> 
     assert two_lanes.engine.alone == [True, True]
 
 
-async def test_several_batches_run_side_by_side(two_lanes: Bench) -> None:
+async def test_several_batches_run_in_parallel(two_lanes: Bench) -> None:
     """The running batches share the device, so a new call starts at once if a lane is free."""
     two_lanes.engine.hold()
     call = two_lanes.send(*[tokens(10, i) for i in (1, 2, 3)])
@@ -820,9 +820,9 @@ async def test_a_probe_runs_in_an_idle_lane(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_the_lane_that_ran_last_runs_next(two_lanes: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most calls run in the lane of the previous call, because its CPU still has the data in its caches.
+    """Most calls run in the lane of the previous call, because the caches of this lane's CPU still have the data.
 
-    Some calls may use another lane, because the lane of the previous call may become idle too late.
+    If this lane becomes idle too late, a call runs in another lane.
     """
     threads: list[str] = []
     two_lanes.before_run(monkeypatch, lambda _: threads.append(threading.current_thread().name))
@@ -840,9 +840,9 @@ async def test_the_lane_that_ran_last_runs_next(two_lanes: Bench, monkeypatch: p
 
 
 async def test_parallel_runs_count_as_busy_once(two_narrow_lanes: Bench) -> None:
-    """Two runs begin at 2 and 4 s and end at 6 and 12 s. Idle time does not count.
+    """Two runs last from 2 to 6 s and from 4 to 12 s. Idle time does not count.
 
-    The second run begins while the first one runs, because this engine never gives one batch the whole device.
+    The runs overlap, because this engine never gives one batch the whole device.
     """
     bench = two_narrow_lanes
     bench.engine.hold()

@@ -1,4 +1,4 @@
-"""Tests of the gRPC calls of EncoderService: replies, refusals, overload and faults."""
+"""Tests of the gRPC calls of EncoderService: replies, refusals, overload and errors."""
 
 import asyncio
 import gc
@@ -38,7 +38,7 @@ def expected(*ids: int) -> Any:
     return fake_rows(np.array(ids), D_MODEL)
 
 
-async def test_ids_come_back_as_rows(shared: FakeServer) -> None:
+async def test_encode_returns_rows_for_ids(shared: FakeServer) -> None:
     response = await shared.encode([5], [7, 8, 9])
     assert [tensor.kind for tensor in response.outputs] == [pb.OUTPUT_KIND_TOKENS]
     one, three = rows_of(response)
@@ -50,7 +50,7 @@ async def test_ids_come_back_as_rows(shared: FakeServer) -> None:
     assert response.timings.compute_seconds > 0
 
 
-async def test_text_comes_back_with_what_the_model_saw(shared: FakeServer) -> None:
+async def test_encode_returns_the_tokens_of_a_text(shared: FakeServer) -> None:
     """The reply for a text has the token ids, their offsets in code points, and a mark for special tokens.
 
     The server ignores the truncation setting of the tokenizer file.
@@ -103,7 +103,7 @@ async def test_special_tokens_can_be_left_out(shared: FakeServer) -> None:
     assert list(response.sequences[1].special) == [True, False, True]
 
 
-async def test_truncation_is_asked_for_and_told(shared: FakeServer) -> None:
+async def test_truncation_is_optional_and_reported(shared: FakeServer) -> None:
     """A truncated text keeps its last special token. A truncated list of ids keeps only its first ids."""
     options = pb.EncodeOptions(truncation=pb.TRUNCATION_END, include_token_strings=True)
     response = await shared.encode("hello " * 50, list(range(40)), "", options=options)
@@ -195,9 +195,9 @@ async def test_bytes_that_are_not_a_message(shared: FakeServer) -> None:
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"model": "other"}, "model: no model 'other'; there are tiny"),
+        ({"model": "other"}, "model: no model 'other'; the models are tiny"),
         ({"model": "../../etc"}, "'../../etc'"),
-        ({"model": "tiny", "model_version": "3"}, "model_version: no version '3' of tiny; there are 2, 1"),
+        ({"model": "tiny", "model_version": "3"}, "model_version: no version '3' of tiny; the versions are 2, 1"),
         ({"model": "x" * 100_000}, "'xxx"),
     ],
 )
@@ -222,9 +222,9 @@ async def test_a_model_without_a_tokenizer_takes_ids_only(start_server: StartSer
 
 @pytest.mark.parametrize("known", ["hello", "hello world " * 50], ids=["at once", "in a thread"])
 async def test_a_text_that_the_tokenizer_fails_for_is_named(start_server: StartServer, known: str) -> None:
-    """The error names the text for which the tokenizer fails, although the error of the tokenizer library does not.
+    """The error names the text for which the tokenizer fails. The tokenizer library's error does not name the text.
 
-    The tokenizer of this test has no token for unknown words, so it fails for some texts.
+    This tokenizer has no token for unknown words, so it fails for some texts.
     """
     server = await start_server(unknown="[NONE]")
     how = pb.EncodeOptions(truncation=pb.TRUNCATION_END)
@@ -274,7 +274,7 @@ async def test_grpc_retries_refused_calls_by_itself(server: FakeServer, method: 
 
 
 async def test_a_refused_call_is_freed_at_once(shared: FakeServer) -> None:
-    """A refused call must be freed without the cycle collector, because most calls are refused during an overload."""
+    """A refused call is freed without the cycle collector, because a server refuses most calls during an overload."""
     gc.collect()
     gc.freeze()  # hides all older objects from `get_objects`
     gc.disable()
@@ -297,7 +297,7 @@ async def test_a_reply_over_the_limit_is_refused_before_any_compute(start_server
     assert (await refusal(server.encode(*[[1]] * 14_000, options=pooled))).reason == "RESPONSE_TOO_LARGE"
     assert server.engine.batches == []
     many = [[1] * LONGEST] * 1999
-    failed = await refusal(server.encode(*many))  # the size is known only for the pieces that have been prepared
+    failed = await refusal(server.encode(*many))  # the server knows the size of the prepared pieces only
     assert (failed.code, failed.reason) == (INVALID, "RESPONSE_TOO_LARGE")
     fitting = int(failed.text.rpartition("the first ")[2].split()[0])
     assert len((await server.encode(*many[:fitting])).sequences) == fitting
@@ -315,9 +315,9 @@ async def test_a_full_queue_gives_a_delay(start_server: StartServer) -> None:
 
 
 async def test_a_closed_queue_refuses_calls_before_it_reads_them(start_server: StartServer) -> None:
-    """The server refuses a call before it decodes, checks or tokenizes the call.
+    """The server refuses a call before decoding, checking and tokenizing the call.
 
-    So a refusal costs the same for every call.
+    So the refusal of a large call costs no more than the refusal of a small call.
     """
     server = await start_server(max_queue_tokens=40, max_request_sequences=999)
     async with server.queue_of(31):
@@ -327,7 +327,7 @@ async def test_a_closed_queue_refuses_calls_before_it_reads_them(start_server: S
             assert failed.reason == "QUEUE_FULL"
             assert "31 of at most 40 tokens" in failed.text
             assert failed.pushback_ms
-        # Counts are still checked, so that the caller does not send a call with a wrong count again.
+        # Counts are checked first, so that the caller does not retry a call with a wrong count.
         for inputs, reason in (
             ([], "INVALID_FIELD"),
             ([[1]] * 1000, "TOO_MANY_INPUTS"),
@@ -357,7 +357,7 @@ async def test_a_deadline_that_passes_in_the_queue_costs_no_compute(server: Fake
     assert [3] not in server.engine.batches
 
 
-async def test_a_poisonous_sequence_fails_alone(start_server: StartServer) -> None:
+async def test_a_failing_sequence_fails_alone(start_server: StartServer) -> None:
     server = await start_server(FakeEngine(D_MODEL, poison=666))
     calls = [server.encode([666 if i == 5 else i + 1]) for i in range(16)]
     results = await asyncio.gather(*calls, return_exceptions=True)
@@ -383,7 +383,7 @@ async def test_an_unknown_error_becomes_a_fixed_text_and_an_id(
     assert any(getattr(record, "error_id", "") == error_id and record.exc_info for record in caplog.records)
 
 
-async def test_large_replies_are_whole(start_server: StartServer) -> None:
+async def test_large_replies_are_complete(start_server: StartServer) -> None:
     """Large replies are complete, although the server builds them in a thread outside the event loop."""
     server = await start_server(max_queue_tokens=10**6)
     server.engine.d_model = D_MODEL
@@ -432,7 +432,7 @@ async def test_the_estimate_of_a_reply_is_never_too_low(shared: FakeServer, incl
 async def test_a_reply_larger_than_its_estimate_is_refused(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if the estimate is too low, a reply that is too large is refused. The server checks the finished reply."""
+    """The server checks the finished reply. If the estimate was too low, a reply that is too large is refused."""
     server = await start_server(
         FakeEngine(D_MODEL), max_response_mib=1, max_request_sequences=4000, max_queue_tokens=10**6
     )

@@ -77,7 +77,7 @@ def test_callers_are_served_in_proportion_to_their_weights(weights: list[float],
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=6), LENGTHS)
-def test_a_small_call_runs_in_one_of_the_next_two_batches_beside_a_flood(few: list[int], many: list[int]) -> None:
+def test_a_small_call_runs_within_two_batches_during_a_flood(few: list[int], many: list[int]) -> None:
     queue, small, large = PendingQueue(), Caller("small"), Caller("large")
     for round_ in range(20):
         while queue.cost < 8 * BUDGET:
@@ -92,8 +92,8 @@ def test_a_small_call_runs_in_one_of_the_next_two_batches_beside_a_flood(few: li
 def test_short_calls_rarely_wait_for_a_flood_of_many_lengths(seed: int) -> None:
     """If one caller fills the queue, a short call of another caller rarely waits.
 
-    A batch has sequences of similar lengths, so most sequences do not run in their order of arrival. But a caller far
-    below its share must run first.
+    A batch has sequences of similar lengths, so most sequences do not run in order of arrival. But a caller far below
+    its share must run first.
     """
     random, policy = Random(seed), BatchPolicy(2048, 256, 0.25)
     queue, flood, search = PendingQueue(), Caller("flood"), Caller("search")
@@ -131,7 +131,7 @@ def test_a_withdrawn_call_is_not_charged(weight: float, withdrawn: int) -> None:
     assert served["withdraws"] == pytest.approx(served["other"] * weight, rel=0.1, abs=2 * BUDGET)
 
 
-def test_time_alone_is_no_debt_and_time_away_is_no_credit() -> None:
+def test_a_callers_time_alone_or_away_changes_no_share() -> None:
     first, second = Caller("first"), Caller("second")
     flood = Flood({first: [50]})
     for _ in range(2):
@@ -152,7 +152,7 @@ def test_time_alone_is_no_debt_and_time_away_is_no_credit() -> None:
 def test_the_longest_wait_is_bounded(
     others: list[tuple[float, list[int]]], own: list[int], odd: int, before: int
 ) -> None:
-    """Before a sequence starts, other callers get no more tokens than the bound in the docstring of Scheduler."""
+    """Before a sequence starts, other callers get at most the number of tokens in the docstring of Scheduler."""
     caller = Caller("own")
     floods = {Caller(f"{i}", weight): lengths for i, (weight, lengths) in enumerate(others)}
     flood = Flood({**floods, caller: own})
@@ -189,10 +189,10 @@ def test_interactive_runs_first_and_bulk_gets_one_batch_in_a_turn(sent: list[tup
             assert passed_over < BULK_TURN
 
 
-def test_a_caller_served_as_a_neighbour_still_runs_its_odd_length() -> None:
-    """A caller's long call runs, although the short calls of this caller run in every batch of another caller.
+def test_a_long_call_runs_although_short_calls_of_its_caller_run() -> None:
+    """A caller has a long call and short calls. The short calls run in every batch of another caller.
 
-    These short calls count against the share of the caller.
+    The short calls count against the caller's share. Nevertheless, the long call must run.
     """
     neighbour, other = Caller("neighbour"), Caller("other")
     flood = Flood({neighbour: [4]})

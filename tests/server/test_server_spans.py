@@ -113,8 +113,8 @@ def test_a_byte_within_a_character_selects_the_whole_character() -> None:
 def test_tokens_may_be_in_another_order_than_the_text() -> None:
     """The order of tokens may differ from the order of the text.
 
-    A range of the text begins with the first token that ends after the range's start. It ends with the last token that
-    begins before the range's end.
+    The first token of a range is the first token that ends after the range's start. The last token of a range is the
+    last token that begins before the range's end.
     """
     sequence = TokenSequence(np.arange(3), 3, np.zeros(3, np.bool_), [2, 0, 4], [3, 2, 5])
     ranges = [(0, 1), (2, 3), (3, 4), (4, 5)]
@@ -166,7 +166,7 @@ async def test_each_range_is_a_row(shared: FakeServer) -> None:
 async def test_a_truncated_range_has_zeros(shared: FakeServer) -> None:
     """If truncation removes all tokens of a range, the range gets a vector of zeros.
 
-    Positions count the tokens before truncation. So the last special token keeps its position.
+    Positions count tokens before truncation. So truncation does not change the position of the last special token.
     """
     text = "hello " * 50
     ranges = [(0, 1), (30, 33), (40, 51), (51, 52)]
@@ -187,7 +187,7 @@ async def test_a_truncated_range_has_zeros(shared: FakeServer) -> None:
 
 @pytest.mark.parametrize("pooling", SPAN_POOLINGS)
 async def test_every_pooling_of_ranges(shared: FakeServer, pooling: OutputKind) -> None:
-    """Each pooling of a range is right. The vectors can also be cut, normalised, or returned as bits."""
+    """Each pooling of a range is right, also for vectors that are cut, normalised, or returned as bits."""
     names: Any = pooling.value
     plain, unit = (
         pb.OutputSpec(kind=pb.OUTPUT_KIND_SPANS, span_pooling=names, l2_normalize=normalize, dimensions=dimensions)
@@ -264,7 +264,7 @@ async def test_an_inspection_refuses_ranges(shared: FakeServer) -> None:
 async def test_the_memory_of_ranges_is_bounded(start_server: StartServer) -> None:
     """A call is refused if the vectors of its ranges would take too much memory.
 
-    The server counts float32 vectors, even if the reply has only bits. Otherwise a small request could use any amount
+    The server counts float32 vectors, even if the reply has only bits. Otherwise, a small request could use any amount
     of memory.
     """
     server = await start_server(max_response_mib=1)

@@ -1,4 +1,4 @@
-"""Tests of EncodeStream: many requests over one stream. The server sends each reply as soon as it is ready."""
+"""Tests of EncodeStream: many requests over one stream. The server sends each reply when the reply is ready."""
 
 import asyncio
 from typing import Any
@@ -59,7 +59,7 @@ async def test_answers_are_matched_by_the_callers_id(shared: FakeServer) -> None
     assert all(right(answers[f"r{i}"], i, i + 1) for i in range(200))
 
 
-async def test_a_slow_request_does_not_hold_up_a_quick_one(server: FakeServer) -> None:
+async def test_a_slow_request_does_not_delay_a_quick_one(server: FakeServer) -> None:
     server.engine.hold()
     stream = Stream(server)
     await stream.send("slow", 1)
@@ -101,7 +101,7 @@ async def test_bytes_that_are_not_a_message_end_it(server: FakeServer, caplog: p
     assert not caplog.records
 
 
-async def test_only_so_many_are_read_ahead(start_server: StartServer) -> None:
+async def test_the_number_of_requests_read_ahead_is_limited(start_server: StartServer) -> None:
     server = await start_server(max_stream_in_flight=4)
     server.engine.hold()
     stream = Stream(server)
@@ -115,11 +115,11 @@ async def test_only_so_many_are_read_ahead(start_server: StartServer) -> None:
     assert len(await stream.replies()) == 50
 
 
-async def test_a_caller_that_goes_away_leaves_nothing_behind(server: FakeServer) -> None:
+async def test_a_disconnected_caller_leaves_no_requests(server: FakeServer) -> None:
     server.engine.hold()
     stream = Stream(server)
     await stream.send("first", 1)
-    await asyncio.to_thread(server.engine.started.acquire)  # now the next requests cannot join this batch
+    await asyncio.to_thread(server.engine.started.acquire)  # the next requests cannot be in this batch
     for i in range(9):
         await stream.send(str(i), 1)
     await until(lambda: server.queued("sequences") == 9)
@@ -152,7 +152,7 @@ async def test_a_complete_stream_ends_with_ok_in_a_drain(server: FakeServer) -> 
     await stream.send("all", 1)
     await stream.call.done_writing()
     await asyncio.to_thread(server.engine.started.acquire)
-    await server.call("GetModel", b"")  # before this reply, the server has read the end of the stream
+    await server.call("GetModel", b"")  # the server has read the end of the stream before this reply
     stopping = asyncio.create_task(server.app.stop())
     await until(server.app._calls.draining.is_set)
     server.engine.let_go()
@@ -162,9 +162,7 @@ async def test_a_complete_stream_ends_with_ok_in_a_drain(server: FakeServer) -> 
     await stopping
 
 
-async def test_an_answer_that_cannot_be_built_is_that_requests_error(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failed_reply_is_an_error_of_its_request(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     real = codec.encode_reply
 
     def build(model: Any, call: Any, stream_request_id: Any, reply: Any) -> bytes:

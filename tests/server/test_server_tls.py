@@ -196,7 +196,7 @@ def test_a_part_of_a_file_is_refused(made: Certificates, tmp_path: Path, file: s
 def test_wrong_files_are_refused_by_name(made: Certificates, tmp_path: Path) -> None:
     """Each wrong file is refused with an error that names the file.
 
-    A certificate for another name or from another authority is accepted, because only a caller can detect this.
+    A certificate for another name or from another authority is accepted, because only callers can detect this fault.
     """
     now = time.time()
     for pair in (made.other_name, made.stranger):
@@ -238,9 +238,9 @@ async def test_every_port_shows_the_certificate(start_server: StartServer, tmp_p
     ],
 )
 def test_keys_that_grpc_cannot_use(tmp_path: Path, key: str) -> None:
-    """The server refuses keys that OpenSSL supports and gRPC does not support.
+    """The server refuses keys that OpenSSL supports, but gRPC does not support.
 
-    Otherwise the HTTP port would present a certificate, and the gRPC port would present none.
+    Otherwise, the HTTP port would present a certificate, but the gRPC port would not.
     """
     pair = certificates.self_signed(tmp_path, "it", key)
     with pytest.raises(FileError, match=r"^tls_cert_file .* the key must be RSA, Ed25519, or"):
@@ -255,7 +255,7 @@ def test_keys_that_grpc_cannot_use(tmp_path: Path, key: str) -> None:
         ({"tls_client_ca_file": "a"}, "tls_client_ca_file needs tls_cert_file and tls_key_file"),
     ],
 )
-def test_settings_that_go_together(tmp_path: Path, chosen: dict[str, Any], problem: str) -> None:
+def test_settings_that_need_each_other(tmp_path: Path, chosen: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=f"^{problem}$"):
         Settings(model_repository=tmp_path, **chosen)
 
@@ -348,7 +348,7 @@ async def test_changed_files(
         assert server.sample("encserve_tls_reloads_total", outcome="refused") == refused + 1
         assert server.sample("encserve_tls_files_refused") == 1
         assert await shown() == after
-        mount.put(second, made.ca)  # the files in use are back, so the metric returns to 0
+        mount.put(second, made.ca)  # the same files as before, so the metric returns to 0
         await watch.look(MonotonicClock())
         assert server.sample("encserve_tls_files_refused") == 0
     lines = [it.getMessage() for it in caplog.records if "TLS files are refused" in it.getMessage()]
@@ -364,7 +364,10 @@ async def test_changed_files(
 
 
 async def test_another_authority_of_callers(start_server: StartServer, made: Certificates, tmp_path: Path) -> None:
-    """After a change of the authority, callers of the old authority are refused, even with an old TLS session."""
+    """After a change of the authority, callers with certificates of the old authority are refused.
+
+    Old TLS sessions do not help these callers.
+    """
     mount = Mount(tmp_path / "mount")
     mount.put(made.server, made.ca)
     server = await start_server(**flags(mount.pair, mount.ca))
@@ -384,7 +387,7 @@ async def test_another_authority_of_callers(start_server: StartServer, made: Cer
 
 
 @pytest.mark.parametrize("days", [(-9, -1), (1, 1_000_000)])
-async def test_an_authority_out_of_its_time_beside_another(
+async def test_an_expired_authority_in_a_file_with_a_valid_one(
     start_server: StartServer, made: Certificates, tmp_path: Path, days: tuple[float, float]
 ) -> None:
     """The file has two authorities, and one of them is expired or not yet valid.
@@ -440,7 +443,7 @@ async def test_old_sessions_are_not_resumed(
     assert server.sample("encserve_tls_reloads_total", outcome="loaded") == 1
 
 
-async def test_files_are_looked_at_by_themselves(
+async def test_the_server_polls_the_files(
     start_server: StartServer, made: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("encserve_server.system.certificates.POLL_SECONDS", 0.01)
@@ -456,7 +459,7 @@ async def test_files_are_looked_at_by_themselves(
 async def test_a_fifo_in_place_of_a_file_is_refused(
     start_server: StartServer, made: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody writes to the FIFO. The server keeps the certificate, and uses the next regular file."""
+    """No process writes to the FIFO. The server keeps the certificate, and uses the next regular file."""
     files = _files(made, tmp_path / "files")
     server = await start_server(tls_cert_file=files.cert, tls_key_file=files.key, http_port=0)
     watch = server.app._certificates
@@ -477,7 +480,7 @@ async def test_a_fifo_in_place_of_a_file_is_refused(
 
 
 async def test_a_certificate_is_used_as_soon_as_it_is_valid(made: Certificates, tmp_path: Path) -> None:
-    """A new certificate is not valid yet. The files stay the same, and the time passes."""
+    """A new certificate is not valid yet. Later, it becomes valid without a change of the files."""
     files = _files(made, tmp_path / "files")
     seen: list[str] = []
     observer: Any = SimpleNamespace(
@@ -498,10 +501,10 @@ async def test_a_certificate_is_used_as_soon_as_it_is_valid(made: Certificates, 
 
 
 @pytest.mark.system  # takes more than a second
-async def test_handshakes_that_do_not_end(
+async def test_incomplete_handshakes_are_closed(
     start_server: StartServer, made: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Silent connections give way to new ones, and the server closes them after 0.5 s. Other callers are served."""
+    """New connections replace silent ones, and the server closes silent ones after 0.5 s. Other callers are served."""
     monkeypatch.setattr(http_server, "_HANDSHAKE_SECONDS", 0.5)
     monkeypatch.setattr(page, "_HANDSHAKE_SECONDS", 0.5)
     server = await start_server(max_connections=3, **flags(made.server))
@@ -513,7 +516,7 @@ async def test_handshakes_that_do_not_end(
         await until(lambda: len(http.handshakes) == 2)
         assert await http_call(server, context) == 200
         readers.append((await silent.enter_async_context(raw(server)))[0])
-        assert await http_call(server, context) == 200  # a fourth connection takes the place of the oldest silent one
+        assert await http_call(server, context) == 200  # the fourth connection replaces the oldest silent one
         readers += [(await silent.enter_async_context(raw(server)))[0] for _ in range(3)]
         for reader in readers:
             assert await asyncio.wait_for(reader.read(), 5) == b""
@@ -581,7 +584,7 @@ async def _connected(port: int, data: bytes) -> AsyncIterator[asyncio.StreamRead
 
 
 async def test_large_messages_over_tls(shared_tls: FakeServer, made: Certificates) -> None:
-    """Small and large requests on one connection get whole replies. So does a request split over two TLS records."""
+    """Small and large requests on one connection, and a request in two TLS records, get complete replies."""
     server = shared_tls
     async with httpx.AsyncClient(verify=context_of(made.ca), trust_env=False, timeout=30) as client:
         url = f"https://localhost:{server.app.http_port}/v1/embeddings"

@@ -1,4 +1,4 @@
-"""Tests of tracing: a call continues the trace of its caller, and an OTLP receiver gets consistent spans."""
+"""Tests of tracing: a call continues its caller's trace, and an OTLP receiver gets consistent spans."""
 
 import asyncio
 import itertools
@@ -66,7 +66,7 @@ def named(received: list[ReceivedSpan], name: str) -> list[ReceivedSpan]:
 
 
 def has(*names: str) -> Callable[[list[ReceivedSpan]], bool]:
-    """Return a condition that is true if every name has a span. A name that occurs twice needs two spans."""
+    """Return a condition that is true if there is a span for each name. A repeated name needs several spans."""
     return lambda got: all(len(named(got, name)) >= names.count(name) for name in names)
 
 
@@ -136,7 +136,7 @@ async def test_open_inference_calls_are_traced(traced: Traced) -> None:
     assert set(STAGES) <= {it.name for it in got if it.parent_id == span.span_id}
 
 
-async def test_compute_links_to_the_batch_and_the_batch_to_its_requests(traced: Traced) -> None:
+async def test_spans_of_requests_and_batches_link_to_each_other(traced: Traced) -> None:
     server, receiver = traced
     first = await server.start_held(server.encode([1], metadata=SAMPLED))
     others = [asyncio.create_task(server.encode([1, 2, 3], metadata=SAMPLED)) for _ in range(2)]
@@ -189,7 +189,7 @@ async def test_a_batch_links_to_no_more_requests_than_the_sdk_allows(
 async def test_a_request_of_several_batches_has_a_compute_span_for_each(
     receiver: OtlpReceiver, start_server: StartServer
 ) -> None:
-    """A call with many batches has a limited number of compute spans. The last one links to all further batches."""
+    """A call with many batches has a limited number of compute spans. The last span links to all further batches."""
     server = await start_server(trace_endpoint=receiver.endpoint, max_batch_sequences=1)
     most = tracing.MAX_COMPUTE_SPANS
     await server.encode(*[[1]] * (most + 4), metadata=SAMPLED)
@@ -239,7 +239,7 @@ async def test_a_failed_call_has_its_reason(
 ) -> None:
     """The span of a failed call has the code and the reason of the error.
 
-    After a mistake of the caller, the span has no error status, as OpenTelemetry's semantic conventions demand.
+    For a mistake of the caller, the span has no error status, as OpenTelemetry's semantic conventions demand.
     """
     server = await start_server(FakeEngine(D_MODEL, poison=7), trace_endpoint=receiver.endpoint)
     await refusal(server.call("Encode", request_, metadata=SAMPLED))
@@ -252,7 +252,7 @@ async def test_a_failed_call_has_its_reason(
 async def test_the_span_of_an_unread_call_names_the_model(receiver: OtlpReceiver, start_server: StartServer) -> None:
     server = await start_server(FakeEngine(D_MODEL), trace_endpoint=receiver.endpoint, max_queue_tokens=40)
     async with server.queue_of(31):
-        for tokens, parent in ((10, UNSAMPLED), (1, SAMPLED)):  # the queue refuses the first call, and is then closed
+        for tokens, parent in ((10, UNSAMPLED), (1, SAMPLED)):  # the refusal of the first call closes the queue
             await refusal(server.encode([3] * tokens, metadata=parent))
     got = await received(receiver, lambda got: any(it.trace_id == TRACE_ID for it in named(got, ENCODE)))
     (span,) = [it for it in named(got, ENCODE) if it.trace_id == TRACE_ID]
@@ -482,7 +482,7 @@ METADATA_TEXT = st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), m
 
 
 @given(st.lists(st.tuples(st.sampled_from(["traceparent", "tracestate", "other"]), METADATA_TEXT), max_size=4))
-async def test_no_header_of_a_caller_breaks_a_request(metadata: list[tuple[str, str]]) -> None:
+async def test_invalid_trace_headers_do_not_fail_a_request(metadata: list[tuple[str, str]]) -> None:
     tracer = tracing.OtlpTracer(None, None, 0.0, FakeClock())  # type: ignore[arg-type]
     assert tracer.begin(ENCODE, metadata, {}) is None
     ids = spans.current_ids()
@@ -493,7 +493,7 @@ async def test_no_header_of_a_caller_breaks_a_request(metadata: list[tuple[str, 
 async def test_spans_do_not_follow_jumps_of_the_wall_clock(
     receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The times of spans are right, although the wall clock goes back one hour each time it is read.
+    """The times of spans are right, although each reading of the wall clock is an hour earlier.
 
     The monotonic clock of this test starts at about one year.
     """

@@ -40,7 +40,7 @@ class Device:
     has_wide_session = False
 
     def __init__(self, seconds: Callable[[int, int], float]) -> None:
-        """Take the function for the seconds of a run. It gets the padded tokens and the number of the run, from 1."""
+        """Set the function that returns the seconds of a run. Arguments: padded tokens, number of the run from 1."""
         self._seconds = seconds
         self.batches: list[list[int]] = []
         self.clock = 0.0
@@ -76,9 +76,10 @@ def tune_cpu(device: Device, bundle: Bundle, folder: Path, machine: dict[str, An
 
 
 def cached(limit: int) -> Callable[[int, int], float]:
-    """Return the function for the seconds of a run.
+    """Return a function that returns the seconds of a run.
 
-    Each run takes a fixed time. Each token takes longer in runs of more than `limit` tokens, as if a cache were full.
+    A run takes a fixed time, and a time per token. In runs of more than `limit` tokens, the time per token is longer.
+    So the function imitates a full cache.
     """
     return lambda padded, _: 3e-3 + padded * (1e-5 if padded <= limit else 4e-5)
 
@@ -86,9 +87,7 @@ def cached(limit: int) -> Callable[[int, int], float]:
 @pytest.mark.parametrize(
     ("limit", "server", "job"), [(300, 256, 256), (520, 512, 512), (800, 768, 768), (5000, 768, 1024)]
 )
-def test_the_budget_is_where_the_device_is_fastest(
-    bundle: Bundle, tmp_path: Path, limit: int, server: int, job: int
-) -> None:
+def test_the_budget_is_the_fastest_one(bundle: Bundle, tmp_path: Path, limit: int, server: int, job: int) -> None:
     """If several budgets are nearly equally fast, a server takes the smallest, and a job takes the largest."""
     device = Device(cached(limit))
     tuned = tune_cpu(device, bundle, tmp_path)
@@ -116,7 +115,7 @@ def tune_gpu(
 
 @pytest.mark.parametrize(("limit", "budget"), [(4096, 4096), (9000, 8192)])
 def test_a_gpu_is_measured_on_full_batches(bundle: Bundle, tmp_path: Path, limit: int, budget: int) -> None:
-    """A GPU is measured with more texts than a CPU, because 64 texts would not fill even its smallest budget."""
+    """A GPU is measured with more texts than a CPU: 64 texts would not fill a GPU's smallest budget."""
     tuned, _ = tune_gpu(
         bundle, tmp_path / "t.json", lambda padded, _: 2e-3 + padded * (1e-7 if padded <= limit else 4e-7)
     )
@@ -135,7 +134,7 @@ def test_a_budget_beyond_the_memory_is_skipped(
 ) -> None:
     """If the measurement of a budget runs out of memory, the model still loads with a smaller budget.
 
-    The measurements are not stored, because more memory may be free next time.
+    The measurements are not stored, because more memory may be free at the next start.
     """
     tuned, _ = tune_gpu(bundle, tmp_path / "t.json", lambda padded, _: small(padded, 5000))
     assert tuned.max_batch_tokens == 4096
@@ -144,7 +143,7 @@ def test_a_budget_beyond_the_memory_is_skipped(
 
 
 @pytest.mark.parametrize("good_runs", [0, 2])
-def test_without_any_figures_there_is_no_budget(bundle: Bundle, tmp_path: Path, good_runs: int) -> None:
+def test_without_measurements_there_is_no_budget(bundle: Bundle, tmp_path: Path, good_runs: int) -> None:
     path = tmp_path / "t.json"
     tuned, _ = tune_gpu(bundle, path, lambda padded, ran: small(padded, 40_000 if ran <= good_runs else 0))
     assert tuned.max_batch_tokens is None
@@ -195,7 +194,7 @@ def test_a_slow_model_is_measured_on_fewer_texts(bundle: Bundle, tmp_path: Path)
     assert len({length for lengths in device.batches for length in lengths}) < len(set(USUAL_LENGTHS)) / 2
 
 
-def test_unstable_figures_give_no_budget_and_no_file(bundle: Bundle, tmp_path: Path) -> None:
+def test_unstable_measurements_give_no_budget_and_no_file(bundle: Bundle, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     device = Device(lambda padded, _: padded * 1e-4 * random.uniform(1, 4))
     tuned = tune_cpu(device, bundle, tmp_path)
@@ -209,7 +208,7 @@ def test_a_few_disturbed_runs_change_nothing(bundle: Bundle, tmp_path: Path) -> 
     assert tuned.max_batch_tokens == 512
 
 
-def test_figures_are_remembered_for_one_model_and_machine(bundle: Bundle, tmp_path: Path) -> None:
+def test_measurements_are_stored_for_one_model_and_machine(bundle: Bundle, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
 
     def again(of: Bundle = bundle, machine: dict[str, Any] = MACHINE, **changes: str) -> bool:
@@ -222,7 +221,7 @@ def test_figures_are_remembered_for_one_model_and_machine(bundle: Bundle, tmp_pa
         return tuned.remembered
 
     assert not again()
-    assert path.stat().st_mode & 0o777 == 0o644, "another user's server reads it too"
+    assert path.stat().st_mode & 0o777 == 0o644, "servers of other users must be able to read the file"
     assert again()
     assert not again(machine=MACHINE | {"intra_op_threads": 4})
     assert not again()
@@ -245,7 +244,7 @@ def test_a_damaged_file_is_measured_again(bundle: Bundle, tmp_path: Path, conten
 @pytest.mark.parametrize(
     "changes", [{"512": it} for it in (0, -5, "512", None, math.inf, math.nan, [1])] + [{"1000000": 1e9}, {"x": 1}]
 )
-def test_impossible_figures_are_not_used(bundle: Bundle, tmp_path: Path, changes: dict[str, object]) -> None:
+def test_impossible_measurements_are_not_used(bundle: Bundle, tmp_path: Path, changes: dict[str, object]) -> None:
     path = tmp_path / "t.json"
     device = Device(cached(520))
     tune_cpu(device, bundle, tmp_path)
@@ -255,7 +254,7 @@ def test_impossible_figures_are_not_used(bundle: Bundle, tmp_path: Path, changes
     assert not tune_cpu(device, bundle, tmp_path).remembered
 
 
-def test_a_folder_that_cannot_be_written_gives_a_budget_too(bundle: Bundle, tmp_path: Path) -> None:
+def test_a_budget_is_measured_even_if_it_cannot_be_stored(bundle: Bundle, tmp_path: Path) -> None:
     assert tune_cpu(Device(cached(520)), bundle, tmp_path / "missing").max_batch_tokens == 512
 
 

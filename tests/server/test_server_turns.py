@@ -23,7 +23,7 @@ class Bench:
         self._released = threading.Event()
 
     async def hold(self) -> list["asyncio.Task[bool]"]:
-        """Send two tasks: one that blocks the thread, and one for the place behind it. Later work waits."""
+        """Send two tasks: one blocks the thread, and one waits behind it. Later work waits behind both."""
         tasks = [asyncio.create_task(self.pool.run(ANY_SENDER, 0, self._released.wait)) for _ in range(2)]
         await asyncio.sleep(0)
         return tasks
@@ -91,7 +91,7 @@ async def test_callers_are_served_by_their_weights() -> None:
     assert max(after - before for before, after in pairwise(a_turns)) <= 9, "not interleaved"
 
 
-async def test_a_caller_that_was_away_has_no_credit() -> None:
+async def test_an_absent_caller_gains_no_credit() -> None:
     bench = Bench()
     first, second = Sender(Caller("first")), Sender(Caller("second"))
     for _ in range(20):
@@ -103,7 +103,7 @@ async def test_a_caller_that_was_away_has_no_credit() -> None:
     assert 9 <= bench.done[:20].count("second") <= 11
 
 
-async def test_cancelled_work_takes_no_place_and_no_turn() -> None:
+async def test_cancelled_work_does_not_delay_other_work() -> None:
     """Work that is cancelled before its start does not delay the next work of the caller."""
     bench = Bench()
     held = await bench.hold()
@@ -121,9 +121,9 @@ async def test_cancelled_work_takes_no_place_and_no_turn() -> None:
 
 
 async def test_running_work_keeps_its_place_after_its_caller_has_gone() -> None:
-    """If the caller of running work leaves, the work keeps its place, because its thread cannot be stopped.
+    """If a caller disconnects, running work keeps its place, because a thread cannot be stopped.
 
-    Otherwise bulk work would start before urgent work.
+    Otherwise, bulk work would start before urgent work.
     """
     bench = Bench()
     running, handed_over = await bench.hold()
@@ -148,7 +148,7 @@ async def test_work_cancelled_before_its_thread_begins_is_not_done() -> None:
     assert bench.done == ["next", "later", "later", "later"]
 
 
-async def test_failed_work_gives_its_place_back() -> None:
+async def test_failed_work_releases_its_place() -> None:
     bench = Bench()
     for _ in range(5):
         with pytest.raises(ZeroDivisionError):

@@ -15,7 +15,7 @@ SHARED_SETTINGS = {"takes_vectors": True}
 
 
 def vectors(*ids: int, dtype: Any = np.float32) -> Any:
-    """Return (seq, d_model) vectors for the fake engine. The engine uses the first number of a vector as a token id."""
+    """Return (seq, d_model) vectors. The fake engine uses the first number of a vector as a token id."""
     numbers = np.zeros((len(ids), D_MODEL), dtype)
     numbers[:, 0] = ids
     return numbers

@@ -22,7 +22,7 @@ class Entry:
         deadline: The time at which the sequence expires.
         leaves_at: The time at which the caller cancels.
         ahead: The number of live entries that wait when this entry arrives.
-        running_until: The time at which the first lane will become free, as known when this entry arrives.
+        running_until: The expected time at which the first lane becomes free, at the arrival of this entry.
         batches_before: The number of batches that begin after the arrival and before the batch of this entry.
         started_at: The start of the batch with this entry, or NaN if the entry did not run.
     """
@@ -45,7 +45,7 @@ class Engine:
         run_seconds: The fixed time of a run.
         token_seconds: The time for a padded token.
         lanes: The number of batches that can run at once.
-        has_wide_session: Whether a batch that runs alone uses all lanes, so that it runs `lanes` times faster.
+        has_wide_session: Whether a batch that runs alone uses all lanes, and is `lanes` times faster.
         longest_run: The longest run so far, in seconds.
     """
 
@@ -129,12 +129,12 @@ engines = st.builds(Engine, st.floats(0, 0.1), st.floats(1e-6, 1e-3), st.integer
 
 
 @given(arrivals, policies, engines)
-def test_with_k_before_it_a_sequence_starts_in_the_next_k_plus_1_batches(
+def test_a_sequence_behind_k_others_starts_in_the_next_k_plus_1_batches(
     entries: list[Entry], policy: BatchPolicy, engine: Engine
 ) -> None:
-    """If k entries wait before an entry, it starts in one of the next k + 1 batches.
+    """An entry behind k waiting entries starts in one of the next k + 1 batches.
 
-    Entries that arrive later do not extend the wait. In the code, k is `ahead`.
+    Later entries do not extend the wait. In the code, k is `ahead`.
     """
     simulate(entries, policy, engine)
     for entry in entries:
@@ -145,9 +145,7 @@ def test_with_k_before_it_a_sequence_starts_in_the_next_k_plus_1_batches(
 
 
 @given(arrivals, policies, engines)
-def test_all_patient_callers_are_served_and_no_late_ones(
-    entries: list[Entry], policy: BatchPolicy, engine: Engine
-) -> None:
+def test_patient_calls_run_and_late_calls_do_not(entries: list[Entry], policy: BatchPolicy, engine: Engine) -> None:
     simulate(entries, policy, engine)
     for entry in entries:
         patient = math.isinf(entry.deadline) and math.isinf(entry.leaves_at)
@@ -158,12 +156,10 @@ def test_all_patient_callers_are_served_and_no_late_ones(
 
 
 @given(st.integers(1, 512), st.lists(st.integers(1, 512), min_size=50, max_size=200), policies)
-def test_an_odd_length_under_a_flood_of_others_waits_for_one_batch_only(
-    length: int, flood: list[int], policy: BatchPolicy
-) -> None:
-    """A sequence waits for one batch only, even if its length differs from the lengths of many later sequences.
+def test_a_sequence_of_unusual_length_waits_for_one_batch(length: int, flood: list[int], policy: BatchPolicy) -> None:
+    """A sequence waits for at most one batch, even if many later sequences have other lengths.
 
-    This is the worst case for batches of similar lengths.
+    This is the worst case for batches of sequences with similar lengths.
     """
     engine = Engine(0.01, 1e-5)
     odd = Entry(0.001, length, math.inf, math.inf)

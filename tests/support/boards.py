@@ -19,8 +19,8 @@ RULES = [
 ALERTS = [rule for rule in RULES if "alert" in rule]
 RECORDED = {rule["record"] for rule in RULES if "record" in rule}
 
-# Matches the name of a metric and the label matchers after the name. The metric may come from the server, from a
-# recording rule, or from Prometheus itself.
+# Matches a metric's name and the label matchers after the name. The metric may come from the server, from a recording
+# rule, or from Prometheus itself.
 _SELECTOR = re.compile(
     r"\b(?:(?:encserve_|encserve:|grpc_server_|instance:|job:|model:|process_|python_|scrape_)[\w:]+|up\b|ALERTS\b)"
     r"(?:\{[^}]*\})?"

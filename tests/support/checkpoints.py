@@ -1,8 +1,8 @@
 """Checkpoints that tests export.
 
 A golden checkpoint is a small model in tests/data, with several golden cases. A golden case has the token ids of one
-sequence, and the sequence's hidden states from the model's original code. A bare golden checkpoint is a state dict
-without a Hugging Face configuration.
+sequence, and the hidden states of this sequence from the model's original code. A bare golden checkpoint is a state
+dict without a Hugging Face configuration.
 """
 
 import importlib.util
@@ -54,7 +54,7 @@ def golden_fields(name: str) -> dict[str, Any]:
 def golden_checkpoint(name: str) -> Path:
     """Return the path of a checkpoint's weights file.
 
-    fused-qkv and fused-qkv-as-written share one file. They differ only in the way of merging attention heads.
+    fused-qkv and fused-qkv-as-written share one file. The two models differ only in `merge_heads`.
     """
     return DATA / name.removesuffix("-as-written") / "checkpoint.safetensors"
 

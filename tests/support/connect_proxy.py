@@ -7,15 +7,15 @@ from typing import Self
 
 
 class ConnectProxy:
-    """Answers CONNECT. Every connection goes to one port of this machine, whatever name the client asks for.
+    """Answers CONNECT. Every connection goes to one port of this machine. The requested host name is ignored.
 
     Attributes:
-        asked: The names that clients have asked for.
+        asked: The host names that clients have requested.
         address: The proxy's own host and port.
     """
 
     def __init__(self, port: int | None) -> None:
-        """Set the port. With None, the proxy refuses with the status 403."""
+        """Set the port of all connections. With None, the proxy refuses every connection with the status 403."""
         self.asked: list[str] = []
         self.address = ""
         self._port = port

@@ -54,7 +54,7 @@ class DnsServer:
         self.n_answered += kind == _TYPE_A
         header = query[:2] + struct.pack(">HHHHH", _RESPONSE | _NO_ERROR, 1, len(found), 0, 0)
         records = [
-            # Each record has a pointer to the question's name, the time to live 0, and an address of four bytes.
+            # Each record: a pointer to the question's name, the time to live (0), and an address of four bytes.
             struct.pack(">HHHIH", 0xC00C, _TYPE_A, _CLASS_IN, 0, 4) + ipaddress.IPv4Address(address).packed
             for address in found
         ]

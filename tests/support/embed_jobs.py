@@ -144,7 +144,7 @@ def vectors_of(table: Any) -> tuple[Any, Any]:
 
 
 def check_rows(table: Any, texts: Sequence[str]) -> None:
-    """Check that an output has every text once and in order.
+    """Check that an output has each text exactly once, in order.
 
     Also check that a text has no vector if the text is too long, and has a vector otherwise.
     """

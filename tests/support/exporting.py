@@ -1,6 +1,6 @@
 """Caches exports on disk. Several tests and several test runs can share one export.
 
-If the exporter's sources or the installed packages change, the cached exports are no longer used.
+A change of the exporter's sources or of the installed packages invalidates all cached exports.
 """
 
 import dataclasses

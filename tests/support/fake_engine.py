@@ -32,7 +32,7 @@ class FakeEngine:
         poison: If a batch contains this token id, the batch fails.
         nan_id: If a sequence contains this token id, the hidden states contain a NaN.
         broken: If true, every batch fails.
-        alone: For each started batch, whether the batch had the whole device.
+        alone: The argument `alone` of each started batch, see `Engine.run`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class FakeEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """A description of the engine. The provider and the runtime do not exist."""
+        """A description of the engine, with invented names of provider and runtime."""
         return EngineInfo(provider="FakeExecutionProvider", device="cpu", precision="float32", runtime="fake")
 
     def hold(self) -> None:

@@ -31,7 +31,7 @@ N_LAYERS, N_HEADS = 3, 2
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "hello", "brave", "new", "world"]
 SERVICE = "encserve.v1.EncoderService"
 INFER_SERVICE = "inference.GRPCInferenceService"
-page._STOP_SECONDS = 0.01  # a stop can take this long, and the tests stop hundreds of servers
+page._STOP_SECONDS = 0.01  # the longest duration of a stop; short, because the tests stop hundreds of servers
 
 
 def write_tokenizer(path: Path, unknown: str = "[UNK]") -> Path:
@@ -150,8 +150,8 @@ class FakeServer:
     def rpc_sample(self, name: str, method: str = "Encode", **labels: str) -> float:
         """Return the value of the metric grpc_server_NAME for a method.
 
-        The Open Inference Protocol has the methods whose names begin with "Model". Our own service has all other
-        methods.
+        A method whose name begins with "Model" belongs to the Open Inference Protocol. Other methods belong to our
+        service.
         """
         kind = "bidi_stream" if "Stream" in method else "unary"
         service = INFER_SERVICE if method.startswith("Model") else SERVICE

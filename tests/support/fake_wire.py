@@ -27,7 +27,7 @@ class FakeWire:
     """A wire that gets the answers from a function of the test. Time passes only in `wait`.
 
     Attributes:
-        answer: A function of an RPC and the request. Returns the delay and the outcome.
+        answer: A function that takes an RPC and a request, and returns the delay and the outcome.
         time: The current time, in seconds.
         sent: The time at which each message was sent.
         most_out: The largest number of messages that waited for an answer at the same time.

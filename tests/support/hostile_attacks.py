@@ -39,7 +39,7 @@ INSPECT = "/encserve.v1.EncoderService/Inspect"
 WATCH = "/grpc.health.v1.Health/Watch"
 _NICENESS = 10
 _END_SECONDS = 30
-# A closed connection is opened again after 2 to 4 s.
+# A closed connection is replaced by a new one after 2 to 4 s.
 _RECONNECT_SECONDS = 2.0
 _READ_BYTES = 1 << 20
 _PACKET_BYTES = 1 << 16
@@ -258,7 +258,7 @@ def inspect(over: threading.Event, target: str, request: bytes, callers: int, ke
 
 
 async def _until_over(over: threading.Event, works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run works at the same time until the attack is over."""
+    """Run coroutines at the same time until the attack is over."""
     working = asyncio.gather(*works)
     await asyncio.to_thread(over.wait)
     working.cancel()
@@ -309,7 +309,7 @@ def open_watches(over: threading.Event, port: int, connections: int, streams: in
     async def run() -> None:
         pairs = [await asyncio.open_connection("127.0.0.1", port) for _ in range(connections)]
         reading = [asyncio.create_task(read(reader)) for reader, _ in pairs]
-        for _, writer in pairs:  # the last frame is a larger window for the replies
+        for _, writer in pairs:  # the last frame enlarges the flow-control window for the replies
             writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b""))
             writer.write(frame(8, 0, 0, (2**30).to_bytes(4, "big")))
         began = time.monotonic()

@@ -31,7 +31,7 @@ Driver = tuple[Any, ...]
 def hostile_server(repository: Path, *flags: str, **options: Any) -> Iterator[RealServer]:
     """Run a server with all protocols and a memory budget. Kill the server at the end of the block.
 
-    `options` are those of `real_server`.
+    `options` are options of `real_server`.
     """
     budget = ("--max-in-flight-mib", str(BUDGET_MIB))
     with real_server(repository, "--http-port", "0", *budget, *flags, **options) as server:
@@ -98,8 +98,8 @@ def measure(
     """Run the warm-up, the control and the attack. Return the effects of the control and of the attack.
 
     By default, the control is also the warm-up. The server keeps some memory after the warm-up, so memory is measured
-    only after the warm-up. If health checks are too slow during the attack, the machine may be busy. Then repeat the
-    control and the attack once.
+    only after the warm-up. If health checks are too slow during the attack, repeat the control and the attack once,
+    because the machine may be busy.
     """
     with attack(*(warm_up or control)):
         time.sleep(WARM_UP_SECONDS)
@@ -120,7 +120,7 @@ def measure_once(
     ca: Path | None = None,
     inspects: bool = False,
 ) -> Outcome:
-    """Run the control and the attack. `on_all_paths`, `ca` and `inspects` are those of `watching`."""
+    """Run the control and the attack. `on_all_paths`, `ca` and `inspects` are arguments of `watching`."""
     with watching(server, BUDGET_MIB, on_all_paths=on_all_paths, ca=ca, inspects=inspects) as watch:
         first, _ = _drive(watch, "control", control, control_seconds)
         time.sleep(SETTLE_SECONDS)

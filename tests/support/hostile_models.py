@@ -117,7 +117,7 @@ def write_words(repository: Path) -> None:
 def write_inspected(repository: Path) -> None:
     """Write a model with a tokenizer and a graph for inspections. The two hidden states of a token have 16 KiB.
 
-    The attention weights are not attention weights.
+    The attention weights are copies of the hidden states.
     """
     graph = onnx.load_from_string(_lookup_graph(INSPECTED))
     for name in ("last", "weights"):

@@ -36,7 +36,7 @@ CHECK_SECONDS, ORDINARY_SECONDS, MEMORY_SECONDS = 0.01, 0.1, 0.2
 PATH_SECONDS = 0.05
 ANSWER_SECONDS = 10.0
 SLACK_BYTES = 100 * MIB
-# If the server exceeds the test's memory limit by this much, the watch kills the server. The machine has other users.
+# If the server exceeds the test's memory limit by this much, the watch kills the server to protect the machine.
 _KILLED_BEYOND_BYTES = 1024 * MIB
 # The key of the ordinary caller. Servers without keys ignore it.
 KEY = "encserve-ordinary"
@@ -79,7 +79,7 @@ class Health(NamedTuple):
         ordinary: The number of replies to the ordinary caller: OK, or the path and another reply.
         ordinary_max_ms: The duration of the ordinary caller's longest call.
         ordinary_p99_ms: The 99th percentile of the ordinary caller's latency on all paths together.
-        path_p99_ms: The 99th percentile of the latency on each path of both.
+        path_p99_ms: The 99th percentile of the latency by path, for health checks and the ordinary caller.
     """
 
     p50_ms: float
@@ -137,9 +137,9 @@ def _p99_ms(latencies: Sequence[float]) -> float:
 
 
 def _as_sent_in_time(calls: Sequence[Sample], pause_seconds: float) -> Iterator[float]:
-    """Return the latencies that the calls would have if each call was sent on time, in seconds.
+    """Yield the latencies in seconds, as if each call started on time.
 
-    A late reply delays the next calls. For each delayed call, add the time from the planned start to the late reply.
+    A slow call blocks the next calls. For each planned start during the slow call, the remaining time is a latency too.
     """
     for call in calls:
         left = call.seconds
@@ -253,8 +253,8 @@ def watching(
     Args:
         server: The server.
         budget_mib: The memory budget for requests and replies.
-        on_all_paths: Whether to call over gRPC and HTTP, on kept and on new connections. If not, the calls use gRPC on
-            kept connections.
+        on_all_paths: Whether to call over gRPC and HTTP, on open and on new connections. If false, all calls use gRPC
+            on open connections.
         ca: The certificate authority of a server with TLS.
         inspects: Whether the ordinary caller also sends inspections.
     """

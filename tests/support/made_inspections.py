@@ -1,4 +1,4 @@
-"""Makes random results of Inspect. They look like the results of a trained model."""
+"""Makes random results of Inspect that look like results of a trained model."""
 
 import numpy as np
 import numpy.typing as npt

@@ -1,4 +1,4 @@
-"""Makes small ONNX encoders node by node. They look like ONNX files of other authors."""
+"""Makes small ONNX encoders with names and structures like those in ONNX files of other authors."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -33,8 +33,8 @@ def random_table(rows: int, seed: int = 0, width: int = D_MODEL) -> Any:
 def build(*, with_types: bool = False, positions: int = POSITIONS, opset: int = 17) -> onnx.ModelProto:
     """Build a small encoder.
 
-    For each token, the graph adds the token vector and the position vector. Then the graph adds the mean of these sums
-    to each sum. Tests find nodes by name with `node_of`. Some names are words, placed, mean and rows.
+    x_i is the sum of the token vector and the position vector of token i. The hidden state of token i is x_i plus the
+    mean of all x. Tests find nodes by name with `node_of`, for example "words", "placed", "mean" and "rows".
     """
     node = helper.make_node
     nodes = [
@@ -96,9 +96,9 @@ def save_with_data(model: onnx.ModelProto, path: Path, location: str = "weights.
 
 
 def point_elsewhere(path: Path, name: str = "table", **entries: str) -> None:
-    """Change the place of a tensor's external data, in a file that `save_with_data` has written.
+    """Change where a tensor's data are stored, in a file from `save_with_data`.
 
-    `entries` are the new location, offset or length of the data.
+    `entries` are new values of location, offset or length.
     """
     model = onnx.load(path, load_external_data=False)
     for entry in tensor_of(model, name).external_data:
@@ -109,7 +109,7 @@ def point_elsewhere(path: Path, name: str = "table", **entries: str) -> None:
 
 
 class Renamed(nn.Module):
-    """An encoder with another author's interface: token types as an extra input, a pooled vector as an extra output."""
+    """An encoder with an extra input, token types, and an extra output, the hidden state of the first token."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Renamed(nn.Module):
 
 
 def export_torch(path: Path, config: EncoderConfig) -> Path:
-    """Export a `Renamed`. The inputs are tokens, real and segments. The outputs are hidden and pooled."""
+    """Export a `Renamed`. Inputs: "tokens" (ids), "real" (mask) and "segments". Outputs: "hidden" and "pooled"."""
     torch.manual_seed(0)
     module = Renamed(random_encoder(config, 0)).eval()
     ids = torch.tensor([[0, 0, 0], [0, 0, 0]])  # (batch, seq)

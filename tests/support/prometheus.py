@@ -47,7 +47,7 @@ class Prometheus:
     def get(self, path: str, **parameters: str) -> Any:
         """Request a path of the API and return the data of the reply.
 
-        If the reply is an error, raise an AssertionError with the server's text.
+        If the reply is an error, raise an AssertionError with the text of the reply.
         """
         url = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:

@@ -23,7 +23,7 @@ class RealServer:
 
     Attributes:
         target: The gRPC address.
-        url: The URL of the HTTP port. Not valid if the server has no HTTP port.
+        url: The URL of the HTTP port. Invalid if the server has no HTTP port.
         tls: The TLS context for the metrics page. None if the page has no TLS.
         log: The parsed log lines so far. If a line is not JSON, the test fails.
     """
@@ -33,7 +33,7 @@ class RealServer:
     ) -> None:
         """Wait until the server logs that it is ready for requests.
 
-        If `is_log_read` is false, nobody reads the log after that.
+        If `is_log_read` is false, the log is not read after the start.
         """
         self.process = process
         self._is_log_read = is_log_read
@@ -104,10 +104,10 @@ def real_server(
 ) -> Iterator[RealServer]:
     """Run a server. At the end of the block, stop the process if the server still runs.
 
-    By default, the server does not measure the batch budget, because this takes seconds for each model. A flag can turn
-    the measurement on.
+    By default, the server does not measure the batch budget, because the measurement takes seconds for each model. A
+    flag can turn the measurement on.
 
-    If `log_bytes` is given, the log is a pipe of this size that nobody reads after the start.
+    If `log_bytes` is given, the log is a pipe of this size. The pipe is not read after the start.
     """
     cache = "ENCSERVE_CACHE_DIR"  # this variable is passed on, so all tests share one cache
     environment = {key: value for key, value in os.environ.items() if not key.startswith("ENCSERVE_") or key == cache}

@@ -1,4 +1,4 @@
-"""Writes directories of multi-vector models. Some are in older formats, which these functions write by hand."""
+"""Writes directories of multi-vector models. No library writes older formats, so this module writes their files."""
 
 import json
 import string

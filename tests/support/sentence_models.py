@@ -86,7 +86,7 @@ def write_model(
         modules: The class and the config.json of each module after the Transformer. The weights are random.
         settings: The content of config_sentence_transformers.json.
         transformer: The content of sentence_bert_config.json.
-        version: The major version of sentence-transformers, 5 or 6. The names of the module classes depend on this.
+        version: The major version of sentence-transformers, 5 or 6. It determines the names of the module classes.
         transformer_folder: The encoder's folder inside the directory.
         encoder: Arguments for `write_encoder`.
     """

@@ -1,4 +1,4 @@
-"""Writes models with fixed bytes. So the models' space_ids, the ids of their vectors, stay the same.
+"""Writes models with fixed bytes, so that their space_ids never change. A space_id identifies a model's vector space.
 
 No library writes the files, because a new version of a library could write other bytes.
 """

@@ -47,7 +47,7 @@ def write_static(folder: Path, *, dense: bool = False) -> Path:
 def write_model2vec(folder: Path) -> Path:
     """Write a directory in the format of model2vec.
 
-    The directory has a small float16 table. For each token id, there is the row in the table and the weight.
+    The directory has a small float16 table. Each token id has the index of a table row, and a weight.
     """
     torch.manual_seed(1)
     folder.mkdir()

@@ -264,8 +264,8 @@ class Zoo:
         if row.kind == "sparse":
             made = encode(list(texts or row.texts), convert_to_sparse_tensor=False, **arguments).numpy()
         else:
-            # The library encodes one text at a time. In a batch, the library's vectors can differ by as much as the
-            # tolerance.
+            # The library encodes one text at a time. In a batch, padding may change the library's vectors by as much
+            # as the tolerance.
             made = encode(list(texts or row.texts), batch_size=1, convert_to_numpy=True, **arguments)
         return [np.atleast_2d(vectors) for vectors in made]
 

@@ -47,7 +47,7 @@ def _exports(command: Callable[..., Exported]) -> Callable[..., None]:
     """Turn an export function into a command.
 
     The export function gets a `target` and a `progress` callback. The command adds the options of the target. The
-    command prints each step on stderr and the report on stdout. It shows an `ExportError` without a traceback.
+    command prints each step on stderr, the report on stdout, and an `ExportError` without a traceback.
     """
 
     @functools.wraps(command)

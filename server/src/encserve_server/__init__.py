@@ -1,9 +1,9 @@
-"""The encserve server: model bundles in, a gRPC service out; `app` says what it is built of."""
+"""The encserve server: it loads model bundles and serves them over gRPC and HTTP. `app` lists the parts."""
 
 import os
 
 __version__ = "0.1.0"
 
-# NumPy reads it when it is imported. Batches have a thread each, and threads of NumPy's own would wait for their CPUs:
-# joining 512 vectors took 25 ms with them on two busy CPUs, and 10 ms without.
+# NumPy reads this variable on import. Each batch has a thread, so further threads of NumPy would wait for a CPU.
+# Joining 512 vectors on two busy CPUs took 25 ms with these further threads, and 10 ms without.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

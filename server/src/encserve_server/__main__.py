@@ -32,7 +32,7 @@ _SYNONYMS = {"gpu": "cuda"}
 
 
 class _Option(click.Option):
-    """A flag that ignores its environment variable if Kubernetes set it to the address of a Service."""
+    """A flag that ignores the address of a Service, which Kubernetes may set in the flag's environment variable."""
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
         value = super().resolve_envvar_value(ctx)
@@ -59,7 +59,7 @@ def _option(field: "dataclasses.Field[Any]", hint: Any) -> Callable[[Any], Any]:
     common |= {"cls": _Option, "envvar": f"{PREFIX}{field.name.upper()}"}
     if field.default is not dataclasses.MISSING:
         common |= {"default": field.default}
-    if isinstance(hint, types.UnionType):  # such as `int | None`; None means that the default depends on the machine
+    if isinstance(hint, types.UnionType):  # such as `int | None`; for None, the server chooses the default
         hint = typing.get_args(hint)[0]
     if hint is bool:
         return click.option(f"{flag}/--no-{field.name.replace('_', '-')}", **common)
@@ -88,8 +88,8 @@ def _settings_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def main(context: click.Context, /, **values: Any) -> None:
     """Serve encoder models over gRPC and HTTP, with Prometheus metrics.
 
-    The environment variable ENCSERVE_API_KEY sets the key that every call must present. It has no flag, because all
-    users of the machine can see the flags of a process.
+    The environment variable ENCSERVE_API_KEY sets the key that every call must present. The key has no flag, because
+    all users of the machine can see the flags of a process.
     """
     descriptors.open_standard_descriptors()
     if context.invoked_subcommand is not None:
@@ -111,7 +111,7 @@ def main(context: click.Context, /, **values: Any) -> None:
     memory.freeze_gc()
     log = logs.configure(settings.log_level, settings.log_format)
     if unknown:
-        logger.warning("environment variables that are not settings", extra={"variables": unknown})
+        logger.warning("unknown environment variables with the prefix ENCSERVE_", extra={"variables": unknown})
     if links := [name for name in sorted(known) if _is_service_port(name, os.environ.get(name, ""))]:
         logger.warning(
             "environment variables of Kubernetes service links are ignored: rename the Service, or set "
@@ -123,7 +123,7 @@ def main(context: click.Context, /, **values: Any) -> None:
 
 
 def _origin_of(context: click.Context, problem: str) -> str:
-    """Return the flags and variables that set the fields in an error of `Settings`, in brackets."""
+    """Return the flags and variables that set the wrong settings, in brackets. `problem` is an error of `Settings`."""
     sources = {
         ParameterSource.COMMANDLINE: lambda name: f"--{name.replace('_', '-')}",
         ParameterSource.ENVIRONMENT: lambda name: f"{PREFIX}{name.upper()}",
@@ -138,7 +138,7 @@ def _origin_of(context: click.Context, problem: str) -> str:
 def hash_key() -> None:
     """Make a random key, and print it with its SHA-256.
 
-    Give the key to the caller; it is not stored. Put the hash into key_sha256 in the callers file.
+    Give the key to the caller. The command does not store the key. Put the hash into key_sha256 in the callers file.
     """
     key = make_key()
     click.echo(f"key         {key}\nkey_sha256  {digest_of(key).hex()}")
@@ -147,7 +147,8 @@ def hash_key() -> None:
 def exit_process(status: int) -> None:
     """End the process at once, even if a thread is busy with a stuck engine or a long text.
 
-    `logging.shutdown` is not used: it would flush `sys.stderr`, and wait for ever on a pipe that nobody reads.
+    `logging.shutdown` is not used, because it would flush `sys.stderr`. A flush waits for ever if `sys.stderr` is a
+    pipe without a reader.
     """
     for handler in logging.getLogger().handlers:
         handler.close()

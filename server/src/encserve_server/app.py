@@ -63,11 +63,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ENCODE_THREADS = 2
-# The process returns freed memory to the system this often. A trim takes about 0.1 ms for each MiB that it returns.
+# The interval at which freed memory goes back to the system. Returning 1 MiB takes about 0.1 ms.
 _TRIM_SECONDS = 5.0
-# The time for which new calls are refused before gRPC stops.
+# How long the server refuses new calls before gRPC stops.
 _REFUSING_SECONDS = 0.5
-# The time for which gRPC then waits for health checks and reflection.
+# How long gRPC waits after that for health checks and reflection.
 _STOP_SECONDS = 1.0
 
 
@@ -75,9 +75,9 @@ class App:
     """A whole server. It can be started and stopped once, on one event loop."""
 
     def __init__(self, settings: Settings, load: Loader = load_model) -> None:
-        """Build the parts that need no model. `load` loads a model from the directory of its bundle, in a thread."""
+        """Build the parts that need no model. `load` loads a model from a bundle's directory, and runs in a thread."""
         self.settings = settings
-        self.grpc_port = 0  # the ports in use are known after the start
+        self.grpc_port = 0  # set by `start`, like `metrics_port` and `http_port`
         self.metrics_port = 0
         self.http_port: int | None = None
         self.registry = CollectorRegistry()
@@ -87,11 +87,11 @@ class App:
         self.catalog = Catalog(settings.aliases, accept_any_name=settings.accept_any_model_name)
         self._clock = MonotonicClock()
         self._tokenize_pool = FairThreadPool(settings.tokenizer_threads, "encserve-tokenize")
-        # Low priority, because loading is not urgent. Engines create their threads in this thread, so these have a low
-        # priority too.
+        # Loading is not urgent, so this thread has a low priority. Engines create their threads in this thread, so the
+        # engines' threads have a low priority too.
         self._load_pool = ThreadPoolExecutor(1, thread_name_prefix="encserve-load", initializer=lower_thread_priority)
         self._encode_pool = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="encserve-encode")
-        # The replies of inspections are encoded in a separate thread, because encoding may wait until a caller reads.
+        # A separate thread encodes the replies of inspections, because encoding may wait until a caller reads.
         self._inspect_pool = ThreadPoolExecutor(1, thread_name_prefix="encserve-chunks")
         max_held_bytes = settings.in_flight_bytes_for(memory.usable_bytes())
         self._calls = Calls(
@@ -190,8 +190,8 @@ class App:
     async def _drain(self, server: grpc.aio.Server) -> None:
         """Refuse new calls, let open calls finish, and stop gRPC.
 
-        When grpcio stops, it answers CANCELLED to calls that it has received and not started. So the server first
-        answers new calls with UNAVAILABLE for a while. Then callers send their next calls to another server.
+        When grpcio stops, it answers CANCELLED to calls that it has received but not started. To avoid this, the server
+        first answers new calls with UNAVAILABLE for a while. Then callers send their next calls to another server.
         """
         self._calls.drain()
         grace_ends = self._clock.now() + self.settings.grace_seconds
@@ -201,7 +201,7 @@ class App:
                 if self.catalog.all():
                     await asyncio.sleep(_REFUSING_SECONDS)
         self._health_service.end()
-        # Calls have finished, or their time is over. Only health checks and reflection are still open.
+        # All calls have finished or run out of time. Only health checks and reflection are still open.
         stop_seconds = min(max(grace_ends - self._clock.now(), 0), _STOP_SECONDS)
         closing = [] if self._http is None else [self._http.close(stop_seconds)]
         await asyncio.gather(server.stop(stop_seconds), *closing)
@@ -297,7 +297,7 @@ class App:
         self.http_port = self._http.port
 
     async def _trim_memory(self) -> None:
-        """Return freed memory to the system: of calls, and of connections, streams and watches that have ended."""
+        """Return the freed memory of ended calls, connections, streams and watches to the system."""
         await asyncio.get_running_loop().run_in_executor(self._load_pool, memory.trim)
 
     def _is_serving(self) -> bool:

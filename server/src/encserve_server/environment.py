@@ -9,8 +9,8 @@ logger = logging.getLogger(__name__)
 PREFIX = "ENCSERVE_"
 _MAX_TYPOS = 2
 _MIN_ABBREVIATION_CHARS = len(PREFIX) + 4
-# ENCSERVE_PORT could mean any of the ports. The setting with the most similar name is
-# ENCSERVE_HOST, but the error must not propose it.
+# The error for this variable must not propose a name. It could mean any port, but the most similar name is
+# ENCSERVE_HOST.
 _PORT = f"{PREFIX}PORT"
 # The variables of the command `encserve`, of its subcommands, and of the tests.
 _OTHER_PROGRAMS = frozenset(
@@ -19,7 +19,7 @@ _OTHER_PROGRAMS = frozenset(
 )
 _COMMANDS = ("ENCODE", "MODELS", "EMBED", "TOKENIZE", "SIMILARITY", "INSPECT", "BENCH")
 _OTHER_PROGRAMS_PREFIXES = tuple(f"{PREFIX}{name}_" for name in (*_COMMANDS, "REQUIRE"))
-# Kubernetes sets these variables in every pod if a Service has the name encserve or encserve-….
+# Kubernetes sets these variables in every pod if a Service is named encserve or encserve-….
 _SERVICE = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_[0-9]+_(TCP|UDP|SCTP)")
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 
@@ -37,10 +37,10 @@ def check_environment(environment: Mapping[str, str], settings: Collection[str])
         settings: The variables of all settings.
 
     Returns:
-        The unknown variables, which are not similar to a setting.
+        The unknown variables that are not similar to a setting.
 
     Raises:
-        ValueError: A variable has nearly the name of a setting. The text contains both names.
+        ValueError: The name of a variable is similar to a setting's name. The text contains both names.
     """
     unknown = []
     for name, value in environment.items():
@@ -65,7 +65,7 @@ def _belongs_to_other_program(name: str, value: str) -> bool:
 
 
 def distance(one: str, other: str) -> int:
-    """Return the Levenshtein distance: the least number of inserted, deleted and replaced characters."""
+    """Return the Levenshtein distance: the minimum number of inserted, deleted and replaced characters."""
     row = list(range(len(other) + 1))
     for i, a in enumerate(one, 1):
         above, row = row, [i]

@@ -1,8 +1,7 @@
 """The errors of requests and of the start, one class for each cause.
 
 Callers see the text of all errors except StartupError. The text may name fields and values, but no file paths. An error
-stores the wrong field as a `FieldPath`, because each protocol has a different name for it. The `Naming` of a protocol
-gives these names.
+stores the wrong field as a `FieldPath`. Each protocol has a `Naming`, which gives the field's name in this protocol.
 """
 
 import re
@@ -52,12 +51,12 @@ class RequestField(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FieldPath:
-    """The place in a request that an error is about.
+    """The field of a request that an error is about, with its indices.
 
     Attributes:
         field: The field.
-        at: The index of the input, or for fields of an output, the index of the output. None for no index.
-        place: The index of the id or span in the field; None for the whole field.
+        at: The index of the input. For fields of an output, the index of the output. None for no index.
+        place: The index of the token id or span inside the field; None for the whole field.
     """
 
     field: RequestField
@@ -88,8 +87,8 @@ class Naming:
 
     Attributes:
         fields: A template for each field, such as `inputs{at:[#]}.token_ids{place:.ids[#]}`. If the path has an index
-            `at`, the name contains the text after `at:`, with the index in place of `#`. The same applies to `place:`.
-            Instead of a template, a field may have a function that returns the template for an index `at`.
+            `at`, the name contains the text after `at:`, and the index replaces `#`. The same applies to `place:`.
+            Instead of a template, a field may have a function that takes `at` and returns the template.
         values: The names of the values of each enum. Other values have their Python name, in lower case.
     """
 
@@ -108,7 +107,7 @@ class Naming:
         return self.values.get(type(value), {}).get(value) or value.name.lower()
 
 
-# The names for log lines and for callers without a protocol, such as `ids 3, place 17`.
+# The names in log lines and in the offline API, such as `ids 3, place 17`.
 PLAIN = Naming({it: it.name.lower() + "{at: #}{place:, place #}" for it in RequestField})
 
 
@@ -116,9 +115,9 @@ class EncserveError(Exception):
     """Base class of all errors of this server.
 
     Attributes:
-        status: The status in all protocols; None if callers must not see the error. By default, as in the
-            base class.
-        reason: The machine-readable reason, such as INVALID_FIELD. By default, it is made from the name of the class.
+        status: The status in all protocols; None if callers must not see the error. By default, the status of the base
+            class.
+        reason: The machine-readable reason, such as INVALID_FIELD. By default, the name of the class in capitals.
         retry_delay_s: The seconds until a retry; None if a retry does not help.
     """
 
@@ -169,7 +168,7 @@ def _render(value: object, naming: Naming) -> object:
 
 
 class RequestError(EncserveError):
-    """The request is wrong. The same request will never succeed.
+    """The request is wrong. A retry of the same request will fail too.
 
     Attributes:
         field: The wrong field: a FieldPath, or the name of a field that only one protocol has. Empty for the
@@ -237,7 +236,7 @@ class SequenceTooLong(RequestError, status=statuses.TOO_LONG):
 
 
 class TooLongToPool(RequestError, status=statuses.INVALID):
-    """A sequence has too many vectors to pool. The memory for pooling grows with the square of their number."""
+    """A sequence has too many vectors to pool. Pooling n vectors takes memory proportional to n²."""
 
 
 class RequestTooLarge(RequestError, status=statuses.TOO_LARGE):
@@ -261,12 +260,12 @@ class PermissionDenied(RequestError, status=statuses.FORBIDDEN):
 
 
 class LimitReached(EncserveError):
-    """A limit leaves no room for the request now. A retry may succeed."""
+    """A limit is reached now. A retry may succeed."""
 
     retry_delay_s: float
 
     def __init__(self, problem: str, retry_delay_s: float) -> None:
-        """Take the text about the limit, with the numbers, and the seconds until a retry."""
+        """Take the text and the seconds until a retry. The text names the limit, with the numbers."""
         self.retry_delay_s = retry_delay_s
         super().__init__(f"{problem}; try again in {retry_delay_s:.2f} s")
 
@@ -294,7 +293,7 @@ class QueueFull(LimitReached, status=statuses.EXHAUSTED):
             queued: The size of the queue now.
             limit: The largest size of the queue.
             retry_delay_s: The seconds until a retry.
-            reopens_at: The size at which a queue that was full accepts requests again. None if no such size exists.
+            reopens_at: After the queue was full, it accepts requests again at this size. None if no such size exists.
         """
         problem = f"the queue is full: it holds {queued} of at most {limit} {unit}"
         if asked is not None:
@@ -315,7 +314,7 @@ class ShareExceeded(QueueFull):
         Args:
             owner: The owner of the share: a caller, or bulk.
             asked: The amount that the request needs.
-            waiting: The waiting amount of the owner.
+            waiting: The amount of the owner's waiting work.
             share: The share of the queue.
             retry_delay_s: The seconds until a retry.
             unit: The unit of the amounts.
@@ -329,7 +328,7 @@ class BudgetFull(LimitReached, status=statuses.EXHAUSTED):
 
 
 class DeadlineExpired(EncserveError, status=statuses.LATE):
-    """The deadline passed before a batch started, the request did not arrive, or the caller did not read the reply."""
+    """The deadline passed before a batch started. Or the request arrived too slowly, or the caller read too slowly."""
 
 
 class FingerprintMismatch(EncserveError, status=statuses.MISMATCH):
@@ -337,7 +336,7 @@ class FingerprintMismatch(EncserveError, status=statuses.MISMATCH):
 
 
 class SpaceMismatch(EncserveError, status=statuses.MISMATCH):
-    """The vectors of the model belong to another vector space than the caller expects; see `space_id`."""
+    """The model's `space_id` is not the `space_id` that the caller expects."""
 
 
 class InspectUnavailable(EncserveError, status=statuses.MISMATCH):
@@ -345,10 +344,10 @@ class InspectUnavailable(EncserveError, status=statuses.MISMATCH):
 
 
 class InferenceFailed(EncserveError, status=statuses.FAILED):
-    """The model fails for a sequence, even without other sequences in the batch, or the result is not finite."""
+    """The model fails for a sequence, even if the sequence runs alone. Or the result has NaN or infinity."""
 
-    NOT_COMPUTED = "the model could not compute it"
-    NOT_FINITE = "the model's numbers for it are not finite"
+    NOT_COMPUTED = "the model could not compute this input"
+    NOT_FINITE = "the model's result for this input has NaN or infinity"
 
     def __init__(self, index: int, problem: str) -> None:
         """Take the index of the input, and the problem."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from encserve_server.errors import CALLER_ERRORS, EncserveError, FieldPath, Naming, RequestError, RequestField
 from encserve_server.statuses import CANCELLED, EXPIRED, OK, UNKNOWN, Status
 
-# All gRPC trailers together may have 8 KiB, and they contain the text twice.
+# gRPC limits all trailers of a reply to 8 KiB together. The trailers contain the text twice.
 MAX_TEXT_CHARS = 1000
 
 # All statuses and reasons of replies, for metrics.
@@ -24,7 +24,7 @@ class Failure:
         field: The name of the wrong field in the protocol; empty if the whole request is wrong.
         problem: The text without the field.
         retry_delay_s: The seconds until a retry; None if a retry does not help.
-        is_request_error: Whether the same request will never succeed.
+        is_request_error: Whether a retry of the same request will fail too.
         request_field: The wrong field, independent of the protocol. None if the whole request is wrong, or if only this
             protocol has the field.
     """

@@ -1,7 +1,7 @@
 """`python -m encserve_server.healthcheck [TARGET]`: checks the health of a server, for the HEALTHCHECK of a container.
 
-The exit status is 0 if the server reports SERVING, otherwise 1. Without a target, the environment variables of the
-server give the address. With `ENCSERVE_TLS_CERT_FILE`, the check uses /healthz on the metrics port, which needs no
+The exit status is 0 if the server reports SERVING, otherwise 1. Without TARGET, the server's environment variables give
+the address. With `ENCSERVE_TLS_CERT_FILE`, the check uses /healthz on the metrics port, because this port needs no
 client certificate. The check runs every few seconds, so it imports few modules.
 """
 
@@ -27,7 +27,7 @@ def own_host() -> str:
 
 
 def _own_port(variable: str, default: str) -> str:
-    """Return the port in a variable. Like the server, ignore a value that Kubernetes has set for a Service."""
+    """Return the port in a variable, or the default. Ignore the address of a Kubernetes Service, as the server does."""
     value = os.environ.get(variable, "")
     return default if not value or is_service_link(value) else value
 
@@ -41,7 +41,7 @@ def own_target() -> str:
 
 def check(target: str, deadline_seconds: float = _DEADLINE_SECONDS) -> str:
     """Return the status of the server by gRPC: SERVING, NOT_SERVING, or the error of the call."""
-    # The target is on this machine, so do not use the proxy in the environment variables.
+    # The target is on this machine. So the call must not go through the proxy of the environment variables.
     with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
@@ -54,7 +54,7 @@ def check(target: str, deadline_seconds: float = _DEADLINE_SECONDS) -> str:
 def check_page(host: str, port: int, deadline_seconds: float = _DEADLINE_SECONDS) -> str:
     """Return the status of the server by https://HOST:PORT/healthz.
 
-    The certificate is not verified, because it names public addresses of the server, and not the local address.
+    The certificate is not verified, because it names the public addresses of the server, not the local address.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

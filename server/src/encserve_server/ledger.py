@@ -1,11 +1,12 @@
 """The ledger: how much of each limited resource each caller holds.
 
-A `Pool` is one limited resource: bytes or places. An account is a caller's name, or the address of a peer
-without a name. One rule gives shares: an account may hold at most a fixed multiple of the amount that is still free.
-So one account alone cannot fill a pool, and an account that holds nothing finds room. Network switches with
-shared memory limit their queues with this rule (Choudhury and Hahne, "Dynamic queue length thresholds", 1998).
+A `Pool` is one limited resource: bytes or places. A place is a slot for one slow request or one open stream. An account
+is a caller's name, or the peer's address for a caller without a name. An account may hold at most a fixed multiple of
+the amount that is still free. So one account alone cannot fill a pool, and an account that holds nothing finds room.
+Network switches with shared memory limit their queues with this rule (Choudhury and Hahne, "Dynamic queue length
+thresholds", 1998).
 
-Front ends only take from pools and give back. This module has all the rules. Use it only on the event loop.
+Transports only take from pools and give back. This module has all the rules. Use it only on the event loop.
 """
 
 import asyncio
@@ -20,11 +21,11 @@ from encserve_server.errors import BudgetFull, DeadlineExpired, Draining, Encser
 from encserve_server.system.background import repeat
 from encserve_server.system.clock import Clock
 
-# An account may hold 7 times the amount that stays free. So a single account gets at most 7/8 of a pool. Two accounts
-# that both want everything get 7/15 each.
+# An account may hold 7 times the amount that stays free. So a single account gets at most 7/8 of a pool. If two
+# accounts ask for everything, each gets 7/15.
 _SHARE = 7
-# For a call of more than `SMALL_BYTES`, the account may hold only 3 times the amount that stays free. So if there is
-# only one account, a quarter stays free for small calls.
+# For a call of more than `SMALL_BYTES`, the account may hold only 3 times the amount that stays free. So even a single
+# account leaves a quarter for small calls.
 _LARGE_SHARE = 3
 SMALL_BYTES = 256 * 1024
 # The retry delay if a pool is full. Most replies are sent within a second.
@@ -33,17 +34,18 @@ RETRY_SECONDS = 1.0
 ARRIVAL_SECONDS = 30.0
 # An HTTP body gets one more second for each 64 KiB that has arrived.
 BYTES_PER_SECOND = 64 * 1024
-# `Places` looks at all requests every `LOOK_SECONDS`. A request that is still incomplete at its third look is slow.
-# Most requests arrive together with their call.
+# `Places` looks at all requests every `LOOK_SECONDS`. A request that is incomplete at its third look is slow. Most
+# requests are complete at the first look.
 LOOK_SECONDS = 0.1
 _PROMPT_LOOKS = 2
-# The pause between two parts of different bodies. Tiny chunks cost much CPU time, and other calls need half of it.
+# The pause between two chunks of different bodies. Tiny chunks cost much CPU time; the pause leaves half for other
+# calls.
 _PAUSE_SECONDS = 0.001
 # The minimum number of places, even if the byte budget is small.
 _LEAST_PLACES = 64
 # Calls that may come without a key may together hold at most an eighth of the places.
 _OPEN_PART = 8
-# For an incomplete request, gRPC needs an eighth more memory than the request has bytes.
+# gRPC holds an incomplete request in memory that is an eighth larger than the request.
 _OVERHEAD_PART = 8
 # The maximum number of health watches. Each watch takes about 25 KiB.
 MAX_WATCHES = 1024
@@ -74,10 +76,10 @@ class Pool:
         free = self.limit - self.held - size
         return free >= 0 and self.held_by(account) + size <= share * (
             free + 1
-        )  # with + 1, the last free unit can be taken
+        )  # without + 1, an account could never take the last free unit
 
     def add(self, account: str, size: int) -> None:
-        """Add `size`, which may be negative, to the amount of an account, without a check."""
+        """Add `size` to the amount of an account, without a check. `size` may be negative."""
         self.held += size
         amount = self._accounts.get(account, 0) + size
         if amount:
@@ -95,8 +97,8 @@ class ByteBudget(Pool):
         Args:
             account: The caller.
             size: The number of bytes that the call needs now.
-            own: The number of bytes that the call holds already. If no other call holds bytes, a request is accepted
-                even above the limit.
+            own: The number of bytes that the call holds already. If no other call holds bytes, this call may exceed the
+                limit.
 
         Raises:
             BudgetFull: The budget or the share of the account has no room.
@@ -105,7 +107,7 @@ class ByteBudget(Pool):
         if self.held > own and not self.has_room(account, size, share):
             raise BudgetFull(
                 f"requests and replies in flight hold {self.held} of at most {self.limit} bytes (max_in_flight_mib); "
-                f"this caller holds {self.held_by(account)} of these and may hold {share} times the free bytes; this "
+                f"this caller holds {self.held_by(account)} bytes and may hold {share} times the free bytes; this "
                 f"call needs {size} more",
                 RETRY_SECONDS,
             )
@@ -115,7 +117,7 @@ class ByteBudget(Pool):
 
 
 class Arrival:
-    """A request that is not complete, or an open stream. Use it as a context manager around the reads of a task.
+    """A request that is not complete, or an open stream. The task of the call uses this object as a context manager.
 
     Attributes:
         account: The caller.
@@ -126,7 +128,7 @@ class Arrival:
         since: The clock's time of the last progress; infinity while a stream works on replies.
         seconds: The time in which the request must arrive.
         size: The number of bytes that have arrived; 0 over gRPC, which does not report this number.
-        has_place: Whether it holds a place.
+        has_place: Whether the request or stream holds a place.
     """
 
     __slots__ = (
@@ -150,7 +152,8 @@ class Arrival:
             account: The caller.
             is_open: Whether the call may come without a key.
             is_stream: Whether the call is a stream. A stream needs a place at once.
-            reserves: Whether its place reserves bytes. False for an HTTP body, whose bytes are counted as they arrive.
+            reserves: Whether the call's place reserves bytes. False for an HTTP body: its bytes are counted as they
+                arrive.
         """
         self._places = places
         self._task: _Task | None = None
@@ -165,7 +168,7 @@ class Arrival:
         self.has_place = False
 
     def __enter__(self) -> "Arrival":
-        """Limit the time of the arrival from now on. A stream takes a place.
+        """Start the time limit of the arrival. A stream takes a place.
 
         Raises:
             BudgetFull: All places are taken.
@@ -203,9 +206,9 @@ class Arrival:
         self.seconds += size / BYTES_PER_SECOND
 
     async def next_turn(self) -> None:
-        """Let the event loop do other work. In each of its turns only one body continues.
+        """Let the event loop do other work. In each turn of the loop, only one body continues.
 
-        If many bodies arrive, there is a pause before each turn. So other calls do not wait for all bodies.
+        If many bodies arrive, a pause comes before each turn. So other calls need not wait for all bodies.
         """
         turn = self._places.turn
         pause_s = _PAUSE_SECONDS if turn.locked() else 0.0
@@ -213,7 +216,7 @@ class Arrival:
             await asyncio.sleep(pause_s)
 
     def end(self, error: EncserveError) -> None:
-        """End the call with an error. Its place is free at once."""
+        """End the call with an error, and free its place at once."""
         self._places.arrivals.pop(self, None)
         if self.has_place:
             self._places.give_place_back(self)
@@ -226,20 +229,20 @@ class Places:
     """Places for slow requests and open streams of all protocols.
 
     A request that arrives within 0.2 s needs no place. A slow request and an open stream each take a place. gRPC
-    reports the size of a message only after the message is complete. So the place of a gRPC call reserves bytes for the
+    reports the size of a message only when the message is complete. So the place of a gRPC call reserves bytes for the
     largest request. All places together reserve at most half of the byte budget.
 
-    If an account finds no free place, it can get the place of another holder: the holder with the oldest `since`, if
-    that is at least 30 s ago. The holder must belong to the same account, or to an account with more places. A call
-    that may come without a key gets only places of other such calls.
+    If no place is free, an account can take the place of another holder. This holder is the one with the oldest
+    `since`, and `since` must be at least 30 s ago. The holder must belong to the same account, or to an account with
+    more places. A call that may come without a key takes only places of other such calls.
 
     Attributes:
         pool: The places.
         open_pool: The places of calls that may come without a key.
         reserved_bytes: The number of bytes that the place of a gRPC call reserves.
         arrivals: The requests that are not complete, and the open streams; the oldest first.
-        looks: How often `watch` has looked at the arrivals.
-        turn: The lock of the one body that continues in this turn of the event loop.
+        looks: How many times `watch` has looked at the arrivals.
+        turn: The lock that lets only one body continue in a turn of the event loop.
         clock: The time.
     """
 
@@ -249,7 +252,7 @@ class Places:
         Args:
             budget: The byte budget in which places reserve bytes.
             clock: The time.
-            draining: Set when the server stops. Then slow requests end with `Draining`.
+            draining: Set when the server stops. After that, slow requests end with `Draining`.
             max_request_bytes: The size of the largest gRPC request.
         """
         half = budget.limit // 2
@@ -308,7 +311,7 @@ class Places:
         return not is_full and self.pool.has_room(arrival.account, 1)
 
     def _end_idle(self, asking: Arrival) -> bool:
-        """End the holder with the oldest `since`, if its place may be taken. Return whether a holder was ended."""
+        """End the idle holder with the oldest `since` whose place `asking` may take. Return False without a holder."""
         most = self.pool.held_by(asking.account)
         holders = [
             it
@@ -352,10 +355,10 @@ AnyConnection = TypeVar("AnyConnection", bound=OpenConnection)
 
 
 def connections_to_close(connections: Collection[AnyConnection], count: int) -> list[AnyConnection]:
-    """Choose up to `count` connections to close, to make room for new ones. Connections with a call are not chosen.
+    """Choose up to `count` connections to close, so that new connections have room. Connections with a call stay.
 
-    Connections on which no call was ever accepted are chosen first. Then the address with the most idle connections
-    decides, and then the longest idle time.
+    The first criterion is that no call was ever accepted on the connection. The second is the number of idle
+    connections from the same address. The third is the longest idle time.
     """
     idle = [it for it in connections if it.idle_since < math.inf]
     hosts = Counter(it.host for it in idle)
@@ -389,7 +392,7 @@ class Watches:
         try:
             yield
         except asyncio.CancelledError:
-            if task in self._tasks.get(account, ()):  # the caller has gone
+            if task in self._tasks.get(account, ()):  # the caller closed the watch
                 raise
             task.uncancel()
             raise self._too_many(account) from None

@@ -1,8 +1,8 @@
 """All settings of the server: a frozen dataclass that validates its values.
 
-A flag beats its environment variable, and the variable beats the default. With an invalid value the server does not
-start. `__main__` creates the flags from these fields. For example, `max_batch_tokens` has the flag `--max-batch-tokens`
-and the environment variable `ENCSERVE_MAX_BATCH_TOKENS`.
+A flag overrides its environment variable, and the variable overrides the default. If a value is invalid, the server
+does not start. `__main__` creates the flags from these fields. For example, `max_batch_tokens` has the flag
+`--max-batch-tokens` and the environment variable `ENCSERVE_MAX_BATCH_TOKENS`.
 """
 
 import dataclasses
@@ -31,12 +31,10 @@ def _setting(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings of the server. The text of each field is its help."""
+    """The settings of the server. Each field has its help text in the code."""
 
     model_repository: Path = dataclasses.field(
-        metadata={
-            "help": "Directory of model bundles, with a folder NAME/VERSION for each. encserve-export writes them."
-        }
+        metadata={"help": "Directory of model bundles, in folders NAME/VERSION. encserve-export writes these folders."}
     )
     model: tuple[str, ...] = _setting(
         (),
@@ -47,21 +45,21 @@ class Settings:
         None,
         "Folder for weights in the layout of ONNX Runtime's CPU kernels. All sessions and all processes of this user "
         "map these files, so the weights are in memory only once. For each graph, the files take about 1.8 times the "
-        "size of the weights on disk. The folder must not be in memory (tmpfs). If it is not usable, for example "
+        "disk space of the weights. The folder must not be in memory (tmpfs). If the folder is not usable, for example "
         "because another user may write to it, the server logs this, and each session has a copy of the weights. off "
         "disables the folder. Default: $XDG_CACHE_HOME/encserve or ~/.cache/encserve.",
     )
     latest_versions: int = _setting(
         1,
         "Number of versions to serve of each model, unless --model names a version. The newest versions are served, "
-        "and the newest is the default. With more than 1, callers can still use an older version after a new one is "
-        "added. Each version takes memory.",
+        "and the newest is the default. With more than 1, callers can still use an older version after a new version "
+        "is added. Each version takes memory.",
         minimum=1,
     )
     model_poll_seconds: float = _setting(
         10.0,
         "Seconds between checks of the model repository for new versions. A new version is loaded when two checks in a "
-        "row find the same files; the old version is served until the new one is ready. With 0 the server checks "
+        "row find the same files; the old version is served until the new version is ready. With 0, the server checks "
         "only at SIGHUP. SIGHUP always loads at once.",
         minimum=0,
     )
@@ -112,69 +110,71 @@ class Settings:
     )
     max_batch_tokens: int | None = _setting(
         None,
-        "Most padded tokens (longest sequence x number of sequences) in a batch. Larger batches use the device better "
-        "until the activations no longer fit into its cache. With larger batches, the next caller waits longer. "
-        "Default: measured when the model is loaded for the first time, and stored beside its bundle; with "
-        "--no-tune-batches 512 on the CPU, 16384 on CUDA.",
+        "Maximum number of tokens in a batch, padding included (longest sequence x number of sequences). Larger "
+        "batches use the device better until the activations no longer fit into its cache. With larger batches, the "
+        "next caller waits longer. Default: measured when the model is loaded for the first time, and stored next to "
+        "its bundle; with --no-tune-batches 512 on the CPU, 16384 on CUDA.",
         minimum=1,
     )
     tune_batches: bool = _setting(
         True,
-        "Whether to measure the best --max-batch-tokens when a model is loaded for the first time on a machine, which "
+        "Whether to measure the best --max-batch-tokens when a model is loaded for the first time on a machine. This "
         "takes a few seconds. If the machine is too busy for the measurement, the default of --no-tune-batches is "
         "used.",
     )
-    max_batch_sequences: int = _setting(256, "Most sequences in a batch, of any length.", minimum=1)
+    max_batch_sequences: int = _setting(256, "Maximum number of sequences in a batch, of any length.", minimum=1)
     max_padding_fraction: float | None = _setting(
         None,
-        "Greatest share of padding in a batch. A low value computes less padding, a high value needs fewer batches. "
+        "Maximum fraction of padding in a batch. A low value computes less padding, a high value needs fewer batches. "
         "Default: 0.25 on the CPU, 0.5 on CUDA.",
         minimum=0,
         maximum=1,
     )
     max_queue_tokens: int = _setting(
         65536,
-        "Most waiting tokens, per model. A request beyond the limit is refused with RESOURCE_EXHAUSTED. Then all "
-        "requests are refused until a quarter of the queue is free, so that short requests do not keep out long ones. "
-        "The setting limits the waiting time; a low value refuses bursts that the server could serve.",
+        "Maximum number of waiting tokens, per model. A request beyond the limit is refused with RESOURCE_EXHAUSTED. "
+        "Then all requests are refused until a quarter of the queue is free, so that short requests do not keep out "
+        "long ones. The setting limits the waiting time; a low value refuses bursts that the server could serve.",
         minimum=1,
     )
     max_request_sequences: int = _setting(
         2048,
-        "Most inputs in one request. A request with many inputs or long inputs runs in parts, and takes at most a "
-        "quarter of the queue.",
+        "Maximum number of inputs in one request. A request with many inputs or long inputs runs in parts, and takes "
+        "at most a quarter of the queue.",
         minimum=1,
     )
-    max_text_bytes: int = _setting(256 * 1024, "Longest text, in bytes of UTF-8.", minimum=1)
+    max_text_bytes: int = _setting(256 * 1024, "Maximum length of a text, in bytes of UTF-8.", minimum=1)
     max_queue_text_mib: int = _setting(
         16,
-        "Most text that waits for the tokenizer, per model, in MiB. More is refused with RESOURCE_EXHAUSTED.",
+        "Maximum size of the texts that wait for the tokenizer, per model, in MiB. More texts are refused with "
+        "RESOURCE_EXHAUSTED.",
         minimum=1,
     )
     max_vocabulary_mib: int = _setting(
         512,
-        "Most memory for computing OUTPUT_KIND_SPARSE, per model, in MiB, without the weights. Before pooling, each "
+        "Maximum memory for computing OUTPUT_KIND_SPARSE, per model, in MiB, without the weights. Before pooling, each "
         "token has a number for each entry of the vocabulary. Concurrent batches share this memory. A low value splits "
         "batches into more and smaller parts.",
         minimum=1,
     )
     max_request_mib: int = _setting(
         4,
-        "Largest request over gRPC, in MiB. Other calls wait while a request is parsed, so the limit bounds this wait.",
+        "Maximum size of a request over gRPC, in MiB. Other calls wait while a request is parsed, so the setting "
+        "limits this wait.",
         minimum=1,
         maximum=1024,
     )
-    max_http_request_mib: int = _setting(8, "Largest request body over HTTP, in MiB.", minimum=1, maximum=1024)
+    max_http_request_mib: int = _setting(8, "Maximum size of an HTTP request body, in MiB.", minimum=1, maximum=1024)
     max_response_mib: int = _setting(
         64,
-        "Largest reply, in MiB. A request with a larger reply is refused, if possible before the model runs. gRPC "
-        "clients need the same receive limit; the Python client has it.",
+        "Maximum size of a reply, in MiB. A request with a larger reply is refused, if possible before the model runs. "
+        "gRPC clients must accept messages of this size; the Python client does.",
         minimum=1,
         maximum=1024,
     )
     max_in_flight_mib: int | None = _setting(
         None,
-        "Most memory for requests and replies of all protocols together, in MiB. A reply counts until it is sent. "
+        "Maximum memory for requests and replies of all protocols together, in MiB. A reply counts until it is sent. "
         "Calls beyond the limit are refused with RESOURCE_EXHAUSTED, over HTTP with 429. Default: a quarter of the "
         "memory that this process may use, at most 1024, but at least the size of the largest request and the largest "
         "reply.",
@@ -182,28 +182,28 @@ class Settings:
     )
     max_connections: int = _setting(
         1000,
-        "Most open connections on the gRPC port, and also on the HTTP port. A new connection beyond the limit closes "
-        "an idle one.",
+        "Maximum number of open connections on the gRPC port, and also on the HTTP port. A new connection beyond the "
+        "limit closes an idle connection.",
         minimum=1,
     )
     max_stream_in_flight: int = _setting(
-        64, "Most requests of one stream that are read and not yet answered.", minimum=1
+        64, "Maximum number of requests of one stream that are read and not yet answered.", minimum=1
     )
     inspect: bool = _setting(
         True,
         "Whether to answer Inspect. The first call loads a second graph, which takes about as much memory as the "
-        "model. It runs in a separate thread.",
+        "model. The second graph runs in a separate thread.",
     )
     max_inspect_tokens: int = _setting(
         256,
-        "Longest sequence for Inspect, in tokens. The size of attention weights grows with the square of the length: "
-        "with 12 layers of 12 heads, 256 tokens give 38 MB and 512 tokens 151 MB.",
+        "Maximum length of a sequence for Inspect, in tokens. The size of attention weights grows with the square of "
+        "the length: with 12 layers of 12 heads, 256 tokens give 38 MB and 512 tokens 151 MB.",
         minimum=1,
     )
     max_inspections: int = _setting(
         4,
-        "Most open inspections, per model, whether they wait, run or send their reply. More are refused with "
-        "RESOURCE_EXHAUSTED.",
+        "Maximum number of open inspections, per model. An inspection is open while it waits, runs or sends its reply. "
+        "More inspections are refused with RESOURCE_EXHAUSTED.",
         minimum=1,
     )
     intra_op_threads: int | None = _setting(
@@ -211,15 +211,15 @@ class Settings:
     )
     parallel_batches: int | None = _setting(
         None,
-        "Most batches that run at the same time. On the CPU, the batches divide --intra-op-threads among them, and a "
-        "single batch uses all threads. A higher value uses the CPU better if many requests wait. Above 1 the weights "
-        "are in memory twice if --cache-dir is off. Default: one for each thread, at most 8; on CUDA 2.",
+        "Maximum number of batches that run at the same time. On the CPU, the batches divide --intra-op-threads among "
+        "them, and a single batch uses all threads. A higher value uses the CPU better if many requests wait. Above 1, "
+        "the weights are in memory twice if --cache-dir is off. Default: one for each thread, at most 8; on CUDA 2.",
         minimum=1,
     )
-    tokenizer_threads: int = _setting(1, "Threads that tokenize. One thread tokenizes a whole text.", minimum=1)
+    tokenizer_threads: int = _setting(1, "Threads that tokenize. Each text is tokenized by one thread.", minimum=1)
     grace_seconds: float = _setting(
         25.0,
-        "Seconds after SIGTERM in which open requests can finish. Keep it below the kill timeout of the orchestrator.",
+        "Seconds after SIGTERM in which open requests can finish. Use less than the orchestrator's kill timeout.",
         minimum=0,
     )
     drain_delay_seconds: float = _setting(
@@ -231,15 +231,15 @@ class Settings:
     max_connection_age_seconds: float | None = _setting(
         None,
         "Seconds after which the server asks a caller to open a new gRPC connection, plus or minus a tenth. Open calls "
-        "finish on the old connection. Clients that balance over the addresses of a DNS name look for new servers only "
-        "when they connect. Default: no limit.",
+        "finish on the old connection. Some clients balance over the addresses of a DNS name. These clients find new "
+        "servers only when they connect. Default: no limit.",
         minimum=1,
     )
     http_idle_seconds: float = _setting(
         620.0,
-        "Seconds after which an idle HTTP connection is closed. Set it higher than the idle timeout of every proxy "
-        "in front of the server. Otherwise a proxy may send a request just when the server closes the connection, and "
-        "the request is lost.",
+        "Seconds after which an idle HTTP connection is closed. Use a higher value than the idle timeout of every "
+        "proxy in front of the server. Otherwise a proxy may send a request just when the server closes the "
+        "connection, and the request is lost.",
         minimum=1,
     )
     stall_seconds: float = _setting(
@@ -248,7 +248,7 @@ class Settings:
         "suspended, such as after SIGSTOP, does not count.",
         minimum=0.1,
     )
-    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Lowest level of log lines to write.")
+    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Minimum level of log lines to write.")
     log_format: Literal["json", "text"] = _setting(
         "json", "Format of log lines: one JSON object for each line, or text for people."
     )
@@ -259,13 +259,13 @@ class Settings:
     )
     trace_sample_ratio: float = _setting(
         1.0,
-        "Share of requests that are traced, from 0 to 1. If a caller sends a traceparent, its sampled flag decides.",
+        "Fraction of requests to trace, from 0 to 1. If a caller sends a traceparent, its sampled flag decides.",
         minimum=0,
         maximum=1,
     )
     http_truncate: bool = _setting(
         True,
-        "Whether HTTP truncates texts that are too long, unless the request decides. Otherwise such texts are refused.",
+        "Whether HTTP truncates texts that are too long, or refuses them. A request can override the setting.",
     )
     strict_http: bool = _setting(
         False,
@@ -278,7 +278,7 @@ class Settings:
         "exported from the Hugging Face hub, its hub id is always a name.",
     )
     accept_any_model_name: bool = _setting(
-        False, "Whether any model name is accepted if only one model is served: for tools with a fixed model name."
+        False, "Whether any model name is accepted if only one model is served. For tools with a fixed model name."
     )
     cors_allow_origin: tuple[str, ...] = _setting(
         (),
@@ -301,13 +301,13 @@ class Settings:
     )
     api_key_file: Path | None = _setting(  # noqa: RUF009 - a dataclass field
         None,
-        "File with the key that every call must present, or with several keys, one on each line. It is reloaded when "
-        "it changes. Use it in place of ENCSERVE_API_KEY.",
+        "File with the key that every call must present, or with several keys, one on each line. The file is reloaded "
+        "when it changes. Use this setting or ENCSERVE_API_KEY, not both.",
     )
     callers: Path | None = _setting(  # noqa: RUF009 - a dataclass field
         None,
-        "TOML file of callers, with the keys, certificates, models and rate of each caller (docs/callers.md). It is "
-        "reloaded when it changes. Use it in place of a single key.",
+        "TOML file of callers, with the keys, certificates, models and rate of each caller (docs/callers.md). The file "
+        "is reloaded when it changes. Use this setting or a single key, not both.",
     )
     public_listing: bool = _setting(
         False,
@@ -317,9 +317,9 @@ class Settings:
     trust_fairness_id: bool = _setting(
         False,
         "Whether the header x-gateway-inference-fairness-id names the caller in metrics, logs and shares, with at most "
-        "128 names. With --callers, the server accepts the header only from callers with proxy = true. Otherwise it "
-        "accepts the header from all callers. Then use the setting only if all calls come through a proxy that sets "
-        "the header.",
+        "128 names. With --callers, the server accepts the header only from callers with proxy = true. Without "
+        "--callers, it accepts the header from all callers. Then use the setting only if all calls come through a "
+        "proxy that sets the header.",
     )
     access_log: bool = _setting(
         False,
@@ -331,7 +331,7 @@ class Settings:
         """Validate the settings.
 
         Raises:
-            ValueError: A value is invalid. The text has the setting, its bounds and the value.
+            ValueError: A value is invalid. The text names the setting, its bounds and the value.
         """
         for field in dataclasses.fields(self):
             value, minimum, maximum = (
@@ -393,7 +393,7 @@ class Settings:
         given = {"ENCSERVE_API_KEY": self.api_key, "api_key_file": self.api_key_file, "callers": self.callers}
         names = [name for name, value in given.items() if value is not None]
         if len(names) > 1:
-            raise ValueError(f"{' and '.join(names)} must not be given together; callers takes any number of keys")
+            raise ValueError(f"{' and '.join(names)} must not be set together; callers may contain any number of keys")
 
     def in_force(self) -> dict[str, Any]:
         """Return the settings for a log line, without secrets and without user names in URLs."""
@@ -438,16 +438,16 @@ class Settings:
         return max(self.max_request_mib, http_mib) + self.max_response_mib
 
     def batch_tokens_for(self, device: str) -> int:
-        """Return the most padded tokens in a batch on "cpu" or "cuda"."""
+        """Return the maximum number of tokens in a batch, padding included, on "cpu" or "cuda"."""
         return self.max_batch_tokens or {"cpu": 512, "cuda": 16384}[device]
 
     def in_flight_bytes_for(self, usable_bytes: int) -> int:
-        """Return the most bytes for requests and replies, if the process may use `usable_bytes` of memory."""
+        """Return the maximum size of requests and replies in bytes, if the process may use `usable_bytes` of memory."""
         if self.max_in_flight_mib is not None:
             return self.max_in_flight_mib * MIB
         return max(min(usable_bytes // 4, 1024 * MIB), self._least_in_flight_mib * MIB)
 
     def padding_fraction_for(self, device: str) -> float:
-        """Return the greatest share of padding in a batch on "cpu" or "cuda"."""
+        """Return the maximum fraction of padding in a batch on "cpu" or "cuda"."""
         default = {"cpu": 0.25, "cuda": 0.5}[device]
         return default if self.max_padding_fraction is None else self.max_padding_fraction

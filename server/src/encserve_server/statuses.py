@@ -10,11 +10,11 @@ class Status:
 
     Attributes:
         grpc: The name of the gRPC status code.
-        openai: The HTTP status on the routes of OpenAI.
-        openai_type: The `type` of the error on the routes of OpenAI.
-        tei: The HTTP status on the routes of text-embeddings-inference.
-        tei_type: The `error_type` on the routes of text-embeddings-inference.
-        openai_code: The `code` of the error on the routes of OpenAI; empty if OpenAI defines no code for it.
+        openai: The HTTP status on OpenAI's routes.
+        openai_type: The `type` of the error on OpenAI's routes.
+        tei: The HTTP status on text-embeddings-inference's routes.
+        tei_type: The `error_type` on text-embeddings-inference's routes.
+        openai_code: The `code` of the error on OpenAI's routes; empty if OpenAI defines no code for the error.
     """
 
     grpc: str
@@ -28,7 +28,8 @@ class Status:
 _REQUEST, _SERVER, _RATE = "invalid_request_error", "server_error", "rate_limit_error"
 
 OK = Status("OK", 200, "", 200)
-# nginx uses 499 if the caller disconnected before the reply. The status is counted and never sent.
+# The caller disconnected before the reply. nginx also uses 499 for this. The server counts this status but never sends
+# it.
 CANCELLED = Status("CANCELLED", 499, "", 499)
 EXPIRED = Status("DEADLINE_EXCEEDED", 499, "", 499)
 UNKNOWN = Status("INTERNAL", 500, _SERVER, 500, "Backend")

@@ -98,13 +98,11 @@ def bench(
     """
     from encserve_cli import bench_run
     from encserve_cli.load.calls import Request
-    from encserve_cli.load.connection import Connection
     from encserve_cli.load.results import Load
 
     if lengths is not None and texts is not None:
         raise click.UsageError("--lengths and --texts do not go together; leave out one option")
     server = click.get_current_context().obj
-    connection = Connection(target=client.target, tls=server.tls, token=server.api_key, metadata=server.metadata)
     shared = {"seconds": seconds, "warmup_seconds": warmup_seconds, "timeout_seconds": server.timeout_seconds}
     loads = [Load(concurrency=callers, **shared) for callers in concurrency or (() if rate else (64,))]
     loads += [Load(rate_per_second=calls_per_second, **shared) for calls_per_second in rate]
@@ -112,6 +110,6 @@ def bench(
         sequences_per_call=sequences_per_call, pooling=pooling, dtype=dtype, model=model, version=model_version
     )
     Interrupts.current().leave()  # asyncio ends a load at Ctrl-C
-    results = bench_run.run(client, connection, loads, request, lengths, texts, as_json=as_json)
+    results = bench_run.run(client, server.async_client, loads, request, lengths, texts, as_json=as_json)
     if not all(result.calls for result in results):
         click.get_current_context().exit(1)

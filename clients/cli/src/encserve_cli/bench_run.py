@@ -1,7 +1,7 @@
 """Runs the loads of `encserve bench`, and prints a table or JSON. docs/bench.md describes both."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from json import dumps
@@ -11,12 +11,11 @@ from typing import Any
 import click
 
 from encserve_cli.load.calls import Request
-from encserve_cli.load.connection import Connection
 from encserve_cli.load.generator import run_load
 from encserve_cli.load.lengths import read_lengths, real_text_lengths
 from encserve_cli.load.results import Load, LoadResult, percentile
 from encserve_cli.load.workload import Workload, workload_of_lengths, workload_of_texts
-from encserve_client import EncoderClient, ModelInfo
+from encserve_client import AsyncEncoderClient, EncoderClient, ModelInfo
 
 _PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 _WIDTHS = (14, 9, 9, 10, *(7 for _ in _PERCENTILES), 8)
@@ -26,7 +25,7 @@ _BUSY_CPU_SHARE = 0.8  # from this share of one CPU on, the load generator may b
 
 def run(
     client: EncoderClient,
-    connection: Connection,
+    open_client: Callable[[], AsyncEncoderClient],
     loads: Sequence[Load],
     request: Request,
     lengths: Path | None,
@@ -51,7 +50,7 @@ def run(
     results: list[LoadResult] = []
     for load in loads:
         try:
-            results.append(_run_one(connection, workload, load))
+            results.append(_run_one(open_client, workload, load))
         except KeyboardInterrupt:
             if not results:
                 raise
@@ -61,7 +60,7 @@ def run(
         if results[-1].interrupted:
             break
     if as_json:
-        click.echo(dumps(_document(connection, started_at, info, workload, request, results), ensure_ascii=False))
+        click.echo(dumps(_document(client.target, started_at, info, workload, request, results), ensure_ascii=False))
     else:
         for note in [note for result in results for note in _notes(result)]:
             click.echo(note)
@@ -78,12 +77,12 @@ def _workload(
     return workload_of_lengths(real_text_lengths(), "real English texts", info, request)
 
 
-def _run_one(connection: Connection, workload: Workload, load: Load) -> LoadResult:
+def _run_one(open_client: Callable[[], AsyncEncoderClient], workload: Workload, load: Load) -> LoadResult:
     """Run a load. If stderr is a terminal, show there which load runs."""
     message = f"{_name(load)}: {load.warmup_seconds + load.seconds:g} s ..." if sys.stderr.isatty() else ""
     click.echo(message, nl=False, err=True)
     try:
-        return run_load(connection, workload.calls, load)
+        return run_load(open_client, workload.calls, load)
     finally:
         click.echo(f"\r{' ' * len(message)}\r" if message else "", nl=False, err=True)
 
@@ -105,7 +104,7 @@ def _result_row(result: LoadResult) -> str:
         f"{result.calls_per_second:,.1f}",
         f"{result.sequences_per_second:,.1f}",
         f"{result.tokens_per_second:,.0f}",
-        *(_ms(result.latency_percentile_seconds(percent)) for percent in _PERCENTILES),
+        *(_ms(percentile(result.latency_seconds, percent)) for percent in _PERCENTILES),
         f"{sum(result.errors.values()):,}",
     )
 
@@ -160,7 +159,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def _document(
-    connection: Connection,
+    target: str,
     started_at: datetime,
     info: ModelInfo,
     workload: Workload,
@@ -170,7 +169,7 @@ def _document(
     return {
         "started_at": started_at.isoformat(timespec="seconds"),
         "encserve_cli_version": version("encserve-cli"),
-        "target": connection.target,
+        "target": target,
         "model": {name: getattr(info, name) for name in _MODEL_FIELDS},
         "workload": {
             "kind": workload.kind,

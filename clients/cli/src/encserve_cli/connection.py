@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -13,9 +13,11 @@ from click.core import ParameterSource
 from encserve_cli.shared import CONNECTION, SectionOption, say, with_options
 
 if TYPE_CHECKING:
-    from encserve_client import EncoderClient, Outage, Priority, Tls
+    from encserve_client import AsyncEncoderClient, EncoderClient, Outage, Priority, Tls
 
 Command = Callable[..., Any]
+FILE_TIMEOUT_SECONDS = 300.0
+Client = TypeVar("Client")
 
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {  # what `click.option` takes, by flag
     "--target": {
@@ -26,10 +28,10 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {  # what `click.option` takes, by f
         "help": "The server. The default port is 50051.",
     },
     "--timeout": {
-        "default": 30.0,
-        "show_default": True,
+        "type": float,
         "metavar": "SECONDS",
-        "help": "The time for one message, with all retries. Many texts become several messages.",
+        "help": "The time for one message, with all retries. Many texts become several messages. Default: 30, and 300 "
+        "with --input.",
     },
     "--tls": {"is_flag": True, "help": "Encrypt, and check the server's certificate."},
     "--ca": {"type": click.Path(path_type=Path), "help": "PEM file of trusted authorities; implies --tls."},
@@ -55,6 +57,7 @@ class Connection:
     Attributes:
         target: The server, as `EncoderClient` takes it.
         timeout_seconds: The time for one message, with all retries.
+        file_timeout_seconds: The same for commands that read files, which should survive a restart of the server.
         tls: The files and the name for TLS; False for plaintext.
         api_key: The key of the server, or None.
         metadata: Names and values for every call.
@@ -62,22 +65,35 @@ class Connection:
 
     target: str
     timeout_seconds: float
+    file_timeout_seconds: float = FILE_TIMEOUT_SECONDS
     tls: "Tls | bool"
     api_key: str | None
     metadata: tuple[tuple[str, str], ...]
 
-    def client(self, priority: "Priority | None" = None) -> "EncoderClient":
+    def client(self, priority: "Priority | None" = None, *, reads_files: bool) -> "EncoderClient":
         """Return a new client.
+
+        `reads_files`: whether the inputs come from files.
 
         Raises:
             InvalidInputError: An option is not valid, or a file of `tls` is not readable.
         """
         from encserve_client import EncoderClient
 
-        return EncoderClient(
+        timeout_seconds = self.file_timeout_seconds if reads_files else self.timeout_seconds
+        return self._open(EncoderClient, timeout_seconds, priority)
+
+    def async_client(self) -> "AsyncEncoderClient":
+        """Return a new client for asyncio. The errors are those of `client`."""
+        from encserve_client import AsyncEncoderClient
+
+        return self._open(AsyncEncoderClient, self.timeout_seconds)
+
+    def _open(self, kind: Callable[..., Client], timeout_seconds: float, priority: "Priority | None" = None) -> Client:
+        return kind(  # the only call, so that a warning is shown once
             self.target,
             tls=self.tls,
-            timeout_seconds=self.timeout_seconds,
+            timeout_seconds=timeout_seconds,
             api_key=self.api_key,
             metadata=self.metadata,
             priority=priority,
@@ -127,7 +143,7 @@ _NAMES = tuple(map(_name, _OPTIONS))
 def _connection(
     *,
     target: str,
-    timeout: float,
+    timeout: float | None,
     tls: bool,
     ca: Path | None,
     cert: Path | None,
@@ -145,7 +161,8 @@ def _connection(
         raise click.UsageError(f"--metadata must be NAME=VALUE; was {wrong[0]!r}")
     return Connection(
         target=target,
-        timeout_seconds=timeout,
+        timeout_seconds=30.0 if timeout is None else timeout,
+        file_timeout_seconds=FILE_TIMEOUT_SECONDS if timeout is None else timeout,
         tls=Tls(ca=ca, cert=cert, key=tls_key, server_name=server_name) if ca or cert or server_name or tls else False,
         api_key=api_key,
         metadata=tuple((name, value) for name, _, value in (pair.partition("=") for pair in metadata)),

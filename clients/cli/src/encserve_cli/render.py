@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import click
 import numpy as np
 import numpy.typing as npt
 from rich import box
@@ -20,8 +19,6 @@ _TOKEN_WIDTH = 14
 _COSINE_WIDTH = 6  # "-0.123"
 _NO_VECTORS = "no vectors"  # instead of a score
 _MIN_TEXT_WIDTH = 20  # of a text in a table of scores
-# The least cosine of each style. The colour only repeats the number.
-_STYLES = ((0.999, "dim"), (0.7, "bold green"), (0.4, "green"), (0.2, "yellow"), (-1.0, "red"))
 
 
 def row_tokens(info: SequenceInfo, n_rows: int) -> list[tuple[str, int]]:
@@ -36,15 +33,24 @@ def row_tokens(info: SequenceInfo, n_rows: int) -> list[tuple[str, int]]:
 
 def print_made(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
     """Print the output of each text, of any kind."""
-    printers = {"tokens": print_token_vectors, "multi_vector": print_multi_vectors, "sparse": print_sparse}
+    printers = {"tokens": print_rows, "multi_vector": print_rows, "sparse": print_sparse}
     printers.get(str(result.outputs[0].kind), print_vectors)(texts, result, max_rows)
 
 
-def print_token_vectors(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
-    """Print a table of tokens × dimensions for each text."""
+def print_rows(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
+    """Print a table of tokens × dimensions, or of vectors × dimensions with the token of each vector, for each text."""
     console = Console(highlight=False)
-    for text, rows, info in zip(texts, result.outputs[0].arrays(), result.sequences, strict=True):
-        _print_rows(console, text, rows, ("token", "id"), row_tokens(info, len(rows)), info, max_rows)
+    output = result.outputs[0]
+    sequences = zip(texts, output.arrays(), output.token_indices(), result.sequences, strict=True)
+    for text, rows, positions, info in sequences:
+        headings, names = ("token", "id"), row_tokens(info, len(rows))
+        if output.kind == "multi_vector":
+            numbers = range(len(rows)) if positions is None else positions.tolist()
+            headings, names = ("token", "place"), [*zip(vector_names(info, positions, len(rows)), numbers, strict=True)]
+        console.print(_clip(text, console.width, "bold"))
+        console.print(_rows_table(rows, headings, names, max_rows, console.width))
+        notes = [f"shape ({rows.shape[0]}, {rows.shape[1]})", *_hidden(len(rows), max_rows), *_cut_off(info)]
+        console.print(Text(", ".join(notes) + "\n"))
     print_footer(console, result)
 
 
@@ -59,18 +65,6 @@ def print_vectors(texts: Sequence[str], result: EncodeResult, max_rows: int) -> 
         f"text {number}: {note}" for number, info in enumerate(result.sequences, start=1) for note in _cut_off(info)
     ]
     console.print(Text(", ".join(notes)))
-    print_footer(console, result)
-
-
-def print_multi_vectors(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
-    """Print a table of vectors × dimensions for each text, with the token of each vector."""
-    console = Console(highlight=False)
-    output = result.outputs[0]
-    sequences = zip(texts, output.arrays(), output.token_indices(), result.sequences, strict=True)
-    for text, rows, positions, info in sequences:
-        names = vector_names(info, positions, len(rows))
-        numbers = range(len(rows)) if positions is None else positions.tolist()
-        _print_rows(console, text, rows, ("token", "place"), list(zip(names, numbers, strict=True)), info, max_rows)
     print_footer(console, result)
 
 
@@ -132,7 +126,7 @@ def print_similarity(
 ) -> None:
     """Print the scores, (texts, texts), with a text at the left of each row. A wide matrix becomes several tables."""
     console = Console(highlight=False)
-    cells = [[Text(f"{value:.3f}", style=_style(value, compared_by)) for value in row] for row in scores.tolist()]
+    cells = [[f"{value:.3f}" for value in row] for row in scores.tolist()]
     cell_width = max(_COSINE_WIDTH, *(len(cell) for row in cells for cell in row))
     fixed = 2 + len(str(len(texts))) + _GAP + _GAP  # the edges, the column of numbers, the gap after the text
     per_table = max((console.width - fixed - _MIN_TEXT_WIDTH) // (cell_width + _GAP), 1)
@@ -177,12 +171,8 @@ def print_ranking(
 
 
 def print_models(models: Sequence[ModelInfo]) -> None:
-    """Print a block for each model. In a pipe, print one line for each model, with tabs between the fields."""
+    """Print a block for each model."""
     console = Console(highlight=False)
-    if not console.is_terminal:
-        for model in models:
-            click.echo("\t".join(_model_fields(model)))
-        return
     for model in models:
         table = Table(box=None, show_header=False, padding=(0, _GAP, 0, 0))
         table.add_column(style="dim", no_wrap=True)
@@ -212,36 +202,12 @@ def _model_facts(model: ModelInfo) -> dict[str, str | tuple[str, str]]:
     }
 
 
-def _model_fields(model: ModelInfo) -> list[str]:
-    return [
-        *(model.name, model.version, model.fingerprint, model.space_id or "-"),
-        *(str(model.d_model), str(model.max_sequence_tokens), "; ".join(_kinds(model)) or "-"),
-        *(model.provider, model.precision),
-        "ready" if model.ready else f"not ready: {model.not_ready_reason}",
-    ]
-
-
 def _kinds(model: ModelInfo) -> list[str]:
     """Return the outputs of a model that are not token vectors, with their widths."""
     width = model.default_dimensions or model.vector_width
     kinds = [f"{model.pooling} {width}{', norm 1' if model.l2_normalize else ''}"] if model.pooling else []
     kinds += [f"{model.multi_vector_similarity} {model.multi_vector_width}"] if model.multi_vector_width else []
     return kinds + ([f"sparse {model.sparse_width}"] if model.sparse_width else [])
-
-
-def _print_rows(
-    console: Console,
-    text: str,
-    rows: Array,
-    headings: tuple[str, str],
-    names: Sequence[tuple[str, int]],
-    info: SequenceInfo,
-    max_rows: int,
-) -> None:
-    console.print(_clip(text, console.width, "bold"))
-    console.print(_rows_table(rows, headings, names, max_rows, console.width))
-    notes = [f"shape ({rows.shape[0]}, {rows.shape[1]})", *_hidden(len(rows), max_rows), *_cut_off(info)]
-    console.print(Text(", ".join(notes) + "\n"))
 
 
 def _hidden(n_rows: int, max_rows: int) -> list[str]:
@@ -294,10 +260,6 @@ def print_footer(console: Console, result: EncodeResult | InspectResult) -> None
     console.print(Text(f"model {result.model}, version {result.version}, fingerprint {result.fingerprint}", "dim"))
     times = (f"{name} {seconds * 1000:.1f} ms" for name, seconds in parts.items() if seconds)
     console.print(Text(", ".join(times), "dim"))
-
-
-def _style(value: float, compared_by: str) -> str:
-    return next((style for least, style in _STYLES if value >= least), "red") if compared_by == "cosine" else ""
 
 
 def _clip(text: str, width: int, style: str = "") -> Text:

@@ -72,7 +72,6 @@ def embed(
     """  # noqa: D301 - click reads a real \b
     from encserve_cli.files.delivery import deliver, run_of
 
-    check_pooling(kind, pooling)
     output = pooling or kind or client.model(model, model_version).trained_kind
     run = run_of(
         client,

@@ -32,6 +32,8 @@ _FLAGS: Mapping[str, str] = {
     "pooling=": "--pooling ",
     "task=": "--task ",
     "prompt_name=": "--prompt-name ",
+    "dimensions must": "--dimensions must",
+    "dtype=": "--dtype ",
 }
 # A path in an error may contain such a name.
 _ARGUMENT = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, _FLAGS))})(?![\w./-])")
@@ -75,7 +77,8 @@ def with_client(command: F) -> F:
     @functools.wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> None:
         connection = click.get_current_context().obj
-        with errors_in_one_line(), connection.client() as client:
+        reads_files = "sources" in kwargs and bool(kwargs["sources"].files)
+        with errors_in_one_line(), connection.client(reads_files=reads_files) as client:
             command(client, *args, **kwargs)
 
     return wrapper  # type: ignore[return-value]

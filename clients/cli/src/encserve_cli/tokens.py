@@ -49,9 +49,9 @@ def tokenize(
 
     console = Console(highlight=False)
 
-    def run(call_texts: list[str]) -> "list[SequenceInfo]":
+    def run(texts: list[str]) -> "list[SequenceInfo]":
         return client.tokenize(
-            call_texts,
+            texts,
             model=model,
             version=model_version,
             truncate=truncate or None,
@@ -60,8 +60,8 @@ def tokenize(
             **options,
         )
 
-    for call, infos in encode_all(run, sources.read(), client.close):
-        for text, info in zip(call, infos, strict=True):
+    for block, infos in encode_all(run, sources.read(), client.close):
+        for text, info in zip(block, infos, strict=True):
             if as_json:
                 click.echo(json.dumps({"text": text.value} | _record(info), ensure_ascii=False))
             else:

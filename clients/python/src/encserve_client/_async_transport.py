@@ -32,6 +32,7 @@ class AsyncTransport(BaseClient):
         self._connection: Connection | None = None  # opened by the first call, in its event loop
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self._wires: weakref.WeakSet[AsyncWire] = weakref.WeakSet()
 
     async def __aenter__(self) -> Self:
         self._check_open()
@@ -47,6 +48,8 @@ class AsyncTransport(BaseClient):
         self._closed = True
         for connection in list(self._connections):
             await connection.channel.close()
+        for wire in list(self._wires):
+            wire.end_wait()
 
     async def _call(self, call: Coroutine[Any, Any, T]) -> T:
         return await call
@@ -61,7 +64,9 @@ class AsyncTransport(BaseClient):
             raise InvalidInputError("the client belongs to the event loop of its first use: make one in each loop")
         self._loop = loop
         metadata = with_trace(self._metadata)
-        return AsyncWire(self._current_connection, metadata, inputs, lambda: self._closed, self._diagnosis)
+        wire = AsyncWire(self._current_connection, metadata, inputs, lambda: self._closed, self._diagnosis)
+        self._wires.add(wire)
+        return wire
 
     def _current_connection(self) -> Connection:
         """Return the connection for a new call. gRPC closes a channel without references."""

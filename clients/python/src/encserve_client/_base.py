@@ -1,5 +1,6 @@
 """The base class of both clients: settings, credentials, and checks of arguments. Without I/O of calls."""
 
+import functools
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, TypedDict, TypeVar, cast
@@ -7,9 +8,15 @@ from typing import Any, TypedDict, TypeVar, cast
 import grpc
 
 from encserve_client._arguments import as_float, as_int, check_type
-from encserve_client._grpc.channel import CertificateReloader, channel_credentials, channel_options
+from encserve_client._grpc.channel import (
+    SERVICE_NAME,
+    CertificateReloader,
+    Connection,
+    channel_credentials,
+    channel_options,
+)
 from encserve_client._grpc.diagnosis import Diagnosis
-from encserve_client._grpc.metadata import MetadataArgument, call_metadata, has_bearer_key
+from encserve_client._grpc.metadata import MetadataArgument, call_metadata, has_bearer_key, with_trace
 from encserve_client._grpc.proxy import proxy_of
 from encserve_client._grpc.target import as_target, has_several_addresses, is_local
 from encserve_client._logic.answers import ExpectedIds
@@ -18,7 +25,15 @@ from encserve_client._logic.dispatch import TimeLimit
 from encserve_client._logic.streams import StreamOptions
 from encserve_client._logic.wire import Wire
 from encserve_client.exceptions import ClientClosedError, InvalidInputError
-from encserve_client.inputs import Input, SpanInput, check_input, check_iterable, check_spans, read_inputs
+from encserve_client.inputs import (
+    Input,
+    SpanInput,
+    check_input,
+    check_inputs,
+    check_iterable,
+    check_spans,
+    read_inputs,
+)
 from encserve_client.options import (
     UNITS,
     Array,
@@ -171,6 +186,18 @@ class BaseClient:
         """The target as gRPC gets it, with a port: "localhost:50051" for "localhost"."""
         return self._target
 
+    def raw_method(self, rpc: str) -> Callable[..., Any]:
+        """Return the method of an RPC of the service, such as "Encode", that sends and returns serialized messages.
+
+        For programs that measure or forward calls: nothing is checked, split or sent again. The method takes the
+        `timeout` in seconds as gRPC's methods do, and raises gRPC's errors.
+
+        Raises:
+            ClientClosedError: The client is closed.
+        """
+        method = self._current_connection().channel.unary_unary(f"/{SERVICE_NAME}/{rpc}")
+        return functools.partial(method, metadata=with_trace(self._metadata))
+
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
         return f"<{type(self).__name__} {self._target} [{state}]>"
@@ -178,6 +205,10 @@ class BaseClient:
     def _check_open(self) -> None:
         if self._closed:
             raise ClientClosedError
+
+    def _current_connection(self) -> Connection:
+        """Return the connection for a new call, with the present certificates."""
+        raise NotImplementedError
 
     def _wire(self, inputs: Any = None) -> Wire:
         """Return a wire for one call. If `inputs` is given, the wire reads this async iterable."""
@@ -207,6 +238,7 @@ class BaseClient:
     ) -> Any:
         """Return the first output of each input: a matrix if the output is pooled, otherwise a list."""
         items, is_one = read_inputs(inputs)
+        check_inputs(items)
         check_function("progress", progress)
         kind = options.outputs[0].kind
         if not items and kind in ("tokens", "multi_vector", "sparse"):

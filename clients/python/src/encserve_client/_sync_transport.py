@@ -31,6 +31,7 @@ class SyncTransport(BaseClient):
     def _set_up(self) -> None:
         self._lock = threading.Lock()
         self._closers: weakref.WeakKeyDictionary[Connection, Callable[[], object]] = weakref.WeakKeyDictionary()
+        self._wires: weakref.WeakSet[SyncWire] = weakref.WeakSet()
         self._connection = self._open()
 
     def __enter__(self) -> Self:
@@ -47,8 +48,11 @@ class SyncTransport(BaseClient):
         with self._lock:
             self._closed = True
             closers = list(self._closers.values())
+            wires = list(self._wires)
         for close in closers:
             close()
+        for wire in wires:
+            wire.end_wait()
 
     def _call(self, call: Coroutine[Any, Any, T]) -> T:
         return run_without_loop(call)
@@ -68,7 +72,10 @@ class SyncTransport(BaseClient):
             raise InvalidInputError(
                 f"inputs must be an iterable; was {type(inputs).__name__}: for async iterables use AsyncEncoderClient"
             )
-        return SyncWire(self._current_connection, with_trace(self._metadata), lambda: self._closed, self._diagnosis)
+        wire = SyncWire(self._current_connection, with_trace(self._metadata), lambda: self._closed, self._diagnosis)
+        with self._lock:
+            self._wires.add(wire)
+        return wire
 
     def _open(self) -> Connection:
         """Create a channel. The channel connects when the first call uses it."""

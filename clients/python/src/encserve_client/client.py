@@ -159,9 +159,9 @@ class EncoderClient(SyncTransport):
             version: The version of the model. Default: the model's default version.
             timeout_seconds: The time of the whole call. Default: no limit for the whole call; the client's
                 `timeout_seconds` is for each message.
-            progress: A function that is called after each message, in the caller's thread, with the number of
-                finished inputs and the number of all inputs. An exception of `progress` ends the call. The count starts
-                again if the model was replaced during the call.
+            progress: A function that is called after each attempt of a message, in the caller's thread, with the
+                number of finished inputs and the number of all inputs. An exception of `progress` ends the call. The
+                count starts again if the model was replaced during the call.
 
         Returns:
             For "vector": (inputs, width) of `dtype`, or (width,) for a str. The width is `dimensions`. By
@@ -362,6 +362,9 @@ class EncoderClient(SyncTransport):
             rows = result.outputs[0].arrays()     # a (seq_len, d_model) array for each
             vectors = result.outputs[1].matrix()  # (inputs, d_model)
 
+        A failed input does not fail the others. `EncodeResult.errors` has the error of each failed input, and
+        `arrays` and `matrix` raise the first of these errors. `array(index)` returns the rows of one input.
+
         Args:
             inputs: As for `embed`.
             outputs: At most `ModelInfo.max_outputs` different outputs: an `Output`, or the kind of an output without
@@ -385,7 +388,8 @@ class EncoderClient(SyncTransport):
             The result.
 
         Raises:
-            EncserveError: As for `embed`.
+            EncserveError: The failure concerns all inputs: a wrong option, no access, no server, or no message was
+                answered. Or 8 messages failed in a row.
         """
         options = Options(
             as_outputs(outputs),

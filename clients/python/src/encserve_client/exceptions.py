@@ -46,6 +46,13 @@ class EncserveError(Exception):
         self.attempts = attempts
         self.index: int | None = None
 
+    @property
+    def problem(self) -> str:
+        """The text without `inputs[index]`, for programs that name the input in their own way."""
+        text = str(self)
+        rest = text.removeprefix(f"inputs[{self.index}]").removeprefix(f"texts[{self.index}]")
+        return text if rest == text else rest.lstrip(":. ")
+
 
 class InvalidRequestError(EncserveError, ValueError):
     """The request must be changed to succeed. The text names the field, the index and the numbers."""

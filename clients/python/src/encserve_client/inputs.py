@@ -48,27 +48,34 @@ _WIRE_TYPES: dict[str, tuple[np.dtype[np.floating[Any]], pb.DataType]] = {
 
 
 def read_inputs(inputs: Iterable[Input]) -> tuple[list[Input], bool]:
-    """Read and check all inputs, before anything is sent.
+    """Read all inputs, without a check of each input.
 
     Returns:
         The inputs, and whether `inputs` was a single text.
 
     Raises:
-        InvalidInputError: `inputs` is a single input but not a text, or an input has the wrong type.
+        InvalidInputError: `inputs` is a single input but not a text.
     """
     if isinstance(inputs, str):
         return [inputs], True
     check_iterable(inputs)
     if not isinstance(inputs, Iterable):
         raise InvalidInputError(f"inputs must be a list of inputs; was {type(inputs).__name__}: `stream` takes it")
-    items = list(inputs)
-    for index, item in enumerate(items):
+    return list(inputs), False
+
+
+def check_inputs(inputs: Sequence[Input]) -> None:
+    """Check the type of each input, before anything is sent.
+
+    Raises:
+        InvalidInputError: An input has the wrong type.
+    """
+    for index, item in enumerate(inputs):
         try:
             check_input(item, f"inputs[{index}]")
         except InvalidInputError as error:
             error.index = index
             raise
-    return items, False
 
 
 def check_iterable(inputs: object) -> None:

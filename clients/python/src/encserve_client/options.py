@@ -207,15 +207,6 @@ class Options:
         return -(-width // 8) if self.dtype == "binary" else width
 
     @property
-    def has_token_details(self) -> bool:
-        """Whether replies have the tokens of each input; see DETAIL_UNSPECIFIED for the default."""
-        if self.detail is not None:
-            return self.detail == "tokens"
-        return self.include_token_strings or any(
-            not output.is_pooled and output.kind != "spans" for output in self.outputs
-        )
-
-    @property
     def data_type(self) -> pb.DataType:
         """The contract's value for `dtype`."""
         return _DATA_TYPES[self.dtype]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from encserve_client.exceptions import EncserveError
 from encserve_client.options import Array, InputKind, Kind, Output, OutputKind, Pooling, Task, TrainedKind
 
 
@@ -23,6 +24,13 @@ class Block:
     rows: Array
     lengths: npt.NDArray[np.int64]
     indices: npt.NDArray[np.uint32] | None = None
+
+    def of_input(self, index: int) -> "Block":
+        """Return the rows of one input. `index` counts the inputs of the block."""
+        start = int(self.lengths[:index].sum())
+        end = start + int(self.lengths[index])
+        indices = None if self.indices is None else self.indices[start:end]
+        return Block(self.rows[start:end], self.lengths[index : index + 1], indices)
 
     def sparse_vectors(self, width: int) -> "list[SparseVector]":
         """Return one sparse vector of this width per input."""
@@ -72,45 +80,102 @@ class SparseVector:
 class EncodedOutput:
     """One output of all inputs.
 
+    If an input failed, the methods that return all inputs raise the error of the first failed input.
+
     Attributes:
         kind: The kind of the rows; a number if this library has no name for the kind.
         l2_normalized: Whether the rows were scaled to Euclidean length 1. Rows of int8 always were, before rounding.
-        blocks: The rows, one block per message.
+        blocks: The rows, in the order of the inputs: one block per message, and one block without rows for
+            neighbouring failed inputs.
         sparse_width: For "sparse": the length of a vector, zeros included. Otherwise 0.
+        errors: The error of each failed input, by index.
     """
 
     kind: OutputKind | int
     l2_normalized: bool
     blocks: tuple[Block, ...] = field(repr=False)
     sparse_width: int = 0
+    errors: Mapping[int, EncserveError] = field(default_factory=dict)
 
     def token_indices(self) -> "list[npt.NDArray[np.uint32] | None]":
         """Return for each input the token index of each row of "multi_vector", (rows,).
 
         None for an input with joined vectors, because a joined vector has several tokens.
+
+        Raises:
+            EncserveError: An input failed.
         """
+        self._check_complete()
         return [indices for block in self.blocks for indices in block.split_indices()]
 
     def sparse_vectors(self) -> list[SparseVector]:
         """Return one vector per input, in order.
 
         Raises:
+            EncserveError: An input failed.
             ValueError: The output has another kind.
         """
-        if self.kind != "sparse":
-            raise ValueError(f"sparse_vectors: the kind of the output must be 'sparse'; was {self.kind!r}")
+        self._check_sparse()
+        self._check_complete()
         return [vector for block in self.blocks for vector in block.sparse_vectors(self.sparse_width)]
 
     def arrays(self) -> list[Array]:
         """Return one (rows, d_model) array per input, in order: one row per token, or one row if pooled.
 
         The arrays of one message share memory.
+
+        Raises:
+            EncserveError: An input failed.
         """
+        self._check_complete()
         return [array for block in self.blocks for array in block.split()]
 
     def matrix(self) -> Array:
-        """Return the rows of all inputs: (inputs, d_model) if pooled, (sum of rows, d_model) for tokens."""
+        """Return the rows of all inputs: (inputs, d_model) if pooled, (sum of rows, d_model) for tokens.
+
+        Raises:
+            EncserveError: An input failed.
+        """
+        self._check_complete()
         return np.concatenate([block.rows for block in self.blocks])
+
+    def array(self, index: int) -> Array:
+        """Return the (rows, d_model) array of one input: one row per token, or one row if pooled.
+
+        Raises:
+            EncserveError: The input failed.
+            IndexError: There is no such input.
+        """
+        return self._block_of(index).split()[0]
+
+    def sparse_vector(self, index: int) -> SparseVector:
+        """Return the vector of one input.
+
+        Raises:
+            EncserveError: The input failed.
+            IndexError: There is no such input.
+            ValueError: The output has another kind.
+        """
+        self._check_sparse()
+        return self._block_of(index).sparse_vectors(self.sparse_width)[0]
+
+    def _block_of(self, index: int) -> Block:
+        if (error := self.errors.get(index)) is not None:
+            raise error
+        place = index
+        for block in self.blocks:
+            if 0 <= place < len(block.lengths):
+                return block.of_input(place)
+            place -= len(block.lengths)
+        raise IndexError(f"index must be from 0 to {index - place - 1}; was {index}")
+
+    def _check_complete(self) -> None:
+        for error in self.errors.values():
+            raise error
+
+    def _check_sparse(self) -> None:
+        if self.kind != "sparse":
+            raise ValueError(f"the kind of the output must be 'sparse'; was {self.kind!r}")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -173,9 +238,10 @@ class EncodeResult:
         version: The version of the model.
         fingerprint: The id of the bundle.
         outputs: The outputs, in the order of the request.
-        sequences: The tokens of each input, in order.
+        sequences: The tokens of each input, in order. A failed input has `token_count` 0.
         timings: The durations of the call.
         space_id: The id of the vector space. Never mix vectors of different spaces in one index. "" if unknown.
+        errors: The error of each failed input, by index, in order. Empty if all inputs succeeded.
     """
 
     model: str
@@ -185,6 +251,7 @@ class EncodeResult:
     sequences: Sequence[SequenceInfo]
     timings: Timings
     space_id: str = ""
+    errors: Mapping[int, EncserveError] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +295,8 @@ class ModelInfo:
         max_request_tokens: The largest number of tokens in one message. The client splits larger calls.
         max_text_bytes: The largest size of a text, in bytes of UTF-8.
         max_request_bytes: The largest size of a request, in bytes. The client splits larger calls.
-        max_response_bytes: The largest size of a reply, in bytes. The client splits calls with larger replies.
+        max_response_bytes: The largest size of a reply, in bytes. The client sends a message with a larger reply
+            again in parts.
         ready: Whether the model answers calls now.
         not_ready_reason: The reason if the model is not ready; otherwise "".
         input_kind: "token_ids" for a model that takes token ids and texts, "embeddings" for one vector per token. A

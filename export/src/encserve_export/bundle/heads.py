@@ -24,7 +24,7 @@ from encserve_proto.bundle.v1 import manifest_pb2
 FILE = "head.onnx"
 MULTI_VECTOR_FILE, SPARSE_FILE = "multi_vector.onnx", "sparse.onnx"
 _POOLED, _ROWS, _MASK, _OUTPUT = "pooled", "rows", "mask", "vectors"
-# A head is compared on this many example vectors. For a vocabulary of 250,000, their sparse weights take 32 MB.
+# The number of example vectors for the comparison of a head. 32 sparse vectors of 250,000 weights take 32 MB.
 _ROWS_COMPARED = 32
 
 

@@ -1,6 +1,5 @@
 """The gates: checks that refuse an export if its outputs differ too much from the outputs of the original model.
 
-Hidden states are compared with PyTorch's. For an ONNX file without a PyTorch model, the hidden states of padded batches
-are compared with those of single sequences. Token ids and vectors of texts are compared with those of transformers or
-sentence-transformers.
+Hidden states are compared with PyTorch's. For an ONNX file without a PyTorch model, padded batches are compared with
+single sequences. Token ids and vectors of texts are compared with the outputs of transformers or sentence-transformers.
 """

@@ -275,7 +275,7 @@ def check_rows(
 def check_padding(reference: Reference, longest: int, advice: str) -> None:
     """Check in PyTorch that padding does not change the rows.
 
-    If padding changes them in PyTorch, every ONNX graph of the model would fail in `check_rows`.
+    If padding changes rows in PyTorch, every ONNX graph of the model would fail in `check_rows`.
 
     Args:
         reference: The model.
@@ -287,9 +287,16 @@ def check_padding(reference: Reference, longest: int, advice: str) -> None:
     """
     longest = min(_PADDED_TOKENS, longest)
     sequences = random_sequences(longest, vocab_size=reference.vocab_size, width=reference.width)
-    want = reference_rows(reference, sequences, reference.module)
-    try:
+
+    def check(want: ReferenceRows | None) -> None:
         check_rows(reference, sequences, reference.pad_token_id, want=want)
+
+    try:
+        try:
+            check(None)
+        except ParityError:
+            # Rounding may explain the difference. Only a run in float64 measures rounding, but needs twice the memory.
+            check(reference_rows(reference, sequences, reference.module))
     except ParityError as error:
         raise ParityError(
             f"{reference.description} gives different rows in a padded batch, even in PyTorch: {error}. {advice}"

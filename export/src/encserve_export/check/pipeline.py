@@ -301,7 +301,7 @@ def _check_scores(
 ) -> float:
     """Raise a ParityError if MaxSim scores differ too much. Return the largest error.
 
-    Each text is used as a query and as a document, and each query is scored against each document.
+    Each text is a query and a document. Each query is scored against each document.
     """
     without_task = next(iter(multi_vectors.values()))
     queries, documents = (multi_vectors.get(task, without_task) for task in TASKS)
@@ -368,8 +368,8 @@ def _failure(problem: str) -> Iterator[None]:
 def _advice(model: Any, inputs: Mapping[str, Any]) -> str:
     """Return the advice for the error message if a vector differs.
 
-    Some models, such as GPT-2, have no table of token types. They look up token types in the table of tokens, and add
-    the embeddings that they find there.
+    Some models, such as GPT-2, have no table of token types. Such a model looks up token types in the token table, and
+    adds the found embeddings.
     """
     reads_types = "token_type_ids" in inputs and not hasattr(model.config, "type_vocab_size")
     return _TYPES_ADVICE if reads_types else _ADVICE

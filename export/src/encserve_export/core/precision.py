@@ -14,7 +14,7 @@ SINUSOID_TOLERANCE = 1e-3
 # error of 0.12. The other layers have errors of 0.02 to 0.08. The least cosine similarity is 0.995 with this one layer
 # in float32, and 0.968 with all layers in 8 bits.
 MAX_INT8_LAYER_ERROR = 0.1
-# The usual range of the error of hidden states that a GPU computed in float16 or TF32. Both types have 10 bits
+# Hidden states from a GPU in float16 or TF32 usually have a relative error in this range. Both types have 10 bits
 # after the point, and 2⁻¹⁰ is 1e-3. The range is wide because rounding cancels out in some models, and adds up over
 # layers in others.
 LOW_PRECISION_ERRORS = (1e-4, 2e-2)

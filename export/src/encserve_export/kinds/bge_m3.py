@@ -39,7 +39,7 @@ def with_bge_m3(spec: ModelSpec) -> ModelSpec:
     if sparse.is_file():
         linear, facts = _linear(sparse, "SparseLinear")
         if linear.out_features != 1:
-            raise CheckpointFileError(f"{sparse} must make one number from a row, but makes {linear.out_features}")
+            raise CheckpointFileError(f"{sparse} must have 1 output per token; was {linear.out_features}")
         if spec.tokenizer is None:
             raise CheckpointFileError(f"{sparse} needs a tokenizer in its folder, to find the tokens without a weight")
         special = spec.tokenizer.special_tokens_map

@@ -58,8 +58,8 @@ def read_template(transformer: Any, *, has_prompts: bool) -> manifest_pb2.TextTe
 def _render(transformer: Any, text: str, prompt: str = "") -> str:
     """Return the text of the chat message that sentence-transformers makes of a text and a prompt.
 
-    The content of a message is a text, or a list of parts. Both forms are tried. The first form is returned whose token
-    ids equal the ids of sentence-transformers, or else the last form.
+    The content of a message may be a text or a list of parts. This function tries both forms. It returns the first form
+    with the same token ids as in sentence-transformers, or else the last form.
     """
     tokenizer = transformer.tokenizer
     settings = {**(transformer.processing_kwargs.get("chat_template") or {})}

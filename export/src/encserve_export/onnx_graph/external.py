@@ -1,7 +1,8 @@
 """Reads and writes the weights that an ONNX model stores in other files.
 
-An ONNX file may name any path for its weights. A downloaded model could use this to copy private files into a bundle.
-So the exporter reads only files in the model's folder. An exported model names only files of the bundle.
+An ONNX file may name any path for its weights. A downloaded model could name a private file, and the exporter would
+copy this file into a bundle. So the exporter reads only files in the model's folder. An exported model names only files
+of the bundle.
 """
 
 import math

@@ -44,16 +44,16 @@ _DOMAIN = "com.microsoft"
 # The exponent α of SmoothQuant. A larger α shrinks large columns of x more, and enlarges their weights more. The paper
 # uses 0.5 in section 4.1.
 _SMOOTHING = 0.5
-# The smoothing formula replaces smaller sizes of columns of x or W by this size, so that no factor is 0.
+# The least size of a column of x or W in the smoothing formula, so that no factor is 0.
 _EMPTY_COLUMN = 1e-5
 # The least scale of a row. A row of zeros would otherwise be divided by 0.
 _LEAST_STEP = 1e-30
-# The inputs and errors of the layers are measured with 8 random sequences of 64 tokens. The least cosine similarity
-# between all-MiniLM-L6-v2 in int8 and in PyTorch is then 0.9946. With 4 and 8 times the number of tokens, the
-# measured similarity was 0.9943 to 0.9946.
+# The inputs and errors of the layers are measured with 8 random sequences of 64 tokens. For all-MiniLM-L6-v2, the least
+# cosine similarity between int8 and PyTorch is then 0.9946. With 4 or 8 times as many tokens, the similarity was 0.9943
+# to 0.9946.
 _CALIBRATION_BATCH = (8, 64)
-# The minima of the outputs of activations, rounded down. The exact minima are -0.16997 for GELU x·Φ(x), -0.17005 for
-# the tanh approximation of GELU, and -0.27847 for SiLU x·σ(x).
+# The minimum of each activation, rounded down. The exact minima are -0.16997 for GELU x·Φ(x), -0.17005 for the tanh
+# approximation of GELU, and -0.27847 for SiLU x·σ(x).
 _LEAST_RELU, _LEAST_GELU, _LEAST_SILU = 0.0, -0.1701, -0.2785
 
 Array = npt.NDArray[Any]
@@ -140,7 +140,7 @@ def plan_layer(weight: Array, x: Array, *, least: float | None = None) -> Layer:
     Args:
         weight: W, (n, k).
         x: The layer's measured input, (tokens, k).
-        least: The minimum of x if it is known. Then x is not smoothed, because its columns would get different minima.
+        least: The minimum of x, if known. With a minimum, x is not smoothed: its columns would get different minima.
     """
     plain = _round_layer(weight, x, None, least)
     if least is not None:
@@ -190,7 +190,7 @@ class _Quantizer:
     def add(self, x: str, rank: int, layers: Mapping[str, Layer]) -> None:
         """Adds the int8 layers that read the value `x`, which has `rank` axes.
 
-        `layers` has the name of each layer's output as a key.
+        The keys of `layers` are the names of the layers' outputs.
         """
         self._layers |= layers
         self._rank[x] = rank

@@ -134,7 +134,7 @@ def export_hf(
         )
         exported = _export(build, via)
     # The encoder alone does not use the head of a language model, so `exported.unused_parts` lists this head. A SPLADE
-    # bundle uses the head; the bundle is SPLADE if it has a mask_name. Then no part counts as unused.
+    # bundle (a bundle with a mask_name) uses the head, so a SPLADE bundle has no unused parts.
     used = exported.unused_parts if exported.manifest.sparse.mask_name else spec.used_parts
     unused_parts = tuple(part for part in exported.unused_parts if part not in used)
     if _has_language_model(settings, spec) and set(unused_parts) - {"pooler"}:

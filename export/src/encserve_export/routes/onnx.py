@@ -80,11 +80,11 @@ def export_onnx(
         path: The file. Weights in other files must lie in its folder.
         target: The destination of the bundle.
         options: The facts that the file does not contain.
-        source: The origin of the model, for the manifest. None if the file itself is the origin. If the source has no
-            hash of the weights or no digest of the model, this function computes it from the file.
+        source: The origin of the model, for the manifest. None if the file itself is the origin. If `weights_sha256` or
+            `model_digest` of the source is empty, this function computes the value from the file.
         reference: The PyTorch model that the file is compared with, or None.
-        expect: A .npz or .safetensors file with outputs that the bundle must reproduce; see `check.expected`. `expect`
-            is ignored if `source` is given, because a source has its own expected outputs.
+        expect: A .npz or .safetensors file with outputs that the bundle must reproduce; see `check.expected`. If
+            `source` is given, `expect` is ignored, because a source has its own expected outputs.
         progress: Called with a line of text before each step.
 
     Raises:
@@ -116,7 +116,7 @@ def export_onnx(
         model = onnx.load(files[0], load_external_data=False)  # the same model without its weights
         check_file(files[0])
         graph = _describe(model, interface, width)
-        if reference is None:  # with a reference, PyTorch runs before the file is opened, to save memory
+        if reference is None:  # PyTorch does not run, so the graph may take memory now
             encoder = OnnxEncoder(files[0], graph)
         # The options are checked after the file, because no option can repair a faulty file.
         vocab_size = (options.vocab_size or 0) if width else _vocab_size(options, rows)
@@ -203,19 +203,19 @@ def _vocab_size(options: OnnxOptions, rows: int | None) -> int:
     if options.tokenizer is not None:
         return options.tokenizer.largest_id + 1
     raise VocabularyError(
-        "the number of token ids is not known: input_ids is not the direct index of a table in the file. Give "
+        "the number of token ids is not known: the file has no table that input_ids indexes directly. Give "
         "--vocab-size or --tokenizer"
     )
 
 
 def _padding_advice(precision: str) -> str:
-    """Return the possible causes if the rows of a file change with its padding; "it" is the file."""
+    """Return the possible causes if padding changes the rows, as the end of an error message."""
     advice = (
-        "it ignores its attention mask or a part of the mask, or was exported for training (without model.eval()). "
-        "Then the hidden states of a sequence depend on the other sequences in the batch"
+        "possible causes: the model ignores its attention mask or a part of the mask; the model was exported for "
+        "training (without model.eval())"
     )
     if precision != "float32":
-        advice = f"{advice}. Or it computes in {precision}, and rounding differs between batches: export it in float32"
+        advice += f"; the model computes in {precision}, and rounding differs between batches: export it in float32"
     return advice
 
 

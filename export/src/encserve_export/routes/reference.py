@@ -151,7 +151,7 @@ def _write_first(
             try:
                 model, parity = _check_rows(reference, graphs, folder, want, max_sequence_tokens)
             except (OnnxModelError, ParityError):
-                if "tracing" in exporters:  # tracing alone would write the same graph
+                if "tracing" in exporters:  # tracing without inspection would write the same graph
                     exporters.remove("tracing")
                 raise
             if graphs.inspect_graph is not None:

@@ -85,8 +85,8 @@ class EncoderServiceServicer(object):
     """
 
     def Encode(self, request, context):
-        """Encode runs the model over one or many sequences. It replies when all sequences are done, and it succeeds or fails
-        as a whole.
+        """Encode runs the model over one or many sequences. The server replies when all sequences are done. The request
+        succeeds or fails as a whole.
 
         INVALID_ARGUMENT: an input or option is wrong; the text names the field, the index and the numbers.
         NOT_FOUND: the model or version does not exist.
@@ -102,9 +102,9 @@ class EncoderServiceServicer(object):
 
     def EncodeStream(self, request_iterator, context):
         """EncodeStream answers many requests over one stream, each as soon as its reply is ready. So replies come in any
-        order, and the caller matches them to requests by `request_id`. If a request fails, its reply is the error, and
-        the stream goes on. Only bytes that are not an EncodeStreamRequest end the stream, because they have no request_id.
-        The server reads a limited number of requests ahead (64 by default). So flow control slows down a caller that reads
+        order, and the caller matches them to requests by `request_id`. If a request fails, its reply is the error, and the
+        stream goes on. Only bytes that are not an EncodeStreamRequest end the stream, because they have no request_id. The
+        server reads a limited number of requests ahead (64 by default). So flow control slows down a caller that reads
         replies slowly.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -128,11 +128,11 @@ class EncoderServiceServicer(object):
 
     def Inspect(self, request, context):
         """Inspect runs the model over one sequence and returns values from inside the model: attention weights and hidden
-        states of each layer. It has a separate queue and engine, so that it does not delay Encode. The first message of
-        the reply is the header. The numbers follow in chunks.
+        states of each layer. Inspections have a separate queue and engine, so they do not delay Encode. The first message
+        of the reply is the header. The numbers follow in chunks.
 
         The errors are the same as for Encode, with the field names of InspectRequest, and in addition:
-        FAILED_PRECONDITION: the bundle of the model has no graph for inspections, or this server has disabled them.
+        FAILED_PRECONDITION: the bundle of the model has no graph for inspections, or this server has disabled inspections.
         RESOURCE_EXHAUSTED: too many inspections are waiting; retry after the delay in RetryInfo.
         DEADLINE_EXCEEDED: the caller reads nothing for 30 seconds, or does not read the whole reply within 5 minutes.
         """
@@ -141,7 +141,7 @@ class EncoderServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """GetModel returns the sizes of one model, the limits for its requests, and the device and precision that it uses.
+        """GetModel returns the sizes of one model, the limits for its requests, and the device and precision in use.
         NOT_FOUND: the model or version does not exist.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -1,1 +1,1 @@
-"""Who may call: keys, certificates, the callers file and rates. Imports no protocol."""
+"""The callers of the server: keys, certificates, the callers file and rates. Imports no protocol."""

@@ -12,7 +12,7 @@ from encserve_server.errors import StartupError
 from encserve_server.types.callers import PRIORITIES, Caller, CertificateName, Priority, dns_name, uri_name
 
 NAME = re.compile(r"[A-Za-z0-9][\w.@:/+-]{0,63}", re.ASCII)
-_NAME_RULE = "1 to 64 letters, digits and any of . _ @ : / + -, the first a letter or a digit"
+_NAME_RULE = "1 to 64 letters, digits or . _ @ : / + -, and begin with a letter or digit"
 FIELDS = frozenset(
     {"name", "key_sha256", "certificate_names", "models", "inspect", "weight", "priority", "proxy", "tokens_per_second"}
 )
@@ -24,7 +24,7 @@ _DNS_NAME = re.compile(r"[^\s:/@]+")
 _CERTIFICATE_NAME_RULE = "a DNS name, or a URI that begins with its scheme such as spiffe://"
 # Errors of tomllib quote parts of the file. These parts are hidden, because they may contain a key.
 _QUOTED = re.compile(r"""\(?['"].{2,}['"](,?\))?""")
-# Errors show only field names of this form. Any other name may be a key by mistake.
+# Errors show only unknown field names of this form. Another text may be a key that the user wrote as a field name.
 _SAFE_NAME = re.compile(r"[A-Za-z_]{1,24}")
 # A wider range of weights would starve callers of low weight.
 _MIN_WEIGHT, _MAX_WEIGHT = 0.01, 100.0
@@ -60,11 +60,11 @@ class CallerRules:
 
 
 def read_keys(data: bytes, where: str) -> list[CallerRules]:
-    """Return the one caller of a key file. The file has one key per line, and the caller has no name.
+    """Return the only caller of a key file. The file has one key per line. The caller has no name.
 
     Args:
         data: The bytes of the file.
-        where: The setting and the path, for errors.
+        where: The setting and the path for errors, such as "--api-key-file keys.txt".
 
     Raises:
         CallersError: The file has no key, or a line is not a key.
@@ -89,10 +89,10 @@ def read_callers(data: bytes, where: str) -> list[CallerRules]:
 
     Args:
         data: The bytes of the file.
-        where: The setting and the path, for errors.
+        where: The setting and the path for errors, such as "--callers callers.toml".
 
     Raises:
-        CallersError: The file is not valid TOML, has no caller, or has a wrong field.
+        CallersError: The file is not valid TOML, has no caller, or has an invalid field.
     """
     try:
         document = tomllib.loads(data.decode())
@@ -170,7 +170,7 @@ class _Entry:
         for i, value in enumerate(values):
             if not isinstance(value, str):
                 raise self._error(f"{field}[{i}]: must be {rule}; was {_kind(value)}")
-            if not is_valid(value):  # the text does not show the value, which may be a key by mistake
+            if not is_valid(value):  # the error hides the value, which may be a key in the wrong field
                 raise self._error(f"{field}[{i}]: must be {rule}; has {len(value)} characters")
         return values
 
@@ -181,7 +181,7 @@ class _Entry:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or (isinstance(value, float) and not math.isfinite(value)):
             raise self._error(f"{field}: must be a number; was {_shown(value)}")
-        if not minimum <= value <= maximum:  # before `float`: an integer in TOML may be too large for it
+        if not minimum <= value <= maximum:  # before `float`, which fails for a very large integer
             raise self._error(f"{field}: must be from {minimum:g} to {maximum:g}; was {_shown(value)}")
         return float(value)
 

@@ -1,4 +1,4 @@
-"""Keys and their digests. The server keeps digests only."""
+"""Keys and their digests. The server stores only digests."""
 
 import hashlib
 import secrets
@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator
 
 _PREFIX = "encserve-"
 _RANDOM_BYTES = 32
-# Headers whose value is only the key. `authorization` has a scheme before the key.
+# Headers that contain only the key. `authorization` has a scheme before the key.
 _KEY_HEADERS = frozenset({"api-key", "x-api-key"})
 _BEARER = "bearer "
 
 
 def make_key() -> str:
-    """Return a random key of 256 bits. People and tools recognise a leaked key by its prefix."""
+    """Return a random key of 256 bits. The prefix helps people and tools to find leaked keys."""
     return _PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
 
 
@@ -22,7 +22,7 @@ def digest_of(key: str) -> bytes:
 
 
 def presented_keys(metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[str]:
-    """Yield the keys in the headers of a call, in order. Names of headers are in lower case."""
+    """Yield the keys in the headers of a call, in order. Header names must be in lower case."""
     for name, value in metadata:
         if isinstance(value, bytes):
             continue

@@ -1,15 +1,16 @@
-"""Rates of callers, in tokens per second. The functions get the time as an argument."""
+"""Rate limits of callers, in tokens per second. The functions get the time as an argument."""
 
-# A caller that sends nothing saves up the tokens of at most this time, so that the server accepts a short burst.
+# An idle caller saves the tokens of at most this time for a short burst.
 BURST_SECONDS = 1.0
 
 
 class TokenBucket:
     """A token bucket. The level may fall below zero.
 
-    A call is accepted if any token is left, and then all its tokens are counted. So one call may have more tokens than
-    the bucket holds. A level below zero is a debt: calls are refused until the rate has paid the debt. So in any `t`
-    seconds, the accepted calls have at most `(t + BURST_SECONDS) * tokens_per_second` tokens, plus the last call.
+    A call is accepted if the level is above zero. Then the bucket subtracts all tokens of the call. So one call may
+    have more tokens than the bucket holds. A level below zero is a debt: calls are refused until the bucket has
+    refilled above zero. In any `t` seconds, the accepted calls have at most `(t + BURST_SECONDS) * tokens_per_second`
+    tokens, plus the tokens of the last call.
     """
 
     def __init__(self, tokens_per_second: float, now: float) -> None:
@@ -25,12 +26,12 @@ class TokenBucket:
         self._level = min(self._level, tokens_per_second * BURST_SECONDS)
 
     def delay_seconds(self, now: float) -> float:
-        """Return the seconds until the next call is accepted, 0 for now."""
+        """Return the seconds until the next call is accepted; 0 if a call is accepted now."""
         self._fill(now)
         return 0.0 if self._level > 0 else max(-self._level, 1.0) / self._rate
 
     def take(self, tokens: float, now: float) -> None:
-        """Count a call. A negative number of tokens undoes an earlier count."""
+        """Subtract the tokens of a call. A negative number gives tokens back."""
         self._fill(now)
         self._level = min(self._level - tokens, self._rate * BURST_SECONDS)
 

@@ -1,4 +1,4 @@
-"""Identifies callers by key or certificate, and reads the callers again when their file changes."""
+"""Identifies callers by key or certificate. Reloads the callers when the callers file or key file changes."""
 
 import asyncio
 import logging
@@ -18,11 +18,11 @@ from encserve_server.types.callers import ANYONE, Caller, CertificateName, Metad
 
 logger = logging.getLogger(__name__)
 
-# The server hashes at most this number of keys of a call.
+# The server checks at most this number of keys in a call.
 _MAX_PRESENTED_KEYS = 3
 FAIRNESS_HEADER = "x-gateway-inference-fairness-id"
-# The number of names from proxies is limited, because each name is a label of metrics. All further names are counted as
-# `OTHER_NAME`.
+# The maximum number of different caller names from proxies. Each name is a label value of metrics. Further names are
+# counted as `OTHER_NAME`.
 MAX_PROXY_NAMES = 128
 OTHER_NAME = "other"
 
@@ -45,10 +45,10 @@ class KnownCaller:
 
 
 class Callers:
-    """The known callers. Belongs to the event loop.
+    """The known callers. Only the event loop uses this class.
 
     Attributes:
-        generation: Grows with each change of the callers.
+        generation: Increases by 1 with each change of the callers.
         public_listing: Whether callers without a key may list the models.
     """
 
@@ -63,19 +63,19 @@ class Callers:
         on_read: Callable[[bool], None] = lambda _: None,
         on_change: Callable[[Collection[str]], None] = lambda _: None,
     ) -> None:
-        """Read the source.
+        """Read the callers from the source.
 
         Args:
-            source: The source of the callers; None for a server that answers all calls.
-            clock: The clock for the rates and for the checks of the file.
+            source: The source of the callers; None if everyone may call the server.
+            clock: The clock for the rates, and for the time between checks of the file.
             public_listing: Whether callers without a key may list the models.
             trusts_proxy: Whether proxies may name the caller of a call in a header.
             asks_for_certificates: Whether the server asks callers for certificates.
-            on_read: Called after a change of the file. The argument is whether the server uses the changed file.
-            on_change: Called with the names of all callers when they change.
+            on_read: Called after each change of the file. The argument is true if the new file was loaded.
+            on_change: Called with all names after each change of the callers, and after a new name from a proxy.
 
         Raises:
-            CallersError: The source cannot be used, or has certificate names while the server asks for no certificates.
+            CallersError: The source is invalid, or has certificate names although the server asks for no certificates.
         """
         self.generation = 0
         self.public_listing = public_listing
@@ -88,7 +88,7 @@ class Callers:
         self._known: dict[Identity, KnownCaller] = {}
         self._by_name: dict[str, KnownCaller] = {}
         self._has_certificate_names = False
-        # Names that proxies have sent. A name is never removed, because metrics and queues use it.
+        # Names that proxies have sent. A name is never removed, because metrics and queues use the name.
         self._proxy_names: set[str] = set()
         self._proxy_callers: dict[tuple[str, Priority], Caller] = {}
         if source is not None:
@@ -105,17 +105,17 @@ class Callers:
     def identify(
         self, metadata: Metadata, certificate_names: Callable[[], Collection[CertificateName]]
     ) -> Identity | None:
-        """Return the identity of a caller; None if the server answers all calls.
+        """Return the identity of a caller; None if everyone may call the server.
 
-        A known key has precedence over the certificate. The time of the check reveals nothing about keys: the server
-        looks up digests, and a caller cannot find a key whose digest is similar to a known digest.
+        A known key has precedence over the certificate. The duration of the check does not help an attacker: the server
+        compares digests, and similar digests do not belong to similar keys.
 
         Args:
-            metadata: The headers. Their names are in lower case.
+            metadata: The headers, with names in lower case.
             certificate_names: Returns the names in the verified client certificate.
 
         Raises:
-            Unauthenticated: The server knows no key and no certificate of the call. The text contains no part of them.
+            Unauthenticated: The call has no known key and no known certificate. The error shows no part of a key.
         """
         if self._source is None:
             return None
@@ -133,7 +133,7 @@ class Callers:
         raise Unauthenticated("unknown or revoked key" if presented else self._advice())
 
     def known(self, identity: Identity | None) -> KnownCaller | None:
-        """Return the caller with this identity; None if the server answers all calls.
+        """Return the caller with this identity; None if everyone may call the server.
 
         Raises:
             Unauthenticated: The caller has been revoked.
@@ -145,9 +145,9 @@ class Callers:
         return found
 
     def caller(self, known: KnownCaller | None, metadata: Metadata) -> Caller:
-        """Return the caller of a call: the caller that a trusted proxy names, or else the identified caller.
+        """Return the caller that a trusted proxy names in a header, or else the identified caller.
 
-        A caller that a proxy names has at most the priority of the proxy.
+        A caller from a proxy's header has at most the priority of the proxy.
         """
         caller = ANYONE if known is None else known.rules.caller
         if not self._trusts_proxy or not (known is None or known.rules.is_proxy):
@@ -167,7 +167,7 @@ class Callers:
             self._on_change(self.names)
             if name == OTHER_NAME:
                 logger.warning(
-                    "a proxy sent too many or malformed caller names; these calls count as one caller",
+                    "a proxy sent malformed or too many caller names; calls with these names count as one caller",
                     extra={"caller": OTHER_NAME, "max_names": MAX_PROXY_NAMES},
                 )
         known = self._by_name.get(name)
@@ -181,7 +181,7 @@ class Callers:
         return f"{text}, or use a client certificate of a known caller" if self._has_certificate_names else text
 
     async def watch(self) -> None:
-        """Read the file again after each change, until cancelled. If the file cannot be used, the callers stay."""
+        """Reload the file after each change, until the task is cancelled. The callers stay if a new file is invalid."""
         if self._source is not None and self._source.can_change:
             await repeat(self._look, POLL_SECONDS, clock=self._clock)
 
@@ -193,18 +193,18 @@ class Callers:
                 logger.warning(problem)
             self._replace_callers(rules)
         except (CallersError, FileError) as error:
-            logger.error("callers refused; the server keeps the callers that it has: %s", error)
+            logger.error("callers not loaded; the previous callers stay: %s", error)
             self._on_read(False)
         except Exception as error:  # the text and the traceback of the error may show a key
             name = type(error).__name__
-            logger.error("callers refused; the server keeps the callers that it has: unexpected %s", name)
+            logger.error("callers not loaded; the previous callers stay: unexpected %s", name)
             self._on_read(False)
         else:
             self._on_read(True)
             logger.info("callers loaded", extra={"callers": list(self._by_name)})
 
     def _replace_callers(self, rules: Sequence[CallerRules]) -> None:
-        """Replace the callers. A caller that was also in the old list keeps its token bucket."""
+        """Replace the callers. A caller with the same name as before keeps its token bucket."""
         now = self._clock.now()
         previous, self._by_name, self._known = self._by_name, {}, {}
         for it in rules:
@@ -213,13 +213,13 @@ class Callers:
             self._by_name[name] = known
             self._known |= dict.fromkeys((*it.digests, *it.certificate_names), known)
         self._has_certificate_names = any(it.certificate_names for it in rules)
-        self._proxy_callers.clear()  # their weights may have changed
+        self._proxy_callers.clear()  # the weights of these callers may have changed
         self._warn_of_proxies(rules)
         self.generation += 1
         self._on_change(self.names)
 
     def _certificate_names_problem(self, rules: Sequence[CallerRules]) -> str:
-        """Return a problem if a caller has certificate names and the server asks for no certificates; else empty."""
+        """Return an error if a caller has certificate names but the server asks for no certificates; else empty."""
         named = [it.caller.name for it in rules if it.certificate_names]
         if self._asks_for_certificates or not named:
             return ""
@@ -227,7 +227,7 @@ class Callers:
         return f"--callers: caller {named[0]} has certificate_names, but {why}"
 
     def _warn_of_proxies(self, rules: Sequence[CallerRules]) -> None:
-        """Log a warning if the setting and the file disagree about proxies."""
+        """Log a warning if only the setting, or only the file, allows proxies."""
         proxies = [it.caller.name for it in rules if it.is_proxy]
         if self._trusts_proxy and not proxies:
             logger.warning("--trust-fairness-id does nothing: no caller of the file has proxy = true")
@@ -239,7 +239,7 @@ class Source:
     """A callers file, a key file, or one fixed key."""
 
     def __init__(self, parse: Parse, *, files: WatchedFiles | None = None, key: bytes = b"") -> None:
-        """Keep the parser, and either the file or the key."""
+        """Set the parser, and either the file or the key."""
         self._parse = parse
         self._files = files
         self._key = key
@@ -250,10 +250,10 @@ class Source:
         return self._files is not None
 
     def read(self) -> list[CallerRules]:
-        """Return the callers, at the start of the server.
+        """Return the callers. Called at the start of the server.
 
         Raises:
-            CallersError: The file cannot be read, or the callers are wrong.
+            CallersError: The file cannot be read, or the callers are invalid.
         """
         try:
             return self._parse(self._key if self._files is None else self._files.read_first()[0])
@@ -261,18 +261,18 @@ class Source:
             raise CallersError(str(error)) from error
 
     async def read_changed(self, clock: Clock) -> list[CallerRules] | None:
-        """Return the callers if the file has changed and settled since the last call, else None.
+        """Return the new callers if the file has changed and its new content is stable; otherwise None.
 
         Raises:
             FileError: The file cannot be read. Raised once for each change.
-            CallersError: The callers are wrong. Raised once for each change.
+            CallersError: The new callers are invalid. Raised once for each change.
         """
         contents = None if self._files is None else await self._files.changed(clock)
         return None if contents is None else await asyncio.to_thread(self._parse, contents[0])
 
 
 def open_source(api_key: str | None, api_key_file: Path | None, callers: Path | None) -> Source | None:
-    """Return the source of callers, from at most one of three settings; None if the server answers all calls."""
+    """Return the source of callers. At most one of the three settings is set; without any, return None."""
     if callers is not None:
         where = f"--callers {callers}"
         return Source(lambda data: read_callers(data, where), files=WatchedFiles({"--callers": callers}))
@@ -285,9 +285,9 @@ def open_source(api_key: str | None, api_key_file: Path | None, callers: Path | 
 
 
 def certificate_names(certificate: Mapping[str, object]) -> list[CertificateName]:
-    """Return the DNS and URI names of a certificate, in the form of `ssl.SSLSocket.getpeercert`."""
+    """Return the DNS and URI names of a certificate. `certificate` is a dict from `ssl.SSLSocket.getpeercert`."""
     names = certificate.get("subjectAltName", ())
-    assert isinstance(names, tuple)  # noqa: S101 - the form of Python's ssl
+    assert isinstance(names, tuple)  # noqa: S101 - always true for a dict of Python's ssl
     kinds = {"DNS": dns_name, "URI": uri_name}
     return [kinds[kind](value) for kind, value in names if kind in kinds]
 

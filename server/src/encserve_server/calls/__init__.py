@@ -1,4 +1,4 @@
-"""Code around each call, for all protocols: access checks, memory budget, traces, counts and errors."""
+"""The work around each call of every protocol: access checks, memory budget, traces, counts and errors."""
 
 from encserve_server.calls.call import OPEN_REQUEST_BYTES, Call, Calls
 from encserve_server.calls.method import Access, Method

@@ -25,7 +25,7 @@ class CallerAccess:
     )  # fmt: skip
 
     def __init__(self, callers: Callers, clock: Clock, metadata: Metadata) -> None:
-        """Keep the headers of the call. The caller is not known yet."""
+        """Set the headers of the call. Later, `identify` finds the caller."""
         self._callers = callers
         self._clock = clock
         self._metadata = metadata
@@ -33,9 +33,9 @@ class CallerAccess:
         self._known: KnownCaller | None = None
         self._generation = callers.generation
         self._charged: list[TokenSequence] = []  # the sequences that `charge` has counted
-        # All tokens that the call has counted against the rate, and the tokens that `charge_text` has counted.
+        # The tokens that the call has counted against the rate: in total, and by `charge_text`.
         self._charged_tokens = self._charged_text_tokens = 0
-        self._prepaid_tokens = 0  # tokens that `charge_text` has already counted; the next `charge` subtracts them
+        self._prepaid_tokens = 0  # tokens that `charge_text` has counted; the next `charge` subtracts these tokens
         self.caller = ANYONE
 
     @property
@@ -52,7 +52,7 @@ class CallerAccess:
         """Find the caller by a key or a certificate.
 
         Raises:
-            Unauthenticated: The caller is not known, and the method is not for all.
+            Unauthenticated: The caller is unknown, and the method needs a known caller.
         """
         try:
             self._identity = self._callers.identify(self._metadata, certificate_names)
@@ -71,7 +71,8 @@ class CallerAccess:
         """
         rules = None if self._known is None else self._known.rules
         if access is Access.INSPECT and rules is not None and not rules.may_inspect:
-            raise PermissionDenied("", f"caller {rules.caller.name} may not use Inspect (inspect in the callers file)")
+            problem = f"caller {rules.caller.name} may not use Inspect: the callers file has inspect = false"
+            raise PermissionDenied("", problem)
         if access is not Access.LISTING:
             self.check_rate()
 
@@ -79,14 +80,14 @@ class CallerAccess:
         """Check that the caller may use the model with this name.
 
         Raises:
-            PermissionDenied: The caller may not use the model. For a call through a proxy, the permissions and the name
-                are those of the proxy.
+            PermissionDenied: The caller may not use the model. A call through a proxy has the permissions of the
+                proxy, and the error names the proxy.
         """
         if self._known is not None and self._known.rules.models is not None:
             catalog.check_use(name, self._known.rules.caller.name, self._known.rules.models)
 
     def recheck(self) -> None:
-        """Look the caller up again if the callers have changed.
+        """Look up the caller again if the callers have changed.
 
         Raises:
             Unauthenticated: The key or certificate was revoked.
@@ -118,19 +119,19 @@ class CallerAccess:
         The caller pays these tokens even if the call fails later.
 
         Raises:
-            RateLimited: The caller is over its rate, and this call has not counted any tokens before.
+            RateLimited: The caller is over its rate, and these are the first tokens of this call.
         """
         self._charged_text_tokens += tokens
         self._prepaid_tokens += tokens
         self._take(tokens)
 
     def charge(self, sequences: Sequence[TokenSequence]) -> None:
-        """Count the cost of sequences against the rate, minus the tokens that `charge_text` has counted for them.
+        """Count the cost of sequences against the rate. Tokens that `charge_text` has counted are not counted again.
 
         If the call fails later, `end` reduces the charge.
 
         Raises:
-            RateLimited: The caller is over its rate, and this call has not counted any tokens before.
+            RateLimited: The caller is over its rate, and these are the first tokens of this call.
         """
         if self.has_rate:
             self._charged += sequences
@@ -140,8 +141,8 @@ class CallerAccess:
     def end(self, *, failed: bool) -> None:
         """Forget the sequences. If the call failed, reduce its charge.
 
-        A failed call pays the larger of two amounts: the cost of all its sequences that have started, or the number of
-        tokens of all its texts.
+        A failed call pays the larger of two amounts: the cost of the sequences that have started, or the number of
+        tokens of the texts.
         """
         if failed and self._charged_tokens and self._known is not None and self._known.bucket is not None:
             started = sum([it.cost for it in self._charged if not math.isnan(it.started_at)])
@@ -150,7 +151,7 @@ class CallerAccess:
         self._charged, self._metadata = [], ()
 
     def _look_up(self) -> None:
-        """Take the caller from the current callers file."""
+        """Look up the caller in the current callers file."""
         self._generation = self._callers.generation
         self._known = self._callers.known(self._identity)
         self.caller = self._callers.caller(self._known, self._metadata)

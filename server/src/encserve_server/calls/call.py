@@ -56,9 +56,9 @@ from encserve_server.telemetry.spans import RequestSpan, Tracer
 from encserve_server.types.callers import ANY_SENDER, ANYONE, CertificateName, Metadata, Priority, Sender
 from encserve_server.types.sequences import TokenSequence
 
-# A larger reply is built in a thread, because on the event loop it would delay all other calls.
+# A larger reply is built in a thread. On the event loop, the work would delay all other calls.
 _INLINE_REPLY_BYTES = 256 * 1024
-# The maximum size of a request without a key: a health check, or a request for a list of models.
+# The maximum size in bytes of a request without a key: a health check, or a request for a list of models.
 OPEN_REQUEST_BYTES = 4096
 # These exceptions end the task. Every other exception becomes an error reply.
 _NOT_ANSWERS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
@@ -75,33 +75,33 @@ class Peer(Protocol):
 
 
 class CallerObserver(Protocol):
-    """Counts the calls of each caller; called on the event loop."""
+    """Counts the calls of each caller. The methods run on the event loop."""
 
     def ended(self, caller: str, outcome: str, tokens: int) -> None:
-        """Count a call that has ended. `outcome` is a reason, or OK, CANCELLED or DEADLINE_EXCEEDED."""
+        """Count a call that has ended. `outcome` is the reason of an error, or OK, CANCELLED or DEADLINE_EXCEEDED."""
 
 
 class AnswerTimes(Protocol):
-    """Records the durations of encode calls of all protocols; called on the event loop."""
+    """Records the durations of encode calls of all protocols. The methods run on the event loop."""
 
     def observe(self, seconds: float) -> None:
         """Record the duration of a call."""
 
 
 class Calls:
-    """The calls of all protocols together; owned by the event loop.
+    """The calls of all protocols, with common limits and observers. Only the event loop uses this class.
 
     Attributes:
-        in_flight: The number of calls whose reply has not been sent completely; any thread may read it.
+        in_flight: The number of calls without a complete reply. Any thread may read this number.
         idle: Set while no call is in flight.
         draining: Set when the server begins to refuse new calls.
         budget: The memory budget for requests and replies, in bytes.
-        places: The places for slow requests and open streams.
-        callers: The known callers; None if all may call and no caller has a name.
+        places: The slots for slow requests and open streams.
+        callers: The known callers; None if everyone may call. Then no caller has a name.
         caller_observer: Counts the calls of each caller; None if no caller has a name.
         answer_times: Record the durations of encode calls, by priority.
         access_log: Writes a line for each call; None without an access log.
-        refusals: Logs refused and failed calls, many in one line; None without this log.
+        refusals: Logs refused and failed calls, at most one line a second for each caller and reason; None for no log.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Calls:
         Args:
             method: The method.
             metadata: The headers of the request, with names in lower case; needed if `reads_metadata` is true.
-            deadline: The clock's time at which the caller stops waiting; infinity for none.
+            deadline: The clock's time in seconds at which the caller stops waiting; infinity without a deadline.
             peer: The other end of the connection.
         """
         span = None
@@ -173,16 +173,16 @@ class Calls:
 
 
 class Call:
-    """One call, from its arrival until its reply is sent; see the module.
+    """One call, from its arrival until its reply is sent; see the example in the module's docstring.
 
     Attributes:
-        deadline: The clock's time at which the caller stops waiting; infinity for none.
+        deadline: The clock's time in seconds at which the caller stops waiting; infinity without a deadline.
         span: The span of the call; None without tracing.
         naming: The names of fields and values in errors. A handler may replace `naming`.
-        failure: The error, after the end of the block; None if the call succeeded.
+        failure: The error of the `with` block; None if the block succeeded or was cancelled.
         is_of_stream: Whether the call is one request of a stream.
         caller: The caller, after `accept`.
-        peer: The other end of the connection; None after the end of the block, or if unknown.
+        peer: The other end of the connection; None if unknown, or after the `with` block.
     """
 
     __slots__ = (
@@ -216,7 +216,7 @@ class Call:
         self.is_of_stream = False
         self.peer = peer
         self._metadata = metadata
-        self._access: CallerAccess | None = None  # without known callers, all may call
+        self._access: CallerAccess | None = None  # None if everyone may call
         self._model_name, self._inputs, self._tokens = "", 0, 0  # for counts and logs
         self._seconds = 0.0, 0.0  # the time in the queue, and the time in compute
         self._priority: Priority | None = None  # None unless this is an encode call
@@ -227,7 +227,7 @@ class Call:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        """End the work. Keep an error as `failure`, unless the caller has disconnected or the process ends."""
+        """End the work. Store an error as `failure`, unless the caller has disconnected or the process ends."""
         if self._model is not None:
             self._model.leave()
             self._model = None
@@ -252,7 +252,7 @@ class Call:
         return is_answer
 
     def _tell(self, status: Status, reason: str, seconds: float) -> None:
-        """Count the call for its caller, and write it to the access log if there is one."""
+        """Count the call for its caller, and write the call to the access log or the log of refusals."""
         calls, method, failure = self._calls, self._method, self.failure
         times = None if self._priority is None or self.is_of_stream else calls.answer_times.get(self._priority)
         if times is not None:
@@ -282,9 +282,9 @@ class Call:
             calls.refusals.add(self.caller.name, reason, method.log_name, failure.text, is_callers_mistake=is_mistake)
 
     def release(self, *_: object) -> None:
-        """Give back the bytes that the call holds, after the reply was sent or if it will never be sent.
+        """Give back the call's bytes of the memory budget, after the reply was sent or if no reply will be sent.
 
-        A second call does nothing.
+        A second `release` does nothing.
         """
         if not self._is_open:
             return
@@ -318,7 +318,7 @@ class Call:
 
     @property
     def account(self) -> str:
-        """The caller's account in the ledger: its name, or the address of a peer without a name."""
+        """The account for the memory budget: the caller's name, or the peer's address if the caller has no name."""
         if not self._account:
             host = "" if self.peer is None else self.peer.address().rpartition(":")[0]
             self._account = self.caller.name or f"address {host}"
@@ -344,7 +344,7 @@ class Call:
         """Count the cost of sequences against the caller's rate; see `CallerAccess.charge`.
 
         Raises:
-            RateLimited: The caller is over its rate, and this call has not counted any tokens before.
+            RateLimited: The caller is over its rate, and these are the first tokens of this call.
         """
         if self._access is not None:
             self._access.charge(sequences)
@@ -355,9 +355,9 @@ class Call:
         return allowed is None or model.bundle.name in allowed
 
     def note(self, sequences: Sequence[TokenSequence], seconds: Callable[[], tuple[float, float]]) -> None:
-        """Keep the numbers of inputs and tokens, and the durations, of a successful call for counts and logs.
+        """Store the number of inputs, the number of tokens and the durations of a successful call, for counts and logs.
 
-        `seconds` returns the time in the queue and the time in compute.
+        `seconds` returns the queue time and the compute time in seconds.
         """
         calls = self._calls
         if calls.caller_observer is not None or calls.access_log is not None:
@@ -370,7 +370,7 @@ class Call:
         """Take `size` bytes of the memory budget, until the call is released.
 
         Raises:
-            BudgetFull: The budget has no room. There is always room if no other call holds bytes.
+            BudgetFull: The budget is full. This cannot happen if no other call holds bytes.
         """
         self._calls.budget.take(self._account or self.account, size, self._held_bytes)
         self._held_bytes += size
@@ -411,16 +411,16 @@ class Call:
         Args:
             model: The model from `resolve`.
             request: The request.
-            build: Builds the bytes of the reply; called in a thread if there are many.
-            growth: The largest number of bytes in the reply for each byte that the model estimates; 1 for raw numbers.
-            more_bytes: The largest number of bytes in the reply that are not outputs. They do not count for the limit
-                of replies.
+            build: Builds the bytes of the reply. A large reply is built in a thread.
+            growth: The maximum ratio of the reply's size to the model's estimate; 1 for raw numbers.
+            more_bytes: The maximum number of bytes in the reply besides the outputs. max_response_bytes does not limit
+                these bytes.
 
         Raises:
-            BudgetFull: There is no room for the reply.
+            BudgetFull: The memory budget has no room for the reply.
             RateLimited: The caller is over its rate.
-            ShareExceeded: The caller, or bulk, has its share of the queue waiting.
-            ResponseTooLarge: The reply is larger than estimated.
+            ShareExceeded: This caller, or all bulk calls together, fill their share of the queue.
+            ResponseTooLarge: The reply is over the limit.
         """
         span, sender = self.span, self._sender(request.priority)
         model.check_share(sender)
@@ -431,7 +431,7 @@ class Call:
         end = first_piece(request.inputs)
         reply = await model.prepare(request, span, sender, end=end)
         estimated = reply.estimated_bytes
-        self.hold(round(estimated * (1 + growth)))  # the outputs, and the reply built from them
+        self.hold(round(estimated * (1 + growth)))  # the outputs, and the reply
         self.charge(reply.sequences)
         if end == len(request.inputs) and runs_at_once(model, reply):
             await model.run(reply, self.deadline, span, sender)
@@ -453,7 +453,7 @@ class Call:
         return await self._build(model, partial(build, reply), reply.estimated_bytes, growth, more_bytes)
 
     def _sender(self, priority: Priority) -> Sender:
-        """Return the sender. Its priority is `priority` or the caller's priority, whichever is less urgent."""
+        """Return the sender, with the less urgent of two priorities: `priority` and the caller's priority."""
         self._priority = max(priority, self.caller.priority)
         access = self._access
         if access is None and priority is Priority.INTERACTIVE:
@@ -465,7 +465,7 @@ class Call:
     async def tokenize(
         self, model: ServedModel, request: TokenizeCall, build: Callable[[TokenizeReply], bytes], growth: float = 1.0
     ) -> bytes:
-        """Answer a call that only tokenizes, even if the model is not ready. For the arguments see `encode`."""
+        """Answer a tokenize call, even if the model is not ready. For the arguments see `encode`."""
         reply = await model.tokenize(
             request,
             lambda estimated_bytes: self.hold(round(estimated_bytes * (1 + growth))),
@@ -476,7 +476,7 @@ class Call:
         return await self._build(model, partial(build, reply), reply.estimated_bytes, growth)
 
     def inspect(self, model: ServedModel, request: InspectCall) -> AbstractAsyncContextManager[InspectReply]:
-        """Answer an inspection. The inspection holds its place until the block ends.
+        """Answer an inspection. The inspection holds a slot until the `async with` block ends.
 
         Raises:
             RateLimited: The caller is over its rate.
@@ -491,7 +491,7 @@ class Call:
         growth: float,
         more_bytes: int = 0,
     ) -> bytes:
-        """Build the reply, in a thread if it is large. From then on, the call holds only the bytes of the reply."""
+        """Build the reply, in a thread if the reply is large. Then the call holds only the bytes of the reply."""
         began = self._calls.clock.now()
         if estimated_bytes * growth + more_bytes <= _INLINE_REPLY_BYTES:
             data = build()
@@ -501,7 +501,7 @@ class Call:
         if self.span is not None:
             self.span.stage("encode", began, ended)
         limit = round(model.limits.max_response_bytes * growth) + more_bytes
-        if len(data) > limit:  # the estimate was too low; the client would fail too, but without this explanation
+        if len(data) > limit:  # the estimate was too low; the client would refuse the reply with a less clear error
             problem = f"the reply takes {len(data)} bytes, over the limit of {limit} (max_response_bytes)"
             raise ResponseTooLarge(FieldPath(RequestField.INPUTS), problem)
         model.answered(ended - began, len(data))
@@ -512,6 +512,6 @@ class Call:
 
 
 def failure_of(error: BaseException, naming: Naming) -> Failure:
-    """Return the error for a caller. The text for an unexpected exception has only the id of a log line."""
+    """Return the error for a caller. For an unexpected exception, the text has only the id of a log line."""
     failure = to_failure(error, naming) if isinstance(error, EncserveError) else None
     return failure or Failure(UNKNOWN, EncserveError.reason, log_unexpected(error))

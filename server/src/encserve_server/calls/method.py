@@ -19,7 +19,7 @@ class Access(Enum):
 
     @property
     def is_open(self) -> bool:
-        """Whether the method accepts callers without a key, always or if a setting says so.
+        """Whether the method can accept callers without a key. LISTING accepts such callers with --public-listing.
 
         Requests without a key have at most OPEN_REQUEST_BYTES.
         """
@@ -27,13 +27,13 @@ class Access(Enum):
 
 
 class CallObserver(Protocol):
-    """Counts the calls of one RPC or route, in the protocol's own metrics; called on the event loop."""
+    """Counts the calls of one RPC or route in the protocol's metrics. The methods run on the event loop."""
 
     def began(self) -> None:
         """Count a call that begins."""
 
     def ended(self, status: Status, reason: str, seconds: float) -> None:
-        """Count a call that has ended. `reason` is the reason of its error; empty without an error."""
+        """Count a call that has ended. `reason` is the reason of the error; empty without an error."""
 
 
 class Method:
@@ -54,7 +54,7 @@ class Method:
         access: Access = Access.CALLERS,
         log_name: str = "",
     ) -> None:
-        """Keep the settings.
+        """Set the settings.
 
         Args:
             name: The name of the method's spans.
@@ -65,7 +65,7 @@ class Method:
             code_of: Returns the protocol's code for a status.
             is_failure: Returns whether a status counts as the server's error in traces.
             answers_while_draining: Whether the server answers the method while the server stops.
-            reply_copies: The number of copies of a reply in memory while it is sent.
+            reply_copies: The number of copies of a reply in memory while the reply is sent.
             access: The callers that may use the method.
             log_name: The name of the method in the access log; by default `name`.
         """

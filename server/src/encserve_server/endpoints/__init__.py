@@ -1,1 +1,1 @@
-"""The contract between protocols and transports: HTTP routes, gRPC services, and the parts of the server they use."""
+"""The contract between protocols and transports: HTTP routes, gRPC services, and the server's parts for protocols."""

@@ -1,4 +1,4 @@
-"""An HTTP route as a protocol describes it. Handlers know neither sockets nor aiohttp."""
+"""An HTTP route as a protocol describes it. A handler does not use sockets or aiohttp."""
 
 import re
 from collections.abc import Awaitable, Callable, Mapping
@@ -81,8 +81,8 @@ class Route:
         path: The path; `{name}` stands for one part, `{name:path}` for one or more parts.
         handle: Answers a request.
         dialect: Writes the errors of the route.
-        check: When the reply is 200, for a route of health checks; None for other routes. Calls of health checks are
-            not counted, and the server answers them while it stops.
+        check: When a health check gets the reply 200; None for routes that are not health checks. The server does not
+            count health checks, and answers them even while it stops.
         is_listing: Whether the route lists models. A setting can allow such routes without a key.
         body: The msgspec.Struct with the fields of the JSON body; None for a route without a JSON body.
         reply: The type of the JSON in the reply, for the OpenAPI document; None if the reply is not JSON.

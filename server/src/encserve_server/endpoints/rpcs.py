@@ -1,4 +1,4 @@
-"""A gRPC service as a protocol describes it. Handlers take and return bytes, and know neither sockets nor grpcio.
+"""A gRPC service as a protocol describes it. A handler takes and returns bytes. It does not use sockets or grpcio.
 
 Because the handlers parse the bytes, the transport also handles their parse errors.
 """

@@ -11,12 +11,13 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-# The widest register of an x86 or ARM CPU, and the alignment of ONNX Runtime's allocators.
+# The size of the widest register of an x86 or ARM CPU. ONNX Runtime's allocators have the same alignment.
 ALIGNMENT_BYTES = 64
 
 _PREPACKED = "prepacked_"
 _Field = descriptor_pb2.FieldDescriptorProto
-# The messages of onnx.proto that lead to external data, with ONNX's field numbers. Other fields stay unchanged.
+# The messages of onnx.proto on the path to external data. For each field: ONNX's field number, and the type of a
+# message field. All other fields stay unchanged.
 _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "Model": {"graph": (7, "Graph")},
     "Graph": {"node": (1, "Node"), "initializer": (5, "Tensor")},
@@ -32,7 +33,7 @@ def align_weights(model_path: Path) -> None:
     """Rewrite a saved model and its file of weights, so that all offsets are multiples of `ALIGNMENT_BYTES`.
 
     Args:
-        model_path: The ONNX file. It names one file of weights in the same folder.
+        model_path: The ONNX file. All its external weights are in one file in the same folder.
 
     Raises:
         OSError: A file cannot be read or written.

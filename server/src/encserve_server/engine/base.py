@@ -12,7 +12,7 @@ from encserve_server.types.inspections import InspectKind, InspectTensor
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """The result of a batch. The caller of `Engine.run` owns it.
+    """The result of a batch. The caller of `Engine.run` may change the arrays.
 
     Attributes:
         output: (batch, seq, d_model) float32. The rows of padding have no meaning.
@@ -32,7 +32,7 @@ class BatchResult:
         return [rows[:length] for rows, length in zip(self.output, self.lengths, strict=True)]
 
     def token_mask(self, places: Sequence[int]) -> Mask:
-        """Return a (batch, seq) mask of the tokens of the sequences at `places`."""
+        """Return a (batch, seq) mask: true for each token of the sequences with the indices `places`."""
         lengths = np.zeros((len(self.lengths), 1), np.int64)
         lengths[places, 0] = [self.lengths[i] for i in places]
         tokens: Mask = np.arange(self.output.shape[1]) < lengths
@@ -40,7 +40,7 @@ class BatchResult:
 
     @property
     def padded_tokens(self) -> int:
-        """The number of tokens with padding."""
+        """The number of tokens, including padding."""
         batch, seq, _ = self.output.shape
         return int(batch * seq)
 
@@ -62,7 +62,7 @@ class EngineInfo:
     runtime: str
 
 
-# The most parallel batches on the CPU by default, because each batch needs memory for its activations.
+# The default limit of parallel batches on the CPU. Each batch needs memory for activations.
 _MAX_DEFAULT_RUNS = 8
 
 
@@ -84,7 +84,7 @@ class Engine(Protocol):
 
     @property
     def has_wide_session(self) -> bool:
-        """Whether a batch that runs alone can use all threads, and so ends sooner."""
+        """Whether a batch that runs alone can use all threads and is then faster."""
 
     def run(self, sequences: Sequence[ModelInput], *, attended: Sequence[int] = (), alone: bool = True) -> BatchResult:
         """Run one batch, and block until its end.
@@ -92,20 +92,20 @@ class Engine(Protocol):
         Args:
             sequences: One or more validated (seq,) int64 arrays of ids or (seq, d_model) float32 arrays of vectors, as
                 the model needs.
-            attended: For each sequence, the number of tokens at the start that all tokens attend to; 0 if they attend
-                to all tokens. Empty if the number is 0 for all sequences.
-            alone: Whether no other batch starts before the end of this one, so that the batch may use all threads.
+            attended: The attention limit of each sequence: all tokens attend only to the first `attended[i]` tokens; 0
+                for no limit. Empty if no sequence has a limit.
+            alone: Whether the batch may use all threads, because no other batch starts before its end.
 
         Raises:
             Exception: The runtime failed. The scheduler then tries smaller batches.
         """
 
     def close(self) -> None:
-        """Free the engine's memory. `run` is never called again."""
+        """Free the engine's memory. Nothing calls `run` afterwards."""
 
 
 class Head(Protocol):
-    """The head of a model, which runs on rows or on pooled vectors. All threads may use it at the same time."""
+    """The head of a model, which runs on rows or on pooled vectors. Several threads may call `run` at the same time."""
 
     def run(self, *inputs: Numbers) -> Numbers:
         """Compute the output from the inputs of `HeadGraph`, in order.
@@ -116,7 +116,7 @@ class Head(Protocol):
 
 
 class Inspector(Protocol):
-    """Returns attention weights and hidden states of one model. One thread uses it at a time."""
+    """Returns attention weights and hidden states of one model. Only one thread at a time may call `run`."""
 
     def run(
         self, sequence: ModelInput, wanted: Sequence[tuple[InspectKind, tuple[int, ...]]], *, attended: int = 0
@@ -125,15 +125,15 @@ class Inspector(Protocol):
 
         Args:
             sequence: The sequence, as for `Engine.run`.
-            wanted: The kinds of tensors to return, each with its layers. No layers means all layers.
-            attended: The number of tokens at the start that all tokens attend to; 0 if they attend to all tokens.
+            wanted: The kinds of tensors to return, each with layer indices. No indices means all layers.
+            attended: All tokens attend only to this number of tokens at the start; 0 for no limit.
 
         Returns:
-            A tensor for each of `wanted`, and the time for running the model in seconds.
+            A tensor for each kind in `wanted`, and the run time of the model in seconds.
 
         Raises:
             Exception: The runtime failed.
         """
 
     def close(self) -> None:
-        """Free the inspector's memory. `run` is never called again."""
+        """Free the inspector's memory. Nothing calls `run` afterwards."""

@@ -17,19 +17,19 @@ from encserve_server.types.arrays import ModelInput, Numbers
 from encserve_server.types.bundles import Graph, HeadGraph, InspectGraph
 from encserve_server.types.inspections import InspectKind, InspectTensor
 
-# ONNX Runtime 1.31 and later send telemetry and write an identifier to the home directory. This variable turns that off
-# if it is set before the import.
+# ONNX Runtime 1.31 and later send telemetry and write an identifier to the home directory. This variable, set before
+# the import, turns both off.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import onnxruntime as ort
 
 CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
-# On the CPU, a session frees its memory after a batch with more padded tokens than this. This takes little time.
-# Otherwise each session would keep the memory for its longest text.
+# After a batch with more padded tokens than this number, a session on the CPU frees its memory. Otherwise, each session
+# would keep the memory of its largest batch. Freeing takes little time.
 _MAX_KEPT_TOKENS = 2048
-# Without this option, on x86 CPUs without VNNI, ONNX Runtime limits sums of two 8-bit products to 16 bits.
+# Without this option, ONNX Runtime clips sums of two 8-bit products to 16 bits on x86 CPUs without VNNI.
 _EXACT_BYTES = {"session.x64quantprecision": "1"}
-# Weights of less than 1,024 bytes stay in the graph.
+# Weights of less than 1,024 bytes stay in the ONNX file.
 _PREPACKED_OPTIONS = {
     "session.optimized_model_external_initializers_file_name": "model.onnx.data",
     "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
@@ -49,9 +49,9 @@ logger = logging.getLogger(__name__)
 class OnnxEngine:
     """Runs one model in ONNX Runtime.
 
-    For parallel batches on the CPU, the engine has two sessions. In the *wide* session, all threads share one batch. In
-    the *narrow* session, each of several batches has a part of the threads. The number of threads of a session is
-    fixed, so one session is not enough. On CUDA all batches run in one session.
+    For parallel batches on the CPU, the engine has two sessions, because the number of threads of a session is fixed.
+    In the *wide* session, all threads share one batch. In the *narrow* session, each of several batches uses a part of
+    the threads. On CUDA, all batches run in one session.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class OnnxEngine:
         """Load the model.
 
         See `opening.open_engine` for the arguments. The device "auto" uses CUDA if CUDA loads, and otherwise the CPU.
-        If ONNX Runtime was built with CUDA, the log then has a warning.
+        If an ONNX Runtime that was built with CUDA uses the CPU, the log has a warning.
 
         Raises:
             DeviceError: The device is "cuda", and CUDA does not load. ONNX Runtime would use the CPU without an error.
@@ -85,7 +85,7 @@ class OnnxEngine:
         self.max_parallel_runs = _parallel_runs(parallel_runs, self.info.device, intra_op_threads)
         self.has_wide_session = self.info.device == "cpu" and self.max_parallel_runs > 1
         if self.has_wide_session:
-            # Each run has its calling thread. All runs of a session share the other threads.
+            # A run uses its calling thread. All runs of a session share the other threads.
             shared = intra_op_threads - self.max_parallel_runs
             self._narrow = _open_session(graph.path, "cpu", 1 + shared, weights)
 
@@ -138,7 +138,7 @@ class OnnxInspector:
     """The inspector of a model, in a separate session."""
 
     def __init__(self, inspect: InspectGraph, *, device: str, weights: PrepackedWeights | None = None) -> None:
-        """Load the graph for the device "cpu" or "cuda". On the CPU, it runs in the calling thread only.
+        """Load the graph for the device "cpu" or "cuda". On the CPU, the graph runs in the calling thread only.
 
         Raises:
             DeviceError, BundleError: See `OnnxEngine`.
@@ -184,7 +184,7 @@ def _output_names(inspect: InspectGraph, kind: InspectKind, layers: tuple[int, .
 
 
 def _without_batch(output: Numbers, kind: InspectKind) -> Numbers:
-    """Remove the batch axis of an output. Positions have no such axis."""
+    """Remove the batch axis of an output. Positions have no batch axis."""
     return output if kind is InspectKind.POSITIONS else output[0]
 
 
@@ -203,7 +203,7 @@ def _open_session(
 ) -> ort.InferenceSession:
     """Open a session, and check that it uses the requested device.
 
-    `weights` and `keeps_memory` are used only on the CPU. `weights` are the weights that sessions share. With
+    `weights` and `keeps_memory` are used only on the CPU. `weights` are prepacked weights that sessions share. With
     `keeps_memory`, the session keeps the memory of its largest run.
     """
     if device in ("auto", "cuda"):
@@ -212,7 +212,7 @@ def _open_session(
             return session
         if device == "cuda":
             raise DeviceError(f"--device cuda: {problem}. To run on the CPU, use --device cpu or auto.")
-        # A warning only with the GPU build of ONNX Runtime, because its user expects CUDA.
+        # A warning only with the GPU build of ONNX Runtime: users of this build expect CUDA.
         level = logging.WARNING if CUDA_PROVIDER in ort.get_available_providers() else logging.INFO
         logger.log(level, "running on the CPU", extra={"requested_device": device, "reason": problem})
     options = _session_options(intra_op_threads)
@@ -231,24 +231,23 @@ def _open_session(
 
 
 def _open_prepacked(path: Path, options: ort.SessionOptions) -> ort.InferenceSession:
-    """Open a prepacked graph. It is optimized already; a second optimization would change the last bits of float16."""
+    """Open a prepacked graph. Do not optimize the graph again: that would change the last bits of float16 results."""
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = ort.InferenceSession(path, options, providers=[CPU_PROVIDER])
-    memory.trim()  # ONNX Runtime has packed every weight again, to find it in the file
+    memory.trim()  # ONNX Runtime has packed each weight again, to look up the packed weight in the file
     return session
 
 
 def _write_prepacked(graph: Path, path: Path) -> None:
-    """Write the optimized graph, and a file with its weights in the usual and in the prepacked layout."""
+    """Write the optimized graph, and a file with the weights in the usual layout and in the prepacked layout."""
     options = _session_options(threads=1)
     options.optimized_model_filepath = str(path)
     for name, value in _PREPACKED_OPTIONS.items():
         options.add_session_config_entry(name, value)
     ort.InferenceSession(graph, options, providers=[CPU_PROVIDER])
     align_weights(path)
-    _open_prepacked(
-        path, _session_options(threads=1)
-    )  # a model that cannot be opened raises here, before the cache keeps it
+    # If the model cannot be opened, raise the error before the cache stores the files.
+    _open_prepacked(path, _session_options(threads=1))
 
 
 def _try_cuda(path: Path) -> tuple[ort.InferenceSession | None, str]:
@@ -281,7 +280,6 @@ def _session_options(threads: int = 0) -> ort.SessionOptions:
     options.add_session_config_entry("session.force_spinning_stop", "1")
     for name, value in _EXACT_BYTES.items():
         options.add_session_config_entry(name, value)
-    options.log_severity_level = (
-        4  # no log lines, because ONNX Runtime also raises its errors, and the server logs them
-    )
+    # No log lines of ONNX Runtime: it also raises its errors, and the server logs the raised errors.
+    options.log_severity_level = 4
     return options

@@ -1,4 +1,4 @@
-"""Opens the engine that the settings name. Only its package is imported, so the other may be missing."""
+"""Opens the engine that the settings name. Imports only this engine's package: other packages may be missing."""
 
 from types import ModuleType
 
@@ -34,12 +34,12 @@ def open_engine(
         intra_op_threads: The number of CPU threads that run batches.
         parallel_runs: The number of parallel batches, on the CPU at most `intra_op_threads`; None for the device's
             default.
-        weights: The prepacked weights that sessions of ONNX Runtime on the CPU share; None if they do not share.
+        weights: The prepacked weights that ONNX Runtime's sessions on the CPU share; None if each session has a copy.
 
     Raises:
         EngineMissing: The engine's package is not installed.
         DeviceError: The machine does not support the device or the precision.
-        BundleError: The engine cannot run the file, or not in this precision.
+        BundleError: The engine cannot run the file, or cannot run the file in this precision.
     """
     opened: Engine
     if engine == "openvino":

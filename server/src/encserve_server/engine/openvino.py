@@ -29,7 +29,7 @@ class OpenVinoEngine:
     """Runs one model in OpenVINO.
 
     For parallel batches, the model is compiled twice. In the *wide* model, all threads share one batch. In the *narrow*
-    model, each of several batches has a part of the threads.
+    model, each of several batches uses a part of the threads.
     """
 
     def __init__(self, graph: Graph, *, precision: str, intra_op_threads: int, parallel_runs: int | None = 1) -> None:
@@ -40,8 +40,8 @@ class OpenVinoEngine:
 
         Raises:
             DeviceError: The CPU has no instructions for the precision, or OpenVINO uses another precision.
-            BundleError: OpenVINO cannot run the file, or not in this precision, or the file's interface differs from
-                the manifest.
+            BundleError: OpenVINO cannot run the file in this precision, or the file's interface differs from the
+                manifest.
         """
         floating = "float" in graph.precision  # float32, float16 or bfloat16
         if precision != "model" and not floating:
@@ -116,7 +116,7 @@ class OpenVinoHead:
 
 
 def _read(graph: Graph) -> Any:
-    """Read the file, check its interface, and remove the other outputs."""
+    """Read the file, check its interface, and remove unused outputs."""
     try:
         model = ov.Core().read_model(graph.path)
     except Exception as error:  # OpenVINO's exceptions are RuntimeErrors of many kinds
@@ -130,7 +130,7 @@ def _read(graph: Graph) -> Any:
         # OpenVINO would return zeros for larger ids.
         if rows < graph.vocab_size:
             raise BundleError(
-                f"{graph.path}: its table of tokens has {rows} rows; the manifest's encoder.vocab_size is "
+                f"{graph.path}: the embedding table has {rows} rows; the manifest's encoder.vocab_size is "
                 f"{graph.vocab_size}"
             )
     for result in model.get_results():
@@ -140,7 +140,7 @@ def _read(graph: Graph) -> Any:
 
 
 def _table_rows(ids: Any) -> Iterator[int]:
-    """Yield the number of rows of each table from which ids select rows."""
+    """Yield the number of rows of each embedding table that the ids index."""
     for target in ids.get_target_inputs():
         node = target.get_node()
         if node.get_type_name() == "Gather" and target.get_index() == 1:
@@ -163,7 +163,7 @@ def _compile(model: Any, graph: Graph, precision: str, threads: int, parallel_ru
     """Compile the model for the CPU, and check that it uses the requested precision."""
     core = ov.Core()
     if _CAPABILITIES[precision] not in core.get_property(_CPU, "OPTIMIZATION_CAPABILITIES"):
-        # OpenVINO would accept the precision, and run slower than in float32, or use float32 without an error.
+        # Without this check, OpenVINO would run slower than in float32, or use float32 without an error.
         raise DeviceError(
             f"--precision {precision}: this CPU ({core.get_property(_CPU, 'FULL_DEVICE_NAME')}) has no instructions "
             "for it (AVX512-BF16 or AMX): use --precision model or float32"

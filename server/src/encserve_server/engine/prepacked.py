@@ -1,7 +1,7 @@
-"""Files of prepacked weights, which have the layout of ONNX Runtime's kernels. All sessions and processes map them.
+"""Files of prepacked weights, in the layout of ONNX Runtime's kernels. All sessions and processes map the same files.
 
-When ONNX Runtime opens a usual model, it copies the weights into this layout, in private memory, for every session. If
-it saved the model with `session.save_external_prepacked_constant_initializers`, it maps the weights and copies nothing.
+For a usual model, ONNX Runtime copies the weights into this layout, in private memory of each session. For a model that
+was saved with `session.save_external_prepacked_constant_initializers`, ONNX Runtime maps the weights without a copy.
 """
 
 import logging
@@ -43,11 +43,11 @@ class PrepackedWeights:
         write_prepacked: Callable[[Path, Path], None],
         open_prepacked: Callable[[Path], Session],
     ) -> Session | None:
-        """Open the prepacked model of a graph of the bundle. If the cache has no such model, write it first.
+        """Open the prepacked model of one of the bundle's graphs. If the cache lacks the model, write the model first.
 
         Args:
             graph: The ONNX file of the graph.
-            options: The version and the options of the runtime. The prepacked model depends on them.
+            options: The version and the options of the runtime. They are a part of the cache key.
             write_prepacked: Writes the prepacked model of a graph to a path in an empty folder.
             open_prepacked: Opens a prepacked model.
 
@@ -88,7 +88,7 @@ def open_weights(
         cache_dir: The folder of the cache; None for the user's cache folder, "off" for no cache.
         fingerprint: The fingerprint of the bundle.
         bundle: The folder of the bundle.
-        is_unchanged: Returns whether the bundle still has this fingerprint. Called after weights were written.
+        is_unchanged: Returns whether the bundle still has this fingerprint. Called after each write of weights.
     """
     try:
         folder = Path(cache_dir) if cache_dir else _default_folder()

@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 class Catalog:
-    """The served models by name and version. A name is a key of this map, and never a path."""
+    """The served models by name and version. A name from a caller is never used as a file path."""
 
     def __init__(self, aliases: Mapping[str, str] | None = None, *, accept_any_name: bool = False) -> None:
-        """Start empty. Every call gets NotReady until `publish`.
+        """Create an empty catalog. Every call fails with NotReady until `publish`.
 
         Args:
-            aliases: Other names of models. A key is an alias, and its value is NAME or NAME@VERSION.
-            accept_any_name: Whether an unknown name means the only model, if there is only one.
+            aliases: Other names of models: from an alias to NAME or NAME@VERSION.
+            accept_any_name: Whether every unknown name means the model, if the server has only one model.
         """
         self._aliases = dict(aliases or {})
         self._accept_any_name = accept_any_name
@@ -35,9 +35,9 @@ class Catalog:
         self._default_name = ""
 
     def publish(self, models: Sequence[ServedModel]) -> None:
-        """Make these models available, and no others.
+        """Replace the served models.
 
-        The first model is the default. The first model of a name is the default version of that name.
+        The first model is the default. Of models with the same name, the first is the default version.
         """
         self._models = {model.key: model for model in models}
         self._default_name = models[0].bundle.name
@@ -53,7 +53,7 @@ class Catalog:
             found, _, version = target.partition("@")
             if alias in self._default_version:
                 logger.warning(
-                    "--served-model-name is the name of another model; the name means that model",
+                    "--served-model-name has no effect: another model has this name",
                     extra={"alias": alias, "of": target},
                 )
             if found not in self._default_version or (version and (found, version) not in self._models):
@@ -75,7 +75,7 @@ class Catalog:
             own, _ = self._other_name(own, "", allowed)
         if own not in allowed:
             model = _quoted(name) if name else "the default model"
-            problem = f"caller {caller} may not use {model}; it may use {', '.join(sorted(allowed))}"
+            problem = f"caller {caller} may not use {model}, only {', '.join(sorted(allowed))}"
             raise PermissionDenied(FieldPath(RequestField.MODEL), problem)
 
     def resolve(
@@ -109,13 +109,13 @@ class Catalog:
         model = self._models.get((name, version))
         if model is None:
             versions = ", ".join(v for n, v in self._models if n == name)
-            problem = f"no version {_quoted(version)} of {name}; there are {versions}"
+            problem = f"no version {_quoted(version)} of {name}; the versions are {versions}"
             raise ModelNotFound(FieldPath(RequestField.MODEL_VERSION), problem)
         found, of = model.bundle, f"{name}@{version}"
         if expected_fingerprint and expected_fingerprint != found.fingerprint:
             raise FingerprintMismatch(
-                "{field}: {expected} is expected, but {of} has {found}: it is another bundle; name the version with "
-                "this fingerprint, or expect the space_id of your vectors",
+                "{field}: {expected} is expected, but {of} has {found}: the two are different bundles. Request the "
+                "version with the expected fingerprint, or expect the space_id of your vectors instead",
                 field=FieldPath(RequestField.FINGERPRINT),
                 expected=_quoted(expected_fingerprint),
                 of=of,
@@ -123,8 +123,8 @@ class Catalog:
             )
         if expected_space_id and expected_space_id != found.space_id:
             raise SpaceMismatch(
-                "{field}: {expected} is expected, but {of} has {found}: the vectors of the two are not comparable; "
-                "name the version with this space_id, or encode all texts again",
+                "{field}: {expected} is expected, but {of} has {found}: vectors of different spaces are not "
+                "comparable. Request the version with the expected space_id, or encode all texts again",
                 field=FieldPath(RequestField.SPACE_ID),
                 expected=_quoted(expected_space_id),
                 of=of,
@@ -148,8 +148,8 @@ class Catalog:
         if found not in self._default_version:
             names = dict.fromkeys([*self._default_version, *self._aliases, *self._hub_names])
             known = ", ".join(it for it in names if visible is None or self._target_of(it) in visible)
-            known = known or "none that this caller may use"
-            raise ModelNotFound(FieldPath(RequestField.MODEL), f"no model {_quoted(name)}; there are {known}")
+            there = f"the models are {known}" if known else "this caller may not use any model"
+            raise ModelNotFound(FieldPath(RequestField.MODEL), f"no model {_quoted(name)}; {there}")
         return found, version or alias_version
 
     def _target_of(self, name: str) -> str:
@@ -159,7 +159,7 @@ class Catalog:
     def names(self, model: ServedModel) -> list[str]:
         """Return the names of a model: its own name, its aliases, and its name on the Hugging Face hub.
 
-        If the version is not the default version, the own name is NAME@VERSION.
+        The own name is NAME for the default version, and NAME@VERSION for other versions.
         """
         name, version = model.key
         is_default = self.is_default_version(model)
@@ -172,7 +172,7 @@ class Catalog:
         return list(dict.fromkeys([own, *others]))
 
     def all(self) -> list[ServedModel]:
-        """Return all models: the default model first, then by name and version."""
+        """Return all models: first the default model, then the others by name and version."""
         return sorted(
             self._models.values(),
             key=lambda model: (not self.is_default(model), model.bundle.name, model.bundle.version),

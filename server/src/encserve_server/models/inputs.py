@@ -1,4 +1,4 @@
-"""Inputs as callers send them, and the checks that turn them into sequences."""
+"""The inputs of callers, and the checks that convert inputs to sequences."""
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,13 +17,14 @@ from encserve_server.types.callers import ANY_SENDER, Sender
 from encserve_server.types.requests import Task
 from encserve_server.types.sequences import TokenSequence
 
-# Texts of a call up to this size are tokenized on the event loop. That takes 0.1 ms, and a thread would add 0.2 ms. The
-# slowest text of this size, nonsense without spaces in WordPiece, takes 0.6 ms.
+# If the texts of a call have at most this size together, the event loop tokenizes them. That takes 0.1 ms, and a thread
+# would add 0.2 ms. The slowest text of this size, random letters without spaces for WordPiece, takes 0.6 ms.
 _ON_LOOP_BYTES = 256
-# A thread checks and tokenizes this many bytes at a time, in about 5 ms. Then other callers have a turn, and the text
-# of a caller that has gone is dropped.
+# A thread checks and tokenizes a piece of at most this size at a time, in about 5 ms. Between pieces, other callers get
+# the thread. If a caller has disconnected, the remaining pieces are dropped.
 _TURN_SIZE = 8 * 1024
-# The most inputs in a piece of a large call. Its characters, ids and vectors together are at most TURN_BYTES.
+# A large call is cut into pieces. A piece has at most this number of inputs. The total number of characters, ids and
+# vectors is at most TURN_BYTES.
 _PIECE_INPUTS = 256
 
 
@@ -32,7 +33,7 @@ class SentIds:
     """Token ids as the caller sent them.
 
     Attributes:
-        ids: (seq,) int64, as many as the model can take.
+        ids: (seq,) int64. Ids beyond the maximum length of the model may be missing.
         count: The number of ids that the caller sent.
     """
 
@@ -45,7 +46,7 @@ class SentVectors:
     """Vectors as the caller sent them.
 
     Attributes:
-        vectors: (seq, width) float32, as many as the model can take.
+        vectors: (seq, width) float32. Vectors beyond the maximum length of the model may be missing.
         count: The number of vectors that the caller sent.
     """
 
@@ -58,14 +59,14 @@ SentInput = str | SentIds | SentVectors
 
 @dataclass(frozen=True, slots=True)
 class LengthLimit:
-    """The longest sequence that a call may hold.
+    """The maximum length of the sequences of a call.
 
     Attributes:
-        tokens: The most tokens. The limit of the model is not lower.
-        name: The source of the limit, for errors; `{task}` in it stands for the task.
+        tokens: The maximum number of tokens.
+        name: The name of the limit for errors, such as "max_tokens". Errors replace "{task}" by the task.
         task: The task that has the limit.
-        truncate: Whether a longer input is cut; otherwise it is refused.
-        closing: If an input of ids is cut, these ids at its end are kept.
+        truncate: Whether a longer input is cut instead of refused.
+        closing: A cut input of ids ends with these ids, such as the id of [SEP].
     """
 
     tokens: int
@@ -80,9 +81,9 @@ class InputRules(NamedTuple):
 
     Attributes:
         limit: The limit on the length.
-        details: Whether sequences get the offsets of their tokens, and whether each token is special.
-        before: The text before every text.
-        after: The text after every text.
+        details: Whether sequences get the offsets of tokens and a mask of special tokens.
+        before: The string before every text.
+        after: The string after every text.
         expansion: The tokens that are added to every short text.
     """
 
@@ -108,7 +109,7 @@ class Checked(NamedTuple):
 
 
 class InputChecker:
-    """Checks the inputs of one model, and turns them into sequences."""
+    """Checks the inputs of one model, and converts inputs to sequences."""
 
     def __init__(
         self, bundle: Bundle, tokenizer: TextTokenizer | None, max_text_bytes: int, *, least_tokens: int = 1
@@ -117,17 +118,17 @@ class InputChecker:
 
         Args:
             bundle: The model.
-            tokenizer: The tokenizer of its texts, if there is one.
-            max_text_bytes: The longest text, in bytes of UTF-8.
-            least_tokens: The fewest tokens of a text.
+            tokenizer: The model's tokenizer; None without a tokenizer.
+            max_text_bytes: The maximum size of a text, in bytes of UTF-8.
+            least_tokens: The minimum number of tokens of a text.
         """
         self._bundle = bundle
         self._least_tokens = least_tokens
         self._tokenizer = None if bundle.graph.takes_vectors else tokenizer
         self._template = None if tokenizer is None else tokenizer.template
         self._max_text_bytes = max_text_bytes
-        self._special_ids = np.array(bundle.special_token_ids, np.int64)
-        # Added tokens without a row in the model's table, such as <image_soft_token> of EmbeddingGemma.
+        self._is_special = np.isin(np.arange(bundle.vocab_size), bundle.special_token_ids)  # (vocab_size,)
+        # Added tokens without a row in the embedding table, such as <image_soft_token> of EmbeddingGemma.
         added = {} if tokenizer is None else tokenizer.added_tokens
         self._without_row = {i: token for i, token in added.items() if i >= bundle.vocab_size}
 
@@ -138,7 +139,7 @@ class InputChecker:
 
         Args:
             limit: The limit on the length of the inputs.
-            details: Whether sequences get the offsets of their tokens, and whether each token is special.
+            details: Whether sequences get the offsets of tokens and a mask of special tokens.
             prompt: The prompt before every text.
             expansion: The tokens that are added to every short text.
         """
@@ -149,13 +150,13 @@ class InputChecker:
     async def check(
         self, inputs: Sequence[SentInput], rules: InputRules, sender: Sender = ANY_SENDER
     ) -> list[TokenSequence]:
-        """Check inputs and tokenize texts: little text at once, more text in threads when the sender's turn comes.
+        """Check inputs and tokenize texts: short texts on the event loop, long texts in threads that senders share.
 
         Raises:
-            InvalidField: The model does not take an input.
-            SequenceTooLong: An input is too long, and may not be cut.
-            QueueFull: Too much text waits.
-            RateLimited: The tokens of texts have used up the caller's rate.
+            InvalidField: An input is invalid for the model.
+            SequenceTooLong: An input is too long, and truncation is off.
+            QueueFull: Too much text is waiting.
+            RateLimited: The tokens of the texts exceed the caller's rate.
         """
         text_bytes = await self._count_text(inputs, rules)
         if text_bytes <= _ON_LOOP_BYTES or self._tokenizer is None:
@@ -177,17 +178,16 @@ class InputChecker:
                         break
                     sequences |= checked
         if refused:
-            # `pop`, because the traceback refers to this frame: a reference cycle would keep the inputs in memory
+            # `pop` avoids a reference cycle: error, traceback, frame, `refused`. The cycle would keep inputs in memory.
             raise refused.pop(min(refused))
         return list(sequences.values())
 
     def check_now(self, inputs: Mapping[int, SentInput], rules: InputRules) -> Checked:
-        """Check inputs and tokenize texts in the caller's thread. Any number of threads may call.
+        """Check inputs and tokenize texts in the calling thread. Several threads may do this at the same time.
 
         Args:
             inputs: The inputs by index, in ascending order.
             rules: The rules of the call.
-
         """
         sequences: dict[int, TokenSequence] = {}
         refused: dict[int, RequestError] = {}
@@ -216,7 +216,7 @@ class InputChecker:
         return Checked(sequences, refused, text_tokens)
 
     async def _count_text(self, inputs: Sequence[SentInput], rules: InputRules) -> int:
-        """Count the text of a call in bytes of UTF-8, with the text around every text.
+        """Return the size of all texts in bytes of UTF-8, including the strings before and after every text.
 
         Raises:
             InvalidField: A text is too long.
@@ -244,7 +244,7 @@ class InputChecker:
                 FieldPath(RequestField.TEXT, at), f"model {self._bundle.name} has no tokenizer; send token ids"
             )
         most = self._max_text_bytes
-        # A character has at most 4 bytes, so most texts are short enough without a count.
+        # A character has at most 4 bytes, so most texts need no exact count.
         if len(text) * 4 > most and (size := len(text.encode("utf-8", "surrogatepass"))) > most:
             raise too_many_bytes(FieldPath(RequestField.TEXT, at), most, size)
 
@@ -253,19 +253,19 @@ class InputChecker:
 
         Args:
             at: The index of the input.
-            text: The text, with the text around it.
-            tokens: The tokens, or the tokenizer's error.
+            text: The text, including the strings before and after it.
+            tokens: The tokens, or the text of the tokenizer's error.
             rules: The rules of the call.
 
         Raises:
             InvalidField: The tokenizer failed, the text has no tokens, or the model has no row for a token.
-            SequenceTooLong: There are too many tokens, and the text may not be cut.
+            SequenceTooLong: The text has too many tokens, and truncation is off.
         """
         if isinstance(tokens, str):
             raise InvalidField(
                 FieldPath(RequestField.TEXT, at),
-                "the tokenizer of {model} fails for it: {problem}. Its vocabulary lacks a part of the text: remove "
-                "that part, or export the model with an unk token in its tokenizer.json",
+                "the tokenizer of {model} fails: {problem}. The vocabulary lacks a part of the text: remove that "
+                "part, or export the model with an unk token in tokenizer.json",
                 model=self._bundle.name,
                 problem=tokens,
             )
@@ -290,7 +290,7 @@ class InputChecker:
             raise InvalidField(
                 FieldPath(RequestField.TEXT, at),
                 f"holds {self._without_row[token_id]!r}, token {token_id}; the vocabulary of {self._bundle.name} ends "
-                f"at {self._bundle.vocab_size - 1}: leave that token out",
+                f"at {self._bundle.vocab_size - 1}: remove that token",
             )
 
     def _check_numbers(self, at: int, sent: SentInput, rules: InputRules) -> TokenSequence:
@@ -311,7 +311,7 @@ class InputChecker:
         if limit.closing and sent.count > limit.tokens:
             closing = np.array(limit.closing[-limit.tokens :], np.int64)
             ids = np.concatenate([ids[: limit.tokens - len(closing)], closing])
-        # One pass for both bounds: as unsigned numbers, negative ids are the largest.
+        # One comparison checks both bounds: as unsigned integers, negative ids are the largest.
         if int(ids.view(np.uint64).max()) >= self._bundle.vocab_size:
             place = int(np.argmax((ids < 0) | (ids >= self._bundle.vocab_size)))
             raise InvalidField(
@@ -319,13 +319,13 @@ class InputChecker:
                 f"must be from 0 to {self._bundle.vocab_size - 1} (the vocabulary of {self._bundle.name}); "
                 f"was {ids[place]}",
             )
-        return TokenSequence(ids, sent.count, np.isin(ids, self._special_ids) if details else None)
+        return TokenSequence(ids, sent.count, self._is_special[ids] if details else None)
 
     def _check_vectors(self, at: int, sent: SentVectors, limit: LengthLimit) -> TokenSequence:
         bundle, field = self._bundle, FieldPath(RequestField.VECTORS, at)
         if not bundle.graph.takes_vectors:
             kinds = "token ids or text" if self._tokenizer is not None else "token ids"
-            raise InvalidField(field, f"model {bundle.name} takes {kinds}; it was not exported for embeddings")
+            raise InvalidField(field, f"model {bundle.name} takes {kinds}; the model was not exported for embeddings")
         if sent.vectors.shape[1] != bundle.d_model:
             raise InvalidField(
                 FieldPath(RequestField.VECTORS_WIDTH, at),
@@ -346,7 +346,7 @@ class InputChecker:
 
 
 def first_piece(inputs: Sequence[SentInput]) -> int:
-    """Return the end of the first of the `pieces` of a call."""
+    """Return the exclusive end index of the first piece of a call; see `pieces`."""
     return 1 if len(inputs) == 1 else next(pieces(inputs))[1]
 
 
@@ -355,11 +355,12 @@ def pieces(inputs: Sequence[SentInput], most_size: int = TURN_BYTES, around: int
 
     Args:
         inputs: At least one input.
-        most_size: The largest size of a piece in characters, ids and vectors together. A larger input is one piece.
-        around: The characters that are added to every text.
+        most_size: The maximum size of a piece: the total number of characters, ids and vectors. An input above this
+            size is a separate piece.
+        around: The number of characters that are added to every text.
 
     Yields:
-        The begin and the end of each piece.
+        The start index and the exclusive end index of each piece.
     """
     begin = size = 0
     for i, it in enumerate(inputs):
@@ -383,11 +384,11 @@ def too_many_bytes(field: FieldPath | str, limit: int, size: int) -> InvalidFiel
 
 
 def check_length(field: FieldPath, count: int, limit: LengthLimit) -> None:
-    """Raise SequenceTooLong for an input of more tokens than the limit, unless longer inputs are cut."""
+    """Raise SequenceTooLong if an input has more tokens than the limit, unless long inputs are cut."""
     if count > limit.tokens and not limit.truncate:
         raise SequenceTooLong(
             field,
-            "must be at most {limit} tokens (" + limit.name + "); was {count}. Set truncate, or split it",
+            "must be at most {limit} tokens (" + limit.name + "); was {count}. Set truncate, or split the input",
             limit=limit.tokens,
             count=count,
             task=limit.task,
@@ -412,7 +413,7 @@ def _expand(sequence: TokenSequence, expansion: Expansion) -> None:
 
 
 def _mark_template(sequence: TokenSequence, text_start: int, text_end: int) -> None:
-    """Make the tokens of the template special, without offsets."""
+    """Mark the tokens of the template as special, and set their offsets to 0."""
     if sequence.char_starts is None or sequence.char_ends is None:
         return
     starts, ends = np.array(sequence.char_starts, np.int64), np.array(sequence.char_ends, np.int64)  # (seq,)
@@ -423,7 +424,7 @@ def _mark_template(sequence: TokenSequence, text_start: int, text_end: int) -> N
 
 
 def _leave_prompt_out(sequence: TokenSequence, prompt_chars: int) -> None:
-    """Count offsets from the end of the prompt. The tokens of the prompt begin and end at 0."""
+    """Change offsets to count from the end of the prompt. The tokens of the prompt begin and end at 0."""
     if sequence.char_starts is not None and sequence.char_ends is not None:
         sequence.char_starts = [max(start - prompt_chars, 0) for start in sequence.char_starts]
         sequence.char_ends = [max(end - prompt_chars, 0) for end in sequence.char_ends]

@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 Wanted = Sequence[tuple[InspectKind, tuple[int, ...]]]
 
 _NOT_LOADABLE = "the model cannot be inspected: the server cannot load its inspection graph; see the server's log"
-# The retry delay until the first inspection has run.
+# The retry delay before the first inspection. Later, the retry delay is the duration of the last inspection.
 _TYPICAL_SECONDS = 0.2
-# A named caller may hold as many places as stay free. So a caller that is alone may hold half of the places.
+# A named caller may hold as many slots as remain free. So one caller alone may hold half of the slots.
 _SHARE = 1
 
 
@@ -44,7 +44,7 @@ class InspectObserver(Protocol):
     """Receives the events of inspections on the event loop."""
 
     def inspections_changed(self, pending: int, limit: int) -> None:
-        """The number of inspections that wait, run or are being sent has changed."""
+        """The number of pending inspections has changed. A pending inspection waits, runs or is being sent."""
 
     def inspected(self, compute_seconds: float) -> None:
         """An inspection has run."""
@@ -56,8 +56,8 @@ class Inspection:
 
     Attributes:
         tensors: One tensor for each wanted kind.
-        queue_seconds: The wait for the thread, and for the graph if it is not loaded yet.
-        compute_seconds: The duration of the run.
+        queue_seconds: The wait for the thread. For the first inspection, this includes the loading of the graph.
+        compute_seconds: The run time of the model.
     """
 
     tensors: list[InspectTensor]
@@ -68,13 +68,13 @@ class Inspection:
 def inspection_cost(bundle: Bundle, tokens: int, wanted: Wanted) -> int:
     """Return the cost of an inspection in tokens.
 
-    The run costs the tokens of the sequence. In addition, `(n_layers + 1) * d_model` numbers in the result cost one
-    token, because the hidden states of one token in all layers have this many numbers.
+    The run costs the tokens of the sequence. In addition, each `(n_layers + 1) * d_model` numbers of the result cost
+    one token. The hidden states of one token in all layers have this many numbers.
 
     Args:
         bundle: The model.
         tokens: The length of the sequence in tokens.
-        wanted: The kinds, each with its layers.
+        wanted: The kinds of tensors, each with layer indices.
     """
     numbers = 0
     for kind, layers in wanted:
@@ -89,11 +89,11 @@ def inspection_cost(bundle: Bundle, tokens: int, wanted: Wanted) -> int:
 
 @dataclass(slots=True, eq=False)
 class InspectPlace:
-    """A place in the lane of inspections.
+    """A slot of an `InspectLane`.
 
     Attributes:
         sender: The caller and the priority.
-        running: The run; None before its start.
+        running: The run; None until the run starts.
     """
 
     sender: Sender
@@ -103,18 +103,18 @@ class InspectPlace:
 class InspectLane:
     """Runs inspections of one model, one at a time, in a separate thread and session.
 
-    - An inspection holds a place from its arrival until its reply is sent. There are `max_pending` places, which also
-      bound the memory of replies. A named caller holds at most half of the places, so that others find a place.
+    - An inspection holds a slot from its arrival until its reply is sent. There are `max_pending` slots, which also
+      limit the memory of replies. A named caller holds at most half of the slots, so that other callers get slots.
     - Callers take turns by weight.
-    - The first inspection loads the graph. If that fails, the inspection fails, and the next one tries again.
-    - If a caller disconnects before its inspection starts, the place is free at once. A running inspection is not
-      interrupted, and keeps its place.
+    - The first inspection loads the graph. If the loading fails, the inspection fails. The next inspection tries again.
+    - If a caller disconnects before its inspection starts, the slot is free immediately. A running inspection is not
+      interrupted, and keeps its slot.
 
     The event loop owns everything except `_inspector`, which only the one thread of `_thread` uses.
     """
 
     def __init__(self, load: Callable[[], Inspector], max_pending: int, observer: InspectObserver) -> None:
-        """Set the function that loads the graph. It blocks, so the lane's thread calls it."""
+        """Set the function that loads the graph. The lane's thread calls `load`, because `load` blocks."""
         self._load = load
         self._observer = observer
         self._places = Pool(max_pending)
@@ -125,16 +125,16 @@ class InspectLane:
         self._thread = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="encserve-inspect", initializer=lower_thread_priority
         )
-        # Callers wait here: the executor's own queue would keep the inputs of callers that have disconnected.
+        # Callers wait here. The executor's queue would keep the inputs of callers that have disconnected.
         self._turns = FairSemaphore(1)
 
     @contextlib.contextmanager
     def place(self, sender: Sender = ANY_SENDER) -> Iterator[InspectPlace]:
-        """Hold a place until the end of the block. A run that has started keeps the place until its end.
+        """Hold a slot until the end of the block. If a run is still going on, hold the slot until the end of the run.
 
         Raises:
-            QueueFull: All places are taken.
-            ShareExceeded: The caller holds its share of the places.
+            QueueFull: All slots are taken.
+            ShareExceeded: The caller holds its share of the slots.
             EngineUnhealthy: The model is being unloaded.
         """
         self._check_open()
@@ -167,15 +167,15 @@ class InspectLane:
         """Wait for the caller's turn, and run one sequence.
 
         Args:
-            place: The place of the inspection.
-            sequence: (seq,) int64 ids or (seq, d_model) float32 vectors, checked by the caller.
-            wanted: Kinds that the model has, each with its layers.
-            attended: If above 0, all tokens attend only to this number of tokens at the start of the sequence.
+            place: The slot of the inspection, from `place`.
+            sequence: (seq,) int64 ids or (seq, d_model) float32 vectors, already checked.
+            wanted: The kinds of tensors, each with layer indices. The model supports these kinds.
+            attended: All tokens attend only to this number of tokens at the start; 0 for no limit.
             cost: The cost, see `inspection_cost`.
             on_start: Called when the wait is over.
 
         Raises:
-            InferenceFailed: The numbers of the model are not finite.
+            InferenceFailed: The model returned NaN or infinity.
             InspectUnavailable: The graph cannot be loaded: the bundle's files are missing or have changed.
             EngineUnhealthy: The model is being unloaded.
         """
@@ -193,9 +193,9 @@ class InspectLane:
         return inspection
 
     async def close(self) -> None:
-        """End waiting inspections, wait for the running one, and free the session. Do not wait for a load.
+        """End waiting inspections, wait for the running inspection, and free the session.
 
-        A second call does nothing.
+        If the graph is still being loaded, `close` does not wait for the end. A second `close` does nothing.
         """
         if self._closed:
             return
@@ -231,7 +231,7 @@ class InspectLane:
 
 
 def _check_finite(tensors: Sequence[InspectTensor]) -> None:
-    """Raise InferenceFailed for NaN and infinity. The lane's thread calls this, because it takes time."""
+    """Raise InferenceFailed for NaN and infinity. Called in the lane's thread, because the check takes time."""
     for tensor in tensors:
         for i, part in enumerate(tensor.parts):
             if not np.isfinite(part).all():

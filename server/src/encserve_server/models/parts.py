@@ -19,15 +19,15 @@ from encserve_server.types.sequences import TokenSequence
 
 Done = TypeVar("Done")
 
-# Two parts of a call are in the queue at a time, so that the engine does not wait for the next part. Later calls wait
-# for these parts. So each part costs at most an eighth of the queue, and at most as much as two batches.
+# Two parts of a call are in the queue at a time, so that the engine does not wait for the next part. Other calls wait
+# behind these parts. So each part costs at most an eighth of the queue, and at most as much as two batches.
 _PARTS_AT_ONCE, _QUEUE_SHARE_DIVISOR, _BATCHES_PER_PART = 2, 8, 2
 # The longest wait of a part for room in the queue, after an earlier part has started.
 _ROOM_SECONDS = 30.0
 
 
 def runs_at_once(model: ServedModel, reply: EncodeReply) -> bool:
-    """Return whether a prepared call fits into the queue like two parts. Most calls do."""
+    """Return whether a prepared call costs at most as much as two parts, and so runs without parts. Most calls do."""
     sequences = reply.sequences
     return len(sequences) == 1 or sum([it.cost for it in sequences]) <= _PARTS_AT_ONCE * _most_cost(model)
 
@@ -39,11 +39,11 @@ def _most_cost(model: ServedModel) -> int:
 
 
 class PartedCall:
-    """One call. The event loop owns it.
+    """A call that runs in parts. Only the event loop uses this class.
 
     The call prepares a piece of its inputs while earlier sequences run. The queue holds two parts of the call at a
-    time. If the queue has no room for the first part, the call fails. Later parts wait for room, because earlier work
-    would be lost.
+    time. If the queue has no room for the first part, the call fails. Later parts wait for room, because a failure
+    would waste the earlier work.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class PartedCall:
         sender: Sender = ANY_SENDER,
         charge: Callable[[Sequence[TokenSequence]], None] = lambda _: None,
     ) -> None:
-        """Run nothing yet.
+        """Set the arguments. `run` starts the work.
 
         Args:
             model: The model.
             call: The call.
-            reply: The reply with the first of the call's `pieces`. This piece is prepared, and its bytes and its cost
-                are counted.
-            hold: Called with the number of bytes by which the estimated size of the reply grows.
-            clock: The time.
-            deadline: The time after which the caller does not wait.
+            reply: The reply with the first piece of the call (see `pieces`). The bytes and the cost of this piece are
+                already counted.
+            hold: Called when the estimated size of the reply grows, with the number of added bytes.
+            clock: The clock.
+            deadline: The clock's time in seconds at which the caller stops waiting.
             span: Traces the call.
             sender: The caller and the priority.
             charge: Called with the sequences of each later piece before they run.
@@ -92,7 +92,7 @@ class PartedCall:
         """Prepare the other pieces, and run all sequences of the reply.
 
         Raises:
-            QueueFull: The first part found no room in the queue, or a later part found none for 30 s.
+            QueueFull: The queue has no room for the first part, or had no room for a later part for 30 s.
             ResponseTooLarge: The reply is over the limit.
             EncserveError: Another error of the first part that fails.
         """
@@ -106,7 +106,7 @@ class PartedCall:
             while self._running:
                 await self._finish_oldest()
         finally:
-            for task in self._running:  # another part has failed, or the caller has gone
+            for task in self._running:  # another part has failed, or the caller has disconnected
                 task.cancel()
             await asyncio.gather(*self._running, return_exceptions=True)
         if reply.plan.has_sparse:
@@ -122,7 +122,7 @@ class PartedCall:
         self._charge(reply.sequences[begin:])
 
     async def _add(self, sequences: Sequence[TokenSequence]) -> None:
-        """Add sequences to the waiting ones. Start each part that is full."""
+        """Add sequences to the waiting sequences. Start each part that is full."""
         cost = sum(it.cost for it in self._waiting)
         for sequence in sequences:
             if self._waiting and cost + sequence.cost > self._most_cost:
@@ -132,7 +132,7 @@ class PartedCall:
             cost += sequence.cost
 
     def _check_size(self) -> None:
-        """Refuse a reply whose sparse weights so far are over the limit."""
+        """Refuse a reply that is over the limit with the sparse weights so far."""
         size, limit = self._reply.estimated_bytes + self._sparse_bytes, self._model.limits.max_response_bytes
         if size > limit:
             raise ResponseTooLarge(
@@ -165,7 +165,7 @@ class PartedCall:
         return part.estimated_bytes - estimated
 
     def _count_sparse(self) -> None:
-        """Count the sparse weights of the whole reply. With padding, each sequence is as large as the largest."""
+        """Count the sparse weights of the whole reply. With padding, each sequence has the size of the largest one."""
         reply, counted = self._reply, self._reply.estimated_bytes + self._sparse_bytes
         self._model.count_sparse(reply)
         if reply.estimated_bytes > counted:

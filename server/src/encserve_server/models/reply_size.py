@@ -9,7 +9,7 @@ from encserve_server.outputs import ModelOutputs, OutputPlan
 from encserve_server.types.requests import Detail, OffsetUnit, Output, OutputKind
 from encserve_server.types.sequences import TokenSequence
 
-# The most bytes of a reply besides its rows: for each token an id, two offsets and a flag, and some overhead.
+# The maximum number of bytes of a reply besides the rows. A token has an id, two offsets, a flag and overhead.
 _INFO_BYTES_PER_TOKEN = 24
 _STRING_OVERHEAD_BYTES = 6
 _INFO_BYTES_PER_SEQUENCE = 64
@@ -19,10 +19,10 @@ _ADVICE = ", and float16 or pooled outputs take less"
 
 @dataclass(frozen=True, slots=True)
 class ReplyShape:
-    """The form of a reply. The numbers of a vector do not depend on the form.
+    """The format of a reply. The format does not change the values of vectors.
 
     Attributes:
-        detail: How much the reply says about each sequence. None means Detail.TOKENS if an output has a row for each
+        detail: The amount of information about each sequence. None means Detail.TOKENS if an output has a row for each
             token, and otherwise Detail.COUNTS.
         with_strings: Whether the reply has the string of each token.
         without_special: Whether OutputKind.TOKENS leaves out the rows of special tokens.
@@ -41,7 +41,7 @@ class ReplySize:
     """Estimates the largest possible size of a model's replies."""
 
     def __init__(self, outputs: ModelOutputs, tokenizer: TextTokenizer | None, limit: int) -> None:
-        """`limit` is the largest reply in bytes."""
+        """`limit` is the maximum size of a reply in bytes."""
         self._outputs = outputs
         self._string_bytes = 0 if tokenizer is None else tokenizer.max_token_bytes + _STRING_OVERHEAD_BYTES
         self._limit = limit
@@ -53,13 +53,13 @@ class ReplySize:
         """Return the size of a reply with these outputs, in bytes, without sparse weights.
 
         Args:
-            sequences: The sequences that are known so far. If each input has rows of one fixed size, the
-                result also counts the inputs that are not known yet. With padding, the result assumes that each input
-                is as long as the longest sequence so far.
+            sequences: The sequences so far. If the rows of all inputs have the same size, the result also includes the
+                rows of later inputs. With padding, the result assumes that each input is as long as the longest
+                sequence so far.
             inputs: The number of all inputs.
             plan: The outputs of each sequence.
-            detail: How much the reply says about each sequence.
-            shape: The form of the reply.
+            detail: The amount of information about each sequence.
+            shape: The format of the reply.
 
         Raises:
             ResponseTooLarge: The reply is over the limit.
@@ -78,7 +78,7 @@ class ReplySize:
         """Return the size of a reply without vectors, in bytes.
 
         Args:
-            sequences: The sequences that are known so far.
+            sequences: The sequences so far.
             inputs: The number of all inputs.
             with_strings: Whether the reply has the string of each token.
 
@@ -91,7 +91,9 @@ class ReplySize:
     def check_sparse(
         self, reply_bytes: int, plan: OutputPlan, sequences: Sequence[TokenSequence], *, padded: bool
     ) -> int:
-        """Return the size of a reply with its sparse weights, in bytes. The number of weights is known after the run.
+        """Return the size of a reply with its sparse weights, in bytes.
+
+        The number of weights is known only after the run.
 
         Raises:
             ResponseTooLarge: The reply is over the limit.
@@ -120,7 +122,7 @@ class ReplySize:
             raise ResponseTooLarge(
                 FieldPath(RequestField.SPANS),
                 f"the rows of {spans} spans would take {size} bytes, over the limit of {self._limit} "
-                "(max_response_bytes); send fewer in a request",
+                "(max_response_bytes); send fewer spans in a request",
             )
 
     def _info_bytes(self, with_strings: bool) -> int:

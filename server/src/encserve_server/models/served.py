@@ -1,4 +1,4 @@
-"""One served model: from a decoded call to its outputs. It knows no protocol."""
+"""One served model: from a decoded call to the outputs. Independent of protocols."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ from encserve_server.types.callers import ANY_SENDER, Sender
 from encserve_server.types.requests import DataType, Detail, OffsetUnit, Task
 from encserve_server.types.sequences import TokenSequence
 
-# A lookup in a table of static weights lets other calls run after this many texts.
+# After lookups of this many texts in a table of static weights, other calls run.
 _STATIC_TEXTS_AT_ONCE = 16
 
 
@@ -41,7 +41,7 @@ class ModelObserver(InspectObserver, Protocol):
     """Receives the events of a model on the event loop."""
 
     def register_text_queue_gauges(self, queued_bytes: Callable[[], int], limit_bytes: int) -> None:
-        """Take a function that returns how much text waits, and the bound. Any thread may call the function."""
+        """Register a function for the size of waiting text, in bytes. Any thread may call the function."""
 
     def tokenized(self, seconds: float) -> None:
         """The texts of a call have been tokenized, or refused."""
@@ -52,15 +52,15 @@ class ModelObserver(InspectObserver, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """The bounds of one request.
+    """The limits of one request.
 
     Attributes:
-        max_sequences: The most inputs.
-        max_text_bytes: The longest text, in bytes of UTF-8.
-        max_request_bytes: The largest request; gRPC enforces it, and GetModel reports it.
-        max_response_bytes: The largest reply.
-        max_tokens: The most tokens that may wait in the queue of the model.
-        max_inspect_tokens: The longest sequence of an inspection.
+        max_sequences: The maximum number of inputs.
+        max_text_bytes: The maximum size of a text, in bytes of UTF-8.
+        max_request_bytes: The maximum size of a request. gRPC enforces this limit, and GetModel returns this limit.
+        max_response_bytes: The maximum size of a reply.
+        max_tokens: The maximum number of tokens that may wait in the queue of the model.
+        max_inspect_tokens: The maximum number of tokens of an inspection.
     """
 
     max_sequences: int
@@ -76,13 +76,13 @@ class EncodeReply:
     """The reply to a call.
 
     Attributes:
-        sequences: One sequence for each input, in order. They have outputs after the call has run.
+        sequences: One sequence for each input, in order. The run of the call sets their outputs.
         plan: The outputs of each sequence.
-        detail: How much the reply says about each sequence.
+        detail: The amount of information about each sequence.
         padded: Whether the rows of shorter sequences are padded to the longest sequence.
         static: The table that answers the call instead of the model; None if the model answers.
-        tokenize_seconds: The time for tokenizing, with the wait for a thread.
-        estimated_bytes: The most bytes of the reply. Sparse weights are included only after they are computed.
+        tokenize_seconds: The time for tokenizing, including the wait for a thread.
+        estimated_bytes: The maximum size of the reply. Sparse weights are included after they are computed.
     """
 
     sequences: list[TokenSequence]
@@ -94,7 +94,7 @@ class EncodeReply:
     estimated_bytes: int
 
     def seconds(self) -> tuple[float, float]:
-        """The longest time of a sequence in the queue, and the longest run of a batch with sequences of the call."""
+        """Return the longest queue time of a sequence, and the longest run time of a batch with such a sequence."""
         queue, compute = 0.0, 0.0
         for it in self.sequences:
             compute = max(compute, it.compute_seconds)
@@ -109,8 +109,7 @@ class TokenizeCall:
 
     Attributes:
         texts: The texts.
-        truncate: Whether a text that is too long is cut. With False it is refused; with None all its tokens are
-            returned.
+        truncate: True cuts a text that is too long. False refuses the text. None returns all tokens of the text.
         include_token_strings: Whether the reply has the string of each token.
         prompt_name: See `EncodeCall`.
         task: See `EncodeCall`.
@@ -130,8 +129,8 @@ class TokenizeReply:
     """The tokens of texts.
 
     Attributes:
-        sequences: One for each text, in order.
-        estimated_bytes: The largest possible size of the reply.
+        sequences: One sequence for each text, in order.
+        estimated_bytes: The maximum size of the reply.
     """
 
     sequences: Sequence[TokenSequence]
@@ -140,11 +139,11 @@ class TokenizeReply:
 
 @dataclass(frozen=True, slots=True)
 class InspectCall:
-    """An inspection call: decoded, but its input is not yet checked.
+    """An inspection call: decoded, but not yet checked by the model.
 
     Attributes:
         input: A text, ids, or vectors.
-        wanted: The requested kinds of numbers, such as hidden states, each with its layers. The model has these kinds.
+        wanted: The kinds of tensors, such as hidden states, each with layer indices. The model supports these kinds.
         data_type: The type of the returned numbers.
         truncate: Whether an input that is too long is cut instead of refused.
         prompt_name: See `EncodeCall`.
@@ -164,9 +163,9 @@ class InspectReply:
     """The result of an inspection.
 
     Attributes:
-        sequence: The tokens or vectors that the model saw.
-        inspection: The numbers inside the model.
-        tokenize_seconds: The time for tokenizing, with the wait for a thread.
+        sequence: The tokens or vectors that the model processed.
+        inspection: The tensors from inside the model.
+        tokenize_seconds: The time for tokenizing, including the wait for a thread.
     """
 
     sequence: TokenSequence
@@ -192,7 +191,7 @@ class ServedModel:
         max_batch_tokens: int = 0,
         static_tokenizers: Mapping[Task, TextTokenizer] | None = None,
     ) -> None:
-        """Keep the parts, all from the same bundle. Without a lane, the model cannot be inspected."""
+        """Set the parts, all from the same bundle. Without `inspect_lane`, the model cannot be inspected."""
         self.bundle = bundle
         self.tokenizer = tokenizer
         self.outputs = outputs
@@ -219,12 +218,12 @@ class ServedModel:
         return self.bundle.name, self.bundle.version
 
     def enter(self) -> None:
-        """Note that a call uses the model. The model stays open until `leave`, even if another version replaces it."""
+        """Count a call that uses the model. The model stays open until `leave`, even if another version replaces it."""
         self._users += 1
         self._unused.clear()
 
     def leave(self) -> None:
-        """Note that a call no longer uses the model."""
+        """End the use of the model by one call; see `enter`."""
         self._users -= 1
         if not self._users:
             self._unused.set()
@@ -234,15 +233,15 @@ class ServedModel:
         await self._unused.wait()
 
     def not_ready_reason(self) -> str:
-        """Return a text that says why the model is not ready; empty if it is ready."""
+        """Return the reason why the model is not ready; empty if the model is ready."""
         return self._scheduler.not_ready_reason()
 
     def answered(self, encode_seconds: float, response_bytes: int) -> None:
-        """Count a reply: the time to build it, and its size. Call it on the event loop."""
+        """Count a reply, with its build time in seconds and its size in bytes. Call this on the event loop."""
         self._observer.answered(encode_seconds, response_bytes)
 
     def check_counts(self, inputs: int, outputs: int = 1, spans: int = 0) -> None:
-        """Check the counts of a call before its contents are copied. The scheduler also checks that it can take calls.
+        """Check the counts of a call before its contents are copied, and check that the scheduler accepts calls.
 
         Args:
             inputs: The number of inputs.
@@ -277,8 +276,8 @@ class ServedModel:
             call: The call.
             span: Traces the call.
             sender: The caller and the priority.
-            reply: The reply with the inputs that were prepared before. The next inputs are added to it. None for
-                the first inputs.
+            reply: The reply with the sequences of earlier inputs. The method adds the next sequences. None for the
+                first inputs.
             end: The index after the last input to prepare; None for all inputs.
 
         Raises:
@@ -314,7 +313,7 @@ class ServedModel:
         return reply
 
     def check_share(self, sender: Sender) -> None:
-        """Refuse a call before any work, if its caller already fills its share of the queue.
+        """Refuse a call before any work, if the caller or bulk calls already fill their share of the queue.
 
         Raises:
             ShareExceeded: The share of the caller, or of bulk calls, is full.
@@ -372,7 +371,7 @@ class ServedModel:
         span: RequestSpan | None = None,
         sender: Sender = ANY_SENDER,
     ) -> TokenizeReply:
-        """Tokenize texts in pieces, each when the sender's turn comes. The queue of the model is not involved.
+        """Tokenize texts in pieces, each when the sender's turn comes. The texts do not enter the queue of the model.
 
         Args:
             call: The texts.
@@ -411,12 +410,12 @@ class ServedModel:
             SequenceTooLong: The input is too long for its task.
         """
         limit = self._planner.limits.get((task, False))
-        if limit is not None:  # a model without the task has no limit for it, and the call is refused later
+        if limit is not None:  # None if the model lacks the task; then the call is refused later
             check_length(field, count, limit)
 
     @property
     def max_inspect_tokens(self) -> int:
-        """The longest sequence for an inspection, in tokens; 0 if the model cannot be inspected."""
+        """The maximum number of tokens of an inspection; 0 if the model cannot be inspected."""
         return 0 if self._inspect_lane is None else min(self.limits.max_inspect_tokens, self.bundle.max_sequence_tokens)
 
     @contextlib.asynccontextmanager
@@ -427,17 +426,17 @@ class ServedModel:
         sender: Sender = ANY_SENDER,
         charge: Callable[[Sequence[TokenSequence]], None] = lambda _: None,
     ) -> AsyncGenerator[InspectReply]:
-        """Run one input and return the numbers inside the model, such as hidden states.
+        """Run one input and return tensors from inside the model, such as hidden states.
 
-        A text is tokenized when the sender's turn comes. `charge` is called with the sequence before its run. The
-        inspection holds its place until the `async with` block ends.
+        A text is tokenized when the sender's turn comes. Before the run, `charge` is called with the sequence. The
+        inspection holds a slot until the `async with` block ends.
 
         Raises:
             InspectUnavailable: The bundle has no graph for inspections, or inspections are disabled.
             RequestError: The call cannot succeed. The error names the field, its value and the limit.
             QueueFull: Too many inspections are pending.
             ShareExceeded: Too many inspections of this caller are pending.
-            InferenceFailed: The numbers of the model are not finite.
+            InferenceFailed: The model returned NaN or infinity.
         """
         lane = self.check_inspectable()
         checker, rules = self._planner.rules([call.input], call.task, call.prompt_name, truncate=call.truncate)
@@ -475,7 +474,7 @@ class ServedModel:
             yield InspectReply(sequence, inspection, tokenize_seconds)
 
     async def close(self) -> None:
-        """Stop the engines, and wait for their current work. May be called again, even during the first call."""
+        """Stop the engines, and wait for their current work. A second `close` waits for the end of the first."""
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close())
         await asyncio.shield(self._closing)
@@ -492,7 +491,8 @@ class ServedModel:
             InspectUnavailable: The bundle has no graph for inspections, or inspections are disabled.
         """
         if self._inspect_lane is None:
-            why = "its bundle holds no graph for it" if self.bundle.inspect_graph is None else "this server has it off"
+            missing = self.bundle.inspect_graph is None
+            why = "its bundle has no inspection graph" if missing else "inspections are off on this server"
             raise InspectUnavailable(f"model {self.bundle.name} cannot be inspected: {why}")
         return self._inspect_lane
 

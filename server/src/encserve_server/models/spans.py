@@ -1,4 +1,4 @@
-"""Converts ranges of an input to ranges of the tokens that the model sees."""
+"""Converts ranges of an input, in characters or tokens, to ranges of the tokens that the model processes."""
 
 from dataclasses import dataclass
 
@@ -30,13 +30,13 @@ class SentSpans:
 
 
 def place_spans(at: int, sent: SentSpans, input_: object, sequence: TokenSequence) -> TokenSpans:
-    """Return the range of model tokens for each range; (0, 0) for a range without tokens.
+    """Return a (spans, 2) range of model tokens for each range of the input; (0, 0) for a range without tokens.
 
     Args:
         at: The index of the input, for errors.
-        sent: The ranges.
+        sent: The ranges of the input.
         input_: The input as the caller sent it.
-        sequence: The input as the model sees it.
+        sequence: The sequence of tokens that the model processes.
 
     Raises:
         InvalidField: The ranges are in characters and the input is not a text, or a range ends after the input.
@@ -63,7 +63,7 @@ def place_spans(at: int, sent: SentSpans, input_: object, sequence: TokenSequenc
 
 
 def _characters(at: int, sent: SentSpans, text: str) -> tuple[Positions, Positions]:
-    """Convert ranges to code points. A range with a part of a code point includes the whole code point."""
+    """Convert ranges to code points. If a range cuts a code point, the result includes the whole code point."""
     if sent.unit is OffsetUnit.CODE_POINTS or text.isascii():
         unit = "bytes" if sent.unit is OffsetUnit.UTF8_BYTES else "code points"
         _check_ends(at, sent, len(text), f"the number of {unit} in the text")
@@ -87,13 +87,13 @@ def _check_ends(at: int, sent: SentSpans, limit: int, limit_name: str) -> None:
 def _tokens_of(starts: Positions, ends: Positions, sequence: TokenSequence) -> TokenSpans:
     """Return the (spans, 2) token ranges for ranges of characters.
 
-    A token range begins with the first token that ends after the start of the characters. It ends with the last token
-    that starts before their end.
+    A token range begins with the first token that ends after the start of the characters. The token range ends with
+    the last token that starts before the end of the characters.
     """
     token_starts = np.array(sequence.char_starts, np.int64)  # (seq,)
     token_ends = np.array(sequence.char_ends, np.int64)  # (seq,)
     special = np.zeros(len(token_ends), np.bool_) if sequence.special is None else sequence.special
-    places = np.flatnonzero(~special & (token_ends > token_starts))  # tokens with characters
+    places = np.flatnonzero(~special & (token_ends > token_starts))  # the indices of tokens with characters
     # If a normalizer moved characters, tokens are not in the order of the text.
     latest_ends = np.maximum.accumulate(token_ends[places])
     earliest_starts = np.minimum.accumulate(token_starts[places][::-1])[::-1]

@@ -1,4 +1,4 @@
-"""Tokenizes texts with the bundle's own tokenizer, and limits the text that waits for it."""
+"""Tokenizes texts with the bundle's tokenizer, and limits the size of waiting text."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from encserve_server.models.turns import FairThreadPool
 from encserve_server.types.bundles import TextTemplate
 from encserve_server.types.sequences import TokenSequence
 
-# Otherwise `encode_batch` starts its own threads, which take CPUs from the model.
+# Without this setting, `encode_batch` starts threads that take CPUs from the model.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 from tokenizers import Encoding, Tokenizer
 
@@ -24,13 +24,13 @@ class TextTokenizer:
     """The tokenizer of a tokenizer.json. The truncation and padding settings in the file are ignored.
 
     Attributes:
-        pool: The threads, which other tokenizers use too.
-        largest_id: The largest token id of a text without added tokens, with the special tokens around the text.
-        added_tokens: The added tokens by id. A text has such an id only if it contains the token as text.
+        pool: The threads, shared with other tokenizers.
+        largest_id: The largest possible id of a text without added tokens, including the special tokens around a text.
+        added_tokens: The added tokens by id. A text gets such an id only if the text contains the token's string.
         max_token_bytes: The number of UTF-8 bytes of the longest token in the vocabulary.
         max_queue_bytes: The maximum number of UTF-8 bytes of text that may wait or be tokenized at the same time.
-        special_around: The special tokens before a text, and the special tokens after a text.
-        template: The texts around every text, or None. `tokenize` does not add them.
+        special_around: The ids of the special tokens before a text, and of the special tokens after a text.
+        template: The strings around every text, or None. `tokenize` does not add these strings.
     """
 
     def __init__(
@@ -48,15 +48,15 @@ class TextTokenizer:
             path: The file.
             pool: The threads for texts that are not short.
             max_queue_bytes: The maximum number of UTF-8 bytes of text that may wait or be tokenized at the same time.
-            split_special_tokens: Whether a special token in a text is tokenized like other text.
-            template: The texts around every text.
+            split_special_tokens: Whether a special token in a text, such as "[SEP]", is tokenized like other text.
+            template: The strings around every text.
 
         Raises:
             BundleError: The file is not a tokenizer.
         """
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-            # Files often have the settings of training, such as "cut at 128, pad to 128", which would cut silently.
+            # Many files have truncation settings from training, such as 128 tokens. They would cut texts silently.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             self._tokenizer.encode_special_tokens = split_special_tokens
@@ -86,7 +86,7 @@ class TextTokenizer:
         """Count `size` bytes of text as queued until the end of the block. Call this on the event loop only.
 
         Raises:
-            QueueFull: Too much text is queued. An empty queue takes text of any size.
+            QueueFull: Too much text is queued. An empty queue accepts text of any size.
         """
         excess = self._queued_bytes + size - self.max_queue_bytes
         if self._queued_bytes and excess > 0:
@@ -107,10 +107,10 @@ class TextTokenizer:
             details: Whether to return the special tokens and the offsets of all tokens.
 
         Returns:
-            For each text the tokens, or the tokenizer's error.
+            For each text the tokens, or the text of the tokenizer's error.
         """
         try:
-            # `encode` would hold the GIL, for 0.1 s for a long text. The fast variant computes no offsets.
+            # `encode` would hold the GIL: 0.1 s for a long text. The fast variant computes no offsets.
             encode = self._tokenizer.encode_batch if details else self._tokenizer.encode_batch_fast
             return [_sequence_of(it, max_tokens, details, self._tokens_after) for it in encode(texts)]
         except BaseException as error:  # an error in one text fails all texts
@@ -121,7 +121,7 @@ class TextTokenizer:
             return [it for text in texts for it in self.tokenize([text], max_tokens, details=details)]
 
     def count_prompt(self, prompt: str) -> int:
-        """Count the tokens of a prompt and the special tokens before it, as sentence-transformers does.
+        """Return the token count of a prompt, with the special tokens before the prompt, like sentence-transformers.
 
         Raises:
             BundleError: The tokenizer fails for the prompt.
@@ -140,7 +140,7 @@ class TextTokenizer:
 
 
 def _is_failure(error: BaseException) -> bool:
-    """Return whether an error is the tokenizers library's: a plain Exception, or PyO3's PanicException.
+    """Return whether an error may come from the tokenizers library: an Exception, or PyO3's PanicException.
 
     PanicException is a panic of Rust code. It derives from BaseException and cannot be imported:
     https://pyo3.rs/main/doc/pyo3/panic/struct.PanicException
@@ -149,7 +149,7 @@ def _is_failure(error: BaseException) -> bool:
 
 
 def _special_around(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the special tokens that the tokenizer adds before and after a text.
+    """Return the ids of the special tokens that the tokenizer adds before and after a text.
 
     The function tokenizes "a" and then each of `words`, until a text has a token that is not special.
     """
@@ -182,9 +182,10 @@ def _sequence_of(encoding: Encoding, max_tokens: int, details: bool, tokens_afte
 
 
 def _cut(encoding: Encoding, max_tokens: int, details: bool, tokens_after: int | None) -> TokenSequence:
-    """Return the first tokens and the closing tokens of a text, together `max_tokens`.
+    """Return the first tokens and the closing tokens of a text, `max_tokens` in total.
 
-    The closing tokens are the last `tokens_after` tokens, or if `tokens_after` is None, the special tokens at the end.
+    The closing tokens are the last `tokens_after` tokens. If `tokens_after` is None, the closing tokens are the special
+    tokens at the end.
     """
     ids, special = encoding.ids, encoding.special_tokens_mask
     count = len(ids)

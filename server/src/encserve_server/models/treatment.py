@@ -1,4 +1,4 @@
-"""Plans a call: the prompt, the limit of length, and the outputs. Without I/O."""
+"""Plans a call: the prompt, the length limit, and the outputs. Without I/O."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,16 +26,17 @@ class EncodeCall:
 
     Attributes:
         inputs: Texts, ids, or vectors.
-        outputs: The outputs to return. If it is empty, the reply has a row for each token.
-        truncate: Whether to cut an over-long input instead of refusing it.
-        prompt_name: The prompt before each text; empty for no prompt, None for the prompt of the task or the model.
+        outputs: The outputs to return. If empty, the reply has a row for each token.
+        truncate: Whether an input that is too long is cut instead of refused.
+        prompt_name: The name of the prompt before each text; empty for no prompt, None for the prompt of the task or
+            the model.
         task: The task of the texts.
         spans: The ranges of OutputKind.SPANS for each input; None for an input without ranges. Empty if no input
             has ranges.
-        shape: The form of the reply.
-        max_tokens: The most tokens of an input; 0 for the limit of the model or the task.
-        priority: The priority that the request asks for.
-        closing: If an input of ids is cut, these ids at its end are kept.
+        shape: The format of the reply.
+        max_tokens: The maximum number of tokens of an input; 0 for the limit of the model or the task.
+        priority: The requested priority.
+        closing: A cut input of ids ends with these ids, such as the id of [SEP].
     """
 
     inputs: Sequence[SentInput]
@@ -57,7 +58,7 @@ class CallPlan(NamedTuple):
         checker: Checks the inputs, and tokenizes the texts.
         rules: The rules of the checks.
         plan: The outputs of each sequence.
-        detail: How much the reply says about each sequence.
+        detail: The amount of information about each sequence.
         static: The table that answers the call instead of the model; None if the model answers.
     """
 
@@ -72,7 +73,7 @@ class CallPlanner:
     """Plans the calls of one model.
 
     Attributes:
-        limits: The limit of length for each task, with and without truncation.
+        limits: The length limit for each task, with and without truncation.
     """
 
     limits: Mapping[tuple[Task, bool], LengthLimit]
@@ -90,9 +91,9 @@ class CallPlanner:
         Args:
             bundle: The model.
             tokenizer: The model's tokenizer, if it has one.
-            outputs: The outputs that the model can make.
-            max_text_bytes: The longest text in bytes of UTF-8.
-            static_tokenizers: The tokenizers of tasks that a table answers.
+            outputs: The outputs that the model supports.
+            max_text_bytes: The maximum size of a text, in bytes of UTF-8.
+            static_tokenizers: For each task that a table answers, the tokenizer of the table.
 
         Raises:
             BundleError: The tokenizer fails for a prompt.
@@ -111,7 +112,7 @@ class CallPlanner:
             for task, settings in self._tasks.items()
             for truncate in (False, True)
         }
-        self._skipped_tokens: dict[str, int] = {}  # by prompt, if pooling leaves out the prompt
+        self._skipped_tokens: dict[str, int] = {}  # by prompt name; empty unless pooling leaves out the prompt
         if tokenizer is not None and bundle.pooling is not None and bundle.pooling.skips_prompt:
             longest = bundle.max_sequence_tokens - 1
             self._skipped_tokens = {
@@ -157,11 +158,12 @@ class CallPlanner:
         Args:
             inputs: The inputs.
             task: The task.
-            prompt_name: As in EncodeCall.
-            truncate: Whether to cut an over-long text; None takes texts of any length.
+            prompt_name: See `EncodeCall`.
+            truncate: Whether a text that is too long is cut instead of refused; None accepts any length.
 
         Raises:
-            InvalidField: The model does not know the task or the prompt, or they are not for these inputs.
+            InvalidField: The model lacks the task or the prompt, or the inputs are not texts but the task or the prompt
+                changes texts.
         """
         settings = self._tasks[task] if task in self._tasks else self._refuse_task(task)
         prompt = self._bundle.prompts.get(self._prompt_name(prompt_name, inputs, task), "")
@@ -169,14 +171,14 @@ class CallPlanner:
         return self._checker, self._checker.rules(limit, details=True, prompt=prompt, expansion=settings.expansion)
 
     def _check_shape(self, call: EncodeCall) -> None:
-        """Refuse a shape that a reply of this model cannot have."""
+        """Refuse a format of replies that the model does not support."""
         if call.shape.with_strings and self._tokenizer is None:
-            problem = f"model {self._bundle.name} has no tokenizer, so no strings for its ids"
+            problem = f"model {self._bundle.name} has no tokenizer, so token strings are not available"
             raise InvalidField(FieldPath(RequestField.TOKEN_STRINGS), problem)
         if not call.shape.without_special or self._bundle.special_token_ids:
             return
         if not all(isinstance(it, str) for it in call.inputs):
-            problem = f"model {self._bundle.name} does not say which tokens are special"
+            problem = f"the special tokens of model {self._bundle.name} are unknown for inputs that are not texts"
             raise InvalidField(FieldPath(RequestField.EXCLUDE_SPECIAL_TOKENS), problem)
 
     def _refuse_task(self, task: Task) -> TaskSettings:
@@ -194,7 +196,7 @@ class CallPlanner:
         """Return the name of the prompt before a call's texts; empty for no prompt.
 
         Raises:
-            InvalidField: The model has no such prompt, or the prompt or task changes inputs that are not texts.
+            InvalidField: The model has no such prompt. Or an input is not a text, but the prompt or task changes texts.
         """
         bundle, settings = self._bundle, self._tasks[task]
         if name and name not in bundle.prompts:
@@ -202,24 +204,24 @@ class CallPlanner:
             problem = f"model {bundle.name} has no prompt {name[:64]!r}; it has {there}"
             raise InvalidField(FieldPath(RequestField.PROMPT_NAME), problem)
         chosen = settings.prompt_name if name is None else name
-        if not (name or task):  # a default prompt goes before texts only
+        if not (name or task):  # the default prompt is for texts only, and never refuses other inputs
             return chosen
-        changes = ["puts a prompt before texts"] if bundle.prompts.get(chosen) else []
+        changes = ["adds a prompt to texts"] if bundle.prompts.get(chosen) else []
         if task and settings.expansion:
-            changes.append("puts tokens behind short texts")
+            changes.append("adds tokens to short texts")
         other = _first_not_text(inputs)
         if other is None:
             return chosen
         if name:
             raise InvalidField(
                 FieldPath(RequestField.PROMPT_NAME),
-                "goes before texts only; {other} is not a text: put it among its ids",
+                "is for texts only; {other} is not a text: add the ids of the prompt to the input",
                 other=FieldPath(RequestField.INPUT, other),
             )
         if changes:
             raise InvalidField(
                 FieldPath(RequestField.TASK),
-                "{task} {changes}; {other} is not a text: send text, or leave the task out",
+                "{task} {changes}; {other} is not a text: send texts, or no task",
                 task=task,
                 changes=" and ".join(changes),
                 other=FieldPath(RequestField.INPUT, other),
@@ -227,7 +229,7 @@ class CallPlanner:
         return chosen
 
     def _skipped_by(self, prompt_name: str, call: EncodeCall) -> int:
-        """Return how many tokens of a prompt pooling leaves out, for a model that was trained so.
+        """Return the number of prompt tokens that pooling leaves out; 0 for most models.
 
         Raises:
             InvalidField: Only some of the inputs have a prompt.
@@ -241,8 +243,8 @@ class CallPlanner:
         if texts < len(call.inputs):
             raise InvalidField(
                 FieldPath(RequestField.INPUTS),
-                f"must be texts, or else sequences of ids, in one call: model {self._bundle.name} leaves its prompt "
-                "out of pooling, and only texts have one",
+                f"must be all texts or all ids: model {self._bundle.name} leaves its prompt out of pooling, and only "
+                "texts have a prompt",
             )
         return skipped
 

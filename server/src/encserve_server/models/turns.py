@@ -1,4 +1,4 @@
-"""Threads and places that callers share fairly."""
+"""A semaphore and a pool of threads that callers share fairly."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,12 +14,12 @@ Done = TypeVar("Done")
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """A task that waits for a place.
+    """A task that waits for a slot.
 
     Attributes:
         caller: The caller.
         cost: The cost of the task's work.
-        ready: Fires when the task has a place.
+        ready: Completes when the task gets a slot.
         virtual_start: See `FairQueue`.
     """
 
@@ -30,19 +30,19 @@ class _Waiter:
 
 
 class FairSemaphore:
-    """A semaphore that callers share by weight and priority, as they share the queue; see `scheduling.fairness`.
+    """A semaphore that callers share by weight and priority, like the queue of a model; see `scheduling.fairness`.
 
-    The event loop owns it.
+    Only the event loop uses this class.
     """
 
     def __init__(self, places: int) -> None:
-        """Start with all places free."""
+        """Start with `places` free slots."""
         self._free = places
         self._queues = {priority: FairQueue[_Waiter]() for priority in Priority}
         self._bulk_turn = BulkTurn()
 
     async def acquire(self, sender: Sender, cost: int) -> None:
-        """Wait for a place. `cost` is the cost of the work, in any unit."""
+        """Wait for a slot. `cost` is the cost of the work, in any unit."""
         queue = self._queues[sender.priority]
         waiter = _Waiter(sender.caller, cost, asyncio.get_running_loop().create_future())
         flow = queue.add([waiter], sender.caller)
@@ -52,14 +52,14 @@ class FairSemaphore:
         try:
             await waiter.ready
         except asyncio.CancelledError:
-            if not waiter.ready.cancelled():  # the task got its place just before the cancellation
+            if not waiter.ready.cancelled():  # the task got a slot just before the cancellation
                 self.release()
             elif waiter in flow.items:
                 queue.remove(waiter, sender.caller, starts=False)
             raise
 
     def release(self) -> None:
-        """Give a place to the next task."""
+        """Give a slot to the next task."""
         interactive, bulk = self._queues[Priority.INTERACTIVE], self._queues[Priority.BULK]
         while interactive.active or bulk.active:
             bulk_cost = bulk.first().cost if bulk.active else 0
@@ -84,22 +84,22 @@ class FairSemaphore:
 
 
 class FairThreadPool:
-    """Threads that callers share by weight and priority. The event loop owns it."""
+    """Threads that callers share by weight and priority. Only the event loop uses this class."""
 
     def __init__(self, threads: int, name: str = "") -> None:
         """Set the maximum number of threads, and the prefix of their names."""
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
-        self._places = FairSemaphore(threads + 1)  # one more than threads, so that no thread waits for the event loop
+        self._places = FairSemaphore(threads + 1)  # one more slot, so that no thread waits for the event loop
 
     async def run(self, sender: Sender, cost: int, work: Callable[[], Done]) -> Done:
         """Run `work` in a thread and return its result. `cost` is the cost of the work, in any unit.
 
-        If the caller disconnects, work that a thread has started continues and keeps its place.
+        If the caller disconnects, work that a thread has started continues and keeps its slot.
         """
         await self._places.acquire(sender, cost)
         try:
             running = self._executor.submit(work)
-        except RuntimeError:  # the threads have ended, or none could start
+        except RuntimeError:  # the pool is closed, or no thread could start
             self._places.release()
             raise
         result = asyncio.wrap_future(running)

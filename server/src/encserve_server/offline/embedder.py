@@ -1,9 +1,9 @@
-"""The `Embedder`: a loaded bundle that computes the outputs of inputs in threads.
+"""The `Embedder`: loads a bundle, and computes the outputs of inputs in threads.
 
-The tokenizer's threads check and tokenize the inputs of a call. Then the inputs are cut into batches by length, within
-the limits of the server. The batches of all calls run in one pool of threads. The pool has a thread for each batch that
-the engine can run at a time. If a batch fails, its halves run, and then their halves. So only the input that causes the
-failure is refused.
+The tokenizer's threads check and tokenize the inputs of a call. Then the inputs are grouped into batches by length,
+within the server's limits for batches. The batches of all calls run in one pool of threads. The pool has a thread for
+each batch that the engine can run at a time. A batch that fails is split into smaller and smaller batches, so that only
+the input that causes the failure is refused.
 """
 
 import logging
@@ -46,9 +46,9 @@ class Stopped(Exception):
 
 
 class Embedder:
-    """A loaded bundle. Any number of threads may use it. `close` it, or use it as a context manager.
+    """A loaded bundle for any number of threads. Call `close` at the end, or use the embedder as a context manager.
 
-    If the engine can run several batches at a time, no batch gets the whole device. So the batches and the results do
+    If the engine can run several batches at a time, no batch uses the whole device. So the batches and the results do
     not depend on timing.
 
     Attributes:
@@ -63,7 +63,7 @@ class Embedder:
         """Verify a bundle, load and warm up its model, and measure the best size of a batch.
 
         Args:
-            bundle: The folder of a bundle, NAME/VERSION; or NAME, for its newest version.
+            bundle: The folder of a bundle, such as models/NAME/VERSION; or models/NAME for the newest version.
             **options: See `LoadOptions`.
 
         Raises:
@@ -76,7 +76,7 @@ class Embedder:
         if not (folder / MANIFEST_NAME).is_file():
             folder = newest_version(folder)
         settings = Settings(model_repository=folder.parent.parent, **options)
-        loaded = load_model(folder, settings, FairThreadPool(1))  # this pool stays idle: the threads below tokenize
+        loaded = load_model(folder, settings, FairThreadPool(1))  # an unused pool: `_tokenizing` has the threads
         self._engine, self._outputs = loaded.engine, loaded.outputs
         self._run = partial(run_batch, loaded.engine, loaded.outputs.compute)
         self.bundle: Bundle = loaded.bundle
@@ -89,7 +89,7 @@ class Embedder:
         )
         self._tokenizing = ThreadPoolExecutor(settings.tokenizer_threads, "encserve-tokenize")
         self._computing = ThreadPoolExecutor(self.parallel_batches, "encserve-engine", start_thread)
-        self._stopped = False  # not an Event: a signal handler may call `stop`
+        self._stopped = False  # not an Event, which may deadlock if a signal handler calls `stop`
         self._closing = threading.Lock()
         self._closed = False
 
@@ -111,8 +111,8 @@ class Embedder:
             **options: See `EmbedOptions`.
 
         Returns:
-            (inputs, width) for outputs of one vector; for "tokens" and "multi_vector" a list of (rows, width), and for
-            "sparse" a list of SparseVector.
+            For "tokens" and "multi_vector": a list of (rows, width) arrays. For "sparse": a list of SparseVector. For
+            other outputs: one (inputs, width) array.
 
         Raises:
             RequestError: The model does not have the output, or refuses an input. The error names the first such input.
@@ -134,13 +134,13 @@ class Embedder:
 
         Args:
             inputs: As for `embed`.
-            on_batch: See `OnBatch`. If it raises an error, the call fails with this error.
+            on_batch: See `OnBatch`. If `on_batch` raises an error, `run` raises this error.
             **options: See `EmbedOptions`.
 
         Raises:
             RequestError: The model does not have the output.
             EngineUnhealthy: The engine fails for every input.
-            Stopped: `stop` was called. Batches that were running have been finished.
+            Stopped: `stop` was called. The running batches have finished.
         """
         return self._make(inputs, on_batch, options, raises=False)
 
@@ -152,7 +152,7 @@ class Embedder:
             **options: See `EmbedOptions`. The prompt, the task and `truncate` change the ids.
 
         Returns:
-            For each text (seq,) int64 ids, or the reason why the text is refused.
+            For each text: (seq,) int64 ids, or the reason why the text is refused.
 
         Raises:
             RequestError: The model does not have the output, the prompt or the task of the options.
@@ -166,7 +166,7 @@ class Embedder:
         return [reason_of(refused[at]) if at in refused else ids[at] for at in sent]
 
     def stop(self) -> None:
-        """Make all present and later calls raise Stopped when their running batches end. Any thread may call."""
+        """Make all current and later calls raise Stopped. Running batches finish first. Any thread may call `stop`."""
         self._stopped = True
 
     def close(self) -> None:
@@ -201,7 +201,7 @@ class Embedder:
             try:
                 sent[at] = to_sent(at, value, self.bundle)
             except RequestError as error:
-                refused[at] = error.with_traceback(None)  # the frames would keep all inputs in memory
+                refused[at] = error.with_traceback(None)  # the traceback would keep all inputs in memory
         kind = options.get("output") or self.trained_kind
         call_plan = self._planner.plan_call(to_call(list(sent.values()), kind, options))
         sequences, invalid = self._check(call_plan, sent)
@@ -258,16 +258,16 @@ class Embedder:
         self._in_threads(self._computing, work)
 
     def _compute_empty(self, sequences: Sequence[TokenSequence]) -> list[OutputArrays | None]:
-        """Return the outputs of sequences without tokens; None if they are not finite."""
+        """Return the outputs of sequences without tokens; None for outputs with NaN or infinity."""
         try:
             with np.errstate(all="ignore"):
                 self._outputs.compute_empty(sequences)
-        except InferenceFailed:  # equal inputs, so all sequences fail
+        except InferenceFailed:  # all sequences are equal, so all fail
             return [None] * len(sequences)
         return [it.outputs for it in sequences]
 
     def _compute_batch(self, sequences: list[TokenSequence], rows: RowCollector) -> None:
-        """Run a batch, or its halves if it fails, and add the outputs to the rows.
+        """Run a batch, and add the outputs to the rows. If the batch fails, run each half of the batch.
 
         Raises:
             Stopped: `stop` was called.
@@ -311,11 +311,10 @@ class Embedder:
 
 
 def batches(lengths: Sequence[int], policy: BatchPolicy) -> list[list[int]]:
-    """Cut inputs into batches, from the longest input to the shortest.
+    """Group inputs into batches, from the longest input to the shortest.
 
     Inputs of the same length stay in their order. A batch ends before the input that would exceed a limit. Later inputs
-    are not longer than this input, so none of them would fit better. An input that exceeds a limit alone is a batch of
-    its own.
+    are not longer, and would exceed the limit too. An input that alone exceeds a limit gets a separate batch.
 
     Args:
         lengths: The number of tokens of each input, at least 1.

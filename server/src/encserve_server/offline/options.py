@@ -23,7 +23,7 @@ OutputName = Literal[
 
 
 class LoadOptions(TypedDict, total=False):
-    """Settings of the server, with the same meaning and defaults; see docs/settings.md."""
+    """Settings with the same meaning and defaults as the server's settings; see docs/settings.md."""
 
     engine: Literal["onnxruntime", "openvino"]
     precision: Literal["model", "float32", "bfloat16"]
@@ -41,19 +41,19 @@ class LoadOptions(TypedDict, total=False):
 
 
 class EmbedOptions(TypedDict, total=False):
-    """The options of a call, as for the client's `run`.
+    """The options of a call. The client's `run` has the same options.
 
     Attributes:
         output: The kind of output. Default: `Embedder.trained_kind`.
         l2_normalize: Whether each row is scaled to Euclidean length 1, after `dimensions` has cut the row.
         dtype: The type of the numbers.
         dimensions: The number of dimensions of a row to keep, from the first.
-        max_active_dims: The number of weights of "sparse" to keep, the largest first.
-        pool_factor: The average number of vectors of "multi_vector" that become one vector.
+        max_active_dims: For "sparse": the number of weights to keep, the largest first.
+        pool_factor: For "multi_vector": the average number of vectors to join into one.
         task: "query" or "document".
         prompt_name: The prompt before every text; "" for none. Default: the prompt of the task, or of the model.
-        truncate: Whether an input that is too long is cut; otherwise it is refused.
-        exclude_special_tokens: Whether "tokens" leaves out the rows of special tokens.
+        truncate: Whether an input that is too long is cut instead of refused.
+        exclude_special_tokens: For "tokens": whether to leave out the rows of special tokens.
     """
 
     output: OutputName | None
@@ -119,7 +119,7 @@ def to_sent(at: int, value: Input, bundle: Bundle) -> SentInput:
         return SentVectors(array.astype(np.float32, copy=False), len(array))
     raise InvalidField(
         FieldPath(RequestField.INPUT, at),
-        "must be a text, a list of ids of 64 bits, or a (seq, d_model) array of numbers; was "
+        "must be a text, a list of 64-bit ids, or a (seq, d_model) array of numbers; was "
         f"{type(value).__name__} of {array.dtype} {array.shape}",
     )
 

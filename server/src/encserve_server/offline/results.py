@@ -17,11 +17,11 @@ from encserve_server.types.requests import OutputKind
 from encserve_server.types.sequences import TokenSequence
 
 OnBatch = Callable[[int, int, int], None]
-"""Called after each batch, in any thread, with the numbers of its inputs, of its tokens, and of its padded tokens."""
+"""Called after each batch, from any thread. Arguments: the number of inputs, of tokens, and of tokens with padding."""
 
 
 class SparseVector(NamedTuple):
-    """The weights over the vocabulary that are not 0.
+    """The nonzero weights over the vocabulary.
 
     Attributes:
         indices: (n,) uint32, the token id of each weight, ascending.
@@ -43,10 +43,10 @@ class Embedded:
         rows: (sum(lengths), width) of the requested type, C-contiguous, in the order of the inputs. For "binary"
             (sum(lengths), ceil(width / 8)) uint8.
         lengths: (inputs,) int64, the number of rows of each input; 0 for a refused input.
-        indices: (sum(lengths),) uint32. For "multi_vector", it is the index of the token of each row; for "sparse", the
-            token id of each weight. None for other kinds, and if vectors were joined.
-        token_ids: (sum(lengths),) int64. For "tokens", it is the token id of each row. None for other kinds, and if the
-            model takes vectors.
+        indices: (sum(lengths),) uint32. For "multi_vector": the token index of each row, or None if vectors were
+            joined. For "sparse": the token id of each weight. None for other kinds.
+        token_ids: (sum(lengths),) int64. For "tokens": the token id of each row, or None if the model takes vectors.
+            None for other kinds.
         sparse_width: For "sparse" the size of the vocabulary; otherwise 0.
         l2_normalized: Whether all rows have Euclidean length 1, because the call or the model normalizes them.
         refused: The reasons of refused inputs, by index.
@@ -80,7 +80,7 @@ class Embedded:
             ValueError: The kind of output is not "sparse".
         """
         if self.kind != "sparse":
-            raise ValueError(f'the kind of output must be "sparse"; was {self.kind!r}: see `arrays`')
+            raise ValueError(f'the kind of output must be "sparse"; was {self.kind!r}: use `arrays`')
         if self.indices is None or not len(self.lengths):
             return []
         indices = np.split(self.indices, np.cumsum(self.lengths)[:-1])
@@ -118,7 +118,7 @@ class RowCollector:
         self._tokens = self._padded_tokens = 0
         self._has_tokens = self._output.kind is OutputKind.TOKENS
         self._without_special = self._has_tokens and call_plan.rules.details
-        # "multi_vector" and "sparse" have an unknown number of rows, so their rows are joined at the end.
+        # For "multi_vector" and "sparse", the number of rows is unknown. The rows are concatenated at the end.
         self._indexed: dict[int, IndexedRows] | None = None
         if self._output.kind in (OutputKind.MULTI_VECTOR, OutputKind.SPARSE):
             self._indexed = {}
@@ -137,8 +137,8 @@ class RowCollector:
 
         Args:
             sequences: The sequences of the batch.
-            outputs: The outputs of each sequence; None for a sequence whose numbers are not finite, which is refused.
-            padded: The number of tokens of the batch with padding; 0 if no engine ran.
+            outputs: The outputs of each sequence; None for a sequence with NaN or infinity, which is then refused.
+            padded: The number of tokens of the batch, including padding; 0 if no engine ran.
         """
         for sequence, arrays in zip(sequences, outputs, strict=True):
             if arrays is None:
@@ -157,7 +157,7 @@ class RowCollector:
         self._refused[sequence.index] = InferenceFailed(sequence.index, problem)
 
     def embedded(self, kind: OutputName, bundle: Bundle) -> Embedded:
-        """Return the result. Call it after all sequences were added or refused."""
+        """Return the result. Call this after all sequences were added or refused."""
         kept = [it for it in self._sequences if it.index not in self._refused]
         indices: npt.NDArray[np.uint32] | None = None
         if self._indexed is not None:
@@ -190,7 +190,7 @@ class RowCollector:
     def _add(self, sequence: TokenSequence, array: OutputRows | IndexedRows) -> None:
         at = sequence.index
         if isinstance(array, IndexedRows):
-            assert self._indexed is not None  # noqa: S101 - the kind of output says so
+            assert self._indexed is not None  # noqa: S101 - set for every kind with IndexedRows
             self._indexed[at] = array
             self._lengths[at] = len(array.rows)
             return
@@ -215,7 +215,7 @@ class RowCollector:
 
 
 def reason_of(error: EncserveError) -> str:
-    """Return why an input was refused, without the index of the input."""
+    """Return the reason why an input was refused, without the index of the input."""
     if not isinstance(error, RequestError):
         return str(error.values["problem"])
     text = error.problem_text(PLAIN)

@@ -1,4 +1,4 @@
-"""The outputs of a sequence. The class of each kind of output checks it, and computes its size and its values."""
+"""The outputs of a sequence. Each kind of output has a class, which checks requests and computes sizes and arrays."""
 
 from encserve_server.outputs.kind import Kind
 from encserve_server.outputs.loading import OpenHead

@@ -1,4 +1,4 @@
-"""The base class of the kinds of output: it checks requests, and gives the size, the cost and the arrays."""
+"""The base class of all kinds of output. A kind checks requests, and computes the size, the cost and the arrays."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -9,10 +9,11 @@ from encserve_server.outputs.rows import BatchRows, Column
 from encserve_server.outputs.spec import OutputSpec
 from encserve_server.types.requests import DataType, Output, OutputKind, Task
 
-# For each output, the sequences that need it. The place of a sequence is its index in the batch. Places ascend.
+# For each output, the sequences that need the output, as indices in the batch, in ascending order. Here, a place is the
+# index of a sequence in the batch.
 Wanted = Mapping[Output, Sequence[int]]
 
-# The fields of an OutputSpec that only one kind has, and their names in requests.
+# The fields of an OutputSpec that only one kind has: the field, the kind, and the name of the field in requests.
 _OWN_FIELDS = (
     ("max_active_dims", OutputKind.SPARSE, RequestField.OUTPUT_MAX_ACTIVE_DIMS),
     ("span_pooling", OutputKind.SPANS, RequestField.OUTPUT_SPAN_POOLING),
@@ -39,7 +40,7 @@ class Kind(ABC):
         self.width = width
 
     def check(self, spec: OutputSpec, at: int, task: Task) -> Output:
-        """Return output number `at` of a request, with all defaults filled in.
+        """Return the output with index `at` in a request, with all defaults filled in.
 
         Raises:
             InvalidField: The kind does not support a field's value.
@@ -85,7 +86,7 @@ class Kind(ABC):
         return output.data_type.row_bytes(output.dimensions or self.width)
 
     def reply_bytes(self, output: Output, tokens: int, token_rows: int, spans: int) -> int:
-        """Return the size of one sequence's rows in bytes, or an upper bound. The rows need not exist yet.
+        """Return the size of one sequence's rows in bytes, or an upper bound, before the rows are computed.
 
         Args:
             output: The output.
@@ -101,14 +102,14 @@ class Kind(ABC):
 
     @abstractmethod
     def compute(self, batch: BatchRows, wanted: Wanted) -> Mapping[Output, Column]:
-        """Compute all outputs of this kind for a batch. Work that several outputs need is done once.
+        """Compute all outputs of this kind for a batch. Do work that several outputs need only once.
 
-        `wanted` has no sequence of `batch.failed`. The method adds the sequences with invalid rows to `batch.failed`.
+        `wanted` has no sequence of `batch.failed`. The method adds sequences with invalid rows to `batch.failed`.
         """
 
 
 def outputs_by_place(wanted: Wanted) -> dict[int, list[Output]]:
-    """Return the outputs that each sequence needs, in ascending order of the places."""
+    """Return the outputs that each sequence needs, by the place of the sequence, in ascending order."""
     outputs: dict[int, list[Output]] = {}
     for output, places in wanted.items():
         for i in places:
@@ -117,5 +118,5 @@ def outputs_by_place(wanted: Wanted) -> dict[int, list[Output]]:
 
 
 def all_places(wanted: Iterable[Sequence[int]]) -> list[int]:
-    """Return the places of all sequences that need at least one of several outputs, in ascending order."""
+    """Return the places of all sequences that need at least one output, in ascending order."""
     return sorted(set().union(*wanted))

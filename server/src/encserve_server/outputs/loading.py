@@ -20,8 +20,8 @@ class OpenHead(Protocol):
 
         Args:
             graph: The ONNX file and its interface.
-            on_device: Whether the head runs on the model's device. Otherwise it runs on the CPU.
-            all_threads: Whether the head uses as many CPU threads as the model. Otherwise it uses one.
+            on_device: Whether the head runs on the model's device instead of the CPU.
+            all_threads: Whether the head uses as many CPU threads as the model instead of one thread.
 
         Raises:
             EncserveError: The head cannot be loaded.
@@ -29,7 +29,7 @@ class OpenHead(Protocol):
 
 
 class NotLoaded:
-    """Takes the place of a head that has not been loaded."""
+    """A stand-in for a head that has not been loaded."""
 
     def run(self, *inputs: Numbers) -> Numbers:
         """Raise RuntimeError."""
@@ -40,13 +40,12 @@ def load_heads(bundle: Bundle, open_head: OpenHead) -> dict[OutputKind, Head]:
     """Load and test the heads of a model.
 
     Raises:
-        BundleError: A head fails, or its width differs from the manifest, or the model pools the vectors of tokens and
-            SciPy is not installed.
+        BundleError: A head fails, or its width differs from the manifest. Or the model pools token vectors, and SciPy
+            is not installed.
     """
     heads = {}
-    if (
-        bundle.pooling is not None and bundle.pooling.head is not None
-    ):  # on the CPU: one vector for each text is too little work for a GPU
+    if bundle.pooling is not None and bundle.pooling.head is not None:
+        # On the CPU: one vector for each text is too little work for a GPU.
         heads[OutputKind.MODEL] = _load(open_head, bundle.pooling.head, (2,), on_device=False)
     if bundle.multi_vector is not None:
         heads[OutputKind.MULTI_VECTOR] = _load(open_head, bundle.multi_vector.head, (2,))
@@ -63,7 +62,7 @@ def load_heads(bundle: Bundle, open_head: OpenHead) -> dict[OutputKind, Head]:
 def _load(
     open_head: OpenHead, graph: HeadGraph, shape: tuple[int, ...], *, on_device: bool = True, all_threads: bool = False
 ) -> Head:
-    """Load a head, and test it with zeros of shape (batch, width) or (batch, seq, width). `shape` lacks the width."""
+    """Load a head, and test it with zeros of shape (*shape, width), where `shape` is (batch,) or (batch, seq)."""
     head = open_head(graph, on_device=on_device, all_threads=all_threads)
     zeros = np.zeros((*shape, graph.input_width), np.float32)
     inputs = (zeros, np.ones(shape, np.float32))[: len(graph.input_names)]

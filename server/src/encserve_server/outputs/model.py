@@ -1,4 +1,4 @@
-"""The outputs of one model. The class checks the outputs of a call, returns their size and cost, and computes them."""
+"""The outputs of one model: checks the outputs of a call, returns their size and cost, and computes the arrays."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -121,13 +121,13 @@ class ModelOutputs:
     def _unsupported(self, kind: OutputKind, at: int) -> InvalidField:
         field, bundle = FieldPath(RequestField.OUTPUT_KIND, at), self._bundle
         if kind is OutputKind.MODEL and not (bundle.multi_vector or bundle.sparse):
-            problem = "model {model} does not say how it was trained to pool; ask for a pooling by its name"
+            problem = "the pooling of model {model} is unknown; ask for a pooling by its name"
             return InvalidField(field, problem, model=bundle.name)
         problem = "model {model} has no {kind}; it has {supported}"
         return InvalidField(field, problem, model=bundle.name, kind=kind, supported=tuple(self.kinds))
 
     def static(self, outputs: Sequence[Output], task: Task, other_input: int | None = None) -> StaticSparse | None:
-        """Return the table of token weights if the call can use it instead of the model, else None.
+        """Return the table of token weights if the table answers the call instead of the model, else None.
 
         Args:
             outputs: The outputs of the call.
@@ -154,7 +154,7 @@ class ModelOutputs:
         """Refuse sequences that are too long for an output.
 
         Raises:
-            TooLongToPool: The vectors of a sequence would be joined, and the sequence has too many tokens.
+            TooLongToPool: The call or the model joins vectors, and a sequence has too many tokens.
         """
         for i, output in enumerate(outputs):
             kind = self.kinds[output.kind]
@@ -202,7 +202,7 @@ class ModelOutputs:
         """Compute the outputs of each sequence of a batch.
 
         The outputs of a sequence have the same bits in every batch. Invalid rows of one sequence do not change other
-        sequences. The caller turns off NumPy's warnings about numbers that are not finite.
+        sequences. The caller turns off NumPy's warnings about NaN and infinity.
 
         Args:
             result: The rows of the batch. The method may overwrite the padding.
@@ -210,12 +210,12 @@ class ModelOutputs:
 
         Returns:
             For each sequence, an array for each output, or None if a row is invalid (see `outputs.rows`). An array has
-            the shape (rows, width): a row for each token (TOKENS), for each span (SPANS), or one row. MULTI_VECTOR and
-            SPARSE give IndexedRows. Rows that need no conversion are views of the batch.
+            the shape (rows, width): one row for each token (TOKENS), one for each span (SPANS), or a single row. For
+            MULTI_VECTOR and SPARSE, the array is an IndexedRows. Rows that need no conversion are views of the batch.
         """
         batch = BatchRows(result, sequences)
         batch.find_nonfinite()
-        groups: dict[tuple[Output, ...], list[int]] = {}  # for each set of outputs, its sequences
+        groups: dict[tuple[Output, ...], list[int]] = {}  # the indices of the sequences with these outputs
         for i, sequence in enumerate(sequences):
             groups.setdefault(sequence.wanted, []).append(i)
         columns: dict[Output, Column] = {}
@@ -235,6 +235,9 @@ class ModelOutputs:
         """Set the outputs of sequences without tokens.
 
         OutputKind.TOKENS has no rows. Other outputs are computed from one row of zeros.
+
+        Raises:
+            InferenceFailed: An output is invalid.
         """
         rows = np.zeros((len(sequences), 1, self._bundle.d_model), np.float32)  # (batch, seq, d_model)
         result = BatchResult(rows, [1] * len(sequences), 0.0, 0.0)
@@ -250,7 +253,7 @@ class ModelOutputs:
 def _by_kind(
     groups: Mapping[tuple[Output, ...], Sequence[int]], failed: set[int]
 ) -> dict[OutputKind, dict[Output, list[int]]]:
-    """Return the outputs of each kind, each with the indices of the sequences that need it and have not failed."""
+    """Return, for each kind and output, the indices of the sequences that need the output and have not failed."""
     by_kind: dict[OutputKind, dict[Output, list[int]]] = {}
     for outputs, places in groups.items():
         valid = [i for i in places if i not in failed] if failed else places
@@ -264,7 +267,7 @@ def _by_kind(
 
 
 def _check_distinct(specs: Sequence[OutputSpec]) -> None:
-    """Refuse too many outputs, and an output that a call asks for twice."""
+    """Refuse a call with too many outputs, or with the same output twice."""
     check_output_count(len(specs))
     seen: dict[OutputSpec, int] = {}
     for i, spec in enumerate(specs):

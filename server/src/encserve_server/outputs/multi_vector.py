@@ -1,4 +1,4 @@
-"""The vectors that MaxSim compares: one vector for each token that takes part. A call or a model can join vectors."""
+"""The vectors that MaxSim compares: one for each token, except skipped tokens. A call or a model can join vectors."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -26,7 +26,7 @@ class MultiVectors(Kind):
     data_types = (*FLOAT_TYPES, DataType.INT8)
 
     def __init__(self, bundle: Bundle, multi_vector: MultiVector, head: Head) -> None:
-        """Set the model, its description of the vectors, and the head."""
+        """Set the bundle, its description of the vectors, and the head."""
         super().__init__(OutputKind.MULTI_VECTOR, multi_vector.head.width)
         self._model = bundle.name
         self._head = head
@@ -75,11 +75,11 @@ class MultiVectors(Kind):
         return tokens * (self.row_bytes(output) + _INDEX_BYTES)
 
     def extra_cost(self, output: Output, tokens: int, spans: int) -> int:
-        """Return the cost of joining vectors: the number of tokens, for each time that vectors are joined."""
+        """Return the cost of joining vectors: the number of tokens for each pooling with a factor above 1."""
         return tokens * sum(pooling.factor > 1 for pooling in self._poolings(output))
 
     def _poolings(self, output: Output) -> list[TokenPooling]:
-        """Return the pooling of the model, and then the pooling of the call."""
+        """Return the pooling of the model, then the pooling of the call. Each may be missing."""
         requested = TokenPooling(output.pool_factor) if output.pool_factor else None
         return [pooling for pooling in (self._pooling[output.task], requested) if pooling is not None]
 
@@ -116,14 +116,14 @@ class _TaskVectors:
     """The vectors of the sequences of one task in a batch."""
 
     def __init__(self, vectors: Numbers, indices: Any, slices: list[slice]) -> None:
-        """Set the (vectors, width) vectors, the token of each vector, and the slice of each sequence of the batch."""
+        """Set the (vectors, width) vectors, their (vectors,) token indices, and the slice of each sequence."""
         self._vectors = vectors
         self._indices = indices
         self._slices = slices
         self._poolers: dict[tuple[int, TokenPooling | None], TokenPooler] = {}
 
     def column(self, batch: BatchRows, output: Output, poolings: list[TokenPooling], places: Iterable[int]) -> Column:
-        """Return one output of the sequences at `places`. Failed sequences are left out."""
+        """Return one output of the sequences with the indices `places`; None for failed sequences."""
         places = [i for i in places if i not in batch.failed]
         parts = [self._pooled(i, poolings) for i in places]
         ends = np.cumsum([len(part) for part in parts]).tolist()
@@ -139,7 +139,7 @@ class _TaskVectors:
         return column
 
     def _pooled(self, place: int, poolings: list[TokenPooling]) -> Numbers:
-        """Return the vectors of one sequence, after all poolings, one after another."""
+        """Return the vectors of one sequence after all poolings, in this order."""
         vectors = self._vectors[self._slices[place]]
         previous: TokenPooling | None = None
         for pooling in poolings:
@@ -151,7 +151,7 @@ class _TaskVectors:
 
 
 def _counting_ids(settings: TaskSettings, vocab_size: int) -> Mask | None:
-    """Return a (vocab_size,) mask of the token ids that have a vector, or None if all token ids have one."""
+    """Return a (vocab_size,) mask of the token ids with a vector; None if all token ids have a vector."""
     kept, skipped = list(settings.kept_token_ids), list(settings.skipped_token_ids)
     if not (kept or skipped):
         return None
@@ -162,7 +162,7 @@ def _counting_ids(settings: TaskSettings, vocab_size: int) -> Mask | None:
 
 
 def _check_pool_factor(field: FieldPath, factor: float, task: Task) -> None:
-    """Refuse a pool factor that is out of range or for a query, and any pool factor if SciPy is missing."""
+    """Refuse a pool factor if the factor is out of range, the task is a query, or SciPy is missing."""
     was = f"{factor:g}"
     if not 1 <= factor < math.inf:
         raise InvalidField(field, "must be a number from 1; was {was}", was=was)

@@ -17,11 +17,11 @@ class OutputPlan:
         detail: The default detail of the reply.
         row_bytes: The size of a sequence's rows in bytes; None if the size depends on the sequence.
         is_ordinary: Whether the cost of a sequence is its number of tokens.
-        has_sparse: Whether an output has sparse weights. Their number is known only after the run.
+        has_sparse: Whether an output has sparse weights. The number of weights is known only after the run.
         bounds_length: Whether an output has a limit on the length of a sequence.
-        cost: Returns the cost of a sequence from its numbers of tokens and spans; see `ModelOutputs.cost`.
-        reply_bytes: Returns the size of a sequence's rows in bytes from its numbers of tokens, token rows and spans;
-            see `ModelOutputs.reply_bytes`.
+        cost: Returns the cost of a sequence in tokens. Arguments: the number of tokens, and of spans.
+        reply_bytes: Returns the size of a sequence's rows in bytes. Arguments: the number of tokens, of token rows, and
+            of spans; see `ModelOutputs.reply_bytes`.
     """
 
     outputs: tuple[Output, ...]

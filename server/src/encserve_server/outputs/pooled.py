@@ -30,7 +30,7 @@ class ModelVector(Kind):
     """OutputKind.MODEL: one pooling or several concatenated poolings, and then the head, if the model has one."""
 
     def __init__(self, pooling: ModelPooling, d_model: int, head: Head | None) -> None:
-        """Set the pooling that the model was trained for, the width of a row, and the head, or None without a head."""
+        """Set the pooling that the model was trained for, the width of a row, and the head; None without a head."""
         super().__init__(OutputKind.MODEL, pooling.width)
         self._pooling = pooling
         self._head = head
@@ -44,7 +44,7 @@ class ModelVector(Kind):
         return Output(OutputKind.MODEL, spec.l2_normalize, spec.data_type, dimensions)
 
     def gives_unit_vectors(self, output: Output) -> bool:
-        """Return whether the vectors have norm 1 without `l2_normalize`. Cut vectors do not have it."""
+        """Return whether the vectors have norm 1 without `l2_normalize`. Cut vectors do not have norm 1."""
         return self._pooling.l2_normalize and output.dimensions in (0, self.width)
 
     def compute(self, batch: BatchRows, wanted: Wanted) -> Mapping[Output, Column]:
@@ -60,7 +60,7 @@ class ModelVector(Kind):
         return columns
 
     def _vectors(self, batch: BatchRows, places: Sequence[int], skipped: int) -> Numbers:
-        """Return the (places, width) vectors before cutting."""
+        """Return the (len(places), width) vectors, not yet cut to `dimensions`."""
         pooled = [batch.pooled(kind, skipped) for kind in self._pooling.kinds]
         vectors = np.concatenate(pooled, axis=1) if len(pooled) > 1 else pooled[0]  # (batch, poolings x d_model)
         if len(places) < len(vectors):

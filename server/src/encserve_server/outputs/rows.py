@@ -1,7 +1,7 @@
 """Pools the rows of a batch, converts them for an output, and finds invalid rows.
 
-A row is invalid if a number is not finite, or if the row is zero because its norm overflowed float32. The code makes
-few NumPy calls, because each call is slow: after a run of the model, NumPy's code is not in the CPU's caches.
+A row is invalid if a number is NaN or infinity, or if the row is zero because its norm overflowed float32. The code
+makes few NumPy calls, because each call is slow: after a run of the model, NumPy's code is not in the CPU's caches.
 """
 
 import math
@@ -20,7 +20,7 @@ from encserve_server.types.requests import DataType, Output, OutputKind
 Column = Sequence[Any]
 
 _LEAST_NORM = np.finfo(np.float32).tiny
-# The square of a number above 1.8e19 overflows float32. The weights of a head can make a number 10,000 times larger.
+# The square of a number above 1.8e19 overflows float32. The weights of a head can multiply a number by 10,000.
 _LARGE = 1e15
 
 
@@ -50,41 +50,41 @@ class BatchRows:
     """
 
     def __init__(self, result: BatchResult, sequences: Sequence[HasOutputs]) -> None:
-        """Set the rows. The methods may overwrite padding."""
+        """Set the rows. The methods may overwrite the rows of padding."""
         self.result = result
         self.sequences = sequences
         self.failed: set[int] = set()
         self._pooled: dict[tuple[OutputKind, int], Numbers] = {}
 
     def find_nonfinite(self) -> None:
-        """Add the sequences with numbers that are not finite to `failed`.
+        """Add the sequences with NaN or infinity to `failed`.
 
-        If a number is not finite, the mean is not finite. The mean takes no longer than a check of all rows, and
-        most calls need the mean.
+        If the sum of all numbers is finite, all numbers are finite. Otherwise, check the rows of each sequence: the sum
+        may have overflowed, or only padding may have NaN or infinity.
         """
-        if not np.isfinite(self.pooled(OutputKind.MEAN)).all():
+        if not math.isfinite(np.add.reduce(self.result.output, axis=None)):
             self.failed = {i for i, rows in enumerate(self.result.rows) if not np.isfinite(rows).all()}
 
     def pooled(self, kind: OutputKind, skipped: int = 0) -> Numbers:
-        """Return the result of `pool` for the batch. It is computed once, so callers must not write to the array."""
+        """Return the result of `pool` for the batch. The result is cached: do not write to the array."""
         vectors = self._pooled.get((kind, skipped))
         if vectors is None:
             vectors = self._pooled[kind, skipped] = pool(self.result, kind, skipped)
         return vectors
 
     def fail(self, places: Sequence[int], invalid: Mask) -> None:
-        """Add the places of invalid rows to `failed`. `places[i]` is the sequence of row i."""
+        """Add the sequences of invalid rows to `failed`. Row i belongs to the sequence with index `places[i]`."""
         self.failed.update(np.array(places)[invalid].tolist())
 
     def one_row_each(self, rows: OutputRows, invalid: Mask | None, places: Sequence[int]) -> Column:
-        """Return a column of (1, width) arrays from (places, width) rows, and add invalid rows to `failed`."""
+        """Return a column of (1, width) arrays from (len(places), width) rows. Add invalid rows to `failed`."""
         if invalid is not None:
             self.fail(places, invalid)
         each = list(rows[:, None])  # (1, width) each
         return each if len(places) == len(self.sequences) else self.column(each, places)
 
     def column(self, arrays: Iterable[Any], places: Iterable[int]) -> Column:
-        """Return a column that holds each array at its place."""
+        """Return a column with `arrays[i]` at index `places[i]`, and None elsewhere."""
         column: list[Any] = [None] * len(self.sequences)
         for i, it in zip(places, arrays, strict=True):
             column[i] = it
@@ -94,16 +94,16 @@ class BatchRows:
 def pool(result: BatchResult, kind: OutputKind, skipped: int = 0) -> Numbers:
     """Pool (batch, seq, d_model) rows into (batch, d_model) vectors, without the first `skipped` tokens.
 
-    A sequence without other tokens gets the row of its first token for OutputKind.CLS, and zeros for other kinds. The
-    vector of a sequence has the same bits in every batch.
+    If a sequence has no more than `skipped` tokens, OutputKind.CLS gives the row of the first token, and other kinds
+    give zeros. The vector of a sequence has the same bits in every batch.
     """
     rows = result.output
     if kind is OutputKind.CLS and not skipped:
-        return rows[:, 0].copy()  # a view would keep the whole batch in memory until its reply is sent
+        return rows[:, 0].copy()  # a view would keep the whole batch in memory until the reply is sent
     lengths = np.array(result.lengths, np.float32)[:, None]  # (batch, 1)
     if kind in (OutputKind.CLS, OutputKind.LAST_TOKEN):
         return _pick(rows, np.array(result.lengths), kind, skipped)
-    # In place of padding, this number does not change the result, not even its last bit.
+    # Padding with this number changes no bit of the result.
     neutral = -np.inf if kind is OutputKind.MAX else -0.0
     if min(result.lengths) < rows.shape[1]:
         rows[np.arange(rows.shape[1]) >= lengths] = neutral
@@ -183,7 +183,7 @@ def quantized(rows: Numbers) -> npt.NDArray[np.int8]:
 
 
 def nonfinite_rows(rows: Numbers) -> Mask | None:
-    """Return a (rows,) mask of the rows with a number that is not finite, or None if all rows are finite."""
+    """Return a (rows,) mask of the rows with NaN or infinity; None if all rows are finite."""
     finite = np.isfinite(rows)
     if finite.all():
         return None
@@ -191,7 +191,7 @@ def nonfinite_rows(rows: Numbers) -> Mask | None:
 
 
 def invalid_head_rows(inputs: Numbers, outputs: Numbers) -> Mask | None:
-    """Return a (rows,) mask of the invalid output rows of a head, or None if all rows are valid.
+    """Return a (rows,) mask of the invalid output rows of a head; None if all rows are valid.
 
     A row of zeros is invalid if the input is so large that a norm inside the head may overflow. With smaller inputs, a
     row of zeros is a valid result, for example of a ReLU.
@@ -200,7 +200,7 @@ def invalid_head_rows(inputs: Numbers, outputs: Numbers) -> Mask | None:
         inputs: (rows, input width).
         outputs: (rows, width).
     """
-    sums = np.add.reduce(np.abs(outputs), axis=1)  # (rows,), small, so that its check is fast
+    sums = np.add.reduce(np.abs(outputs), axis=1)  # (rows,): few numbers, so the next check is fast
     if np.isfinite(sums).all() and sums.all():
         return None
     overflows = (np.abs(inputs) > _LARGE).any(axis=1) & ~outputs.any(axis=1)

@@ -20,8 +20,8 @@ _SPANS_AT_A_TIME = 64
 _FLOAT_BYTES = 4
 _COUNT_BYTES = 5  # the most bytes in a reply for a span's number of tokens
 _NO_SPANS = np.empty((0, 2), np.int64)
-# The number of spans that cost as much as one token. On a CPU, a small model needs 132 µs for a token; a span needs
-# 1.4 µs.
+# The number of spans that cost as much as one token. On a CPU, a small model needs 132 µs for a token, and 1.4 µs for a
+# span.
 _SPANS_PER_TOKEN = 100
 
 
@@ -40,7 +40,7 @@ class Spans(Kind):
         return super()._output(spec, at, task)._replace(span_pooling=pooling)
 
     def reply_bytes(self, output: Output, tokens: int, token_rows: int, spans: int) -> int:
-        """Return the size in bytes of the rows before they are cut. So the limit for replies also limits the spans."""
+        """Return the size in bytes of the rows before cutting. So the limit for replies also limits the spans."""
         return spans * (self.width * _FLOAT_BYTES + _COUNT_BYTES)
 
     def extra_cost(self, output: Output, tokens: int, spans: int) -> int:
@@ -67,8 +67,8 @@ class Spans(Kind):
 def pool_spans(rows: Rows, spans: TokenSpans, kind: OutputKind) -> Numbers:
     """Pool the (spans, 2) spans of (seq, d_model) rows into (spans, d_model) float32 vectors. Empty spans give zeros.
 
-    The time grows with the number of rows and of spans, but not with their overlap. For sums, the function computes the
-    sum of all rows before each row, in float64. For maxima, it computes the maxima of all runs of 2, 4, 8, … rows.
+    The time grows with the number of rows and the number of spans, but not with the overlap of spans. Sums use prefix
+    sums in float64. Maxima use the maxima of all runs of 2, 4, 8, … rows.
     """
     starts, ends = spans[:, 0], spans[:, 1]
     counts = (ends - starts)[:, None]  # (spans, 1)
@@ -106,7 +106,7 @@ def _means(rows: Rows, starts: Indices, ends: Indices, divisors: npt.NDArray[np.
 
 
 def _sums_before(rows: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
-    """Return the (seq + 1, d_model) sums: row i is the sum of the first i rows.
+    """Return the (seq + 1, d_model) prefix sums: row i is the sum of the first i rows.
 
     `cumsum` can take ten times as long as this loop.
     """
@@ -117,9 +117,9 @@ def _sums_before(rows: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
 
 
 def _maxima(rows: Rows, starts: Indices, ends: Indices) -> Numbers:
-    """Return the (spans, d_model) maxima. Two runs cover each span, and may overlap. Their length is a power of 2."""
+    """Return the (spans, d_model) maxima. Two runs of 2**level rows cover each span. The two runs may overlap."""
     maxima = np.zeros((len(starts), rows.shape[1]), np.float32)
-    levels = np.frexp(ends - starts)[1] - 1  # (spans,): log2 of the runs' length; -1 for an empty span
+    levels = np.frexp(ends - starts)[1] - 1  # (spans,): -1 for an empty span
     runs = rows  # (seq + 1 - 2**level, d_model): the maxima of the run that begins at each row
     for level in range(max(levels, default=-1) + 1):
         if level:

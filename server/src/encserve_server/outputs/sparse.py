@@ -21,8 +21,8 @@ Weights = tuple[int, npt.NDArray[np.int64], Numbers]  # a sequence's index in th
 # The memory for a run of the head is counted in vectors with one number for each entry of the vocabulary. Each token
 # needs a vector of logits and a vector of activations.
 _VECTORS_PER_TOKEN = 2
-# Each text needs vectors for the pooled weights, for the pooled weights of a slice, and for the ids and the weights
-# that are not 0.
+# Each text needs vectors for the pooled weights, for the pooled weights of a slice, for the ids of nonzero weights, and
+# for the nonzero weights.
 _VECTORS_PER_TEXT = 6
 # The share of the memory that is reserved for finished weights and the reply.
 _RESULT_SHARE = 1 / 8
@@ -40,7 +40,7 @@ class SparseWeights(Kind):
     data_types = FLOAT_TYPES
 
     def __init__(self, sparse: Sparse, head: Head, max_bytes: int) -> None:
-        """Set the model's description of the weights, the head, and the memory for one run of the head in bytes."""
+        """Set the description of the sparse weights, the head, and the memory for one run of the head in bytes."""
         super().__init__(OutputKind.SPARSE, 1)
         self._sparse = sparse
         self._own_id = sparse.pooling is SparsePooling.OWN_ID
@@ -49,7 +49,7 @@ class SparseWeights(Kind):
         self._max_vectors = int(max_bytes * (1 - _RESULT_SHARE)) // (sparse.width * 4)
 
     def check(self, spec: OutputSpec, at: int, task: Task) -> Output:
-        """See `Kind.check`. A row is a single weight, so it cannot be cut or normalized."""
+        """See `Kind.check`. A row is a single weight, so rows cannot be cut or normalized."""
         for field, value in (
             (RequestField.OUTPUT_NORMALIZE, spec.l2_normalize),
             (RequestField.OUTPUT_DIMENSIONS, spec.dimensions),
@@ -85,14 +85,14 @@ class SparseWeights(Kind):
         return columns
 
     def _weigh(self, batch: BatchRows, places: list[int]) -> Iterator[Weights]:
-        """Yield the weights of each sequence that are not 0, for SparsePooling.MAX and SparsePooling.SUM."""
+        """Yield the nonzero weights of each sequence, for SparsePooling.MAX and SparsePooling.SUM."""
         for part in _parts(places, batch.result.lengths, self._max_vectors):
             for i, vector in zip(part, self._run(batch, part), strict=True):
                 indices = vector.nonzero()[0]
                 yield i, indices, vector[indices]
 
     def _run(self, batch: BatchRows, places: list[int]) -> Numbers:
-        """Return the (places, width) pooled weights of the sequences at `places`.
+        """Return the (len(places), width) pooled weights of the sequences with the indices `places`.
 
         If the sequences are too long for one run of the head, the head runs on one slice of tokens after another.
         """
@@ -105,19 +105,19 @@ class SparseWeights(Kind):
             stop = min(start + slice_tokens, longest)
             mask = np.arange(start, stop) < lengths  # (places, seq)
             rows = batch.result.output[places, start:stop]  # (places, seq, d_model), a copy
-            rows[~mask] = 0  # padding may hold numbers that are not finite
+            rows[~mask] = 0  # padding may contain NaN or infinity
             part = self._head.run(rows, mask.astype(np.float32))  # (places, width)
             pooled = part if pooled is None else combine(pooled, part, out=pooled)
         assert pooled is not None  # noqa: S101 - a sequence has at least one token
         return pooled
 
     def _weigh_own_ids(self, batch: BatchRows, places: list[int]) -> Iterator[Weights]:
-        """Yield the weight of each token under its own id. If an id occurs twice, the larger weight counts."""
+        """Yield the weight of each token id of a sequence. If an id occurs twice, use the larger weight."""
         result, width = batch.result, self._sparse.width
         ids = np.concatenate([batch.sequences[i].input for i in places])  # (tokens,)
         owners = np.repeat(np.arange(len(places)), [result.lengths[i] for i in places])  # (tokens,)
         weights = self._head.run(result.output[result.token_mask(places)])[:, 0]  # (tokens,)
-        counts = ~(weights <= 0) & ~np.isin(ids, self._skipped_ids)  # NaN counts too, so that `compute` finds it
+        counts = ~(weights <= 0) & ~np.isin(ids, self._skipped_ids)  # true for NaN, which `compute` must find
         keys, positions = np.unique((owners * width + ids)[counts], return_inverse=True)
         largest = np.zeros(len(keys), np.float32)
         np.maximum.at(largest, positions, weights[counts])
@@ -127,7 +127,7 @@ class SparseWeights(Kind):
 
 
 def static_weights(static: StaticSparse, ids: ModelInput, outputs: Sequence[Output]) -> tuple[IndexedRows, ...]:
-    """Return, for each output, the weights of the tokens of a text from a table.
+    """Look up the weights of a text's tokens in a table. Return the weights for each output.
 
     Args:
         static: The table.
@@ -140,7 +140,7 @@ def static_weights(static: StaticSparse, ids: ModelInput, outputs: Sequence[Outp
 
 
 def _parts(places: Sequence[int], lengths: Sequence[int], max_vectors: int) -> Iterator[list[int]]:
-    """Yield groups of sequences. Each group fits one run of the head, except a single sequence that is too long."""
+    """Yield groups of sequences for one run of the head. A sequence that is too long for a run is a separate group."""
     part: list[int] = []
     longest = 0
     for i in places:
@@ -154,7 +154,7 @@ def _parts(places: Sequence[int], lengths: Sequence[int], max_vectors: int) -> I
 
 
 def _largest(indices: npt.NDArray[np.int64], weights: Numbers, outputs: Iterable[Output]) -> Iterator[IndexedRows]:
-    """For each output, yield the largest of the (n,) weights. Among equal weights, the first are kept."""
+    """For each output, yield the largest of the (n,) weights. Of equal weights, yield the first ones."""
     order = None  # from the largest weight to the smallest, sorted once
     for output in outputs:
         kept: Any = slice(None)

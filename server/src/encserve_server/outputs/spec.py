@@ -7,7 +7,7 @@ from encserve_server.types.requests import DataType, OutputKind
 
 # Each output costs time and memory. Known callers ask for a few outputs.
 MAX_OUTPUTS = 16
-# The most vectors of a sequence that can be joined. Memory grows with the square of their number: 50 MB for 2,048.
+# The maximum number of vectors of a sequence for joining. Memory grows with the square of this number: 50 MB for 2,048.
 MAX_POOLED_VECTORS = 2_048
 FLOAT_TYPES = (DataType.FLOAT32, DataType.FLOAT16)
 # The kinds that pool several rows into one.

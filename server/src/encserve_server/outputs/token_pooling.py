@@ -1,7 +1,7 @@
 """Joins similar vectors by hierarchical clustering, like HierarchicalTokenPooling of sentence-transformers.
 
-SciPy's linkage holds Python's global lock for 0.2 s for 2,048 vectors, and stops the rest of the server. So this module
-computes the linkage with short NumPy calls. SciPy only cuts the tree.
+For 2,048 vectors, SciPy's linkage holds the GIL for 0.2 s, and stops the rest of the server. So this module computes
+the linkage with short NumPy calls. SciPy only cuts the cluster tree.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ def pool_tokens(vectors: Numbers, pooling: TokenPooling) -> Numbers:
 
 
 class TokenPooler:
-    """Joins the vectors of one sequence. Poolings that protect the same number of vectors share one tree."""
+    """Joins the vectors of one sequence. Poolings with the same number of protected vectors share one cluster tree."""
 
     def __init__(self, vectors: Numbers) -> None:
         """Set the (n, width) float32 vectors, which are finite and have norm 1."""
@@ -68,10 +68,10 @@ class TokenPooler:
 
 
 def _distances(vectors: Numbers) -> Distances:
-    """Return the (n, n) distances, 1 - dot product from 0 to 2, of (n, width) vectors."""
+    """Return the (n, n) distances of (n, width) vectors. A distance is 1 - dot product, clipped to 0…2."""
     distances = vectors @ vectors.T  # float32, like sentence-transformers
     np.subtract(1, distances, out=distances)
-    np.fmin(np.fmax(distances, 0, out=distances), 2, out=distances)  # removes NaN, which would make a chain endless
+    np.fmin(np.fmax(distances, 0, out=distances), 2, out=distances)  # replaces NaN, which would make a chain endless
     return distances.astype(np.float64)
 
 
@@ -105,7 +105,7 @@ def linkage(distances: Distances) -> Distances:
 
 
 def _extend(chain: list[int], distances: Distances) -> tuple[int, int]:
-    """Append nearest neighbours until the last two clusters are nearest to each other. Return the two."""
+    """Append nearest neighbours until the last two clusters are nearest to each other. Return these two clusters."""
     while True:
         row = distances[chain[-1]]
         nearest = int(row.argmin())
@@ -127,7 +127,7 @@ def _merged(distances: Distances, sizes: Distances, first: int, second: int) -> 
 def _tree(merges: Distances) -> Distances:
     """Number the merged clusters from n on, like SciPy.
 
-    `merges` is sorted by distance, and names each cluster by one of its vectors. The function overwrites `merges`.
+    `merges` is sorted by distance, and has the index of one vector for each cluster. The function overwrites `merges`.
     """
     count = len(merges) + 1
     parents = list(range(2 * count - 1))

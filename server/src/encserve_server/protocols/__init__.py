@@ -1,1 +1,1 @@
-"""One file or folder for each protocol. Protocols know neither sockets nor the libraries of transports."""
+"""One file or folder for each protocol. Protocols do not use sockets or the libraries of transports."""

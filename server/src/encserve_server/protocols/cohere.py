@@ -35,7 +35,7 @@ from encserve_server.types.requests import DataType
 
 _INPUT_TYPES = ("search_query", "search_document", "classification", "clustering")
 _IMAGE = "this server takes only texts"
-# For each type of embedding, the data type of the rows, and the function that converts the rows. uint8 is int8 + 128;
+# For each type of embedding: the data type of the rows, and the function that converts the rows. uint8 is int8 + 128;
 # binary is ubinary - 128.
 _TYPES: Mapping[str, tuple[DataType, Callable[[Any], OutputRows]]] = {
     "float": (DataType.FLOAT32, lambda rows: rows),
@@ -45,9 +45,9 @@ _TYPES: Mapping[str, tuple[DataType, Callable[[Any], OutputRows]]] = {
     "ubinary": (DataType.BINARY, lambda rows: rows),
     "base64": (DataType.FLOAT32, lambda rows: rows),
 }
-# The most characters of JSON for each byte of vectors. A byte of int8 can be written twice: as `-128,` for int8 and as
-# `255,` for uint8. The same is true for ubinary and binary. A float32 has 4 bytes; as a number it takes at most 17
-# characters, and in base64 6.
+# The maximum number of JSON characters for each byte of vectors. A byte of int8 can be written twice: as `-128,` for
+# int8 and as `255,` for uint8. The same is true for ubinary and binary. A float32 has 4 bytes. As a number it takes at
+# most 17 characters, and in base64 6 characters.
 _GROWTH = 10.0
 
 _EXAMPLE = {"texts": ["a cat", "a dog"], "input_type": "search_document", "embedding_types": ["float", "int8"]}
@@ -58,16 +58,16 @@ class CohereBody(Body):
 
     Attributes:
         texts: The texts. A request has either texts or inputs.
-        inputs: A list of objects {"content": [{"type": "text", "text": "…"}]}, instead of texts. Line breaks join
-            several texts of one object.
+        inputs: A list of objects {"content": [{"type": "text", "text": "…"}]}, instead of texts. The texts of one
+            object become one text, with line breaks between them.
         images: Refused, because this server takes only texts.
         input_type: search_query and search_document select the tasks of models that have them. classification and
             clustering select no task.
         embedding_types: One or several of float, int8, uint8, binary, ubinary and base64. Default: float.
         output_dimension: The number of dimensions to which a vector is cut.
-        max_tokens: The most tokens of a text, if this number is less than the model's limit. truncate says whether
-            longer texts are cut or refused.
-        truncate: END cuts texts that are too long, NONE refuses them. Default: END, or NONE if the server runs
+        max_tokens: The maximum number of tokens of a text, if this number is less than the model's limit. truncate says
+            whether longer texts are cut or refused.
+        truncate: END cuts texts that are too long, NONE refuses such texts. Default: END, or NONE if the server runs
             with http_truncate off.
         normalize: Whether float vectors are scaled to Euclidean length 1.
         pooling: Replaces the pooling that the model was trained with: mean, cls, max, last_token, weighted_mean or
@@ -222,7 +222,7 @@ def _texts_of(fields: CohereBody) -> Sequence[str]:
 
 
 def _text_of(field: str, item: Any) -> str:
-    """Return the text of one element of `inputs`. Line breaks join its contents."""
+    """Return the text of one element of `inputs`. A line break separates the parts of its content."""
     contents = item.get("content") if isinstance(item, dict) else None
     if not isinstance(contents, list) or not contents:
         raise InvalidField(f"{field}.content", 'must be a list of {"type": "text", "text": "…"}')
@@ -260,7 +260,7 @@ def _truncates(name: str | None, settings: Settings) -> bool:
 
 
 def _pieces(name: str, reply: EncodeReply, data_types: Sequence[DataType]) -> Iterator[bytes]:
-    """Write the vectors of all inputs as one type of embedding. A reply has an output for each data type."""
+    """Write the vectors of all inputs as one type of embedding. The reply has one output for each data type."""
     data_type, convert = _TYPES[name]
     place = data_types.index(data_type)
     rows = convert(np.concatenate([sequence.outputs[place] for sequence in reply.sequences]))  # (inputs, width)

@@ -31,8 +31,8 @@ class EmbeddingsBody(FormatBody):
     Attributes:
         input: A text, the ids of a text, or a list of these; required.
         user: Ignored.
-        add_special_tokens: With false, lists of ids need not have the tokenizer's special tokens, and texts are
-            refused. Default: true; then lists of ids without these tokens are refused.
+        add_special_tokens: false allows lists of ids without the tokenizer's special tokens, and refuses texts. true
+            refuses lists of ids without these tokens. Default: true.
     """
 
     input: Inputs | None = None
@@ -54,7 +54,7 @@ class Embedding(TypedDict):
 
 
 class Usage(TypedDict):
-    """The number of tokens that the model saw, with special tokens and the tokens of a prompt.
+    """The number of tokens that the model saw, including special tokens and the tokens of a prompt.
 
     Attributes:
         prompt_tokens: The number of tokens in all inputs.
@@ -80,11 +80,11 @@ class Embeddings(TypedDict):
 
 
 class Model(TypedDict):
-    """A model, listed under one of its names.
+    """A model under one of its names.
 
     Attributes:
         id: The name.
-        max_model_len: The longest input in tokens.
+        max_model_len: The maximum length of an input, in tokens.
         root: The model's own name.
         outputs: The routes that serve each kind of output that the model has.
     """
@@ -103,7 +103,7 @@ class Models(TypedDict):
     """All models.
 
     Attributes:
-        data: Every model under each of its names, the default model first.
+        data: All models, the default model first. A model with several names is listed under each name.
     """
 
     object: str
@@ -175,7 +175,7 @@ class OpenAiRoutes:
         )
 
     async def models(self, request: Request, call: Call) -> Reply:
-        """List the models that the caller may use under all their names, the default model first."""
+        """List the models that the caller may use, each under all its names, the default model first."""
         del request
         models = filter(call.may_use, self._catalog.all())
         listed = [self._model(model, name) for model in models for name in self._catalog.names(model)]
@@ -205,13 +205,13 @@ class OpenAiRoutes:
 
 
 def check_ids(model: ServedModel, sent: SentInputs, add_special_tokens: bool | None) -> None:
-    """Refuse ids that probably come from another tokenizer, because they would give wrong vectors without an error.
+    """Refuse ids that probably come from another tokenizer. Such ids would give wrong vectors without an error.
 
-    The function also sets `sent.closing`, so that ids that are cut keep the special tokens at their end.
+    The function also sets `sent.closing`, so that truncated ids keep their special tokens at the end.
 
     Raises:
         InvalidField: A list of ids lacks the special tokens that the tokenizer puts around a text, and
-            `add_special_tokens` is not false. Or it is false, and an input is a text to which the tokenizer would add
+            `add_special_tokens` is not false. Or `add_special_tokens` is false, and an input is a text that needs
             special tokens.
     """
     tokenizer = model.tokenizer
@@ -225,14 +225,14 @@ def check_ids(model: ServedModel, sent: SentInputs, add_special_tokens: bool | N
             if add_special_tokens is False and (before or behind):
                 raise InvalidField(
                     "add_special_tokens",
-                    f"must be true for texts; input[{i}] is a text: send its ids without special tokens instead",
+                    f"must be true for texts; input[{i}] is a text. Or send the text's ids without special tokens",
                 )
         elif add_special_tokens is not False and not _has_around(it, before, behind):
             raise InvalidField(
                 FieldPath(RequestField.IDS, i),
                 f"do not come from this model's tokenizer: it puts {_shown(tokenizer, before)} before a text and "
-                f"{_shown(tokenizer, behind)} behind it, and these begin with {it[:2]} and end with {it[-2:]}. If they "
-                'are complete without these tokens, send "add_special_tokens": false',
+                f"{_shown(tokenizer, behind)} after a text; these ids begin with {it[:2]} and end with {it[-2:]}. If "
+                'the ids are complete without special tokens, send "add_special_tokens": false',
             )
 
 
@@ -241,7 +241,7 @@ def _shown(tokenizer: TextTokenizer, ids: Sequence[int]) -> str:
 
 
 def _has_around(ids: list[int], before: Sequence[int], behind: Sequence[int]) -> bool:
-    """Return whether ids begin and end with the special tokens. An empty list is refused elsewhere."""
+    """Return whether ids begin and end with the special tokens. Another function refuses empty lists."""
     return not ids or (ids[: len(before)] == list(before) and ids[len(ids) - len(behind) :] == list(behind))
 
 

@@ -1,6 +1,6 @@
 """The description of all routes: `/openapi.json` (OpenAPI 3.1) for programs, and the page `/docs` for people.
 
-Both are generated once at the start. The sources are the structs of the routes' bodies, the types of their replies, the
+Both are generated once at the start, from four sources: the structs of the bodies, the types of the replies, the
 docstrings of these classes, and the table of errors.
 """
 
@@ -22,7 +22,7 @@ from encserve_server.errors import CALLER_ERRORS
 
 _REF = "#/components/schemas/"
 _JSON = "application/json"
-# A field in the section Attributes of a docstring: its name and its text, which may continue on indented lines.
+# A field in the section Attributes of a docstring: the name, and the text, which may continue on indented lines.
 _ATTRIBUTE = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 _HTML_HEADERS = {
     "content-type": "text/html; charset=utf-8",
@@ -44,7 +44,7 @@ class DocsRoutes:
     """The handlers of the description."""
 
     def __init__(self, others: Sequence[Route], dialect: Dialect) -> None:
-        """Generate the description of `others` and of the two routes here. `dialect` writes the errors of the two."""
+        """Generate the description of `others` and of two more routes. `dialect` writes the errors of the two."""
         own = [
             Route("GET", "/openapi.json", self.openapi, dialect, is_listing=True, reply=dict[str, Any]),
             Route("GET", "/docs", self.docs, dialect, is_listing=True, reply=str),
@@ -55,7 +55,7 @@ class DocsRoutes:
         self._page = page_of(document).encode()
 
     def routes(self) -> list[Route]:
-        """Return all routes: the others, and the two of the description."""
+        """Return all routes: the others and the two routes of the description."""
         return self._routes
 
     async def openapi(self, request: Request, call: Call) -> Reply:
@@ -128,8 +128,8 @@ def _refusals(route: Route) -> dict[int, list[str]]:
     """Return the HTTP statuses of the errors of a route, and for each status the reasons from docs/errors.md."""
     found: dict[int, list[str]] = {500: ["INTERNAL"]}
     for error, status in CALLER_ERRORS.items():
-        # Without a body, a route can refuse only the name in its path. FAILED_PRECONDITION is about the expected
-        # fingerprint of a bundle, and no route has a field for it.
+        # A route without a body can refuse only the name in its path. FAILED_PRECONDITION means that the bundle does
+        # not have the expected fingerprint, and no route has a field for a fingerprint.
         with_body = route.body is not None and status.grpc != "FAILED_PRECONDITION"
         if with_body or status.grpc == "UNAVAILABLE" or (status.grpc == "NOT_FOUND" and "{" in route.path):
             reasons = found.setdefault(route.dialect.status_of(status), [])
@@ -139,7 +139,7 @@ def _refusals(route: Route) -> dict[int, list[str]]:
 
 
 def _named(shapes: Sequence[Any]) -> list[type[Any]]:
-    """Return the classes in types and in their fields. They become components of the document."""
+    """Return the classes in types and in their fields. They become the components of the OpenAPI document."""
     found: dict[type[Any], None] = {}
 
     def add(shape: Any) -> None:
@@ -167,7 +167,7 @@ def descriptions_of(kind: type[Any]) -> dict[str, str]:
 def _describe(schema: dict[str, Any], kind: type[Any]) -> None:
     """Add the descriptions of a class and of its fields to the schema of the class."""
     schema["description"] = inspect.cleandoc(kind.__doc__ or "").partition("\n")[0]
-    schema.pop("additionalProperties", None)  # unknown fields are ignored, unless --strict-http
+    schema.pop("additionalProperties", None)  # unknown fields are ignored, unless the setting strict_http is on
     texts = descriptions_of(kind)
     for name, its in schema["properties"].items():
         if name in texts:
@@ -175,11 +175,11 @@ def _describe(schema: dict[str, Any], kind: type[Any]) -> None:
 
 
 def page_of(document: Mapping[str, Any]) -> str:
-    """Return an OpenAPI document as an HTML page that loads no other resource."""
+    """Return an OpenAPI document as an HTML page. The page loads no other resource."""
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
         f"<title>encserve</title><style>{_STYLE}</style><h1>encserve {escape(document['info']['version'])}</h1>"
-        f"<p>{escape(document['info']['description'])} The same for programs: <a href=/openapi.json>/openapi.json</a>."
+        f"<p>{escape(document['info']['description'])} For programs: <a href=/openapi.json>/openapi.json</a>."
     ]
     schemas = document["components"]["schemas"]
     operations = [(path, method, it) for path, methods in document["paths"].items() for method, it in methods.items()]
@@ -218,7 +218,7 @@ def _fields(operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
 
 
 def _type_name(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
-    """Return a readable name of a type. It does not mention null, because null means the same as a missing field."""
+    """Return a readable name of a type. null is left out, because null means the same as a missing field."""
     if "anyOf" in schema:
         names = [_type_name(it, schemas) for it in schema["anyOf"] if it.get("type") != "null"]
         return " or ".join(names)

@@ -1,4 +1,4 @@
-"""The list of protocols over HTTP. They need the packages of the extra `http`."""
+"""The list of protocols over HTTP. These protocols need the packages of the extra `http`."""
 
 from encserve_server.endpoints.host import Host
 from encserve_server.endpoints.routes import Route
@@ -9,12 +9,12 @@ from encserve_server.protocols.openapi import DocsRoutes
 from encserve_server.protocols.tei import TeiRoutes
 from encserve_server.protocols.vllm import VllmRoutes
 
-# Writes the errors of paths that do not exist.
+# The form of errors for paths that do not exist.
 DEFAULT_DIALECT = DIALECT
 
 
 def routes(host: Host) -> list[Route]:
-    """Return the routes of all protocols, and of their description."""
+    """Return the routes of all protocols, and the routes that describe them."""
     return DocsRoutes(
         [
             *OpenAiRoutes(host).routes(),

@@ -1,4 +1,4 @@
-"""The protocol of Hugging Face's text-embeddings-inference. Requests use the default model unless they name another.
+"""The protocol of Hugging Face's text-embeddings-inference. Requests without a model use the default model.
 
 https://huggingface.github.io/text-embeddings-inference
 """
@@ -81,11 +81,10 @@ class EmbedAllBody(EncodeBody):
 
 
 class EmbedSparseBody(EmbedAllBody):
-    """The fields of /embed_sparse: those of /embed_all, and one more.
+    """The fields of /embed_sparse: the fields of /embed_all, and one more.
 
     Attributes:
-        max_active_dims: The number of weights to keep; the smallest weights are dropped. Default: as the model was
-            trained.
+        max_active_dims: The number of weights to return, the largest first. Default: as the model was trained.
     """
 
     max_active_dims: int | None = None
@@ -102,7 +101,7 @@ AnyPooled = TypeVar("AnyPooled", bound=PooledBody)
 
 
 class SimilarityParameters(msgspec.Struct):
-    """Further fields. They take precedence over fields of the same name beside inputs.
+    """Further fields. If a field is also set next to inputs, the value in parameters counts.
 
     Attributes:
         truncate: Whether texts that are too long are cut. Otherwise they are refused.
@@ -156,7 +155,7 @@ class SparseWeight(TypedDict):
     """One weight of an input.
 
     Attributes:
-        index: Its index in the vocabulary.
+        index: The index of the weight in the vocabulary.
         value: The weight.
     """
 
@@ -168,9 +167,9 @@ class Token(TypedDict):
     """A token of a text.
 
     Attributes:
-        id: Its id.
-        text: The part of the text that the token stands for. A special token, or a token without such a part, has its
-            string in the vocabulary here.
+        id: The token id.
+        text: The part of the text that the token stands for. Special tokens have no such part; then this is the token's
+            string in the vocabulary.
         special: Whether the token is a special token.
         start: The start in the text, in bytes of UTF-8; null for a special token.
         stop: The end in the text, in bytes of UTF-8; null for a special token.
@@ -280,7 +279,7 @@ class TeiRoutes:
         )
 
     async def embed_sparse(self, request: Request, call: Call) -> Reply:
-        """Return the weights of each input that are not 0, with their indexes in the vocabulary."""
+        """Return the nonzero weights of each input, with their indices in the vocabulary."""
         fields = await self._embed_sparse.decode(request.body, call.hold)
         kept = positive("max_active_dims", fields.max_active_dims)
 
@@ -294,7 +293,7 @@ class TeiRoutes:
         )
 
     async def similarity(self, request: Request, call: Call) -> Reply:
-        """Return the similarity of one sentence to each of several others."""
+        """Return the similarity of one sentence to each of several other sentences."""
         fields = await self._similarity.decode(request.body, call.hold)
         return await self._compare(call, fields, fields.inputs or SimilarityInputs(), fields.parameters)
 
@@ -384,7 +383,7 @@ class TeiRoutes:
                     "model_dtype": model.engine_info.precision,
                     "served_model_name": bundle.name,
                     "model_type": {"embedding": {"pooling": _pooling_of(bundle)}},
-                    "max_concurrent_requests": self._settings.max_connections,  # a connection has one request at a time
+                    "max_concurrent_requests": self._settings.max_connections,  # one request at a time per connection
                     "max_input_length": bundle.max_sequence_tokens,
                     "max_batch_tokens": model.max_batch_tokens,
                     "max_batch_requests": None,
@@ -399,7 +398,7 @@ class TeiRoutes:
         )
 
     async def health(self, request: Request, call: Call) -> Reply:
-        """Answer 200 with an empty body while every model is ready, else 503.
+        """Answer 200 with an empty body while every model is ready, otherwise 503.
 
         Raises:
             NotReady: A model is not ready.
@@ -411,7 +410,7 @@ class TeiRoutes:
 
 
 def _with_parameters(fields: AnyPooled, parameters: SimilarityParameters | None) -> tuple[AnyPooled, str | None]:
-    """Return the fields after `parameters` has replaced some, and the truncation direction in `parameters`."""
+    """Return the fields with the values of `parameters`, and the truncation direction of `parameters`."""
     if parameters is None:
         return fields, None
     changed = msgspec.structs.replace(
@@ -432,7 +431,7 @@ def _status_of(status: Status) -> int:
 
 
 def _sentence(at: int | None) -> str:
-    """Return the name of an input of /similarity. Its first input is the source sentence."""
+    """Return the name of an input of /similarity. The first input is the source sentence."""
     return f"inputs.sentences[{at - 1}]" if at else "inputs.source_sentence"
 
 
@@ -463,7 +462,7 @@ def _tokens(model: ServedModel, sequence: TokenSequence, text: str, keeps_specia
 
 
 def _pooling_of(bundle: Bundle) -> str:
-    """Return the name of a model's pooling in text-embeddings-inference, or our own name if it has none there."""
+    """Return text-embeddings-inference's name for a model's pooling, or our own name if it has no name there."""
     if (pooling := bundle.pooling) is not None:
         return pooling.kinds[0].name.lower() if pooling.is_plain else "model"
     return "splade" if bundle.sparse is not None else "none"

@@ -44,12 +44,12 @@ class PoolingBody(FormatBody):
 
     Attributes:
         input: A text, the ids of a text, or a list of these; required.
-        task: token_embed for one vector per token, embed for one vector. Default: embed if a pooling is given or the
-            model was trained to make one vector, else token_embed.
+        task: token_embed for one vector per token, embed for one vector per input. Default: embed if the request sets
+            pooling or the model was trained to compute one vector, otherwise token_embed.
         truncation_side: right or left. With left, an input that is too long is refused, because this server cuts only
             the end of a text.
-        add_special_tokens: With false, lists of ids need not have the tokenizer's special tokens, and texts are
-            refused. Default: true; then lists of ids without these tokens are refused.
+        add_special_tokens: false allows lists of ids without the tokenizer's special tokens, and refuses texts. true
+            refuses lists of ids without these tokens. Default: true.
         user: Ignored.
     """
 
@@ -64,7 +64,7 @@ class PooledInput(TypedDict):
 
     Attributes:
         index: The index of the input, from 0.
-        data: One vector per token, or one vector; base64 of little-endian float32 if the request asks for this.
+        data: One vector per token, or one vector. If the request asks for base64, base64 of little-endian float32.
         shape: With token_embed, the number of vectors and the number of dimensions; with embed, only the number of
             dimensions.
     """
@@ -107,7 +107,7 @@ class VllmRoutes:
         ]
 
     async def pooling(self, request: Request, call: Call) -> Reply:
-        """Return one vector for each token of each input, or one for each input, as vLLM does."""
+        """Return one vector for each token of each input, or one vector for each input, as vLLM does."""
         fields = await self._pooling.decode(request.body, call.hold)
         task = choice("task", fields.task, _TASKS)
         in_base64 = as_base64(fields)
@@ -133,12 +133,12 @@ def _output(fields: PoolingBody, bundle: Bundle, task: str | None) -> OutputSpec
     """Return the requested output of each input.
 
     Raises:
-        InvalidField: A field has a wrong value, or the model is not trained to make one vector.
+        InvalidField: A field has a wrong value, or the model was not trained to compute one vector.
     """
     if task == _EMBED or (task is None and (fields.pooling is not None or bundle.pooling is not None)):
         return pooled_output(fields, bundle)
     if fields.pooling is not None:
-        raise InvalidField("pooling", f"must be left out with the task {_TOKEN_EMBED}, which pools nothing")
+        raise InvalidField("pooling", f"must be left out with the task {_TOKEN_EMBED}, because it does not pool")
     if bundle.multi_vector is not None:  # keep the norms that the model was trained to produce
         kind, normalize = OutputKind.MULTI_VECTOR, False
     else:

@@ -1,8 +1,8 @@
 """Builds serialized protobuf messages from buffers, so that large data is copied only once.
 
 The protobuf library copies data twice: when a field is set, and when the message is serialized. In the wire format, the
-fields of a message may come in any order. So this module appends the large fields to the bytes of a message that the
-library serialized without these fields. https://protobuf.dev/programming-guides/encoding/
+fields of a message may come in any order. So the library serializes the message without the large fields, and this
+module appends them. https://protobuf.dev/programming-guides/encoding/
 """
 
 import io
@@ -17,7 +17,7 @@ _LARGE_BYTES = 256 * 1024
 
 
 def varint(number: int) -> bytes:
-    """Encode a number that is not negative: 7 bits in each byte, the lowest bits first."""
+    """Encode a nonnegative number: 7 bits in each byte, the lowest bits first."""
     out = bytearray()
     while number > 0x7F:
         out.append(number & 0x7F | 0x80)
@@ -27,15 +27,15 @@ def varint(number: int) -> bytes:
 
 
 def field(number: int, parts: Sequence[Buffer]) -> list[Buffer]:
-    """Return a field of bytes, or of a message. The concatenated parts are its value."""
+    """Return a field of bytes, or of a message. The value is the concatenation of `parts`."""
     return [varint(number << 3 | _LENGTH_DELIMITED) + varint(sum(map(len, parts))), *parts]
 
 
 def join(parts: Sequence[Buffer]) -> bytes:
     """Concatenate parts. Other threads can run while large parts are copied.
 
-    `bytes.join` holds Python's global lock while it copies; NumPy releases the lock. NumPy writes into the memory of a
-    BytesIO, which then returns this memory as bytes without a copy.
+    `bytes.join` holds Python's global lock while it copies, but NumPy releases the lock. So NumPy copies the parts into
+    a BytesIO. The BytesIO returns its memory as bytes without a copy.
     """
     size = sum(map(len, parts))
     if size < _LARGE_BYTES:

@@ -1,4 +1,4 @@
-"""Gives a loaded model its own scheduler."""
+"""Turns a loaded model into a served model, with its own scheduler."""
 
 from collections.abc import Callable
 

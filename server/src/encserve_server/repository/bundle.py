@@ -1,4 +1,4 @@
-"""Reads and verifies a model bundle. No file is used before its checksum has matched."""
+"""Reads and verifies a model bundle. Each file's checksum is checked before the file is used."""
 
 import dataclasses
 import hashlib
@@ -29,10 +29,11 @@ _POOLING: dict[int, OutputKind] = {
 
 
 def read_bundle(directory: Path) -> Bundle:
-    """Read and verify the bundle in a folder, <name>/<version>/ of a model repository.
+    """Read and verify a bundle. `directory` is <name>/<version>/ in a model repository.
 
     Raises:
-        BundleError: A file is missing, altered or unreadable, or fields contradict each other. The text says which.
+        BundleError: A file is missing, altered or unreadable, or fields contradict each other. The text names the file
+            or field.
     """
     manifest = _read_manifest(directory / MANIFEST_NAME)
     if (manifest.name, manifest.version) != (directory.parent.name, directory.name):
@@ -100,7 +101,7 @@ def read_bundle(directory: Path) -> Bundle:
 
 
 def _check_text_facts(directory: Path, manifest: manifest_pb2.Manifest) -> None:
-    """Refuse a pooling that this server does not know, and a default prompt that is not among the prompts."""
+    """Refuse an unknown pooling, and a default prompt that is not among the prompts."""
     for pooling in (manifest.pooling, *manifest.more_poolings):
         if pooling not in _POOLING and (pooling or manifest.more_poolings):
             raise BundleError(f"{directory / MANIFEST_NAME}: pooling {pooling} is not known to this server")
@@ -124,8 +125,8 @@ def _pooling(directory: Path, manifest: manifest_pb2.Manifest, verified_path: Ve
         head = HeadGraph(path, (graph.input_name,), graph.output_name, pooled_width, width)
     if width < 1 or manifest.dimensions > width:
         raise BundleError(
-            f"{directory / MANIFEST_NAME}: vectors must have at least max(1, dimensions) numbers; they have {width}, "
-            f"dimensions is {manifest.dimensions}"
+            f"{directory / MANIFEST_NAME}: vectors must have at least max(1, dimensions) components; they have "
+            f"{width}, dimensions is {manifest.dimensions}"
         )
     return ModelPooling(kinds, manifest.l2_normalize, width, head, manifest.pooling_skips_prompt, manifest.dimensions)
 
@@ -178,7 +179,7 @@ def _inspect_graph(
     }
     if inspect.positions_name:
         names[InspectKind.POSITIONS] = (inspect.positions_name,)
-    # Only ONNX Runtime knows which files hold the graph's weights. So all files are checked again before the load.
+    # The graph may load weights from any file of the bundle. So all files are checked again before the load.
     files = {directory / file.path: file.sha256 for file in manifest.files}
     path = verified_path("inspect_graph.file", inspect.file)
     own = dataclasses.replace(graph, path=path, output_name=inspect.hidden_state_names[-1])
@@ -202,7 +203,7 @@ def _read_manifest(path: Path) -> manifest_pb2.Manifest:
     except (OSError, UnicodeDecodeError) as error:
         raise BundleError(f"{path}: cannot be read: {error}") from error
     try:
-        # The version comes first, because a later format may have fields that this parser does not know.
+        # The format version is read first, because a later format may have fields that this parser does not know.
         version = json.loads(text).get("format_version")
         if version != FORMAT_VERSION:
             raise BundleError(f"{path}: format_version must be {FORMAT_VERSION} for this server; was {version}")
@@ -212,7 +213,7 @@ def _read_manifest(path: Path) -> manifest_pb2.Manifest:
 
 
 def _verify_listed(directory: Path, file: manifest_pb2.BundleFile) -> Path:
-    """Return the path of a listed file after a check that the file is inside the bundle and unaltered."""
+    """Return the path of a listed file. First check that the file is inside the bundle and unaltered."""
     relative = PurePosixPath(file.path)
     if not file.path or relative.is_absolute() or ".." in relative.parts:
         raise BundleError(f"{directory / MANIFEST_NAME}: files lists {file.path!r}, which is outside the bundle")
@@ -240,7 +241,7 @@ def _verify_sha256(path: Path, wanted: str) -> None:
 
 
 def _refuse_unlisted(directory: Path, listed: set[Path]) -> None:
-    """Refuse files that no checksum covers, because an ONNX file can read weights from any file in its folder."""
+    """Refuse files without a checksum, because an ONNX file can read weights from any file in its folder."""
     for path in sorted(directory.rglob("*")):
         if not path.is_dir() and path not in listed and path != directory / MANIFEST_NAME:
-            raise BundleError(f"{path}: the manifest does not list it, so its contents cannot be verified")
+            raise BundleError(f"{path}: the manifest does not list this file, so it cannot be verified")

@@ -1,4 +1,4 @@
-"""Reads the heads of a model and its settings for queries and documents from a manifest."""
+"""Reads a model's heads, and its settings for queries and documents, from a manifest."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from encserve_server.types.bundles import (
 )
 from encserve_server.types.requests import Task
 
-VerifiedPath = Callable[[str, str], Path]  # takes the name of a field and its value, a path in the bundle
+VerifiedPath = Callable[[str, str], Path]  # arguments: the name of a field, and its value, a path in the bundle
 
 _SIMILARITIES = ("maxsim", "meanmaxsim")
 
@@ -66,7 +66,7 @@ class ManifestReader:
         self._check(sparse.width >= 1, f"sparse.width must be >= 1; was {sparse.width}")
         self._check(
             not own_id or 1 <= shape.vocab_size <= sparse.width,
-            f"sparse.width must hold every id of a vocabulary of {shape.vocab_size}; was {sparse.width}",
+            f"sparse.width must be at least the vocab_size, {shape.vocab_size}; was {sparse.width}",
         )
         self._check(
             bool(sparse.mask_name) != own_id,
@@ -78,7 +78,7 @@ class ManifestReader:
         return Sparse(head, sparse.width, pooling, tuple(sparse.skipped_token_ids), sparse.max_active_dims)
 
     def tasks(self) -> dict[Task, TaskSettings]:
-        """Return the settings of each task that the model distinguishes."""
+        """Return the settings of each task that the model treats differently."""
         manifest = self._manifest
         tasks = {
             task: self._task(field, getattr(manifest, field))
@@ -92,9 +92,9 @@ class ManifestReader:
         return tasks
 
     def max_text_tokens(self) -> int:
-        """Return the most tokens of a text without a task; 0 for the encoder's max_sequence_tokens."""
+        """Return the maximum number of tokens of a text without a task; 0 for the encoder's max_sequence_tokens."""
         longest, most = self._manifest.text.max_tokens, self._manifest.encoder.max_sequence_tokens
-        self._check(longest <= most, f"text.max_tokens must be at most {most}, the encoder's; was {longest}")
+        self._check(longest <= most, f"text.max_tokens must be at most max_sequence_tokens, {most}; was {longest}")
         return longest
 
     def template(self) -> TextTemplate | None:
@@ -118,7 +118,7 @@ class ManifestReader:
         longest = settings.max_tokens or shape.max_sequence_tokens
         self._check(
             longest <= shape.max_sequence_tokens,
-            f"{name}.max_tokens must be at most {shape.max_sequence_tokens}, the encoder's; was {longest}",
+            f"{name}.max_tokens must be at most max_sequence_tokens, {shape.max_sequence_tokens}; was {longest}",
         )
         for field in ("skipped_token_ids", "kept_token_ids"):
             largest = max(getattr(settings, field), default=0)
@@ -144,7 +144,7 @@ class ManifestReader:
     def _expansion(self, field: str, expansion: manifest_pb2.Expansion, longest: int) -> Expansion:
         self._check(
             1 <= expansion.min_tokens <= longest,
-            f"{field}.min_tokens must be from 1 to the most tokens of a text, {longest}; was {expansion.min_tokens}",
+            f"{field}.min_tokens must be from 1 to the maximum for a text, {longest}; was {expansion.min_tokens}",
         )
         vocab_size = self._manifest.encoder.vocab_size
         self._check(
@@ -157,7 +157,7 @@ class ManifestReader:
         return Expansion(expansion.min_tokens, expansion.token_id, expansion.attended)
 
     def _pooling(self, field: str, pooling: manifest_pb2.TokenPooling) -> TokenPooling:
-        self._check(1 <= pooling.factor < math.inf, f"{field}.factor must be a number from 1; was {pooling.factor}")
+        self._check(1 <= pooling.factor < math.inf, f"{field}.factor must be finite and >= 1; was {pooling.factor}")
         return TokenPooling(pooling.factor, pooling.protected_tokens, pooling.l2_normalize)
 
     def _static(self, field: str, static: manifest_pb2.StaticSparse) -> StaticSparse:
@@ -166,11 +166,11 @@ class ManifestReader:
         try:
             weights = np.load(path, allow_pickle=False)
         except (OSError, ValueError) as error:
-            raise BundleError(f"{path}: not an array of NumPy: {error}") from error
+            raise BundleError(f"{path}: not a NumPy array: {error}") from error
         width = self._manifest.sparse.width
         if (weights.dtype, weights.shape) != (np.float32, (width,)):
             raise BundleError(
-                f"{path}: must be float32 ({width},) as sparse.width; was {weights.dtype} {weights.shape}"
+                f"{path}: must be float32 ({width},), from sparse.width; was {weights.dtype} {weights.shape}"
             )
         tokenizer = self._verified_path(f"{field}.tokenizer_file", static.tokenizer_file)
         return StaticSparse(tokenizer, weights, static.max_tokens)

@@ -1,4 +1,4 @@
-"""A loaded model, before it gets a scheduler or an `Embedder` uses it."""
+"""A loaded model. The server gives it a scheduler; an `Embedder` uses it directly."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from encserve_server.types.requests import Task
 
 
 class ServedAlready(Exception):
-    """The bundle is already served. Its folder was touched, or copied again."""
+    """The bundle is already served. Its folder was only touched or copied again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class LoadedModel:
         load_seconds: The time to verify and load the model.
         warmup_seconds: The time to warm up the model.
         load_inspector: Loads the graph for inspections; None if the bundle has no such graph.
-        max_batch_tokens: The most padded tokens in a batch; None for the value in the settings.
-        job_batch_tokens: The same for a job, in which latency does not matter.
+        max_batch_tokens: The maximum number of tokens in a batch, padding included; None for the value in the settings.
+        job_batch_tokens: The same for a job. For a job, latency does not matter.
         static_tokenizers: The tokenizers of tasks whose sparse weights come from a table.
     """
 
@@ -46,7 +46,7 @@ class LoadedModel:
 
 
 def batch_policy(settings: Settings, device: str, max_batch_tokens: int | None = None) -> BatchPolicy:
-    """Return the limits of a batch on "cpu" or "cuda". The settings have a default for `max_batch_tokens`."""
+    """Return the limits of a batch on "cpu" or "cuda". `max_batch_tokens` replaces the value in the settings."""
     return BatchPolicy(
         max_batch_tokens=max_batch_tokens or settings.batch_tokens_for(device),
         max_batch_sequences=settings.max_batch_sequences,

@@ -32,7 +32,7 @@ def load_model(
     """Load the bundle in a directory, unless the bundle has `served_fingerprint`.
 
     Raises:
-        ServedAlready: The bundle has `served_fingerprint`, and its files are good.
+        ServedAlready: The bundle has `served_fingerprint`, and its files are unaltered.
         BundleError: The bundle is missing, altered or unreadable, or its model cannot compute.
         DeviceError: The requested device or precision is not available.
         EngineMissing: The package of the engine is not installed.
@@ -50,7 +50,7 @@ def load_model(
     }
     threads = settings.intra_op_threads or usable_cpus()
     weights = None
-    if bundle.graph.precision == "float32":  # with mapped float16 weights, ONNX Runtime crashes
+    if bundle.graph.precision == "float32":  # ONNX Runtime crashes with mapped float16 weights
         weights = open_weights(
             settings.cache_dir,
             bundle.fingerprint,
@@ -74,7 +74,7 @@ def load_model(
         warm_up(engine, bundle, settings.batch_tokens_for(engine.info.device))
         max_batch_tokens, job_batch_tokens = _tune(engine, bundle, settings, directory, threads)
     except BaseException:
-        engine.close()  # now, because the device may be full
+        engine.close()  # at once, because the device may have no free memory
         raise
     warm = time.perf_counter()
     logger.info(
@@ -120,9 +120,9 @@ def precision_advice(precision: str, device: str) -> str:
 
 
 def _tune(engine: Engine, bundle: Bundle, settings: Settings, directory: Path, threads: int) -> tuple[int, int]:
-    """Return the most padded tokens in a batch, for a server and for a job.
+    """Return the maximum number of tokens in a batch, padding included: for a server, and for a job.
 
-    The number is the setting, a measured number, or a constant for the device.
+    The number is a setting, a measured number, or a constant for the device.
     """
     device = engine.info.device
     constant = settings.batch_tokens_for(device)
@@ -179,7 +179,7 @@ def _load_tokenizer(
         settings: The server's settings.
         tokenize_pool: The threads that tokenize.
         path: The file of the tokenizer.
-        vocab_size: The largest allowed token id plus 1.
+        vocab_size: 1 more than the largest allowed token id.
         encoders: The bundle, for the tokenizer of the encoder; None for the tokenizer of a table of weights.
     """
     tokenizer = TextTokenizer(
@@ -189,14 +189,14 @@ def _load_tokenizer(
         split_special_tokens=encoders is not None and encoders.split_special_tokens,
         template=None if encoders is None else encoders.template,
     )
-    # An added token may have an id beyond the embedding table: texts with this token are refused later. With a table of
-    # static weights, nothing refuses them later, so the added tokens are checked here.
+    # An added token may have an id beyond the embedding table: texts with this token are refused later. Texts for a
+    # table of static weights are not checked later, so the added tokens are checked here.
     added = tokenizer.added_tokens if encoders is None else ()
     largest_id = max((tokenizer.largest_id, *added))
     if largest_id >= vocab_size:
         raise BundleError(
-            f"{path}: its largest token id is {largest_id}, but the model's largest is "
-            f"{vocab_size - 1}; it belongs to another model"
+            f"{path}: its largest token id is {largest_id}, but the model's largest token id is "
+            f"{vocab_size - 1}; the tokenizer belongs to another model"
         )
     return tokenizer
 
@@ -205,17 +205,17 @@ def warm_up(engine: Engine, bundle: Bundle, batch_tokens: int) -> None:
     """Run typical batch shapes, so that the first caller does not wait for kernels and memory.
 
     Raises:
-        BundleError: The model cannot compute, or returns numbers that are not finite.
+        BundleError: The model cannot compute, or its results have NaN or infinity.
     """
     longest = bundle.max_sequence_tokens
     typical = max(1, min(32, longest))
-    # A batch with as much padding as real batches have. With more padding, a very long text would take minutes.
+    # This batch has as much padding as real batches have. With more padding, a very long text would take minutes.
     padded = [1, typical, min(longest, max(typical, batch_tokens // 3))]
     batches = [[1], [typical] * max(1, batch_tokens // typical), [longest], padded]
     ways = [True, False] if engine.has_wide_session else [True]
     for lengths, alone in itertools.product(batches, ways):
         try:
-            # Use the first and the last id. If the model's table is smaller than the vocabulary, this run fails.
+            # Use the first and the last id. If the embedding table is smaller than the vocabulary, this run fails.
             sequences = [bundle.sample(length, last=i % 2 == 0) for i, length in enumerate(lengths)]
             result = engine.run(sequences, alone=alone)
         except Exception as error:  # any exception of the runtime
@@ -223,4 +223,4 @@ def warm_up(engine: Engine, bundle: Bundle, batch_tokens: int) -> None:
                 f"{bundle.graph.path}: the model fails for sequences of {lengths} tokens: {error}"
             ) from error
         if not all(np.isfinite(rows).all() for rows in result.rows):
-            raise BundleError(f"{bundle.graph.path}: the model gives numbers that are not finite for {lengths} tokens")
+            raise BundleError(f"{bundle.graph.path}: the model returns NaN or infinity for {lengths} tokens")

@@ -1,4 +1,4 @@
-"""Follows the model repository: loads new versions, serves them, and unloads the versions that they replace."""
+"""Follows the model repository: loads new versions, serves them, and unloads old versions."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ from encserve_server.telemetry.metrics import LoadOutcome, Metrics
 logger = logging.getLogger(__name__)
 
 Loader = Callable[[Path, Settings, FairThreadPool, str], LoadedModel]
-Key = tuple[str, str]  # a model's name and version, or a slot's name and pin
+Key = tuple[str, str]  # the name and version of a model, or the name and pinned version of a slot
 
 # How long to wait for a model to close. A stuck engine never closes.
 _CLOSE_SECONDS = 5.0
@@ -44,20 +44,20 @@ class ModelManager:
 
     The contract:
 
-    - The newest `latest_versions` good versions of each model are served, or the pinned version. The newest version is
-      the model's default.
+    - For each model, the newest `latest_versions` good versions are served, or only the pinned version. The newest
+    version is the model's default.
     - A new version is loaded, verified and warmed up while the old versions are served. Only one version loads at a
-      time. Then the new version replaces an old one in one step of the event loop. The old version is closed when its
-      requests are answered, or after `grace_seconds`. Until then both are in memory, and no further version of this
-      model loads.
-    - A version that cannot be loaded is refused, logged and counted. It is tried again if a file or the rights of a
-      file change, or on `look_now`. The served versions stay, and the next older version counts as the newest. If a
-      model has no good version at the start, the server does not start.
+      time. Then the new version replaces an old version in one step of the event loop. The old version is closed when
+      its requests are answered, or after `grace_seconds`. Until then both versions are in memory, and no further
+      version of this model loads.
+    - A version that cannot be loaded is refused, logged and counted. The server tries it again if a file or the rights
+      of a file change, or on `look_now`. The served versions stay, and the next older version counts as the newest. If
+      a model has no good version at the start, the server does not start.
     - A version that vanishes from the repository is unloaded if another version takes its place. The last version of a
       model stays until the server ends. The order of models stays too, so the default model never changes.
-    - A folder that changes is not loaded until two looks in a row find the same files, because a copy may still be
-      running. If the folder's bundle is already served, the bundle is verified, and the served model stays. If a folder
-      cannot be read, the served models stay.
+    - A folder that changes is loaded only after two looks in a row find the same files, because a copy may be running.
+      If the folder's bundle is already served, the bundle is verified, and the served model stays. If a folder cannot
+      be read, the served models stay.
 
     Call the methods on the event loop. Loading blocks, so it runs in `load_pool`.
     """
@@ -78,14 +78,14 @@ class ModelManager:
         """Set the parts. `start` begins to follow the repository.
 
         Args:
-            settings: The models to serve, the time between looks, and the settings of loading.
-            catalog: The models that calls find.
+            settings: The models to serve, the interval between looks, and the settings of loading.
+            catalog: The models that calls can use. The manager updates the catalog.
             metrics: Counts loads.
             clock: Tells whether a look is overdue.
-            load: Loads the bundle in a directory, and blocks. It raises ServedAlready if the bundle has the fingerprint
-                in the last argument.
+            load: Loads the bundle in a directory. It blocks. It raises ServedAlready if the last argument is the
+                fingerprint of the bundle.
             serve: Gives a loaded model a scheduler; called on the event loop.
-            on_models_change: Called with all served models whenever they change.
+            on_models_change: Called after each change of the served models, with all served models.
             load_pool: The thread that loads models, one at a time.
             tokenize_pool: The threads that tokenize.
         """
@@ -102,19 +102,19 @@ class ModelManager:
         self._served: dict[Key, _Served] = {}
         self._refused: dict[Key, tuple[Candidate, BundleError]] = {}
         self._seen: dict[Key, Candidate] = {}  # the candidates of the last look
-        self._problems: list[str] = []  # models and versions that the last look did not find
+        self._problems: list[str] = []  # the missing models and versions of the last look
         self._looked_at = math.inf  # the time of the last look that found everything
         self._postponed: dict[
             Key, bool
-        ] = {}  # for each slot that waits until an old version is closed: `settled` of the postponed `_choose`
+        ] = {}  # the slots that wait until an old version is closed; the value is the argument `settled` of `_choose`
         self._asked = False  # whether a look was requested
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._retiring: list[ServedModel] = []  # to be closed when the next models are published
+        self._retiring: list[ServedModel] = []  # models to close when the next models are published
         self._retirements: dict[asyncio.Task[None], ServedModel] = {}
 
     async def start(self) -> None:
-        """Load and publish the models of the repository, and begin to follow it.
+        """Load and publish the models of the repository. From then on, follow the repository.
 
         Raises:
             StartupError: A requested model is missing or not usable.
@@ -145,13 +145,13 @@ class ModelManager:
                 await self._task
 
     async def close(self) -> bool:
-        """Close every model. Return whether all have closed; a stuck engine does not close."""
+        """Close every model. Return whether all are closed; a stuck engine does not close."""
         models = [
             *(served.model for served in self._served.values()),
             *self._retiring,
             *self._retirements.values(),
         ]
-        # All at once, so that the time does not grow with the number of models.
+        # All models close at the same time, so that the wait does not grow with the number of models.
         return all(await asyncio.gather(*map(_close, models)))
 
     async def _look(self) -> None:
@@ -167,7 +167,7 @@ class ModelManager:
         gone = self._slots.keys() - {slot.key for slot in slots}
         self._tell_problems(
             [slot.problem for slot in slots if slot.problem]
-            + [f"{self._settings.model_repository / name}: the bundle is gone" for name, _ in sorted(gone)]
+            + [f"{self._settings.model_repository / name}: the bundle is missing" for name, _ in sorted(gone)]
         )
         postponed, self._postponed = self._postponed, {}
         for slot in slots:
@@ -181,21 +181,21 @@ class ModelManager:
         """Remember the result of this look for the next look, the metrics and the log."""
         for slot in slots:
             for candidate in slot.candidates[slot.count :]:
-                if self._seen and candidate.key not in self._seen:  # otherwise the version would seem to be ignored
+                if self._seen and candidate.key not in self._seen:  # tell users why a new version is not served
                     name, version = candidate.key
-                    logger.info("a version is older than the served one", extra={"model": name, "version": version})
+                    logger.info("a new version is older than the served one", extra={"model": name, "version": version})
         self._seen = {it.key: it for slot in slots for it in slot.candidates}
         for name in {name for name, _ in (*self._seen, *self._refused)}:
             bad = [key for key, (it, _) in self._refused.items() if key[0] == name and self._seen.get(key) == it]
             self._metrics.refused_versions.labels(name).set(len(bad))
 
     def _overdue_seconds(self) -> float:
-        """Return the seconds by which a complete look is overdue; called by the thread of the metrics page."""
+        """Return by how many seconds a complete look is overdue. The thread of the metrics page calls this."""
         poll_seconds = self._settings.model_poll_seconds
         return max(self._clock.now() - self._looked_at - poll_seconds, 0.0) if poll_seconds else 0.0
 
     def _tell_problems(self, problems: list[str]) -> None:
-        """Log problems that the previous look did not find."""
+        """Log the problems that are new since the previous look."""
         for problem in problems:
             if problem not in self._problems:
                 logger.error(
@@ -203,7 +203,7 @@ class ModelManager:
                     extra={"error": problem},
                 )
         if self._problems and not problems:
-            logger.info("no model is missing in the model repository any longer")
+            logger.info("the model repository has all models again")
         self._problems = problems
 
     async def _find_slots(self) -> list[Slot]:
@@ -215,11 +215,11 @@ class ModelManager:
     async def _choose(self, slot: Slot, *, settled: bool) -> bool:
         """Choose the versions of one model, and load new ones. Return whether the choice has changed.
 
-        While an old version of the model still answers requests, no version is loaded, and the choice stays.
+        While an old version of the model still answers requests, no version is loaded and the chosen versions stay.
 
         Args:
             slot: The model, with all its versions in the repository.
-            settled: Whether to load a version even if it was missing or different at the last look.
+            settled: Whether to load a version even if its files have changed since the last look.
         """
         chosen: list[Key] = []
         changed = False
@@ -229,10 +229,10 @@ class ModelManager:
             key = candidate.key
             if self._is_new(candidate) and (settled or self._seen.get(key) == candidate):
                 if any(model.key[0] == slot.name for model in self._retirements.values()):
-                    self._postponed[slot.key] = settled  # otherwise two old versions could be in memory
+                    self._postponed[slot.key] = settled  # a load now could put two old versions in memory
                     return False
                 changed |= await self._try(candidate)
-            if key in self._served:  # served now, perhaps from earlier files of its folder
+            if key in self._served:  # the served model may come from earlier files of the folder
                 chosen.append(key)
         before = self._slots.get(slot.key, [])
         self._slots[slot.key] = chosen or before
@@ -242,11 +242,11 @@ class ModelManager:
         """Return whether a candidate is not served and not refused."""
         served, refused = self._served.get(candidate.key), self._refused.get(candidate.key)
         if served is not None and candidate.files in (None, served.candidate.files):
-            return False  # changed rights, or a volume that fails for a moment, are not a new version
+            return False  # the version is not new if only rights changed, or if the files cannot be read for a moment
         return refused is None or refused[0] != candidate
 
     async def _try(self, candidate: Candidate) -> bool:
-        """Load a candidate, and serve it in place of the same version. Return whether a new model is served."""
+        """Load a candidate. It replaces a served model of the same version. Return whether a new model is served."""
         name, _ = candidate.key
         self._metrics.zero_loads(name)
         if await self._load_and_serve(candidate):
@@ -261,7 +261,7 @@ class ModelManager:
         loaded: LoadedModel | None = None
         served = self._served.get(key)
         try:
-            # Not in the event loop's default threads: the process would wait for the load before it ends.
+            # The event loop's default threads are not used, because the process would wait for the load before it ends.
             loaded = await loop.run_in_executor(
                 pool,
                 self._load,
@@ -282,13 +282,13 @@ class ModelManager:
             return False
         self._metrics.model_loads.labels(name, LoadOutcome.LOADED.value).inc()
         if served is not None:
-            logger.warning("a version was replaced in place", extra={"model": name, "version": version})
+            logger.warning("the bundle of a served version was replaced", extra={"model": name, "version": version})
             self._retiring.append(served.model)
         self._served[key] = _Served(model, candidate)
         return True
 
     def _settings_for(self, name: str) -> Settings:
-        """Return the settings for a load. While models are served, no budget is measured: a model keeps its budget."""
+        """Return the settings for a load. While models are served, no batch budget is measured; old budgets stay."""
         if not self._catalog.all():
             return self._settings
         budgets = [it.model.max_batch_tokens for (served, _), it in self._served.items() if served == name]
@@ -300,13 +300,13 @@ class ModelManager:
         """Count and log a version that cannot be loaded.
 
         Raises:
-            Exception: The bundle is not the cause, and no model is served yet, so the server cannot start.
+            Exception: The error is not about the bundle, and no model is served yet. So the server cannot start.
         """
         name, version = candidate.key
         self._metrics.model_loads.labels(name, LoadOutcome.REFUSED.value).inc()
         if not isinstance(error, BundleError) and not self._catalog.all():
             raise error
-        # A copy of the error, because the traceback would keep the loaded model in memory.
+        # Store a copy of the error, because the traceback of the error would keep the loaded model in memory.
         refusal = type(error)(str(error)) if isinstance(error, BundleError) else BundleError(repr(error))
         self._refused[candidate.key] = candidate, refusal
         logger.error(
@@ -346,18 +346,18 @@ class ModelManager:
             logger.info("model unloaded", extra={"model": name, "version": version})
 
     def _retired(self, task: "asyncio.Task[None]") -> None:
-        """Free the memory of a closed model, and look again for versions that waited."""
+        """Free the memory of a closed model, and look again at the repository, because versions may wait for this."""
         del self._retirements[task]
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("unloading a model failed", exc_info=error)
+            logger.error("a model could not be unloaded", exc_info=error)
         if self._postponed:
             self._wake.set()
-        with contextlib.suppress(RuntimeError):  # the server has ended, and the pool with it
+        with contextlib.suppress(RuntimeError):  # the pool is closed if the server has ended
             self._load_pool.submit(memory.give_back)
 
 
 async def _close(model: ServedModel) -> bool:
-    """Close a model. Return whether it has closed; a stuck engine does not close."""
+    """Close a model. Return whether it is closed; a stuck engine does not close."""
     try:
         async with asyncio.timeout(_CLOSE_SECONDS):
             await model.close()

@@ -1,4 +1,4 @@
-"""Lists the model repository and chooses the versions to serve. It reads names and dates, not the bundles."""
+"""Lists the model repository and chooses the versions to serve. This module reads names and dates, not the bundles."""
 
 import contextlib
 import os
@@ -22,8 +22,8 @@ class Candidate:
         directory: <name>/<version>/ in the repository.
         files: Path, size, date and inode of each file. The value changes if a file is written or replaced.
             None if the files cannot be read now.
-        changed_ns: The time at which each file or its rights last changed, in the order of `files`. The value also
-            changes if a file is repaired and its date is set back.
+        changed_ns: For each file in `files`, the time at which the file or its rights last changed. The value also
+            changes if a file is repaired and its modification date is set back.
     """
 
     directory: Path
@@ -43,9 +43,9 @@ class Slot:
     Attributes:
         name: The model's name.
         pinned: The version to serve; empty for the newest.
-        count: The number of versions to serve: the first good ones of `candidates`.
-        candidates: The versions in the repository, the newest first; with a pin, only the pinned version.
-        problem: The reason why `candidates` is empty, for people; empty if there are candidates.
+        count: The number of versions to serve. The first good versions of `candidates` are served.
+        candidates: The versions in the repository, the newest first. With a pin, only the pinned version.
+        problem: If `candidates` is empty, the reason for people; otherwise empty.
     """
 
     name: str
@@ -56,17 +56,17 @@ class Slot:
 
     @property
     def key(self) -> tuple[str, str]:
-        """The identity of the slot, which is the same in every scan."""
+        """The identity of the slot. It is the same in every scan."""
         return self.name, self.pinned
 
 
 def find_slots(repository: Path, wanted: tuple[str, ...], latest_versions: int = 1) -> list[Slot]:
-    """Return the models to serve. A folder that cannot be read is left out, so that the other models are still served.
+    """Return the models to serve. A folder that cannot be read is left out, so the other models are still served.
 
     Args:
         repository: The directory that holds `<name>/<version>/`.
-        wanted: Models as NAME (its newest versions) or NAME@VERSION; empty for the newest versions of every model.
-        latest_versions: The number of newest versions to serve if no version is named.
+        wanted: Models as NAME (the newest versions) or NAME@VERSION; empty for the newest versions of every model.
+        latest_versions: The number of versions to serve for a model without a pinned version.
 
     Raises:
         BundleError: The repository does not exist, or a name in `wanted` is not valid.
@@ -91,10 +91,10 @@ def require(repository: Path, slots: list[Slot]) -> list[Slot]:
     if not slots:
         problem = f"--model-repository {repository}: no bundle in it; expected <name>/<version>/{MANIFEST_NAME}"
         if (repository / MANIFEST_NAME).is_file():
-            raise BundleError(f"{problem}. It is one version of a model: give {repository.absolute().parent.parent}")
+            raise BundleError(f"{problem}. This is one version of a model: give {repository.absolute().parent.parent}")
         if _versions(repository):
-            raise BundleError(f"{problem}. It is the folder of one model: give {repository.absolute().parent}")
-        raise BundleError(f"{problem} (encserve-export writes them)")
+            raise BundleError(f"{problem}. This is the folder of one model: give {repository.absolute().parent}")
+        raise BundleError(f"{problem} (encserve-export writes bundles)")
     for slot in slots:
         if not slot.candidates:
             raise BundleError(slot.problem)
@@ -117,13 +117,13 @@ def newest_version(model: Path) -> Path:
 
 
 def version_key(version: str) -> list[tuple[int, int, str]]:
-    """Return a sort key with 1.9 < 1.10 and 1.0-rc1 < 1.0. Versions with equal parts compare as texts."""
+    """Return a sort key. With this key, 1.9 < 1.10 and 1.0-rc1 < 1.0. Versions with equal parts compare as strings."""
     parts = [(2, int(part), "") if part.isdigit() else (0, 0, part) for part in re.findall(r"\d+|[^\d.]+", version)]
     return [*parts, (1, 0, version)]
 
 
 def _split_wanted(text: str) -> tuple[str, str]:
-    """Parse NAME or NAME@VERSION. The version is empty for the newest."""
+    """Split NAME or NAME@VERSION into a name and a version. The version is empty for NAME."""
     name, at, version = text.partition("@")
     for part in (name, *([version] if at else [])):
         if not _VALID_NAME.fullmatch(part):

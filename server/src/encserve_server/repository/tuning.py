@@ -1,9 +1,9 @@
-"""Measures the best number of tokens in a batch when a model is loaded, and stores the result next to its bundle.
+"""Measures the best number of tokens in a batch when a model is loaded, and stores the result next to the bundle.
 
-A budget is the most padded tokens in a batch. Larger batches need fewer runs, but their activations may not fit the
-device's cache. The best budget depends on the model and the machine. A wrong constant costs up to a quarter of the
-throughput. So each budget is tried with 64 texts of usual lengths, in the batches that the scheduler would make. On a
-GPU, there are more texts: enough for a few of the largest batches.
+A budget is the maximum number of tokens in a batch, padding included. Larger batches need fewer runs, but their
+activations may not fit the device's cache. The best budget depends on the model and the machine. A wrong constant costs
+up to a quarter of the throughput. So each budget runs 64 texts of usual lengths, in the batches that the scheduler
+would make. A GPU gets more texts: enough to fill a few of the largest batches.
 
 Other work on the machine makes runs slower, and a wrong result would stay stored. So every batch runs several times. If
 the times do not agree, no result is stored.
@@ -36,19 +36,20 @@ USUAL_LENGTHS = (
     10, 8, 26, 22, 19, 43, 21, 30, 25, 39, 6, 13, 21, 23, 56, 47, 204, 27, 23, 75, 15, 32,
     120, 60, 35, 17, 16, 13, 42, 33, 256, 12, 50, 17, 69, 25, 36, 141, 82, 28, 18, 27,
 )  # fmt: skip
-# A budget is good if it reaches this share of the best throughput. A server takes the smallest good budget, because the
-# next caller waits less. A job takes the largest, because every batch has a fixed cost and no caller waits.
+# A budget is good if it reaches this fraction of the best throughput. A server uses the smallest good budget, so that
+# the next caller waits less. A job uses the largest, because every batch has a fixed cost and no caller waits.
 _GOOD_ENOUGH = 0.98
-# The budgets are tried in turns for this time. The shortest time of a batch counts, because other work only adds time.
+# The budgets are tried in turn for this time. For each batch, the shortest time counts, because other work only adds
+# time.
 _MAX_SECONDS = 2.0
 _LEAST_ROUNDS = 3
-# The sum of the second shortest times may be longer than the sum of the shortest times by at most this share. Otherwise
-# the times do not agree.
+# The times agree if the sum of the second shortest times exceeds the sum of the shortest times by at most this
+# fraction.
 _MAX_SPREAD = 0.1
-# One try of one budget should take at most this time. A slow machine tries fewer texts.
+# Running all texts once with one budget should take at most this time. On a slow machine, fewer texts are used.
 _TRY_SECONDS = 0.3
 _LEAST_TEXTS = 8
-# On a GPU, the texts fill this number of batches of the largest budget, if time allows.
+# On a GPU, the texts fill this number of batches of the largest budget. If there is no time, fewer texts are used.
 _FILLED = 2.5
 _MOST_TEXTS = 4096
 _FORMAT = 3  # version 1 had too few texts for a GPU; version 2 had only one budget
@@ -62,7 +63,7 @@ class Tuned:
         max_batch_tokens: The budget for a server; None if the machine was too busy to measure.
         job_batch_tokens: The budget for a job.
         tokens_per_second: The throughput with each budget.
-        remembered: Whether the result is from an earlier start.
+        remembered: Whether the result was stored by an earlier start.
     """
 
     max_batch_tokens: int | None
@@ -73,12 +74,12 @@ class Tuned:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The throughput with each budget, and how well the times agree.
+    """The throughput with each budget, and the spread of the times.
 
     Attributes:
         tokens_per_second: The throughput by budget, from the shortest time of each batch. Budgets that the engine
             cannot run are missing.
-        spread: The share by which the second shortest times are longer than the shortest.
+        spread: The fraction by which the second shortest times are longer than the shortest times.
     """
 
     tokens_per_second: Mapping[int, float]
@@ -101,7 +102,7 @@ def tune(
         bundle: The model's bundle.
         policy_for: Returns the batching policy for a budget.
         path: The file for the result. If the file cannot be read or written, the next start measures again.
-        machine: Properties of the machine on which the result depends, as values for JSON.
+        machine: The properties of the machine that influence the result, as JSON values.
         now: A clock, in seconds.
     """
     budgets = BUDGETS_TOKENS[engine.info.device]
@@ -121,7 +122,7 @@ def tune(
         return _tuned(remembered, remembered=True)
     measured = measure(engine, bundle, [policy_for(budget) for budget in budgets], now)
     rates = measured.tokens_per_second
-    if len(rates) < len(budgets):  # measure again at the next start, with perhaps more free memory
+    if len(rates) < len(budgets):  # the next start may have more free memory, so it measures again
         return _tuned(rates)
     if measured.spread > _MAX_SPREAD:
         return Tuned(None, None, rates, remembered=False)
@@ -135,7 +136,7 @@ def _tuned(rates: Mapping[int, float], *, remembered: bool = False) -> Tuned:
 
 
 def good_enough(tokens_per_second: Mapping[int, float]) -> list[int]:
-    """Return the budgets that are nearly as fast as the fastest."""
+    """Return the budgets whose throughput is at least `_GOOD_ENOUGH` of the best throughput."""
     enough = _GOOD_ENOUGH * max(tokens_per_second.values(), default=0)
     return [budget for budget, rate in tokens_per_second.items() if rate >= enough]
 
@@ -143,8 +144,8 @@ def good_enough(tokens_per_second: Mapping[int, float]) -> list[int]:
 def measure(
     engine: Engine, bundle: Bundle, policies: Sequence[BatchPolicy], now: Callable[[], float] = time.perf_counter
 ) -> Measured:
-    """Run usual texts under each policy, in turns."""
-    alone = engine.max_parallel_runs == 1  # when many texts wait, batches run in parallel
+    """Run usual texts with each policy in turn."""
+    alone = engine.max_parallel_runs == 1  # otherwise batches run in parallel if many texts wait
     lengths = [min(length, bundle.max_sequence_tokens) for length in USUAL_LENGTHS]
     if engine.info.device == "cuda":
         most = max(policy.max_batch_tokens for policy in policies)
@@ -162,7 +163,7 @@ def measure(
             try:
                 for times, batch in zip(seconds[budget], batches[budget], strict=True):
                     times.append(engine.run([bundle.sample(it) for it in batch], alone=alone).compute_seconds)
-            except Exception as error:  # of the runtime, mostly because too little memory is free
+            except Exception as error:  # the runtime's exception; most often, too little memory is free
                 logger.warning(
                     "the engine cannot run a batch budget", extra={"max_batch_tokens": budget, "error": repr(error)}
                 )
@@ -179,7 +180,7 @@ def measure(
 
 
 def _affordable(lengths: list[int], engine: Engine, bundle: Bundle, least: BatchPolicy, *, alone: bool) -> list[int]:
-    """Return as many lengths as one try has time for. A batch of the smallest budget shows the speed."""
+    """Return as many lengths as one try has time for. A run of one batch with the smallest budget shows the speed."""
     usual = min(43, bundle.max_sequence_tokens)
     count = max(min(least.max_batch_tokens // usual, least.max_batch_sequences), 1)
     batch = [bundle.sample(usual)] * count
@@ -199,7 +200,7 @@ def _batches(lengths: Sequence[int], policy: BatchPolicy) -> list[list[int]]:
             continue
         plan = plan_batch(anchor, sorted(waiting), waiting, policy)
         taken += Counter(plan.counts)
-        waiting -= Counter(plan.counts)  # drop lengths of which no text is left
+        waiting -= Counter(plan.counts)  # removes the texts of this batch, and lengths without texts
         taken[anchor] -= 1
         batches.append([length for length, count in plan.counts.items() for _ in range(count)])
     return batches

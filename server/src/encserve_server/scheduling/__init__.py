@@ -1,1 +1,1 @@
-"""Admission, the queue, batches and the threads that run batches. Uses no gRPC, no protobuf, no Prometheus."""
+"""Admission, the queue, batches, and the threads that run batches. It does not use gRPC, protobuf or Prometheus."""

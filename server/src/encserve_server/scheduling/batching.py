@@ -1,18 +1,17 @@
 """Decides which sequences run together. The decision is a pure function: no asyncio, no threads, no clock.
 
 The cost of a batch is its *padded* tokens: longest sequence × number of sequences. So sequences of similar length run
-together. But the oldest sequence must not wait for others of its length. The rules:
+together. But the oldest sequence must not wait for other sequences of its length. The rules:
 
-1. The *anchor* is always in the batch. It is the oldest live sequence of the next caller; see `queue`. So with one
-   caller, a sequence runs at the latest in the (k + 1)-th batch from now, where k is the number of live sequences ahead
-   of it.
+1. The *anchor* is always in the batch. It is the oldest live sequence of the next caller; see `queue`. With one caller
+   and k live sequences ahead, a sequence runs at the latest in the (k + 1)-th batch from now.
 2. The batch starts with the length of the anchor. Each step adds a sequence of the same length, or of the next shorter
    or next longer length, whichever adds less padding.
-3. The batch is closed before it exceeds a limit of `BatchPolicy`. The anchor runs even if it alone exceeds the limit of
-   tokens.
+3. The batch is closed before it exceeds a limit of `BatchPolicy`. The anchor runs even if the anchor alone exceeds the
+   limit of tokens.
 
-The decision needs only the number of waiting sequences of each length. So the time for a decision depends on the size
-of the batch and the number of different lengths, and not on the size of the queue.
+The decision needs only the number of waiting sequences of each length. So its time depends on the size of the batch and
+the number of different lengths, but not on the size of the queue.
 """
 
 from bisect import bisect_left
@@ -27,12 +26,12 @@ class BatchPolicy:
     """The limits of a batch.
 
     Attributes:
-        max_batch_tokens: The largest number of tokens, padding included (longest sequence × number of sequences). A
-            larger batch uses the device better, until the activations no longer fit into the device's cache.
+        max_batch_tokens: The maximum number of tokens, padding included (longest sequence × number of sequences). A
+            larger batch uses the device better, until the activations no longer fit the device's cache.
         max_batch_sequences: The maximum number of sequences, of any length.
-        max_padding_fraction: The greatest share of padding among the padded tokens, from 0 (only equal lengths run
-            together) to 1 (no bound). A low value suits a CPU, where a padded token costs as much as a real one. A high
-            value suits a GPU, where a second run costs more than padding.
+        max_padding_fraction: The maximum fraction of padding in a batch, from 0 (only equal lengths run together) to 1
+            (no limit). A low value suits a CPU, because a padding token costs as much as a real token. A high value
+            suits a GPU, because a second run costs more than padding.
     """
 
     max_batch_tokens: int
@@ -72,17 +71,17 @@ def plan_batch(anchor: int, lengths: Sequence[int], waiting: Mapping[int, int], 
     """
     counts = {anchor: 1}
     low = high = bisect_left(lengths, anchor)  # the batch has lengths[low] to lengths[high]
-    real = longest = anchor  # the number of tokens without padding; the longest length
+    real = longest = anchor  # real: the number of tokens without padding; longest: the longest length
     count = 1
     while True:
         shorter = _next(lengths, waiting, counts, low, -1)
         longer = _next(lengths, waiting, counts, high, 1)
         if shorter < 0 and longer < 0:
             return Plan(counts, ClosedBy.QUEUE_EMPTY)
-        # A shorter candidate adds its own padding. A longer candidate adds padding to all others.
+        # A shorter candidate adds only its own padding. A longer candidate adds padding to each other sequence.
         add_longer = shorter < 0 or (longer >= 0 and (lengths[longer] - longest) * count < longest - lengths[shorter])
         refusal = None
-        for at in (longer, shorter) if add_longer else (shorter,):  # if the longer does not fit, the shorter may
+        for at in (longer, shorter) if add_longer else (shorter,):  # if the longer does not fit, try the shorter
             if at < 0:
                 continue
             length = lengths[at]
@@ -108,7 +107,7 @@ def _next(lengths: Sequence[int], waiting: Mapping[int, int], counts: Mapping[in
 
 
 def _refusal(longest: int, real: int, count: int, policy: BatchPolicy) -> ClosedBy | None:
-    """Return the limit that a batch with these numbers would exceed; None if it exceeds no limit."""
+    """Return the limit that such a batch would exceed; None if it exceeds no limit."""
     padded = longest * count
     if count > policy.max_batch_sequences:
         return ClosedBy.SEQUENCES

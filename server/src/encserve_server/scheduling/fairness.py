@@ -1,10 +1,10 @@
 """Decides which caller's item starts next. This module uses no clock and no threads.
 
 Callers share a resource by start-time fair queueing (Goyal et al., SIGCOMM '96). The virtual start of an item is the
-virtual end of the caller's item before it, or the current virtual time if that is later. The virtual end of an item is
-its virtual start plus cost / weight. The item with the earliest virtual start is next, and the virtual time moves to
-that start. So a caller that was idle has no credit, and a caller that was alone has no debt. If an item is removed
-before it starts, its caller gets the cost back.
+virtual end of the caller's previous item, or the current virtual time if that is later. The virtual end of an item is
+its virtual start + cost / weight. The item with the earliest virtual start is next, and the virtual time moves to this
+start. So a caller that was idle has no credit, and a caller that was alone has no debt. If an item is removed before it
+starts, its caller gets the cost back.
 
 Interactive items start before bulk items, but `BulkTurn` gives bulk items a fixed share.
 """
@@ -73,8 +73,9 @@ class FairQueue(Generic[Item]):
 
         Args:
             slack: The cost by which a caller may be ahead of its share before its items get a later virtual start.
-            max_lead: Limits the virtual start of a new item to the virtual time plus (the caller's waiting cost +
-                `max_lead`) / weight. Without this limit, items that start out of order move it further and further.
+            max_lead: Limits the virtual start of a new item to virtual time + (the caller's waiting cost + `max_lead`)
+                / weight. Without this limit, items that start out of order would move the virtual start further and
+                further.
         """
         self.cost = 0
         self.flows: dict[str, Flow[Item]] = {}
@@ -113,7 +114,7 @@ class FairQueue(Generic[Item]):
         return flow
 
     def first(self) -> Item:
-        """Return the oldest item of the next caller. Of equal callers, the one with less waiting cost is next."""
+        """Return the oldest item of the next caller. Of equal callers, the caller with less waiting cost is next."""
         if len(self.active) == 1:
             return next(iter(self.active)).oldest
         return min(self.active, key=lambda flow: (flow.oldest.virtual_start, flow.cost)).oldest
@@ -126,13 +127,13 @@ class FairQueue(Generic[Item]):
 class BulkTurn:
     """Decides between interactive and bulk work.
 
-    Interactive work starts first. But waiting bulk work is next as soon as enough interactive work has started since
-    the last bulk work: `BULK_TURN - 1` times the cost of the bulk work.
+    Interactive work starts first. Bulk work is next once interactive work of `BULK_TURN - 1` times the bulk work's cost
+    has started since the last bulk work.
     """
 
     def __init__(self) -> None:
-        """Start without a debt to bulk."""
-        self._passed_over = 0.0  # the cost of interactive work since the last bulk work, or since bulk began to wait
+        """Start with no interactive work counted."""
+        self._passed_over = 0.0  # the cost of interactive work since the last bulk work, counted while bulk waits
 
     def is_bulk_next(self, interactive: FairQueue[Item], bulk: FairQueue[Item], bulk_cost: float = 1.0) -> bool:
         """Return whether bulk work of this cost starts next. At least one of the queues must have items."""

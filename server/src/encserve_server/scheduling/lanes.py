@@ -1,9 +1,9 @@
 """The engine's threads, called lanes. A lane takes a batch from the queue, runs it, and hands over the outputs.
 
 A CPU has its best throughput with several batches at a time, one thread each. Threads that share a batch wait for each
-other in every layer, and longer if another program takes one of their cores. But a single batch is done sooner if all
-threads share it. So a batch that finds no other lane busy and leaves the queue empty is *alone*: it runs on all
-threads, and later sequences wait until it ends. As soon as more sequences wait, each lane runs a batch.
+other in every layer, and longer if another program takes one of their cores. But a single batch ends sooner if all
+threads share it. So a batch is *alone* if no other lane is busy and no further sequence waits. A batch that is alone
+runs on all threads, and later sequences wait until it ends. As soon as more sequences wait, each lane runs a batch.
 """
 
 import asyncio
@@ -31,12 +31,12 @@ class Outcome(Enum):
     """The result of a run, or another event of a lane."""
 
     RAN = auto()  # the batch has outputs
-    EXPIRED = auto()  # the sequences are past their deadline and will not run
+    EXPIRED = auto()  # the deadline of the sequences passed, so they will not run
     FAILED = auto()  # the engine raised an error, or no sequence has finite outputs
     CULPRIT = auto()  # a batch of only one sequence failed
     BROKEN = auto()  # the engine fails for every input; no lane takes a batch until `Lanes.resume`
     CRASHED = auto()  # a bug ended a lane for good
-    FAILED_PROBE = auto()  # the engine fails for a sequence that every working engine can compute
+    FAILED_PROBE = auto()  # the engine failed for the probe, a sequence that every working engine can compute
 
 
 # Called on the event loop, in the order of the events.
@@ -50,7 +50,7 @@ class _Lane:
     Attributes:
         number: The number of the lane, from 0.
         jobs: The work of the thread, in order; None ends the thread.
-        batch: The running batch. While a half of a batch runs, this is the whole batch. None if no batch runs.
+        batch: The running batch, or None. If a part of a batch runs again after a failure, this is the whole batch.
         started_at: The start of the run in awake time; None if nothing runs.
     """
 
@@ -63,8 +63,8 @@ class _Lane:
 class Lanes:
     """The lanes of one engine, and the queue that they share. There are `engine.max_parallel_runs` lanes.
 
-    A lane works only while sequences wait. `wake` starts a lane, and a lane that leaves sequences in the queue starts
-    the next lane. The idle lane that ran last starts first, because its CPU's caches still hold its data.
+    A lane works only while sequences wait. `wake` starts a lane. A lane that leaves sequences in the queue starts the
+    next lane. The idle lane that ran last starts first, because the caches of its CPU still hold its data.
 
     `lock` guards the queue and the choice of a batch. No lane holds the lock while the engine runs.
     """
@@ -94,7 +94,7 @@ class Lanes:
         self._failures_before_probe = failures_before_probe
         self._lanes = [_Lane(number) for number in range(engine.max_parallel_runs)]
         self._idle = self._lanes[::-1]  # the last lane in the list ran last
-        self._waking = False  # whether a lane has been started and has not taken a batch yet
+        self._waking = False  # whether a started lane has not taken a batch yet
         self._alone = False  # whether the running batch uses all threads
         self._stopped = False  # closed or crashed: no lane takes a batch again
         self._broken = False  # the engine fails for every input: no lane takes a batch until `resume`
@@ -102,11 +102,11 @@ class Lanes:
         self._probe_ended = threading.Condition(self.lock)
         self._failures = 0  # failed runs since the last success
         self._busy_lanes = 0
-        self._busy_counted_at = 0.0  # busy time is counted up to here
+        self._busy_counted_at = 0.0  # the time until which busy time is counted
         self._busy_seconds = 0.0
 
     def start(self) -> None:
-        """Start the threads; call once, on the event loop."""
+        """Start the threads. Call this once, on the event loop."""
         self._event_loop = asyncio.get_running_loop()
         self._ended = [self._event_loop.create_future() for _ in self._lanes]
         for i, (lane, ended) in enumerate(zip(self._lanes, self._ended, strict=True)):
@@ -128,20 +128,20 @@ class Lanes:
 
     def running(self) -> list[TokenSequence]:
         """Return the sequences that run."""
-        batches = [lane.batch for lane in self._lanes]  # read once: the lane's thread may clear it at any time
+        batches = [lane.batch for lane in self._lanes]  # read only once, because the lane's thread may clear it
         return [sequence for batch in batches if batch is not None for sequence in batch.sequences]
 
     def oldest_start(self) -> float | None:
-        """Return the start of the longest run in awake time; None if nothing runs."""
+        """Return the start of the longest run, in awake time; None if nothing runs."""
         oldest = None
         for lane in self._lanes:
-            started_at = lane.started_at  # read once, as above
+            started_at = lane.started_at  # read only once, because the lane's thread may clear it
             if started_at is not None and (oldest is None or started_at < oldest):
                 oldest = started_at
         return oldest
 
     def take_busy_seconds(self) -> float:
-        """Return the number of seconds since the last call in which at least one lane was busy."""
+        """Return the seconds since the last call of this method in which at least one lane was busy."""
         with self.lock:
             self._count_busy(0)
             seconds, self._busy_seconds = self._busy_seconds, 0.0
@@ -160,13 +160,13 @@ class Lanes:
                 self._tell(_set_result, answer, True)
 
         with self.lock:
-            if not self._idle:  # a busy lane may be stuck, so do not wait for it
+            if not self._idle:  # a busy lane may be stuck, so the probe does not wait for a lane
                 return False
             self._idle[-1].jobs.put(run)
         return await answer
 
     def stop(self) -> None:
-        """Let no lane take a batch again."""
+        """Let no lane take a further batch."""
         with self.lock:
             self._stopped = True
 
@@ -199,12 +199,13 @@ class Lanes:
             lane.batch = self._take(lane, first=False)
 
     def _take(self, lane: _Lane, *, first: bool) -> Batch | None:
-        """Take the next batch. If there is none, the lane becomes idle."""
+        """Take the next batch. Without a next batch, the lane becomes idle."""
         with self.lock:
             if first:
                 self._waking = False
             self._alone = False  # if a batch ran alone, this lane has just finished it
-            # `len` is cheaper than `take`. While this thread holds the GIL, the event loop cannot deliver outputs.
+            # `take` is called only if `len` finds sequences, because `take` is slower. While this thread holds the GIL,
+            # the event loop cannot deliver outputs.
             only = len(self._idle) == len(self._lanes) - 1  # all other lanes are idle
             may_take = len(self.pending) and not (self._stopped or self._broken)
             taken = self.pending.take(self._policy, self._clock.now()) if may_take else None
@@ -234,7 +235,7 @@ class Lanes:
         return now
 
     def _run_in_halves(self, lane: _Lane, batch: Batch) -> None:
-        """Run a batch, and its halves if it fails. Deliver the outputs."""
+        """Run a batch. If the batch fails, run its halves. Deliver the outputs."""
         try:
             in_halves(batch, partial(self._run_part, lane, batch), partial(self._on_failure, lane))
         except EngineUnhealthy as error:
@@ -247,7 +248,7 @@ class Lanes:
                 return
         self._run(lane, part)
         is_finite = part.outputs.count(None) < len(part.outputs)
-        self._tell(self._deliver, Outcome.RAN, part, None)  # from now on the event loop owns the part
+        self._tell(self._deliver, Outcome.RAN, part, None)  # after this, only the event loop may use the part
         if is_finite:
             self._failures = 0
         else:
@@ -259,7 +260,7 @@ class Lanes:
             self._tell(self._deliver, Outcome.CULPRIT, part, error)
 
     def _run(self, lane: _Lane, batch: Batch) -> None:
-        """Run a batch. Other threads can read the start of the run. The duration counts as busy time.
+        """Run a batch. The start of the run is stored for other threads. The duration counts as busy time.
 
         Raises:
             BatchFailed: See `run_batch`.
@@ -277,7 +278,8 @@ class Lanes:
     def _count_failure(self, lane: _Lane, batch: Batch, error: BaseException | None) -> None:
         """Count a failed run. After several failed runs, probe the engine.
 
-        If another lane is probing the engine, wait for the result. If the engine is broken, no sequence is a culprit.
+        If another lane is probing the engine, wait for the result. If the engine is broken, no sequence counts as a
+        culprit.
 
         Raises:
             EngineUnhealthy: The engine is broken.

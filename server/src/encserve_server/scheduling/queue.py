@@ -2,9 +2,10 @@
 
 `fairness` decides which caller is next. As in VTC (Sheng et al., OSDI '24), fairness is measured in tokens: the cost of
 a sequence is the number of tokens that admission has counted for it. The first sequence of a batch, the anchor, is the
-oldest sequence of the next caller. The other sequences of the batch have similar lengths and come from any caller. Of
-several sequences with the same length, those with the earliest virtual start run first. A sequence gets its virtual
-start and its cost on arrival. So its own caller pays for it, whichever caller's anchor started the batch.
+oldest sequence of the next caller. The other sequences of the batch have similar lengths and come from any caller.
+Among sequences with the same length, the sequences with the earliest virtual start run first. A sequence gets its
+virtual start and its cost on arrival. So its own caller pays for the sequence, even in a batch that another caller's
+anchor started.
 
 No batch has both interactive and bulk sequences.
 """
@@ -26,11 +27,12 @@ from encserve_server.telemetry.spans import RequestSpan
 from encserve_server.types.callers import ANYONE, Caller, Priority
 from encserve_server.types.sequences import Batch, ClosedBy, TokenSequence
 
-# `max_lead` of `FairQueue`. A sequence of caller A that runs in a batch with caller B's anchor also moves A's virtual
-# end. Without this limit, A's long sequences might never run if its short ones always run in such batches.
+# `max_lead` of `FairQueue`. If a sequence of caller A runs in a batch with caller B's anchor, A's virtual end also
+# moves. Suppose that A's short sequences always run in such batches. Without this limit, A's long sequences might never
+# run.
 MOST_AHEAD_TOKENS = 8192
-# `slack` of `FairQueue`. Most sequences of a batch run out of order, so the virtual time stands still for some batches
-# and then jumps. Without slack, a caller with a few short texts would wait for such a jump.
+# `slack` of `FairQueue`. Most sequences of a batch run out of order, so the virtual time does not change for some
+# batches and then jumps. Without slack, a caller with a few short texts would wait for the next jump.
 SLACK_TOKENS = 512
 
 _virtual_start = attrgetter("virtual_start")
@@ -46,7 +48,7 @@ class QueueObserver(Protocol):
         tokens: Callable[[], int],
         bulk_tokens: Callable[[], int],
     ) -> None:
-        """Set the functions that return the numbers of waiting requests and sequences, and their cost in tokens.
+        """Set the functions that return the number of waiting requests and of sequences, and their cost in tokens.
 
         Any thread may call the functions.
         """
@@ -55,7 +57,7 @@ class QueueObserver(Protocol):
         """The deadline of a sequence passed in the queue."""
 
     def cancelled(self, stage: str) -> None:
-        """The caller of a sequence went away while the sequence was "queued" or "running"."""
+        """The caller of a sequence disconnected while the sequence was "queued" or "running"."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,15 +66,15 @@ class Ticket:
 
     Attributes:
         sequences: The sequences of the call; empty once the call has ended.
-        done: Fires when all sequences have their outputs, or at the first error.
+        done: Set when all sequences have their outputs, or at the first error.
         missing: The number of sequences without outputs.
         queued: The number of sequences in the queue.
         caller: The caller.
         priority: The priority.
         span: Traces the call; None without tracing.
-        error: The error of the call, until the error is raised. The error is not stored in `done`: an error refers to
-            stack frames, the frames to the sequences, and the sequences to the call. Such a reference cycle would keep
-            the memory of a failed call until the garbage collector runs.
+        error: The error of the call; None after the error is raised. `done` does not store the error, because a
+            reference cycle would result: error, stack frames, sequences, call. The cycle would keep the memory of a
+            failed call until the garbage collector runs.
     """
 
     sequences: list[TokenSequence]
@@ -140,7 +142,7 @@ class _LengthQueue(FairQueue[TokenSequence]):
         return flow
 
     def members(self, anchor: TokenSequence, counts: Mapping[int, int]) -> list[TokenSequence]:
-        """Return sequences: for each length, as many as planned. The anchor is the first sequence."""
+        """Return the planned number of sequences of each length. The anchor is the first sequence."""
         found: list[TokenSequence] = []
         for length, count in counts.items():
             flows = self.buckets[length].values()
@@ -157,7 +159,7 @@ class _LengthQueue(FairQueue[TokenSequence]):
 class PendingQueue:
     """Waiting sequences. The caller of each method must hold `Lanes.lock`.
 
-    A withdrawn sequence leaves at once. The queue checks the deadline of a sequence just before taking it.
+    A withdrawn sequence leaves the queue at once. The deadline of a sequence is checked just before the queue takes it.
 
     Attributes:
         requests: The number of calls with at least one waiting sequence.
@@ -223,7 +225,7 @@ class PendingQueue:
             plan = plan_batch(len(anchor.input), queue.lengths, queue.waiting, policy)
             planned = queue.members(anchor, plan.counts)
             live = [it for it in planned if self._is_live(it, now, expired)]
-            if len(live) == len(planned):  # otherwise plan again without the removed sequences
+            if len(live) == len(planned):  # otherwise plan again, without the removed sequences
                 queue.advance(anchor)
                 return Taken(self._take_planned(queue, planned, plan.closed_by, policy.max_batch_tokens, now), expired)
         return Taken(None, expired)
@@ -240,9 +242,9 @@ class PendingQueue:
         max_batch_tokens: int,
         now: float,
     ) -> Batch:
-        """Take sequences in the planned order. Stop before their outputs together cost more than `max_batch_tokens`.
+        """Take sequences in the planned order. Stop before the cost of the batch's outputs exceeds `max_batch_tokens`.
 
-        The first sequence is taken whatever its cost.
+        The first sequence is taken even if it costs more.
         """
         batch = Batch([], closed_by)
         extra = 0

@@ -1,6 +1,6 @@
 """Runs batches through an engine: one batch, the halves of a batch that failed, and the probe of an engine.
 
-The functions block. The lanes of the server and the threads of `offline` call them.
+The functions block. Two callers use them: the lanes of the server, and the threads of `offline`.
 """
 
 import math
@@ -14,7 +14,7 @@ from encserve_server.errors import EngineUnhealthy
 from encserve_server.types.arrays import ModelInput, OutputArrays
 from encserve_server.types.sequences import Batch, TokenSequence
 
-# Computes the outputs of each sequence of a batch. The result is None for a sequence whose numbers are not finite.
+# Computes the outputs of each sequence of a batch. A sequence gets None if its result has NaN or infinity.
 ComputeOutputs = Callable[[BatchResult, Sequence[TokenSequence]], list[OutputArrays | None]]
 RunBatch = Callable[[Batch], None]
 
@@ -24,7 +24,7 @@ class BatchFailed(Exception):
 
 
 def start_thread() -> None:
-    """Prepare a thread that runs batches, so that NumPy does not warn about numbers that are not finite."""
+    """Prepare a thread that runs batches: NumPy must not warn about NaN or infinity."""
     np.seterr(all="ignore")
 
 
@@ -45,7 +45,7 @@ def run_batch(engine: Engine, compute_outputs: ComputeOutputs, batch: Batch) -> 
         began = time.perf_counter()
         outputs = compute_outputs(result, batch.sequences)
         if len(outputs) != len(lengths):
-            raise RuntimeError(f"the model returned outputs of {len(outputs)} sequences, expected {len(lengths)}")
+            raise RuntimeError(f"the model returned outputs for {len(outputs)} sequences, expected {len(lengths)}")
     except Exception as error:
         raise BatchFailed from error
     batch.outputs = outputs
@@ -55,11 +55,11 @@ def run_batch(engine: Engine, compute_outputs: ComputeOutputs, batch: Batch) -> 
 
 
 def in_halves(batch: Batch, run: RunBatch, on_failure: Callable[[Batch, BaseException | None], None]) -> None:
-    """Run a batch. After a failure run its halves, and their halves, so that only a sequence that fails alone fails.
+    """Run a batch. If it fails, run its halves, and so on. So a sequence fails only if it fails alone.
 
     Args:
         batch: The batch.
-        run: Runs a part of the batch. It may first remove sequences from the part.
+        run: Runs a part of the batch. Before this, `run` may remove sequences from the part.
         on_failure: Receives each part that failed, with the error. A part of one sequence is not run again.
 
     Raises:
@@ -82,7 +82,7 @@ def probe(run: RunBatch, sequence: ModelInput) -> None:
     """Run a sequence that every working engine can compute.
 
     Raises:
-        EngineUnhealthy: The engine fails, or its numbers are not finite.
+        EngineUnhealthy: The engine fails, or its result has NaN or infinity.
     """
     batch = Batch([TokenSequence(sequence, len(sequence))])
     try:
@@ -90,4 +90,4 @@ def probe(run: RunBatch, sequence: ModelInput) -> None:
     except BatchFailed as failed:
         raise EngineUnhealthy(f"the engine fails for every input: {failed.__cause__!r}") from failed.__cause__
     if batch.outputs == [None]:
-        raise EngineUnhealthy("the engine fails for every input: its numbers are not finite")
+        raise EngineUnhealthy("the engine fails for every input: the result has NaN or infinity")

@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 
 # The probe of a model that takes ids.
 _FIRST_ID = np.zeros(1, np.int64)
-# The scheduler looks for a stalled run this many times in `stall_seconds`, and at least once per second.
+# The scheduler checks for a stalled run this many times in `stall_seconds`, and at least once per second.
 _STALL_LOOKS = 4
 _MAX_STALL_POLL_SECONDS = 1.0
-# If the next look is later than this many pauses, the process was probably suspended. The rest of the time does not
-# count.
+# If the next check comes later than this many pauses, the process was probably suspended. The rest of this time does
+# not count.
 _MAX_GAP_PAUSES = 2
 
 
@@ -54,7 +54,7 @@ class SchedulerObserver(QueueObserver, Protocol):
         """The engine raised an error for a batch."""
 
     def was_busy(self, seconds: float) -> None:
-        """Since the last report, the engine was running at least one batch for this time in total."""
+        """Since the last report, at least one batch was running for this time."""
 
     def waited(self, queue_seconds: float) -> None:
         """A sequence has run. Its wait in the queue was `queue_seconds`."""
@@ -65,8 +65,8 @@ class SchedulerLimits:
     """The bounds of a scheduler.
 
     Attributes:
-        max_queue_tokens: The largest cost of all pending sequences in tokens. It bounds memory and the longest wait.
-        failures_before_probe: The number of failed runs in a row after which the scheduler probes the engine.
+        max_queue_tokens: The maximum cost of all pending sequences, in tokens. It limits memory and the longest wait.
+        failures_before_probe: After this number of failed runs in a row, the scheduler probes the engine.
         probe_seconds: The time between two probes of an unhealthy engine.
         stall_seconds: A run that takes longer than this is stalled. Time in which the whole process is suspended does
             not count.
@@ -86,31 +86,31 @@ class Scheduler:
     - `run` never blocks the event loop. It admits or refuses a call at once, with all sequences or none. The cost of
       pending calls never exceeds `max_queue_tokens` (QueueFull). After a refusal, the queue refuses all calls until a
       quarter of the queue is free (see `admission`).
-    - Each named caller has a share of the queue: w / (2w + the weights of the other waiting callers), where w is its
-      weight. The second w keeps room for one more caller. If a call would fill more than half of the queue and exceed
-      its caller's share, it is refused (ShareExceeded), unless nothing of this caller waits.
-    - Bulk takes at most half of the queue, and leaves a quarter of the queue free. In this half, the same rule gives
-      each bulk caller its share.
+    - Each named caller has a share of the queue: w / (2w + the weights of the other waiting callers). w is the caller's
+      weight; the second w keeps room for one more caller. A call is refused (ShareExceeded) if it would fill more than
+      half of the queue and exceed its caller's share, unless nothing of this caller waits.
+    - Bulk takes at most half of the queue, and leaves a quarter of the queue free. Each bulk caller has a share of this
+      half by the same rule.
     - The scheduler uses no timer. When the engine is free, it runs a batch of pending sequences. The engine's threads
-      take the next batch at once, and meanwhile the event loop delivers. Some engines run several batches at once (see
-      `lanes`).
-    - With one caller and one priority, a sequence starts at the latest in the (k + 1)-th batch after the running ones,
-      where k is the number of live sequences ahead of it (see `batching`). So the longest wait depends only on the
-      limit of the queue and the speed of the engine. Later arrivals do not make it longer.
-    - With several callers, the work of any other caller before a sequence starts is limited. The limit is
+      take the next batch at once. Meanwhile, the event loop delivers outputs. Some engines run several batches at once
+      (see `lanes`).
+    - With one caller and one priority, a sequence starts at the latest in the (k + 1)-th batch after the running
+      batches. k is the number of live sequences ahead of the sequence (see `batching`). So the longest wait depends
+      only on the limit of the queue and the speed of the engine, not on later arrivals.
+    - With several callers, the work that another caller can run before a sequence starts is limited to
       (other weight / own weight) x (own waiting cost + MOST_AHEAD_TOKENS) + one batch (see `queue`).
     - Interactive sequences run before bulk sequences. While both wait, one batch in BULK_TURN is a bulk batch. So bulk
-      waits at most BULK_TURN times as long as alone.
-    - The queue drops a sequence whose caller has gone or whose deadline has passed. A running batch is never
-      interrupted, and a caller that goes does not affect others.
+      waits at most BULK_TURN times as long as without interactive sequences.
+    - The queue drops a sequence if its caller has disconnected or its deadline has passed. A running batch is never
+      interrupted, and a caller that disconnects does not affect other callers.
     - A failed batch runs again in halves, down to single sequences. Only a sequence that fails alone fails its call
-      (InferenceFailed). After several failures without a success, a probe shows whether the engine is broken. Then all
-      calls get EngineUnhealthy until a probe succeeds.
+      (InferenceFailed). After several failures without a success, a probe shows whether the engine is broken. If so,
+      all calls get EngineUnhealthy until a probe succeeds.
     - While a run takes longer than `stall_seconds`, new and waiting calls get EngineUnhealthy. Calls in the running
       batch may still succeed.
 
-    The event loop owns everything here. The threads of `_lanes` own the engine. They take from the queue under the one
-    lock of this package, and hand over results to `_deliver` on the event loop.
+    The event loop owns all attributes. The threads of `_lanes` own the engine. Under `Lanes.lock`, the threads take
+    batches from the queue. They pass results to `_deliver` on the event loop.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Scheduler:
         probe: ModelInput = _FIRST_ID,
         tracer: BatchTracer | None = None,
     ) -> None:
-        """`start` starts the threads. `probe` is a sequence that any working engine can compute."""
+        """Set the parts; `start` starts the threads. `probe` is a sequence that every working engine can compute."""
         self._engine = engine
         self._limits = limits
         self._clock = clock
@@ -176,11 +176,12 @@ class Scheduler:
         self._lanes.stop()
         self._fail_all(EngineUnhealthy("the model is being unloaded"), self._lanes.running())
         await self._lanes.ended()
-        # Not on the event loop, because freeing hundreds of megabytes takes tens of milliseconds.
+        # A thread closes the engine, because freeing hundreds of megabytes would block the event loop for tens of
+        # milliseconds.
         await asyncio.get_running_loop().run_in_executor(None, self._engine.close)
 
     def not_ready_reason(self) -> str:
-        """Return why the engine is not ready, for people; empty if it is ready."""
+        """Return the reason why the engine is not ready, for people; empty if it is ready."""
         if self._unhealthy_reason:
             return self._unhealthy_reason
         started_at = self._lanes.oldest_start()
@@ -203,13 +204,13 @@ class Scheduler:
             self._check_room(None, queued)
 
     def check_share(self, sender: Sender, cost: int = 1) -> None:
-        """Check that a call of this cost keeps to the shares of the queue.
+        """Check that a call of this cost does not exceed a share of the queue.
 
         Every call must keep to its caller's share of the queue. A bulk call must also keep to its caller's share of the
         half for bulk.
 
         Raises:
-            ShareExceeded: The call exceeds its caller's share or bulk's share, of which a part is taken already.
+            ShareExceeded: The call would exceed the share of its caller or of bulk, and a part of this share is in use.
         """
         pending, caller, size = self._pending, sender.caller, self._limits.max_queue_tokens
         self._check_caller_share(caller, cost, size, pending.cost, Priority)
@@ -224,7 +225,7 @@ class Scheduler:
         """Check a caller's share of `size` tokens, if more than half of these tokens are taken."""
         if caller.name and waiting + cost > size // 2:
             own, weight_of_others = self._pending.share_of(caller, priorities)
-            # The share is as if one more caller with this weight waited.
+            # The share keeps room for one more caller with the same weight.
             share = int(size * caller.weight / (2 * caller.weight + weight_of_others))
             self._refuse_over_share(f"caller {caller.name}", cost, own, share)
 
@@ -242,8 +243,8 @@ class Scheduler:
         """Run the sequences of a call, and set the outputs of each.
 
         Args:
-            sequences: One or more checked sequences with wanted outputs and costs. The list is kept until the end.
-            deadline: The time on the clock after which the caller does not wait.
+            sequences: One or more checked sequences, each with a cost and requested outputs. Do not change the list.
+            deadline: The clock's time until which the caller waits.
             span: Traces the call.
             sender: The caller and the priority.
 
@@ -259,7 +260,7 @@ class Scheduler:
         try:
             await ticket.done
             if ticket.error is not None:
-                raise ticket.error.with_traceback(None)  # several calls may share this error
+                raise ticket.error.with_traceback(None)  # other calls may raise the same error object
         except (asyncio.CancelledError, DeadlineExpired) as end:
             self._count_dropped(ticket, is_cancelled=isinstance(end, asyncio.CancelledError))
             raise
@@ -267,10 +268,10 @@ class Scheduler:
             if ticket.missing:
                 with self._lanes.lock:
                     self._pending.withdraw(ticket)
-            if span is not None:  # this stage ends when the first batch was taken, or when the call gave up
+            if span is not None:  # the queue stage ends when the first batch is taken, or else with the call
                 starts = [it.started_at for it in sequences if not math.isnan(it.started_at)]
                 span.stage("queue", sequences[0].enqueued_at, min(starts, default=self._clock.now()))
-            ticket.sequences, ticket.error = [], None  # otherwise the rows would stay until the garbage collector runs
+            ticket.sequences, ticket.error = [], None  # otherwise arrays would stay until the garbage collector runs
 
     def _admit(
         self, sequences: list[TokenSequence], deadline: float, span: RequestSpan | None, sender: Sender
@@ -302,16 +303,16 @@ class Scheduler:
             raise _unavailable(reason)
 
     def _refuse_size(self, sequences: Sequence[TokenSequence], cost: int) -> None:
-        """Refuse a sequence that is larger than the queue. Larger calls were split before they came here."""
+        """Refuse a sequence that is larger than the queue. Larger calls were already split into parts."""
         tokens, limit = sum([len(it.input) for it in sequences]), self._limits.max_queue_tokens
-        size = f"{tokens}" if cost == tokens else f"{tokens}, and with its outputs it costs as much as {cost}"
+        size = f"{tokens}" if cost == tokens else f"{tokens}, and {cost} with the cost of its outputs"
         raise RequestTooLarge(
             FieldPath(RequestField.INPUT, sequences[0].index),
             f"must be at most {limit} tokens (max_queue_tokens); was {size}",
         )
 
     def _check_room(self, cost: int | None, queued: int, priority: Priority = Priority.INTERACTIVE) -> None:
-        """Refuse a call that has no room. A cost of None means at least one token."""
+        """Refuse a call if the queue has no room. A cost of None means at least one token."""
         is_bulk = priority is Priority.BULK
         if excess := (self._admission.bulk_excess if is_bulk else self._admission.excess)(cost or 1, queued):
             delay_s = self._throughput.seconds_for(excess)
@@ -319,12 +320,12 @@ class Scheduler:
             raise QueueFull("tokens", cost, queued, limit, delay_s, self._admission.reopens_at_tokens)
 
     def _count_dropped(self, ticket: Ticket, *, is_cancelled: bool) -> None:
-        """Count the undelivered sequences of a call whose caller went away, or whose deadline passed."""
+        """Count the sequences without outputs of a call whose caller disconnected or whose deadline passed."""
         with self._lanes.lock:
-            self._pending.withdraw(ticket)  # from now on no lane takes these sequences
-        # A lane may have dropped some of them already. Only `started_at` shows whether a lane took them.
+            self._pending.withdraw(ticket)  # after this, no lane takes these sequences
+        # A lane may have dropped some of these sequences already. `started_at` shows whether a lane took a sequence.
         unstarted = sum([math.isnan(it.started_at) for it in ticket.sequences])
-        # gRPC cancels a call whose deadline has passed: that is not a cancellation by the caller.
+        # gRPC also cancels a call whose deadline has passed. Such a call counts as expired, not as cancelled.
         expired = ticket.sequences[0].deadline <= self._clock.now()
         for _ in range(unstarted):
             if expired:
@@ -346,7 +347,7 @@ class Scheduler:
                 sequence.ticket.fail(expired)
         elif outcome is Outcome.CULPRIT:
             self._fail_one(batch.sequences[0], InferenceFailed.NOT_COMPUTED)
-        elif outcome is Outcome.CRASHED:  # a dead scheduler must not look healthy
+        elif outcome is Outcome.CRASHED:  # health must report a scheduler that has stopped
             self._end("the scheduler has stopped after an internal error", error)
             self._fail_all(_unavailable(self._unhealthy_reason), batch.sequences)
         elif outcome is Outcome.BROKEN:
@@ -373,8 +374,8 @@ class Scheduler:
             if not ticket.missing:
                 ticket.done.set_result(None)
         batch.outputs = []
-        # Trace now, because a span ends with its call. Count in a later step of the event loop, after the tasks that
-        # wait for these outputs.
+        # Trace now, because a span ends with its call. Count in a later step of the event loop: the tasks that wait for
+        # these outputs run first.
         if self._tracer is not None:
             self._trace(batch, self._tracer)
         asyncio.get_running_loop().call_soon(self._count, batch)
@@ -390,8 +391,8 @@ class Scheduler:
 
     def _count(self, batch: Batch) -> None:
         """Report a batch to the observer."""
-        beside = 1 if batch.alone else self._engine.max_parallel_runs  # the most runs on the device
-        cost = sum([it.cost for it in batch.sequences])  # the queue counts cost
+        beside = 1 if batch.alone else self._engine.max_parallel_runs  # the number of batches that run at the same time
+        cost = sum([it.cost for it in batch.sequences])  # not tokens, because the queue's limit is in cost
         self._throughput.add(cost, (batch.compute_seconds + batch.split_seconds) / beside)
         for sequence in batch.sequences:
             self._observer.waited(sequence.started_at - sequence.enqueued_at)
@@ -422,7 +423,7 @@ class Scheduler:
             sequence.ticket.fail(error)
 
     def _end(self, reason: str, error: BaseException | None = None) -> None:
-        """Refuse all calls from now on."""
+        """Refuse all calls after this."""
         self._over = True
         for task in (self._recovery, self._stall_watch):
             if task is not None:
@@ -433,7 +434,7 @@ class Scheduler:
             self._set_unhealthy(reason, error)
 
     async def _recover(self) -> bool:
-        """Probe the engine, and return whether it works again. Until then, `run` refuses calls."""
+        """Probe the engine. Return whether it works again."""
         if not await self._lanes.probe():
             return False
         logger.warning("the engine works again")
@@ -442,14 +443,14 @@ class Scheduler:
         return True
 
     def _look_for_stall(self) -> None:
-        """End the calls that wait for a stalled run. Without a deadline they would wait forever."""
+        """End the calls that wait for a stalled run. Without this, calls without a deadline would wait forever."""
         self._awake.tick()
         if not self._unhealthy_reason and (reason := self.not_ready_reason()):
             self._fail_all(_unavailable(reason), [])
             self._on_health_change()
 
     def _set_unhealthy(self, reason: str, error: BaseException | None = None) -> None:
-        """Set or clear the reason, which callers see. The error goes to the log."""
+        """Set the reason, which callers see, or clear it. The error goes to the log."""
         if reason:
             logger.error("the engine is unhealthy", extra={"reason": reason, "error": repr(error)})
         changed = reason != self._unhealthy_reason

@@ -10,7 +10,7 @@ from encserve_server.system.clock import Clock, MonotonicClock
 
 logger = logging.getLogger(__name__)
 
-# After this many bytes or characters of work, the event loop runs other requests.
+# After each part of work on this many bytes or characters, the event loop runs other requests.
 TURN_BYTES = 64 * 1024
 
 
@@ -21,9 +21,9 @@ async def repeat(
     clock: Clock | None = None,
     wake: asyncio.Event | None = None,
 ) -> None:
-    """Call a function or a coroutine function again and again, until it returns True or the task is cancelled.
+    """Call a function or a coroutine function repeatedly, until it returns True or the task is cancelled.
 
-    An exception does not end the repetition. The log gets its traceback. Equal exceptions in a row are logged once.
+    An exception does not end the repetition. The traceback goes to the log. Equal exceptions in a row are logged once.
 
     Args:
         work: The function.
@@ -36,7 +36,8 @@ async def repeat(
         if wake is None:
             await (clock or MonotonicClock()).sleep(seconds or 0.0)
         else:
-            # Not wait_for: on Python 3.11 it loses a cancellation that comes together with the event.
+            # asyncio.wait_for is not used: on Python 3.11 it can lose a cancellation that comes together with the
+            # event.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await wake.wait()
@@ -46,7 +47,7 @@ async def repeat(
             if inspect.isawaitable(result):
                 result = await result
             failure = ""
-        except Exception as error:  # a bug must not end the repetition, since nothing would start it again
+        except Exception as error:  # a bug must not end the repetition, because nothing would start it again
             if failure != repr(error):
                 failure = repr(error)
                 logger.exception("background work failed; it goes on", extra={"work": work.__qualname__})

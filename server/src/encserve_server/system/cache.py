@@ -1,12 +1,12 @@
-"""A folder of large files that processes of one user create once and share.
+"""A folder of large files. One process creates a file once, and all processes of the same user share it.
 
-Other processes may have mapped a file, so a file never changes in place. A process holds a lock while it
-creates an entry, and other processes see the complete entry or nothing. A killed process may leave a temporary folder.
-The next process that creates an entry removes the folder.
+Other processes may have mapped a file, so a file never changes in place. A process holds a lock while it creates an
+entry, and other processes see the complete entry or nothing. A killed process may leave a temporary folder. The next
+process that creates an entry removes this folder.
 
 An entry is valid while its files have the same sizes and times as after their creation. Each write through the file
-system changes st_ctime, and no call can set st_ctime. So the check finds truncated, overwritten and copied files
-without reading them. A SHA-256 of 775 MB would take longer than opening the model. The check does not find damage by
+system changes st_ctime, and no system call can set st_ctime. So the check finds truncated, overwritten and copied files
+without reading them. (A SHA-256 of 775 MB would take longer than opening the model.) The check does not find damage by
 the disk.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 
 from encserve_server.system.files import TEMPORARY_PREFIX, flush, store_whole
 
-# The creation of an entry removes entries that no process has used for this time.
+# When a process creates an entry, it removes entries that no process has used for this time.
 KEPT_SECONDS = 30 * 24 * 3600
 # How long to wait for another process that creates an entry. The disk of that process may hang.
 _LOCK_SECONDS = 120.0
@@ -34,14 +34,14 @@ _LOCK_POLL_SECONDS = 0.05
 _MANIFEST = "entry.json"
 _KEY_DIGITS = 32
 _ENTRY = re.compile(f"[0-9a-f]{{{_KEY_DIGITS}}}")
-_TEMPORARY = re.compile(re.escape(TEMPORARY_PREFIX) + r"(?:\w{8}|[0-9a-f]{32})")  # from tempfile, or from a removal
+_TEMPORARY = re.compile(re.escape(TEMPORARY_PREFIX) + r"(?:\w{8}|[0-9a-f]{32})")  # from tempfile, or from `_clean`
 
 
 class Cache:
     """A folder of mode 0700 that belongs to this user. Each entry is a folder of files."""
 
     def __init__(self, folder: Path, now: Callable[[], float] = time.time) -> None:
-        """Set the path of the folder, which the first entry creates. `now` returns the time in seconds since 1970."""
+        """Set the path of the folder. The first entry creates the folder. `now` returns the seconds since 1970."""
         self._folder = folder
         self._now = now
 
@@ -49,8 +49,8 @@ class Cache:
         """Return the folder of the entry for a key.
 
         Args:
-            key: Everything that determines the contents of the files.
-            make: Writes the files into an empty folder. Called unless a valid entry exists.
+            key: All properties that determine the contents of the files.
+            make: Writes the files into an empty folder. Called if no valid entry exists.
 
         Raises:
             OSError: The folder cannot be used; `strerror` has the cause. Exceptions of `make` pass through.
@@ -87,7 +87,7 @@ class Cache:
             # Files with other names do not belong to the cache.
             is_entry = _ENTRY.fullmatch(path.name) is not None and (path / _MANIFEST).is_file()
             if path == damaged or (is_entry and path.lstat().st_mtime < self._now() - KEPT_SECONDS):
-                # Rename first, so that another process finds a whole entry or nothing.
+                # Rename first, so that another process finds the whole entry or nothing.
                 renamed = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
                 shutil.rmtree(renamed, ignore_errors=True)
                 path.rename(renamed)
@@ -97,7 +97,7 @@ class Cache:
 
 
 def _open_private(folder: Path) -> None:
-    """Create a folder, and check that only this user can write into the folder.
+    """Create a folder if needed, and check that only this user can write into the folder.
 
     Raises:
         OSError: The folder cannot be created or written, or other users can write into the folder.
@@ -124,14 +124,14 @@ def _is_intact(entry: Path) -> bool:
 
 
 def _is_own(path: Path) -> bool:
-    """Return whether only this user can write a file, or the files of a folder. False for links."""
+    """Return whether only this user can write a file, or the files of a folder. Return False for links."""
     status = path.lstat()
     is_plain = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
     return is_plain and status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _stamp(path: Path) -> dict[str, Any]:
-    """Return properties of a file. Each write to the file changes some of them."""
+    """Return properties of a file. Each write to the file changes at least one of them."""
     status = path.lstat()
     return {
         "mode": status.st_mode,
@@ -148,10 +148,10 @@ def _flush_and_stamp(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock. The system releases the lock if the process ends.
+    """Hold a lock. If the process ends, the system releases the lock.
 
     Raises:
-        OSError: Another process holds the lock for too long, or the file system has no locks.
+        OSError: Another process holds the lock for too long, or the file system does not support locks.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:

@@ -1,7 +1,7 @@
-"""The server's TLS files: read, validated, and read again when they change.
+"""The server's TLS files: reads and validates them, and reads them again when they change.
 
 `Certificates` holds the files in use. Every port uses `Certificates.current` for each new connection. So a change needs
-no restart, and open connections stay open. Needs encserve-server[tls].
+no restart, and open connections stay open. This module needs encserve-server[tls].
 """
 
 import contextlib
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A caller may resume a TLS session, without its certificate, for at most this time.
+# For at most this time, a caller may resume a TLS session. A resumed session does not show the certificate.
 _SESSION_SECONDS = 60.0
 # P-256, P-384 and P-521.
 _CURVES = frozenset({"secp256r1", "secp384r1", "secp521r1"})
@@ -36,16 +36,16 @@ class CertificateError(FileError):
 
 
 class CertificateObserver(Protocol):
-    """Counts changes of TLS files."""
+    """Receives the changes of TLS files."""
 
     def certificates_loaded(self, expires: float, client_ca_expires: float | None) -> None:
         """The server has begun to use the files. See `Identity` for the times of expiry."""
 
     def certificates_refused(self) -> None:
-        """The changed files cannot be used. The server keeps the identity that it has."""
+        """The changed files are refused. The server keeps the previous identity."""
 
     def certificates_as_before(self) -> None:
-        """Changed files were refused. Now the files have the same contents again as those in use."""
+        """After a refusal, the files have the contents in use again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +112,8 @@ def load_identity(files: TlsFiles, now: float) -> Identity:
         now: The time, in seconds since 1970.
 
     Raises:
-        FileError: A file cannot be read.
-        CertificateError: A file is not valid PEM, has expired or is not yet valid. Or the key does not belong to the
-            certificate, or gRPC does not support the key. Or a file changed during the call.
+        CertificateError: A file is not valid PEM, has expired or is not yet valid. Or the key does not match the
+            certificate, or gRPC does not support the key. Or a file changed while this function read the files.
     """
     contents = read_files(files.paths)
     cert, key, *rest = contents
@@ -126,7 +125,7 @@ def load_identity(files: TlsFiles, now: float) -> Identity:
     authorities: Sequence[Certificate] = ()
     if files.client_ca is not None and client_ca is not None:
         authorities = _parse("tls_client_ca_file", files.client_ca, client_ca)
-        # During a change of authorities, some authorities in the file may be expired or not yet valid.
+        # During a change of authorities, some certificates in the file may have expired or may not be valid yet.
         if not any(
             it.not_valid_before_utc.timestamp() <= now < it.not_valid_after_utc.timestamp() for it in authorities
         ):
@@ -139,7 +138,7 @@ def load_identity(files: TlsFiles, now: float) -> Identity:
         _make_context(files, client_ca, ssl.CERT_REQUIRED),
         _make_context(files, client_ca, ssl.CERT_OPTIONAL),
     )
-    if read_files(files.paths) != contents:  # OpenSSL reads the files itself, so it may have read other contents
+    if read_files(files.paths) != contents:  # OpenSSL reads the files again, and may have read other contents
         raise CertificateError("the TLS files changed while they were read")
     return identity
 
@@ -163,7 +162,7 @@ class Certificates:
         self._now = now
         self._watched = WatchedFiles(files.paths)
         self._watched.read_first()
-        self._problem = ""  # why the server does not use the files; empty if it does
+        self._problem = ""  # the reason why the server does not use the files; empty if it uses them
         self._sessions_began_at = time.monotonic()
         self.current = load_identity(files, now())
         self._report_loaded()
@@ -177,13 +176,13 @@ class Certificates:
         await repeat(look, POLL_SECONDS, clock=clock)
 
     async def look(self, clock: Clock) -> None:
-        """Use the files if they have changed and are valid. Keep the identity in use otherwise."""
+        """Use the files if they have changed and are valid. Otherwise keep the identity in use."""
         changed: Contents | None = None
         try:
             changed = await self._watched.changed(clock)
             if changed == self.current.contents:
                 self._report_unchanged()
-            elif changed is not None or self._problem:  # a certificate that is not valid yet may be valid now
+            elif changed is not None or self._problem:  # a certificate that was not valid yet may be valid now
                 self.current = await self._watched.run(lambda: load_identity(self._files, self._now()))
                 self._sessions_began_at = time.monotonic()
                 self._problem = ""
@@ -198,11 +197,11 @@ class Certificates:
             self._problem = str(error)
 
     def _with_new_contexts(self) -> Identity:
-        """Return the identity with new contexts. OpenSSL and gRPC do not resume sessions of the previous contexts.
+        """Return the identity with new contexts. OpenSSL and gRPC resume sessions only in the same context.
 
         A caller that resumes a session does not show its certificate. With the same contexts, a caller with an expired
-        certificate could connect for two hours: over gRPC, and over HTTP with TLS 1.2. Python's ssl has no option
-        against sessions that TLS 1.2 keeps on the server, and gRPC has no option at all.
+        certificate could connect for two hours, over gRPC, and over HTTP with TLS 1.2. gRPC has no option against this.
+        Python's ssl has no option for sessions that TLS 1.2 keeps on the server.
         """
         current, client_ca = self.current, self.current.client_ca
         renewed = replace(
@@ -215,7 +214,7 @@ class Certificates:
     def _report_unchanged(self) -> None:
         if self._problem:
             self._problem = ""
-            logger.info("the TLS files are the same again as those in use")
+            logger.info("the TLS files have the contents in use again")
             self._observer.certificates_as_before()
 
     def _report_loaded(self) -> None:
@@ -263,7 +262,7 @@ def _public_key(path: Path, certificate: "Certificate") -> "CertificatePublicKey
         if (
             isinstance(public, RSAPublicKey | Ed25519PublicKey)
             or (isinstance(public, EllipticCurvePublicKey) and public.curve.name in _CURVES)
-        ) and usual in certificate.public_bytes(Encoding.DER):  # excludes RSA keys for PSS only, and unnamed curves
+        ) and usual in certificate.public_bytes(Encoding.DER):  # excludes RSA-PSS keys and unnamed curves
             return public
     raise CertificateError(
         f"tls_cert_file {path}: the key must be RSA, Ed25519, or of the curve P-256, P-384 or P-521, for gRPC"

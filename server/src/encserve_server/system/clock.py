@@ -9,7 +9,7 @@ class Clock(Protocol):
     """The time functions of the server."""
 
     def now(self) -> float:
-        """The seconds on a clock that never goes back. Only differences have a meaning."""
+        """The seconds on a clock that never goes back. Only differences between two values have a meaning."""
 
     async def sleep(self, seconds: float) -> None:
         """Return after `seconds`."""
@@ -30,8 +30,9 @@ class MonotonicClock:
 class AwakeTime:
     """Counts the seconds in which the process runs.
 
-    If more than `max_gap_seconds` pass between two ticks, only `max_gap_seconds` count. The cause can be SIGSTOP, a
-    suspended machine or a blocked event loop. Call `tick` regularly on the event loop. Any thread may call `now`.
+    If more than `max_gap_seconds` pass between two ticks, only `max_gap_seconds` count. Such a gap can come from
+    SIGSTOP, a suspended machine or a blocked event loop. Call `tick` regularly on the event loop. Any thread may call
+    `now`.
     """
 
     def __init__(self, clock: Clock, max_gap_seconds: float) -> None:

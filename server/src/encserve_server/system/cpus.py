@@ -1,4 +1,4 @@
-"""The CPUs of the machine, and the number that this process may use."""
+"""The CPUs of the machine, and the number of CPUs that this process may use."""
 
 import contextlib
 import math
@@ -10,15 +10,16 @@ from pathlib import Path
 
 _CGROUP_MAX = Path("/sys/fs/cgroup/cpu.max")
 _CPUINFO = Path("/proc/cpuinfo")
-# Added to the niceness of threads that compute. On a busy CPU, they get a third of the time of another thread.
+# This is added to the niceness of threads that compute. On a busy CPU, such a thread gets a third of another thread's
+# time.
 _COMPUTE_NICENESS = 5
 
 
 def usable_cpus() -> int:
-    """Return the number of CPUs in the affinity mask, or the container's quota if the quota is smaller.
+    """Return the number of CPUs in the affinity mask. If the container's quota is smaller, return the quota.
 
-    A quota throttles a thread pool that has a thread for each CPU of the host. Then every batch waits for the throttled
-    thread.
+    With a quota, one thread for each CPU of the host would be too many: the system throttles threads, and every batch
+    waits for a throttled thread.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(allowed, _cgroup_quota()))
@@ -27,9 +28,9 @@ def usable_cpus() -> int:
 def lower_thread_priority() -> None:
     """Give the calling thread, and threads that it starts, a lower priority than the process's other threads.
 
-    Threads that compute call this. A refusal, a health check or a small reply takes a fraction of a millisecond on the
-    event loop. Without this function, the event loop would wait for a CPU behind the threads that compute. On other
-    systems than Linux, the function does nothing.
+    Threads that compute call this function. A refusal, a health check or a small reply takes a fraction of a
+    millisecond on the event loop. Without this function, the event loop would wait until threads that compute free a
+    CPU. The function does nothing if the system is not Linux.
     """
     if sys.platform == "linux":
         thread = threading.get_native_id()

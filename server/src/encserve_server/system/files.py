@@ -1,4 +1,4 @@
-"""Reads small files of the configuration, up to a maximum size. Creates files and folders as a whole or not at all."""
+"""Reads small configuration files, up to a maximum size. Creates files and folders completely or not at all."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-# A chain of certificates takes a few KiB, all authorities of a system 250 KiB.
+# A chain of certificates takes a few KiB. All authorities of a system take 250 KiB.
 _MAX_BYTES = 4 * 1024 * 1024
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -17,19 +17,19 @@ _KINDS = {
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
 }
-# The names of temporary folders begin with this.
+# The names of temporary folders begin with this prefix.
 TEMPORARY_PREFIX = ".making-"
 
 
 class FileError(Exception):
-    """A file of the operator cannot be used. The text names the setting, the file and the cause."""
+    """An operator's file cannot be used. The text names the setting, the file and the cause."""
 
 
 def read_files(paths: Mapping[str, Path]) -> tuple[bytes, ...]:
     """Return the content of each file.
 
     Args:
-        paths: The path of each file, by the setting that names the file.
+        paths: The path of each file. The key is the setting that names the file.
 
     Raises:
         FileError: A file cannot be read, is larger than 4 MiB, or is not a regular file.
@@ -68,7 +68,7 @@ def store_whole(target: Path, write: Callable[[Path], None]) -> None:
 
     Args:
         target: The path of the file or folder. Its parent folder exists.
-        write: Gets a path in a temporary folder on the same file system, and creates the file or folder there.
+        write: Takes a path in a temporary folder on the same file system, and creates the file or folder at this path.
 
     Raises:
         OSError: The temporary folder cannot be written. Exceptions of `write` pass through.
@@ -85,7 +85,7 @@ def store_whole(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until the system has written a file, or a folder's list of files, to the disk.
+    """Wait until the system has written a file to the disk. For a folder, its list of files is written.
 
     Raises:
         OSError: The path cannot be opened, or the disk fails.

@@ -6,7 +6,7 @@ import socket
 
 
 def open_listeners(host: str, port: int, backlog: int | None = None) -> list[socket.socket]:
-    """Listen on each address of a host that this machine has, all with the same port. Port 0 takes a free port.
+    """Listen on each address of a host that this machine has, all with the same port. Port 0 means a free port.
 
     The host `::` also accepts connections over IPv4 if the system supports this.
 

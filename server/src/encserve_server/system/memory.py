@@ -1,4 +1,4 @@
-"""Limits of memory, glibc's arenas, and Python's garbage collector.
+"""Memory limits, glibc's arenas, and Python's garbage collector.
 
 With a C library other than glibc, the functions for glibc do nothing.
 """
@@ -19,8 +19,8 @@ _FULL_COLLECTION_EVERY = 1000
 def limit_arenas() -> None:
     """Let all threads allocate from two arenas, unless MALLOC_ARENA_MAX is set. Call before the first thread starts.
 
-    glibc's default is eight arenas for each CPU. The threads of each model would leave small objects in different
-    arenas. Then glibc could not return large blocks to the system. After 20 new versions of models, 15 % of a server's
+    By default, glibc has eight arenas for each CPU. The threads of each model would leave small objects in different
+    arenas, and glibc could not return large blocks to the system. After 20 new versions of models, 15 % of a server's
     memory was lost this way.
     """
     if "MALLOC_ARENA_MAX" not in os.environ:
@@ -38,12 +38,12 @@ def usable_bytes() -> int:
 
 
 def freeze_gc() -> None:
-    """Exclude all present objects from garbage collection. Call before models are loaded.
+    """Exclude all existing objects from garbage collection. Call before models are loaded.
 
-    A full collection visits every object, and no other Python code runs meanwhile. On busy CPUs, it took 35 to 60 ms
-    every few seconds. Nearly all present objects, about 43,000, belong to libraries and never become garbage. With a
-    queue of 65,536 sequences, a full collection still takes 55 ms, so the function also makes full collections rare.
-    Young objects are collected as often as by default. https://docs.python.org/3/library/gc.html#gc.freeze
+    A full collection visits every object, and no other Python code runs meanwhile. On busy CPUs, a collection took 35
+    to 60 ms every few seconds. Nearly all existing objects, about 43,000, belong to libraries and never become garbage.
+    With a queue of 65,536 sequences, a full collection still takes 55 ms, so the function also makes full collections
+    rare. Young objects are collected as often as by default. https://docs.python.org/3/library/gc.html#gc.freeze
     """
     gc.collect()
     gc.freeze()

@@ -1,7 +1,7 @@
 """Files that are read again and again: keys, callers, certificates.
 
-A read from a network mount may never return. So each read runs in a daemon thread and has a time limit. The event loop
-goes on during the read, and the process can end before the thread does.
+A read from a network mount may never return. So each read runs in a daemon thread, with a time limit. The event loop
+continues during the read, and the process can end before the thread ends.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from encserve_server.system.clock import Clock
 from encserve_server.system.files import FileError, read_files
 
-# How often the owners of watched files call `WatchedFiles.changed`.
+# The interval at which the owners of watched files call `WatchedFiles.changed`.
 POLL_SECONDS = 1.0
-# Changed files are used after they have stayed the same for this time. Until then they may be half written.
+# Changed files are used after this time without a further change. Before, a file may be incomplete.
 SETTLE_SECONDS = 0.1
 READ_SECONDS = 5.0
 
@@ -29,9 +29,9 @@ class WatchedFiles:
     """One or several files that change together. Belongs to the event loop."""
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
-        """Keep the path of each file, by the setting that names the file."""
+        """Set the path of each file. The key is the setting that names the file."""
         self._paths = paths
-        self._last: Contents | str | None = None  # the contents, or the problem, at the last change
+        self._last: Contents | str | None = None  # the contents or the problem after the last change
         self._running: asyncio.Future[Any] | None = None  # the work of the daemon thread
 
     def read_first(self) -> Contents:
@@ -47,30 +47,30 @@ class WatchedFiles:
         return contents
 
     async def changed(self, clock: Clock) -> Contents | None:
-        """Return the contents if they have changed and settled since the last call, else None.
+        """Return the contents if they have changed since the last call and are complete; otherwise None.
 
         Args:
-            clock: The clock of the pause. The files count as settled if they do not change during the pause.
+            clock: The clock of the pause. The files count as complete if they do not change during the pause.
 
         Raises:
-            FileError: A file cannot be read in time. Raised once, until the problem changes.
+            FileError: A file cannot be read in time. The same problem is raised only once.
         """
         found = await self._look()
         if found == self._last:
             return None
         await clock.sleep(SETTLE_SECONDS)
         if await self._look() != found or found == self._last:
-            return None  # the next call decides, or another call has reported the change
+            return None  # the files still change, so the next call decides; or another call has reported the change
         self._last = found
         if isinstance(found, str):
             raise FileError(found)
         return found
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """Return the result of work that may read the files. The work runs in a daemon thread, one at a time.
+        """Run work that may read the files, and return its result. The work runs in a daemon thread, one at a time.
 
         Raises:
-            FileError: The work, or unfinished work of an earlier call, takes longer than READ_SECONDS. Exceptions of
+            FileError: The work, or an earlier call's unfinished work, takes longer than READ_SECONDS. Exceptions of
                 `work` pass through.
         """
         try:

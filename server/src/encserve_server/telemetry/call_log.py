@@ -1,4 +1,4 @@
-"""The access log, with a line for each call, and log lines that count refused and failed calls."""
+"""The access log, with one line for each call, and log lines that count refused and failed calls."""
 
 import asyncio
 import json
@@ -18,14 +18,14 @@ _LINE_SECONDS = 1.0
 
 
 class CallRecord(NamedTuple):
-    """A call in the access log. A log line has fields with these names, but has `time` in place of `ended_at`.
+    """A call in the access log. The JSON line has the same fields, except that `time` replaces `ended_at`.
 
     Attributes:
         ended_at: The end of the call, in seconds since 1970.
         caller: The caller's name; empty if callers have no names.
-        peer: The address and port of the caller's end of the connection.
+        peer: The address and port from which the caller connected.
         method: The RPC, or the HTTP method and the route.
-        model: NAME@VERSION; empty if the call named no known model.
+        model: NAME@VERSION; empty if the call did not name a known model.
         inputs: The number of inputs.
         tokens: The number of tokens; 0 if the tokens were not counted.
         status: The name of the gRPC status code, or the HTTP status.
@@ -52,7 +52,7 @@ class CallRecord(NamedTuple):
 
 
 def open_access_log() -> LineWriter[CallRecord]:
-    """Return the access log, which writes a line with a JSON object for each call to standard output."""
+    """Return the access log. For each call, the log writes a line with a JSON object to standard output."""
     return LineWriter("access", sys.stdout, line_of, max_waiting=_MAX_WAITING)
 
 
@@ -66,9 +66,9 @@ def line_of(record: CallRecord) -> str:
 
 
 class RefusalLog:
-    """Logs refused and failed calls: for each caller and reason, at most one line a second with the number of calls.
+    """Logs refused and failed calls. A caller and reason have at most one line a second, with the number of calls.
 
-    The memory is limited by the number of callers and reasons. Only the event loop uses the log.
+    The number of callers and reasons limits the memory. Use the log only on the event loop.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The memory of the GPUs, read with NVIDIA's management library whenever the metrics page is read."""
+"""The memory of the GPUs. NVIDIA's management library reads the values whenever the metrics page is read."""
 
 import logging
 import math
@@ -13,8 +13,8 @@ logger = logging.getLogger(__name__)
 def watch_gpus(metrics: Metrics) -> None:
     """Add every GPU to the metrics page. Without a GPU or nvidia-ml-py (of the extra `gpu`), do nothing.
 
-    The label `gpu` is the index of the GPU in nvidia-smi, which ignores CUDA_VISIBLE_DEVICES. A container sees only the
-    GPUs that it was given. The call may take a second, because the driver wakes the GPUs.
+    The label `gpu` is nvidia-smi's index of the GPU, which ignores CUDA_VISIBLE_DEVICES. In a container, only the
+    container's GPUs are visible. The call may take a second, because the driver wakes the GPUs.
     """
     try:
         import pynvml as nvml

@@ -1,11 +1,11 @@
-"""Measures the delay of the event loop. This delay adds to the time of every call."""
+"""Measures the delay of the event loop. Every call takes longer by this delay."""
 
 from collections.abc import Callable
 
 from encserve_server.system.clock import Clock
 
 _PERIOD_SECONDS = 0.1
-# A loop without a tick for this time is dead. Long work, such as loading a model, runs in threads.
+# If the event loop has no tick for this time, it is dead. Long work, such as loading a model, runs in threads.
 STANDSTILL_SECONDS = 5.0
 
 
@@ -13,7 +13,7 @@ class LoopWatch:
     """Ticks on the event loop ten times a second."""
 
     def __init__(self, clock: Clock, observe: Callable[[float], None]) -> None:
-        """Set the clock, and the function that is called with the delay of each tick in seconds."""
+        """Set the clock. `observe` takes the delay of each tick, in seconds."""
         self._clock = clock
         self._observe = observe
         self._ticked_at = clock.now()
@@ -25,9 +25,8 @@ class LoopWatch:
     async def run(self) -> None:
         """Observe the delay of each tick, until cancelled.
 
-        A blocked loop misses several ticks, and each missed tick gives one observation. So the observations show the
-        delay of work that is due at a random time. For example, a loop that is blocked for a second gives ten
-        observations.
+        The delay of a tick is the delay of work that is due at this time. A blocked loop misses several ticks, and each
+        missed tick gives one observation. For example, a loop that is blocked for a second gives ten observations.
         """
         due = self._clock.now() + _PERIOD_SECONDS
         while True:

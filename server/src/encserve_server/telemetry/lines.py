@@ -19,11 +19,11 @@ _REPORT_SECONDS = 60.0
 class LineWriter(Generic[Item]):
     """A bounded queue of lines, and a thread that writes them to a file.
 
-    A line is lost if the queue is full or if the file cannot be written. The server's log reports lost lines at once,
-    then at most once a minute, and at the end.
+    A line is lost if the queue is full or the file cannot be written. The server's log reports the first lost line at
+    once. After that, the log reports lost lines at most once a minute, and at the end.
 
     Attributes:
-        on_lost: Called with the number of lost lines, in the thread that writes or in the thread that calls `put`.
+        on_lost: Takes the number of lost lines. Called in the thread that writes, or in the thread that calls `put`.
     """
 
     def __init__(self, name: str, file: IO[str], format_item: Callable[[Item], str], *, max_waiting: int) -> None:
@@ -51,7 +51,7 @@ class LineWriter(Generic[Item]):
         self._thread.start()
 
     def put(self, item: Item) -> None:
-        """Add a line. Never waits."""
+        """Add a line, without waiting."""
         if len(self._waiting) >= self._max_waiting:
             self._lose(1, "the reader is too slow")
             return
@@ -68,7 +68,7 @@ class LineWriter(Generic[Item]):
     def _run(self) -> None:
         while not self._is_over.is_set():
             self._has_more.wait()
-            self._is_over.wait(_FLUSH_SECONDS)  # several lines are written together
+            self._is_over.wait(_FLUSH_SECONDS)  # so that several lines are written together
             self._has_more.clear()
             self._write()
         self._write()
@@ -79,7 +79,7 @@ class LineWriter(Generic[Item]):
         try:
             self._file.write("".join(f"{self._format(item)}\n" for item in items))
             self._file.flush()
-        except (OSError, ValueError) as error:  # the reader has closed its end
+        except (OSError, ValueError) as error:  # the reader has closed the pipe
             self._lose(len(items), f"{error}")
         self._report()
 

@@ -1,4 +1,4 @@
-"""The server's log on standard error: a JSON object a line, or text for people."""
+"""The server's log on standard error: one JSON object per line, or text for people."""
 
 import logging
 import secrets
@@ -28,7 +28,7 @@ class _LineHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._lines.put(self.format(record))
-        except Exception:  # as in all handlers of `logging`, an error must not stop the program
+        except Exception:  # an error in the log must not stop the program, as in all handlers of `logging`
             self.handleError(record)
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ def _add_ids(record: logging.LogRecord) -> bool:
 
 
 def configure(level: str, log_format: str) -> LineWriter[str]:
-    """Send all log lines of at least `level` to standard error, as "json" or "text"; return their writer.
+    """Send all log lines of at least `level` to standard error, as "json" or "text". Return the writer of the lines.
 
     Python's warnings and uncaught exceptions become log lines too. Times are RFC 3339 in UTC.
     """
@@ -81,10 +81,10 @@ def configure(level: str, log_format: str) -> LineWriter[str]:
 
 
 def log_unexpected(error: BaseException) -> str:
-    """Log an unexpected error. Return a text for the caller that does not contain the error."""
+    """Log an unexpected error. Return a text for the caller. This text does not contain the error."""
     error_id = secrets.token_hex(8)
     logger.error("unexpected error", exc_info=error, extra={"error_id": error_id})
-    return f"internal error; the server's log has it under the id {error_id}"
+    return f"internal error; see the server's log for the id {error_id}"
 
 
 def _log_uncaught(error: BaseException | None, where: object) -> None:

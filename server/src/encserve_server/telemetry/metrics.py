@@ -1,8 +1,8 @@
 """The server's metrics. Each metric is one row of the table `Metrics`.
 
-An observer looks up its labelled children once and keeps them, so an observation costs a microsecond or two. The
-scheduler observes once per batch or per sequence, never per token. Label values do not come from requests, except the
-names of callers from a trusted proxy. The number of these names is limited.
+An observer looks up its labelled children only once, so an observation takes only a microsecond or two. The scheduler
+observes once per batch or per sequence, never per token. Label values do not come from requests, except the names of
+callers from a trusted proxy. The number of these names is limited.
 
 `make docs` writes docs/metrics.md from the table.
 """
@@ -18,7 +18,7 @@ from encserve_server import __version__
 from encserve_server.types.callers import Priority
 from encserve_server.types.sequences import Batch, ClosedBy
 
-# 0.5 ms … 10 s: from one short sequence on a GPU to a full queue on a small CPU.
+# 0.5 ms (one short sequence on a GPU) to 10 s (a full queue on a small CPU).
 SECONDS_BUCKETS = (
     0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5,
     5.0, 10.0,
@@ -42,7 +42,7 @@ class LoadOutcome(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class _Row(Generic[_Metric]):
-    """One row of the table: an attribute of `Metrics` that each instance replaces by the registered metric.
+    """One row of the table. In each instance of `Metrics`, the registered metric replaces the row.
 
     Attributes:
         kind: The class of the metric.
@@ -50,7 +50,7 @@ class _Row(Generic[_Metric]):
         help: The meaning, for the page and docs/metrics.md.
         labels: The names of the labels.
         buckets: The upper bounds of a histogram.
-        values: For a metric with one label, the label values that exist from the start.
+        values: For a metric with one label: the label values that exist from the start.
     """
 
     kind: type[_Metric]
@@ -61,7 +61,7 @@ class _Row(Generic[_Metric]):
     values: Iterable[str] = ()
 
     def __get__(self, metrics: "Metrics", owner: type["Metrics"]) -> _Metric:
-        """Declare the type of the attribute. Never called, because the instance has a metric of the same name."""
+        """Declare the type of the attribute. Never called, because each instance has an attribute of the same name."""
         raise AttributeError(self.name)
 
     def register(self, registry: CollectorRegistry) -> _Metric:
@@ -87,35 +87,35 @@ class Metrics:
     handled = _Row(
         Counter,
         "grpc_server_handled",
-        "RPCs ended, by status code. On a stream, each request that fails counts too.",
+        "RPCs ended, by status code. Each failed request of a stream counts too.",
         (*_METHOD, "grpc_code"),
     )
     handling_seconds = _Row(
         Histogram,
         "grpc_server_handling_seconds",
-        "Time from a complete request to its answer. For a stream: its lifetime.",
+        "Time from a complete request to its reply. For a stream: the time that the stream was open.",
         _METHOD,
         SECONDS_BUCKETS,
     )
     http_requests = _Row(
         Counter,
         "encserve_http_requests",
-        "HTTP requests answered, by route and status. Status 499: the caller disconnected before the answer. Health "
+        "HTTP requests answered, by route and status. Status 499: the caller disconnected before the reply. Health "
         "checks and unknown paths are not counted.",
         ("route", "status"),
     )
     http_request_seconds = _Row(
         Histogram,
         "encserve_http_request_seconds",
-        "Time from the head of an HTTP request to its answer.",
+        "Time from the head of an HTTP request to its reply.",
         ("route",),
         SECONDS_BUCKETS,
     )
     answer_seconds = _Row(
         Histogram,
         "encserve_answer_seconds",
-        "Duration of encode calls by priority (interactive or bulk), all protocols. Streams are not counted, and "
-        "neither are calls that are refused before full validation.",
+        "Duration of encode calls by priority (interactive or bulk), all protocols. Streams are not counted. Calls "
+        "refused before full validation are not counted.",
         ("priority",),
         SECONDS_BUCKETS,
     )
@@ -169,20 +169,20 @@ class Metrics:
     queue_tokens = _Row(
         Gauge,
         "encserve_queue_tokens",
-        "Tokens in the queue, plus the extra cost of outputs, which is counted in tokens too.",
+        "Tokens in the queue, plus the extra cost of outputs, converted to tokens.",
         _MODEL,
     )
     queue_bulk_tokens = _Row(
         Gauge,
         "encserve_queue_bulk_tokens",
-        "The bulk part of encserve_queue_tokens. Exclude it from autoscaling.",
+        "The bulk part of encserve_queue_tokens. Do not use it for autoscaling.",
         _MODEL,
     )
     queue_limit_tokens = _Row(
         Gauge, "encserve_queue_limit_tokens", "Limit for encserve_queue_tokens (--max-queue-tokens).", _MODEL
     )
     queue_text_bytes = _Row(
-        Gauge, "encserve_queue_text_bytes", "Bytes of text in the tokenizer or waiting for it, as UTF-8.", _MODEL
+        Gauge, "encserve_queue_text_bytes", "Bytes of text in the tokenizer and in its queue, as UTF-8.", _MODEL
     )
     queue_limit_text_bytes = _Row(
         Gauge, "encserve_queue_limit_text_bytes", "Limit for encserve_queue_text_bytes (--max-queue-text-mib).", _MODEL
@@ -200,7 +200,7 @@ class Metrics:
     batches = _Row(
         Counter,
         "encserve_batches",
-        "Batches run, by the reason why the batch was closed: drained (the queue was empty), or one more sequence "
+        "Batches run, by the reason why the batch was closed: drained (the queue was empty), or a further sequence "
         "would have exceeded tokens (--max-batch-tokens), sequences (--max-batch-sequences) or padding "
         "(--max-padding-fraction).",
         (*_MODEL, "closed_by"),
@@ -212,7 +212,7 @@ class Metrics:
     batch_limit_tokens = _Row(
         Gauge,
         "encserve_batch_limit_tokens",
-        "Limit for padded tokens in a batch: --max-batch-tokens, or a measured size.",
+        "Limit for the tokens in a batch, padding included: --max-batch-tokens, or a measured size.",
         _MODEL,
     )
     tokens = _Row(Counter, "encserve_tokens", "Tokens run, without padding.", _MODEL)
@@ -256,8 +256,8 @@ class Metrics:
     repository_overdue_seconds = _Row(
         Gauge,
         "encserve_repository_overdue_seconds",
-        "Time since a complete check of the model repository was due. Above 0 while a load takes long or a wanted "
-        "version cannot be read. Always 0 with --model-poll-seconds 0.",
+        "Time by which a complete check of the model repository is overdue. Above 0 while a load takes long or a "
+        "wanted version cannot be read. Always 0 with --model-poll-seconds 0.",
     )
 
     event_loop_lag_seconds = _Row(
@@ -283,8 +283,8 @@ class Metrics:
     tls_expiry = _Row(
         Gauge,
         "encserve_tls_certificate_expiry_timestamp_seconds",
-        "Expiry time in seconds since 1970: of the first certificate of --tls-cert-file to expire, and of the last "
-        "authority of --tls-client-ca-file to expire. Absent without TLS.",
+        "Expiry time in seconds since 1970: the earliest of the certificates in --tls-cert-file, and the latest of "
+        "the authorities in --tls-client-ca-file. Absent without TLS.",
         ("file",),
     )
     tls_reloads = _Row(
@@ -320,7 +320,7 @@ class Metrics:
         self.callers_file_refused.set(not taken)
 
     def zero(self, methods: Iterable[tuple[str, str, str]], codes: Iterable[str], reasons: Iterable[str]) -> None:
-        """Create every label set of the RPC metrics at zero. Otherwise `rate` would not see the first error."""
+        """Create every label set of the RPC metrics at zero. Otherwise `rate` in Prometheus misses the first error."""
         codes = list(codes)
         for method in methods:
             self.started.labels(*method)
@@ -363,13 +363,13 @@ class Metrics:
         return self._models[key]
 
     def forget_model(self, model: str, version: str) -> None:
-        """Remove the series of a version, except the counts of its loads. Later observations have no effect."""
+        """Remove the series of a version, except the counts of its loads. Observations after this have no effect."""
         if (gone := self._models.pop((model, version), None)) is not None:
             gone.remove()
 
 
 class CallerMetrics:
-    """Counts the calls of each caller; see `calls.CallerObserver`. Ignores names that `set_names` does not list."""
+    """Counts the calls of each caller; see `calls.CallerObserver`. Only the names of `set_names` are counted."""
 
     def __init__(self, metrics: Metrics) -> None:
         """Start without callers."""
@@ -391,7 +391,7 @@ class CallerMetrics:
             counted.inc(tokens)
 
     def set_names(self, names: Collection[str]) -> None:
-        """Replace the list of callers. Create the counts of new callers at zero, and remove the counts of others."""
+        """Replace the list of callers. Create counts at zero for new callers, and remove the counts of old callers."""
         gone, self._listed = self._listed - set(names), frozenset(names)
         for name in names:
             if name not in self._tokens:
@@ -436,7 +436,7 @@ class ModelMetrics:
         child(metrics.model_default)
         self.load_seconds = child(metrics.load_seconds)
         self.warmup_seconds = child(metrics.warmup_seconds)
-        # These methods of the observer interfaces only record a number.
+        # Each of these methods of the observer interfaces only records a number.
         self.tokenized = self._stage_seconds["tokenize"].observe
         self.waited = self._stage_seconds["queue"].observe
         self.inspected = self._stage_seconds["inspect"].observe
@@ -466,7 +466,7 @@ class ModelMetrics:
             self._metrics.model_info.remove(*self._info)
 
     def register_text_queue_gauges(self, queued_bytes: Callable[[], int], limit_bytes: int) -> None:
-        """Set the function that returns the bytes of waiting text. Any thread may call it. Set the limit too."""
+        """Set the function that returns the bytes of waiting text, and the limit. Any thread may call the function."""
         self._queue_text_bytes.set_function(queued_bytes)
         self._queue_limit_text_bytes.set(limit_bytes)
 

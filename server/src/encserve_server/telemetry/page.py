@@ -1,4 +1,4 @@
-"""The metrics page: an HTTP server for Prometheus, and for health probes without gRPC."""
+"""The metrics page: an HTTP server for Prometheus, and for health probes that cannot use gRPC."""
 
 import contextlib
 import logging
@@ -23,8 +23,8 @@ _MAX_CONNECTIONS = 64
 # The maximum duration of a connection.
 _CONNECTION_SECONDS = 30.0
 _HANDSHAKE_SECONDS = 5.0
-# If there are too many connections, the oldest one is closed. A new connection waits at most this time until the thread
-# of the closed connection has ended.
+# If there are too many connections, the oldest connection is closed. The new connection waits at most this time until
+# the thread of the closed connection has ended.
 _PLACE_SECONDS = 0.5
 _SHUTDOWN_SECONDS = 1.0
 _STOP_SECONDS = 0.1
@@ -58,7 +58,7 @@ class _Handler(MetricsHandler):
             self._send(404, "unknown path; the paths are /metrics and /healthz")
 
     def _may_read(self) -> bool:
-        """Return whether the caller may read the metrics: it has a certificate or does not need one."""
+        """Return whether the caller may read the metrics: it has a certificate, or does not need a certificate."""
         if not isinstance(self.connection, ssl.SSLSocket) or self.connection.context.verify_mode is ssl.CERT_NONE:
             return True
         return bool(self.connection.getpeercert())
@@ -74,7 +74,7 @@ class _Handler(MetricsHandler):
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """Serves on one listener. HTTPServer is not suitable, because it asks a name server for the host name."""
+    """Serves on one listener. HTTPServer is not suitable, because it looks up the host name in DNS."""
 
     daemon_threads = True
 
@@ -91,12 +91,12 @@ class _Server(socketserver.ThreadingTCPServer):
         self.is_serving = is_serving
         self._certificates = certificates
         self._places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
-        # For each accepted socket, the oldest first: the socket to close, and the time at which to close it.
+        # The accepted sockets, the oldest first. The value is the socket to close, and the time at which to close it.
         self._open: dict[socket.socket, tuple[socket.socket, float]] = {}
         threading.Thread(target=self.serve_forever, args=(_STOP_SECONDS,), name="encserve-metrics", daemon=True).start()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start the thread of a connection. If there are too many connections, close the oldest one."""
+        """Start the thread of a connection. If there are too many connections, close the oldest connection."""
         if not self._places.acquire(blocking=False):
             for connection, _ in list(self._open.values())[:1]:
                 _shut(connection)
@@ -126,7 +126,7 @@ class _Server(socketserver.ThreadingTCPServer):
             _shut(connection)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Make the TLS handshake, and answer one connection. Called in the connection's thread."""
+        """Do the TLS handshake, and answer one connection. Called in the connection's thread."""
         if self._certificates is None:
             super().finish_request(request, client_address)
             return
@@ -137,7 +137,7 @@ class _Server(socketserver.ThreadingTCPServer):
             encrypted.do_handshake()
             super().finish_request(encrypted, client_address)
             encrypted.settimeout(_SHUTDOWN_SECONDS)
-            with contextlib.suppress(OSError):  # tells the caller that the answer is complete
+            with contextlib.suppress(OSError):  # tells the caller that the reply is complete
                 encrypted.unwrap()
 
     def _ended(self, request: socket.socket) -> None:
@@ -158,8 +158,8 @@ class _Server(socketserver.ThreadingTCPServer):
 
 def _shut(connection: socket.socket) -> None:
     """Close a connection, so that its thread ends."""
-    with contextlib.suppress(OSError):  # it is already closed
-        # After ssl.SSLSocket.shutdown, the thread would continue in plaintext.
+    with contextlib.suppress(OSError):  # the connection is already closed
+        # After ssl.SSLSocket.shutdown, the thread of the connection would continue in plaintext.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 

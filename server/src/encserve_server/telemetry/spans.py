@@ -1,7 +1,7 @@
-"""The interface of tracing: spans of requests and batches, and their ids for log lines. `tracing` implements it.
+"""The interface of tracing: spans of requests and batches, and their ids for log lines; implemented in `tracing`.
 
-This module does not use OpenTelemetry. Without tracing, the context variables are never set. A request then only reads
-a context variable at each place that could record a span.
+This module does not use OpenTelemetry. Without tracing, the context variables are never set. Then each place that could
+record a span only reads a context variable.
 
 Times are in the clock's seconds. A context variable holds the span of the current request. Each gRPC call, and each
 request of a stream, runs in a separate task with a separate copy of the context.
@@ -21,7 +21,7 @@ SERVER_ERROR_CODES = frozenset(
 
 
 class Ids(NamedTuple):
-    """The ids in log lines, in the format of W3C Trace Context: 32 and 16 hexadecimal digits."""
+    """The ids in log lines. As in W3C Trace Context, they have 32 and 16 hexadecimal digits."""
 
     trace_id: str
     span_id: str
@@ -34,10 +34,10 @@ class RequestSpan(Protocol):
         """Record the model and the number of sequences."""
 
     def counted(self, tokens: int) -> None:
-        """Add `tokens` to the number of tokens of the request."""
+        """Add `tokens` to the request's number of tokens."""
 
     def stage(self, name: str, began_at: float, ended_at: float) -> None:
-        """Record a stage of the work. Only the first stage of each name is kept."""
+        """Record a stage of the work. If several stages have the same name, only the first is recorded."""
 
     def request(self, request_id: str) -> "RequestSpan | None":
         """Begin a request of this stream. Return None if the stream has the maximum number of traced requests."""
@@ -63,7 +63,7 @@ class Tracer(Protocol):
     """Traces requests. All methods are called on the event loop."""
 
     def begin(self, name: str, metadata: Metadata, attributes: Mapping[str, str]) -> RequestSpan | None:
-        """Begin a request. Return its span, or None if the request is not sampled. Log lines then have its ids.
+        """Begin a request. Return its span; None if the request is not sampled. After this, log lines have its ids.
 
         `attributes` follow OpenTelemetry's conventions for the protocol.
         """
@@ -80,12 +80,12 @@ _ids: ContextVar[Ids | None] = ContextVar("encserve_ids", default=None)
 
 
 def current_ids() -> Ids | None:
-    """Return the ids of the current request, sampled or not. Return None without tracing or outside of requests."""
+    """Return the ids of the current request, sampled or not. Return None outside of requests or without tracing."""
     return _ids.get()
 
 
 def enter(span: RequestSpan | None, ids: Ids | None) -> None:
-    """Make a request the current request of this task and of the tasks that it starts."""
+    """Make a request the current request of this task, and of the tasks that this task starts."""
     _span.set(span)
     _ids.set(ids)
 

@@ -21,7 +21,7 @@ _WARNING_SECONDS = 60.0
 
 
 class CountingExporter(OTLPSpanExporter):
-    """Sends spans, and counts sent and failed spans. The SDK's thread uses it.
+    """Sends spans, and counts sent and failed spans. The SDK's thread calls `export`.
 
     Attributes:
         taken: The number of spans that have left the queue.
@@ -47,9 +47,9 @@ class CountingExporter(OTLPSpanExporter):
 
 
 class BoundedProcessor(BatchSpanProcessor):
-    """The SDK's queue of spans, with a count of dropped spans.
+    """The SDK's queue of spans, and a count of dropped spans.
 
-    The SDK itself counts dropped spans only in OpenTelemetry's metrics. Spans may end in any thread.
+    The SDK itself counts dropped spans only in OpenTelemetry's own metrics. Spans may end in any thread.
     """
 
     def __init__(self, exporter: CountingExporter, metrics: Metrics) -> None:
@@ -75,6 +75,6 @@ class BoundedProcessor(BatchSpanProcessor):
         if now - self._warned_at >= _WARNING_SECONDS:
             self._warned_at = now
             logger.warning(
-                "spans are dropped because their receiver is too slow; encserve_trace_spans_total counts them",
+                "spans are dropped because the receiver is too slow; encserve_trace_spans_total counts them",
                 extra={"max_spans": self._max_spans},
             )

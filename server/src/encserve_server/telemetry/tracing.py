@@ -11,12 +11,13 @@
 
 A request on a stream has a span "request" below the span of the stream. The stages are children of "request".
 
-If a request has a trace context, the context says whether the request is sampled. Otherwise the sample ratio decides.
+If a request has a trace context, this context decides whether the request is sampled. Otherwise the sample ratio
+decides.
 A batch is sampled if one of its requests is sampled. Spans start and end on the event loop, and a thread of the SDK
 sends them. If the thread is too slow, spans are dropped and counted.
 
-Names and attributes follow OpenTelemetry's semantic conventions 1.44.0, in which RPCs are a release candidate. The
-server's own attributes begin with `encserve.`.
+Names and attributes follow OpenTelemetry's semantic conventions 1.44.0. The RPC conventions are a release candidate.
+The server's own attributes begin with `encserve.`.
 """
 
 import asyncio
@@ -57,13 +58,13 @@ from encserve_server.types.sequences import Batch
 logger = logging.getLogger(__name__)
 
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
-# The most compute spans of a request. A request with hundreds of sequences may run in more batches: then the last span
-# covers all remaining batches.
+# The maximum number of compute spans of a request. A request with hundreds of sequences may run in more batches. Then
+# the last span covers all remaining batches.
 MAX_COMPUTE_SPANS = 16
-# The most traced requests of a stream. A stream may last for days, and all its requests are in one trace.
+# The maximum number of traced requests of a stream. A stream may last for days, and all its requests are in one trace.
 MAX_STREAM_REQUESTS = 1000
-# Longer request ids are cut, because a span begins before its request id is validated, and thousands of spans may wait
-# in memory.
+# Longer request ids are cut, because a span begins before the request id is validated. Thousands of spans may wait in
+# memory.
 MAX_REQUEST_ID_CHARS = 128
 # At shutdown, the server waits at most this time for the remaining spans.
 FLUSH_SECONDS = 3.0
@@ -81,8 +82,8 @@ def open_otlp(endpoint: str, sample_ratio: float, clock: Clock, metrics: Metrics
 
     Args:
         endpoint: http://HOST:PORT, or https:// for TLS.
-        sample_ratio: The share of requests to sample, from 0 to 1, if the caller does not decide.
-        clock: The clock of the spans' times.
+        sample_ratio: The fraction of requests to sample, from 0 to 1, if the caller does not decide.
+        clock: The clock that gives the times of spans.
         metrics: The metrics that count spans.
 
     Raises:
@@ -98,7 +99,7 @@ def open_otlp(endpoint: str, sample_ratio: float, clock: Clock, metrics: Metrics
 
 
 class OtlpTracer:
-    """See `spans.Tracer`. Only the event loop uses it, but the SDK's thread also uses `_exporter`."""
+    """See `spans.Tracer`. Use the tracer only on the event loop. The SDK's thread also uses `_exporter`."""
 
     def __init__(
         self, exporter: CountingExporter, processor: BoundedProcessor, sample_ratio: float, clock: Clock
@@ -133,7 +134,7 @@ class OtlpTracer:
 
     async def close(self) -> None:
         """See `spans.Tracer`."""
-        # A daemon thread, because the SDK may wait long for the receiver.
+        # The flush runs in a daemon thread, because the SDK may wait long for the receiver.
         flush = threading.Thread(target=self._processor.shutdown, name="encserve-flush", daemon=True)
         flush.start()
         await asyncio.to_thread(flush.join, FLUSH_SECONDS)
@@ -162,8 +163,8 @@ def _resource() -> Resource:
 class _Moments:
     """Converts the clock's seconds to nanoseconds since 1970.
 
-    Each request has one converter, which compares the clock with the wall clock once. So changes of the wall clock do
-    not change the order of the request's spans, and drift does not add up over months.
+    Each request has one converter, which compares the clock with the wall clock only once. So the request's spans stay
+    in order if the wall clock changes, and a drift between the clocks does not grow over months.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -235,7 +236,7 @@ class _RequestSpan:
         )
         child = _RequestSpan(
             self._tracer, span, self._moments
-        )  # with the converter of the stream, so that the span lies within the stream's span
+        )  # the stream's converter, so that the span lies within the stream's span
         spans.enter(child, _ids_of(span))
         return child
 

@@ -1,1 +1,1 @@
-"""The mechanics of gRPC and HTTP: sockets, connections, and limits. Transports know no protocol."""
+"""The mechanics of gRPC and HTTP: sockets, connections, and limits. Transports do not depend on protocols."""

@@ -8,7 +8,7 @@ import numpy.typing as npt
 TokenIds = npt.NDArray[np.int64]  # (seq,)
 Rows = npt.NDArray[np.float32]  # (seq, d_model)
 Vectors = npt.NDArray[np.float32]  # (seq, d_model)
-ModelInput = TokenIds | Vectors  # the input of one sequence, as its model needs it; len() is the number of tokens
+ModelInput = TokenIds | Vectors  # the input of one sequence for its model; len() is the number of tokens
 Numbers = npt.NDArray[np.float32]
 # (rows, width), C-contiguous. For BINARY, `width` numbers are packed into ceil(width / 8) bytes.
 OutputRows = npt.NDArray[np.floating[Any] | np.uint8 | np.int8]
@@ -22,7 +22,7 @@ class IndexedRows(NamedTuple):
     Attributes:
         rows: (rows, width), C-contiguous.
         indices: (rows,) little-endian uint32: the index of the row's token in the sequence (MULTI_VECTOR), or the
-            token id of the weight (SPARSE). None if a row joins several tokens.
+            token id of the weight (SPARSE). None if vectors were joined.
     """
 
     rows: OutputRows

@@ -19,7 +19,7 @@ class Graph:
     Attributes:
         path: The ONNX file.
         input_name: The name of the input: int64 (batch, seq) ids, or float32 (batch, seq, d_model) vectors.
-        takes_vectors: Whether the input is vectors.
+        takes_vectors: Whether the inputs are vectors instead of ids.
         attention_mask_name: The name of the attention mask, int64 (batch, seq): 1 for a token, 0 for padding, 2 for a
             token that no other token attends to.
         output_name: The name of the output: the rows, float32 (batch, seq, d_model).
@@ -64,11 +64,11 @@ class HeadGraph:
 
 @dataclass(frozen=True, slots=True)
 class ModelPooling:
-    """The pooling that a model was trained for. It computes OutputKind.MODEL.
+    """The pooling that a model was trained for. OutputKind.MODEL uses this pooling.
 
     Attributes:
         kinds: The poolings. Their vectors are concatenated in this order.
-        l2_normalize: Whether the vector is scaled to norm 1, before `dimensions` cuts it.
+        l2_normalize: Whether the vector is scaled to norm 1, before `dimensions` cuts the vector.
         width: The width of the vector before cutting.
         head: The head that runs after pooling; None without a head.
         skips_prompt: Whether the tokens of a prompt are left out of pooling.
@@ -90,10 +90,10 @@ class ModelPooling:
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """Tokens that are appended to a short text and that have vectors in MaxSim.
+    """Tokens that are appended to a short text. These tokens have vectors in MaxSim.
 
     Attributes:
-        min_tokens: The number of tokens of a short text after the expansion.
+        min_tokens: The number of tokens of a short text, including the appended tokens.
         token_id: The id of the appended tokens.
         attended: Whether other tokens attend to the appended tokens.
     """
@@ -108,9 +108,9 @@ class TokenPooling:
     """The joining of similar vectors; see `outputs.token_pooling`.
 
     Attributes:
-        factor: The average number of vectors that become one, at least 1.
+        factor: The average number of vectors to join into one, at least 1.
         protected_tokens: The number of vectors at the start that are not joined.
-        l2_normalize: Whether all vectors are scaled to norm 1 afterwards.
+        l2_normalize: Whether all vectors are scaled to norm 1 after joining.
     """
 
     factor: float
@@ -123,7 +123,7 @@ class StaticSparse:
     """A table with a weight for each token. With the table, sparse weights need no run of the model.
 
     Attributes:
-        tokenizer_file: The tokenizer whose ids index the table.
+        tokenizer_file: The tokenizer for the table. Its token ids are the indices of the table.
         weights: (width,) float32, the weight of each token id.
         max_tokens: The maximum number of tokens of a text; 0 for no limit.
     """
@@ -172,11 +172,11 @@ class MultiVector:
 
 
 class SparsePooling(Enum):
-    """The pooling of tokens into one sparse vector, with the values of the protobuf enum of the same name."""
+    """The pooling of tokens into one sparse vector. The protobuf enum of the same name has the same values."""
 
     MAX = 1
     SUM = 2
-    OWN_ID = 3  # each token has one weight, under its own id; if an id occurs twice, the larger weight counts
+    OWN_ID = 3  # each token has one weight, for its own id; if an id occurs twice, the larger weight is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ class InspectGraph:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A bundle whose files all have the size and SHA-256 that its manifest names.
+    """A verified bundle: each file has the size and the SHA-256 in the manifest.
 
     Attributes:
         name: The model's name.
@@ -304,7 +304,7 @@ class Bundle:
     def treatment(self, task: Task) -> TaskSettings:
         """Return the settings of a task that the model supports.
 
-        Task.NEITHER has the settings of a document, but the default prompt and its own maximum length.
+        Task.NEITHER has the settings of a document, except the default prompt and the maximum number of tokens.
         """
         if task is not Task.NEITHER:
             return self.tasks[task]
@@ -313,7 +313,7 @@ class Bundle:
         return replace(document, prompt_name=self.default_prompt_name, max_tokens=longest)
 
     def sample(self, length: int, *, last: bool = False) -> ModelInput:
-        """Return a valid sequence to test the model: only the first or the last id, or only vectors of 0 or of 1."""
+        """Return a valid test sequence: all ids or vectors are 0; with `last`, the last id or vectors of 1."""
         if self.graph.takes_vectors:
             return np.full((length, self.d_model), float(last), np.float32)
         return np.full(length, self.vocab_size - 1 if last else 0, np.int64)

@@ -25,7 +25,7 @@ class Caller:
 
     Attributes:
         name: The name in the callers file; empty if callers have no names.
-        weight: The caller's share of a model's time, relative to the weights of other callers.
+        weight: The caller's share of a model's time, relative to other callers: weight 2 gets twice as much as 1.
         priority: The highest priority that the caller's calls may have.
     """
 
@@ -50,19 +50,19 @@ class Sender:
 
 
 class CertificateName(NamedTuple):
-    """A name in a client certificate. A DNS name never equals a URI. Make one with `dns_name` or `uri_name`."""
+    """A name in a client certificate. A DNS name never equals a URI. To make a name, use `dns_name` or `uri_name`."""
 
     kind: Literal["DNS", "URI"]
     value: str
 
 
 def dns_name(name: str) -> CertificateName:
-    """Return the name for a DNS name. Upper and lower case are equal."""
+    """Return the certificate name for a DNS name. Upper and lower case are equal."""
     return CertificateName("DNS", name.lower())
 
 
 def uri_name(name: str) -> CertificateName:
-    """Return the name for a URI, such as a SPIFFE id."""
+    """Return the certificate name for a URI, such as a SPIFFE id."""
     return CertificateName("URI", name)
 
 

@@ -7,7 +7,7 @@ from encserve_server.types.arrays import Numbers
 
 
 class InspectKind(Enum):
-    """The content of one tensor of an inspection, with the values of the protobuf enum of the same name."""
+    """The content of an inspection tensor. The protobuf enum of the same name has the same values."""
 
     ATTENTION_WEIGHTS = 1
     HIDDEN_STATES = 2
@@ -20,8 +20,8 @@ class InspectTensor:
 
     Attributes:
         kind: The content.
-        layers: The indices of the layers, in the order of the first axis; empty for positions.
-        parts: An array of float32 for each layer; for positions, one array.
+        layers: The layer indices, in the order of the first axis; empty for positions.
+        parts: A float32 array for each layer; for positions, one array.
     """
 
     kind: InspectKind

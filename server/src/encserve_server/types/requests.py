@@ -7,7 +7,7 @@ import numpy as np
 
 
 class OutputKind(IntEnum):
-    """The kind of an output, with the values of the protobuf enum of the same name."""
+    """The kind of an output. The protobuf enum of the same name has the same values."""
 
     TOKENS = 1
     MEAN = 2
@@ -17,13 +17,13 @@ class OutputKind(IntEnum):
     LAST_TOKEN = 6
     WEIGHTED_MEAN = 7
     MEAN_SQRT_LENGTH = 8
-    MULTI_VECTOR = 9  # a vector for each token that MaxSim compares
+    MULTI_VECTOR = 9  # a vector for each token, for MaxSim
     SPARSE = 10  # weights over the vocabulary
     SPANS = 11  # a pooled row for each span of the sequence
 
 
 class Task(IntEnum):
-    """Whether a text is a query or a document, with the values of the protobuf enum of the same name."""
+    """Whether a text is a query or a document. The protobuf enum of the same name has the same values."""
 
     NEITHER = 0
     QUERY = 1
@@ -31,7 +31,7 @@ class Task(IntEnum):
 
 
 class DataType(IntEnum):
-    """The data type of an output, with the values of the protobuf enum of the same name."""
+    """The data type of an output. The protobuf enum of the same name has the same values."""
 
     FLOAT32 = 1
     FLOAT16 = 2
@@ -58,7 +58,7 @@ _BITS = (0, 32, 16, 1, 8)  # bits of a number, indexed by the value of the data 
 
 
 class OffsetUnit(IntEnum):
-    """The unit of offsets into a text, with the values of the protobuf enum of the same name."""
+    """The unit of offsets into a text. The protobuf enum of the same name has the same values."""
 
     CODE_POINTS = 1
     UTF8_BYTES = 2
@@ -66,7 +66,7 @@ class OffsetUnit(IntEnum):
 
 
 class Detail(IntEnum):
-    """How much a reply says about each sequence, with the values of the protobuf enum of the same name."""
+    """The amount of information about each sequence of a reply. The protobuf enum of this name has the same values."""
 
     NONE = 1
     COUNTS = 2
@@ -82,9 +82,9 @@ class Output(NamedTuple):
         data_type: The data type. Numbers that overflow float16 become infinite.
         dimensions: The number of dimensions to keep, from the first; 0 for all.
         skipped_tokens: For MODEL: the number of prompt tokens to leave out of pooling.
-        task: For MULTI_VECTOR: the task. It selects the tokens that have a vector, and how the model joins vectors.
-        pool_factor: For MULTI_VECTOR: the average number of vectors to join into one. The model may have joined
-            vectors before. 0 for no further joining.
+        task: For MULTI_VECTOR: the task. The task decides which tokens have a vector, and how the model joins vectors.
+        pool_factor: For MULTI_VECTOR: the average number of vectors to join into one; 0 for no joining. The model may
+            already have joined vectors before.
         max_active_dims: For SPARSE: the number of weights to keep, the largest first; 0 for all.
         span_pooling: For SPANS: one of the output kinds in `outputs.SPAN_POOLINGS`; None for MEAN.
     """

@@ -13,29 +13,29 @@ from encserve_server.types.requests import Output
 class TokenSequence:
     """One sequence of a call, from validation to delivery. Each stage sets some of the fields.
 
-    The event loop owns the sequence. The engine thread that runs the sequence's batch only reads the fields. At
-    delivery, the event loop sets the results.
+    The event loop owns the sequence. The engine thread that runs the sequence's batch only reads fields. At delivery,
+    the event loop sets the results.
 
     Attributes:
-        input: (seq,) int64 ids or (seq, d_model) float32 vectors, as the model needs.
+        input: (seq,) int64 ids, or (seq, d_model) float32 vectors if the model takes vectors.
         original_token_count: The number of tokens before truncation.
         special: A (seq,) mask of the special tokens; None if the call does not need the mask.
-        char_starts: (seq,) the start of each token in the text, in code points, 0 for special tokens; None if the input
+        char_starts: (seq,) the start of each token in the text, in code points; 0 for special tokens. None if the input
             is not a text or the call does not need offsets.
-        char_ends: (seq,) the exclusive end of each token.
-        kept_after: The number of tokens that are kept behind the truncated ones; 0 without truncation.
-        attended: If attention is limited to the first tokens, the number of these tokens; 0 without such a limit.
+        char_ends: (seq,) the exclusive end of each token; see `char_starts`.
+        kept_after: The number of tokens after the removed tokens; 0 without truncation.
+        attended: All tokens attend only to this number of tokens at the start; 0 for no limit.
         token_spans: The spans for OutputKind.SPANS; None without spans.
         wanted: The outputs to compute.
         cost: The cost in tokens; see `ModelOutputs.cost`.
-        ticket: The pending call of the sequence. Only `scheduling` uses it.
-        virtual_start: The virtual time of its priority from which the sequence may start. Only `scheduling` uses it.
+        ticket: The pending call of the sequence. Only `scheduling` uses this field.
+        virtual_start: The virtual time of the queue at which the sequence may start. Only `scheduling` uses this field.
         index: The index in the call.
         deadline: The time at which the caller stops waiting, in the clock's seconds; infinity without a deadline.
         enqueued_at: The time at which the sequence was queued, in the clock's seconds.
         started_at: The time at which the sequence's batch was formed, in the clock's seconds; NaN before.
-        outputs: For each of `wanted`, the (rows, width) array of the requested data type.
-        compute_seconds: The time for which the model ran on the sequence's batch.
+        outputs: The (rows, width) array of each output in `wanted`.
+        compute_seconds: The run time of the model for the sequence's batch.
     """
 
     input: ModelInput
@@ -79,7 +79,7 @@ class ClosedBy(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Sequences that run together, and the results. The engine thread that runs the batch owns it until delivery.
+    """Sequences that run together, and the results. Until delivery, only the engine thread of the run uses the batch.
 
     Attributes:
         sequences: The sequences.
@@ -88,8 +88,8 @@ class Batch:
         alone: Whether the batch uses the whole device.
         began_at: The time at which the run began, in the clock's seconds.
         ended_at: The time at which the outputs were complete, in the clock's seconds.
-        tokens: The number of tokens without padding.
-        padded_tokens: The number of tokens with padding.
+        tokens: The number of tokens, without padding.
+        padded_tokens: The number of tokens, including padding.
         collate_seconds: The time for padding the sequences into one array.
         compute_seconds: The time for running the model.
         split_seconds: The time for computing and checking the outputs.

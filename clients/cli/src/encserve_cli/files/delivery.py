@@ -12,7 +12,7 @@ import click
 
 from encserve_cli import render
 from encserve_cli.files.command import NOTHING, STDOUT, Printing, Sources
-from encserve_cli.files.encoding import encode_all, with_sent_ids
+from encserve_cli.files.encoding import encode_all, encode_block, with_sent_ids
 from encserve_cli.files.records import records
 from encserve_cli.progress import Count, OnProgress, ProgressCounter, counting, shown_progress
 from encserve_cli.shared import ids_of
@@ -25,11 +25,14 @@ _MOST_PRINTED = 1000
 
 
 def run_of(client: EncoderClient, kind: OutputKind, sources: Sources, printing: Printing, **options: Any) -> Run:
-    """Return a function that encodes the inputs of one call. `options` are further arguments of `client.run`."""
+    """Return a function that encodes some inputs, and raises the error of the first failed input.
+
+    `options` are further arguments of `client.run`.
+    """
     has_tokens = kind in ("tokens", "multi_vector", "sparse")
 
     def run(inputs: list[Any], count: Count) -> EncodeResult:
-        return client.run(
+        result = client.run(
             inputs,
             outputs=[Output(kind, dimensions=printing.dimensions)],
             dtype=printing.dtype,
@@ -37,6 +40,9 @@ def run_of(client: EncoderClient, kind: OutputKind, sources: Sources, printing: 
             progress=counting(count),
             **options,
         )
+        for error in result.errors.values():
+            raise error
+        return result
 
     return run
 
@@ -58,7 +64,7 @@ def deliver(run: Run, sources: Sources, printing: Printing, as_json: bool, stop:
         _save(run, sources, printing.output, as_json, stop)
         return
     inputs = sources.read_few(_MOST_PRINTED, "--output FILE takes any number")
-    result = run([it.value for it in inputs], lambda _: None)
+    result = encode_block(lambda it: run(it, lambda _: None), inputs)
     if as_json:
         sequences = [{it.column: it.value} | its for it, its in zip(inputs, records(result), strict=True)]
         body = {"kind": result.outputs[0].kind, "timings": asdict(result.timings), "sequences": sequences}
@@ -68,7 +74,7 @@ def deliver(run: Run, sources: Sources, printing: Printing, as_json: bool, stop:
 
 
 def _save(run: Run, sources: Sources, path: Path, as_json: bool, stop: Callable[[], object]) -> None:
-    """Write the vectors to a file call by call, and print a summary of the file."""
+    """Write the vectors to a file block by block, and print a summary of the file."""
     from encserve_cli.files.writing import writing  # which imports pyarrow
 
     inputs = rows = 0
@@ -77,15 +83,15 @@ def _save(run: Run, sources: Sources, path: Path, as_json: bool, stop: Callable[
     with writing(path) as writer, _shown_progress(sources, path, total) as on_progress:
         counter = ProgressCounter(total, on_progress)
         counter.report()
-        for call, result in encode_all(lambda it: run(it, counter.count_batch), sources.read(), stop):
+        for block, result in encode_all(lambda it: run(it, counter.count_batch), sources.read(), stop):
             if last is not None and result.fingerprint != last.fingerprint:
                 raise ValueError(
                     f"the model was replaced meanwhile: {last.fingerprint} by {result.fingerprint}; nothing was "
                     "written. Begin again, or name a --model-version"
                 )
-            writer.write(call, result)
+            writer.write(block, result)
             last = result
-            inputs += len(call)
+            inputs += len(block)
             rows += sum(len(block.rows) for block in result.outputs[0].blocks)
         if last is None:
             raise ValueError(NOTHING)

@@ -11,7 +11,6 @@ from encserve_cli.files.storage import is_text
 
 # The types that --keep NAME:TYPE takes.
 TYPES: Mapping[str, Any] = {"string": pa.string(), "int64": pa.int64(), "double": pa.float64(), "bool": pa.bool_()}
-_EXACT_IN_DOUBLE = 2**53  # greater whole numbers may have no float64 of the same value
 
 
 def split_type(column: str) -> tuple[str, str | None]:
@@ -21,24 +20,20 @@ def split_type(column: str) -> tuple[str, str | None]:
 
 
 def json_types(values: Iterable[Any]) -> set[str]:
-    """Return the types of JSON values: keys of `TYPES`, and "long" for integers that a double may not hold."""
+    """Return the types of JSON values, keys of `TYPES`."""
     found = set()
     for value in values:
         if type(value) is int:
             found.add("string" if not -(2**63) <= value < 2**63 else "int64")
-            if abs(value) > _EXACT_IN_DOUBLE:
-                found.add("long")
         elif value is not None:
             found.add({bool: "bool", float: "double"}.get(type(value), "string"))
     return found
 
 
 def common_type(types: Iterable[str]) -> str:
-    """Return the one type that holds values of several JSON types exactly; "string" holds all values."""
+    """Return the one type for values of several JSON types: "double" for numbers, otherwise "string"."""
     found = set(types)
-    is_long = "long" in found
-    found.discard("long")
-    if found == {"int64", "double"} and not is_long:
+    if found == {"int64", "double"}:
         return "double"
     return found.pop() if len(found) == 1 else "string"
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ CODECS = {".gz": "gzip", ".zst": "zstd"}
 KNOWN = f"{', '.join(SUFFIXES)}; all but .parquet also with {' or '.join(CODECS)}"
 _SECRET = re.compile("secret|token|password|key|^sig$", re.IGNORECASE)  # names in the query of a URI
 _URI = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
-_STORES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
+_STORES = ("s3://", "gs://", "gcs://", "abfs://", "abfss://", "hdfs://", "viewfs://")
 _MOST_ID = 2**63 - 1
 _ROWS_AT_ONCE = 256
 
@@ -127,77 +127,57 @@ def named_file(name: str) -> DataFile:
     """
     if name == STDIN:
         return STDIN_FILE
-    file = find_file(name)
-    if file is None:
-        raise FileNotFoundError(f"{click.format_filename(name)}: there is no such file; inputs end in {KNOWN}")
-    return file
+    if _is_remote(name):
+        check_no_secret(name)
+        suffix, codec = _kind_of(name)
+        if suffix not in SUFFIXES:
+            raise ValueError(f"{name}: must end in {KNOWN}")
+        return DataFile(name, name, suffix, codec)
+    path = Path(unquote(urlsplit(name).path, errors="surrogateescape") if is_uri(name) else name).absolute()
+    suffix, codec = _kind_of(str(path))
+    shown = click.format_filename(name)
+    if path.is_dir():
+        raise ValueError(f"{shown}: is a folder; name its files, as {shown.rstrip('/')}/*.parquet does")
+    if not path.exists():
+        hint = "" if suffix in SUFFIXES else f"; inputs end in {KNOWN}"
+        raise FileNotFoundError(f"{shown}: there is no such file{hint}")
+    if suffix not in SUFFIXES:
+        raise ValueError(f"{shown}: is a file of a kind that is not known; known are {KNOWN}")
+    return DataFile(shown, str(path), suffix, codec)
 
 
 def looks_like_file(argument: str) -> bool:
-    """Return whether an argument names an existing file, ends as a file of inputs, or is "-".
+    """Return whether an argument is "-", ends as a file of inputs, exists as a path, or is a URI of an object store.
 
     Raises:
         ValueError: The argument is a URI with a secret.
     """
-    if argument == STDIN:
-        return True
-    try:
-        return find_file(argument) is not None
-    except OSError:
-        return True
-    except ValueError:
-        if is_uri(argument):
+    is_input = _kind_of(argument)[0] in SUFFIXES
+    if _is_remote(argument):
+        is_input = is_input or (argument.lower().startswith(_STORES) and not re.search(r"\s", argument))
+        if is_input:
             check_no_secret(argument)
-        return True
+        return is_input
+    return is_input or argument == STDIN or _exists(argument)
 
 
-def find_file(argument: str) -> DataFile | None:
-    """Return the file that an argument names, or None for a text.
-
-    Raises:
-        ValueError: The argument names a folder, or a file of an unknown kind.
-        FileNotFoundError: The file is missing. In object stores, a missing file is found when it is read.
-    """
-    if not argument:
-        return None
-    scheme, _, rest = argument.partition("://")
-    if is_uri(argument) and scheme.lower() != "file":
-        suffix, codec = _kind_of(rest.partition("?")[0])
-        if suffix not in SUFFIXES and (scheme.lower() not in _STORES or re.search(r"\s", argument)):
-            return None
-        check_no_secret(argument)
-        if suffix not in SUFFIXES:
-            raise ValueError(f"{argument}: must end in {KNOWN}")
-        return DataFile(argument, argument, suffix, codec)
-    path = Path(unquote(urlsplit(argument).path, errors="surrogateescape") if is_uri(argument) else argument).absolute()
-    suffix, codec = _kind_of(str(path))
-    name = click.format_filename(argument)
-    if _is(path.is_dir):
-        raise ValueError(f"{name}: is a folder; name its files, as {name.rstrip('/')}/*.parquet does")
-    if _is(path.exists):
-        if suffix not in SUFFIXES:
-            raise ValueError(f"{name}: is a file of a kind that is not known; known are {KNOWN}")
-    elif suffix in SUFFIXES:
-        raise FileNotFoundError(f"{name}: there is no such file")
-    else:
-        return None
-    return DataFile(name, str(path), suffix, codec)
+def _is_remote(argument: str) -> bool:
+    return is_uri(argument) and not argument.lower().startswith("file:")
 
 
-def _kind_of(path: str) -> tuple[str, str | None]:
+def _kind_of(name: str) -> tuple[str, str | None]:
     """Return the suffix and the codec. The suffix is "" for compressed Parquet, which is not supported."""
-    name = Path(path.lower())
-    if (codec := CODECS.get(name.suffix)) is None:
-        return name.suffix, None
-    suffix = Path(name.stem).suffix
+    path = Path((name.partition("?")[0] if is_uri(name) else name).lower())
+    if (codec := CODECS.get(path.suffix)) is None:
+        return path.suffix, None
+    suffix = Path(path.stem).suffix
     return ("" if suffix == ".parquet" else suffix), codec
 
 
-def _is(holds: Callable[[], bool]) -> bool:
-    """Return the answer of a `Path`; False for a text that is too long for a path."""
+def _exists(path: str) -> bool:
     try:
-        return holds()
-    except OSError:
+        return bool(path) and Path(path).exists()
+    except OSError:  # a text that is too long for a path
         return False
 
 

@@ -33,9 +33,8 @@ from encserve_cli.files.reading import (
     no_column,
 )
 from encserve_cli.files.storage import (
+    batch_rows,
     errors_named,
-    first_batch_rows,
-    fitting_rows,
     is_text,
     open_parquet,
     open_stream,
@@ -73,10 +72,6 @@ class Rows:
     values: list[Value | None]
     problems: dict[int, str]
     kept: Any
-
-
-def _ignore() -> None:
-    """The `on_read` of callers that cannot be stopped."""
 
 
 class RowReader(ABC):
@@ -144,19 +139,13 @@ class RowReader(ABC):
         )
 
 
-def open_rows(
-    file: DataFile,
-    options: ReadOptions,
-    kept_types: Mapping[str, str] = NO_TYPES,
-    on_read: Callable[[], None] = _ignore,
-) -> RowReader:
+def open_rows(file: DataFile, options: ReadOptions, kept_types: Mapping[str, str] = NO_TYPES) -> RowReader:
     """Open a file before its first row.
 
     Args:
         file: The file.
         options: The options for reading it.
         kept_types: The types of the columns of --keep, by name.
-        on_read: Called while a long line is skipped. An error that it raises ends the read.
 
     Raises:
         ValueError: The file is of another kind than its suffix, or lacks a column.
@@ -170,10 +159,10 @@ def open_rows(
         if file.suffix == ".parquet":
             return _ParquetRows(file, options, kept_types)
         if file.suffix in (".csv", ".tsv"):
-            return _CsvRows(file, options, kept_types, on_read)
+            return _CsvRows(file, options, kept_types)
         if file.suffix == ".jsonl":
-            return _JsonRows(file, options, kept_types, on_read)
-        return _TextRows(file, options, kept_types, on_read)
+            return _JsonRows(file, options, kept_types)
+        return _TextRows(file, options, kept_types)
 
 
 def column_types(file: DataFile, options: ReadOptions) -> dict[str, set[str]]:
@@ -206,17 +195,11 @@ def _check_columns(file: DataFile, names: Sequence[str], column: str, there: Seq
 class _SequentialRows(RowReader, Generic[Record]):
     """Rows of a file that is read from its beginning. The reader holds one record more than it has returned."""
 
-    def __init__(
-        self,
-        file: DataFile,
-        options: ReadOptions,
-        kept_types: Mapping[str, str],
-        on_read: Callable[[], None],
-    ) -> None:
+    def __init__(self, file: DataFile, options: ReadOptions, kept_types: Mapping[str, str]) -> None:
         super().__init__(file, options, kept_types)
         self._stream = open_stream(file)
         try:
-            self._records = self._parse(_lines(self._stream, on_read))
+            self._records = self._parse(_lines(self._stream))
             self._next = next(self._records, None)
         except BaseException:
             self.close()
@@ -259,20 +242,15 @@ class _SequentialRows(RowReader, Generic[Record]):
             self._stream.close()
 
 
-def _lines(stream: Any, on_read: Callable[[], None]) -> Iterator[bytes | None]:
+def _lines(stream: Any) -> Iterator[bytes | None]:
     r"""Yield lines with their ends; only \n ends a line. A line that is too long is None and is never held.
 
     A byte order mark at the beginning is left out.
     """
-    line = stream.readline(len(_BOM))
-    if line == _BOM:
-        line = b""
-    if not line.endswith(b"\n"):
-        line += stream.readline(_MOST_LINE_BYTES + 1 - len(line))
+    line = stream.readline(len(_BOM) + _MOST_LINE_BYTES + 1).removeprefix(_BOM)
     while line:
         if len(line) > _MOST_LINE_BYTES:
             while line and not line.endswith(b"\n"):
-                on_read()
                 line = stream.readline(MIB)
             yield None
         else:
@@ -410,18 +388,16 @@ class _ParquetRows(RowReader):
         metadata = self._opened.metadata
         groups = range(metadata.num_row_groups)
         self._starts: list[int] = [0, *itertools.accumulate(metadata.row_group(number).num_rows for number in groups)]
-        self._batch_rows = first_batch_rows(self._opened)
-        self._may_grow = True
         self._batches: Iterator[Any] = iter(())
         self._batch: Any = None  # the last batch
-        self._batch_row = -1  # its first row; -1 before the first batch
+        self._batch_end = 0  # the row after the last batch
         self._row = 0
 
     def _find_columns(self) -> None:
-        self._column = parquet_column(self.file, self._opened, self._options.column, self._options.input_kind)
         schema = self._opened.schema_arrow
         if twice := {name for name in schema.names if schema.names.count(name) > 1}:
             raise ValueError(f"{self.file.name}: has more than one column {min(twice)!r}; rename one")
+        self._column = parquet_column(self.file, schema, self._options.column, self._options.input_kind)
         _check_columns(self.file, [*self._kept_types], self._column, schema.names)
         self._kept_schema = pa.schema(
             [(name, self._kept_type(schema.field(name).type, wanted)) for name, wanted in self._kept_types.items()]
@@ -441,37 +417,20 @@ class _ParquetRows(RowReader):
     def skip(self, rows: int) -> None:
         self._row = min(self._row + rows, self._starts[-1])
 
-    def _start(self, group: int) -> None:
-        groups = range(group, len(self._starts) - 1)
-        columns = [self._column, *self._kept_types]
-        self._batches = self._opened.iter_batches(self._batch_rows, row_groups=groups, columns=columns)
-        self._batch, self._batch_row = None, self._starts[group]
-
-    def _fits_badly(self) -> bool:
-        """Correct the size of batches if the last batch was too large, or the first ones were small.
-
-        A dictionary makes the encoded size much smaller than the decoded size, so only a batch shows its size.
-        """
-        rows = fitting_rows(len(self._batch), self._batch.nbytes)
-        grows = self._may_grow and len(self._batch) == self._batch_rows < rows
-        if not grows and 2 * rows >= len(self._batch):
-            return False
-        self._batch_rows, self._may_grow = rows, False
-        return True
-
     def _peek(self, rows: int) -> Any:
         """Return the next rows of one batch, at least one."""
         group = bisect.bisect_right(self._starts, self._row) - 1
-        if self._batch_row + len(self._batch or ()) < self._starts[group]:
-            self._start(group)
-        while self._batch_row + len(self._batch or ()) <= self._row:
-            self._batch_row += len(self._batch or ())
+        if self._batch is None or self._batch_end < self._starts[group]:
+            groups = range(group, len(self._starts) - 1)
+            columns = [self._column, *self._kept_types]
+            self._batches = self._opened.iter_batches(batch_rows(self._opened), row_groups=groups, columns=columns)
+            self._batch_end = self._starts[group]
+        while self._batch_end <= self._row:
             self._batch = next(self._batches, None)
             if self._batch is None:
                 raise ValueError(f"{self.file.name}: cannot be read as Parquet: has fewer rows than its footer says")
-            if self._fits_badly():
-                self._start(group)
-        return self._batch.slice(self._row - self._batch_row, rows)
+            self._batch_end += len(self._batch)
+        return self._batch.slice(self._row - self._batch_end + len(self._batch), rows)
 
     def read(self, rows: int) -> Rows:
         numbers: list[int] = []
@@ -531,20 +490,15 @@ def _pylist(column: Any) -> list[Any]:
 
 def _vectors(column: Any) -> list[Any]:
     """Return the (seq, d_model) array of each row of a column of lists of lists, or the row's lists as they are."""
-    outer = column.cast(pa.large_list(pa.large_list(pa.float32())))
-    inner = outer.values
-    if inner.null_count or inner.values.null_count:
-        return list(column.to_pylist())
-    numbers = inner.values.to_numpy()
-    ends, edges = outer.offsets.to_numpy(), inner.offsets.to_numpy()
-    found: list[Any] = []
-    for is_there, begin, end in zip(outer.is_valid().to_pylist(), ends, ends[1:], strict=False):
-        widths = np.diff(edges[begin : end + 1])
-        if len(widths) and (widths == widths[0]).all():
-            found.append(numbers[edges[begin] : edges[end]].reshape(len(widths), -1))
-        else:
-            found.append([[0.0] * int(width) for width in widths] if is_there else None)
-    return found
+    rows = column.cast(pa.large_list(pa.large_list(pa.float32())))
+    return [_matrix(row.values) if row.is_valid else None for row in rows]
+
+
+def _matrix(vectors: Any) -> Any:
+    numbers = vectors.flatten()
+    if vectors.null_count or numbers.null_count or len(vectors.value_lengths().unique()) != 1:
+        return vectors.to_pylist()
+    return numbers.to_numpy().reshape(len(vectors), -1)
 
 
 def _size(value: Value | None) -> int:

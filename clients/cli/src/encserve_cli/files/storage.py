@@ -20,9 +20,8 @@ from encserve_cli.files.reading import STDIN, DataFile, column_of, is_uri
 
 # Of each column chunk so much is held, however large its row group is.
 _PARQUET_BUFFER_BYTES = 4 * 1024 * 1024
-# Read at a time, at most. The first rows show how large rows are when they are decoded.
-_FIRST_BATCH_ROWS = 64
-_BATCH_ROWS = 4096
+# Read at a time, at most. A dictionary makes the encoded size much smaller than the decoded size, so rows count too.
+_BATCH_ROWS = 64
 _BATCH_BYTES = 16 * 1024 * 1024
 _RETRY_SECONDS = 30
 _BUFFER_BYTES = 1024 * 1024
@@ -183,19 +182,16 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0][:400]
 
 
-def parquet_column(file: DataFile, opened: Any, column: str | None, kind: Literal["text", "ids", "vectors"]) -> str:
+def parquet_column(file: DataFile, schema: Any, column: str | None, kind: Literal["text", "ids", "vectors"]) -> str:
     """Return the name of the column of inputs.
 
     Raises:
-        ValueError: The column is missing, is not the only one of its name, or has a type without such inputs.
+        ValueError: The column is missing, or has a type without such inputs.
     """
-    schema = opened.schema_arrow
     try:
         name = column_of(column, schema.names)
     except ValueError as error:
         raise ValueError(f"{file.name}: {error}") from None
-    if schema.names.count(name) > 1:
-        raise ValueError(f"{file.name}: has {schema.names.count(name)} columns {name!r}")
     its = schema.field(name).type
     holds = {
         "text": is_text(its),
@@ -223,14 +219,9 @@ def _is_list(its: Any, holds: Callable[[Any], bool]) -> bool:
     return any(is_a(its) for is_a in lists) and holds(its.value_type)
 
 
-def first_batch_rows(opened: Any) -> int:
-    """Return how many rows of a Parquet file to read first: at most 64, and at most 16 MiB as they are encoded."""
+def batch_rows(opened: Any) -> int:
+    """Return how many rows of a Parquet file to read at a time: at most 64, and at most 16 MiB as they are encoded."""
     metadata = opened.metadata
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    fitting = [fitting_rows(its.num_rows, its.total_byte_size) for its in groups if its.num_rows]
-    return min([_FIRST_BATCH_ROWS, *fitting])
-
-
-def fitting_rows(rows: int, size_bytes: int) -> int:
-    """Return how many rows to read at a time if so many rows have this size: 16 MiB, but from 1 to 4,096 rows."""
-    return min(max(_BATCH_BYTES * rows // max(size_bytes, 1), 1), _BATCH_ROWS)
+    row_bytes = max((its.total_byte_size // its.num_rows for its in groups if its.num_rows), default=0)
+    return min(max(_BATCH_BYTES // max(row_bytes, 1), 1), _BATCH_ROWS)

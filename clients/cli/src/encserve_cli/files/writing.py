@@ -3,14 +3,15 @@
 import csv
 import json
 import os
+import sys
 import tempfile
 import zipfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any
 
-import click
 import numpy as np
 import numpy.typing as npt
 import pyarrow as arrow
@@ -30,13 +31,14 @@ _ROW_GROUP_INPUTS = 4096
 _ROW_GROUP_BYTES = 64 * 1024 * 1024
 
 
-class Writer(Protocol):
+class Writer(ABC):
     """Writes one kind of file."""
 
+    @abstractmethod
     def write(self, inputs: Sequence[Sent], result: EncodeResult) -> None:
         """Add some inputs and their outputs. All results are of the same model and kind."""
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027 - most kinds have no rest
         """Write the rest. Afterwards the file is whole."""
 
 
@@ -52,7 +54,7 @@ def writing(path: Path) -> Iterator[Writer]:
         OSError: It cannot be written.
     """
     if path == STDOUT:
-        yield _StdoutWriter()
+        yield _JsonlWriter(sys.stdout)
         return
     make = _WRITERS.get(path.suffix.lower())
     if make is None:
@@ -99,7 +101,7 @@ class _GrowingArray:
         self._file.seek(0, 2)
 
 
-class _NpyWriter:
+class _NpyWriter(Writer):
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self._array = _GrowingArray(path, stack)
 
@@ -110,7 +112,7 @@ class _NpyWriter:
         self._array.finish()
 
 
-class _NpzWriter:
+class _NpzWriter(Writer):
     """Each array grows in a temporary file. At the end, all files are put into one archive."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
@@ -159,33 +161,21 @@ class _NpzWriter:
                     np.lib.format.write_array(member, value)
 
 
-class _JsonlWriter:
-    def __init__(self, path: Path, stack: ExitStack) -> None:
-        self._file = stack.enter_context(path.open("w", encoding="utf-8", newline="\n"))
+class _JsonlWriter(Writer):
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    @classmethod
+    def of_file(cls, path: Path, stack: ExitStack) -> "_JsonlWriter":
+        return cls(stack.enter_context(path.open("w", encoding="utf-8", newline="\n")))
 
     def write(self, inputs: Sequence[Sent], result: EncodeResult) -> None:
-        for line in _json_lines(inputs, result):
-            self._file.write(line + "\n")
-
-    def finish(self) -> None:
-        pass
+        for it, record in zip(inputs, records(result), strict=True):
+            self._stream.write(json.dumps({it.column: it.value} | record, ensure_ascii=False) + "\n")
+        self._stream.flush()
 
 
-class _StdoutWriter:
-    def write(self, inputs: Sequence[Sent], result: EncodeResult) -> None:
-        for line in _json_lines(inputs, result):
-            click.echo(line)
-
-    def finish(self) -> None:
-        pass
-
-
-def _json_lines(inputs: Sequence[Sent], result: EncodeResult) -> Iterator[str]:
-    for it, record in zip(inputs, records(result), strict=True):
-        yield json.dumps({it.column: it.value} | record, ensure_ascii=False)
-
-
-class _CsvWriter:
+class _CsvWriter(Writer):
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self._lines = csv.writer(stack.enter_context(path.open("w", encoding="utf-8", newline="")))
         self._has_names = False
@@ -198,11 +188,8 @@ class _CsvWriter:
         for it, row in zip(inputs, vectors.tolist(), strict=True):
             self._lines.writerow([it.text, *row])
 
-    def finish(self) -> None:
-        pass
 
-
-class _ParquetWriter:
+class _ParquetWriter(Writer):
     """Columns: the inputs, and `vector`, `rows` with a column for each row's token, or `indices` and `values`."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
@@ -380,7 +367,7 @@ def _beside_rows(result: EncodeResult) -> dict[str, Array]:
 _WRITERS: Mapping[str, Callable[[Path, ExitStack], Writer]] = {
     ".npy": _NpyWriter,
     ".npz": _NpzWriter,
-    ".jsonl": _JsonlWriter,
+    ".jsonl": _JsonlWriter.of_file,
     ".csv": _CsvWriter,
     ".parquet": _ParquetWriter,
 }

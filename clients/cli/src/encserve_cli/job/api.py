@@ -111,7 +111,8 @@ def embed_files(
         output: The folder, a path or a URI.
         bundle: Embeds in this process, with the package encserve-server: a bundle, a directory that holds a checkpoint,
             or the name of one on the hub, as `--bundle` takes it.
-        client: Embeds through a server; best with `EncoderClient(..., priority="bulk")`. The client stays open.
+        client: Embeds through a server; best with `EncoderClient(..., priority="bulk", timeout_seconds=300)`. The job
+            survives a full or restarting server for `timeout_seconds`. The client stays open.
         model: The served model. Default: the server's.
         model_version: The version of the model. Default: the model's default version.
         engine: The options for running the bundle. Default: those of encserve-server.

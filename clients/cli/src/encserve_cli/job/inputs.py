@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from encserve_cli.files.kept import common_type, split_type, type_named
-from encserve_cli.files.reading import STDIN, DataFile, ReadOptions, find_file, named_file
+from encserve_cli.files.reading import STDIN, DataFile, ReadOptions, named_file
 from encserve_cli.files.rows import RowReader, column_types, open_rows
 from encserve_cli.files.storage import checksum, count_rows, size_and_time
 from encserve_cli.job.plan import Plan
@@ -77,7 +77,7 @@ def kept_types(inputs: Sequence[InputFile], options: ReadOptions) -> dict[str, s
         OSError: A file cannot be read.
     """
     _check_names(options)
-    files = [_file_of(it) for it in inputs]
+    files = [named_file(it.uri) for it in inputs]
     found = list(zip(files, in_threads(lambda file: column_types(file, options), files), strict=True))
     return {name: its or _type_of(name, found) for name, its in map(split_type, options.keep)}
 
@@ -114,13 +114,7 @@ def _mismatch(name: str, one: tuple[str, str], other: tuple[str, str]) -> str:
     )
 
 
-def _file_of(planned: InputFile) -> DataFile:
-    file = find_file(planned.uri)
-    assert file is not None  # noqa: S101 - `find_inputs` has found it
-    return file
-
-
-def open_input(plan: Plan, index: int, on_read: Callable[[], None]) -> RowReader:
+def open_input(plan: Plan, index: int) -> RowReader:
     """Open a file of a job before its first row.
 
     Raises:
@@ -128,14 +122,14 @@ def open_input(plan: Plan, index: int, on_read: Callable[[], None]) -> RowReader
         OSError: The file is missing or cannot be read.
     """
     planned = plan.inputs[index]
-    file = _file_of(planned)
+    file = named_file(planned.uri)
     size_bytes, modified_ns = size_and_time(file)
     is_known = (size_bytes, modified_ns) == (planned.size_bytes, planned.modified_ns) and modified_ns
     if not is_known and (size_bytes != planned.size_bytes or checksum(file, size_bytes) != planned.checksum):
         raise ValueError(
             f"{file.name}: was changed since the job began; put the old file back, or begin again with --overwrite"
         )
-    return open_rows(file, plan.read, plan.kept_types, on_read)
+    return open_rows(file, plan.read, plan.kept_types)
 
 
 def read_blocks(plan: Plan, work: Work, on_read: Callable[[], None]) -> Generator[Block, None, None]:
@@ -150,7 +144,7 @@ def read_blocks(plan: Plan, work: Work, on_read: Callable[[], None]) -> Generato
         ValueError: The file was changed or is damaged.
         OSError: The file is missing or cannot be read.
     """
-    with open_input(plan, work.input, on_read) as reader:
+    with open_input(plan, work.input) as reader:
         reader.skip(work.first * plan.part_rows)
         number = work.first
         while not reader.at_end and (work.end is None or number < work.end):

@@ -16,7 +16,6 @@ from encserve_cli.job.plan import (
     MakeOptions,
     ModelFacts,
     Plan,
-    check_part_rows,
     differences,
     match_inputs,
     rows_of_part,
@@ -88,8 +87,8 @@ class EmbedJob:
             OSError: A file cannot be read or written.
             Exception: An error of `Backend.open`.
         """
-        if part_rows is not None:  # before the model is loaded
-            check_part_rows(part_rows)
+        if part_rows is not None and part_rows < 1:  # before the model is loaded
+            raise ValueError(f"part_rows must be at least 1; was {part_rows}")
         self._read = read
         self._part_rows = part_rows
         self._add_inputs = add_inputs

@@ -8,7 +8,6 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -104,12 +103,6 @@ def rows_of_part(make: MakeOptions, model: ModelFacts) -> int:
     return RAGGED_ROWS if make.kind == "sparse" else max(1, min(RAGGED_ROWS, _MOST_PART_BYTES // max(row_bytes, 1)))
 
 
-def check_part_rows(rows: int) -> None:
-    """Raise ValueError if a part cannot have so many rows."""
-    if rows < 1:
-        raise ValueError(f"part_rows must be at least 1; was {rows}")
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A job.
@@ -121,9 +114,6 @@ class Plan:
         part_rows: The rows of each part but the last of a file.
         kept_types: The columns of --keep with their Arrow types, as `str(type)` gives them.
         inputs: The files.
-
-    Raises:
-        ValueError: The parts have no rows.
     """
 
     read: ReadOptions
@@ -132,10 +122,6 @@ class Plan:
     part_rows: int
     kept_types: Mapping[str, str]
     inputs: tuple[InputFile, ...]
-
-    def __post_init__(self) -> None:
-        """Check the rows of a part."""
-        check_part_rows(self.part_rows)
 
     def rows_of(self, shard: Shard) -> int | None:
         """Return the number of rows of a share of all inputs; None if it is not known."""
@@ -208,18 +194,8 @@ class Plan:
         return next((number + 1 for number, report in done.items() if report.ends_file), None)
 
     def to_json(self) -> str:
-        """Return the text of `_job.json`: a line for each setting and for each input, so that `diff` is readable."""
-        head = {
-            "format": PLAN_FORMAT,
-            "read": dataclasses.asdict(self.read),
-            "make": dataclasses.asdict(self.make),
-            "model": dataclasses.asdict(self.model),
-            "part_rows": self.part_rows,
-            "kept_types": dict(self.kept_types),
-        }
-        lines = [f"{json.dumps(name)}: {json_text(value)}" for name, value in head.items()]
-        inputs = ",\n  ".join(json_text(dataclasses.asdict(it)) for it in self.inputs)
-        return "{\n" + ",\n".join([*lines, f'"inputs": [\n  {inputs}\n]']) + "\n}\n"
+        """Return the text of `_job.json`."""
+        return json_text({"format": PLAN_FORMAT} | dataclasses.asdict(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: bytes, where: str) -> "Plan":
@@ -244,14 +220,9 @@ class Plan:
             raise ValueError(f"{where}: is not the file of a job: {error}; --overwrite begins again") from error
 
 
-def json_text(value: Any) -> str:
+def json_text(value: Any, indent: int | None = None) -> str:
     """Return JSON. Names of files that are not valid UTF-8 are escaped."""
-    text = json.dumps(value, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return json.dumps(value)
-    return text
+    return json.dumps(value, ensure_ascii=False, indent=indent).encode(errors="backslashreplace").decode()
 
 
 def differences(plan: Plan, read: ReadOptions, make: MakeOptions, model: ModelFacts) -> list[str]:
@@ -276,27 +247,9 @@ def match_inputs(
     Returns:
         For each file of the plan the file of now, or None; and the files that the plan does not have, in their order.
     """
-    found: list[InputFile | None] = [None] * len(before)
-    left = list(now)
-    for key in (_place_of, _name_of, _contents_of):  # of several equal files, the one at the same place comes first
-        given: dict[Any, list[InputFile]] = {}
-        for it in reversed(left):
-            given.setdefault(key(it), []).append(it)
-        for index, it in enumerate(before):
-            if found[index] is None and (same := given.get(key(it))):
-                found[index] = same.pop()
-        kept = {id(it) for its in given.values() for it in its}
-        left = [it for it in left if id(it) in kept]
-    return found, left
-
-
-def _contents_of(file: InputFile) -> tuple[Any, ...]:
-    return file.size_bytes, file.checksum
-
-
-def _name_of(file: InputFile) -> tuple[Any, ...]:
-    return PurePosixPath(file.uri).name, *_contents_of(file)
-
-
-def _place_of(file: InputFile) -> tuple[Any, ...]:
-    return file.uri, *_contents_of(file)
+    given: dict[tuple[int, str], list[InputFile]] = {}
+    for it in reversed(now):
+        given.setdefault((it.size_bytes, it.checksum), []).append(it)
+    found = [same.pop() if (same := given.get((it.size_bytes, it.checksum))) else None for it in before]
+    left = {id(it) for its in given.values() for it in its}
+    return found, [it for it in now if id(it) in left]

@@ -1,11 +1,7 @@
-"""The folder of a job's output, on a disk or in an object store: a file has its final name only when it is whole.
-
-On a disk, only regular files count, and links inside the folder are never followed.
-"""
+"""The folder of a job's output, on a disk or in an object store: a file has its final name only when it is whole."""
 
 import fcntl
 import os
-import stat
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
@@ -23,8 +19,6 @@ from encserve_cli.files.reading import check_no_secret, is_uri
 from encserve_cli.files.storage import filesystem_of
 
 _TEMPORARY = ".unfinished-"
-# Opening a FIFO without O_NONBLOCK waits for a writer.
-_SAFE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +127,8 @@ class LocalStore:
 
     def names(self, folder: str = "") -> list[str]:
         """See `Store`."""
-        self._check_folder(folder)
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._folder / folder) as entries:
-            return [
-                it.name for it in entries if it.is_file(follow_symlinks=False) and not it.name.startswith(_TEMPORARY)
-            ]
+            return [it.name for it in entries if it.is_file() and not it.name.startswith(_TEMPORARY)]
         return []
 
     def holds(self, uri: str, folder: str = "") -> bool:
@@ -147,41 +138,19 @@ class LocalStore:
 
     def read(self, name: str) -> bytes | None:
         """See `Store`."""
-        try:
-            with os.fdopen(self._descriptor(name), "rb") as file:
-                return file.read()
-        except FileNotFoundError:
-            return None
+        with suppress(FileNotFoundError):
+            return (self._folder / name).read_bytes()
+        return None
 
     def open(self, name: str) -> Any:
         """See `Store`."""
-        os.close(self._descriptor(name))
         return pa.OSFile(os.fsencode(self._folder / name))
-
-    def _descriptor(self, name: str) -> int:
-        """Open a file for reading. ValueError for a link, a FIFO or another special file."""
-        path = self._folder / name
-        try:
-            descriptor = os.open(path, _SAFE)
-        except OSError as error:
-            if path.is_symlink():
-                raise ValueError(f"{self.uri}/{name}: is a link, not a file; remove it") from error
-            raise
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise ValueError(f"{self.uri}/{name}: is not a regular file; remove it")
-        return descriptor
-
-    def _check_folder(self, folder: str) -> None:
-        if folder and (self._folder / folder).is_symlink():
-            raise ValueError(f"{self.uri}/{folder}: is a link, not a folder; remove it")
 
     @contextmanager
     def draft(self, name: str) -> Iterator[Draft]:
         """See `Store`."""
         path = self._folder / f"{_TEMPORARY}{Path(name).name}-{uuid.uuid4().hex}"
         final, uri = self._folder / name, f"{self.uri}/{name}"
-        self._check_folder(name.rpartition("/")[0])
 
         def publish() -> None:
             with written(uri):
@@ -217,19 +186,13 @@ class LocalStore:
 
     def delete(self, name: str) -> None:
         """See `Store`."""
-        self._check_folder(name.rpartition("/")[0])
         (self._folder / name).unlink(missing_ok=True)
 
 
 def _remove_if_dead(path: Path) -> None:
-    with suppress(OSError):
-        descriptor = os.open(path, _SAFE)
-        try:
-            if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the process lives
-                path.unlink()
-        finally:
-            os.close(descriptor)
+    with suppress(OSError), path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the process lives
+        path.unlink()
 
 
 class ObjectStore:

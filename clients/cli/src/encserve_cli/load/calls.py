@@ -6,7 +6,9 @@ from itertools import islice
 
 import numpy as np
 
-from encserve_client import DType, ModelInfo, Pooling
+from encserve_client import DType, ModelInfo, Output, Pooling
+from encserve_client.inputs import pack_input
+from encserve_client.options import Options
 from encserve_proto.v1 import encoder_pb2 as pb
 
 
@@ -30,13 +32,8 @@ class Request:
 
     def template(self) -> pb.EncodeRequest:
         """Return the request without inputs."""
-        kind = {None: "TOKENS", "model": "MODEL_POOLING"}.get(self.pooling) or str(self.pooling).upper()
-        options = pb.EncodeOptions(
-            outputs=[pb.OutputSpec(kind=f"OUTPUT_KIND_{kind}")],
-            data_type=f"DATA_TYPE_{self.dtype.upper()}",
-            truncation=pb.TRUNCATION_END,
-        )
-        return pb.EncodeRequest(model=self.model or "", model_version=self.version or "", options=options)
+        options = Options((Output(self.pooling or "tokens"),), self.dtype, truncate=True)
+        return pb.EncodeRequest(model=self.model or "", model_version=self.version or "", options=options.to_proto())
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +58,14 @@ def random_calls(lengths: Sequence[int], info: ModelInfo, request: Request = Req
     normally distributed float32 vectors.
 
     Args:
-        lengths: The number of tokens of each sequence. The calls have the sequences in this order.
+        lengths: The number of tokens of each sequence, at most `info.max_sequence_tokens`, in the order of the calls.
         info: The model.
         request: The options of the calls. An incomplete last call is left out.
         seed: The seed of the random numbers.
 
     Raises:
-        ValueError: A length or `request.sequences_per_call` exceeds the model's limits, or the vocabulary has only
-            special tokens.
+        ValueError: `request.sequences_per_call` exceeds the server's limit, or the vocabulary has only special tokens.
     """
-    counts = [int(length) for length in lengths]
-    if counts and not 1 <= min(counts) <= max(counts) <= info.max_sequence_tokens:
-        raise ValueError(
-            f"lengths must be from 1 to {info.max_sequence_tokens}, the model's longest; "
-            f"were {min(counts)} to {max(counts)}"
-        )
     rng = np.random.default_rng(seed)
     usable = np.setdiff1d(np.arange(info.vocab_size), info.special_token_ids)
     if info.input_kind != "embeddings" and not len(usable):
@@ -83,11 +73,10 @@ def random_calls(lengths: Sequence[int], info: ModelInfo, request: Request = Req
 
     def random_input(count: int) -> pb.Input:
         if info.input_kind != "embeddings":
-            return pb.Input(token_ids=pb.TokenIds(ids=rng.choice(usable, count).tolist()))
-        data = rng.standard_normal((count, info.d_model), np.float32).astype("<f4").tobytes()
-        return pb.Input(embeddings=pb.TokenEmbeddings(width=info.d_model, data_type=pb.DATA_TYPE_FLOAT32, data=data))
+            return pack_input(rng.choice(usable, count), "inputs")
+        return pack_input(rng.standard_normal((count, info.d_model), np.float32), "inputs")
 
-    return _pack(map(random_input, counts), counts, info, request)
+    return _pack(map(random_input, lengths), lengths, info, request)
 
 
 def text_calls(
@@ -98,7 +87,7 @@ def text_calls(
     Raises:
         ValueError: `request.sequences_per_call` exceeds the server's limit.
     """
-    return _pack((pb.Input(text=text) for text in texts), token_counts, info, request)
+    return _pack((pack_input(text, "texts") for text in texts), token_counts, info, request)
 
 
 def _pack(inputs: Iterator[pb.Input], token_counts: Sequence[int], info: ModelInfo, request: Request) -> list[Call]:
@@ -112,5 +101,5 @@ def _pack(inputs: Iterator[pb.Input], token_counts: Sequence[int], info: ModelIn
     for start in range(0, len(token_counts) - many + 1, many):
         message = pb.EncodeRequest(inputs=islice(inputs, many))
         message.MergeFrom(template)
-        calls.append(Call(message.SerializeToString(), many, sum(token_counts[start : start + many])))
+        calls.append(Call(message.SerializeToString(), many, int(sum(token_counts[start : start + many]))))
     return calls

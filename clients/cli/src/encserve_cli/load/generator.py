@@ -10,26 +10,27 @@ import itertools
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
 
 import grpc.aio
 import numpy as np
 
 from encserve_cli.load.calls import Call
-from encserve_cli.load.connection import SERVICE, Connection
 from encserve_cli.load.results import NOT_SENT, Load, LoadResult, summarize
+from encserve_client import AsyncEncoderClient
 
 # After an error a caller waits before its next call. Otherwise a server that refuses calls, or is down, would get
 # thousands of calls a second, and the load generator would take CPU time that the server needs to recover.
 ERROR_PAUSE_SECONDS = 0.01
-_CONNECT_SECONDS = 10.0
 # Calls at random times may be sent late. Calls that are still not sent this long after the end are not sent any more.
 GRACE_SECONDS = 1.0
 
 
 def run_load(
-    connection: Connection, calls: Sequence[Call], load: Load, *, on_edge: Callable[[], None] | None = None
+    open_client: Callable[[], AsyncEncoderClient],
+    calls: Sequence[Call],
+    load: Load,
+    *,
+    on_edge: Callable[[], None] | None = None,
 ) -> LoadResult:
     """Load a server, and return the measurement. Wait until all open calls have ended.
 
@@ -37,23 +38,20 @@ def run_load(
     ended before Ctrl-C, and not the open calls.
 
     Args:
-        connection: The server.
-        calls: The calls, sent in this order. After the last call the first call is sent again.
+        open_client: A function that returns a new client of the server. The load has one channel: more are not faster.
+        calls: At least one call. The calls are sent in this order. After the last call the first call is sent again.
         load: The rate and the duration.
         on_edge: A function that is called at the start and at the end of the measured time. Another thread runs it.
 
     Raises:
-        ServerUnavailableError: No server answers within 10 s.
+        EncserveError: The server does not answer.
         KeyboardInterrupt: Ctrl-C was pressed before the first call.
-        ValueError: `calls` is empty.
     """
-    if not calls:
-        raise ValueError("calls must have at least one call; was empty")
     generator = _Generator(calls, load, on_edge)
     gc.collect()
     gc.freeze()  # garbage collections during the load do not look at the objects that exist now
     try:
-        return asyncio.run(generator.run(connection))
+        return asyncio.run(generator.run(open_client))
     finally:
         gc.unfreeze()
 
@@ -70,12 +68,11 @@ class _Generator:
         self._examples: dict[str, str] = {}
         self._cpu_seconds = 0.0
 
-    async def run(self, connection: Connection) -> LoadResult:
+    async def run(self, open_client: Callable[[], AsyncEncoderClient]) -> LoadResult:
         load = self._load
-        async with connection.open() as channel:
-            await connection.wait_until_ready(channel, _CONNECT_SECONDS)
-            method: Any = channel.unary_unary(f"/{SERVICE}/Encode")
-            self._send = partial(method, timeout=load.timeout_seconds, metadata=connection.call_metadata())
+        async with open_client() as client:
+            await client.models()  # connects
+            self._send = client.raw_method("Encode")
             self._begin = time.perf_counter()
             self._start = self._begin + load.warmup_seconds
             self._end = ended = self._start + load.seconds
@@ -126,7 +123,7 @@ class _Generator:
         """Send a call and record the times. Return whether the call succeeded."""
         sent, label = time.perf_counter(), 0
         try:
-            await self._send(self._calls[index].data)
+            await self._send(self._calls[index].data, timeout=self._load.timeout_seconds)
         except grpc.aio.AioRpcError as error:
             reason = dict(error.trailing_metadata() or ()).get("encserve-error-reason", "")
             label = self._label(f"{error.code().name} {reason}".strip(), error.details() or "")

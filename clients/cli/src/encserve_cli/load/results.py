@@ -14,7 +14,7 @@ NOT_SENT = "NOT_SENT"  # the label of calls that the load generator could not se
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A number of callers, or a rate of calls. Either `concurrency` or `rate_per_second` must be set.
+    """A number of callers, or a rate of calls: either `concurrency` or `rate_per_second`.
 
     Attributes:
         concurrency: The number of callers. Each caller sends its next call after the reply to the last one.
@@ -24,9 +24,6 @@ class Load:
         warmup_seconds: The duration of the load before the measured time.
         timeout_seconds: The timeout of each call.
         seed: The seed of the random times.
-
-    Raises:
-        ValueError: Both or none of `concurrency` and `rate_per_second` are set.
     """
 
     concurrency: int | None = None
@@ -35,12 +32,6 @@ class Load:
     warmup_seconds: float = 2.0
     timeout_seconds: float = 30.0
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if (self.concurrency is None) == (self.rate_per_second is None):
-            raise ValueError(
-                f"set either concurrency or rate_per_second; were {self.concurrency} and {self.rate_per_second}"
-            )
 
     def arrival_seconds(self) -> Seconds:
         """Return the random times of calls in ascending order, (calls,) seconds after the start of the warm-up.
@@ -107,10 +98,6 @@ class LoadResult:
     def tokens_per_second(self) -> float:
         """Tokens of answered calls per second."""
         return self.tokens / self.seconds if self.seconds else 0.0
-
-    def latency_percentile_seconds(self, percent: float) -> float | None:
-        """Return a percentile of the latency; None without answered calls."""
-        return percentile(self.latency_seconds, percent)
 
 
 def percentile(values: Seconds, percent: float) -> float | None:

@@ -58,12 +58,9 @@ def most_attended(attention: Array) -> tuple[npt.NDArray[np.int64], Float64]:
 
 
 def spaced_indices(count: int, at_most: int) -> list[int]:
-    """Return at most `at_most` indices below `count`, evenly spaced, with the first and the last index."""
-    if count <= at_most:
-        return list(range(count))
-    if at_most <= 1:
-        return [count - 1][:at_most]
-    return sorted({round(i * (count - 1) / (at_most - 1)) for i in range(at_most)})
+    """Return at most `at_most` indices below `count`, evenly spaced, in order. The last index is among them."""
+    spaced = np.linspace(count - 1, 0, min(count, at_most)).round()
+    return [int(index) for index in spaced[::-1]]
 
 
 def largest_magnitude(values: Array) -> float:

@@ -36,7 +36,7 @@ class AsyncWire:
         self._metadata = metadata
         self._inputs = inputs
         self._is_client_closed = is_client_closed
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: asyncio.Queue[Event | None] = asyncio.Queue()  # None: the client was closed
         self._tasks: set[asyncio.Task[None]] = set()
         self._may_read = asyncio.Semaphore(0)  # the number of inputs that the driver allows to read
         self._is_reading = False
@@ -77,11 +77,17 @@ class AsyncWire:
                     event = await self._events.get()
             except TimeoutError:
                 return None
+        if event is None:
+            raise ClientClosedError("the client was closed during the call")
         if isinstance(event, Failed):
             if self._is_client_closed():
                 raise ClientClosedError("the client was closed during the call")
             event = replace(event, failure=await self._explain(event.failure))
         return event
+
+    def end_wait(self) -> None:
+        """Make `wait` raise ClientClosedError, also before a retry."""
+        self._events.put_nowait(None)
 
     async def aclose(self) -> None:
         """See `Wire`."""

@@ -33,7 +33,7 @@ class SyncWire:
         self._diagnosis = diagnosis
         self._metadata = metadata
         self._is_client_closed = is_client_closed
-        self._events: queue.SimpleQueue[Event | _FinishedCall] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event | _FinishedCall | None] = queue.SimpleQueue()  # None: client closed
         # The calls that have not ended, each with its connection: the reference keeps the channel open.
         self._calls: dict[Any, Connection] = {}
 
@@ -85,12 +85,18 @@ class SyncWire:
         if isinstance(event, _FinishedCall):
             del self._calls[event.call]  # the call holds the response in memory
             event = _event_of(event)
+        if event is None:
+            raise ClientClosedError("the client was closed during the call")
         if isinstance(event, Failed):
             if self._is_client_closed():
                 raise ClientClosedError("the client was closed during the call")
             if self._diagnosis is not None:
                 event = replace(event, failure=self._diagnosis.explain(event.failure))
         return event
+
+    def end_wait(self) -> None:
+        """Make `wait` raise ClientClosedError, also before a retry. Any thread may call."""
+        self._events.put(None)
 
     async def aclose(self) -> None:
         """See `Wire`."""

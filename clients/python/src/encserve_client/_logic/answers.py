@@ -3,14 +3,14 @@
 Sizes and lengths are checked against the contract before use.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from encserve_client.exceptions import FingerprintError, ProtocolError, SpaceError
+from encserve_client.exceptions import EncserveError, FingerprintError, ProtocolError, SpaceError
 from encserve_client.options import TASKS, Array, InputKind, Options, Output, OutputKind, kind_name
 from encserve_client.results import (
     Block,
@@ -25,6 +25,10 @@ from encserve_client.results import (
 from encserve_proto.v1 import encoder_pb2 as pb
 
 T = TypeVar("T", bound=np.generic)
+# The tokens of a failed input.
+_NO_TOKENS = SequenceInfo(0, 0, False, None, None, None, None)
+# Kinds whose rows may have indices. Joined vectors have none.
+_INDEXED_KINDS = (pb.OUTPUT_KIND_MULTI_VECTOR, pb.OUTPUT_KIND_SPARSE)
 # Servers without this field take token ids.
 _INPUT_KINDS: dict[int, InputKind] = {
     pb.INPUT_KIND_UNSPECIFIED: "token_ids",
@@ -98,7 +102,7 @@ def decode_response(response: pb.EncodeResponse, options: Options, n_inputs: int
     kinds, blocks = [], []
     for index, (tensor, output) in enumerate(zip(response.outputs, options.outputs, strict=True)):
         name = f"outputs[{index}]"
-        kinds.append((_kind(tensor, output, name), tensor.l2_normalized))
+        kinds.append((kind_name(tensor.kind), tensor.l2_normalized))
         blocks.append(_block(tensor, options, n_inputs, name))
         if options.detail != "none" or output.is_pooled:
             _check_lengths(blocks[-1], response.sequences, output, options, name)
@@ -207,16 +211,6 @@ def _task_info(message: pb.TaskInfo) -> TaskInfo:
     return TaskInfo(message.prompt_name, message.max_tokens, message.min_tokens)
 
 
-def _kind(tensor: pb.RaggedTensor, output: Output, name: str) -> OutputKind | int:
-    """Return the kind of the rows. For "model", the server may name the pooling of the model."""
-    kind = kind_name(tensor.kind)
-    if tensor.kind == 0 or (tensor.kind != output.number and (output.kind != "model" or kind == "tokens")):
-        raise ProtocolError(f"{name}.kind must be {output.number} ({output.kind!r}); was {tensor.kind}")
-    if output.l2_normalize and not tensor.l2_normalized:
-        raise ProtocolError(f"{name}.l2_normalized must be true; was false")
-    return kind
-
-
 def _block(tensor: pb.RaggedTensor, options: Options, n_inputs: int, name: str) -> Block:
     """Return the rows of a tensor as a view on its bytes."""
     if tensor.data_type != options.data_type:
@@ -234,10 +228,10 @@ def _block(tensor: pb.RaggedTensor, options: Options, n_inputs: int, name: str) 
             f"{name}.data must have {n_bytes} bytes: {rows} rows of {tensor.width} {options.dtype}; was {len(data)}"
         )
     matrix: Array = np.frombuffer(data, dtype=options.numpy_dtype).reshape(rows, columns)
-    indices = np.frombuffer(tensor.indices, "<u4") if tensor.indices else None  # (rows,)
-    if indices is not None:
-        _check_count(f"{name}.indices", len(tensor.indices), 4 * rows)
-    return Block(matrix, lengths, indices)
+    if not tensor.indices and (rows or tensor.kind not in _INDEXED_KINDS):
+        return Block(matrix, lengths)
+    _check_count(f"{name}.indices", len(tensor.indices), 4 * rows)
+    return Block(matrix, lengths, np.frombuffer(tensor.indices, "<u4"))
 
 
 def _check_lengths(
@@ -264,38 +258,61 @@ def _check_count(name: str, count: int, expected: int) -> None:
 
 
 def merge_answers(
-    answers: Sequence[MessageAnswer], total_seconds: float, attempts: int, sparse_width: int = 0
+    found: Sequence[tuple[int, MessageAnswer]],
+    errors: Mapping[int, EncserveError],
+    total_seconds: float,
+    attempts: int,
+    sparse_width: int = 0,
 ) -> EncodeResult:
     """Merge the answers of a call into one result.
 
     Args:
-        answers: At least one answer, in the order of the inputs.
+        found: At least one answer, in the order of the inputs, each with the index of the first input.
+        errors: The error of each failed input, by index, in order.
         total_seconds: The duration of the call.
         attempts: The number of sent messages.
         sparse_width: The `sparse_width` of the model.
 
     Raises:
         FingerprintError: The answers are from different bundles.
-        ProtocolError: The answers differ in the kinds or the widths of the rows.
     """
-    first = answers[0]
+    first = found[0][1]
+    answers = _with_failed_inputs(found, errors) if errors else [answer for _, answer in found]
     for answer in answers:
         check_fingerprint(first.fingerprint, answer.fingerprint)
-        if answer.kinds != first.kinds or _widths(answer) != _widths(first):
-            raise ProtocolError(
-                f"all answers of a call must have the same outputs; were {first.kinds} of widths {_widths(first)} "
-                f"and {answer.kinds} of widths {_widths(answer)}"
-            )
     outputs = tuple(
         EncodedOutput(
-            kind, normalized, tuple(answer.blocks[index] for answer in answers), sparse_width if kind == "sparse" else 0
+            kind,
+            normalized,
+            tuple(answer.blocks[index] for answer in answers),
+            sparse_width if kind == "sparse" else 0,
+            errors,
         )
         for index, (kind, normalized) in enumerate(first.kinds)
     )
     tokenize, queue, compute = map(max, zip(*(answer.timings for answer in answers), strict=True))
-    timings = Timings(tokenize, queue, compute, total_seconds, len(answers), attempts)
+    timings = Timings(tokenize, queue, compute, total_seconds, len(found), attempts)
     sequences = tuple(info for answer in answers for info in answer.sequences)
-    return EncodeResult(first.model, first.version, first.fingerprint, outputs, sequences, timings, first.space_id)
+    return EncodeResult(
+        first.model, first.version, first.fingerprint, outputs, sequences, timings, first.space_id, errors
+    )
+
+
+def _with_failed_inputs(
+    found: Sequence[tuple[int, MessageAnswer]], errors: Mapping[int, EncserveError]
+) -> list[MessageAnswer]:
+    """Return the answers in the order of the inputs, with an answer without rows for neighbouring failed inputs."""
+    answers: list[MessageAnswer] = []
+    like, end = found[0][1], 0
+    n_inputs = len(errors) + sum(len(answer.blocks[0].lengths) for _, answer in found)
+    for first_index, answer in [*found, (n_inputs, None)]:
+        if n_failed := first_index - end:
+            blocks = [_no_rows(block.rows.shape[1], block.rows.dtype, n_failed) for block in like.blocks]
+            answers.append(replace(like, blocks=blocks, sequences=(_NO_TOKENS,) * n_failed))
+        if answer is not None:
+            answers.append(answer)
+            end = first_index + len(answer.blocks[0].lengths)
+    return answers
 
 
 def check_fingerprint(first: str, other: str) -> None:
@@ -307,24 +324,24 @@ def check_fingerprint(first: str, other: str) -> None:
         )
 
 
-def empty_result(info: ModelInfo, options: Options, total_seconds: float) -> EncodeResult:
-    """Return the result for no inputs: arrays without rows, with the model's widths."""
+def empty_result(
+    info: ModelInfo, options: Options, errors: Mapping[int, EncserveError], total_seconds: float, attempts: int
+) -> EncodeResult:
+    """Return the result if all inputs failed, or there are no inputs: arrays without rows, with the model's widths."""
     outputs = tuple(
         EncodedOutput(
             output.kind,
             output.l2_normalize or options.dtype == "int8",
-            (_no_rows(options, info.width(output)),),
+            (_no_rows(options.columns(info.width(output)), options.numpy_dtype, len(errors)),),
             info.sparse_width if output.kind == "sparse" else 0,
+            errors,
         )
         for output in options.outputs
     )
-    timings = Timings(0.0, 0.0, 0.0, total_seconds, 0, 0)
-    return EncodeResult(info.name, info.version, info.fingerprint, outputs, (), timings, info.space_id)
+    timings = Timings(0.0, 0.0, 0.0, total_seconds, 0, attempts)
+    sequences = (_NO_TOKENS,) * len(errors)
+    return EncodeResult(info.name, info.version, info.fingerprint, outputs, sequences, timings, info.space_id, errors)
 
 
-def _no_rows(options: Options, width: int) -> Block:
-    return Block(np.empty((0, options.columns(width)), options.numpy_dtype), np.empty(0, np.int64))
-
-
-def _widths(answer: MessageAnswer) -> list[int]:
-    return [block.rows.shape[1] for block in answer.blocks]
+def _no_rows(columns: int, dtype: np.dtype[Any], n_inputs: int) -> Block:
+    return Block(np.empty((0, columns), dtype), np.zeros(n_inputs, np.int64))

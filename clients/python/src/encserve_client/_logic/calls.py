@@ -21,9 +21,9 @@ from encserve_client._logic.capabilities import capability_error
 from encserve_client._logic.dispatch import Dispatch, MessageSource, PlannedMessages, TimeLimit
 from encserve_client._logic.failures import ServerHistory
 from encserve_client._logic.inspecting import InspectAssembler
-from encserve_client._logic.planning import Limits, Message, MessageBuilder, as_bulk, plan_messages, plan_texts
+from encserve_client._logic.planning import Limits, Message, MessageBuilder, as_bulk, plan_messages
 from encserve_client._logic.streams import Result, Stream, StreamMessages, StreamOptions
-from encserve_client._logic.wire import Answered, Failed, Rpc, Wire
+from encserve_client._logic.wire import Rpc, Wire
 from encserve_client.exceptions import EncserveError, FingerprintError, InvalidInputError, ProtocolError
 from encserve_client.inputs import Input, SpanInput
 from encserve_client.options import PRIORITIES, Array, Options, Priority, Progress, check_choice
@@ -36,6 +36,8 @@ ModelKey = tuple[str, str]
 
 # The largest number of rounds of a call. A round is repeated if the model was replaced during the round.
 _MAX_ROUNDS = 3
+# So many failed messages in a row end a call. A server that never answers would otherwise delay each message in turn.
+_MOST_FAILED_IN_A_ROW = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class Core:
     ) -> EncodeResult:
         """Split the inputs into messages, send the messages, and merge the answers.
 
-        `describe`: whether the result has the tokens of each input.
+        `describe`: whether the result has the tokens, or the error, of each input. Otherwise the first error is raised.
         """
         started = wire.now()
         time_limit = self.time_limit(timeout_seconds, started)
@@ -115,25 +117,31 @@ class Core:
             info = await self._model_for(options, wire, key, time_limit, use_remembered=bool(inputs))
             if not inputs:
                 expected.check(info)
-                return empty_result(info, options, wire.now() - started)
+                return empty_result(info, options, {}, wire.now() - started, 0)
             limits = Limits.of(info, self.settings.max_message_bytes, self.settings.max_concurrent_messages)
             template = request_template(key, options, self.settings)
             attempts = 0
             for _ in range(_MAX_ROUNDS):
-                messages = plan_messages(inputs, template, options, limits)
+                rejected: dict[int, EncserveError] | None = {} if describe else None
+                messages = plan_messages(inputs, template, limits, rejected)
                 if self.settings.priority is None:
                     messages = as_bulk(messages, template)
-                dispatch: Dispatch[MessageAnswer] = self._dispatch(PlannedMessages(messages), time_limit)
-                report = _ProgressReporter(progress, len(inputs))
-                await self._exchange_encode_messages(wire, dispatch, key, options, describe, report)
+                dispatch: Dispatch[MessageAnswer] = self._dispatch(PlannedMessages(messages), time_limit, rejected)
+                await self._exchange_encode_messages(wire, dispatch, key, options, describe, progress, len(inputs))
                 attempts += dispatch.attempts
-                answers = [answer for _, answer in sorted(dispatch.answers, key=lambda pair: pair[0])]
-                if len({answer.fingerprint for answer in answers}) <= 1:
+                answers = sorted(dispatch.answers, key=lambda pair: pair[0])
+                if len({answer.fingerprint for _, answer in answers}) <= 1:
                     break
+            if not answers and dispatch.failure is not None:
+                raise dispatch.failure
             is_sparse = any(output.kind == "sparse" for output in options.outputs)
-            if is_sparse and answers[0].fingerprint != info.fingerprint:  # the remembered width may be out of date
-                info = await self._fetch_model(wire, key, time_limit)
-        result = merge_answers(answers, wire.now() - started, attempts, info.sparse_width)
+            if is_sparse and answers and answers[0][1].fingerprint != info.fingerprint:
+                info = await self._fetch_model(wire, key, time_limit)  # the remembered width may be out of date
+        errors = dict(sorted((rejected or {}).items()))
+        if answers:
+            result = merge_answers(answers, errors, wire.now() - started, attempts, info.sparse_width)
+        else:
+            result = empty_result(info, options, errors, wire.now() - started, attempts)
         expected.check(result)
         return result
 
@@ -169,7 +177,7 @@ class Core:
             limits = Limits.of(info, self.settings.max_message_bytes, concurrent)
             share = max(stream.max_in_flight // concurrent, 1)  # so that several messages can be in flight
             limits = replace(limits, max_sequences=min(limits.max_sequences, share))
-            source = StreamMessages(MessageBuilder(request_template(key, options, self.settings), options, limits))
+            source = StreamMessages(MessageBuilder(request_template(key, options, self.settings), limits))
             dispatch: Dispatch[Sequence[Array | SparseVector]] = self._dispatch(source, time_limit, rejected={})
             try:
                 async with aclosing(Stream(wire, source, dispatch, decode, stream).results()) as results:
@@ -210,15 +218,12 @@ class Core:
             limits = Limits.of(info, self.settings.max_message_bytes, self.settings.max_concurrent_messages)
 
             def decode(message: Message, response: pb.TokenizeResponse) -> tuple[str, list[SequenceInfo]]:
-                infos = sequence_infos(response, message.n_inputs)
-                report(message.n_inputs)
-                return response.fingerprint, infos
+                return response.fingerprint, sequence_infos(response, message.n_inputs)
 
             for _ in range(_MAX_ROUNDS):
-                report = _ProgressReporter(progress, len(texts))
-                source = PlannedMessages(plan_texts(texts, template, limits))
+                source = PlannedMessages(plan_messages(texts, template, limits))
                 dispatch: Dispatch[tuple[str, list[SequenceInfo]]] = self._dispatch(source, time_limit)
-                await exchange(wire, "Tokenize", dispatch, decode)
+                await exchange(wire, "Tokenize", dispatch, decode, progress, len(texts))
                 answers = sorted(dispatch.answers, key=lambda answer: answer[0])
                 fingerprints = {fingerprint for _, (fingerprint, _) in answers}
                 if len(fingerprints) <= 1:
@@ -258,17 +263,16 @@ class Core:
         key: ModelKey,
         options: Options,
         describe: bool,
-        report: "_ProgressReporter",
+        progress: Progress | None,
+        n_inputs: int,
     ) -> None:
         """Send one round of a call's messages. The fingerprints of the answers may differ."""
 
         def decode(message: Message, response: pb.EncodeResponse) -> MessageAnswer:
-            answer = decode_response(response, options, message.n_inputs, describe=describe)
-            report(message.n_inputs)
-            return answer
+            return decode_response(response, options, message.n_inputs, describe=describe)
 
         try:
-            await exchange(wire, "Encode", dispatch, decode)
+            await exchange(wire, "Encode", dispatch, decode, progress, n_inputs)
         finally:
             if dispatch.saw_too_large:  # the remembered limits may be out of date
                 self._models.pop(key, None)
@@ -321,35 +325,28 @@ class Core:
         )
 
 
-class _ProgressReporter:
-    """Counts answered inputs, and calls `progress` with the count."""
+async def exchange(
+    wire: Wire,
+    rpc: Rpc,
+    dispatch: Dispatch[R],
+    decode: Callable[[Message, Any], R],
+    progress: Progress | None = None,
+    n_inputs: int = 0,
+) -> None:
+    """Send the messages of a call until all are answered or have failed. The caller must close the wire.
 
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress = progress
-        self._total = total
-        self._done = 0
-
-    def __call__(self, answered: int) -> None:
-        """Count `answered` more inputs, and report the count."""
-        self._done += answered
-        if self._progress is not None:
-            self._progress(self._done, self._total)
-
-
-async def exchange(wire: Wire, rpc: Rpc, dispatch: Dispatch[R], decode: Callable[[Message, Any], R]) -> None:
-    """Send the messages of a call until all are answered. The caller must close the wire.
+    `progress` is called after each attempt of a message, with the number of finished inputs and with `n_inputs`.
 
     Raises:
         EncserveError: A message failed, and the failure ends the call.
     """
     while True:
-        taken = dispatch.take(wire.now())
-        for message in taken:
-            wire.start(rpc, message, dispatch.seconds_left(message, wire.now()), alone=dispatch.is_alone)
+        dispatch.send(wire, rpc, may_block=True)
+        if dispatch.failure is not None and dispatch.failed_in_a_row >= _MOST_FAILED_IN_A_ROW:
+            raise dispatch.failure
         if dispatch.is_done:
             return
         event = await wire.wait(dispatch.seconds_to_wait(wire.now()))
-        if isinstance(event, Answered):
-            dispatch.record_answer(event.message, decode(event.message, event.response))
-        elif isinstance(event, Failed):
-            dispatch.record_failure(event.message, event.failure, wire.now())
+        dispatch.record(event, decode, wire.now())
+        if event is not None and progress is not None:
+            progress(dispatch.n_finished, n_inputs)

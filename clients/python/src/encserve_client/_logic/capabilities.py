@@ -1,10 +1,19 @@
 """Check that a model supports the options of a call."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import get_args
 
 from encserve_client.exceptions import InvalidInputError, InvalidRequestError
-from encserve_client.options import Options, Output
+from encserve_client.options import DType, Options, Output
 from encserve_client.results import ModelInfo
+
+# The types of the rows of each kind; all types for other kinds.
+_DTYPES: Mapping[str | int, tuple[DType, ...]] = {
+    "tokens": ("float32", "float16"),
+    "sparse": ("float32", "float16"),
+    "multi_vector": ("float32", "float16", "int8"),
+}
 
 
 def capability_error(info: ModelInfo, options: Options) -> InvalidRequestError | None:
@@ -23,6 +32,24 @@ def capability_error(info: ModelInfo, options: Options) -> InvalidRequestError |
         return InvalidRequestError(
             f"prompt_name={options.prompt_name!r}: model {info.name} has {_listed(info.prompts, 'prompts')}"
         )
+    for output in options.outputs:
+        if (text := _wrong_numbers(info, output, options.dtype)) is not None:
+            return InvalidRequestError(text)
+    return None
+
+
+def _wrong_numbers(info: ModelInfo, output: Output, dtype: DType) -> str | None:
+    """Return the problem of the type or the number of dimensions of a row."""
+    allowed = _DTYPES.get(output.kind, get_args(DType))
+    if dtype not in allowed:
+        return f"dtype={dtype!r}: {output.kind!r} has {_listed(allowed, 'types')}"
+    if output.dimensions is None or isinstance(output.kind, int):
+        return None
+    if output.kind == "sparse":
+        return "dimensions must not be given for kind='sparse'; max_active_dims limits the weights"
+    uncut = replace(info, default_dimensions=0).width(replace(output, dimensions=None))
+    if output.dimensions > uncut:
+        return f"dimensions must be at most {uncut}, the width of model {info.name}; was {output.dimensions}"
     return None
 
 

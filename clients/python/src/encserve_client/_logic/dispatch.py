@@ -1,7 +1,7 @@
-"""The state of one call: messages to send, messages in flight, retries, answers and errors. Without I/O.
+"""The state of one call: messages to send, messages in flight, retries, answers and errors.
 
-The driver of the call is `calls.exchange` or `streams.Stream`. The driver takes messages from `Dispatch.take`, sends
-them, and reports each end to `record_answer` or `record_failure`. The driver also passes the time.
+The driver of the call is `calls.exchange` or `streams.Stream`. The driver calls `Dispatch.send`, waits for an event of
+the wire, and passes the event to `Dispatch.record`.
 """
 
 import heapq
@@ -11,12 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
 from encserve_client._logic.failures import CallInfo, Failure, ServerHistory, seconds_until_retry
 from encserve_client._logic.planning import Message
+from encserve_client._logic.wire import Answered, Event, Failed, Rpc, Wire
 from encserve_client.exceptions import DeadlineError, EncserveError
 from encserve_client.retry import RetryPolicy
 
@@ -116,6 +117,8 @@ class Dispatch(Generic[R]):
         answers: (first_index of the message, answer) of each answered message, in the order of arrival.
         attempts: Number of sent messages, repeated messages included.
         rejected: Index of an input → error of the input. None if the first error ends the call.
+        failure: The error of the last message that failed for all its inputs; None without such a message.
+        failed_in_a_row: Number of such messages since the last answer.
         saw_too_large: Whether a message was refused for its size, so that remembered limits may be out of date.
         paused_seconds: Time that counts for no deadline, because the caller was busy. Only `Stream` sets this time.
     """
@@ -133,7 +136,10 @@ class Dispatch(Generic[R]):
     ) -> None:
         self.answers: list[tuple[int, R]] = []
         self.rejected = rejected
+        self.failure: EncserveError | None = None
+        self.failed_in_a_row = 0
         self.attempts = 0
+        self._n_answered = 0
         self.saw_too_large = False
         self.paused_seconds = 0.0
         self._source = source
@@ -149,20 +155,43 @@ class Dispatch(Generic[R]):
 
     @property
     def is_done(self) -> bool:
-        """Whether every message was answered. True only after `take` has reached the end of the source."""
+        """Whether every message was answered. True only after `send` has reached the end of the source."""
         return self._source.is_ended and not self._n_in_flight and not self._outbox
 
     @property
-    def is_alone(self) -> bool:
-        """Whether one message is in flight and nothing else can be sent before its end."""
-        return self._n_in_flight == 1 and (self._max_concurrent == 1 or (self._source.is_ended and not self._outbox))
+    def n_finished(self) -> int:
+        """Number of inputs with an answer or an error."""
+        return self._n_answered + len(self.rejected or ())
 
-    def take(self, now: float) -> list[Message]:
-        """Return the messages to send now. The messages are in flight until `record_answer` or `record_failure`.
+    def send(self, wire: Wire, rpc: Rpc, *, may_block: bool) -> None:
+        """Send the messages that may be in flight now. If nothing else can be sent meanwhile, the wire may block.
 
         Raises:
             DeadlineError: The time of the call is over before all messages were sent.
         """
+        now = wire.now()
+        for message in self._take(now):
+            left = message.deadline - self._deadline_clock(now)
+            timeout = max(left, 0.001) if left < _LONGEST_SECONDS else None
+            wire.start(rpc, message, timeout, alone=may_block and self._is_alone)
+
+    def record(self, event: Event | None, decode: Callable[[Message, Any], R], now: float) -> None:
+        """Record the end of a message, if the event is one.
+
+        Raises:
+            EncserveError: The failure of the message ends the call.
+        """
+        if isinstance(event, Answered):
+            self._record_answer(event.message, decode(event.message, event.response))
+        elif isinstance(event, Failed):
+            self._record_failure(event.message, event.failure, now)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether one message is in flight and nothing else can be sent before its end."""
+        return self._n_in_flight == 1 and (self._max_concurrent == 1 or (self._source.is_ended and not self._outbox))
+
+    def _take(self, now: float) -> list[Message]:
         taken: list[Message] = []
         while self._n_in_flight < self._max_concurrent and (message := self._next(now)) is not None:
             if not message.attempts:
@@ -179,28 +208,20 @@ class Dispatch(Generic[R]):
         return taken
 
     def seconds_to_wait(self, now: float) -> float | None:
-        """Return the seconds until a waiting message may be sent, or None if only an answer can make `take` useful."""
+        """Return the seconds until a waiting message may be sent, or None if only an answer can make `send` useful."""
         due = self._outbox.next_due()
         return None if due is None or self._n_in_flight >= self._max_concurrent else max(due - now, 0.0)
 
-    def seconds_left(self, message: Message, now: float) -> float | None:
-        """Return the time until the deadline of a message for gRPC, at least 1 ms. Return None without a deadline."""
-        left = message.deadline - self._deadline_clock(now)
-        return max(left, 0.001) if left < _LONGEST_SECONDS else None
-
-    def record_answer(self, message: Message, answer: R) -> None:
-        """Record the answer to a message."""
+    def _record_answer(self, message: Message, answer: R) -> None:
         self._n_in_flight -= 1
         self._held_up.discard(id(message))
         self._history.record_answer()
+        self.failed_in_a_row = 0
+        self._n_answered += message.n_inputs
         self.answers.append((message.first_index, answer))
 
-    def record_failure(self, message: Message, failure: Failure, now: float) -> None:
-        """Record the failure of a message: split the message, retry, reject inputs, or end the call.
-
-        Raises:
-            EncserveError: The failure ends the call.
-        """
+    def _record_failure(self, message: Message, failure: Failure, now: float) -> None:
+        """Split the message, retry, reject inputs, or end the call."""
         self._n_in_flight -= 1
         self._held_up.discard(id(message))
         is_outage = self._history.is_outage(failure)
@@ -257,6 +278,8 @@ class Dispatch(Generic[R]):
         """
         if self.rejected is None or not affects_one_message:
             raise make_error()
+        self.failure = make_error()
+        self.failed_in_a_row += 1
         for index in range(message.first_index, message.first_index + message.n_inputs):
             self.rejected[index] = error = make_error()
             error.index = index

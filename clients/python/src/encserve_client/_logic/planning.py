@@ -2,17 +2,18 @@
 
 The number of tokens is exact for token ids and vectors. For texts, the number is an estimate of the typical case,
 because the worst case would make messages tiny. If the estimate was too low, the server refuses the message before any
-computation, and `Dispatch` sends the halves of the message.
+computation, and `Dispatch` sends the halves of the message. The same holds for a reply that would be too large.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from typing import Any, cast
 
-from encserve_client.exceptions import InvalidInputError
+from encserve_client.exceptions import EncserveError, InvalidInputError
 from encserve_client.inputs import Input, SpanInput, check_input, pack_input
-from encserve_client.options import Options, Output, numpy_dtype
+from encserve_client.options import numpy_dtype
 from encserve_client.results import ModelInfo
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -23,18 +24,12 @@ Request = pb.EncodeRequest | pb.TokenizeRequest | pb.InspectRequest | pb.GetMode
 MAX_MESSAGE_TOKENS = 4096
 # A call of more messages is a job with the priority "bulk".
 INTERACTIVE_MESSAGES = 2
-# Bytes of a message besides the inputs or the rows: names, options, timings, framing.
+# Bytes of a message besides the inputs: names, options, framing.
 _MESSAGE_OVERHEAD_BYTES = 4096
 _INPUT_OVERHEAD_BYTES = 8
-_SEQUENCE_INFO_BYTES = 32
-# Bytes per token of a text: the id, start and end as varints, and the special flag. Then the vocabulary string.
-_TEXT_TOKEN_INFO_BYTES = 12
-_TOKEN_STRING_BYTES = 16
 # English has about 4.5 bytes per token, Chinese about 3, and code between both.
 _TEXT_BYTES_PER_TOKEN = 3
 _TEXT_SPECIAL_TOKENS = 2
-# Sparse models have some hundred weights for a long text.
-_ACTIVE_DIMS = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -56,9 +51,7 @@ class Message:
     @property
     def n_inputs(self) -> int:
         """Number of inputs."""
-        if isinstance(self.request, pb.TokenizeRequest):
-            return len(self.request.texts)
-        return len(self.request.inputs) if isinstance(self.request, pb.EncodeRequest) else 0
+        return len(_inputs_of(self.request))
 
     def halves(self) -> "list[Message]":
         """Return the inputs in two messages. Return no message if the message has at most one input."""
@@ -73,66 +66,42 @@ class Message:
         """Return one message with the inputs from `start` to `end`, or no message for an empty range."""
         if start >= end:
             return []
-        request: Request = self.request
-        if isinstance(request, pb.TokenizeRequest):
-            request = tokenize_request_like(request, request.texts[start:end])
-        elif isinstance(request, pb.EncodeRequest):
-            request = request_like(request, request.inputs[start:end])
+        request = request_like(self.request, _inputs_of(self.request)[start:end])
         return [Message(request, self.first_index + start)]
 
 
-def tokenize_request_like(template: pb.TokenizeRequest, texts: Sequence[str]) -> pb.TokenizeRequest:
-    """Return a copy of the template with other texts."""
-    request = pb.TokenizeRequest(
-        model=template.model,
-        model_version=template.model_version,
-        texts=texts,
-        task=template.task,
-        truncation=template.truncation,
-        include_token_strings=template.include_token_strings,
-        offset_unit=template.offset_unit,
-    )
-    if template.HasField("prompt_name"):
-        request.prompt_name = template.prompt_name
-    return request
+def request_like(template: Request, inputs: Sequence[Any]) -> Request:
+    """Return a copy of an EncodeRequest or a TokenizeRequest with other inputs."""
+    request: Any = type(template)()
+    request.CopyFrom(template)
+    own = _inputs_of(request)
+    del own[:]
+    own.extend(inputs)
+    return cast("Request", request)
 
 
-def request_like(template: pb.EncodeRequest, inputs: Sequence[pb.Input]) -> pb.EncodeRequest:
-    """Return a copy of the template with other inputs."""
-    return pb.EncodeRequest(
-        model=template.model,
-        model_version=template.model_version,
-        options=template.options,
-        expected_fingerprint=template.expected_fingerprint,
-        expected_space_id=template.expected_space_id,
-        priority=template.priority,
-        inputs=inputs,
-    )
+def _inputs_of(request: Request) -> Any:
+    """Return the repeated field with the inputs; an empty tuple for a request without such a field."""
+    if isinstance(request, pb.TokenizeRequest):
+        return request.texts
+    return request.inputs if isinstance(request, pb.EncodeRequest) else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of one message, and the widths of the model's rows.
+    """The limits of one message.
 
     Attributes:
         max_sequences: Largest number of inputs.
         max_tokens: Largest number of tokens, special tokens included.
         max_request_bytes: Largest size of the request, in bytes.
-        max_response_bytes: Largest size of the answer, in bytes.
         max_sequence_tokens: Largest number of tokens of one input.
-        d_model: Width of a row.
-        vector_width: Width of a row of pooling "model"; 0 for d_model.
-        multi_vector_width: Width of a vector of "multi_vector"; 0 without "multi_vector".
     """
 
     max_sequences: int
     max_tokens: int
     max_request_bytes: int
-    max_response_bytes: int
     max_sequence_tokens: int
-    d_model: int
-    vector_width: int = 0
-    multi_vector_width: int = 0
 
     @classmethod
     def of(cls, info: ModelInfo, max_message_bytes: int, max_concurrent_messages: int) -> "Limits":
@@ -143,17 +112,11 @@ class Limits:
         that a slow server can answer within the time of a message.
         """
         request_bytes = min(max_message_bytes, info.max_request_bytes or max_message_bytes)
-        response_bytes = min(max_message_bytes, info.max_response_bytes or max_message_bytes)
-        sequence_tokens = info.max_sequence_tokens or 2**31
         return cls(
             max_sequences=info.max_request_sequences or 2**31,
             max_tokens=min(max((info.max_request_tokens or 2**63) // max_concurrent_messages, 1), MAX_MESSAGE_TOKENS),
             max_request_bytes=max(request_bytes - _MESSAGE_OVERHEAD_BYTES, 1),
-            max_response_bytes=max(response_bytes - _MESSAGE_OVERHEAD_BYTES, 1),
-            max_sequence_tokens=sequence_tokens,
-            d_model=info.d_model,
-            vector_width=info.default_dimensions or info.vector_width,
-            multi_vector_width=info.multi_vector_width,
+            max_sequence_tokens=info.max_sequence_tokens or 2**31,
         )
 
 
@@ -164,7 +127,6 @@ class Cost:
     sequences: int = 0
     tokens: int = 0
     request_bytes: int = 0
-    response_bytes: int = 0
 
     def plus(self, other: "Cost") -> "Cost":
         """Return the sum."""
@@ -172,7 +134,6 @@ class Cost:
             self.sequences + other.sequences,
             self.tokens + other.tokens,
             self.request_bytes + other.request_bytes,
-            self.response_bytes + other.response_bytes,
         )
 
     def fits(self, limits: Limits) -> bool:
@@ -181,15 +142,14 @@ class Cost:
             self.sequences <= limits.max_sequences
             and self.tokens <= limits.max_tokens
             and self.request_bytes <= limits.max_request_bytes
-            and self.response_bytes <= limits.max_response_bytes
         )
 
 
 def plan_messages(
     inputs: Sequence[Input | SpanInput],
-    template: pb.EncodeRequest,
-    options: Options,
+    template: pb.EncodeRequest | pb.TokenizeRequest,
     limits: Limits,
+    rejected: dict[int, EncserveError] | None = None,
 ) -> Iterator[Message]:
     """Yield messages with all inputs in order. Each message is as large as the limits allow.
 
@@ -198,15 +158,22 @@ def plan_messages(
     Args:
         inputs: The inputs.
         template: A request without inputs.
-        options: The options in the template.
         limits: The limits of one message.
+        rejected: If given, gets the error of each invalid input, by index. Then these inputs are in no message.
 
     Raises:
-        InvalidInputError: An input is of the wrong type.
+        InvalidInputError: An input is invalid, and `rejected` is None.
     """
-    builder = MessageBuilder(template, options, limits)
+    builder = MessageBuilder(template, limits)
     for index, item in enumerate(inputs):
-        if (full := builder.add(index, item)) is not None:
+        try:
+            full = builder.add(index, item)
+        except InvalidInputError as error:
+            if rejected is None:
+                raise
+            rejected[index] = error
+            continue
+        if full is not None:
             yield full
     if (last := builder.flush()) is not None:
         yield last
@@ -215,12 +182,12 @@ def plan_messages(
 class MessageBuilder:
     """Groups the inputs of a call into messages within the limits."""
 
-    def __init__(self, template: pb.EncodeRequest, options: Options, limits: Limits) -> None:
-        """Create a builder. `template` is a request without inputs; `options` are the options in the template."""
+    def __init__(self, template: pb.EncodeRequest | pb.TokenizeRequest, limits: Limits) -> None:
+        """Create a builder. `template` is a request without inputs."""
         self._template = template
-        self._options = options
+        self._takes_texts = isinstance(template, pb.TokenizeRequest)
         self._limits = limits
-        self._packed: list[pb.Input] = []
+        self._packed: list[pb.Input | str] = []
         self._first_index = 0
         self._total = Cost()
 
@@ -240,20 +207,20 @@ class MessageBuilder:
         Raises:
             InvalidInputError: `item` is not an input. The error has the index, and the builder does not change.
         """
-        name = f"inputs[{index}]"
+        name = f"{'texts' if self._takes_texts else 'inputs'}[{index}]"
         try:
             packed = pack_input(item if isinstance(item, SpanInput) else check_input(item, name), name)
         except InvalidInputError as error:
             error.index = index
             raise
-        total = self._total.plus(cost := cost_of(packed, self._options, self._limits))
+        total = self._total.plus(cost := cost_of(packed, self._limits))
         full = None
         # The inputs of a message have consecutive indices, so the first index gives the index of each.
         if self._packed and (index != self._first_index + len(self._packed) or not total.fits(self._limits)):
             full, total = self.flush(), cost
         if not self._packed:
             self._first_index = index
-        self._packed.append(packed)
+        self._packed.append(packed.text if self._takes_texts else packed)
         self._total = total
         return full
 
@@ -282,54 +249,9 @@ def as_bulk(messages: Iterator[Message], template: pb.EncodeRequest) -> Iterator
     return chain(first, messages)
 
 
-def plan_texts(texts: Sequence[str], template: pb.TokenizeRequest, limits: Limits) -> Iterator[Message]:
-    """Yield messages for the tokenizer with all texts in order, like `plan_messages`.
-
-    Raises:
-        InvalidInputError: A text is not valid Unicode.
-    """
-    packed: list[str] = []
-    first_index, total = 0, Cost()
-    for index, text in enumerate(texts):
-        size = pack_input(text, f"texts[{index}]").ByteSize() + _INPUT_OVERHEAD_BYTES
-        token_bytes = _TEXT_TOKEN_INFO_BYTES + (_TOKEN_STRING_BYTES if template.include_token_strings else 0)
-        # The number of tokens is an estimate. `Dispatch` splits a message that is too large.
-        cost = Cost(1, 0, size, _SEQUENCE_INFO_BYTES + size // _TEXT_BYTES_PER_TOKEN * token_bytes)
-        if packed and not total.plus(cost).fits(limits):
-            yield Message(tokenize_request_like(template, packed), first_index)
-            packed, first_index, total = [], index, Cost()
-        packed.append(text)
-        total = total.plus(cost)
-    if packed:
-        yield Message(tokenize_request_like(template, packed), first_index)
-
-
-def cost_of(message: pb.Input, options: Options, limits: Limits) -> Cost:
+def cost_of(message: pb.Input, limits: Limits) -> Cost:
     """Return the size of one input: exact for token ids and vectors, an estimate for text."""
-    request_bytes = message.ByteSize() + _INPUT_OVERHEAD_BYTES
-    is_text = message.HasField("text")
-    tokens = min(tokens_of(message), limits.max_sequence_tokens)
-    spans = len(message.spans.starts)
-    numbers = sum(_numbers_of(output, tokens, spans, limits) for output in options.outputs)
-    info_bytes = _SEQUENCE_INFO_BYTES
-    if options.has_token_details:
-        info_bytes += tokens * (
-            (_TEXT_TOKEN_INFO_BYTES if is_text else int(options.exclude_special_tokens))
-            + (_TOKEN_STRING_BYTES if options.include_token_strings else 0)
-        )
-    return Cost(1, tokens, request_bytes, numbers * options.numpy_dtype.itemsize + info_bytes)
-
-
-def _numbers_of(output: Output, tokens: int, spans: int, limits: Limits) -> int:
-    """Return the number of values of an input in an output, indices included."""
-    if output.kind == "spans":
-        return (output.dimensions or limits.d_model) * spans
-    if output.kind == "sparse":
-        return 2 * (output.max_active_dims or _ACTIVE_DIMS)
-    if output.kind == "multi_vector":
-        return (1 + (output.dimensions or limits.multi_vector_width or limits.d_model)) * tokens
-    trained_width = limits.vector_width if output.kind == "model" else 0
-    return (output.dimensions or trained_width or limits.d_model) * (1 if output.is_pooled else tokens)
+    return Cost(1, min(tokens_of(message), limits.max_sequence_tokens), message.ByteSize() + _INPUT_OVERHEAD_BYTES)
 
 
 def tokens_of(message: pb.Input) -> int:

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from encserve_client._logic.dispatch import Dispatch
 from encserve_client._logic.planning import Message, MessageBuilder
-from encserve_client._logic.wire import Answered, Event, Failed, InputRead, InputsEnded, Wire
+from encserve_client._logic.wire import Event, InputRead, InputsEnded, Wire
 from encserve_client.exceptions import EncserveError, InvalidInputError
 from encserve_client.options import Array, Progress
 from encserve_client.results import SparseVector
@@ -161,9 +161,7 @@ class Stream:
     def _send(self) -> None:
         # With each result that the caller takes, one input is read. So a full message comes soon.
         self._source.may_send_partial = not self._finished.is_ready
-        now = self._wire.now()
-        for message in self._dispatch.take(now):
-            self._wire.start("Encode", message, self._dispatch.seconds_left(message, now), alone=False)
+        self._dispatch.send(self._wire, "Encode", may_block=False)
         self._collect()
         count = self._n_yielded + self._options.max_in_flight - self._n_allowed
         if self._options.inputs is None and count > 0 and not self._source.inputs_ended:
@@ -189,10 +187,8 @@ class Stream:
             if event.error is not None:
                 raise event.error
             self._source.inputs_ended = True
-        elif isinstance(event, Answered):
-            self._dispatch.record_answer(event.message, self._decode(event.message, event.response))
-        elif isinstance(event, Failed):
-            self._dispatch.record_failure(event.message, event.failure, self._wire.now())
+        else:
+            self._dispatch.record(event, self._decode, self._wire.now())
         self._collect()
 
     def _add(self, item: object) -> None:

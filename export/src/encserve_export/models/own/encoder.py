@@ -58,12 +58,12 @@ def sinusoids(n_positions: int, d_model: int) -> Tensor:
 
 
 class Padding:
-    """The positions of the real tokens in a batch, built once and used by all blocks.
+    """The positions of the real tokens in a batch. All blocks share one object.
 
     Attributes:
-        attention_bias: (batch, 1, 1, seq), added to the attention scores. It is 0 where the mask is 1, and the lowest
-            finite number where the mask is 0 or 2. Softmax turns the lowest number into 0. With -∞, a sequence that
-            has only padding would get NaN.
+        attention_bias: (batch, 1, 1, seq), added to the attention scores. The bias is 0 for a mask of 1, and the lowest
+            finite number for a mask of 0 or 2. Softmax turns the lowest number into 0. With -∞, a sequence that has
+            only padding would get NaN.
     """
 
     def __init__(self, attention_mask: Tensor, dtype: torch.dtype) -> None:
@@ -249,7 +249,7 @@ class Inspection:
 
     Attributes:
         hidden_states: The input of the first block, then the output of each block, (batch, seq, d_model) each. The
-            final norm is applied to the last of them, which is the encoder's result.
+            last entry is the encoder's result, after the final norm.
         attention_weights: (batch, heads, seq, seq) for each block; empty without `return_attention`.
     """
 

@@ -27,13 +27,13 @@ from encserve_server.types.sequences import TokenSequence
 
 E = TypeVar("E")
 
-# The numbers of the fields that this module writes without the protobuf library; see `wire`.
+# The numbers of the protobuf fields that this module writes itself, without the protobuf library; see `wire`.
 _OUTPUTS = pb.EncodeResponse.OUTPUTS_FIELD_NUMBER
 _DATA = pb.RaggedTensor.DATA_FIELD_NUMBER
 _INDICES = pb.RaggedTensor.INDICES_FIELD_NUMBER
 _RESPONSE = pb.EncodeStreamResponse.RESPONSE_FIELD_NUMBER
 
-# Enum values by the numbers in a request; 0 is the default. A lookup in the protobuf descriptors takes 10 µs a call.
+# Enum values by their numbers in a request; 0 is the default. A lookup in the protobuf descriptors would take 10 µs.
 _OUTPUT_KINDS = {0: OutputKind.TOKENS} | {kind.value: kind for kind in OutputKind}
 _OUTPUT_KIND_NAMES = {kind: pb.OutputKind.Name(kind.value) for kind in OutputKind}
 _SPAN_POOLINGS: dict[int, OutputKind | None] = {0: None} | {kind.value: kind for kind in OutputKind}
@@ -49,10 +49,10 @@ _PRIORITIES: dict[int, Priority] = {
 }
 _TRUNCATES: dict[int, bool] = {pb.TRUNCATION_UNSPECIFIED: False, pb.TRUNCATION_REFUSE: False, pb.TRUNCATION_END: True}
 
-# The limits of the cache of decoded EncodeOptions. Callers send few different options, and these are short.
+# The limits of the cache of decoded EncodeOptions. Callers send few different options, and each takes few bytes.
 _MAX_CACHED_OPTIONS = 256
 _MAX_CACHED_OPTIONS_BYTES = 1024
-# After each copy of this many token ids, which takes 0.7 ms, the event loop runs other calls.
+# Copying this many token ids takes 0.7 ms. After each such copy, the event loop runs other calls.
 _TURN_NUMBERS = 16_384
 # Pooling takes memory for each span. Without this limit, a few inputs could use all memory.
 _MAX_SPANS = 16_384
@@ -89,13 +89,13 @@ def decode_float_type(name: str, value: int) -> DataType:
 
 
 def check_counts(request: pb.EncodeRequest, model: ServedModel) -> int:
-    """Check the numbers of inputs, tokens, spans and outputs before any data is copied; see `ServedModel.check_counts`.
+    """Check the counts of inputs, spans and outputs before any data is copied; see `ServedModel.check_counts`.
 
     Returns:
         The number of inputs with spans.
     """
     inputs, outputs = len(request.inputs), len(request.options.outputs)
-    if inputs > model.limits.max_sequences or outputs > MAX_OUTPUTS:  # too many to look at each
+    if inputs > model.limits.max_sequences or outputs > MAX_OUTPUTS:  # too many for the loop below
         model.check_counts(inputs, outputs)
     spans = inputs_with_spans = 0
     for i, it in enumerate(request.inputs):
@@ -120,7 +120,7 @@ async def decode_call(request: pb.EncodeRequest, longest: int, inputs_with_spans
 
     Args:
         request: The request.
-        longest: The most tokens to copy from each input. A request of a few MiB may hold a million ids.
+        longest: The maximum number of tokens to copy from each input. A request of a few MiB may hold a million ids.
         inputs_with_spans: The result of `check_counts`.
 
     Raises:
@@ -196,7 +196,7 @@ def decode_tokenize_call(request: pb.TokenizeRequest) -> TokenizeCall:
 
 
 def encode_reply(model: ServedModel, call: EncodeCall, stream_request_id: str | None, reply: EncodeReply) -> bytes:
-    """Return the bytes of an EncodeResponse. With a stream's request id, an EncodeStreamResponse wraps it."""
+    """Return the bytes of an EncodeResponse. With a stream's request id, return an EncodeStreamResponse instead."""
     bundle, shape = model.bundle, call.shape
     queue_seconds, compute_seconds = reply.seconds()
     response = pb.EncodeResponse(
@@ -223,7 +223,7 @@ def encode_reply(model: ServedModel, call: EncodeCall, stream_request_id: str | 
     if stream_request_id is not None:
         wrapper = pb.EncodeStreamResponse(request_id=stream_request_id).SerializeToString()
         parts = [wrapper, *field(_RESPONSE, parts)]
-    return join(parts)  # the only copy of the rows
+    return join(parts)  # the rows are copied only here
 
 
 def _encode_output(reply: EncodeReply, i: int, shape: ReplyShape) -> list[Buffer]:
@@ -396,12 +396,12 @@ def _decode_shape(options: pb.EncodeOptions) -> ReplyShape:
 def _decode_offset_unit(name: str, value: int) -> OffsetUnit:
     unit = decode_enum(name, value, _OFFSET_UNITS, pb.OffsetUnit)
     if unit is OffsetUnit.TOKENS:
-        raise InvalidField(name, "must not be OFFSET_UNIT_TOKENS, which only the unit of spans may be")
+        raise InvalidField(name, "must not be OFFSET_UNIT_TOKENS; only Spans.unit may be OFFSET_UNIT_TOKENS")
     return unit
 
 
 def _decode_spans(inputs: Sequence[pb.Input], outputs: Sequence[OutputSpec]) -> list[SentSpans | None]:
-    """Return the spans of each input, or None for an input without spans. At least one input must have spans."""
+    """Return the spans of each input; None for an input without spans. At least one input must have spans."""
     with_spans = [i for i, it in enumerate(inputs) if it.HasField("spans")]
     if all(it.kind is not OutputKind.SPANS for it in outputs):
         raise InvalidField(f"inputs[{with_spans[0]}].spans", "needs OUTPUT_KIND_SPANS in options.outputs")

@@ -28,8 +28,8 @@ def decode_inspect_call(request: pb.InspectRequest, model: ServedModel) -> Inspe
 
     Raises:
         InspectUnavailable: The model cannot be inspected.
-        InvalidField: The input is missing or has spans, or this server does not know the value of an enum. Or a kind or
-            a layer is requested twice, or the model does not have it.
+        InvalidField: The input is missing or has spans, or an enum has an unknown value. Or a kind or layer is
+            requested twice, or the model does not have this kind or layer.
     """
     model.check_inspectable()
     if request.input.HasField("spans"):
@@ -73,7 +73,7 @@ def encode_inspect_header(model: ServedModel, call: InspectCall, reply: InspectR
 
 
 def encode_chunks(tensors: Sequence[InspectTensor], data_type: DataType) -> Iterator[pb.InspectResponse]:
-    """Yield the messages after the header. They hold the bytes of the tensors, one tensor after another."""
+    """Yield the messages after the header: the bytes of the tensors, one tensor after another."""
     for i, tensor in enumerate(tensors):
         for part in tensor.parts:
             with np.errstate(over="ignore"):

@@ -115,7 +115,7 @@ class EncoderService:
         return call.resolve(sequences, request.model, request.model_version, *expected)
 
     async def _encode(self, request: pb.EncodeRequest, call: Call, stream_request_id: str | None = None) -> bytes:
-        """Return the bytes of an EncodeResponse. With a stream's request id, an EncodeStreamResponse wraps it."""
+        """Return the bytes of an EncodeResponse. With a stream's request id, return an EncodeStreamResponse instead."""
         model = self._resolve(request, len(request.inputs), call)
         inputs_with_spans = codec.check_counts(request, model)
         decoded = await codec.decode_call(request, model.bundle.max_sequence_tokens, inputs_with_spans)

@@ -1,1 +1,1 @@
-"""The code that JSON routes of several protocols share: it reads bodies, names fields in errors, and writes numbers."""
+"""The code that several JSON protocols share: it reads bodies, names fields in errors, and writes numbers."""

@@ -1,7 +1,7 @@
 """Decodes JSON bodies into the structs of their routes.
 
-The fields of an object are decoded in one step. Only inputs and inner objects stay `msgspec.Raw` at first. Then each
-input is decoded by itself. After each 64 KiB of inputs, the event loop runs other requests.
+The fields of an object are decoded in one step, except inputs and inner objects. These first stay `msgspec.Raw`. Then
+each input is decoded separately. After each 64 KiB of inputs, the event loop runs other requests.
 """
 
 import asyncio
@@ -27,22 +27,22 @@ logger = logging.getLogger(__name__)
 AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
 AnyJson = TypeVar("AnyJson")
 Json = bytes | msgspec.Raw
-# Takes this many bytes of memory from the budget of all calls. A negative number gives bytes back. See `Call.hold`.
+# Adds this number of bytes to the memory that the call holds. A negative number gives bytes back. See `Call.hold`.
 Hold = Callable[[int], None]
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
-# The most names of unknown fields that are logged for one kind of object.
+# For each kind of object, at most this number of unknown fields is logged.
 _MAX_LOGGED_NAMES = 64
 _MAX_SHOWN = 64
-# The most bytes of Python objects for each byte of JSON. The worst case is `-6,`: 3 bytes become an int of 32 bytes and
-# a pointer of 8 bytes in a list.
+# The maximum number of bytes of Python objects for each byte of JSON. The worst case is `-6,`: 3 bytes become an int of
+# 32 bytes and a pointer of 8 bytes in a list.
 _DECODED_GROWTH = 14
-# The same for JSON of any type. The worst case is `[],`: 3 bytes become a list of 72 bytes and a pointer of 8 bytes.
+# The same limit for JSON of any type. The worst case is `[],`: 3 bytes become a list of 72 bytes and a pointer.
 _ANY_GROWTH = 27
-# The same for text. If one character is outside the BMP, Python stores each character of the text in 4 bytes.
+# The same limit for text. If one character is outside the BMP, Python stores each character of the text in 4 bytes.
 _TEXT_GROWTH = 4
 _ID_BYTES = 40
-# JSON takes at most 6 bytes for each byte of a text: \u0041 is an A.
+# JSON takes at most 6 bytes for each byte of a text: `A` may be written as `\u0041`.
 _ESCAPE_BYTES = 6
 
 _ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -81,7 +81,7 @@ class InputKind:
         one_text: Whether the field may hold one text without a list.
         one_list: Whether the field may hold the ids of one input without a list around them.
         convert: Converts a decoded input. It takes the input's path, for error messages, and the input.
-        growth: The most bytes of Python objects for each byte of JSON.
+        growth: The maximum number of bytes of Python objects for each byte of JSON.
     """
 
     decoder: msgspec.json.Decoder[Any]
@@ -113,7 +113,7 @@ class ObjectDecoder(Generic[AnyStruct]):
 
         Args:
             kind: The struct of the known fields.
-            raw: Fields that stay `msgspec.Raw`. A raw field is None if the object lacks it.
+            raw: The fields that stay `msgspec.Raw`. If the object lacks such a field, its value is None.
             strict: Whether unknown fields are refused. Otherwise they are ignored, with one warning for each name.
         """
         forbidding = msgspec.defstruct(
@@ -143,7 +143,7 @@ class ObjectDecoder(Generic[AnyStruct]):
             raise explain(bytes(json), error, path) from None
 
     def _decode_fields(self, json: Json, path: str) -> AnyStruct:
-        """Decode each known field by itself, because the object has an unknown or an invalid field."""
+        """Decode each known field separately, because the object has an unknown or an invalid field."""
         try:
             values = decode(_OBJECT, json, path)
         except msgspec.ValidationError:
@@ -208,8 +208,8 @@ class BodyDecoder(Generic[AnyStruct]):
     async def decode(self, json: Json, hold: Hold, path: str = "") -> AnyStruct:
         """Decode a body, or the object of the field `path`.
 
-        `hold` counts the memory of values that are decoded from more than 64 KiB of JSON. It is called with an upper
-        bound of each input's memory before the input is decoded. A second call corrects the bound.
+        If the inputs have more than 64 KiB of JSON, `hold` is called before and after each input is decoded. The first
+        call adds an upper bound of the input's memory. The second call corrects the bound.
 
         Raises:
             MalformedRequest: The bytes are not JSON, or the body is not an object.
@@ -302,12 +302,12 @@ class _InputsDecoder:
 
 
 def decode(decoder: msgspec.json.Decoder[AnyJson], json: Json, path: str = "") -> AnyJson:
-    """Decode JSON; `path` is the field that holds it, empty for the body.
+    """Decode JSON. `path` is the field that holds the JSON; empty for the body.
 
     Raises:
         ValidationError: The value is not of the decoder's type.
         MalformedRequest: The bytes are not JSON.
-        InvalidField: A string has half of a surrogate pair.
+        InvalidField: A string has only one half of a surrogate pair.
     """
     try:
         return decoder.decode(json)
@@ -330,7 +330,7 @@ def list_of(json: msgspec.Raw, path: str, wanted: str) -> list[msgspec.Raw]:
 
 
 def field_path(path: str, name: str) -> str:
-    """Return the path of a field of the object at `path`, which is empty for the body."""
+    """Return the path of a field. `path` is the path of the object that holds the field; empty for the body."""
     return f"{path}.{name}" if path else name
 
 
@@ -345,7 +345,7 @@ def is_null(json: msgspec.Raw) -> bool:
 
 
 def shown(json: Json) -> str:
-    """Return a JSON value as error messages show it: the digits of a number, or the type of any other value."""
+    """Return a JSON value for an error message: the digits of a number, or the type of any other value."""
     value = _VALUE.match(json)
     found = b"" if value is None else value[1]
     return _VALUE_NAMES.get(found) or found.decode()
@@ -364,10 +364,10 @@ def value_at(json: msgspec.Raw, places: Sequence[int]) -> msgspec.Raw:
 
 
 def shown_number(json: Json, place: int) -> str:
-    """Return the value at index `place` in a list of numbers, as error messages show it.
+    """Return the value at an index of a list of numbers, for an error message.
 
-    All values before it are numbers, so each comma there separates two values. The function counts commas, because a
-    list of `msgspec.Raw` would take much more time and memory.
+    All values before this index are numbers, so each comma there separates two values. The function counts commas,
+    because a list of `msgspec.Raw` would take much more time and memory.
     """
     data = bytes(json)
     commas = np.flatnonzero(np.frombuffer(data, np.uint8) == ord(","))

@@ -1,7 +1,7 @@
 """The formats of vectors on OpenAI's and vLLM's routes, and further fields that clients of other servers send.
 
-A field that changes the meaning of numbers is obeyed or refused, never ignored. Otherwise callers would misread the
-numbers.
+A field that changes the meaning of numbers is obeyed or refused, but never ignored. If the server ignored the field,
+callers would misread the numbers.
 """
 
 from encserve_server.errors import InvalidField
@@ -32,7 +32,7 @@ class FormatBody(PooledBody):
 
 
 def as_base64(fields: FormatBody) -> bool:
-    """Check the fields of formats, and return whether vectors are written in base64.
+    """Check the fields for formats, and return whether vectors are written in base64.
 
     Raises:
         InvalidField: A field has a value that this server does not support.
@@ -43,7 +43,7 @@ def as_base64(fields: FormatBody) -> bool:
 
 
 def wants_normalized(fields: FormatBody) -> bool | None:
-    """Return whether vectors are scaled to Euclidean length 1; None if the request does not say.
+    """Return whether vectors are scaled to Euclidean length 1; None if the request does not set this.
 
     Raises:
         InvalidField: Two fields of the request contradict each other.

@@ -9,8 +9,8 @@ from encserve_server.errors import InvalidField, MalformedRequest, RequestError
 _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 _ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _HALF = re.compile("[\ud800-\udfff]")
-# Longer JSON is not searched for half surrogate pairs, because the search would delay other calls. Inputs are decoded
-# one by one, so most JSON is shorter.
+# Longer JSON is not searched for half surrogate pairs, because the search would delay other calls. Each input is
+# decoded separately, so most JSON is shorter.
 _MAX_SEARCHED_BYTES = 1024 * 1024
 
 

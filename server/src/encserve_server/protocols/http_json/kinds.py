@@ -1,4 +1,4 @@
-"""The kinds of output that a model was trained for, and the routes that serve them: for `/v1/models` and errors."""
+"""The kinds of output that a model was trained for, and the routes that serve these kinds."""
 
 from collections.abc import Mapping
 
@@ -7,15 +7,15 @@ from encserve_server.types.bundles import Bundle
 
 EMBEDDING, SPARSE, MULTI_VECTOR, TOKENS = "embedding", "sparse", "multi_vector", "tokens"
 _WHAT = {
-    EMBEDDING: ("one vector of an input", "POST /v1/embeddings or POST /embed"),
+    EMBEDDING: ("one vector for each input", "POST /v1/embeddings or POST /embed"),
     SPARSE: ("sparse weights", "POST /embed_sparse"),
-    MULTI_VECTOR: ("a vector of each token, for MaxSim", "POST /pooling with the task token_embed"),
-    TOKENS: ("a row of each token", "POST /embed_all"),
+    MULTI_VECTOR: ("one vector for each token, for MaxSim", "POST /pooling with the task token_embed"),
+    TOKENS: ("one row for each token", "POST /embed_all"),
 }
 
 
 def trained_for(bundle: Bundle) -> list[str]:
-    """Return the kinds of output that a model was trained for; empty if its bundle does not say."""
+    """Return the kinds of output that a model was trained for; empty if the bundle does not name any."""
     has = {EMBEDDING: bundle.pooling, SPARSE: bundle.sparse, MULTI_VECTOR: bundle.multi_vector}
     return [kind for kind, part in has.items() if part is not None]
 
@@ -30,4 +30,4 @@ def routes_of(bundle: Bundle) -> Mapping[str, list[str]]:
 def lacks(bundle: Bundle, kind: str) -> InvalidField:
     """Return the error for a kind of output that a model does not have. It lists the model's outputs and routes."""
     made = "; and ".join(f"{what}: {route}" for what, route in map(_WHAT.__getitem__, trained_for(bundle) or [TOKENS]))
-    return InvalidField("model", f"{bundle.name} does not make {_WHAT[kind][0]}. It makes {made}")
+    return InvalidField("model", f"{bundle.name} does not compute {_WHAT[kind][0]}; it computes {made}")

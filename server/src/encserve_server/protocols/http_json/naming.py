@@ -1,4 +1,4 @@
-"""The names of fields and values in error messages of JSON routes, and advice that one message adds."""
+"""The names of fields and values in error messages of JSON routes, and advice for a frequent error."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -36,7 +36,7 @@ def http_naming(inputs: str, others: Mapping[RequestField, str] = MappingProxyTy
 
 
 def text_of(failure: Failure) -> str:
-    """Return the text of an error, with advice if the error is about an id that the model does not have."""
+    """Return the text of an error. If the error is about an unknown token id, the text ends with advice."""
     if failure.request_field is RequestField.IDS and failure.reason == InvalidField.reason:
         return failure.text + _IDS_ADVICE
     return failure.text

@@ -1,4 +1,4 @@
-"""Writes numbers as JSON in pieces, because orjson holds Python's lock for a second while it writes a large array."""
+"""Writes numbers as JSON in pieces. For a large array, orjson would hold Python's lock for a second."""
 
 import base64
 import io
@@ -12,33 +12,33 @@ from encserve_server.models.served import EncodeReply
 from encserve_server.system.background import TURN_BYTES
 from encserve_server.types.arrays import IndexedRows, OutputRows
 
-# The longest number is like -0.0000063184107: with a comma 17 characters instead of 4 bytes.
+# The longest number is like `-0.0000063184107,`: 17 characters, comma included, for 4 bytes.
 JSON_GROWTH = 5.0
-# The longest sparse weight is like {"index":4294967295,"value":-0.0000063184107}: with a comma 46 characters instead of
+# The longest sparse weight is like `{"index":4294967295,"value":-0.0000063184107},`: 46 characters, comma included, for
 # 8 bytes.
 SPARSE_GROWTH = 6.0
 PIECE_NUMBERS = 16_384
 
 
 def joined(pieces: Iterable[bytes | memoryview]) -> bytes:
-    """Join pieces. Each piece is freed before the next piece is made, so that memory holds the reply only once."""
+    """Join pieces. Each piece is freed before the next piece is computed, so memory holds the reply only once."""
     answer, turn = io.BytesIO(), TURN_BYTES
     for piece in pieces:
         answer.write(piece)
         if answer.tell() >= turn:
             turn = answer.tell() + TURN_BYTES
-            time.sleep(0)  # let the event loop run, which would otherwise wait 5 ms for Python's lock, many times
+            time.sleep(0)  # lets the event loop run; otherwise it would wait 5 ms for Python's lock after each piece
     return answer.getvalue()
 
 
 def pooled_rows(reply: EncodeReply) -> OutputRows:
-    """Return the one vector of each input, (inputs, width)."""
+    """Return the vectors of the inputs, (inputs, width): one vector for each input."""
     rows: OutputRows = np.concatenate([sequence.outputs[0] for sequence in reply.sequences])
     return rows
 
 
 def rows_as_json(rows: OutputRows) -> Iterator[bytes]:
-    """Write a list of lists of numbers. A float32 gets the fewest digits that identify it."""
+    """Write a list of lists of numbers. Each float32 gets the minimum number of digits that identify the number."""
     step = max(1, PIECE_NUMBERS // rows.shape[1])
     yield b"["
     for begin in range(0, len(rows), step):
@@ -48,7 +48,7 @@ def rows_as_json(rows: OutputRows) -> Iterator[bytes]:
 
 
 def row_as_json(row: OutputRows, *, as_base64: bool) -> bytes:
-    """Write one vector as a list of numbers, or any rows as base64 of their little-endian float32."""
+    """Write one vector as a list of numbers, or rows of any shape as base64 of little-endian float32."""
     if as_base64:
         return b'"' + base64.b64encode(row.data) + b'"'
     return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY)

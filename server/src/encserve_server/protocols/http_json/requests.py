@@ -1,4 +1,4 @@
-"""The fields that requests of all JSON protocols have, and the function that answers a decoded body."""
+"""The fields that the requests of all JSON protocols have, and the function that answers a decoded request."""
 
 import array
 from collections.abc import Callable, Collection, Sequence
@@ -28,7 +28,7 @@ Inputs = str | list[str | int | list[int]]
 TRUNCATED_HEADER = "encserve-truncated-inputs"
 _POOLINGS = {kind.name.lower(): kind for kind in SPAN_POOLINGS}
 _TASKS = {"query": Task.QUERY, "document": Task.DOCUMENT}
-# The names of tasks in other servers.
+# Other servers' names of tasks.
 _INPUT_TYPES = {
     "query": Task.QUERY,
     "search_query": Task.QUERY,
@@ -37,7 +37,7 @@ _INPUT_TYPES = {
     "search_document": Task.DOCUMENT,
 }
 _SIDES = ("right", "left")
-# These measures of similarity depend on the Euclidean length of the vectors.
+# These similarity measures depend on the Euclidean length of the vectors.
 _LENGTH_MATTERS = frozenset({"dot", "euclidean", "manhattan"})
 _MAX_SHOWN = 64
 _COUNTS = ReplyShape(Detail.COUNTS)
@@ -47,12 +47,12 @@ class Body(msgspec.Struct):
     """The fields of all routes with inputs. A field with null counts as absent.
 
     Attributes:
-        model: NAME, NAME@VERSION or another name of a model, as /v1/models lists them. Default: the first model.
+        model: NAME, NAME@VERSION or another name in the list of /v1/models. Default: the first model.
         prompt_name: The name of the model's prompt that is put before every text; "" for no prompt. Default: the
             prompt of the task or of the model.
         task: query or document, for models that treat queries and documents differently.
-        input_type: The same as task, in the words of other servers: query, search_query, document, passage,
-            search_document. Other values have no effect. For a model without tasks, no value has an effect.
+        input_type: The same as task, with the names of other servers: query, search_query, document, passage,
+            search_document. Other values have no effect. If the model has no tasks, no value has an effect.
     """
 
     model: str | None = None
@@ -69,7 +69,7 @@ class EncodeBody(Body):
             or false if the server runs with http_truncate off.
         truncate_prompt_tokens: Truncates texts to this number of tokens, special tokens included; -1 for as many
             tokens as the model takes.
-        priority: interactive, or bulk for a job. Bulk requests run while no interactive request waits. Default:
+        priority: interactive or bulk. Bulk requests belong to jobs and run while no interactive request waits. Default:
             interactive.
     """
 
@@ -98,7 +98,7 @@ class SentInputs:
 
     Attributes:
         items: The inputs.
-        closing: The special tokens at the end of each list of ids. A truncated list keeps them.
+        closing: The special tokens at the end of each list of ids. A truncated list still ends with these tokens.
     """
 
     def __init__(self, field: str, value: str | list[Any] | None) -> None:
@@ -109,21 +109,21 @@ class SentInputs:
             EmptyInputs: The list is empty.
         """
         if value is None:
-            raise InvalidField(field, "is required: send a text, or a list of inputs; was null")
+            raise InvalidField(field, "is required: send a text, or a list of texts or ids; was null")
         if not value and isinstance(value, list):
             raise EmptyInputs(field, "must hold at least 1 text; was empty")
         self.items: list[Any] = [value] if isinstance(value, str) or type(value[0]) is int else value
         self.closing: tuple[int, ...] = ()
 
     def decode(self, longest: int) -> list[SentInput]:
-        """Return the inputs, with at most `longest` ids of each. This empties the lists of ids."""
+        """Return the inputs, with at most `longest` ids of each. The lists of ids are empty afterwards."""
         return [it if isinstance(it, str) else _ids_of(it, longest) for it in self.items]
 
 
 def _ids_of(ids: list[int], longest: int) -> SentIds:
     kept = array.array("q", ids[:longest])
     count = len(ids)
-    ids.clear()  # Python's numbers take several times the memory of the array
+    ids.clear()  # a list of Python numbers takes several times the memory of the array
     return SentIds(np.array(kept, np.int64), count)
 
 
@@ -191,7 +191,7 @@ def task_of(body: Body, bundle: Bundle) -> Task:
 
 
 def cut_of(body: EncodeBody, bundle: Bundle, settings: Settings) -> tuple[bool, int]:
-    """Return whether too long inputs are truncated, and to how many tokens; 0 stands for the model's limit.
+    """Return whether too long inputs are truncated, and to which number of tokens; 0 means the model's limit.
 
     Raises:
         InvalidField: The number of tokens is out of range.
@@ -201,13 +201,13 @@ def cut_of(body: EncodeBody, bundle: Bundle, settings: Settings) -> tuple[bool, 
         return (settings.http_truncate if body.truncate is None else body.truncate), 0
     if body.truncate is False:
         raise InvalidField(
-            "truncate_prompt_tokens", f"must be left out if truncate is false; was {asked}: send one of the two fields"
+            "truncate_prompt_tokens", f"must be left out if truncate is false; was {asked}. Send only one of the two"
         )
     if asked != -1 and not 1 <= asked <= bundle.max_sequence_tokens:
         raise InvalidField(
             "truncate_prompt_tokens",
-            f"must be from 1 to {bundle.max_sequence_tokens} (max_sequence_tokens of {bundle.name}), or -1 for that "
-            f"number; was {asked}",
+            f"must be from 1 to {bundle.max_sequence_tokens} (max_sequence_tokens of {bundle.name}), or -1 for the "
+            f"maximum; was {asked}",
         )
     return True, max(asked, 0)
 
@@ -233,14 +233,14 @@ async def encode(
         call: The call.
         body: The fields of the request.
         sent: The inputs of the request.
-        output: Returns the specification of the output for each input.
+        output: Returns the specification of the output.
         build: Writes the body of the reply.
         settings: The settings of the server.
         check: Refuses inputs that the model does not take.
-        growth: The largest number of bytes in the reply's body for each byte of vectors.
-        more_bytes: The largest number of bytes in the reply's body that are not vectors.
-        from_left: Whether the request wants too long texts truncated at their beginning. This server truncates only
-            at the end, so it refuses such texts.
+        growth: The maximum number of bytes in the reply's body for each byte of vectors.
+        more_bytes: The maximum number of bytes in the reply's body that are not vectors.
+        from_left: Whether the request wants too long texts truncated at their beginning. This server cannot do this, so
+            it refuses such texts.
         data_types: The types of the output. The reply has one output for each type.
         cut: Replaces the result of `cut_of`, for protocols with other fields for truncation.
 
@@ -290,8 +290,9 @@ def _too_long_on_the_left(error: SequenceTooLong) -> SequenceTooLong:
 def pooled_output(body: PooledBody, bundle: Bundle, *, normalize_default: bool | None = None) -> OutputSpec:
     """Return the specification of an output with one vector for each input.
 
-    If neither the request nor `normalize_default` says otherwise, vectors are scaled to Euclidean length 1, as
-    OpenAI's are. Only vectors of models whose similarity depends on the length keep their length.
+    The field normalize decides whether vectors are scaled to Euclidean length 1. Without this field,
+    `normalize_default` decides. By default, vectors are scaled, as OpenAI's vectors are, unless the model's similarity
+    depends on the length.
 
     Raises:
         InvalidField: A field has a wrong value, or the model was not trained with a pooling.
@@ -302,7 +303,7 @@ def pooled_output(body: PooledBody, bundle: Bundle, *, normalize_default: bool |
             raise kinds.lacks(bundle, kinds.EMBEDDING)
         raise InvalidField(
             "model",
-            f"{bundle.name} was not trained with a pooling, so it does not make one vector of a text; name one in the "
+            f"{bundle.name} was not trained with a pooling, so it does not compute one vector for a text; set the "
             f"field pooling: {', '.join(_POOLINGS)}",
         )
     if normalize_default is None:

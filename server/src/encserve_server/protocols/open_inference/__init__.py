@@ -1,1 +1,1 @@
-"""The Open Inference Protocol v2 over gRPC and HTTP, with the methods of Triton's tools; see docs/open-inference.md."""
+"""The Open Inference Protocol v2 over gRPC and HTTP, and the methods of Triton's tools; see docs/open-inference.md."""

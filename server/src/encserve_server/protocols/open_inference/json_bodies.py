@@ -31,13 +31,14 @@ from encserve_server.protocols.open_inference.tensors import CHECKED_PARAMETERS,
 from encserve_server.system.background import TURN_BYTES
 
 LENGTH_HEADER = "inference-header-content-length"
-# The most bytes of Python objects for each byte of JSON. The worst case is `1,` as a float: 2 bytes become an object of
-# 32 bytes and a pointer of 8 bytes in a list. A text such as `"a",` becomes a string of 64 bytes and a pointer.
+# The maximum number of bytes of Python objects for each byte of JSON. The worst case is `1,` as a float: 2 bytes become
+# an object of 32 bytes and a pointer of 8 bytes in a list. A text such as `"a",` becomes a string of 64 bytes and a
+# pointer.
 _DECODED_GROWTH = 20
-# The most bytes of a Python string for each byte of UTF-8.
+# The maximum number of bytes of a Python string for each byte of UTF-8.
 _TEXT_GROWTH = 4
-# The data of a tensor may have this many lists more than its shape says. With more lists, the data are refused before
-# they are decoded.
+# The data of a tensor may have at most this number of lists in addition to the lists of its shape. Data with more lists
+# are refused before decoding.
 _SPARE_LISTS = 1024
 _MAX_NAME = 64
 _MAX_PARAMETERS = 64
@@ -51,8 +52,8 @@ class InferInput(msgspec.Struct):
         name: The name: text, input_ids, attention_mask, token_type_ids or inputs_embeds.
         datatype: BYTES for texts, INT64 or INT32 for ids and masks, FP32 for vectors.
         shape: The size of each dimension.
-        parameters: binary_data_size is the number of bytes after the JSON that belong to this tensor.
-        data: The elements, row by row or nested as the shape says.
+        parameters: binary_data_size is the number of this tensor's bytes after the JSON.
+        data: The elements, as a flat list in row order or nested like the shape.
     """
 
     name: str
@@ -82,8 +83,8 @@ class InferBody(msgspec.Struct):
         outputs: The requested outputs. Default: all outputs of the model.
         parameters: For example task, truncate, dimensions, datatype and timeout.
         id: An id that the reply repeats.
-        model_name: Ignored: the path names the model.
-        model_version: Ignored: the path names the version.
+        model_name: Ignored, because the path names the model.
+        model_version: Ignored, because the path names the version.
     """
 
     inputs: list[InferInput]
@@ -97,7 +98,7 @@ class InferBody(msgspec.Struct):
 _SCALAR = msgspec.json.Decoder(bool | int | float | str | None)
 _TEXTS = msgspec.json.Decoder(list[str | Annotated[list[str], msgspec.Meta(min_length=1, max_length=1)]])
 _Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
-# The decoders of numbers by their datatype and the depth of their lists, from 1.
+# The decoders of numbers. The key is the datatype and the depth of the lists, at least 1.
 _NUMBERS: Mapping[tuple[str, int], msgspec.json.Decoder[list[Any]]] = {
     (name, depth): msgspec.json.Decoder(lists)
     for name, number in {"INT64": Int64, "INT32": _Int32, "FP32": float}.items()
@@ -108,16 +109,16 @@ _USED_PARAMETERS = frozenset({*CHECKED_PARAMETERS, "binary_data", "binary_data_s
 
 
 class JsonData:
-    """The field `data` of a tensor, decoded when it is first used. See `TypedData`.
+    """The field `data` of a tensor; see `TypedData`. The data is decoded when it is first used.
 
-    Before that, the shape is compared with the limits of the model.
+    So the tensor's shape can be checked against the model's limits before the data is decoded.
     """
 
     def __init__(self, tensor: InferInput, hold: Hold) -> None:
         """Keep the tensor.
 
-        `hold` counts the memory of the decoded data. If the JSON has more than 64 KiB, `hold` is called with an upper
-        bound before decoding, and corrects it afterwards.
+        If the JSON has more than 64 KiB, `hold` is called before and after decoding. The first call adds an upper bound
+        of the memory. The second call corrects the bound.
         """
         self._tensor = tensor
         self._json = tensor.data
@@ -181,11 +182,11 @@ class JsonData:
             raise self._wrong_number(places_of(error), depth) from None
         if depth > 1:
             self._check_nesting(values, ())
-        with np.errstate(over="ignore"):  # a number too large for float32 becomes infinite, and is refused later
+        with np.errstate(over="ignore"):  # a number beyond float32 becomes infinity, and is refused later
             return np.asarray(values, DTYPES[datatype]).reshape(-1)
 
     def _check_nesting(self, values: Sequence[Any], index: tuple[int, ...]) -> None:
-        """Refuse lists that are not nested as the shape says."""
+        """Refuse lists that do not have the nesting of the shape."""
         wanted, *inner = self._tensor.shape[len(index) :]
         if len(values) != wanted:
             problem = f"must hold {wanted} {'lists' if inner else 'numbers'} for the shape {self._tensor.shape}"
@@ -195,7 +196,7 @@ class JsonData:
 
     def _wrong_nesting(self, more: str = "") -> InvalidField:
         shape = self._tensor.shape
-        problem = f"must be a list of numbers, row by row or nested as the shape {shape} says{more}"
+        problem = f"must be a list of numbers, flat in row order or nested like the shape {shape}{more}"
         return InvalidField(f"{self._tensor.name}.data", problem)
 
     def _wrong_number(self, places: Sequence[int], depth: int) -> InvalidField:
@@ -211,7 +212,7 @@ class JsonData:
         return InvalidField(self._place(index), f"must be {_NUMBER_NAMES[datatype]} ({datatype}); was {found}")
 
     def _place(self, index: Sequence[int]) -> str:
-        """Return the path of an element or a list, as in `input_ids[3, 17]`."""
+        """Return the path of an element or a list, such as `input_ids[3, 17]`."""
         return f"{self._tensor.name}[{', '.join(map(str, index))}]" if index else f"{self._tensor.name}.data"
 
 
@@ -224,14 +225,14 @@ class InferBodies:
     """Reads the bodies of inference requests."""
 
     def __init__(self, max_json_bytes: int, *, strict: bool) -> None:
-        """Keep the largest number of bytes of JSON. `strict` says whether unknown fields are refused."""
+        """Take the maximum number of bytes of JSON. `strict` is whether unknown fields are refused."""
         self._max_json_bytes = max_json_bytes
         self._body = ObjectDecoder(InferBody, "inputs", "outputs", strict=strict)
         self._input = ObjectDecoder(InferInput, strict=strict)
         self._output = ObjectDecoder(InferOutput, strict=strict)
 
     def read(self, body: bytes, headers: Mapping[str, str], hold: Hold) -> SentRequest:
-        """Return a request. Its tensors and their data are decoded when they are first used.
+        """Return a request. Each tensor and its data are decoded when they are first used.
 
         `hold` counts the memory that the decoded request takes in addition to its body.
 
@@ -282,7 +283,7 @@ class InferBodies:
                 if tensor.datatype == "BYTES" and size > TURN_BYTES:
                     hold(size * _TEXT_GROWTH)
             elif not has_json:
-                raise InvalidField(f"{name}.data", "is required, unless binary_data_size names bytes after the JSON")
+                raise InvalidField(f"{name}.data", "is required, unless binary_data_size counts bytes after the JSON")
             else:
                 data = JsonData(tensor, hold)
             yield SentTensor(tensor.name, tensor.datatype, tuple(tensor.shape[:MAX_SHOWN]), data, parameters)
@@ -292,15 +293,15 @@ class InferBodies:
 
 
 def _members(json: Any, path: str) -> list[msgspec.Raw]:
-    """Return the objects in a field that `ObjectDecoder` did not decode. A null or missing field has no objects."""
+    """Return the JSON objects in a list that is not decoded yet. A null or missing field has no objects."""
     return [] if json is None or is_null(json) else list_of(json, path, "a list of objects")
 
 
 def _header_size(body: bytes, said: str | None) -> int:
-    """Return how many bytes of a body are JSON.
+    """Return the number of bytes of JSON in a body. `said` is the value of the header with this number.
 
     Raises:
-        InvalidField: The header with this number is wrong.
+        InvalidField: The header is not a number, or the number is out of range.
     """
     if said is None:
         return len(body)
@@ -313,7 +314,7 @@ def _header_size(body: bytes, said: str | None) -> int:
 def _binary_size(name: str, size: Any, left: int) -> int:
     """Return how many of the `left` bytes after the JSON belong to a tensor."""
     if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= left:
-        problem = f"must be from 0 to {left}, the bytes after the JSON that no other input has"
+        problem = f"must be from 0 to {left}, the bytes after the JSON that no earlier input has"
         raise InvalidField(f"{name}.parameters.binary_data_size", f"{problem}; was {str(size)[:_MAX_NAME]!r}")
     return size
 
@@ -321,7 +322,7 @@ def _binary_size(name: str, size: Any, left: int) -> int:
 def _scalars(
     field: str, sent: Mapping[str, msgspec.Raw] | None, names: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """Return the values of the parameters in `names`, by default of all. A parameter with null counts as missing.
+    """Return the values of the parameters in `names`; None means all. A parameter with null counts as missing.
 
     Raises:
         InvalidField: A value is not a string, a number of 64 bits or a boolean, or there are too many parameters.

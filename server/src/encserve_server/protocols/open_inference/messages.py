@@ -1,4 +1,4 @@
-"""Converts messages of the Open Inference Protocol: to requests, from replies, and to JSON."""
+"""Converts Open Inference messages: to requests, from replies, and to JSON."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ class Contents:
     """The typed contents of a tensor; see `TypedData`."""
 
     def __init__(self, tensor: pb.ModelInferRequest.InferInputTensor) -> None:
-        """Take the tensor. For an unknown datatype the contents are empty."""
+        """Take the tensor. If the datatype is unknown, the contents are empty."""
         field = _CONTENTS.get(tensor.datatype)
         self._values: Sequence[Any] = getattr(tensor.contents, field) if field else ()
 
@@ -86,14 +86,14 @@ def _value(parameter: pb.InferParameter) -> Any:
 
 
 def encode_reply(in_stream: bool, model: ServedModel, infer: InferCall, reply: EncodeReply) -> bytes:
-    """Return the bytes of a ModelInferResponse. In a stream, a ModelStreamInferResponse wraps it.
+    """Return the bytes of a ModelInferResponse. For a stream, return a ModelStreamInferResponse instead.
 
     Raises:
         ResponseTooLarge: The reply with padding is larger than the limit.
     """
     bundle = model.bundle
     message = pb.ModelInferResponse(model_name=bundle.name, model_version=bundle.version, id=infer.request_id)
-    if in_stream:  # tells the caller that no other reply follows
+    if in_stream:  # this parameter tells the caller that no other reply follows
         message.parameters["triton_final_response"].bool_param = True
     tensors = output_tensors(model, infer, reply)
     for it in tensors:
@@ -101,7 +101,7 @@ def encode_reply(in_stream: bool, model: ServedModel, infer: InferCall, reply: E
     whole: list[wire.Buffer] = [message.SerializeToString()]
     for it in tensors:
         whole += wire.field(_RAW_OUTPUT_CONTENTS, it.parts)
-    # The only copy of the rows.
+    # The rows are copied only here.
     return wire.join(wire.field(_INFER_RESPONSE, whole) if in_stream else whole)
 
 
@@ -112,9 +112,9 @@ def encode_stream_error(request_id: str, text: str) -> bytes:
 
 
 def values_of(message: Message) -> dict[str, Any]:
-    """Return a message as values for JSON, as Triton writes it: all fields, and the names of enum values.
+    """Return a message as values for JSON, with all fields and with the names of enum values, as Triton writes JSON.
 
-    A field with a message is left out if the field is not set.
+    A message field that is not set is left out.
     """
     values = {}
     for field in message.DESCRIPTOR.fields:

@@ -18,10 +18,10 @@ class OutputTensor:
     """An output tensor of a reply.
 
     Attributes:
-        name: Its name.
-        datatype: The protocol's name of its datatype.
-        shape: Its dimensions.
-        parts: Its bytes, row-major and little-endian, one part after the other. Each part has complete rows.
+        name: The name of the tensor.
+        datatype: The protocol's name of the datatype.
+        shape: The size of each dimension.
+        parts: The bytes of the tensor, row-major and little-endian, in consecutive parts. Each part has complete rows.
     """
 
     name: str
@@ -39,7 +39,7 @@ def output_tensors(model: ServedModel, infer: InferCall, reply: EncodeReply) -> 
     """Return the output tensors of a reply, in the order of the request.
 
     Raises:
-        ResponseTooLarge: The tensors with their padding are larger than the limit.
+        ResponseTooLarge: The tensors, padding included, are larger than the limit.
     """
     places = {kind: i for i, kind in enumerate(kinds_of(infer.outputs))}
     tensors = []
@@ -54,8 +54,8 @@ def output_tensors(model: ServedModel, infer: InferCall, reply: EncodeReply) -> 
     if (size := sum(it.size for it in tensors)) > limit:
         raise ResponseTooLarge(
             FieldPath(RequestField.INPUTS),
-            f"the reply would take {size} bytes with its padding, over the limit of {limit} (max_response_bytes); "
-            "send fewer sequences, send sequences of similar length together, or request only the output named "
+            f"the reply with padding would take {size} bytes, over the limit of {limit} (max_response_bytes); "
+            "send fewer sequences, send sequences of similar length together, or request only the output "
             "embedding",
         )
     return tensors

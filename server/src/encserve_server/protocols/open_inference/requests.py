@@ -31,8 +31,8 @@ from encserve_server.protocols.open_inference.tensors import (
 from encserve_server.types.callers import PRIORITIES, Priority
 from encserve_server.types.requests import DataType, Detail, OutputKind, Task
 
-# Parameters that clients send and this server ignores. The first asks for an empty last reply, but a request has only
-# one reply, which is not empty. The second names the MLServer codec that made the request.
+# Parameters that clients send and this server ignores. The first asks for an empty last reply, but this server sends
+# only one reply for each request. The second names the MLServer codec that made the request.
 _IGNORED_PARAMETERS = frozenset({"triton_enable_empty_final_response", "content_type"})
 _TASKS = {task.name.lower(): task for task in Task if task}
 _AT = "{at:[#{place:, #}]}"  # such as [3, 17]
@@ -52,12 +52,12 @@ _FIELDS = dict.fromkeys(RequestField, "outputs") | {
     RequestField.MODEL_VERSION: "model_version",
 }
 _VALUES: dict[type[Enum], Mapping[Any, str]] = {
-    # Reversed, so that a kind gets its first name.
+    # Several names can mean the same kind. The order is reversed, so that the first name stays.
     OutputKind: {kind: name for name, (kind, _) in reversed(OUTPUTS.items())},
     DataType: DATATYPE_NAMES,
 }
 NAMING = Naming(_FIELDS, _VALUES)
-# Tensors that come together with ids or vectors, and describe them.
+# Tensors that describe the ids or vectors of the same request.
 _BESIDE = (ATTENTION_MASK, TOKEN_TYPE_IDS)
 
 
@@ -66,8 +66,8 @@ class SentOutput:
     """An output that a request names.
 
     Attributes:
-        name: Its name.
-        parameters: Its parameters, but only `binary_data` and the names in `CHECKED_PARAMETERS`.
+        name: The name of the output.
+        parameters: The parameters of the output, but only `binary_data` and the names in `CHECKED_PARAMETERS`.
     """
 
     name: str
@@ -79,10 +79,10 @@ class SentRequest:
     """A request before any check.
 
     Attributes:
-        inputs: Its inputs. They can be read only once; reading ends at the first invalid input.
-        outputs: The outputs that it names, but at most the first `MAX_OUTPUTS`.
-        output_count: The number of outputs that it names.
-        parameters: Its parameters: bools, numbers and strings. None stands for a missing parameter.
+        inputs: The inputs. They can be read only once; reading ends at the first invalid input.
+        outputs: The requested outputs, but at most the first `MAX_OUTPUTS`.
+        output_count: The number of requested outputs.
+        parameters: The parameters: bools, numbers and strings. None stands for a missing parameter.
         request_id: The id that the reply repeats.
     """
 
@@ -154,7 +154,7 @@ def decode_request(sent: SentRequest, model: ServedModel) -> InferCall:
     shape = tensors[main[0]].shape
     for name in _BESIDE:
         if (beside := tensors.get(name)) is not None and (main[0] == TEXT or beside.shape != shape[:2]):
-            why = f"goes with {INPUT_IDS} only" if main[0] == TEXT else f"must have the shape of {main[0]}, {shape[:2]}"
+            why = f"is only for {INPUT_IDS}" if main[0] == TEXT else f"must have the shape of {main[0]}, {shape[:2]}"
             raise InvalidField(f"{name}.shape", f"{why}; was {beside.shape}")
     parameters = _decode_parameters(sent.parameters, model)
     outputs, binary = _decode_outputs(sent.outputs, model, parameters)
@@ -162,7 +162,7 @@ def decode_request(sent: SentRequest, model: ServedModel) -> InferCall:
 
 
 def check_length(call: InferCall, model: ServedModel) -> None:
-    """Refuse inputs whose shape shows that they are too long, before their data are decoded.
+    """Refuse inputs that are too long, before their data are decoded. The shape gives the length.
 
     Raises:
         SequenceTooLong: An input is too long and may not be cut.
@@ -175,11 +175,11 @@ def check_length(call: InferCall, model: ServedModel) -> None:
 
 
 def decode_call(call: InferCall, longest: int, max_text_bytes: int) -> EncodeCall:
-    """Decode the data of a call, at most `longest` tokens of each input.
+    """Decode the data of a call. At most `longest` tokens of each input are decoded.
 
     Raises:
-        InvalidField: The data do not match their shape, the mask is not ones followed by zeros, a token type is not 0,
-            or a text has more than `max_text_bytes`.
+        InvalidField: The data do not match their shape, a row of the mask is not ones followed by zeros, or a token
+            type is not 0. Or a text has more than `max_text_bytes`.
     """
     parameters = call.parameters
     outputs = []
@@ -227,7 +227,7 @@ def _check_types(types: npt.NDArray[Any]) -> None:
         row, place = divmod(int(np.argmax(types != 0)), types.shape[1])
         raise InvalidField(
             f"{TOKEN_TYPE_IDS}[{row}, {place}]",
-            f"must be 0: the model takes single texts, whose tokens are all of type 0; was {types[row, place]}",
+            f"must be 0, because a single text has only the token type 0; was {types[row, place]}",
         )
 
 
@@ -245,7 +245,7 @@ def _lengths(mask: SentTensor | None, shape: tuple[int, ...]) -> list[int]:
         if not (row[:length] == 1).all():
             raise InvalidField(
                 f"{ATTENTION_MASK}[{i}]",
-                "must be 1 for each token and 0 for the padding behind them; was something else: pad on the right",
+                "must be 1 for each token, then 0 for each position of padding; was something else. Pad on the right",
             )
         lengths.append(length)
     return lengths
@@ -254,7 +254,7 @@ def _lengths(mask: SentTensor | None, shape: tuple[int, ...]) -> list[int]:
 def _decode_outputs(
     sent: Sequence[SentOutput], model: ServedModel, parameters: Parameters
 ) -> tuple[tuple[str, ...], Collection[str]]:
-    """Return the requested outputs, and the ones that are sent as bytes."""
+    """Return the requested outputs, and the outputs that are sent as bytes."""
     known = [name for name, (kind, _) in OUTPUTS.items() if kind in model.outputs.kinds]
     binary: dict[str, bool] = {}
     for i, it in enumerate(sent):
@@ -312,7 +312,7 @@ def _flag(field_name: str, value: Any, model: ServedModel) -> bool:
 
 def _priority(field_name: str, value: Any, model: ServedModel) -> Priority:
     del model
-    if isinstance(value, int) and not isinstance(value, bool):  # a level of Triton's own priorities
+    if isinstance(value, int) and not isinstance(value, bool):  # Triton's priorities are numbers
         return Priority.INTERACTIVE
     if value not in PRIORITIES:
         raise InvalidField(field_name, f"must be {' or '.join(map(repr, PRIORITIES))}; was {str(value)[:64]!r}")

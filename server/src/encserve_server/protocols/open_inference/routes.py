@@ -47,7 +47,7 @@ class ServerMetadata(TypedDict):
     """The name, version and extensions of the server.
 
     Attributes:
-        extensions: The protocol's extensions that the server has.
+        extensions: The protocol extensions that the server supports.
     """
 
     name: str
@@ -60,7 +60,7 @@ class TensorMetadata(TypedDict):
 
     Attributes:
         datatype: BYTES for texts, INT64, UINT32 or FP32.
-        shape: Its dimensions; -1 for a variable dimension.
+        shape: The size of each dimension; -1 for a variable size.
     """
 
     name: str
@@ -72,7 +72,7 @@ class ModelMetadata(TypedDict):
     """A model.
 
     Attributes:
-        versions: Its served versions.
+        versions: The served versions of the model.
     """
 
     name: str
@@ -94,7 +94,7 @@ class IndexedModel(TypedDict):
 
     Attributes:
         state: READY or UNAVAILABLE.
-        reason: Why the model is not ready; empty if it is ready.
+        reason: The reason why the model is not ready; empty if it is ready.
     """
 
     name: str
@@ -108,9 +108,9 @@ class OutputData(TypedDict):
 
     Attributes:
         datatype: INT64, UINT32, FP32, FP16 or INT8.
-        shape: Its dimensions.
-        data: Its numbers, row by row; missing if they are sent as bytes after the JSON.
-        parameters: binary_data_size is the number of bytes after the JSON that belong to this tensor.
+        shape: The size of each dimension.
+        data: The numbers, as a flat list in row order; missing if they are sent as bytes after the JSON.
+        parameters: binary_data_size is the number of this tensor's bytes after the JSON.
     """
 
     name: str
@@ -153,7 +153,7 @@ class OpenInferenceRoutes:
         self._bodies = InferBodies(host.settings.max_request_mib * MIB, strict=host.settings.strict_http)
 
     def routes(self) -> list[Route]:
-        """Return the routes. Longer paths come first, because the name of a model in a path may contain slashes."""
+        """Return the routes. Longer paths come first, because a model's name in a path may contain slashes."""
         routes = [
             Route("GET", "/v2", self.server, DIALECT, is_listing=True, reply=ServerMetadata),
             Route("GET", "/v2/health/live", self.live, DIALECT, check=Check.LIVE, reply=dict[str, bool]),
@@ -198,12 +198,12 @@ class OpenInferenceRoutes:
         return _json(values_of(message))
 
     async def live(self, request: Request, call: Call) -> Reply:
-        """Answer `{"live": true}` while the process runs."""
+        """Answer `{"live": true}`. The process answers while it runs."""
         del request, call
         return _json({"live": True})
 
     async def ready(self, request: Request, call: Call) -> Reply:
-        """Answer `{"ready": true}` while every model is ready, else 503.
+        """Answer `{"ready": true}` while every model is ready, otherwise 503.
 
         Raises:
             NotReady: A model is not ready, or the server is stopping.
@@ -214,9 +214,9 @@ class OpenInferenceRoutes:
         return _json({"ready": True})
 
     async def model_ready(self, request: Request, call: Call) -> Reply:
-        """Answer 200 while the model is ready, else 503.
+        """Answer 200 while the model is ready, otherwise 503.
 
-        Callers need no key, so an error does not name the models of the server.
+        Callers need no key, so an error does not list the server's models.
 
         Raises:
             NotReady: The model is not ready, or the server is stopping.
@@ -239,12 +239,12 @@ class OpenInferenceRoutes:
     async def config(self, request: Request, call: Call) -> Reply:
         """Describe a model in the form of Triton's model configuration, for Triton's tools.
 
-        `max_batch_size` is 0, so shapes include the batch dimension.
+        `max_batch_size` is 0, which means that shapes include the batch dimension.
         """
         return _json(values_of(self._methods.model_config(call, *_named(request))))
 
     async def statistics(self, request: Request, call: Call) -> Reply:
-        """Return the number and the durations of a model's inference calls; without a name, of all models."""
+        """Return the number and durations of inference calls for a model. Without a name, list all models."""
         return _json(values_of(self._methods.statistics(call, *_named(request))))
 
     async def index(self, request: Request, call: Call) -> Reply:
@@ -273,13 +273,13 @@ class OpenInferenceRoutes:
 
 
 def _named(request: Request) -> tuple[str, str]:
-    """Return the model's name and version in a path. A missing name or version is an empty string."""
+    """Return the name and version of the model from the path. A missing name or version is an empty string."""
     name, _, version = request.values.get("name", "").partition("@")
     return name, request.values.get("version", version)
 
 
 def _check_half(infer: InferCall) -> None:
-    """Refuse float16 outputs in JSON, because the protocol has float16 only as bytes."""
+    """Refuse float16 outputs in JSON, because the protocol allows float16 only as bytes."""
     as_json = [it for it in infer.outputs if it not in infer.binary and OUTPUTS[it][1] not in _WHOLE]
     if as_json and infer.parameters.data_type is DataType.FLOAT16:
         raise InvalidField(
@@ -290,14 +290,14 @@ def _check_half(infer: InferCall) -> None:
 
 
 def _growth(infer: InferCall) -> float:
-    """Return the largest number of bytes in a reply for each byte of its numbers."""
+    """Return the maximum number of bytes in a reply for each byte of its numbers."""
     return 1.0 if infer.binary and len(infer.binary) == len(infer.outputs) else JSON_GROWTH
 
 
 def _pieces(
     model: ServedModel, infer: InferCall, tensors: list[OutputTensor], headers: dict[str, str]
 ) -> Iterator[bytes | memoryview]:
-    """Write the JSON of a reply, and the outputs that are sent as bytes. If there are any, set the headers for them."""
+    """Write the JSON of a reply, and then the outputs in bytes. If an output is in bytes, set the headers for bytes."""
     size = 0
     for piece in _json_pieces(model, infer, tensors):
         size += len(piece)

@@ -1,4 +1,4 @@
-"""inference.GRPCInferenceService: the six RPCs of the protocol, and four that Triton's tools need."""
+"""inference.GRPCInferenceService: the protocol's six RPCs, and four more for Triton's tools."""
 
 from collections.abc import Callable
 from functools import partial
@@ -94,7 +94,7 @@ class OpenInferenceService:
         return StreamedRequest(request.id, partial(self._infer, request, in_stream=True), refuse)
 
     async def _infer(self, request: pb.ModelInferRequest, call: Call, *, in_stream: bool = False) -> bytes:
-        """Return the bytes of a ModelInferResponse. In a stream, a ModelStreamInferResponse wraps it."""
+        """Return the bytes of a ModelInferResponse. For a stream, return a ModelStreamInferResponse instead."""
         model = call.resolve(0, request.model_name, request.model_version)
         sent = messages.read_request(request)
         return await self._methods.infer(call, model, sent, partial(messages.encode_reply, in_stream))

@@ -28,7 +28,7 @@ from encserve_server.protocols.open_inference.triton import model_config_pb2 as 
 
 _PLATFORM = "encserve"
 _EXTENSIONS = ("model_configuration", "statistics")
-# An id is in the reply and in traces, so its length is bounded.
+# The reply and traces contain the request's id, so its length is bounded.
 _MAX_ID_CHARS = 1024
 
 Build = Callable[[ServedModel, InferCall, EncodeReply], bytes]
@@ -59,9 +59,10 @@ class Statistics:
     Attributes:
         success: The time of successful calls, from arrival to reply.
         fail: The time of failed calls.
-        queue: The time in the queue: for each call, the longest wait of a sequence.
-        compute_input: The time for tokenizing.
-        compute_infer: The time in the model: for each call, the longest run of a batch with its sequences.
+        queue: The time in the queue. For each call, this is the longest wait of a sequence.
+        compute_input: The time in the tokenizer.
+        compute_infer: The time in the model. For each call, this is the longest run of a batch with the call's
+            sequences.
         compute_output: The time for building the reply.
         last_at_ms: The time of the last successful reply, in milliseconds since 1970.
     """
@@ -85,9 +86,9 @@ class Statistics:
         self.compute_output.add(encode_seconds)
 
 
-# The parts of a call in `Statistics`, by the protocol's names.
+# The fields of `Statistics`. The protocol has the same names.
 _PARTS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
-# The statistics of each model, for calls over gRPC and HTTP together. Only the event loop uses them.
+# The statistics of each model. Calls over gRPC and over HTTP are counted together. Used only on the event loop.
 _STATISTICS: WeakKeyDictionary[ServedModel, Statistics] = WeakKeyDictionary()
 
 
@@ -155,7 +156,7 @@ class OpenInference:
     def statistics(self, call: Call, name: str, version: str) -> pb.ModelStatisticsResponse:
         """Return the durations of this protocol's calls for a model, or for every model that the caller may use.
 
-        With `max_batch_size` 0, Triton counts a call as one inference.
+        `max_batch_size` is 0, so Triton counts each call as one inference.
         """
         models = [call.resolve(0, name, version)] if name else filter(call.may_use, self._catalog.all())
         response = pb.ModelStatisticsResponse()
@@ -192,7 +193,7 @@ class OpenInference:
             sent: The request.
             build: Builds the bytes of the reply; called in a thread if the reply is large.
             check: Refuses a request before its data are decoded.
-            growth: The largest number of bytes in the reply for each byte of raw numbers.
+            growth: The maximum number of bytes in the reply for each byte of raw numbers.
 
         Raises:
             DeadlineExpired: The request's timeout has passed.
@@ -210,7 +211,7 @@ class OpenInference:
             def timed(reply: EncodeReply) -> bytes:
                 began = clock.now()
                 data = build(model, infer, reply)
-                built.append((reply, clock.now() - began))  # this may run in a thread, so the call is counted later
+                built.append((reply, clock.now() - began))  # may run in a thread; the event loop counts the call later
                 return data
 
             if call.span is not None:
@@ -231,9 +232,9 @@ class OpenInference:
 
 @contextlib.asynccontextmanager
 async def _in_time(call: Call, timeout_us: int, now: float) -> AsyncGenerator[None]:
-    """End a block with DeadlineExpired after `timeout_us` microseconds; 0 for never.
+    """Raise DeadlineExpired in a block after `timeout_us` microseconds; 0 means never.
 
-    The call also gets this deadline if it is earlier, so that its sequences leave the queue in time.
+    If the call has no earlier deadline, it gets this deadline, so that its sequences leave the queue in time.
     """
     if not timeout_us:
         yield

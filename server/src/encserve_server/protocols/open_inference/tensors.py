@@ -1,4 +1,4 @@
-"""The tensors of requests, raw or typed, and the inputs and outputs that a model has."""
+"""The tensors of requests, raw or typed, and the inputs and outputs of models."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,19 +17,19 @@ from encserve_server.types.requests import DataType, OutputKind
 
 INPUT_IDS, ATTENTION_MASK, TOKEN_TYPE_IDS = "input_ids", "attention_mask", "token_type_ids"
 TEXT, INPUTS_EMBEDS = "text", "inputs_embeds"
-# A shape is cut after this many dimensions, because error messages show it.
+# At most this many dimensions of a shape are stored, because error messages show the shape.
 MAX_SHOWN = 8
-# The largest dimension of a tensor. No message has room for a larger one, and NumPy cannot hold it.
+# The maximum size of a dimension. A message cannot hold a larger tensor, and neither can NumPy.
 _MAX_DIMENSION = 2**31
-_BYTES_LENGTH = 4  # before each element of BYTES, its length is written in this many bytes
+_BYTES_LENGTH = 4  # each element of BYTES begins with its length in this many bytes
 # NumPy's dtypes by datatype. BYTES are texts and have no dtype.
 DTYPES = {"INT64": "<i8", "INT32": "<i4", "UINT32": "<u4", "FP32": "<f4", "FP16": "<f2", "INT8": "i1"}
 # The names of the datatypes in Triton's model configuration.
 CONFIG_TYPES = {"BYTES": "TYPE_STRING"} | {datatype: f"TYPE_{datatype}" for datatype in DTYPES}
-# Further datatypes that an input may have. Many tools send ids with 32 bits.
+# Further datatypes that an input may have. Many tools send 32-bit ids.
 _ALSO_TAKEN = {"INT64": ("INT32",)}
 SHARED_MEMORY = ("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset")
-# Parameters of tensors that ask for features that this server lacks. All others only say how data are sent.
+# Parameters of tensors that ask for features that this server lacks. All other parameters only say how data are sent.
 CHECKED_PARAMETERS = (*SHARED_MEMORY, "classification", "content_type")
 
 
@@ -38,10 +38,10 @@ class TensorKind:
     """The description of a tensor, for metadata and checks.
 
     Attributes:
-        name: Its name.
-        datatype: The protocol's name of its datatype.
-        shape: Its dimensions; -1 for a variable dimension.
-        optional: Whether a request may leave it out.
+        name: The name of the tensor.
+        datatype: The protocol's name of the datatype.
+        shape: The size of each dimension; -1 for a variable size.
+        optional: Whether a request may leave out the tensor.
     """
 
     name: str
@@ -57,7 +57,7 @@ class TensorPart(Enum):
     VECTOR = "(n, width)"
     WEIGHTS = "(n, most), padded with zeros"
     INDICES = "(n, most), padded with zeros, uint32"
-    LENGTHS = "(n,) the numbers of rows without padding, int64"
+    LENGTHS = "(n,) number of rows of each sequence without padding, int64"
 
 
 OUTPUTS: dict[str, tuple[OutputKind, TensorPart]] = {
@@ -119,11 +119,11 @@ class SentTensor:
     """An input tensor of a request.
 
     Attributes:
-        name: Its name.
-        datatype: Its datatype.
+        name: The name of the tensor.
+        datatype: The datatype of the tensor.
         shape: The dimensions in the request, at most the first `MAX_SHOWN`.
-        data: Its raw bytes, or its elements as values.
-        parameters: Its parameters, but only names in `CHECKED_PARAMETERS`.
+        data: The raw bytes, or the elements as values.
+        parameters: The parameters of the tensor, but only the names in `CHECKED_PARAMETERS`.
     """
 
     name: str
@@ -170,11 +170,11 @@ class SentTensor:
             try:
                 yield str(element, "utf-8")
             except UnicodeDecodeError as error:
-                raise InvalidField(field, f"must be UTF-8; was something else at byte {error.start}") from None
+                raise InvalidField(field, f"must be UTF-8; byte {error.start} is not valid") from None
         self.check_elements(count)
 
     def _split(self, raw: bytes | memoryview) -> Iterator[bytes | memoryview]:
-        """Yield the elements of raw data. Each follows its length. Stop after one element more than the shape has."""
+        """Yield the elements of raw data, at most one more than the shape has. Each element follows its length."""
         at = count = 0
         most = math.prod(self.shape)
         while at < len(raw) and count <= most:
@@ -182,7 +182,7 @@ class SentTensor:
             at = begin + int.from_bytes(raw[at:begin], "little")
             if begin > len(raw) or at > len(raw):
                 what = f"element {count} ends at byte {max(begin, at)} of {len(raw)}"
-                raise InvalidField(self.name, f"must be elements with their length in 4 bytes before each; {what}")
+                raise InvalidField(self.name, f"must have the length of each element in 4 bytes before it; {what}")
             yield raw[begin:at]
             count += 1
 
@@ -201,8 +201,8 @@ def check_inputs(sent: Iterable[SentTensor], bundle: Bundle) -> dict[str, SentTe
     """Return the inputs of a request by name, without reading their data.
 
     Raises:
-        InvalidField: The model lacks the input, the request has it twice, its datatype or number of dimensions is
-            wrong, or it asks for a feature that this server lacks.
+        InvalidField: The model lacks the input, or the request has it twice. Or its datatype or number of dimensions is
+            wrong. Or it asks for a feature that this server lacks.
     """
     told = inputs_of(bundle)
     known = {it.name: it for it in told}
@@ -214,7 +214,7 @@ def check_inputs(sent: Iterable[SentTensor], bundle: Bundle) -> dict[str, SentTe
             there = ", ".join(kind.name for kind in told)
             raise InvalidField(f"inputs[{i}].name", f"model {bundle.name} takes {there}; was {it.name[:64]!r}")
         if it.name in found:
-            raise InvalidField(f"inputs[{i}].name", f"{it.name} is there twice")
+            raise InvalidField(f"inputs[{i}].name", f"must not occur twice; was {it.name}")
         _check_header(it, known[it.name])
         found[it.name] = it
     return found
@@ -229,7 +229,7 @@ def _check_header(it: SentTensor, kind: TensorKind) -> None:
     if it.datatype not in datatypes:
         raise InvalidField(f"{it.name}.datatype", f"must be {' or '.join(datatypes)}; was {it.datatype[:64]!r}")
     shape = list(it.shape)
-    wanted = f"must be {list(kind.shape)}, -1 for any number"
+    wanted = f"must be {list(kind.shape)}, where -1 is any number"
     fits = len(shape) == len(kind.shape) and all(want in (-1, got) for got, want in zip(shape, kind.shape, strict=True))
     column = kind.name == TEXT and len(shape) == 2 and shape[1] == 1  # clients of KServe and MLServer send this
     if not (fits or column) or not all(0 <= size < _MAX_DIMENSION for size in shape):
@@ -243,6 +243,6 @@ def check_parameters(field: str, parameters: Mapping[str, Any]) -> None:
         InvalidField: The tensor is in shared memory, or a classification is requested.
     """
     if there := [name for name in SHARED_MEMORY if parameters.get(name) is not None]:
-        raise InvalidField(field, f"shared memory is not served: send the data themselves; was {', '.join(there)}")
+        raise InvalidField(field, f"shared memory is not supported: send the data as bytes; was {', '.join(there)}")
     if parameters.get("classification"):
-        raise InvalidField(field, "classification is not served: outputs are the model's own numbers")
+        raise InvalidField(field, "classification is not supported: outputs are the numbers of the model")

@@ -1,4 +1,4 @@
-"""Finds and closes gRPC connections among the sockets of the process: grpcio does not expose them. Linux only."""
+"""Finds gRPC connections among the sockets of the process, and closes them. grpcio does not expose them. Linux only."""
 
 import contextlib
 import errno
@@ -22,12 +22,12 @@ from encserve_server.system.clock import Clock
 logger = logging.getLogger(__name__)
 
 _FDS = Path("/proc/self/fd")
-# gRPC accepts this many times the limit of connections. So a new connection is accepted before `Connections` has closed
-# an old one.
+# gRPC accepts up to HEADROOM × limit connections. So a new connection is accepted before `Connections` has closed an
+# old connection.
 HEADROOM = 2
 _LOOK_SECONDS = 0.1
-# After a check that found too many connections, the next check follows soon: the pause is this many times the duration
-# of the check. The check does not run in a thread. In a thread it would take seconds: while the event loop is busy, the
+# If a check finds too many connections, the next check follows soon. The pause is `_PAUSE_PART` × the duration of the
+# check. The check does not run in a thread, because there it would take seconds: while the event loop is busy, the
 # thread would wait for the GIL after each system call.
 _PAUSE_PART = 4
 _LEAST_PAUSE_SECONDS = 0.01
@@ -47,7 +47,7 @@ class _Connection:
 
 
 class Connections:
-    """Keeps the number of gRPC connections at its limit: closes idle connections to make room for new ones.
+    """Limits the number of gRPC connections: closes idle connections if a new connection exceeds the limit.
 
     The sockets are checked only while the process has more descriptors than the limit. Owned by the event loop.
     """
@@ -56,7 +56,7 @@ class Connections:
         """Keep the limit.
 
         Args:
-            limit: The largest number of connections.
+            limit: The maximum number of connections.
             port: Returns the port on which gRPC listens.
             clock: The time.
         """
@@ -64,19 +64,19 @@ class Connections:
         self._port = port
         self._clock = clock
         self._open: dict[Hashable, str] = {}  # the peer of each open call
-        # The time of the last call of each peer, in order of time: peers with an accepted call, and other peers.
+        # For each peer, the time of its last call; the oldest first. Peers with an accepted call, and other peers.
         self._accepted: dict[str, float] = {}
         self._others: dict[str, float] = {}
-        self._seen: dict[Endpoint, float] = {}  # the earliest time when each connection can have begun
+        self._seen: dict[Endpoint, float] = {}  # for each connection, the earliest time at which it can have begun
         self._looked_at = -math.inf
         self._sockets: dict[int, tuple[int, Endpoint | None]] = {}  # by descriptor: the inode and the peer, see `_find`
 
     def begin(self, call: Hashable, peer: str) -> None:
-        """Note that a call of a peer has begun. `peer` is gRPC's name for the address of the peer."""
+        """Record that a call of a peer has begun. `peer` is gRPC's name for the peer, such as ipv4:127.0.0.1:50123."""
         self._open[call] = peer
 
     def accept(self, call: Hashable) -> None:
-        """Note that a call was accepted."""
+        """Record that a call was accepted."""
         self._note(self._accepted, self._open[call])
 
     def peer_of(self, call: Hashable) -> str:
@@ -84,7 +84,7 @@ class Connections:
         return self._open[call]
 
     def end(self, call: Hashable) -> None:
-        """Note the end of a call."""
+        """Record the end of a call."""
         peer = self._open.pop(call)
         self._note(self._accepted if peer in self._accepted else self._others, peer)
 
@@ -121,10 +121,10 @@ class Connections:
         return False
 
     def _find(self) -> dict[int, Endpoint]:
-        """Return the peer of each connection by its descriptor. The peer of a known socket is not looked up again."""
+        """Return the peer of each connection, by descriptor. The peers of known sockets are not looked up again."""
         port, sockets = self._port(), {}
         for name in os.listdir(_FDS):  # noqa: PTH208 - see above
-            with contextlib.suppress(OSError):  # closed meanwhile
+            with contextlib.suppress(OSError):  # the descriptor was closed meanwhile
                 descriptor = int(name)
                 status = os.fstat(descriptor)
                 if stat.S_ISSOCK(status.st_mode):
@@ -135,9 +135,9 @@ class Connections:
         return {descriptor: peer for descriptor, (_, peer) in sockets.items() if peer is not None}
 
     def _known(self, peers: Mapping[int, Endpoint], since: float) -> list[_Connection]:
-        """Return connections with their state, to choose which ones to close.
+        """Return the connections with the state that decides which connections to close.
 
-        `since` is the time of the previous check. A new connection without a call counts as idle since then.
+        `since` is the time of the previous check. A new connection counts as idle since then until its first call.
         """
         busy = {endpoint_of(peer) for peer in self._open.values()}
         accepted, others = (
@@ -157,7 +157,7 @@ class Connections:
 
 
 def close_connections(peers: Collection[str]) -> None:
-    """Close the connections of peers, as gRPC names them: `ipv4:127.0.0.1:50123`."""
+    """Close the connections of peers. `peers` are gRPC's names, such as `ipv4:127.0.0.1:50123`."""
     for peer in peers:
         logger.warning("a caller does not read its replies; its connection is closed", extra={"peer": peer})
     if sys.platform == "linux":
@@ -169,7 +169,7 @@ def close_connections(peers: Collection[str]) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def endpoint_of(peer: str) -> Endpoint | None:
-    """Return the address and the port in gRPC's name of a peer; None if the name has no address."""
+    """Return the address and port of a peer, from gRPC's name for the peer. Return None if the name has no address."""
     return _endpoint(*urllib.parse.unquote(peer).partition(":")[2].rpartition(":")[::2])
 
 
@@ -204,9 +204,9 @@ def _socket(descriptor: int) -> socket.socket:
 
 
 def _endpoint(host: str, port: str | int) -> Endpoint | None:
-    """Return an address and a port. An IPv4 address in IPv6 becomes IPv4. Other families give None."""
+    """Return an address and a port. An IPv4 address in IPv6 form becomes IPv4. Other address families give None."""
     try:
         address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
         return getattr(address, "ipv4_mapped", None) or address, int(port)
-    except ValueError:  # a socket of another family
+    except ValueError:  # the socket has another address family
         return None

@@ -25,17 +25,17 @@ from encserve_server.types.callers import CertificateName, dns_name, uri_name
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Requests = AsyncIterator[bytes]
-# A handler for gRPC: takes the requests of a call, and returns the bytes of the reply or writes the replies itself.
+# A handler for gRPC. It takes the requests of a call. It returns the bytes of the reply, or writes the replies itself.
 Handler = Callable[[Requests, Context], Awaitable[Any]]
 WritingMethod = Callable[[Requests, Call, Context], Awaitable[None]]
 
 _STATUS_ATTRIBUTE = "rpc.response.status_code"
-# The properties of gRPC's auth_context that hold the names of a client certificate.
+# The properties of gRPC's auth_context with the names in a client certificate.
 _CERTIFICATE_NAMES = {"peer_dns": dns_name, "peer_uri": uri_name}
-# gRPC copies a reply before sending, so memory holds it twice.
+# gRPC copies a reply before sending it, so memory holds the reply twice.
 _REPLY_COPIES = 2
-# If a caller disconnects, reads end at once, and gRPC cancels the call a little later. After a read without a request,
-# the server waits this long for the cancellation.
+# If a caller disconnects, reads end at once, but gRPC cancels the call a little later. If a read ends without a
+# request, the server waits this long for the cancellation.
 _GONE_SECONDS = 0.05
 _CHECK = Method("", PLAIN, None, answers_while_draining=True, access=Access.OPEN)
 
@@ -101,7 +101,7 @@ class RpcGuard:
     def _unary(self, method: Method, rpc: UnaryRpc) -> Handler:
         """Return the handler of an RPC with one request and one reply.
 
-        The handler reads the request itself, because gRPC would wait for the request without a time limit.
+        The handler reads the request, because gRPC would wait for the request without a time limit.
         """
 
         async def handle(_: Requests, context: Context) -> bytes:
@@ -127,7 +127,7 @@ class RpcGuard:
 
             async def write_one(reply: bytes) -> None:
                 nonlocal is_first
-                if is_first:  # grpcio cannot send an error while it sends metadata and a message together
+                if is_first:  # grpcio cannot send an error while it sends the metadata together with a message
                     is_first = False
                     await context.send_initial_metadata(())
                 await write_in_time(context, reply)
@@ -170,7 +170,7 @@ class RpcGuard:
         return self._writing(method, write)
 
     def check(self, answer: Callable[[bytes, Context], Awaitable[Any]]) -> Handler:
-        """Return the handler of an RPC with one request, without metrics and traces. Health checks use it."""
+        """Return the handler of an RPC with one request, without metrics and traces. Health checks use this handler."""
 
         async def handle(_: Requests, context: Context) -> Any:
             call = self._begin(_CHECK, context)
@@ -206,7 +206,7 @@ class RpcGuard:
         return handle
 
     def _begin(self, method: Method, context: Context) -> Call:
-        """Begin the call of a context. The call is released when gRPC's task ends, after the reply was sent."""
+        """Begin the call of a context. The call is released after its reply, when gRPC's task ends."""
         calls = self._calls
         remaining_s = context.time_remaining()
         deadline = math.inf if remaining_s is None else calls.clock.now() + remaining_s
@@ -259,11 +259,11 @@ class _Peer:
         self._context = context
 
     def address(self) -> str:
-        """Return the address and port, such as 127.0.0.1:50051. gRPC writes "ipv4:" or "ipv6:" before it."""
+        """Return the address and port, such as 127.0.0.1:50051. gRPC's name has the prefix "ipv4:" or "ipv6:"."""
         return urllib.parse.unquote(self._context.peer().partition(":")[2])
 
     def certificate_names(self) -> list[CertificateName]:
-        """Return the DNS and URI names of the client certificate, which gRPC has verified."""
+        """Return the DNS and URI names of the client certificate. gRPC has verified the certificate."""
         properties = self._context.auth_context()
         return [make(name.decode()) for key, make in _CERTIFICATE_NAMES.items() for name in properties.get(key, ())]
 
@@ -272,7 +272,7 @@ class _RpcObserver:
     """Counts the calls of an RPC, with the metrics of go-grpc-middleware."""
 
     def __init__(self, metrics: Metrics, labels: tuple[str, str, str]) -> None:
-        """Look up the metrics of the RPC. `labels` are its type, service and name."""
+        """Look up the metrics of the RPC. `labels` are the type, service and name of the RPC."""
         metrics.zero([labels], map(code_label, grpc.StatusCode), REASONS)
         self._started = metrics.started.labels(*labels)
         self._handling_seconds = metrics.handling_seconds.labels(*labels)
@@ -296,7 +296,7 @@ class _RequestObserver(_RpcObserver):
     """Counts the failed requests of a stream."""
 
     def ended(self, status: Status, reason: str, seconds: float) -> None:
-        """Count a request that failed. Successful requests are not counted; only their stream is."""
+        """Count a request that failed. Successful requests are not counted separately; the stream is counted."""
         if reason:
             self._handled[status].inc()
             self._refused[reason].inc()
@@ -348,7 +348,7 @@ async def write_in_time(context: Context, data: bytes) -> None:
 
 
 async def _checked(requests: Requests, call: Call) -> Requests:
-    """Yield the requests of a stream, after checks of their size and of the caller's key."""
+    """Yield the requests of a stream. Check the size of each request, and the caller's key."""
     async for data in requests:
         call.recheck()
         _check_small(data)
@@ -373,9 +373,9 @@ def _cancelled_if_disconnected() -> Iterator[None]:
 async def _abort(context: Context, failure: Failure) -> None:
     """End a call with an error. The handler must return after this; grpcio then raises the exception of `abort` again.
 
-    gRPC clients and Envoy retry a call only if no message comes before its error. Only `abort` ends a call without a
-    message. grpcio keeps the exception in the call. With its traceback, the exception and the frames of the handler
-    would be a reference cycle, so only the garbage collector could free a refused call.
+    gRPC clients and Envoy retry a call only if no message comes before the error. Only `abort` ends a call without a
+    message. grpcio keeps the exception of `abort` in the call. With its traceback, the exception would refer to the
+    frames of the handler, and the frames to the call. Only the garbage collector could free such a cycle.
     """
     try:
         await context.abort(code_of(failure), failure.text, trailers_of(failure))

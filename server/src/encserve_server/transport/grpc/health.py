@@ -24,18 +24,18 @@ _STATUSES = {
     False: health_pb2.HealthCheckResponse.NOT_SERVING,
     None: health_pb2.HealthCheckResponse.SERVICE_UNKNOWN,
 }
-# A stuck batch sends no event, so readiness is also polled.
+# A stuck batch causes no event, so readiness is also polled.
 _POLL_SECONDS = 1.0
 
 
 class HealthService:
     """The handlers of grpc.health.v1.Health.
 
-    The class of the grpcio library holds a lock while it writes to a watcher. There, a watcher that does not read would
-    block the health checks of all callers and the stop of the server.
+    The grpcio library also has such a class, but it holds a lock while it writes to a watcher. There, a watcher that
+    does not read would block the health checks of all callers, and the stop of the server.
 
     Attributes:
-        serving: Whether each name is SERVING; any thread may read it.
+        serving: Whether each name is SERVING. Any thread may read this.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class HealthService:
             self._wake_watchers()
 
     def end(self) -> None:
-        """End all watches, after each watcher got the last status."""
+        """End all watches. Before this, each watcher gets the last status."""
         self._ending = True
         self._wake_watchers()
 
@@ -70,7 +70,7 @@ class HealthService:
         return self._response(name)
 
     async def watch(self, data: bytes, context: Context) -> None:
-        """Send the status of a name, at first and after each change."""
+        """Send the status of a name: first the current status, then each change."""
         name = parse(health_pb2.HealthCheckRequest, data).service
         last_sent = b""
         while True:
@@ -92,15 +92,15 @@ class HealthService:
 
 
 class ModelHealth:
-    """Updates the health service and the metric `encserve_ready` when models become ready or stop being ready.
+    """Updates the health service and the metric `encserve_ready` when the readiness of a model changes.
 
-    "" and the names of services are SERVING while all models are ready. `SERVICE/MODEL`, with the name of the main
-    service, is the status of one model, for load balancers that route by model. `encserve_ready` is the status of each
-    version.
+    "" and the names of services are SERVING while all models are ready. SERVICE is the name of the main service:
+    `SERVICE/MODEL` is the status of one model, for load balancers that route by model. `encserve_ready` is the status
+    of each version.
     """
 
     def __init__(self, service: HealthService, services: Sequence[str], metrics: Metrics) -> None:
-        """Start with NOT_SERVING. `services` are the full names of the services, the main one first."""
+        """Start with NOT_SERVING. `services` are the full names of the services, the main service first."""
         self._service = service
         self._names = ("", *services)
         self._service.set_status(dict.fromkeys(self._names, False))
@@ -111,7 +111,7 @@ class ModelHealth:
         self._watching: asyncio.Task[None] | None = None
 
     def watch(self, models: Sequence[ServedModel]) -> None:
-        """Watch these models from now on, instead of the previous models."""
+        """Watch these models instead of the previous models."""
         for name, version in {model.key for model in self._models} - {model.key for model in models}:
             self._metrics.ready.labels(name, version).set(0)
         self._models = models

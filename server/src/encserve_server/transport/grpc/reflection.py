@@ -13,7 +13,7 @@ from encserve_server.transport.grpc.guard import Context, Handler, RpcGuard
 
 _V1ALPHA: str = reflection.SERVICE_NAME
 _V1 = _V1ALPHA.replace("v1alpha", "v1")
-# Both versions have the same messages in different packages. The library has only the older package.
+# Both versions have the same messages in different packages. The grpcio library supports only v1alpha.
 SERVICE_NAMES = (_V1, _V1ALPHA)
 METHODS = {"ServerReflectionInfo": "bidi_stream"}
 

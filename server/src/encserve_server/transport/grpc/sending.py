@@ -1,4 +1,4 @@
-"""Limits the time in which a caller must read a reply, because an unread reply uses memory."""
+"""Limits the time in which a caller must read a reply, because an unread reply takes memory."""
 
 from encserve_server.calls import Call
 from encserve_server.settings import MIB
@@ -6,7 +6,7 @@ from encserve_server.system.background import repeat
 from encserve_server.system.clock import Clock
 from encserve_server.transport.grpc.connections import close_connections
 
-# The time for a caller to read a reply, and the additional time for each MiB.
+# The time in which a caller must read a reply, and the additional time for each MiB.
 UNREAD_SECONDS = 30.0
 _SECONDS_PER_MIB = 1.0
 _LOOK_SECONDS = 1.0
@@ -20,8 +20,9 @@ def seconds_to_read(size: int) -> float:
 class Sending:
     """The replies of unary calls that gRPC is sending; owned by the event loop.
 
-    gRPC for asyncio cannot end a call after its handler has returned, or while a message is being sent. So the server
-    closes the connection, which frees all memory that gRPC holds for this caller.
+    If a caller does not read, the server closes the connection. This frees all memory that gRPC holds for the caller.
+    The server cannot end only the call: gRPC for asyncio cannot end a call after its handler has returned, or while a
+    message is being sent.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -46,6 +47,7 @@ class Sending:
         late = {call: peer for call, (due, peer) in self._due.items() if due <= now}
         if late:
             close_connections(set(late.values()))
-            # To close a connection needs a free descriptor. Without one, the connection is still open: try again later.
+            # Closing a connection needs a free descriptor. If there was none, the connection is still open. So try
+            # again later.
             again = now + UNREAD_SECONDS
             self._due |= {call: (again, peer) for call, peer in late.items()}

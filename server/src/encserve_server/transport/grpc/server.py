@@ -18,13 +18,13 @@ _KINDS: dict[str, Callable[[Any], "grpc.RpcMethodHandler[Any, Any]"]] = {
     "bidi_stream": grpc.stream_stream_rpc_method_handler,
 }
 
-# In a stream, a wrapper adds a few bytes to a reply. The reply alone may already have the largest allowed size.
+# In a stream, a wrapper adds a few bytes to a reply. Without the wrapper, the reply may already have the maximum size.
 _MESSAGE_HEADROOM_BYTES = 64 * 1024
-# The most open calls of one connection, each with its request in memory. No normal caller has so many. gRPC clients
-# hold back further calls, but near the limit some calls still get UNAVAILABLE.
+# The maximum number of open calls on one connection. Each open call has its request in memory. Normal callers have far
+# fewer. Beyond the limit, gRPC clients delay further calls, but some calls still get UNAVAILABLE.
 _MAX_CONNECTION_CALLS = 10_000
-# The most calls that wait in gRPC until the event loop takes them. Each takes about 15 KiB. gRPC answers CANCELLED to
-# further calls. By default, gRPC also answers CANCELLED to calls beyond 1,000 or after 30 s.
+# The maximum number of calls that wait in gRPC until the event loop takes them. Each takes about 15 KiB. gRPC answers
+# CANCELLED to further calls. By default, gRPC would answer CANCELLED to calls beyond 1,000 or after 30 s.
 _MAX_PENDING_CALLS = 10_000
 _MAX_PENDING_SECONDS = 3600
 _HANDSHAKE_SECONDS = 10.0
@@ -33,7 +33,7 @@ _HANDSHAKE_SECONDS = 10.0
 def make_server(settings: Settings) -> grpc.aio.Server:
     """Return a server that does not listen yet."""
     options = [
-        # By default, a second server on the same port would start and take half of the calls.
+        # Without this, a second server on the same port would start and take half of the calls.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", settings.max_request_mib * MIB),
         ("grpc.max_send_message_length", settings.max_response_mib * MIB + _MESSAGE_HEADROOM_BYTES),
@@ -42,16 +42,16 @@ def make_server(settings: Settings) -> grpc.aio.Server:
         ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING_CALLS),
         ("grpc.server_max_unrequested_time_in_server", _MAX_PENDING_SECONDS),
-        # Bit 0: no compression. A compressed request of 4 KiB could take 4 MiB before the server checks it.
+        # Bit 0 means no compression. A compressed request of 4 KiB could take 4 MiB before the server checks its size.
         ("grpc.compression_enabled_algorithms_bitset", 1),
-        # Clients may ping an idle connection every 10 s. By default, gRPC closes the connection if they ping more often
-        # than every 5 minutes.
+        # Clients may ping an idle connection every 10 s. By default, gRPC would close the connection if clients ping
+        # more often than every 5 minutes.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
-        # With this ping, gRPC notices a lost connection within two minutes. It waits 60 s for the reply to a ping and
-        # ignores `grpc.keepalive_timeout_ms`.
+        # With this ping, gRPC notices a lost connection within two minutes. gRPC waits 60 s for the reply to a ping,
+        # and ignores `grpc.keepalive_timeout_ms`.
         ("grpc.keepalive_time_ms", 30_000),
-        # By default, a connection that sends nothing stays open for two minutes.
+        # By default, a connection that sends nothing would stay open for two minutes.
         ("grpc.server_handshake_timeout_ms", round(_HANDSHAKE_SECONDS * 1000)),
     ]
     if settings.max_connection_age_seconds is not None:  # open calls on an old connection can finish
@@ -63,10 +63,10 @@ def make_server(settings: Settings) -> grpc.aio.Server:
 def listen(server: grpc.aio.Server, host: str, port: int, certificates: Certificates | None = None) -> int:
     """Make a server listen on all addresses of a host, and return the port. Port 0 means a free port.
 
-    With `certificates` the server uses TLS, without them plaintext.
+    With `certificates` the server uses TLS, without `certificates` plaintext.
 
-    gRPC gives no reason if it cannot listen, and it accepts a host of which only some addresses are free. Then callers
-    of localhost could reach another server. So this function first opens and closes each address itself.
+    gRPC does not report why it cannot listen. It also accepts a host if only some of the host's addresses are free.
+    Then callers of localhost could reach another server. So this function first opens and closes each address itself.
 
     Raises:
         OSError: An address is in use or not available; see `open_listeners`.
@@ -84,8 +84,8 @@ def add_service(
 ) -> None:
     """Add a service before the server starts.
 
-    The handlers take and return bytes, so that the guard also handles parse errors. Because methods are registered
-    by name, gRPC has a queue of pending calls for each method. So a health check does not wait behind many other calls.
+    The handlers take and return bytes, so that the guard also handles parse errors. The methods are registered by name,
+    so gRPC has a queue of pending calls for each method. So a health check does not wait behind many other calls.
 
     Args:
         server: The server.
@@ -99,7 +99,7 @@ def add_service(
 
 
 def _credentials(certificates: Certificates) -> grpc.ServerCredentials:
-    """Return credentials that use the current TLS files. gRPC calls `fetch` at every handshake, in its own threads."""
+    """Return credentials with the current TLS files. gRPC calls `fetch` at every handshake, in gRPC's threads."""
     in_use = certificates.current
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
@@ -122,6 +122,6 @@ def _configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
 
 
 def _drop_client_disconnects(record: logging.LogRecord) -> bool:
-    """Filter log records: drop the lines of grpcio about a caller that disconnected before its reply."""
+    """Filter log records: drop grpcio's lines about callers that disconnected before the reply."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, grpc.aio.InternalError)

@@ -6,7 +6,7 @@ from encserve_server.endpoints.status import status_of
 from encserve_server.failures import Failure
 
 REASON_TRAILER = "encserve-error-reason"
-# The retry policy of gRPC clients obeys this trailer; it does not read RetryInfo.
+# gRPC clients with a retry policy use this trailer. They do not read RetryInfo.
 PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
 DETAILS_TRAILER = "grpc-status-details-bin"
 _CODES = {code.name: code for code in grpc.StatusCode}
@@ -29,7 +29,7 @@ def trailers_of(failure: Failure) -> tuple[tuple[str, str | bytes], ...]:
 
 
 def code_label(code: grpc.StatusCode) -> str:
-    """Return the Go name of a status code, which dashboards expect: "OK", "InvalidArgument", "Canceled"."""
+    """Return the Go name of a status code, such as "OK" or "InvalidArgument". Dashboards expect these names."""
     if code is grpc.StatusCode.OK:
         return "OK"
     if code is grpc.StatusCode.CANCELLED:

@@ -1,4 +1,4 @@
-"""Answers the requests of a stream independently. Reading, answering and writing run concurrently, with a limit."""
+"""Answers the requests of a stream independently. Reading, answering and writing run concurrently, up to a limit."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,7 +10,7 @@ from encserve_server.calls import Call
 from encserve_server.endpoints.rpcs import StreamedRequest
 from encserve_server.errors import Draining
 
-# The bytes of a reply, and the call that accounts for their memory until they are written.
+# The bytes of a reply, and the call that counts the memory of these bytes until they are written.
 Answer = tuple[bytes, Call]
 
 
@@ -31,16 +31,16 @@ async def answer_stream(
 ) -> None:
     """Answer the requests of a stream, at most `max_in_flight` at a time. Write each reply as soon as it is ready.
 
-    A request counts as in flight until its reply is written. So the server reads no more requests from a caller that
-    does not read replies. Only this function writes, one message at a time. So when it raises an error, no
-    write is in progress; gRPC could not end the call during a write.
+    A request counts as in flight until its reply is written. So if a caller does not read replies, the server stops
+    reading requests. Only this function writes, one message at a time. So no write is in progress when this function
+    raises an error; during a write, gRPC could not end the call.
 
     Args:
-        read: Returns the next request. At the end of the stream, returns a value that is not bytes.
+        read: Returns the next request. At the end of the stream, `read` returns a value that is not bytes.
         answer: Answers one request.
         write: Writes one reply.
-        max_in_flight: The largest number of requests that are read and whose replies are not written.
-        draining: Set when the server stops. Then no more requests are read.
+        max_in_flight: The maximum number of requests in flight.
+        draining: Set when the server stops. After that, no more requests are read.
 
     Raises:
         Draining: The server is stopping. The requests that were already read are answered.
@@ -58,16 +58,16 @@ async def answer_stream(
             finally:
                 call.release()
             places.release()
-            del ready, data  # free their memory, because the next reply may take long
+            del ready, data  # frees their memory now, because the next reply may take long
         await answering
     finally:
-        # Not awaited: gRPC may cancel this task during the wait, and then the replies would not be released.
+        # Not awaited, because gRPC may cancel this task during the wait. Then the replies would not be released.
         answering.add_done_callback(partial(_release_unsent, answers))
         answering.cancel()
 
 
 async def answer_one(call: Call, size: int, request: StreamedRequest) -> Answer:
-    """Answer one request of a stream. The request has `size` bytes. An error becomes a reply too."""
+    """Answer one request of a stream. `size` is the number of bytes of the request. An error becomes a reply too."""
     data = b""
     try:
         with call:
@@ -102,8 +102,8 @@ async def _answer_all(
                 if data is None or data is _DRAINED:
                     break
                 tasks.create_task(put_answer(data))
-                del data  # free its memory, because the next request may take long
-    except ExceptionGroup as group:  # `CALLER_ERRORS` has single errors, no groups
+                del data  # frees the memory now, because the next request may take long
+    except ExceptionGroup as group:  # other code expects single errors, such as those in `CALLER_ERRORS`
         raise _first_error(group) from None
     finally:
         stop.cancel()
@@ -127,7 +127,7 @@ async def _next_request(read: Callable[[], Awaitable[object]], stop: "asyncio.Fu
 def _release_unsent(answers: "asyncio.Queue[Answer | None]", answering: "asyncio.Task[None]") -> None:
     """Release the replies that will not be written because the stream has ended."""
     if not answering.cancelled():
-        answering.exception()  # otherwise asyncio logs the error, which the stream has reported already
+        answering.exception()  # marks the reported error as read; otherwise asyncio would log the error
     while not answers.empty():
         if (unsent := answers.get_nowait()) is not None:
             unsent[1].release()

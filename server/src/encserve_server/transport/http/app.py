@@ -1,6 +1,6 @@
 """Handles each HTTP request: finds the route, reads the body, calls the handler, and sends the reply.
 
-It uses no web framework. aiohttp's framework would add 21 µs to each request: an eighth of the time of a small request.
+This module uses no web framework. aiohttp's framework would add 21 µs to each request, an eighth of a small request.
 """
 
 import asyncio
@@ -29,17 +29,17 @@ from encserve_server.types.callers import CertificateName
 REASON_HEADER = "encserve-error-reason"
 _HEADERS = {"content-type": "application/json", "server": "encserve"}
 _MAX_HEAD_BYTES = 64 * 1024
-# The caller has 30 s to read a reply, and 1 s more for each 64 KiB that it has read.
+# The caller has 30 s to read a reply, and 1 s more for each 64 KiB that the caller has read.
 SEND_SECONDS = 30.0
 _OK, _NO_CONTENT, _UNAUTHORIZED, _HEAD_TOO_LARGE, _SERVER_ERRORS, _UNAVAILABLE = 200, 204, 401, 431, 500, 503
 _NO_VALUES: Mapping[str, str] = {}
 _MAX_SHOWN = 64
-# After these statuses, the server reads nothing more of the body: the body is late or malformed.
+# After an error with one of these statuses, the server does not read the rest of the body, which is late or malformed.
 _BAD_BODIES = (400, 408)
-# A refused body of at most this size is read to its end. Then the connection stays open, so that the caller does not
+# A refused body of at most this size is read to its end. Then the connection can stay open, and the caller does not
 # need another TLS handshake.
 _SMALL_BODY_BYTES = 64 * 1024
-# The retry delay of the status 503. After this time, another server or this server is probably ready.
+# The retry delay of the status 503. After this time, a retry probably reaches a ready server.
 _UNAVAILABLE_RETRY_S = 1.0
 
 
@@ -75,9 +75,9 @@ class HttpApp:
             calls: The calls of all protocols.
             metrics: Counts requests.
             elsewhere: Writes the errors of paths that do not exist.
-            max_body_bytes: The largest body.
+            max_body_bytes: The maximum size of a body.
             metrics_port: The port of the metrics, for error messages.
-            cors_origins: The origins whose pages may read replies in a browser; "*" for all.
+            cors_origins: The origins of web pages that may read replies in a browser; "*" for all.
         """
         self._calls = calls
         self._elsewhere = elsewhere
@@ -94,7 +94,7 @@ class HttpApp:
         self._is_over = False
 
     async def close(self, grace_seconds: float) -> None:
-        """Wait until every request has its reply. After `grace_seconds`, the reply is an error."""
+        """Wait until every request has its reply. After `grace_seconds`, open requests get an error as their reply."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_seconds)
         self._is_over = True
@@ -124,7 +124,7 @@ class HttpApp:
         head_bytes = _head_bytes(request)
         if head_bytes > _MAX_HEAD_BYTES:
             return await _send(request, connection, _Answer(_HEAD_TOO_LARGE, b"", {**_HEADERS, "connection": "close"}))
-        # Many health checks send HEAD, which is GET without the body of the reply.
+        # Many health checks send HEAD. HEAD is like GET, but the reply has no body.
         path, values = request.path, _NO_VALUES
         found = self._routes.get(("GET" if request.method == "HEAD" else request.method, path))
         if found is None:
@@ -193,7 +193,7 @@ class HttpApp:
         if status == _UNAUTHORIZED:
             headers["www-authenticate"] = "Bearer"
         if self._calls.draining.is_set():
-            headers["connection"] = "close"  # so that the next request goes to another server
+            headers["connection"] = "close"  # so that the caller's next request goes to another server
         return _Answer(status, orjson.dumps(dialect.refuse(failure)), headers)
 
     def _not_there(self, method: str, path: str, cors: Mapping[str, str] | None) -> _Answer:
@@ -216,7 +216,7 @@ class HttpApp:
         return _Answer(dialect.status_of(failure.status), orjson.dumps(dialect.refuse(failure)), headers)
 
     def _cors_headers(self, request: web.BaseRequest) -> Mapping[str, str]:
-        """Return the headers that let pages of an allowed origin read a reply."""
+        """Return the headers that allow web pages of the request's origin to read the reply."""
         origin = request.headers.get("origin", "")
         if not origin or not self._cors_origins & {origin, "*"}:
             return {"vary": "origin"}
@@ -246,7 +246,7 @@ class _Peer:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def certificate_names(self) -> list[CertificateName]:
-        """Return the DNS and URI names of the certificate that ssl has verified."""
+        """Return the DNS and URI names of the client certificate. ssl has verified the certificate."""
         return certificate_names(self._request.get_extra_info("peercert") or {})
 
 
@@ -303,7 +303,7 @@ def _with(headers: Mapping[str, str] | None, answer: _Answer) -> _Answer:
 
 
 def _head_bytes(request: web.BaseRequest) -> int:
-    """Return the number of bytes of a request's head, as sent without unneeded blanks."""
+    """Return the number of bytes of a request's head, without unneeded blanks."""
     line_bytes = len(request.method) + len(request.raw_path) + len("  HTTP/1.1\r\n\r\n")
     return line_bytes + sum(len(name) + len(value) + len(": \r\n") for name, value in request.raw_headers)
 
@@ -313,7 +313,7 @@ def _metadata(request: web.BaseRequest) -> list[tuple[str, str]]:
 
 
 async def _send(request: web.BaseRequest, connection: Connection, answer: _Answer) -> web.StreamResponse:
-    """Send a reply, in pieces, as fast as the caller reads. If the caller does not read, close the connection.
+    """Send a reply in pieces, as fast as the caller reads. If the caller does not read, close the connection.
 
     Raises:
         CancelledError: The caller has disconnected, or does not read.
@@ -325,7 +325,7 @@ async def _send(request: web.BaseRequest, connection: Connection, answer: _Answe
     else:
         response = web.StreamResponse(status=answer.status, headers=answer.headers)
         response.content_length = len(body)
-    # If a request offers another protocol, aiohttp drops the data that follow it, so the connection must close.
+    # If a request has the header Upgrade, aiohttp drops the data after this request, so the connection must close.
     is_lost = "upgrade" in request.headers and connection.has_more
     is_small = not is_read and _is_small(request, answer)
     if not (is_read or is_small) or is_lost or "connection" in answer.headers:
@@ -351,7 +351,7 @@ async def _send(request: web.BaseRequest, connection: Connection, answer: _Answe
 
 
 async def _drop_body(request: web.BaseRequest, connection: Connection, response: web.StreamResponse) -> None:
-    """Read a small refused body. The connection stays open if the body arrives."""
+    """Read and drop the rest of a small refused body. The connection stays open if the whole body arrives."""
     connection.wants_body()
     await discard_body(request.content)
     if request.content.at_eof():

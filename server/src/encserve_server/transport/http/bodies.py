@@ -1,4 +1,4 @@
-"""Reads the body of a request, with limits on its size and on the time."""
+"""Reads the body of a request, with limits on size and time."""
 
 import asyncio
 import io
@@ -10,11 +10,11 @@ from encserve_server.errors import RequestTooLarge, UnsupportedEncoding
 from encserve_server.ledger import Arrival, Places
 from encserve_server.transport.http.connection import Connection
 
-# After a refusal, the server reads and drops at most this many bytes of the body. If it closed the connection at once,
-# a caller that still sends could lose the reply.
+# After a refusal, the server reads and drops at most this many bytes of the body. If the server closed the connection
+# at once, a caller that still sends could lose the reply.
 _DISCARDED_BYTES = 1024 * 1024
 _DISCARD_SECONDS = 1.0
-# A body is kept in blocks. One growing buffer would be copied again and again: about 8 times for a large body.
+# A body is stored in blocks. A single growing buffer would be copied many times: about 8 times for a large body.
 _BLOCK_BYTES = 1024 * 1024
 
 
@@ -25,17 +25,17 @@ async def read_body(
 
     Args:
         request: The request.
-        connection: The connection, which counts bytes.
+        connection: The connection. It counts bytes.
         head_bytes: The number of bytes of the request's head.
-        limit: The largest allowed number of bytes of the body.
-        call: The call, whose budget counts the bytes that arrive.
+        limit: The maximum number of bytes of the body.
+        call: The call. Its byte budget counts the bytes that arrive.
         places: The places for slow bodies.
 
     Raises:
         BudgetFull: The body exceeds the free budget, or it is slow and all places are taken.
-        MalformedRequest: The body is sent in chunks that are too small for their overhead.
-        RequestTooLarge: The body is over the limit. If its declared length is over the limit, the body is not read.
-        UnsupportedEncoding: The body is compressed, and is not read.
+        MalformedRequest: The chunks of the body are too small for their overhead.
+        RequestTooLarge: The body is over the limit. If the declared length is over the limit, the body is not read.
+        UnsupportedEncoding: The body is compressed. The body is not read.
         DeadlineExpired: The body does not arrive.
         ConnectionError: The caller has disconnected.
     """
@@ -43,7 +43,7 @@ async def read_body(
     if encoding.lower() != "identity":
         raise UnsupportedEncoding(
             "",
-            f"the header Content-Encoding must be absent or identity; was {encoding[:64]!r}. Send it uncompressed",
+            f"the header Content-Encoding must be absent or identity; was {encoding[:64]!r}. Do not compress the body",
         )
     declared, content = request.content_length, request.content
     if declared is not None:
@@ -66,7 +66,7 @@ async def read_body(
 
 
 async def _read_parts(content: StreamReader, limit: int, call: Call, places: Places) -> bytes:
-    """Read a body that arrives in parts."""
+    """Read a body that arrives in several parts."""
     blocks, block = [], io.BytesIO()
     with Arrival(places, call.account, reserves=False) as arrival:
         while part := await content.readany():
@@ -78,14 +78,14 @@ async def _read_parts(content: StreamReader, limit: int, call: Call, places: Pla
             if block.tell() >= _BLOCK_BYTES:
                 blocks.append(block.getvalue())
                 block = io.BytesIO()
-            if content.at_eof():  # a body in one part waits for no other body
+            if content.at_eof():  # a body that is complete does not wait for other bodies
                 break
-            await arrival.next_turn()  # aiohttp hands over up to 256 chunks in one step, while bytes are there
+            await arrival.next_turn()  # aiohttp delivers up to 256 chunks in one step
     return b"".join([*blocks, block.getvalue()])
 
 
 async def discard_body(content: StreamReader) -> None:
-    """Read and drop the rest of a refused body, up to a limit on bytes and on time."""
+    """Read and drop the rest of a refused body, up to a maximum size and time."""
     left = _DISCARDED_BYTES
     try:
         async with asyncio.timeout(_DISCARD_SECONDS):

@@ -1,4 +1,4 @@
-"""Connections between the sockets and aiohttp, with limits that aiohttp lacks."""
+"""Connections between the sockets and aiohttp, with limits that aiohttp does not have."""
 
 import asyncio
 import math
@@ -10,47 +10,47 @@ from aiohttp import StreamReader, web
 from encserve_server.endpoints.routes import Check
 from encserve_server.errors import MalformedRequest
 
-# The most bytes of later requests that may wait behind the current request. aiohttp limits the number of these
-# requests, but not their size.
+# The maximum number of bytes of later requests that may wait behind the current request. aiohttp limits only the number
+# of these requests, not their size.
 MAX_WAITING_BYTES = 64 * 1024
 _CORRECTION_SECONDS = 1.0
-# The time for the head of a request to arrive, from its first byte.
+# The maximum time from the first byte of a request until its head is complete.
 HEAD_SECONDS = 30.0
-# A body in chunks may take this many bytes on the connection for each byte of data, and a constant more. The constant
+# A body in chunks may take on the connection this many bytes for each byte of data, and a constant more. The constant
 # is needed because aiohttp may keep received bytes unparsed for a while.
 _MOST_OVERHEAD = 8
 _FREE_OVERHEAD_BYTES = 1024 * 1024
-# The pause after a read of so many bytes around chunks, without a byte of the body. To parse 1 MiB of them takes 2 ms.
+# The pause after _PAUSE_BYTES of overhead in chunks without a byte of the body. Parsing 1 MiB of overhead takes 2 ms.
 _PAUSE_SECONDS = 0.1
 _PAUSE_BYTES = 16 * 1024
-# The time for a connection over the limit to send its request.
+# The time in which a connection over the limit must send its request.
 _REFUSAL_SECONDS = 1.0
-# The method and the path of a health check are in this many first bytes of a request.
+# A health check's method and path are within this number of bytes from the start of a request.
 _MAX_CHECK_BYTES = 64
 
 
 class Connection(asyncio.Protocol):
-    """One connection. It passes all data on to aiohttp, but stops reading while too many bytes of later requests wait.
+    """One connection. It passes all data to aiohttp. It stops reading while too many bytes of later requests wait.
 
-    The number of waiting bytes is an estimate: the received bytes minus the bytes of complete requests. Unneeded blanks
-    in heads make the estimate too high, so it is reset after a second without a request.
+    The number of waiting bytes is an estimate: the received bytes minus the bytes of complete requests. If heads have
+    unneeded blanks, the estimate is too high. So it is set to 0 after a second without a request.
 
     Attributes:
-        host: The address of the other end; empty until a TLS handshake has ended.
-        has_called: Whether a call on it was accepted.
-        idle_since: The event loop's time when the last request ended, or when the connection began. Infinity during a
-            request.
-        handshake: The task of its TLS handshake.
+        host: The address of the other end; empty until the TLS handshake has ended.
+        has_called: Whether a call on this connection was accepted.
+        idle_since: The event loop's time at which the last request ended, or at which the connection began. Infinity
+            during a request.
+        handshake: The task of the TLS handshake.
     """
 
     def __init__(self, inner: web.RequestHandler, open_connections: set["Connection"]) -> None:
-        """Keep aiohttp's protocol of this connection, and join the open connections until this one ends."""
+        """Take aiohttp's protocol of this connection. The connection is in `open_connections` until it ends."""
         self.host = ""
         self.has_called = False
         self.idle_since = asyncio.get_running_loop().time()
         self.handshake: asyncio.Task[None] | None = None
         self._head_timer: asyncio.TimerHandle | None = None
-        self._content: StreamReader | None = None  # the reader of a body that is not complete
+        self._content: StreamReader | None = None  # the reader of an incomplete body in chunks
         self._body_bytes = 0
         open_connections.add(self)
         self._inner = inner
@@ -62,18 +62,18 @@ class Connection(asyncio.Protocol):
 
     @property
     def has_more(self) -> bool:
-        """Whether data have arrived behind the current request."""
+        """Whether data after the current request have arrived."""
         return self._waiting_bytes > 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Pass the event on to aiohttp."""
+        """Pass the event to aiohttp."""
         self._transport = cast("asyncio.Transport", transport)  # uvloop's transports have other base classes
         peer = transport.get_extra_info("peername")
         self.host = peer[0] if isinstance(peer, tuple) else ""
         self._inner.connection_made(self._transport)
 
     def close(self) -> None:
-        """End the connection at once, also during its handshake."""
+        """End the connection at once, even during its handshake."""
         self._open_connections.discard(self)
         if self._transport is not None:
             self._transport.abort()
@@ -81,19 +81,19 @@ class Connection(asyncio.Protocol):
             self.handshake.cancel()
 
     def begin(self) -> None:
-        """Note that the handling of a request begins."""
+        """Record that the handling of a request begins."""
         self.idle_since = math.inf
         self._end_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Pass the event on to aiohttp."""
+        """Pass the event to aiohttp."""
         self._end_head_timer()
         self._open_connections.discard(self)
         self._transport = None
         self._inner.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Count the data and pass them on to aiohttp."""
+        """Count the data, and pass the data to aiohttp."""
         if self._head_timer is None and self.idle_since < math.inf:
             self._head_timer = asyncio.get_running_loop().call_later(HEAD_SECONDS, self.close)
         self._waiting_bytes += len(data)
@@ -109,15 +109,15 @@ class Connection(asyncio.Protocol):
                 self._pause_shortly()
 
     def eof_received(self) -> None:
-        """Pass the event on to aiohttp."""
+        """Pass the event to aiohttp."""
         self._inner.eof_received()
 
     def pause_writing(self) -> None:
-        """Pass the event on to aiohttp."""
+        """Pass the event to aiohttp."""
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
-        """Pass the event on to aiohttp."""
+        """Pass the event to aiohttp."""
         self._inner.resume_writing()
 
     def wants_body(self, content: StreamReader | None = None) -> None:
@@ -130,20 +130,20 @@ class Connection(asyncio.Protocol):
         self._resume()
 
     def received(self, request_bytes: int | None) -> None:
-        """Note that the current request is complete. Later data belong to the next request.
+        """Record that the current request is complete. Later data belong to the next request.
 
         Args:
-            request_bytes: The number of bytes of the request. None for a body in chunks, because its size on the
-                connection is unknown. Then no received byte counts as waiting.
+            request_bytes: The number of bytes of the request. None for a body in chunks: its size on the connection is
+                unknown, so no received byte counts as waiting.
         """
         self._is_answering, self._is_in_body, self._content = True, False, None
         self._waiting_bytes = 0 if request_bytes is None else max(self._waiting_bytes - request_bytes, 0)
         self._bound()
 
     def answered(self) -> None:
-        """Note that the reply was sent."""
+        """Record that the reply was sent."""
         self.idle_since = asyncio.get_running_loop().time()
-        if self._is_in_body:  # the body was refused before its end
+        if self._is_in_body:  # the body was refused before it was complete
             self._waiting_bytes = 0
         self._is_answering = self._is_in_body = False
         self._content = None
@@ -151,7 +151,7 @@ class Connection(asyncio.Protocol):
             self._bound()
 
     def _refuse_overhead(self, content: StreamReader) -> None:
-        """End a body in chunks that has too much overhead for its data, such as endless chunk extensions."""
+        """End a body in chunks whose overhead is too large for its data, for example endless chunk extensions."""
         problem = f"{self._body_bytes} bytes were sent for {content.total_bytes} bytes of the body: send larger chunks"
         content.set_exception(MalformedRequest("", problem))
         self._content = None
@@ -159,7 +159,7 @@ class Connection(asyncio.Protocol):
 
     def _pause_shortly(self) -> None:
         """Stop reading for a moment, so that other calls run."""
-        if self._transport is not None and self._transport.is_reading():  # aiohttp has not paused it
+        if self._transport is not None and self._transport.is_reading():  # aiohttp has not paused the connection
             self._pause()
             self._later(_PAUSE_SECONDS, self._resume)
 
@@ -174,11 +174,11 @@ class Connection(asyncio.Protocol):
             self._resume()
         elif self._transport is not None:
             self._pause()
-            if not self._is_answering:  # if no request begins by then, the estimate was too high
+            if not self._is_answering:  # if no request begins within this time, the estimate was too high
                 self._later(_CORRECTION_SECONDS, self._correct)
 
     def _later(self, seconds: float, resume: Callable[[], None]) -> None:
-        """Call `resume` after some seconds, unless the pause ends or changes before."""
+        """Call `resume` after some seconds, unless the pause ends or changes earlier."""
         self._end_pause_timer()
         self._pause_timer = asyncio.get_running_loop().call_later(seconds, resume)
 
@@ -203,20 +203,20 @@ class Connection(asyncio.Protocol):
 
 
 class Refusal(asyncio.Protocol):
-    """A connection over the limit. It gets one reply and is closed. The reply answers a health check, or says 503.
+    """A connection over the limit. It gets one reply and is closed. The reply is 503, or the answer to a health check.
 
-    Health checks always get a reply. Otherwise an orchestrator would restart a server that is full.
+    Health checks always get an answer. Otherwise an orchestrator would restart a server that is full.
     """
 
     def __init__(self, checks: Mapping[bytes, Check], is_serving: Callable[[], bool]) -> None:
-        """Keep the health checks by path, and the function that returns whether every model is ready."""
+        """Take the health checks by path. `is_serving` returns whether every model is ready."""
         self._checks = checks
         self._is_serving = is_serving
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Wait a short time for the request."""
+        """Wait briefly for the request."""
         self._transport = cast("asyncio.Transport", transport)  # uvloop's transports have other base classes
         self._timer = asyncio.get_running_loop().call_later(_REFUSAL_SECONDS, self._transport.close)
 

@@ -21,26 +21,27 @@ from encserve_server.transport.http.app import HttpApp
 from encserve_server.transport.http.connection import Connection, Refusal
 
 _BACKLOG = 2048
-# The limits of a request's head: the size of a line or header, and the number of headers. `app` limits the size of the
-# whole head.
+# The limits of a request's head: the maximum size of a line or header, and the maximum number of headers. `app` limits
+# the size of the whole head.
 _MAX_LINE_BYTES = 8190
 _MAX_HEADERS = 64
-# aiohttp reads about this many bytes of a body ahead. For a body in chunks, it also reads at most a sixteenth of this
-# number of chunks ahead.
+# aiohttp reads about this many bytes of a body ahead. For a body in chunks, aiohttp also limits the number of chunks:
+# at most a sixteenth of this number.
 _READ_AHEAD_BYTES = 4 * 1024
-# The operating system closes a connection if the other end acknowledges no data for this time.
+# The operating system closes a connection if the other end acknowledges no data within this time.
 _UNACKNOWLEDGED_SECONDS = 60.0
 _CLOSE_SECONDS = 1.0
 # The time for a TLS handshake.
 _HANDSHAKE_SECONDS = 10.0
 # The time for the other end to confirm the end of a TLS connection.
 _SHUTDOWN_SECONDS = 1.0
-# The most TLS handshakes, at one time, of connections over the limit. These only get the reply of `Refusal`.
+# The maximum number of TLS handshakes, at one time, for connections over the limit. These connections only get the
+# reply of `Refusal`.
 _SPARE_HANDSHAKES = 64
-# The most bytes of a reply that a TLS connection buffers. It is the number of a plaintext connection. The default for
+# The maximum number of reply bytes that a TLS connection buffers. This is the default for plaintext. The default for
 # TLS is 512 KiB.
 _UNSENT_BYTES = 64 * 1024
-# The pause if a connection cannot be accepted because no descriptor is free. asyncio also waits this long.
+# The pause after a connection could not be accepted because no descriptor was free. asyncio has the same pause.
 _ACCEPT_PAUSE_SECONDS = 1.0
 
 
@@ -53,7 +54,7 @@ async def open_http(
     metrics_port: int,
     certificates: Certificates | None = None,
 ) -> "HttpServer":
-    """Start the HTTP server. It uses TLS with `certificates`, and plaintext without them.
+    """Start the HTTP server. With `certificates`, the server uses TLS; otherwise plaintext.
 
     Args:
         host: The calls of all protocols, and the settings.
@@ -99,12 +100,12 @@ class HttpServer:
         idle_seconds: float,
         certificates: Certificates | None = None,
     ) -> None:
-        """Keep the parts of the server. The server does not listen yet.
+        """Set the parts of the server. The server does not listen yet.
 
         Args:
             app: Answers requests.
             is_serving: Returns whether every model is ready.
-            max_connections: The largest number of open connections.
+            max_connections: The maximum number of open connections.
             idle_seconds: The seconds after which an idle connection is closed.
             certificates: The TLS files; None for plaintext.
         """
@@ -115,7 +116,7 @@ class HttpServer:
         self.handshakes: set[asyncio.Task[None]] = set()
         self._max_connections = max_connections
         self._certificates = certificates
-        # aiohttp logs mistakes and disconnects of callers as errors.
+        # aiohttp logs callers' mistakes and disconnects as errors.
         quiet = logging.getLogger("encserve_server.transport.http.aiohttp")
         quiet.setLevel(logging.CRITICAL)
         self._server = web.Server(
@@ -136,7 +137,7 @@ class HttpServer:
         self._accepting: dict[socket.socket, asyncio.Task[None]] = {}
 
     async def start(self, host: str, port: int) -> None:
-        """Listen on a port; 0 for a free one.
+        """Listen on a port; 0 means a free port.
 
         Raises:
             OSError: The port is not available.
@@ -144,7 +145,7 @@ class HttpServer:
         await self._runner.setup()
         loop = asyncio.get_running_loop()
         for listener in open_listeners(host, port, _BACKLOG):
-            if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit this option
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit this option from the listener
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_UNACKNOWLEDGED_SECONDS * 1000))
             self.port = listener.getsockname()[1]
             if self._certificates is None:
@@ -154,7 +155,7 @@ class HttpServer:
                 self._accepting[listener] = loop.create_task(self._accept(listener, self._certificates))
 
     async def close(self, grace_seconds: float) -> None:
-        """Close idle connections now, and the others after their reply or after `grace_seconds`."""
+        """Close idle connections now. Close each other connection after its reply, or after `grace_seconds`."""
         for listening in self._listening:
             listening.close()
         for task in (ending := [*self._accepting.values(), *self.handshakes]):
@@ -176,8 +177,8 @@ class HttpServer:
     async def _accept(self, listener: socket.socket, certificates: Certificates) -> None:
         """Accept connections and start their TLS handshakes, until cancelled.
 
-        asyncio's own TLS server does not report connections during their handshake. So the number of
-        these connections would have no limit.
+        asyncio's own TLS server does not report connections during their handshake. So the number of these connections
+        would be unlimited.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -203,7 +204,7 @@ class HttpServer:
             self.connections.discard(connection)
 
     async def _encrypt(self, accepted: socket.socket, connection: asyncio.Protocol, context: ssl.SSLContext) -> None:
-        with contextlib.suppress(OSError):  # TLS or the connection has failed, or the time is up
+        with contextlib.suppress(OSError):  # the handshake or the connection failed, or took too long
             transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: connection,
                 accepted,
