@@ -6,6 +6,7 @@ The job is killed, the server restarts, or the server refuses calls for some sec
 import asyncio
 import contextlib
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -121,16 +122,24 @@ def test_a_job_survives_a_restart_of_the_server(corpus: list[Path], want: Any, e
     with killed_after(3, output, encoder) as target:
         done = run(*command(target, corpus, output))
     assert done.returncode == SOME_REJECTED, done.stderr
+    away, back = said(done.stderr)
+    assert re.fullmatch(rf"server {target} is away: trying again for \d+ s", away)
+    assert back == f"server {target} is back"
     check_agreement(output_of(output), want)
 
 
 @pytest.mark.timeout(300 + REFUSAL_SECONDS)
 @pytest.mark.parametrize(
-    ("code", "reason"),
-    [(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"), (grpc.StatusCode.UNAVAILABLE, "NOT_READY")],
+    ("code", "reason", "lines"),
+    [
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", []),
+        (grpc.StatusCode.UNAVAILABLE, "NOT_READY", ["is away: trying again", "is back"]),
+    ],
     ids=["no room", "not ready"],
 )
-async def test_a_job_waits_for_a_server_that_refuses(tmp_path: Path, code: grpc.StatusCode, reason: str) -> None:
+async def test_a_job_waits_for_a_server_that_refuses(
+    tmp_path: Path, code: grpc.StatusCode, reason: str, lines: list[str]
+) -> None:
     texts = [f"{'word ' * (i % 9)}{i}" for i in range(4000)]
     (tmp_path / "texts.txt").write_text("".join(f"{it}\n" for it in texts))
     service = FakeEncoder()
@@ -151,7 +160,9 @@ async def test_a_job_waits_for_a_server_that_refuses(tmp_path: Path, code: grpc.
     finally:
         await service.server.stop(None)
     assert done.returncode == 0, done.stderr
-    assert said(done.stderr) == []
+    assert [re.sub(r" for \d+ s$", "", line) for line in said(done.stderr)] == [
+        f"server {service.target} {line}" for line in lines
+    ]
     table = output_of(tmp_path / "vectors")
     assert table["text"].to_pylist() == texts
     expected = [rows_of_input(pb.Input(text=it)).mean(axis=0) for it in texts]

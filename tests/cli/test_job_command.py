@@ -6,6 +6,7 @@ A job writes Parquet files, which are called parts. A part has one row for each 
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -45,11 +46,10 @@ from encserve_cli.job import (
     embed_files,
 )
 from encserve_cli.job import command as job_command
-from encserve_cli.job.command import Interrupts
-from encserve_cli.job.progress import shown_progress
 from encserve_cli.job.sample import take_sample
 from encserve_cli.job.server import server_facts
 from encserve_cli.job.types import BatchProgress
+from encserve_cli.progress import shown_progress
 from encserve_client import Block, EncodedOutput, EncoderClient, EncodeResult, SequenceInfo, Timings
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -314,28 +314,69 @@ async def test_progress_of_a_job_is_shown_on_a_terminal(
     service: FakeEncoder, source: Path, output: tuple[str, str]
 ) -> None:
     result = await encserve(service, "embed", *inputs(source), *output, env=WIDE_TERMINAL)
-    assert "/25 rows" in result.stderr
+    assert re.search(r" 25 of 25 texts, [\d.,]+ texts/s, 0:00:00 left", result.stderr)
     assert "25 rows in 3 parts" in result.stdout
 
 
+async def test_progress_moves_with_the_first_reply(
+    service: FakeEncoder, source: Path, output: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block of texts becomes several messages. The job reports each reply, although others have not arrived."""
+    reported = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    async def wait_for_report(_: pb.EncodeRequest) -> None:
+        if len(service.requests) > 1:
+            await asyncio.wait_for(reported.wait(), 50)
+
+    def see(progress: JobProgress) -> None:
+        if progress.rows:
+            loop.call_soon_threadsafe(reported.set)
+
+    service.before = wait_for_report
+    service.max_request_sequences = 4
+
+    def embed() -> None:
+        with EncoderClient(service.target) as client:
+            embed_files([source], output[1], client=client, on_progress=see)
+
+    await asyncio.to_thread(embed)
+    assert reported.is_set()
+
+
 def progress_at(rows: int, seconds: float = 10.0, padding: float | None = 0.125) -> JobProgress:
-    return JobProgress(rows, 1000, rows // 10, 2, rows * 50, padding, seconds, 3700.0 if rows else None)
+    return JobProgress(rows, 1000, rows // 10, 2, rows * 50, padding, seconds)
 
 
 def test_in_a_log_there_is_a_line_every_30_s(capsys: pytest.CaptureFixture[str]) -> None:
     clock = FakeClock()
-    with shown_progress(1000, as_json=False, clock=clock.now) as told:
+    with shown_progress(1000, "texts", clock=clock.now) as told:
         for second in range(95):
             told(progress_at(second * 10))
             clock.advance(1)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(" ")[0] for line in lines] == ["300", "600", "900"]
-    assert lines[0] == ("300 of 1,000 rows, 30 parts, 2 rejected, 1,500 tokens/s, 12.5% padding, 1:01:40 left")
+    assert lines[0] == (
+        "300 of 1,000 texts, 30 parts, 2 rejected, 30 texts/s, 1,500 tokens/s, 12.5% padding, 0:00:23 left"
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "facts"),
+    [(0, "600 of 1,000 texts, 60 texts/s, 0:00:07 left"), (500, "600 of 1,000 texts, 10 texts/s, 0:00:40 left")],
+    ids=["a new job", "a job that goes on"],
+)
+def test_the_speed_is_that_of_this_run(before: int, facts: str, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = FakeClock()
+    with shown_progress(1000, "texts", clock=clock.now) as told:
+        clock.advance(30)
+        told(JobProgress(600, 1000, 0, 0, 0, None, 10.0, rows_before=before))
+    assert capsys.readouterr().err.splitlines() == [facts]
 
 
 def test_programs_are_told_at_most_once_a_second(capsys: pytest.CaptureFixture[str]) -> None:
     clock = FakeClock()
-    with shown_progress(1000, as_json=True, clock=clock.now) as told:
+    with shown_progress(1000, "texts", as_json=True, clock=clock.now) as told:
         for step in range(21):
             told(progress_at(step))
             clock.advance(0.125)
@@ -343,24 +384,36 @@ def test_programs_are_told_at_most_once_a_second(capsys: pytest.CaptureFixture[s
     assert [it["rows"] for it in events] == [0, 8, 16]
 
 
+@pytest.mark.parametrize(
+    ("rows", "seconds", "facts"),
+    [
+        (0, 0.0, "0 of 1,000 texts, 2 rejected"),
+        (10, 10.0, "10 of 1,000 texts, 2 rejected, 1.0 texts/s, 0:16:30 left"),
+    ],
+)
 def test_what_is_not_known_yet_is_not_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rows: int, seconds: float, facts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The progress line leaves out unknown figures.
-
-    Before the first batch, the speed and the remaining time are unknown. If a server encodes, the padding is unknown.
-    """
+    """The bar leaves out unknown figures. Before the first batch, the speed and the remaining time are unknown."""
     for name, value in WIDE_TERMINAL.items():
         monkeypatch.setenv(name, value)
-    clock = FakeClock()
-    with shown_progress(1000, as_json=False, clock=clock.now) as told:
-        told(progress_at(0, seconds=0.0, padding=None))
-        clock.advance(1)
-        told(progress_at(10, padding=None))
-    shown = capsys.readouterr().err
-    assert "/1000 rows" in shown
-    assert "50 tokens/s, 1:01:40 left" in shown
-    assert "padding" not in shown
+    with shown_progress(1000, "texts") as told:
+        told(progress_at(rows, seconds))
+    shown = re.split(r"[\r\n]| {2,}", capsys.readouterr().err)
+    assert facts in shown
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_the_bar_fits_into_the_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (TERMINAL | {"COLUMNS": str(columns)}).items():
+        monkeypatch.setenv(name, value)
+    with shown_progress(5_000_000, "texts") as told:
+        told(JobProgress(1_234_567, 5_000_000, 602, 12, 10**9, None, 100.0))
+    lines = [line for line in re.split(r"\x1b\[\S*?[A-Za-z]|\r|\n", capsys.readouterr().err) if line]
+    facts = "1,234,567 of 5,000,000 texts, 12 rejected, 12,346 texts/s, 0:05:05 left"
+    assert any(line.endswith(facts) and len(line) == columns - 3 for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -485,7 +538,9 @@ def test_ctrl_c_ends_after_the_batch_and_says_how_to_go_on(
     result = run_words(Words(interrupt))
     assert result.exit_code == 130, result.output
     done = len(list(folder.glob("part-*")))
-    assert f"{10 * done} of 25 rows, {done} parts, are in {folder}; the same command goes on" in result.stderr
+    assert result.stderr == (
+        f"stopped: {10 * done} of 25 rows, {done} parts, are in {folder}; the same command goes on from there\n"
+    )
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
     words = Words()
     assert run_words(words).exit_code == 0
@@ -505,23 +560,30 @@ def test_ctrl_c_before_the_job_begins(run_words: Callable[..., Result], folder: 
     assert not folder.exists()
 
 
-def test_the_second_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(os, "_exit", sys.exit)
+def test_ctrl_c_ends_a_job_whose_batch_takes_long(
+    run_words: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A batch that does not end gets a second. Then the process ends, with the same line and status."""
+    ended = threading.Event()
+    statuses = list[int]()
 
-    class Job:
-        stops = 0
+    def end(status: int) -> None:
+        statuses.append(status)
+        ended.set()
 
-        def stop(self) -> None:
-            self.stops += 1
+    monkeypatch.setattr(os, "_exit", end)
+    once = threading.Lock()
 
-    with Interrupts() as interrupts:
-        interrupts.job = job = Job()  # type: ignore[assignment]
-        press_ctrl_c()
-        assert job.stops == 1
-        with pytest.raises(SystemExit, match="130"):
+    def never_end(words: Words) -> None:
+        if words.encoded and once.acquire(blocking=False):
             press_ctrl_c()
-    assert job.stops == 1
-    assert "once more ends at once" in capfd.readouterr().err
+            ended.wait(60)
+
+    result = run_words(Words(never_end))
+    assert statuses == [130]
+    line = rf"stopped: \d+ of 25 rows, \d parts, are in {folder}; the same command goes on from there\n"
+    assert re.fullmatch(line, capfd.readouterr().err)
+    assert result.stderr == ""
 
 
 def test_an_error_while_it_stops_is_not_a_failure(run_words: Callable[..., Result]) -> None:

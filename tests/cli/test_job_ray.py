@@ -21,9 +21,10 @@ from encserve_cli.job.job import Backend, EmbedJob
 from encserve_cli.job.local import EngineOptions, LocalBackend
 from encserve_cli.job.plan import MakeOptions
 from encserve_cli.job.ray import RayBackend
-from encserve_cli.job.run import JobProgress, JobSummary, Worker
+from encserve_cli.job.run import JobSummary, Worker
 from encserve_cli.job.store import open_store
 from encserve_cli.job.types import Stopped
+from encserve_cli.progress import JobProgress
 
 pytestmark = pytest.mark.system
 

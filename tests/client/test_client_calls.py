@@ -19,6 +19,7 @@ from encserve_client import (
     InvalidInputError,
     MessageTooLargeError,
     ModelNotFoundError,
+    Outage,
     Output,
     Priority,
     RetryPolicy,
@@ -186,6 +187,22 @@ async def test_the_priority_reaches_the_server(caller: Caller, service: FakeEnco
     service.requests.clear()
     await caller.all_of(client, [[5]] * 5)
     assert [request.priority for request in service.requests] == [few] * 5
+
+
+async def test_an_outage_is_reported(caller: Caller, service: FakeEncoder) -> None:
+    """The server goes away before a call. The call succeeds after the server has restarted on the same port."""
+    outages = list[Outage]()
+    client = caller.connect(retry=RetryPolicy(max_backoff_seconds=0.2), on_outage=outages.append)
+    await caller(client.token_vectors, [[5]])
+    port = int(service.target.rpartition(":")[2])
+    await service.server.stop(None)
+    call = asyncio.create_task(caller(client.token_vectors, [[6]]))
+    await until(lambda: outages)
+    assert not call.done()
+    await service.start(port)
+    assert len(await call) == 1
+    assert [(it.target, it.is_over) for it in outages] == [(service.target, False), (service.target, True)]
+    assert outages[0].seconds_left == pytest.approx(60, abs=30)
 
 
 async def test_a_call_that_a_stopping_server_cancels_is_sent_again(caller: Caller, service: FakeEncoder) -> None:

@@ -20,6 +20,7 @@ from encserve_client import (
     InvalidInputError,
     InvalidRequestError,
     MessageTooLargeError,
+    Outage,
     OverloadedError,
     ProtocolError,
     RetryPolicy,
@@ -31,6 +32,7 @@ from encserve_client._logic.failures import Failure
 from encserve_client._logic.wire import Rpc, run_without_loop
 from encserve_client.inputs import Input
 from encserve_client.options import Options, Output, Progress
+from encserve_client.retry import OnOutage
 from encserve_proto.v1 import encoder_pb2 as pb
 
 Code = grpc.StatusCode
@@ -64,9 +66,24 @@ class Server:
         return self.encode(request)
 
 
-def core_of(timeout_seconds: float = 100.0, max_concurrent: int = 4, retry: RetryPolicy = POLICY) -> Core:
+def core_of(
+    timeout_seconds: float = 100.0,
+    max_concurrent: int = 4,
+    retry: RetryPolicy = POLICY,
+    on_outage: OnOutage | None = None,
+) -> Core:
     """Make a `Core` that always draws the largest jitter, so that the waits before retries are known."""
-    return Core(Settings(timeout_seconds, 64 << 20, max_concurrent, retry, random=lambda: 1.0, target="host:1"))
+    return Core(
+        Settings(
+            timeout_seconds,
+            64 << 20,
+            max_concurrent,
+            retry,
+            random=lambda: 1.0,
+            target="host:1",
+            on_outage=on_outage,
+        )
+    )
 
 
 def encode(
@@ -135,6 +152,45 @@ def test_a_server_that_never_answers_gets_two_seconds() -> None:
     server.wire = FakeWire(lambda rpc, request: (0.0, DOWN))
     with pytest.raises(ServerUnavailableError, match=r"^host:1: down \(sent 2 times\)$"):
         encode(core_of(), server, [[5]])
+
+
+@pytest.mark.parametrize(
+    ("failures", "told"),
+    [
+        ([DOWN] * 5, [(1.0, Outage("host:1", 99.0)), (17.0, Outage("host:1", 0.0, is_over=True))]),
+        ([DOWN, DOWN, FULL], [(1.0, Outage("host:1", 99.0)), (3.0, Outage("host:1", 0.0, is_over=True))]),
+        ([DOWN], []),
+        ([FULL] * 5, []),
+    ],
+    ids=["a long outage", "a full server is there", "too short", "no outage"],
+)
+def test_an_outage_is_reported_once_and_then_its_end(failures: list[Failure], told: list[tuple[float, Outage]]) -> None:
+    """An outage is reported at the first failure that is half a second or more after the beginning."""
+    found = list[tuple[float, Outage]]()
+    server = Server(failing(failures))
+    encode(core_of(on_outage=lambda it: found.append((server.wire.time, it))), server, [[5]])
+    assert found == told
+
+
+def test_each_outage_is_reported_whatever_messages_fail() -> None:
+    """Four messages at a time fail during two outages of 3 s each."""
+
+    def answer(request: Any) -> Any:
+        return (0.0, DOWN) if server.wire.time % 23 < 3 else (20.0, echo(request))
+
+    found = list[bool]()
+    server = Server(answer, max_request_sequences=256)
+    encode(core_of(on_outage=lambda it: found.append(it.is_over)), server, [[1]] * 2048)
+    assert found == [False, True, False, True]
+
+
+def test_a_server_that_never_answered_has_no_outage() -> None:
+    found = list[Outage]()
+    server = Server(failing([]))
+    server.wire = FakeWire(lambda rpc, request: (0.0, DOWN))
+    with pytest.raises(ServerUnavailableError):
+        encode(core_of(on_outage=found.append), server, [[5]])
+    assert found == []
 
 
 def test_all_attempts_of_a_message_share_its_timeout() -> None:

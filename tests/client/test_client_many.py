@@ -307,5 +307,10 @@ async def test_wrong_types_are_the_clients_own_errors(
         await caller(getattr(caller.connect(), method), *arguments, **options)
 
 
+def test_an_outage_is_reported_to_a_function(caller: Caller) -> None:
+    with pytest.raises(InvalidInputError, match="on_outage must be a function or None; was int"):
+        caller.connect(on_outage=1)
+
+
 async def test_a_very_long_timeout_is_no_timeout(caller: Caller) -> None:
     assert (await caller(caller.connect(timeout_seconds=1e12).embed, "a")).shape == (8,)

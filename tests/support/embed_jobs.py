@@ -110,7 +110,7 @@ def run(
 
 def said(errors: str) -> list[str]:
     """Return the lines of standard error, except the progress lines. A job prints a progress line every 30 s."""
-    return [line for line in errors.splitlines() if re.match(r"[\d,]+( of [\d,]+)? rows, ", line) is None]
+    return [line for line in errors.splitlines() if re.match(r"[\d,]+( of [\d,]+)? (texts|inputs)\b", line) is None]
 
 
 def part_names(folder: Path) -> list[str]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from encserve_cli.connection import connection_options
+from encserve_cli.interrupts import Interrupts
 from encserve_cli.shared import SectionCommand, model_options, rare_option, with_client
 
 if TYPE_CHECKING:
@@ -31,14 +32,20 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     help="N calls a second at random times, whether or not earlier calls have replies.",
 )
 @click.option(
-    "--seconds", type=click.FloatRange(0.1, 600), default=10.0, show_default=True, help="The measured time of each row."
+    "--seconds",
+    type=click.FloatRange(0.1, 600),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="The measured time of each row.",
 )
 @rare_option(
     "--warmup-seconds",
     type=click.FloatRange(0, 60),
     default=2.0,
     show_default=True,
-    help="Load before the measured time.",
+    metavar="SECONDS",
+    help="The time of load before the measured time.",
 )
 @click.option(
     "--lengths",
@@ -54,8 +61,18 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     metavar="N",
     help="Inputs in each call.",
 )
-@click.option("--pooling", type=click.Choice(["model", "mean", "cls", "max"]), help="Default: one vector per token.")
-@rare_option("--dtype", type=click.Choice(["float32", "float16"]), default="float32", show_default=True)
+@click.option(
+    "--pooling",
+    type=click.Choice(["model", "mean", "cls", "max"]),
+    help="Pool token vectors into one vector. Default: one vector per token.",
+)
+@rare_option(
+    "--dtype",
+    type=click.Choice(["float32", "float16"]),
+    default="float32",
+    show_default=True,
+    help="The type of the numbers.",
+)
 @model_options
 @with_client
 def bench(
@@ -92,6 +109,7 @@ def bench(
     request = Request(
         sequences_per_call=sequences_per_call, pooling=pooling, dtype=dtype, model=model, version=model_version
     )
+    Interrupts.current().leave()  # asyncio ends a load at Ctrl-C
     results = bench_run.run(client, server.async_client, loads, request, lengths, texts, as_json=as_json)
     if not all(result.calls for result in results):
         click.get_current_context().exit(1)

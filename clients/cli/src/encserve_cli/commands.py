@@ -10,17 +10,45 @@ from encserve_cli.bench import bench
 from encserve_cli.connection import connection_options
 from encserve_cli.files.command import Printing, Sources, prints_rows, reads_inputs
 from encserve_cli.inspect import inspect
+from encserve_cli.interrupts import Interrupts
 from encserve_cli.job_options import makes_jobs
 from encserve_cli.retrieval import embed, similarity
-from encserve_cli.shared import SectionCommand, model_options, text_options, warnings_in_one_line, with_client
+from encserve_cli.shared import (
+    STOPPED,
+    SectionCommand,
+    model_options,
+    text_options,
+    warnings_in_one_line,
+    with_client,
+    write_sections,
+)
 from encserve_cli.tokens import tokenize
 
 if TYPE_CHECKING:
     from encserve_client import EncoderClient, Task
 
 
+class _Group(click.Group):
+    """The command `encserve`, which ends with one line after Ctrl-C."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands before the options."""
+        self.format_commands(ctx, formatter)
+        write_sections(self, ctx, formatter)
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run a command."""
+        with Interrupts() as interrupts:
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt:
+                interrupts.show()
+                ctx.exit(STOPPED)
+
+
 @click.group(
     "encserve",
+    cls=_Group,
     context_settings={
         "help_option_names": ["-h", "--help"],
         "auto_envvar_prefix": "ENCSERVE",
@@ -38,9 +66,9 @@ def cli(context: click.Context) -> None:
 @cli.command(cls=SectionCommand)
 @connection_options
 @reads_inputs
+@prints_rows
 @model_options
 @text_options
-@prints_rows
 @click.option("--exclude-special", is_flag=True, help="Leave out the rows of special tokens.")
 @makes_jobs
 @with_client

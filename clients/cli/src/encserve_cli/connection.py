@@ -1,6 +1,7 @@
 """The options of the connection to a server. Every command has them, and `encserve` has them before the command."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from encserve_cli.shared import CONNECTION, SectionOption, with_options
+from encserve_cli.shared import CONNECTION, SectionOption, say, with_options
 
 if TYPE_CHECKING:
-    from encserve_client import AsyncEncoderClient, EncoderClient, Priority, Tls
+    from encserve_client import AsyncEncoderClient, EncoderClient, Outage, Priority, Tls
 
 Command = Callable[..., Any]
 FILE_TIMEOUT_SECONDS = 300.0
@@ -23,7 +24,8 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {  # what `click.option` takes, by f
         "default": "localhost:50051",
         "show_default": True,
         "show_envvar": True,
-        "help": "The server, host:port. The default port is 50051.",
+        "metavar": "HOST:PORT",
+        "help": "The server. The default port is 50051.",
     },
     "--timeout": {
         "type": float,
@@ -35,8 +37,12 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {  # what `click.option` takes, by f
     "--ca": {"type": click.Path(path_type=Path), "help": "PEM file of trusted authorities; implies --tls."},
     "--cert": {"type": click.Path(path_type=Path), "help": "PEM file of the client's certificate; implies --tls."},
     "--tls-key": {"type": click.Path(path_type=Path), "help": "PEM file of the private key of --cert."},
-    "--server-name": {"help": "The name in the server's certificate; implies --tls. Default: the target's host."},
+    "--server-name": {
+        "metavar": "NAME",
+        "help": "The name in the server's certificate; implies --tls. Default: the target's host.",
+    },
     "--api-key": {
+        "metavar": "KEY",
         "show_envvar": True,
         "help": "The server's API key, or any bearer token. Use --tls with a key.",
     },
@@ -91,7 +97,15 @@ class Connection:
             api_key=self.api_key,
             metadata=self.metadata,
             priority=priority,
+            on_outage=_show_outage,
         )
+
+
+def _show_outage(outage: "Outage") -> None:
+    """Write a line on stderr."""
+    limit = "" if outage.seconds_left == math.inf else f" for {outage.seconds_left:.0f} s"
+    state = "is back" if outage.is_over else f"is away: trying again{limit}"
+    say(f"server {outage.target} {state}")
 
 
 def connection_options(command: Command) -> Command:

@@ -26,14 +26,16 @@ def _numbers(context: click.Context, option: click.Parameter, value: str | None)
     return found
 
 
-@click.command(cls=SectionCommand)
+@click.command(cls=SectionCommand, short_help="Print the layers of the model for one TEXT.")
 @connection_options
 @reads_inputs
 @model_options
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with figures to this file.")
 @click.option("--layers", callback=_numbers, metavar="N,N,…", help="Only these layers, from 0. Default: all layers.")
 @text_options
-@rare_option("--max-rows", type=click.IntRange(min=0), default=32, show_default=True, help="Tokens to print.")
+@rare_option(
+    "--max-rows", type=click.IntRange(min=0), default=32, show_default=True, metavar="N", help="Tokens to print."
+)
 @with_client
 def inspect(
     client: "EncoderClient",

@@ -32,33 +32,33 @@ _FOLDER: _Options = {
     "--keep": {
         "multiple": True,
         "metavar": "NAME[:TYPE][,...]",
-        "help": "Columns of the inputs to copy into the output; may be repeated. TYPE is string, int64, double or "
-        "bool; default: the type in Parquet, string in .csv, and the type of the first values in .jsonl.",
+        "help": "Copy these columns of the inputs into the output; may be repeated. TYPE is string, int64, double or "
+        "bool. Default: the type in Parquet, string in .csv, and the type of the first values in .jsonl.",
     },
     "--overwrite": {"is_flag": True, "help": "Remove the output of another job from the folder first."},
     "--add-inputs": {"is_flag": True, "help": "Add the files of --input that the job does not have yet."},
     "--max-rejected": {
         "type": click.IntRange(min=0),
         "metavar": "N",
-        "help": "Fail once more rows than that are rejected. Default: any number may be.",
+        "help": "Fail when more than N rows are rejected. Default: no limit.",
     },
     "--shard": {
         "type": _ShardType(),
         "metavar": "I/N",
-        "help": "Do share I of N, from 0/N to N-1/N: N commands do the job together, as in a Slurm array.",
+        "help": "Do share I of N, from 0/N to N-1/N. N commands do the job together, as in a Slurm array.",
     },
-    "--dry-run": {"is_flag": True, "help": "Show the plan and about how long it takes, and write nothing."},
+    "--dry-run": {"is_flag": True, "help": "Show the plan and the estimated time. Write nothing."},
 }
-# The options of the engine have the names and the texts of encserve-server.
+# The options of the engine have the names of encserve-server.
 _BUNDLE: _Options = {
     "--bundle": {
         "metavar": "BUNDLE",
-        "help": "Run this model, with no server: the folder of a bundle or of its versions, a directory that holds a "
-        "checkpoint, or OWNER/NAME on the hub. Needs encserve-server, and for checkpoints encserve-export.",
+        "help": "Run this model without a server: the folder of a bundle or of its versions, the folder of a "
+        "checkpoint, or OWNER/NAME on the hub. Needs encserve-server. Checkpoints also need encserve-export.",
     },
     "--engine": {
         "type": click.Choice(["onnxruntime", "openvino"]),
-        "help": "What runs the model; openvino is for the CPU only. Default: onnxruntime.",
+        "help": "The engine. openvino is for the CPU only. Default: onnxruntime.",
     },
     "--precision": {
         "type": click.Choice(["model", "float32", "bfloat16"]),
@@ -67,17 +67,17 @@ _BUNDLE: _Options = {
     },
     "--device": {
         "type": click.Choice(["auto", "cpu", "cuda"]),
-        "help": "Where it runs. Default: auto, which is CUDA where that loads, and otherwise the CPU.",
+        "help": "The device. auto takes CUDA if CUDA loads, otherwise the CPU. Default: auto.",
     },
     "--max-batch-tokens": {
         "type": _AT_LEAST_1,
         "metavar": "N",
-        "help": "Most padded tokens in a batch. Default: measured when the model is loaded for the first time.",
+        "help": "The most padded tokens in a batch. Default: measured when the model is loaded for the first time.",
     },
     "--intra-op-threads": {
         "type": _AT_LEAST_1,
         "metavar": "N",
-        "help": "Threads that run batches on the CPU. Default: the CPUs this process may use.",
+        "help": "Threads that run batches on the CPU. Default: the number of CPUs that this process may use.",
     },
     "--parallel-batches": {
         "type": _AT_LEAST_1,
@@ -88,8 +88,8 @@ _BUNDLE: _Options = {
     "--cache-dir": {
         "type": click.Path(file_okay=False, path_type=Path),
         "metavar": "FOLDER",
-        "help": "Folder of weights that all processes of this user map, so that they are in memory once; off for none. "
-        "Default: $XDG_CACHE_HOME/encserve or ~/.cache/encserve.",
+        "help": "The folder of a cache of weights. All processes of this user share the cache in memory. off for no "
+        "cache. Default: $XDG_CACHE_HOME/encserve or ~/.cache/encserve.",
     },
 }
 _RAY: _Options = {

@@ -32,11 +32,11 @@ _MOST_TEXTS = 1000
 @click.command(cls=SectionCommand)
 @connection_options
 @reads_inputs
+@prints_rows
 @model_options
 @_KIND
 @_POOLING
 @text_options
-@prints_rows
 @makes_jobs
 @with_client
 def embed(

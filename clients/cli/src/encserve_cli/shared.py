@@ -1,6 +1,7 @@
 """Decorators and checks that several commands of `encserve` use."""
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -50,19 +51,24 @@ class SectionOption(click.Option):
 rare_option = functools.partial(click.option, cls=SectionOption, section="More options")
 
 
+def write_sections(command: click.Command, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    """Write the options into a help. Options without a section come first, and the connection options last."""
+    sections: dict[str, list[tuple[str, str]]] = {"Options": []}
+    for parameter in command.get_params(ctx):
+        record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+        if record is not None:
+            sections.setdefault(getattr(parameter, "section", "Options"), []).append(record)
+    for title, records in sorted(sections.items(), key=lambda section: section[0] == CONNECTION):
+        with formatter.section(title):
+            formatter.write_dl(records)
+
+
 class SectionCommand(click.Command):
     """A command with sections of options in its help."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options. Options without a section come first, and the connection options last."""
-        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
-            if record is not None:
-                sections.setdefault(getattr(parameter, "section", "Options"), []).append(record)
-        for title, records in sorted(sections.items(), key=lambda section: section[0] == CONNECTION):
-            with formatter.section(title):
-                formatter.write_dl(records)
+        """Write the options."""
+        write_sections(self, ctx, formatter)
 
 
 def with_client(command: F) -> F:
@@ -78,12 +84,18 @@ def with_client(command: F) -> F:
     return wrapper  # type: ignore[return-value]
 
 
+def say(line: str) -> None:
+    """Write a line to stderr. A progress bar moves below the line, but `click.echo` would write into the bar."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
 @contextmanager
 def errors_in_one_line(*others: type[Exception]) -> Iterator[None]:
     """Print the errors of commands, and other errors, as one line on stderr, and exit with status 1.
 
-    The errors of the client's arguments name options instead. Ctrl-C prints one line, too, and exits with status 130.
-    If the reader of stdout has gone, as in `encserve … | head -1`, click exits with status 1 and prints nothing.
+    The errors of the client's arguments name options instead. If the reader of stdout has gone, as in
+    `encserve … | head -1`, click exits with status 1 and prints nothing.
     """
     from encserve_client import EncserveError
 
@@ -92,9 +104,6 @@ def errors_in_one_line(*others: type[Exception]) -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise
-    except KeyboardInterrupt:
-        click.echo("stopped", err=True)
-        click.get_current_context().exit(STOPPED)
     except caught as error:
         raise click.ClickException(_one_line(error)) from error
 
@@ -119,7 +128,7 @@ def warnings_in_one_line() -> Iterator[None]:
     """Print warnings as one line on stderr, without the source line."""
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
-        click.echo(f"Warning: {message}", err=True)
+        say(f"Warning: {message}")
 
     with warnings.catch_warnings():
         warnings.showwarning = show
@@ -136,8 +145,10 @@ def model_options(command: F) -> F:
     """Add --model, --model-version and --json."""
     return with_options(
         command,
-        click.option("--model", help="Default: the server's default model."),
-        rare_option("--model-version", help="Default: the model's default version."),
+        click.option("--model", metavar="NAME", help="The model. Default: the server's default model."),
+        rare_option(
+            "--model-version", metavar="VERSION", help="The version of the model. Default: the model's default version."
+        ),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     )
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from encserve_client.options import OffsetUnit
 
 
-@click.command(cls=SectionCommand)
+@click.command(cls=SectionCommand, short_help="Print the tokens of each TEXT.")
 @connection_options
 @reads_texts
 @model_options

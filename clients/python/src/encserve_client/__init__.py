@@ -53,7 +53,7 @@ from encserve_client.results import (
     TaskInfo,
     Timings,
 )
-from encserve_client.retry import RetryPolicy
+from encserve_client.retry import Outage, RetryPolicy
 from encserve_client.scoring import maxsim, rank
 from encserve_client.spans import sentence_spans, token_spans
 from encserve_client.tls import Tls
@@ -84,6 +84,7 @@ __all__ = [
     "MessageTooLargeError",
     "ModelInfo",
     "ModelNotFoundError",
+    "Outage",
     "Output",
     "OutputKind",
     "OverloadedError",

@@ -3,7 +3,7 @@
 import functools
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence, Sized
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict, TypeVar, cast
 
 import grpc
 
@@ -47,10 +47,11 @@ from encserve_client.options import (
     Task,
 )
 from encserve_client.results import EncodeResult
-from encserve_client.retry import RetryPolicy
+from encserve_client.retry import OnOutage, RetryPolicy
 from encserve_client.tls import Tls
 from encserve_proto.v1 import encoder_pb2 as pb
 
+F = TypeVar("F")
 MIB = 1024 * 1024
 DEFAULT_TIMEOUT_SECONDS = 30.0
 DEFAULT_MAX_MESSAGE_BYTES = 64 * MIB
@@ -130,6 +131,7 @@ class BaseClient:
         priority: Priority | None = None,
         expected_fingerprint: str | None = None,
         expected_space_id: str | None = None,
+        on_outage: OnOutage | None = None,
         channel_arguments: Mapping[str, str | int] | None = None,
     ) -> None:
         self._target = as_target(target)
@@ -144,6 +146,7 @@ class BaseClient:
                 check_type("expected_space_id", expected_space_id or "", str, "a str or None"),
             ),
             priority=priority,
+            on_outage=check_function("on_outage", on_outage),
         )
         self._core = Core(settings)
         checked_tls, self._credentials = channel_credentials(tls, credentials)
@@ -221,7 +224,7 @@ class BaseClient:
         progress: Progress | None,
     ) -> EncodeResult:
         items, _ = read_inputs(inputs)
-        check_progress(progress)
+        check_function("progress", progress)
         return await self._core.encode(
             self._wire(), items, key, options, timeout_seconds, describe=True, progress=progress
         )
@@ -237,7 +240,7 @@ class BaseClient:
         """Return the first output of each input: a matrix if the output is pooled, otherwise a list."""
         items, is_one = read_inputs(inputs)
         check_inputs(items)
-        check_progress(progress)
+        check_function("progress", progress)
         kind = options.outputs[0].kind
         if not items and kind in ("tokens", "multi_vector", "sparse"):
             return []
@@ -263,7 +266,7 @@ class BaseClient:
         items, is_one = read_inputs(texts)
         for index, item in enumerate(items):
             check_type(f"texts[{index}]", item, str, "a str")
-        check_progress(progress)
+        check_function("progress", progress)
         if not items:
             return []
         template = pb.TokenizeRequest(
@@ -310,7 +313,7 @@ class BaseClient:
         """
         self._check_open()
         check_iterable(inputs)
-        check_progress(progress)
+        check_function("progress", progress)
         if max_in_flight is None:
             few_rows = options.outputs[0].is_pooled or options.outputs[0].kind == "sparse"
             max_in_flight = DEFAULT_MAX_VECTORS_IN_FLIGHT if few_rows else DEFAULT_MAX_IN_FLIGHT
@@ -327,9 +330,10 @@ class BaseClient:
         return self._core.stream(wire, key, options, TimeLimit(seconds), stream)
 
 
-def check_progress(progress: object) -> None:
-    """Raise InvalidInputError unless `progress` is a function or None."""
-    check_type("progress", progress, (Callable, type(None)), "a function or None")  # type: ignore[arg-type]
+def check_function(name: str, function: F) -> F:
+    """Return `function`. Raise InvalidInputError unless it is a function or None."""
+    check_type(name, function, (Callable, type(None)), "a function or None")  # type: ignore[arg-type]
+    return function
 
 
 def model_key(model: str | None, version: str | None) -> ModelKey:

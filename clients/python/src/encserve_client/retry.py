@@ -1,6 +1,7 @@
 """Settings for retries."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from encserve_client._arguments import as_float, as_int
@@ -8,6 +9,25 @@ from encserve_client.exceptions import InvalidInputError
 
 # A lower bound of the longest wait, because the number of attempts has no bound by default.
 _MIN_LONGEST_WAIT_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """A server that has answered a client before, and is unavailable now.
+
+    Attributes:
+        target: The target of the client.
+        seconds_left: The seconds for which the client sends the message again. `math.inf` for no limit, 0 if `is_over`.
+        is_over: Whether the server answers again.
+    """
+
+    target: str
+    seconds_left: float
+    is_over: bool = False
+
+
+OnOutage = Callable[[Outage], None]
+"""A function that is called when an outage begins and when the outage is over. Any thread with a call may call it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

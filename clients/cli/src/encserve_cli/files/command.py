@@ -132,7 +132,7 @@ def reads_texts(command: Command) -> Command:
             "a path, a URI such as s3://bucket/texts.csv, a pattern such as 'corpus/*.parquet' in quotes, or - for "
             "standard input, one text a line. May be repeated.",
         ),
-        click.option("--column", metavar="NAME", help='The column of files. Default: "text", or the only column.'),
+        click.option("--column", metavar="NAME", help='The column of the inputs. Default: "text", or the only column.'),
         rare_option("--text", "only_texts", is_flag=True, help="Every TEXT is a text, even if it looks like a file."),
     )
 
@@ -188,19 +188,29 @@ def prints_rows(command: Command) -> Command:
         click.option(
             "--output",
             metavar="FILE|FOLDER/|-",
-            help=f"Write the vectors to this file: {', '.join(_SUFFIXES)}. Or fill this folder with a job. With - "
-            "print the lines of a .jsonl file.",
+            help=f"Write the vectors to this file: {', '.join(_SUFFIXES)}. FOLDER/ starts a job that fills the folder. "
+            "- prints the lines of a .jsonl file.",
         ),
         rare_option(
-            "--max-rows", type=click.IntRange(min=0), default=32, show_default=True, help="Rows to print of each text."
+            "--max-rows",
+            type=click.IntRange(min=0),
+            default=32,
+            show_default=True,
+            metavar="N",
+            help="Rows to print of each text.",
         ),
-        rare_option("--dimensions", type=click.IntRange(min=1), help="Cut each row to so many numbers. Default: all."),
+        rare_option(
+            "--dimensions",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Keep only the first N numbers of each row. Default: all.",
+        ),
         rare_option(
             "--dtype",
             type=click.Choice(["float32", "float16", "int8", "binary"]),
             default="float32",
             show_default=True,
-            help="The type of the numbers. int8, and binary with 8 of them in a byte, are for vectors, not for rows of "
-            "tokens or sparse weights.",
+            help="The type of the numbers. binary has 8 numbers in a byte. int8 and binary are for vectors, not for "
+            "rows of tokens or sparse weights.",
         ),
     )

@@ -8,9 +8,10 @@ from encserve_cli.job.api import RayOptions, embed_files
 from encserve_cli.job.job import Backend, EmbedJob
 from encserve_cli.job.local import EngineOptions, LocalBackend
 from encserve_cli.job.plan import MakeOptions, ModelFacts, Plan
-from encserve_cli.job.run import JobProgress, JobSummary, LocalWorker, OnProgress, TooManyRejected, Worker
+from encserve_cli.job.run import JobSummary, LocalWorker, TooManyRejected, Worker
 from encserve_cli.job.server import ServerBackend
 from encserve_cli.job.types import Encoded, Encoder, InputFile, Part, Shard, Stopped
+from encserve_cli.progress import JobProgress, OnProgress
 
 __all__ = [
     "Backend",

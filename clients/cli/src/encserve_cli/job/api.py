@@ -9,9 +9,10 @@ from encserve_cli.job.bundles import find_bundle
 from encserve_cli.job.job import Backend, EmbedJob
 from encserve_cli.job.local import EngineOptions, LocalBackend
 from encserve_cli.job.plan import MakeOptions
-from encserve_cli.job.run import JobSummary, OnProgress
+from encserve_cli.job.run import JobSummary
 from encserve_cli.job.server import ServerBackend
 from encserve_cli.job.types import Shard
+from encserve_cli.progress import OnProgress
 from encserve_client import DType, EncoderClient, OutputKind, Task
 
 

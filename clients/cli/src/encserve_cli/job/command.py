@@ -3,36 +3,32 @@
 import ctypes
 import functools
 import os
-import signal
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
-from types import FrameType
 from typing import Any
 
 import click
-from rich.console import Console
 
 from encserve_cli.files.command import Printing, Sources
 from encserve_cli.files.delivery import deliver
 from encserve_cli.files.reading import InputKind, ReadOptions
 from encserve_cli.files.rows import MIB, Value
+from encserve_cli.interrupts import Interrupts
 from encserve_cli.job.api import RayOptions, backend_of
 from encserve_cli.job.job import Backend, EmbedJob
 from encserve_cli.job.local import EngineOptions
 from encserve_cli.job.plan import MakeOptions, json_text
-from encserve_cli.job.progress import shown_progress
 from encserve_cli.job.run import LocalWorker
 from encserve_cli.job.sample import take_sample
 from encserve_cli.job.showing import plan_lines, plan_record, summary_lines, summary_record
-from encserve_cli.job.types import Encoder, Shard, ignore_batch
+from encserve_cli.job.types import Encoder, Shard
+from encserve_cli.progress import Count, shown_progress
 from encserve_cli.shared import STOPPED, errors_in_one_line
-from encserve_client import EncodeResult, InvalidRequestError, Timings
+from encserve_client import EncoderClient, EncodeResult, InvalidRequestError, Timings
 
 SOME_REJECTED = 3
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's <malloc.h>
 
 _ENGINE = tuple(it.name for it in fields(EngineOptions))
@@ -52,23 +48,19 @@ def run_job(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """
     _give_memory_back()
     context = click.get_current_context()
+    Interrupts.current().describe(lambda: "stopped before the job began; nothing was computed")
     with errors_in_one_line(RuntimeError), ExitStack() as stack:
-        interrupts = stack.enter_context(Interrupts())
-        try:
-            client = None if "bundle" in given else stack.enter_context(context.obj.client("bulk", reads_files=True))
-            backend = backend_of(
-                bundle=given.get("bundle"),
-                client=client,
-                model=options["model"],
-                model_version=options["model_version"],
-                engine=_engine_options(given),
-                ray=_ray_options(given),
-            )
-            with _open(backend, given, options) as job:
-                status = _work(job, interrupts, given, as_json=options["as_json"])
-        except KeyboardInterrupt:
-            click.echo("stopped before the job began; nothing was computed", err=True)
-            status = STOPPED
+        client = None if "bundle" in given else stack.enter_context(context.obj.client("bulk", reads_files=True))
+        backend = backend_of(
+            bundle=given.get("bundle"),
+            client=client,
+            model=options["model"],
+            model_version=options["model_version"],
+            engine=_engine_options(given),
+            ray=_ray_options(given),
+        )
+        with _open(backend, given, options) as job:
+            status = _work(job, client, given, as_json=options["as_json"])
     if status:
         context.exit(status)
 
@@ -113,10 +105,10 @@ def deliver_from_bundle(given: Mapping[str, Any], options: Mapping[str, Any]) ->
         deliver(run, options["sources"], options["printing"], options["as_json"], worker.stop)
 
 
-def _encode(encoder: Encoder, inputs: Sequence[Value]) -> EncodeResult:
+def _encode(encoder: Encoder, inputs: Sequence[Value], count: Count) -> EncodeResult:
     """Return the outputs as a client's `run` does. A refused input fails the call."""
     began = time.perf_counter()
-    encoded = encoder.encode(inputs, ignore_batch)
+    encoded = encoder.encode(inputs, lambda rows, *_: count(rows))
     if encoded.refused:
         error = InvalidRequestError(encoded.refused[min(encoded.refused)])
         error.index = min(encoded.refused)
@@ -167,21 +159,23 @@ def _columns(given: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name))
 
 
-def _work(job: EmbedJob, interrupts: "Interrupts", given: Mapping[str, Any], *, as_json: bool) -> int:
+def _work(job: EmbedJob, client: EncoderClient | None, given: Mapping[str, Any], *, as_json: bool) -> int:
     """Run a job that is open, or show its plan, and return the exit status."""
     if "dry_run" in given:
         _show_plan(job, as_json=as_json)
         return 0
     if as_json:
         _event("plan", plan_record(job.plan, job.shard, job.store.uri, job.finished(), None))
-    interrupts.job = job
+    unit = "texts" if job.plan.read.input_kind == "text" else "inputs"
+    interrupts = Interrupts.current()
+    interrupts.describe(functools.partial(_stopped, job, given), job.stop, *([] if client is None else [client.close]))
     try:
-        with shown_progress(job.total_rows, as_json=as_json) as on_progress:
+        with shown_progress(job.total_rows, unit, as_json=as_json) as on_progress:
             summary = job.run(on_progress=on_progress, max_rejected=given.get("max_rejected"))
     except Exception:
         if not interrupts.came:  # a job that is stopped may fail in other ways than with Stopped
             raise
-        click.echo(_stopped(job, given), err=True)
+        interrupts.show()
         return STOPPED
     if as_json:
         _event("done", summary_record(summary))
@@ -206,45 +200,8 @@ def _event(name: str, record: Mapping[str, Any]) -> None:
 
 
 def _stopped(job: EmbedJob, given: Mapping[str, Any]) -> str:
-    finished = job.finished()
+    finished = dict(job.finished())  # another thread may add parts
     rows = sum(it.rows for it in finished.values())
     total = "" if job.total_rows is None else f" of {job.total_rows:,}"
     again = "the same command without --overwrite" if "overwrite" in given else "the same command"
     return f"stopped: {rows:,}{total} rows, {len(finished):,} parts, are in {job.store.uri}; {again} goes on from there"
-
-
-class Interrupts:
-    """A context in which the first Ctrl-C or SIGTERM stops the job after its batches, and the second ends at once.
-
-    Before the job runs, the first one raises KeyboardInterrupt.
-
-    Attributes:
-        came: Whether a signal came.
-        job: The running job; None before a job runs.
-    """
-
-    def __init__(self) -> None:
-        """Nothing is stopped yet."""
-        self.came = False
-        self.job: EmbedJob | None = None
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "Interrupts":
-        if threading.current_thread() is threading.main_thread():  # no other may set handlers
-            self._before = {it: signal.signal(it, self._handle) for it in _SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.came:
-            Console(stderr=True).show_cursor()  # which a bar hides
-            os._exit(STOPPED)
-        self.came = True
-        if self.job is None:
-            raise KeyboardInterrupt
-        # Not through sys.stderr, which the interrupted code may be writing to.
-        os.write(2, b"\nstopping after the batches that run; once more ends at once\n")
-        self.job.stop()

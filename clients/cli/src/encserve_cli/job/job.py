@@ -20,9 +20,10 @@ from encserve_cli.job.plan import (
     match_inputs,
     rows_of_part,
 )
-from encserve_cli.job.run import JobRun, JobSummary, OnProgress, Worker
+from encserve_cli.job.run import JobRun, JobSummary, Worker
 from encserve_cli.job.store import Store, open_store, write_text
 from encserve_cli.job.types import InputFile, Part, PartReport, Shard
+from encserve_cli.progress import OnProgress
 
 
 class Backend(Protocol):
@@ -229,13 +230,14 @@ class EmbedJob:
             TooManyRejected: More rows than `max_rejected` were rejected, also by earlier runs.
             Exception: An error of the model, the inputs or the output.
         """
-        finished = self.finished()
+        finished = self._finished = dict(self.finished())
         run = JobRun(self.plan, finished, total_rows=self.total_rows, on_progress=on_progress)
         run.check_rejected(max_rejected)
         work = self.plan.work(finished, self.shard, divided=self.worker.divides_files)
-        self._finished = None
-        with closing(self.worker.run(self.plan, self.store, work, run.count_batch)) as reports:
+        run.counter.report()
+        with closing(self.worker.run(self.plan, self.store, work, run.counter.count_batch)) as reports:
             for report in reports:
+                finished[report.part] = report
                 run.count_part(report)
                 run.check_rejected(max_rejected)
         return run.summary(self.store.uri)

@@ -1,10 +1,8 @@
 """The loop of a job: blocks of rows are read in order, a few are encoded at a time, and each part is written."""
 
 import itertools
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from encserve_cli.job.output import REJECTED, write_part
 from encserve_cli.job.plan import MakeOptions, ModelFacts, Plan
 from encserve_cli.job.store import Store
 from encserve_cli.job.types import BatchProgress, Block, Encoded, Encoder, Part, PartReport, Stopped, Work
+from encserve_cli.progress import OnProgress, ProgressCounter
 
 # One is computed, one is tokenized or waits, and one is written; a fourth is being read.
 _BLOCKS_AT_ONCE = 3
@@ -25,37 +24,6 @@ class TooManyRejected(ValueError):
     """More rows were rejected than the job allows."""
 
 
-@dataclass(frozen=True, slots=True)
-class JobProgress:
-    """The progress of a job.
-
-    Attributes:
-        rows: The rows that are done, also by earlier runs. In unfinished parts, the encoded rows count.
-        total_rows: The rows of the job; None if they are not known.
-        parts: The parts that are done.
-        rejected: The rows that were rejected.
-        tokens: The tokens that this run computed, without padding.
-        padding: The share of padding in the work of this run, from 0 to 1; None if it is not known.
-        seconds: The duration of this run so far.
-        seconds_left: The time for the other rows at the same speed; None if it is not known.
-    """
-
-    rows: int
-    total_rows: int | None
-    parts: int
-    rejected: int
-    tokens: int
-    padding: float | None
-    seconds: float
-    seconds_left: float | None
-
-    @property
-    def tokens_per_second(self) -> float:
-        """The speed of this run."""
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-
-OnProgress = Callable[[JobProgress], None]
 Reports = Generator[PartReport, None, None]
 
 
@@ -198,7 +166,11 @@ def _until_failure(blocks: Iterator[Block], failure: list[Exception]) -> Iterato
 
 
 class JobRun:
-    """One run of a job: counts, reports progress, and makes the summary."""
+    """One run of a job: counts parts, and makes the summary.
+
+    Attributes:
+        counter: Counts the rows, and reports the progress.
+    """
 
     def __init__(
         self, plan: Plan, finished: Mapping[Part, PartReport], *, total_rows: int | None, on_progress: OnProgress | None
@@ -211,40 +183,28 @@ class JobRun:
             total_rows: The rows that the output will have; None if they are not known.
             on_progress: See `encserve_cli.job.embed_files`.
         """
+        self.counter = ProgressCounter(
+            total_rows,
+            on_progress,
+            rows=sum(it.rows for it in finished.values()),
+            parts=len(finished),
+            rejected=sum(it.rejected for it in finished.values()),
+        )
         self._plan = plan
-        self._total_rows = total_rows
-        self._on_progress = on_progress
-        self._lock = threading.Lock()
-        self._began = time.monotonic()
-        self._parts_before = self._parts = len(finished)
-        self._rows_before = self._rows = sum(it.rows for it in finished.values())
-        self._rejected = sum(it.rejected for it in finished.values())
+        self._parts_before = len(finished)
         self._first_rejected = ""
-        self._batch_rows = self._tokens = self._padded_tokens = 0
-
-    def count_batch(self, rows: int, tokens: int, padded_tokens: int) -> None:
-        """Count rows that are encoded; a `BatchProgress`."""
-        with self._lock:
-            self._batch_rows += rows
-            self._tokens += tokens
-            self._padded_tokens += padded_tokens
-        self._report()
 
     def count_part(self, report: PartReport) -> None:
         """Count a part that is written."""
-        with self._lock:
-            self._parts += 1
-            self._rows += report.rows
-            self._rejected += report.rejected
-            self._first_rejected = self._first_rejected or report.first_rejected
-        self._report()
+        self._first_rejected = self._first_rejected or report.first_rejected
+        self.counter.count_part(report.rows, report.rejected)
 
     def check_rejected(self, most: int | None) -> None:
         """Raise TooManyRejected if more than `most` rows were rejected."""
-        if most is not None and self._rejected > most:
+        if most is not None and self.counter.rejected > most:
             example = f", such as {self._first_rejected}" if self._first_rejected else ""
             raise TooManyRejected(
-                f"{self._rejected:,} rows were rejected, more than --max-rejected {most:,}{example}; "
+                f"{self.counter.rejected:,} rows were rejected, more than --max-rejected {most:,}{example}; "
                 f"{REJECTED}/ in the output names all of them"
             )
 
@@ -252,32 +212,12 @@ class JobRun:
         """Return the result of the job, whose output is in a folder."""
         return JobSummary(
             output=output,
-            rows=self._rows,
-            rejected=self._rejected,
+            rows=self.counter.rows,
+            rejected=self.counter.rejected,
             first_rejected=self._first_rejected,
-            parts=self._parts,
+            parts=self.counter.parts,
             parts_before=self._parts_before,
-            tokens=self._tokens,
-            seconds=time.monotonic() - self._began,
+            tokens=self.counter.tokens,
+            seconds=self.counter.seconds,
             plan=self._plan,
         )
-
-    def _report(self) -> None:
-        if self._on_progress is None:
-            return
-        with self._lock:
-            seconds = time.monotonic() - self._began
-            rows = max(self._rows, self._rows_before + self._batch_rows)
-            left = None if self._total_rows is None else max(self._total_rows - rows, 0)
-            done = rows - self._rows_before
-            progress = JobProgress(
-                rows=rows,
-                total_rows=self._total_rows,
-                parts=self._parts,
-                rejected=self._rejected,
-                tokens=self._tokens,
-                padding=1 - self._tokens / self._padded_tokens if self._padded_tokens else None,
-                seconds=seconds,
-                seconds_left=None if left is None or not done else seconds * left / done,
-            )
-        self._on_progress(progress)

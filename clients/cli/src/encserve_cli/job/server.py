@@ -12,6 +12,7 @@ from encserve_cli.files.rows import Value
 from encserve_cli.job.plan import MakeOptions, ModelFacts
 from encserve_cli.job.run import LocalWorker
 from encserve_cli.job.types import BatchProgress, Encoded, Stopped
+from encserve_cli.progress import counting
 from encserve_client import Block, EncoderClient, EncodeResult, InferenceError, InvalidRequestError, ModelInfo
 
 
@@ -49,20 +50,16 @@ class ServerEncoder:
         Raises:
             ValueError: The server has replaced the bundle since the job began.
         """
-        reported = 0
 
-        def report(finished: int, _: int | None) -> None:
-            nonlocal reported
+        def count(rows: int) -> None:
             if self._stopped:
                 raise Stopped
-            if finished > reported:
-                on_batch(finished - reported, 0, 0)
-                reported = finished
+            on_batch(rows, 0, 0)
 
         # The server batches only the inputs that wait, so messages of similar lengths need less padding.
         order = sorted(range(len(values)), key=lambda index: len(values[index]))
         inputs = [values[index] for index in order]
-        result = self._run(inputs, progress=report)
+        result = self._run(inputs, progress=counting(count))
         for error in result.errors.values():
             if not isinstance(error, InvalidRequestError | InferenceError):  # the input may succeed later
                 raise error

@@ -10,10 +10,10 @@ from encserve_cli.files.rows import MIB
 from encserve_cli.files.writing import RAGGED
 from encserve_cli.job.output import REJECTED
 from encserve_cli.job.plan import Plan
-from encserve_cli.job.progress import duration
 from encserve_cli.job.run import JobSummary
 from encserve_cli.job.sample import Sample
 from encserve_cli.job.types import Part, PartReport, Shard
+from encserve_cli.progress import duration
 
 Finished = Mapping[Part, PartReport]
 

@@ -28,7 +28,7 @@ from encserve_client.exceptions import EncserveError, FingerprintError, InvalidI
 from encserve_client.inputs import Input, SpanInput
 from encserve_client.options import PRIORITIES, Array, Options, Priority, Progress, check_choice
 from encserve_client.results import EncodeResult, InspectResult, ModelInfo, SequenceInfo, SparseVector
-from encserve_client.retry import RetryPolicy
+from encserve_client.retry import OnOutage, RetryPolicy
 from encserve_proto.v1 import encoder_pb2 as pb
 
 R = TypeVar("R")
@@ -52,6 +52,7 @@ class Settings:
     target: str = ""
     expected: ExpectedIds = field(default_factory=ExpectedIds)
     priority: Priority | None = None
+    on_outage: OnOutage | None = None
 
     def __post_init__(self) -> None:
         """Raise InvalidInputError with the setting, the bound and the value."""
@@ -88,12 +89,12 @@ class Core:
 
     Attributes:
         settings: The client's settings.
-        history: Whether the server has ever answered.
+        history: Whether the server has ever answered, and outages.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.history = ServerHistory()
+        self.history = ServerHistory(settings.target, settings.on_outage)
         self._models: dict[ModelKey, ModelInfo] = {}
 
     async def encode(

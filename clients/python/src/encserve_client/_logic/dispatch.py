@@ -215,7 +215,7 @@ class Dispatch(Generic[R]):
     def _record_answer(self, message: Message, answer: R) -> None:
         self._n_in_flight -= 1
         self._held_up.discard(id(message))
-        self._history.server_seen = True
+        self._history.record_answer()
         self.failed_in_a_row = 0
         self._n_answered += message.n_inputs
         self.answers.append((message.first_index, answer))
@@ -236,6 +236,8 @@ class Dispatch(Generic[R]):
             if is_outage or failure.is_full_server:
                 self._held_up.add(id(message))
             message.last_failure = failure.message
+            if is_outage:
+                self._history.record_retry(now, seconds_left)
             self._outbox.push_later(now + wait, message)
             return
         position = failure.input_at_fault(message.n_inputs)

@@ -2,6 +2,7 @@
 
 import math
 import re
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import grpc
 
 from encserve_client import exceptions as errors
-from encserve_client.retry import RetryPolicy
+from encserve_client.retry import OnOutage, Outage, RetryPolicy
 
 _CUT_OFF_CODES = frozenset({grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL})
 REASON_TRAILER = "encserve-error-reason"
@@ -21,6 +22,8 @@ _TOO_LARGE_REASONS = frozenset({"RESPONSE_TOO_LARGE", "REQUEST_TOO_LARGE", "TOO_
 _NO_ROOM_REASONS = frozenset({"QUEUE_FULL", "SHARE_EXCEEDED", "BUDGET_FULL", "RATE_LIMITED"})
 # The time of a message if the server has never answered.
 _FIRST_CONTACT_SECONDS = 2.0
+# Shorter outages are not reported, such as those of one of several servers.
+_REPORT_SECONDS = 0.5
 # The start of the server's text if one input caused the failure.
 _INPUT_AT_FAULT = re.compile(r"(?:inputs|texts)\[(\d+)\]")
 # The start of the server's text if one field of the request is wrong.
@@ -206,20 +209,51 @@ def failure_of_crash(error: Exception) -> Failure:
     return Failure(grpc.StatusCode.UNKNOWN, f"gRPC could not make the call: {error!r}")
 
 
-@dataclass(slots=True)
 class ServerHistory:
     """Whether the server of a client has ever answered, also with an error. Each client has a `ServerHistory`.
 
     A server that has answered before and is UNAVAILABLE now is probably being restarted, so the client waits. A server
     that has never answered probably does not exist, or the address is wrong.
+
+    Attributes:
+        server_seen: Whether the server has ever answered.
     """
 
-    server_seen: bool = False
+    def __init__(self, target: str = "", on_outage: OnOutage | None = None) -> None:
+        self.server_seen = False
+        self._target = target
+        self._on_outage = on_outage
+        self._lock = threading.Lock()
+        self._away_since: float | None = None
+        self._is_reported = False
 
     def is_outage(self, failure: Failure) -> bool:
         """Record a failure. Return whether a server that has answered before is unavailable."""
-        self.server_seen = self.server_seen or bool(failure.reason)  # only the server itself gives a reason
-        return self.server_seen and failure.code is grpc.StatusCode.UNAVAILABLE
+        if failure.code is grpc.StatusCode.UNAVAILABLE:
+            self.server_seen = self.server_seen or bool(failure.reason)  # only the server itself gives a reason
+            return self.server_seen
+        if failure.reason:
+            self.record_answer()
+        return False
+
+    def record_retry(self, now: float, seconds_left: float) -> None:
+        """Record that a message is sent again during an outage. Report an outage once, after `_REPORT_SECONDS`."""
+        with self._lock:
+            self._away_since = now if self._away_since is None else self._away_since
+            if self._is_reported or now - self._away_since < _REPORT_SECONDS:
+                return
+            self._is_reported = True
+        if self._on_outage is not None:
+            self._on_outage(Outage(self._target, seconds_left))
+
+    def record_answer(self) -> None:
+        """Record an answer. Report the end of an outage."""
+        self.server_seen = True
+        with self._lock:
+            was_reported = self._is_reported
+            self._away_since, self._is_reported = None, False
+        if was_reported and self._on_outage is not None:
+            self._on_outage(Outage(self._target, 0.0, is_over=True))
 
 
 def is_retryable(failure: Failure) -> bool:

@@ -1,0 +1,94 @@
+"""Ctrl-C and SIGTERM: a command ends at once, with one line on stderr."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import click
+
+from encserve_cli.shared import STOPPED, say
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LONGEST_STOP_SECONDS = 1.0
+_META = "encserve_cli.interrupts"
+_STDERR = 2
+_ERASE_LINE = "\r\x1b[2K"  # with the ^C of the terminal
+_SHOW_CURSOR = "\x1b[?25h"  # which a progress bar hides
+
+
+class Interrupts:
+    """A context in which Ctrl-C or SIGTERM raises KeyboardInterrupt, or stops a job.
+
+    If the command still runs after a second, the process ends: batches that run may take longer, and gRPC may wait for
+    a call that KeyboardInterrupt has cut off.
+
+    Attributes:
+        came: Whether a signal came.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is stopped yet."""
+        self.came = False
+        self._describe: Callable[[], str] = lambda: "stopped"
+        self._stops: tuple[Callable[[], object], ...] = ()
+        self._is_shown = threading.Lock()  # held once the line is written
+        self._ended = threading.Event()
+        self._before: dict[int, Any] = {}
+
+    @staticmethod
+    def current() -> "Interrupts":
+        """Return the context of the command that runs."""
+        found: Interrupts = click.get_current_context().meta[_META]
+        return found
+
+    def describe(self, describe: Callable[[], str], *stops: Callable[[], object]) -> None:
+        """Take a function that returns the line, and functions that end a job soon.
+
+        With functions that end a job, a signal calls them and does not raise KeyboardInterrupt.
+        """
+        self._describe = describe
+        self._stops = stops
+
+    def show(self) -> None:
+        """Write the line to stderr, once."""
+        if self._is_shown.acquire(blocking=False):
+            say(f"{_ERASE_LINE if sys.stderr.isatty() else ''}{self._describe()}")
+
+    def leave(self) -> None:
+        """Restore the handlers from before the context."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def __enter__(self) -> "Interrupts":
+        click.get_current_context().meta[_META] = self
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+            self._before = {it: signal.signal(it, self._handle) for it in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self.leave()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.came:
+            return
+        self.came = True
+        # A thread, because the interrupted code may hold a lock that is needed here.
+        threading.Thread(target=self._end, daemon=True).start()
+        if not self._stops:
+            raise KeyboardInterrupt
+
+    def _end(self) -> None:
+        for stop in self._stops:
+            stop()
+        if not self._ended.wait(_LONGEST_STOP_SECONDS):
+            if os.isatty(_STDERR):
+                os.write(_STDERR, (_ERASE_LINE + _SHOW_CURSOR).encode())  # a bar would draw itself again below a line
+            if self._is_shown.acquire(blocking=False):
+                os.write(_STDERR, f"{self._describe()}\n".encode(errors="backslashreplace"))
+            os._exit(STOPPED)

@@ -1,0 +1,241 @@
+"""The progress of many inputs: a bar on a terminal, a line every 30 s in a log, or JSON for programs."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+from rich.table import Column
+
+from encserve_client import Progress
+
+Clock = Callable[[], float]
+Count = Callable[[int], None]
+
+_JSON_SECONDS = 1.0
+_LOG_SECONDS = 30.0
+_INTERRUPT_COLUMNS = 3  # for the ^C of the terminal, which would move the bar to another line
+
+
+@dataclass(frozen=True, slots=True)
+class JobProgress:
+    """The progress of a job, or of the inputs that become one file.
+
+    Attributes:
+        rows: The rows that are done, also by earlier runs. In unfinished parts, the encoded rows count.
+        total_rows: The rows of the job; None if they are not known.
+        parts: The parts that are done.
+        rejected: The rows that were rejected.
+        tokens: The tokens that this run computed, without padding.
+        padding: The share of padding in the work of this run, from 0 to 1; None if it is not known.
+        seconds: The duration of this run so far.
+        rows_before: The rows that earlier runs did.
+    """
+
+    rows: int
+    total_rows: int | None
+    parts: int
+    rejected: int
+    tokens: int
+    padding: float | None
+    seconds: float
+    rows_before: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The tokens of this run per second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def rows_per_second(self) -> float:
+        """The rows of this run per second."""
+        return (self.rows - self.rows_before) / self.seconds if self.seconds else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The time for the other rows at the same speed; None if it is not known."""
+        if self.total_rows is None or not self.rows_per_second:
+            return None
+        return max(self.total_rows - self.rows, 0) / self.rows_per_second
+
+
+OnProgress = Callable[[JobProgress], None]
+
+
+class ProgressCounter:
+    """Counts the work of a run, and reports the progress after each count. Any thread may count.
+
+    Attributes:
+        rows: The rows in finished parts.
+        parts: The finished parts.
+        rejected: The rejected rows.
+        tokens: The tokens that this run computed, without padding.
+    """
+
+    def __init__(
+        self,
+        total_rows: int | None,
+        on_progress: OnProgress | None,
+        *,
+        rows: int = 0,
+        parts: int = 0,
+        rejected: int = 0,
+    ) -> None:
+        """Begin a run. `rows`, `parts` and `rejected` count the work of earlier runs."""
+        self.rows = rows
+        self.parts = parts
+        self.rejected = rejected
+        self.tokens = 0
+        self._total_rows = total_rows
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
+        self._rows_before = rows
+        self._batch_rows = self._padded_tokens = 0
+
+    @property
+    def seconds(self) -> float:
+        """The duration of this run so far."""
+        return time.monotonic() - self._began
+
+    def count_batch(self, rows: int, tokens: int = 0, padded_tokens: int = 0) -> None:
+        """Count rows that are encoded, with their tokens; 0 for an unknown number."""
+        with self._lock:
+            self._batch_rows += rows
+            self.tokens += tokens
+            self._padded_tokens += padded_tokens
+        self.report()
+
+    def count_part(self, rows: int, rejected: int) -> None:
+        """Count a part that is written."""
+        with self._lock:
+            self.parts += 1
+            self.rows += rows
+            self.rejected += rejected
+        self.report()
+
+    def report(self) -> None:
+        """Report the progress so far."""
+        if self._on_progress is None:
+            return
+        with self._lock:
+            progress = JobProgress(
+                rows=max(self.rows, self._rows_before + self._batch_rows),
+                total_rows=self._total_rows,
+                parts=self.parts,
+                rejected=self.rejected,
+                tokens=self.tokens,
+                padding=1 - self.tokens / self._padded_tokens if self._padded_tokens else None,
+                seconds=self.seconds,
+                rows_before=self._rows_before,
+            )
+        self._on_progress(progress)
+
+
+def counting(count: Count) -> Progress:
+    """Return a `Progress` of a client's call that calls `count` with the inputs that are newly done."""
+    counted = 0
+
+    def progress(done: int, _: int | None) -> None:
+        nonlocal counted
+        if done > counted:
+            count(done - counted)
+            counted = done
+
+    return progress
+
+
+@contextmanager
+def shown_progress(
+    total_rows: int | None, unit: str, *, as_json: bool = False, clock: Clock = time.monotonic
+) -> Iterator[OnProgress]:
+    """Give a function that shows progress. Any thread may call the function, at any rate.
+
+    Args:
+        total_rows: The rows of the job; None if they are not known.
+        unit: The name of the inputs, such as "texts".
+        as_json: Whether to write JSON to standard output; otherwise the progress goes to standard error.
+        clock: Tells the time in seconds.
+    """
+    console = Console(stderr=True)
+    if as_json:
+        yield _every(_JSON_SECONDS, lambda it: click.echo(json.dumps({"event": "progress"} | as_record(it))), clock)
+    elif console.is_terminal:
+        with _bar(console, total_rows, unit) as show:
+            yield show
+    else:
+        log = lambda it: click.echo(_log_line(it, unit), err=True)  # noqa: E731
+        yield _every(_LOG_SECONDS, log, clock, first_at=clock() + _LOG_SECONDS)
+
+
+def _every(seconds: float, show: OnProgress, clock: Clock, first_at: float = float("-inf")) -> OnProgress:
+    """Return a function that shows progress at most once in so many seconds."""
+    lock = threading.Lock()
+    next_at = first_at
+
+    def show_if_due(progress: JobProgress) -> None:
+        nonlocal next_at
+        with lock:
+            if (now := clock()) >= next_at:
+                next_at = now + seconds
+                show(progress)
+
+    return show_if_due
+
+
+@contextmanager
+def _bar(console: Console, total_rows: int | None, unit: str) -> Iterator[OnProgress]:
+    """Give a function that shows a bar. The bar takes the columns that the text leaves."""
+    console.width -= _INTERRUPT_COLUMNS
+    columns = (BarColumn(None, table_column=Column(ratio=1)), TextColumn("{task.description}", markup=False))
+    with Bar(*columns, console=console, transient=True, expand=True) as bar:
+        task = bar.add_task("", total=total_rows)
+        yield lambda it: bar.update(task, completed=it.rows, description=", ".join(_bar_facts(it, unit)))
+
+
+def as_record(progress: JobProgress) -> dict[str, object]:
+    """Return the progress as JSON values."""
+    names = ("tokens_per_second", "rows_per_second", "seconds_left")
+    return asdict(progress) | {name: getattr(progress, name) for name in names}
+
+
+def _bar_facts(it: JobProgress, unit: str) -> list[str]:
+    """Return the facts that fit into 80 columns."""
+    return [_done(it, unit), *_rejected(it), *_rate(it, unit), *_time_left(it)]
+
+
+def _log_line(it: JobProgress, unit: str) -> str:
+    parts = [f"{it.parts:,} parts"] if it.parts else []
+    facts = [f"{it.tokens_per_second:,.0f} tokens/s"] if it.tokens else []
+    facts += [] if it.padding is None else [f"{it.padding:.1%} padding"]
+    return ", ".join([_done(it, unit), *parts, *_rejected(it), *_rate(it, unit), *facts, *_time_left(it)])
+
+
+def _done(it: JobProgress, unit: str) -> str:
+    total = "" if it.total_rows is None else f" of {it.total_rows:,}"
+    return f"{it.rows:,}{total} {unit}"
+
+
+def _rejected(it: JobProgress) -> list[str]:
+    return [f"{it.rejected:,} rejected"] if it.rejected else []
+
+
+def _rate(it: JobProgress, unit: str) -> list[str]:
+    rate = it.rows_per_second
+    return [f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.1f} {unit}/s"] if rate else []
+
+
+def _time_left(it: JobProgress) -> list[str]:
+    return [] if it.seconds_left is None else [f"{duration(it.seconds_left)} left"]
+
+
+def duration(seconds: float) -> str:
+    """Return a time for people: "0:00:07", or "2 days, 3:00:00"."""
+    return str(timedelta(seconds=round(seconds)))
