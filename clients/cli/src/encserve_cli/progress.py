@@ -140,14 +140,16 @@ class ProgressCounter:
 
 
 def counting(count: Count) -> Progress:
-    """Return a `Progress` of a client's call that calls `count` with the inputs that are newly done."""
+    """Return a `Progress` of a client's call that calls `count` with the number of inputs that are newly done.
+
+    A failed attempt calls `count` too, with 0, so that `count` can stop the call.
+    """
     counted = 0
 
     def progress(done: int, _: int | None) -> None:
         nonlocal counted
-        if done > counted:
-            count(done - counted)
-            counted = done
+        count(max(done - counted, 0))
+        counted = max(done, counted)
 
     return progress
 
