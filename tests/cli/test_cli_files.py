@@ -458,16 +458,47 @@ async def test_the_place_of_a_refused_input_does_not_depend_on_the_message(
     assert result.stderr == f"Error: {tmp_path}/t.txt, line {line}: has 7 tokens in 'bad inputs[0]'\n"
 
 
-async def test_a_crash_of_the_server_fails_the_command(service: FakeEncoder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("message", range(3), ids=["the first message", "the second", "the third"])
+async def test_a_crash_of_the_server_fails_the_command(service: FakeEncoder, tmp_path: Path, message: int) -> None:
+    """The texts are sent in messages of 3 and of 1. The error names no line: another message may have been hit."""
+    service.max_request_sequences = 3
+
     async def crash(request: pb.EncodeRequest) -> None:
-        if any(item.text == "5" for item in request.inputs):
+        if any(item.text == str([0, 3, 5][message]) for item in request.inputs):
             raise Refused(grpc.StatusCode.INTERNAL, "crashed")
 
     service.before = crash
     (tmp_path / "t.txt").write_text("\n".join(map(str, range(20))))
     result = await encserve(service, "embed", *inputs(tmp_path / "t.txt"), "--output", tmp_path / "v.npy", status=1)
-    assert result.stderr.endswith("crashed\n")
+    assert result.stderr == "Error: crashed\n"
     assert not (tmp_path / "v.npy").exists()
+
+
+async def test_a_refused_input_is_named_before_a_crash_of_the_server(service: FakeEncoder, tmp_path: Path) -> None:
+    """One message of a block crashes the server. A text of the next message is too long."""
+    service.max_request_sequences = 2
+
+    async def crash(request: pb.EncodeRequest) -> None:
+        if request.inputs[0].text == "a":
+            raise Refused(grpc.StatusCode.INTERNAL, "crashed")
+
+    service.before = crash
+    (tmp_path / "t.txt").write_text("\n".join(["a", "b", "c", "word " * 80]))
+    result = await encserve(service, "embed", *inputs(tmp_path / "t.txt"), "--output", tmp_path / "v.npy", status=1)
+    assert "t.txt, line 4: has 82 tokens; the model takes at most 64 (--truncate)" in result.stderr
+
+
+@pytest.mark.parametrize("model_info", [pb.ModelInfo(), LATE, SPARSE], ids=["one vector each", "MaxSim", "weights"])
+@pytest.mark.parametrize("line", [1, 2, 3])
+async def test_similarity_names_the_line_of_a_refused_text(
+    service: FakeEncoder, tmp_path: Path, model_info: pb.ModelInfo, line: int
+) -> None:
+    service.model_info = model_info
+    texts = ["a", "b", "c"]
+    texts[line - 1] = "word " * 80
+    (tmp_path / "t.txt").write_text("\n".join(texts))
+    result = await encserve(service, "similarity", *inputs(tmp_path / "t.txt"), status=1)
+    assert result.stderr.endswith(f"t.txt, line {line}: has 82 tokens; the model takes at most 64 (--truncate)\n")
 
 
 def test_no_more_is_read_than_a_few_blocks_ahead_of_the_output() -> None:

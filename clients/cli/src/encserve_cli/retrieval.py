@@ -120,9 +120,9 @@ def similarity(
     """
     from encserve_cli import similarity_run
 
-    texts = [it.text for it in sources.read_few(_MOST_TEXTS, "similarity compares no more")]
-    if len(texts) < 2:
-        raise ValueError(f"similarity needs at least 2 texts; was {len(texts)}")
+    inputs = sources.read_few(_MOST_TEXTS, "similarity compares no more")
+    if len(inputs) < 2:
+        raise ValueError(f"similarity needs at least 2 texts; was {len(inputs)}")
     check_pooling(kind, pooling)
     options |= {"model": model, "version": model_version}
-    similarity_run.run(client, texts, options, kind=kind, pooling=pooling, html=html, as_json=as_json)
+    similarity_run.run(client, inputs, options, kind=kind, pooling=pooling, html=html, as_json=as_json)

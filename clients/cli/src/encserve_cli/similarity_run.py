@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import click
 import numpy as np
 
 from encserve_cli import render
+from encserve_cli.files.encoding import check_complete, encode_block
+from encserve_cli.files.reading import Sent
 from encserve_cli.report.labels import visible
 from encserve_cli.report.matches import Side, build_match_page
 from encserve_cli.shared import ids_of
@@ -20,7 +23,7 @@ from encserve_client.scoring import similarity_of
 
 def run(
     client: EncoderClient,
-    texts: Sequence[str],
+    inputs: Sequence[Sent],
     options: Mapping[str, Any],
     *,
     kind: TrainedKind | None,
@@ -32,7 +35,7 @@ def run(
 
     Args:
         client: The client.
-        texts: At least two texts. The first text is the query if the model does not give one vector for each text.
+        inputs: At least two texts. The first text is the query if the model does not give one vector for each text.
         options: More arguments of `EncoderClient.run`, with the name and the version of the model, and the task.
         kind: The kind of output; None for the kind that the model was trained for.
         pooling: The pooling of token vectors; None for the model's pooling.
@@ -40,8 +43,8 @@ def run(
         as_json: Whether to print JSON.
 
     Raises:
-        EncserveError: The server is not reachable, or refuses the texts.
-        ValueError: A page needs vectors for MaxSim, or the query has no vectors.
+        EncserveError: The server is not reachable, or refuses the options.
+        ValueError: The server refuses a text, a page needs vectors for MaxSim, or the query has no vectors.
         OSError: The page cannot be written.
     """
     info = client.model(options["model"], options["version"])
@@ -53,9 +56,11 @@ def run(
             f"this server: {names or 'none'}"
         )
     if chosen_kind != "model":
-        _compare_with_query(client, texts, as_json, chosen_kind, info, html, options)
+        _compare_with_query(client, inputs, as_json, chosen_kind, info, html, options)
         return
-    result = client.run(texts, outputs=[pooling or ("model" if kind or info.pooling else "mean")], **options)
+    outputs = [pooling or ("model" if kind or info.pooling else "mean")]
+    result = encode_block(lambda texts: check_complete(client.run(texts, outputs=outputs, **options)), inputs)
+    texts = [it.text for it in inputs]
     vectors = result.outputs[0].matrix()  # (texts, d_model)
     compared_by = similarity_of(info, "model")
     scores = np.array([[score for _, score in sorted(rank(vector, vectors, compared_by))] for vector in vectors])
@@ -68,7 +73,7 @@ def run(
 
 def _compare_with_query(
     client: EncoderClient,
-    texts: Sequence[str],
+    inputs: Sequence[Sent],
     as_json: bool,
     kind: TrainedKind,
     info: ModelInfo,
@@ -79,21 +84,23 @@ def _compare_with_query(
     compared_by = similarity_of(info, kind)
     others = {name: value for name, value in options.items() if name != "task"}
     task = options["task"]
-    parts: tuple[tuple[Task, Sequence[str]], ...] = (("query", texts[:1]), ("document", texts[1:]))
-    results = [
-        client.run(
-            part,
+
+    def encode(part_task: Task, part: Sequence[Sent]) -> EncodeResult:
+        run = partial(
+            client.run,
             outputs=[kind],
             task=task or (part_task if part_task in info.tasks else None),
             include_token_strings=html is not None,
             **others,
         )
-        for part_task, part in parts
-    ]
+        return encode_block(lambda texts: check_complete(run(texts)), part)
+
+    results = [encode("query", inputs[:1]), encode("document", inputs[1:])]
+    texts = [it.text for it in inputs]
     query, documents = ([*_vectors(result.outputs[0])] for result in results)
     scores = rank(query[0], documents, compared_by)
     if html is not None:
-        [query_side], sides = (_sides(part, result) for (_, part), result in zip(parts, results, strict=True))
+        [query_side], sides = _sides(texts[:1], results[0]), _sides(texts[1:], results[1])
         matches = [(sides[index], score) for index, score in scores]
         page = build_match_page(query_side, matches, compared_by, results[0])
         html.write_text(page, encoding="utf-8", newline="\n")

@@ -12,7 +12,7 @@ import click
 
 from encserve_cli import render
 from encserve_cli.files.command import STDOUT, Printing, Sources
-from encserve_cli.files.encoding import encode_all, encode_block, with_sent_ids
+from encserve_cli.files.encoding import check_complete, encode_all, encode_block, with_sent_ids
 from encserve_cli.files.records import records
 from encserve_cli.progress import Count, OnProgress, ProgressCounter, counting, shown_progress
 from encserve_cli.shared import ids_of
@@ -25,7 +25,7 @@ _MOST_PRINTED = 1000
 
 
 def run_of(client: EncoderClient, kind: OutputKind, sources: Sources, printing: Printing, **options: Any) -> Run:
-    """Return a function that encodes some inputs, and raises the error of the first failed input.
+    """Return a function that encodes some inputs; see `check_complete` for its errors.
 
     `options` are further arguments of `client.run`.
     """
@@ -40,9 +40,7 @@ def run_of(client: EncoderClient, kind: OutputKind, sources: Sources, printing: 
             progress=counting(count),
             **options,
         )
-        for error in result.errors.values():
-            raise error
-        return result
+        return check_complete(result)
 
     return run
 

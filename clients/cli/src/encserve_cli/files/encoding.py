@@ -9,9 +9,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from encserve_cli.files.reading import Sent
-from encserve_client import EncodeResult, EncserveError
+from encserve_client import EncodeResult, InferenceError, InvalidRequestError
 
 R = TypeVar("R")
+
+# The errors of an input itself. Other errors, such as a crash of the server, hit all inputs of a message.
+REFUSALS = (InvalidRequestError, InferenceError)
 
 # A block is several messages, but the rows of its tokens fit into memory: some 16,000 tokens of English, or this many
 # short inputs.
@@ -79,10 +82,21 @@ def encode_block(run: Run[R], block: Sequence[Sent]) -> R:
     """
     try:
         return run([it.value for it in block])
-    except EncserveError as error:
+    except REFUSALS as error:
         if error.index is None:
             raise
         raise ValueError(f"{block[error.index].where}: {error.problem}") from error
+
+
+def check_complete(result: EncodeResult) -> EncodeResult:
+    """Return the result if each input has outputs.
+
+    Raises:
+        EncserveError: The error of the first refused input. Without a refused input, another error.
+    """
+    for error in sorted(result.errors.values(), key=lambda it: not isinstance(it, REFUSALS)):
+        raise error
+    return result
 
 
 def with_sent_ids(result: EncodeResult, values: Sequence[object]) -> EncodeResult:

@@ -7,13 +7,13 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from encserve_cli.files.encoding import with_sent_ids
+from encserve_cli.files.encoding import REFUSALS, with_sent_ids
 from encserve_cli.files.rows import Value
 from encserve_cli.job.plan import MakeOptions, ModelFacts
 from encserve_cli.job.run import LocalWorker
 from encserve_cli.job.types import BatchProgress, Encoded, Stopped
 from encserve_cli.progress import counting
-from encserve_client import Block, EncoderClient, EncodeResult, InferenceError, InvalidRequestError, ModelInfo
+from encserve_client import Block, EncoderClient, EncodeResult, ModelInfo
 
 
 class ServerEncoder:
@@ -61,7 +61,7 @@ class ServerEncoder:
         inputs = [values[index] for index in order]
         result = self._run(inputs, progress=counting(count))
         for error in result.errors.values():
-            if not isinstance(error, InvalidRequestError | InferenceError):  # the input may succeed later
+            if not isinstance(error, REFUSALS):  # the input may succeed later
                 raise error
         if result.fingerprint != self._info.fingerprint:
             raise ValueError(
