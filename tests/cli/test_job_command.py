@@ -4,6 +4,7 @@ A job writes Parquet files, which are called parts. A part has one row for each 
 """
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from fake_clock import FakeClock
 from fake_encoder import FakeEncoder, Refused
 
 from encserve_cli.commands import cli
+from encserve_cli.files import encoding, rows
 from encserve_cli.files.reading import ReadOptions
 from encserve_cli.files.rows import Value
 from encserve_cli.job import (
@@ -48,6 +50,7 @@ from encserve_cli.job import (
 from encserve_cli.job import command as job_command
 from encserve_cli.job.sample import take_sample
 from encserve_cli.job.server import server_facts
+from encserve_cli.job.store import LocalStore
 from encserve_cli.job.types import BatchProgress
 from encserve_cli.progress import shown_progress
 from encserve_client import Block, EncodedOutput, EncoderClient, EncodeResult, SequenceInfo, Timings
@@ -560,27 +563,92 @@ def test_ctrl_c_before_the_job_begins(run_words: Callable[..., Result], folder: 
     assert not folder.exists()
 
 
+@dataclass
+class Exits:
+    """A fake of `os._exit`, which also lists the hidden files and folders in a folder."""
+
+    folder: Path
+    statuses: list[int] = field(default_factory=list)
+    hidden: list[Path] = field(default_factory=list)
+    ended: threading.Event = field(default_factory=threading.Event)
+    once: Any = field(default_factory=threading.Lock)
+
+    def end(self, status: int) -> None:
+        self.statuses.append(status)
+        self.hidden.extend(self.folder.rglob(".*"))
+        self.ended.set()
+
+    def wait_after_ctrl_c(self, words: Words) -> None:
+        """Press Ctrl-C once, and wait for the end of the process."""
+        if self.once.acquire(blocking=False):
+            press_ctrl_c()
+            self.ended.wait(60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_the_parent_process_ignores_ends_no_job(run_words: Callable[..., Result], number: int) -> None:
+    """A shell script starts `encserve ... &` with SIGINT ignored."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        result = run_words(Words(lambda _: press_ctrl_c(number)))
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
+def test_ctrl_c_leaves_no_part_of_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path) -> None:
+    """A batch that does not end gets a second. Then the process ends, and nothing of the output is left."""
+    exits = Exits(tmp_path)
+    monkeypatch.setattr(os, "_exit", exits.end)
+    monkeypatch.setattr(encoding, "_BLOCK_INPUTS", 4)
+    begun, both_threads_begin = itertools.count(), threading.Barrier(2)
+
+    def interrupt(words: Words) -> None:
+        if next(begun) < 2:
+            both_threads_begin.wait(60)
+        else:
+            exits.wait_after_ctrl_c(words)
+
+    monkeypatch.setattr(job_command, "backend_of", lambda **_: Words(interrupt))
+    CliRunner().invoke(cli, ["embed", *inputs(source), "--bundle", "words", "--output", str(tmp_path / "v.npy")])
+    assert exits.statuses == [130]
+    assert exits.hidden == []
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_ctrl_c_ends_the_search_for_finished_parts(
+    run_words: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """A job that goes on reads the finished parts first. Ctrl-C ends this with one line."""
+    assert run_words(Words()).exit_code == 0
+    opened = list[str]()
+    read = LocalStore.open
+
+    def interrupted(store: LocalStore, name: str) -> Any:
+        if not opened:
+            press_ctrl_c()
+        opened.append(name)
+        return read(store, name)
+
+    monkeypatch.setattr(LocalStore, "open", interrupted)
+    (folder / "part-00000-000002.parquet").unlink()
+    words = Words()
+    result = run_words(words)
+    assert (result.exit_code, result.stderr) == (130, "stopped before the job began; nothing was computed\n")
+    assert words.encoded == []
+
+
 def test_ctrl_c_ends_a_job_whose_batch_takes_long(
     run_words: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A batch that does not end gets a second. Then the process ends, with the same line and status."""
-    ended = threading.Event()
-    statuses = list[int]()
-
-    def end(status: int) -> None:
-        statuses.append(status)
-        ended.set()
-
-    monkeypatch.setattr(os, "_exit", end)
-    once = threading.Lock()
-
-    def never_end(words: Words) -> None:
-        if words.encoded and once.acquire(blocking=False):
-            press_ctrl_c()
-            ended.wait(60)
-
-    result = run_words(Words(never_end))
-    assert statuses == [130]
+    exits = Exits(folder.parent)
+    monkeypatch.setattr(os, "_exit", exits.end)
+    monkeypatch.setattr(rows, "_READ_BYTES", 32)  # so that a part has several batches
+    result = run_words(Words(lambda words: exits.wait_after_ctrl_c(words) if words.encoded else None))
+    assert exits.statuses == [130]
+    assert exits.hidden == []
     line = rf"stopped: \d+ of 25 rows, \d parts, are in {folder}; the same command goes on from there\n"
     assert re.fullmatch(line, capfd.readouterr().err)
     assert result.stderr == ""

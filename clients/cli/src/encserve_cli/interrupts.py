@@ -4,7 +4,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -35,6 +36,7 @@ class Interrupts:
         self.came = False
         self._describe: Callable[[], str] = lambda: "stopped"
         self._stops: tuple[Callable[[], object], ...] = ()
+        self._cleanups: list[Callable[[], object]] = []
         self._is_shown = threading.Lock()  # held once the line is written
         self._ended = threading.Event()
         self._before: dict[int, Any] = {}
@@ -53,6 +55,23 @@ class Interrupts:
         self._describe = describe
         self._stops = stops
 
+    @staticmethod
+    @contextmanager
+    def cleanup(clean: Callable[[], object]) -> Iterator[None]:
+        """Take a function that removes an unfinished file, for as long as the block runs.
+
+        The function runs if a signal ends the process, because no `finally` runs then. In a Python program that is not
+        `encserve`, the function never runs.
+        """
+        context = click.get_current_context(silent=True)
+        found: Interrupts | None = None if context is None else context.meta.get(_META)
+        cleanups = [] if found is None else found._cleanups
+        cleanups.append(clean)
+        try:
+            yield
+        finally:
+            cleanups.remove(clean)
+
     def show(self) -> None:
         """Write the line to stderr, once."""
         if self._is_shown.acquire(blocking=False):
@@ -67,7 +86,9 @@ class Interrupts:
     def __enter__(self) -> "Interrupts":
         click.get_current_context().meta[_META] = self
         if threading.current_thread() is threading.main_thread():  # no other may set handlers
-            self._before = {it: signal.signal(it, self._handle) for it in _SIGNALS}
+            # A shell script ignores SIGINT for its background commands.
+            signals = [it for it in _SIGNALS if signal.getsignal(it) is not signal.SIG_IGN]
+            self._before = {it: signal.signal(it, self._handle) for it in signals}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -91,4 +112,6 @@ class Interrupts:
                 os.write(_STDERR, (_ERASE_LINE + _SHOW_CURSOR).encode())  # a bar would draw itself again below a line
             if self._is_shown.acquire(blocking=False):
                 os.write(_STDERR, f"{self._describe()}\n".encode(errors="backslashreplace"))
+            for clean in [*self._cleanups]:  # a copy: blocks may end meanwhile
+                clean()
             os._exit(STOPPED)

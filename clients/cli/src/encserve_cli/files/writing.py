@@ -3,12 +3,14 @@
 import csv
 import json
 import os
+import shutil
 import sys
 import tempfile
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,6 +22,7 @@ from pyarrow import parquet
 from encserve_cli.files.command import STDOUT
 from encserve_cli.files.reading import Sent
 from encserve_cli.files.records import records
+from encserve_cli.interrupts import Interrupts
 from encserve_cli.render import row_tokens
 from encserve_cli.shared import ids_of
 from encserve_client import EncodedOutput, EncodeResult
@@ -70,6 +73,7 @@ def writing(path: Path) -> Iterator[Writer]:
                 f"--output {path}: cannot write into the folder {path.parent}: {error.strerror}. Make this folder, or "
                 "name another"
             ) from error
+        folders.enter_context(Interrupts.cleanup(partial(shutil.rmtree, folder, ignore_errors=True)))
         whole = Path(folder, path.name)
         writer = make(whole, stack)
         yield writer

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pyarrow.fs as arrow_fs
 
 from encserve_cli.files.reading import check_no_secret
 from encserve_cli.files.storage import filesystem_of
+from encserve_cli.interrupts import Interrupts
 
 MANIFEST = "manifest.json"
 _EXPORTER = "encserve-export"
@@ -131,7 +133,10 @@ def _cached(name: str, facts: object, make: Callable[[Path], None]) -> Path:
     with (cache / f".{final.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not final.is_dir():
-            with tempfile.TemporaryDirectory(prefix=f".{final.name}-", dir=cache) as folder:
+            with (
+                tempfile.TemporaryDirectory(prefix=f".{final.name}-", dir=cache) as folder,
+                Interrupts.cleanup(partial(shutil.rmtree, folder, ignore_errors=True)),
+            ):
                 made = Path(folder, name)
                 made.mkdir()
                 make(made)

@@ -164,8 +164,9 @@ def _work(job: EmbedJob, client: EncoderClient | None, given: Mapping[str, Any],
     if "dry_run" in given:
         _show_plan(job, as_json=as_json)
         return 0
+    finished = job.finished()  # before `describe`, so that KeyboardInterrupt ends the search for finished parts
     if as_json:
-        _event("plan", plan_record(job.plan, job.shard, job.store.uri, job.finished(), None))
+        _event("plan", plan_record(job.plan, job.shard, job.store.uri, finished, None))
     unit = "texts" if job.plan.read.input_kind == "text" else "inputs"
     interrupts = Interrupts.current()
     interrupts.describe(functools.partial(_stopped, job, given), job.stop, *([] if client is None else [client.close]))

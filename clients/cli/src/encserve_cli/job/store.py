@@ -2,11 +2,13 @@
 
 import fcntl
 import os
+import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
@@ -17,6 +19,7 @@ import pyarrow.fs as arrow_fs
 
 from encserve_cli.files.reading import check_no_secret, is_uri
 from encserve_cli.files.storage import filesystem_of
+from encserve_cli.interrupts import Interrupts
 
 _TEMPORARY = ".unfinished-"
 
@@ -160,13 +163,14 @@ class LocalStore:
         with written(uri):
             final.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("xb")
-        with file:
+        remove = partial(path.unlink, missing_ok=True)
+        with file, Interrupts.cleanup(remove):
             try:
                 with suppress(OSError):  # a file system without locks
                     fcntl.flock(file, fcntl.LOCK_SH)
                 yield Draft(path, uri, publish)
             finally:
-                path.unlink(missing_ok=True)
+                remove()
 
     def create(self, name: str, text: str) -> bool:
         """See `Store`."""
@@ -230,7 +234,10 @@ class ObjectStore:
     @contextmanager
     def draft(self, name: str) -> Iterator[Draft]:
         """See `Store`."""
-        with tempfile.TemporaryDirectory(prefix="encserve-") as folder:
+        with (
+            tempfile.TemporaryDirectory(prefix="encserve-") as folder,
+            Interrupts.cleanup(partial(shutil.rmtree, folder, ignore_errors=True)),
+        ):
             path = Path(folder, Path(name).name)
 
             def publish() -> None:
