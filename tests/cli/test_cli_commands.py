@@ -214,6 +214,21 @@ async def test_similarity_is_a_ranking(
     assert ("no vectors" in shown.stdout) is (model is MULTI_VECTOR)
 
 
+@pytest.mark.parametrize("is_job", [False, True], ids=["printed", "a job"])
+async def test_errors_of_kinds_name_options_of_the_command(service: FakeEncoder, tmp_path: Path, is_job: bool) -> None:
+    """An error has no value and no argument that only Python has."""
+    service.model_info = pb.ModelInfo(sparse_width=100)
+    (tmp_path / "t.txt").write_text("a text")
+    command = ["embed", "--input", f"{tmp_path}/t.txt", *(["--output", f"{tmp_path}/vectors/"] if is_job else [])]
+    for option in ("--kind", "--pooling"):
+        refused = await encserve(service, *command, option, "model", status=1)
+        assert refused.stderr.startswith("Error: --kind: model tiny was not trained for single vectors; it has the ")
+    refused = await encserve(service, *command, "--kind", "sparse", "--dimensions", 2, status=1)
+    assert refused.stderr == (
+        "Error: --dimensions must not be given for kind='sparse': weights over the vocabulary are not in order\n"
+    )
+
+
 async def test_a_long_document_leaves_its_score_room(service: FakeEncoder) -> None:
     service.model_info = MULTI_VECTOR
     shown = (await encserve(service, "similarity", "one", "three " + 50 * "four", "two", "")).stdout

@@ -13,7 +13,7 @@ from made_inspections import make_inspection
 
 import encserve_client
 from encserve_cli import commands
-from encserve_client import EncserveError
+from encserve_client import EncserveError, InvalidInputError
 from encserve_client.results import InspectResult, ModelInfo
 
 
@@ -128,6 +128,12 @@ def test_layers(stub: StubClient) -> None:
     assert (stub.asked["model"], stub.asked["version"], stub.asked["truncate"]) == ("m", "7", True)
 
 
+@pytest.mark.parametrize("field", ["attention", "attention[0]", "hidden_states", "hidden_states[1]"])
+def test_errors_of_layers_name_the_option(stub: StubClient, field: str) -> None:
+    stub.error = InvalidInputError("must be from 0 to 5; was 7", field=field)
+    assert inspect("a", "--layers", "1").stderr == "Error: --layers must be from 0 to 5; was 7\n"
+
+
 def test_ids(stub: StubClient) -> None:
     """If the model has no tokenizer, the command accepts --ids and refuses a text. The error names --ids."""
     stub.info = dataclasses.replace(stub.info, has_tokenizer=False)
@@ -149,6 +155,8 @@ def test_ids(stub: StubClient) -> None:
         ({}, ["a", "--layers", "-1"], 2, "must be whole numbers from 0 with commas between them; was '-1'"),
         ({"input_kind": "embeddings"}, ["a"], 1, "takes vectors, and this command takes none; call client.inspect"),
         ({"n_layers": 0, "can_inspect": False}, ["a", "--layers", "3"], 1, "Error: no graph for it"),
+        ({}, ["a", "--layers", "3"], 1, "Error: --layers must be from 0 to 2; was 3\n"),
+        ({}, ["a", "--layers", "0,99999999999"], 1, "Error: --layers must be from 0 to 2; was 99999999999\n"),
     ],
 )
 def test_errors(stub: StubClient, changes: dict[str, Any], arguments: list[str], status: int, text: str) -> None:

@@ -94,7 +94,7 @@ async def test_a_kind_of_several_can_be_chosen(caller: Caller, service: FakeEnco
         (
             {"sparse_width": 9},
             {},
-            "kind='vector': model tiny was not trained for single vectors; it has the kinds 'sparse'. Give one of "
+            "kind: model tiny was not trained for single vectors; it has the kinds 'sparse'. Give one of "
             "these kinds, or a pooling such as 'mean'",
         ),
         ({}, {"prompt_name": "x"}, "prompt_name='x': model tiny has the prompts 'p', 'q'"),
@@ -118,7 +118,7 @@ async def test_a_kind_of_several_can_be_chosen(caller: Caller, service: FakeEnco
         (
             {"sparse_width": 9},
             {"kind": "sparse", "dimensions": 2},
-            "dimensions must not be given for kind='sparse'; max_active_dims limits the weights",
+            "dimensions must not be given for kind='sparse': weights over the vocabulary are not in order",
         ),
         (
             {"sparse_width": 9},

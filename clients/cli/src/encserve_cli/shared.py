@@ -36,6 +36,7 @@ _OPTIONS: Mapping[str, str] = {
     "dimensions": "--dimensions",
     "dtype": "--dtype",
     "attention": "--layers",
+    "hidden_states": "--layers",
 }
 
 
@@ -115,8 +116,8 @@ def _one_line(error: Exception) -> str:
     text = str(error)
     if isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
-    elif isinstance(error, EncserveError) and error.field in _OPTIONS:
-        text = f"{_OPTIONS[error.field]}{text.removeprefix(error.field)}"
+    elif isinstance(error, EncserveError) and (option := _OPTIONS.get(error.field.partition("[")[0])):
+        text = f"{option}{text.removeprefix(error.field)}"
     # If the text names the place of an input in a file, the cause is the error of the client.
     if "SEQUENCE_TOO_LONG" in (getattr(it, "reason", "") for it in (error, error.__cause__)):
         text = f"{text} (--truncate)"

@@ -34,7 +34,7 @@ def _problems(info: ModelInfo, options: Options) -> Iterator[tuple[str, str]]:
         if output.kind == "model" and info.pooling is None:
             yield (
                 "kind",
-                f"='vector': {model} was not trained for single vectors; it has {_listed(info.kinds, 'kinds')}. Give "
+                f": {model} was not trained for single vectors; it has {_listed(info.kinds, 'kinds')}. Give "
                 "one of these kinds, or a pooling such as 'mean'",
             )
         if output.kind in ("multi_vector", "sparse") and output.kind not in info.kinds:
@@ -54,7 +54,7 @@ def _problems_of_numbers(info: ModelInfo, options: Options) -> Iterator[tuple[st
         if output.dimensions is None or isinstance(output.kind, int):
             continue
         if output.kind == "sparse":
-            yield "dimensions", " must not be given for kind='sparse'; max_active_dims limits the weights"
+            yield "dimensions", " must not be given for kind='sparse': weights over the vocabulary are not in order"
         uncut = replace(info, default_dimensions=0).width(replace(output, dimensions=None))
         if output.dimensions > uncut:
             yield "dimensions", f" must be at most {uncut}, the width of model {info.name}; was {output.dimensions}"
