@@ -358,6 +358,9 @@ async def test_another_suffix_and_too_many_to_print(service: FakeEncoder, tmp_pa
     result = await encserve(service, "embed", "one", "--output", tmp_path / "v.out", status=1)
     assert "must end in .npy, .npz, .jsonl, .csv, .parquet; was .out. End the name of a folder with /" in result.stderr
     assert not service.requests, "the command must fail before the first request"
+    for name in ("v.out", "missing/v.npy"):
+        command = ("embed", "--input", tmp_path / "missing.txt", "--output", tmp_path / name)
+        assert "--output " in (await encserve(service, *command, status=1)).stderr, "the inputs must not be read before"
     (tmp_path / "t.txt").write_text("a\n" * 1001)
     result = await encserve(service, "embed", *inputs(tmp_path / "t.txt"), status=1)
     assert "more than 1,000 inputs: --output FILE takes any number" in result.stderr

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ from encserve_cli.job.sample import take_sample
 from encserve_cli.job.server import server_facts
 from encserve_cli.job.store import LocalStore
 from encserve_cli.job.types import BatchProgress
-from encserve_cli.progress import shown_progress
+from encserve_cli.progress import ProgressCounter, shown_progress
 from encserve_client import Block, EncodedOutput, EncoderClient, EncodeResult, SequenceInfo, Timings
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -417,6 +418,61 @@ def test_the_bar_fits_into_the_terminal(
     lines = [line for line in re.split(r"\x1b\[\S*?[A-Za-z]|\r|\n", capsys.readouterr().err) if line]
     facts = "1,234,567 of 5,000,000 texts, 12 rejected, 12,346 texts/s, 0:05:05 left"
     assert any(line.endswith(facts) and len(line) == columns - 3 for line in lines)
+
+
+def test_the_bar_follows_the_width_of_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in TERMINAL.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("COLUMNS")
+    sizes = [os.terminal_size((100, 24))]
+    monkeypatch.setattr(os, "get_terminal_size", lambda *_: sizes[-1])
+    with shown_progress(1000, "texts") as told:
+        sizes.append(os.terminal_size((72, 24)))
+        told(progress_at(600))
+    lines = re.split(r"\x1b\[\S*?[A-Za-z]|\r|\n", capsys.readouterr().err)
+    [line] = [line for line in lines if "600 of" in line]
+    assert len(line) == 72 - 3
+
+
+def test_a_terminal_that_moves_no_cursor_gets_the_lines_of_a_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (TERMINAL | {"TERM": "dumb"}).items():
+        monkeypatch.setenv(name, value)
+    clock = FakeClock()
+    with shown_progress(1000, "texts", clock=clock.now) as told:
+        told(progress_at(10))
+        clock.advance(30)
+        told(progress_at(300))
+    assert [line.split(" ")[0] for line in capsys.readouterr().err.splitlines()] == ["300"]
+
+
+def test_progress_of_many_threads_never_goes_back() -> None:
+    shown = list[JobProgress]()
+
+    def show(progress: JobProgress) -> None:
+        os.sched_yield()  # so that other threads count meanwhile
+        shown.append(progress)
+
+    counter = ProgressCounter(None, show)
+
+    def count() -> None:
+        for _ in range(500):
+            counter.count_batch(1, tokens=2, padded_tokens=2)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(4):
+                pool.submit(count)
+    finally:
+        sys.setswitchinterval(before)
+    rows, tokens = ([getattr(it, name) for it in shown] for name in ("rows", "tokens"))
+    assert (rows, tokens) == (sorted(rows), sorted(tokens))
+    assert (rows[-1], tokens[-1]) == (2000, 4000)
 
 
 @pytest.mark.parametrize(

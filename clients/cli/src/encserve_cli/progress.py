@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import click
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Column
@@ -21,7 +21,7 @@ Count = Callable[[int], None]
 
 _JSON_SECONDS = 1.0
 _LOG_SECONDS = 30.0
-_INTERRUPT_COLUMNS = 3  # for the ^C of the terminal, which would move the bar to another line
+_INTERRUPT_COLUMNS = 3  # for ^C
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,7 @@ class ProgressCounter:
         self._total_rows = total_rows
         self._on_progress = on_progress
         self._lock = threading.Lock()
+        self._report_lock = threading.Lock()  # so that reports are in the order of their counts
         self._began = time.monotonic()
         self._rows_before = rows
         self._batch_rows = self._padded_tokens = 0
@@ -125,18 +126,19 @@ class ProgressCounter:
         """Report the progress so far."""
         if self._on_progress is None:
             return
-        with self._lock:
-            progress = JobProgress(
-                rows=max(self.rows, self._rows_before + self._batch_rows),
-                total_rows=self._total_rows,
-                parts=self.parts,
-                rejected=self.rejected,
-                tokens=self.tokens,
-                padding=1 - self.tokens / self._padded_tokens if self._padded_tokens else None,
-                seconds=self.seconds,
-                rows_before=self._rows_before,
-            )
-        self._on_progress(progress)
+        with self._report_lock:
+            with self._lock:
+                progress = JobProgress(
+                    rows=max(self.rows, self._rows_before + self._batch_rows),
+                    total_rows=self._total_rows,
+                    parts=self.parts,
+                    rejected=self.rejected,
+                    tokens=self.tokens,
+                    padding=1 - self.tokens / self._padded_tokens if self._padded_tokens else None,
+                    seconds=self.seconds,
+                    rows_before=self._rows_before,
+                )
+            self._on_progress(progress)
 
 
 def counting(count: Count) -> Progress:
@@ -154,6 +156,15 @@ def counting(count: Count) -> Progress:
     return progress
 
 
+class _BarConsole(Console):
+    """A console without the last columns of the terminal. ^C would move a bar there to another line."""
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        width, height = super().size
+        return ConsoleDimensions(width - _INTERRUPT_COLUMNS, height)
+
+
 @contextmanager
 def shown_progress(
     total_rows: int | None, unit: str, *, as_json: bool = False, clock: Clock = time.monotonic
@@ -166,10 +177,10 @@ def shown_progress(
         as_json: Whether to write JSON to standard output; otherwise the progress goes to standard error.
         clock: Tells the time in seconds.
     """
-    console = Console(stderr=True)
+    console = _BarConsole(stderr=True)
     if as_json:
         yield _every(_JSON_SECONDS, lambda it: click.echo(json.dumps({"event": "progress"} | as_record(it))), clock)
-    elif console.is_terminal:
+    elif console.is_terminal and not console.is_dumb_terminal:
         with _bar(console, total_rows, unit) as show:
             yield show
     else:
@@ -195,7 +206,6 @@ def _every(seconds: float, show: OnProgress, clock: Clock, first_at: float = flo
 @contextmanager
 def _bar(console: Console, total_rows: int | None, unit: str) -> Iterator[OnProgress]:
     """Give a function that shows a bar. The bar takes the columns that the text leaves."""
-    console.width -= _INTERRUPT_COLUMNS
     columns = (BarColumn(None, table_column=Column(ratio=1)), TextColumn("{task.description}", markup=False))
     with Bar(*columns, console=console, transient=True, expand=True) as bar:
         task = bar.add_task("", total=total_rows)

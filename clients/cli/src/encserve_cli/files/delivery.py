@@ -3,7 +3,7 @@
 import functools
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,10 @@ def _save(run: Run, sources: Sources, path: Path, as_json: bool, stop: Callable[
 
     inputs = rows = 0
     last: EncodeResult | None = None
-    total = None if path == STDOUT else sources.count()
-    with writing(path) as writer, _shown_progress(sources, path, total) as on_progress:
-        counter = ProgressCounter(total, on_progress)
+    with ExitStack() as stack:
+        writer = stack.enter_context(writing(path))  # before the inputs are read, because the path may be refused
+        total = None if path == STDOUT else sources.count()
+        counter = ProgressCounter(total, stack.enter_context(_shown_progress(sources, path, total)))
         counter.report()
         for block, result in encode_all(lambda it: run(it, counter.count_batch), sources.read(), stop):
             if last is not None and result.fingerprint != last.fingerprint:
