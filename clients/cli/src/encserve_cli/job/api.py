@@ -112,7 +112,8 @@ def embed_files(
         bundle: Embeds in this process, with the package encserve-server: a bundle, a directory that holds a checkpoint,
             or the name of one on the hub, as `--bundle` takes it.
         client: Embeds through a server; best with `EncoderClient(..., priority="bulk", timeout_seconds=300)`. The job
-            survives a full or restarting server for `timeout_seconds`. The client stays open.
+            survives a full or restarting server for `timeout_seconds`. The client stays open. Ctrl-C waits for the
+            running calls, at most `timeout_seconds` if the server does not answer.
         model: The served model. Default: the server's.
         model_version: The version of the model. Default: the model's default version.
         engine: The options for running the bundle. Default: those of encserve-server.

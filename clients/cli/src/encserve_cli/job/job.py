@@ -243,7 +243,10 @@ class EmbedJob:
         return run.summary(self.store.uri)
 
     def stop(self) -> None:
-        """Make `run` raise Stopped after the running batches. Any thread and any signal handler may call."""
+        """Make `run` raise Stopped after the running batches. Any thread and any signal handler may call.
+
+        Running calls of a client are not cancelled. `EncoderClient.close` ends them at once.
+        """
         self.worker.stop()
 
     def _close_worker(self) -> None:
