@@ -54,7 +54,16 @@ from encserve_cli.job.server import server_facts
 from encserve_cli.job.store import LocalStore
 from encserve_cli.job.types import BatchProgress
 from encserve_cli.progress import ProgressCounter, shown_progress
-from encserve_client import Block, EncodedOutput, EncoderClient, EncodeResult, SequenceInfo, Timings
+from encserve_client import (
+    Block,
+    EncodedOutput,
+    EncoderClient,
+    EncodeResult,
+    EncserveError,
+    InvalidRequestError,
+    SequenceInfo,
+    Timings,
+)
 from encserve_proto.v1 import encoder_pb2 as pb
 
 TEXTS = [" ".join(["word"] * (i % 7 + 1)) + f" {i}" for i in range(25)]
@@ -530,7 +539,7 @@ FACTS = ModelFacts("words", "1", "f" * 16, "", "mean", 2, 100, "onnxruntime", "f
 class Words:
     """A fake bundle for jobs, without a model.
 
-    The vector of a text is (number of words, 0). The text "bad" is refused.
+    The vector of a text is (number of words, 0). The texts "bad" and "long" are refused.
 
     Each call of `encode` first calls `on_encode` with this object.
     """
@@ -548,8 +557,12 @@ class Words:
         if self.stopped.is_set():
             raise Stopped
         self.encoded.append(len(values))
-        refused = {place: "is bad" for place, it in enumerate(values) if it == "bad"}
-        counts = [len(it.split()) for it in values if isinstance(it, str) and it != "bad"]
+        refused: dict[int, EncserveError] = {
+            place: InvalidRequestError(f"is {it}", reason="SEQUENCE_TOO_LONG" if it == "long" else "")
+            for place, it in enumerate(values)
+            if it in ("bad", "long")
+        }
+        counts = [len(it.split()) for it in values if isinstance(it, str) and it not in ("bad", "long")]
         rows: npt.NDArray[np.float32] = np.array([[it, 0] for it in counts], np.float32)
         on_batch(len(values), sum(counts), 2 * sum(counts))
         output = EncodedOutput("model", False, (Block(rows, np.ones(len(counts), np.uint32), None),), 0)
@@ -774,10 +787,11 @@ def test_a_bundle_makes_single_files_and_prints(monkeypatch: pytest.MonkeyPatch,
     [sequence] = json.loads(printed.stdout)["sequences"]
     assert (sequence["text"], sequence["vector"]) == ("a text", [2.0, 0.0])
     assert "shape (1, 2)" in CliRunner().invoke(cli, ["embed", "a text", "--bundle", "words"]).stdout
-    write_texts(source, ["good", "bad"])
-    refused = CliRunner().invoke(cli, [*command, "--output", str(tmp_path / "more.npy")])
-    assert refused.exit_code == 1
-    assert refused.stderr == f"Error: {source}, line 2: is bad\n"
+    for text, hint in (("bad", ""), ("long", " (--truncate)")):
+        write_texts(source, ["good", text])
+        refused = CliRunner().invoke(cli, [*command, "--output", str(tmp_path / "more.npy")])
+        assert refused.exit_code == 1
+        assert refused.stderr == f"Error: {source}, line 2: is {text}{hint}\n"
 
 
 def test_options_of_bundles_and_clusters_are_handed_on(

@@ -338,6 +338,7 @@ def test_a_failed_input_does_not_affect_its_batch(make_fake: Any, output: Any) -
         3: "the model could not compute this input",
         5: "the model's result for this input has NaN or infinity",
     }
+    assert made.reasons == {3: "INFERENCE_FAILED", 5: "INFERENCE_FAILED"}
     kept = [it for i, it in enumerate(inputs) if i not in made.refused]
     assert made.lengths.tolist() == [0 if i in (3, 5) else 4 if output == "tokens" else 1 for i in range(8)]
     np.testing.assert_array_equal(made.rows, embedder.run(kept, output=output).rows)

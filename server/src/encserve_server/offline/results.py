@@ -49,7 +49,8 @@ class Embedded:
             None for other kinds.
         sparse_width: For "sparse" the size of the vocabulary; otherwise 0.
         l2_normalized: Whether all rows have Euclidean length 1, because the call or the model normalizes them.
-        refused: The reasons of refused inputs, by index.
+        refused: The problems of refused inputs, by index, for people.
+        reasons: The reasons of refused inputs, by index, for programs: "SEQUENCE_TOO_LONG".
         token_counts: (inputs,) int64, the number of tokens that the model processed; 0 for a refused input.
         original_token_counts: (inputs,) int64, the number of tokens before truncation; 0 for a refused input.
         tokens: The number of tokens that the engine computed.
@@ -64,6 +65,7 @@ class Embedded:
     sparse_width: int
     l2_normalized: bool
     refused: dict[int, str]
+    reasons: dict[int, str]
     token_counts: npt.NDArray[np.int64]
     original_token_counts: npt.NDArray[np.int64]
     tokens: int
@@ -181,6 +183,7 @@ class RowCollector:
             sparse_width=bundle.sparse.width if bundle.sparse is not None and kind == "sparse" else 0,
             l2_normalized=self._is_l2_normalized,
             refused={i: reason_of(it) for i, it in sorted(self._refused.items())},
+            reasons={i: it.reason for i, it in sorted(self._refused.items())},
             token_counts=counts,
             original_token_counts=original_counts,
             tokens=self._tokens,

@@ -26,7 +26,7 @@ from encserve_cli.job.showing import plan_lines, plan_record, summary_lines, sum
 from encserve_cli.job.types import Encoder, Shard
 from encserve_cli.progress import Count, shown_progress
 from encserve_cli.shared import STOPPED, errors_in_one_line
-from encserve_client import EncoderClient, EncodeResult, InvalidRequestError, Timings
+from encserve_client import EncoderClient, EncodeResult, Timings
 
 SOME_REJECTED = 3
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's <malloc.h>
@@ -110,8 +110,9 @@ def _encode(encoder: Encoder, inputs: Sequence[Value], count: Count) -> EncodeRe
     began = time.perf_counter()
     encoded = encoder.encode(inputs, lambda rows, *_: count(rows))
     if encoded.refused:
-        error = InvalidRequestError(encoded.refused[min(encoded.refused)])
-        error.index = min(encoded.refused)
+        index = min(encoded.refused)
+        error = encoded.refused[index]
+        error.index = index
         raise error
     assert encoded.result is not None  # noqa: S101 - there are inputs, and none was refused
     return replace(encoded.result, timings=Timings(0.0, 0.0, 0.0, time.perf_counter() - began, 0, 0))

@@ -11,7 +11,15 @@ from encserve_cli.files.rows import Value
 from encserve_cli.job.plan import MakeOptions, ModelFacts
 from encserve_cli.job.run import LocalWorker
 from encserve_cli.job.types import BatchProgress, Encoded, Stopped, ignore_batch
-from encserve_client import Block, EncodedOutput, EncodeResult, SequenceInfo, Timings
+from encserve_client import (
+    Block,
+    EncodedOutput,
+    EncodeResult,
+    EncserveError,
+    InvalidRequestError,
+    SequenceInfo,
+    Timings,
+)
 
 _UNTIMED = Timings(0.0, 0.0, 0.0, 0.0, 0, 0)
 
@@ -102,7 +110,10 @@ class LocalEncoder:
         made = self.run(values, on_batch)
         good = np.ones(len(values), np.bool_)  # (values,)
         good[list(made.refused)] = False
-        return Encoded(self._result(made, good) if good.any() else None, dict(made.refused))
+        refused: dict[int, EncserveError] = {
+            index: InvalidRequestError(problem, reason=made.reasons[index]) for index, problem in made.refused.items()
+        }
+        return Encoded(self._result(made, good) if good.any() else None, refused)
 
     def run(self, values: Sequence[Value], on_batch: BatchProgress) -> Any:
         """Return the outputs of values, as an `encserve_server.offline.Embedded`."""

@@ -54,7 +54,7 @@ def write_part(plan: Plan, store: Store, blocks: Iterator[tuple[Block, Encoded]]
         with written(draft.uri):
             file = stack.enter_context(ParquetFile(draft.path, _schema(plan, block.rows.kept.schema)))
         while True:
-            refused = block.rows.problems | encoded.refused
+            refused = block.rows.problems | {index: it.problem for index, it in encoded.refused.items()}
             missing = np.zeros(len(block.rows.values), np.bool_)  # (rows,)
             missing[list(refused)] = True
             table = file.table(block.rows.values, encoded.result, missing if refused else None, block.rows.kept)

@@ -141,7 +141,7 @@ class LocalWorker:
         self._check_running()
         encoded = self.encoder.encode(values, count) if values else Encoded(None, {})
         on_batch(len(block.rows.values) - sum(counts), 0, 0)  # rows that were in no batch, such as rejected ones
-        return Encoded(encoded.result, {good[index]: why for index, why in encoded.refused.items()})
+        return Encoded(encoded.result, {good[index]: error for index, error in encoded.refused.items()})
 
     def _check_running(self) -> None:
         if self._stopped:

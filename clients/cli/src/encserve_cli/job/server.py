@@ -71,7 +71,7 @@ class ServerEncoder:
         on_batch(0, sum(it.token_count for it in result.sequences), 0)
         if self._is_tokens:
             result = with_sent_ids(result, inputs)
-        refused = {order[index]: error.problem for index, error in result.errors.items()}
+        refused = {order[index]: error for index, error in result.errors.items()}
         return Encoded(_in_order(result, order) if len(refused) < len(values) else None, refused)
 
     def stop(self) -> None:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from encserve_cli.files.reading import DataFile
 from encserve_cli.files.rows import Rows, Value
-from encserve_client import EncodeResult
+from encserve_client import EncodeResult, EncserveError
 
 # With --shard, so many parts in a row belong to one shard. On Ray they are the work that an actor gets at a time.
 STRIPE_PARTS = 4
@@ -149,11 +149,11 @@ class Encoded:
 
     Attributes:
         result: The outputs of the accepted values, in their order; None if there are none.
-        refused: The reasons of refused values, by index.
+        refused: The errors of refused values, by index.
     """
 
     result: EncodeResult | None
-    refused: dict[int, str]
+    refused: dict[int, EncserveError]
 
 
 class Stopped(Exception):
