@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import click
-from rich.console import Console, ConsoleDimensions
+from rich.console import Console, ConsoleOptions
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Column
@@ -160,9 +160,8 @@ class _BarConsole(Console):
     """A console without the last columns of the terminal. ^C would move a bar there to another line."""
 
     @property
-    def size(self) -> ConsoleDimensions:
-        width, height = super().size
-        return ConsoleDimensions(width - _INTERRUPT_COLUMNS, height)
+    def options(self) -> ConsoleOptions:
+        return super().options.update_width(self.width - _INTERRUPT_COLUMNS)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +85,17 @@ def _compare_with_query(
     task = options["task"]
 
     def encode(part_task: Task, part: Sequence[Sent]) -> EncodeResult:
-        run = partial(
-            client.run,
-            outputs=[kind],
-            task=task or (part_task if part_task in info.tasks else None),
-            include_token_strings=html is not None,
-            **others,
-        )
-        return encode_block(lambda texts: check_complete(run(texts)), part)
+        def run(texts: list[str]) -> EncodeResult:
+            result = client.run(
+                texts,
+                outputs=[kind],
+                task=task or (part_task if part_task in info.tasks else None),
+                include_token_strings=html is not None,
+                **others,
+            )
+            return check_complete(result)
+
+        return encode_block(run, part)
 
     results = [encode("query", inputs[:1]), encode("document", inputs[1:])]
     texts = [it.text for it in inputs]
