@@ -244,7 +244,7 @@ def test_the_command_renames_weights(tmp_path: Path, models: Path) -> None:
     arguments += ["--model-repository", str(models), "--name", "m"]
     refused = CliRunner().invoke(main, arguments)
     assert "surplus: pos.weight" in refused.stderr
-    assert "give --rename OLD=NEW with one of these names: for token embeddings" in refused.stderr
+    assert "Then rename it with --rename OLD=NEW. Names for token embeddings: " in refused.stderr
     assert CliRunner().invoke(main, [*arguments, "--rename", "pos.weight"]).exit_code == 2
     exported = CliRunner().invoke(main, [*arguments, "--rename", "pos.weight=pos_embedding.weight"])
     assert exported.exit_code == 0, exported.output
@@ -419,7 +419,7 @@ def test_an_error_names_possible_tables() -> None:
     state = saved()
     state |= {"encoder.vocab": state.pop(TABLE), "places": torch.randn(1, 30, 8)}
     with pytest.raises(
-        WeightNamesError, match=r"If one of encoder\.vocab \(11, 8\), places \(1, 30, 8\) is a table, give"
+        WeightNamesError, match=r"Is one of these a table: encoder\.vocab \(11, 8\), places \(1, 30, 8\)\? Then"
     ):
         find(state)
     with pytest.raises(WeightNamesError) as caught:

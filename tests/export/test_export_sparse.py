@@ -150,7 +150,7 @@ def test_weights_just_above_zero_are_accepted(tmp_path: Path) -> None:
 def test_a_precision_that_changes_weights_too_much_is_refused(
     splade: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tighten the bound for int8 in the comparison of texts only. Expect an error with the numbers."""
+    """Tighten the int8 bound, but only in the comparison of texts. Expect an error with the numbers."""
     bounds = dataclasses.replace(BOUNDS["int8"], cosine=0.99999)
     monkeypatch.setattr("encserve_export.check.pipeline.bounds_of", lambda _: bounds)
     figures = r"cosine similarity 0\.99\d\d of a row, at least 0.99999 is required; float32 is exact"
@@ -234,7 +234,7 @@ def test_the_report_names_an_unused_language_model_head(tmp_path: Path) -> None:
 
 @pytest.mark.system
 @pytest.mark.parametrize("where", ["tokenizer_config.json", "tokenizer.json"])
-def test_texts_that_are_cut_at_their_beginning_are_refused(where: str, directory: Path, tmp_path: Path) -> None:
+def test_a_model_that_cuts_texts_at_the_beginning_is_refused(where: str, directory: Path, tmp_path: Path) -> None:
     left = {"direction": "Left", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
     change(directory / where, **({"truncation": left} if where == "tokenizer.json" else {"truncation_side": "left"}))
     with pytest.raises(UnsupportedModelError, match=r'cuts long texts at their beginning .* Write "truncation_side"'):
@@ -244,7 +244,7 @@ def test_texts_that_are_cut_at_their_beginning_are_refused(where: str, directory
 
 
 @pytest.mark.system
-def test_another_tokenizer_of_a_table_changes_the_space_id(static: Path, tmp_path: Path) -> None:
+def test_a_changed_tokenizer_of_the_static_weights_changes_the_space_id(static: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(static, tmp_path / "model")
     (path,) = directory.glob("query*/tokenizer.json")
     path.write_text(json.dumps(json.loads(path.read_text()), indent=3))

@@ -136,8 +136,8 @@ _pad_token_id_option = click.option(
 _expect_option = click.option(
     "--expect",
     type=_FILE,
-    help="A .npz or .safetensors file with input_ids or inputs_embeds, attention_mask, and rows (hidden "
-    "states). The bundle must reproduce these rows.",
+    help="A .npz or .safetensors file with three arrays: input_ids (or inputs_embeds), attention_mask, and rows "
+    "(the hidden states). The bundle must reproduce these rows.",
 )
 
 
@@ -392,7 +392,7 @@ def _make_module(factory: str) -> nn.Module:
     assert specification is not None  # noqa: S101 - every .py file has a specification
     assert specification.loader is not None  # noqa: S101
     imported = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = imported  # like `import`; dataclasses look up their module there
+    sys.modules[specification.name] = imported  # as `import` does: dataclasses look up their module in sys.modules
     sys.path.insert(0, str(path.resolve().parent))  # Python does the same for a script
     specification.loader.exec_module(imported)
     if not hasattr(imported, function):
