@@ -1,4 +1,4 @@
-"""Compares encserve with the fastest batches of the same model, and with other ways to run the model.
+"""Compares encserve with ONNX Runtime alone, and with other ways to run the same model.
 
     python bench/compare.py MODEL_REPOSITORY [--model NAME] [--checkpoint DIRECTORY] [--rounds 4] [--only SIDE ...]
                             [--lengths TOKENS ...] [--against DIRECTORY] [--json FILE]

@@ -42,8 +42,8 @@ from encserve_server.system.cpus import usable_cpus
 
 # For each precision and peer: the lowest allowed ratio of encserve's tokens/s, with 64 callers, to the peer's tokens/s.
 BOUNDS = {"float32": {TRITON: 1.6, INFINITY: 4.5}, "bfloat16": {TRITON: 3.0, INFINITY: 8.0}}
-# The lowest allowed cosine between hidden states from ONNX Runtime and from a server of --server. The flags of such a
-# server may choose a lower precision.
+# The lowest allowed cosine between hidden states from ONNX Runtime and from a server that --server adds. The flags of
+# such a server may choose a lower precision.
 LEAST_COSINE = 0.999
 IDLE_SECONDS = 3.0
 IDLE_SHARE = 0.05  # warn if all idle servers together use a larger share of one CPU

@@ -85,7 +85,7 @@ def test_hf_reports_the_result_on_stdout_and_progress_on_stderr(models: Path) ->
 
 
 @pytest.mark.system  # takes more than a second
-def test_hf_refuses_pooling_for_a_directory_with_its_own(tmp_path: Path, models: Path) -> None:
+def test_hf_refuses_pooling_if_the_directory_states_a_pooling(tmp_path: Path, models: Path) -> None:
     directory = shutil.copytree(DATA / "hf-bert", tmp_path / "bert")
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
     listed = [{"name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}

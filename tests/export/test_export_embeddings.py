@@ -98,7 +98,7 @@ def test_a_tokenizer_is_refused(tmp_path: Path, tiny: EncoderConfig) -> None:
         ({"scale_embedding": True}, "scale_embedding must be false"),
     ],
 )
-def test_settings_of_token_ids_are_refused(fields: dict[str, Any], text: str) -> None:
+def test_token_id_settings_are_refused_for_vectors(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         EncoderConfig.from_mapping({"input": "embeddings", **fields})
 
@@ -113,7 +113,7 @@ def test_init_reads_the_input_from_its_configuration(tmp_path: Path) -> None:
     assert [value.name for value in session.get_inputs()] == ["inputs_embeds", "attention_mask"]
 
 
-def test_the_command_passes_the_input_on(tmp_path: Path) -> None:
+def test_the_command_exports_a_model_that_takes_vectors(tmp_path: Path) -> None:
     fields = {"n_heads": 4, "norm": "post", "activation": "relu", "position": "none", "max_sequence_tokens": 16}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     file = DATA / "fused-qkv" / "checkpoint.safetensors"

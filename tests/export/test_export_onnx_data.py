@@ -123,7 +123,7 @@ def test_a_blobs_folder_that_is_a_link_is_refused(file: Path, secret: Path) -> N
 
 
 @pytest.mark.parametrize("location", ["other.bin", "*/_ORT_MEM_ADDR_/*", "weights.bin/more"])
-def test_files_that_are_missing(file: Path, location: str) -> None:
+def test_missing_weight_files_are_refused(file: Path, location: str) -> None:
     point_elsewhere(file, location=location)
     text = refused(file)
     assert f"tensor 'table' has its data in {location!r}" in text

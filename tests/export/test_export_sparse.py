@@ -159,7 +159,7 @@ def test_a_precision_that_changes_weights_too_much_is_refused(
     assert not (tmp_path / "models").exists()
 
 
-def test_what_a_bundle_cannot_express_is_refused(tmp_path: Path) -> None:
+def test_modules_that_a_bundle_cannot_express_are_refused(tmp_path: Path) -> None:
     from sentence_transformers import SparseEncoder
     from sentence_transformers.base.modules import Router, Transformer
     from sentence_transformers.sentence_transformer.modules import Pooling
@@ -181,7 +181,7 @@ def test_what_a_bundle_cannot_express_is_refused(tmp_path: Path) -> None:
         read(tmp_path / "csr")
 
 
-def test_bge_m3_has_three_kinds(bge_m3: Path, tmp_path: Path) -> None:
+def test_bge_m3_has_three_outputs(bge_m3: Path, tmp_path: Path) -> None:
     exported = export(bge_m3, tmp_path)
     manifest = exported.manifest
     assert manifest.pooling == manifest_pb2.POOLING_CLS

@@ -26,7 +26,7 @@ def write_index(folder: Path, files: object) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_one_file(tmp_path: Path, name: str) -> None:
+def test_a_single_weights_file_is_read(tmp_path: Path, name: str) -> None:
     tensors = {"a": torch.ones(2, dtype=torch.float16)}
     if name.endswith(".bin"):
         torch.save(tensors, tmp_path / name)
@@ -37,7 +37,7 @@ def test_one_file(tmp_path: Path, name: str) -> None:
     assert weights.sha256 == sha256(tmp_path / name)
 
 
-def test_several_files_with_an_index(tmp_path: Path) -> None:
+def test_several_weights_files_with_an_index_are_read(tmp_path: Path) -> None:
     first, second = (tmp_path / f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
     save_file({"a": torch.ones(2)}, first)
     save_file({"b": torch.zeros(3)}, second)
@@ -196,7 +196,7 @@ def test_a_checkpoint_without_one_state_dict_is_refused(tmp_path: Path, content:
         read_checkpoint(path)
 
 
-def test_a_file_with_one_table(tmp_path: Path) -> None:
+def test_a_file_with_one_table_is_read(tmp_path: Path) -> None:
     table = torch.ones(3, 2)
     save_file({"embedding.weight": table}, tmp_path / "a.safetensors")
     torch.save({"state_dict": {"weight": table}}, tmp_path / "b.pt")

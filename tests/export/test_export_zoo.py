@@ -44,7 +44,7 @@ def test_the_bundle_gives_the_vectors_of_the_library(zoo: Zoo, name: str) -> Non
 @pytest.mark.system
 @pytest.mark.parametrize("precision", LEAST_COSINE)
 @pytest.mark.parametrize("name", ["all-of-it", "gemma"])
-def test_a_rounded_bundle_points_where_the_library_points(zoo: Zoo, name: str, precision: str) -> None:
+def test_rounded_vectors_are_close_to_the_library(zoo: Zoo, name: str, precision: str) -> None:
     row, exported = MODELS[name], zoo.export(name, served_as=f"{name}-{precision}", precision=precision)
     with open_bundle(exported.path) as embedder:
         for way in row.ways:

@@ -83,8 +83,8 @@ def _exports(command: Callable[..., Exported]) -> Callable[..., None]:
             "--keep-space-id",
             metavar="ID",
             default="",
-            help="Write this space_id instead of the computed one, to keep using an index with this space_id. The "
-            "exporter cannot verify that the vectors fit the index.",
+            help="Write this space_id instead of the computed space_id. Then an index with this space_id stays usable. "
+            "The exporter cannot verify that the vectors fit the index.",
         ),
         click.option("--overwrite", is_flag=True, help="Replace this version if it exists."),
         click.option("--version", default="1", show_default=True, help="The model's version."),
@@ -128,7 +128,7 @@ _input_option = click.option(
     type=click.Choice(get_args(Input)),
     default="token_ids",
     show_default=True,
-    help="The input of the model: token ids, or embeddings, one vector per token.",
+    help="The model's input: token ids, or one vector per token (embeddings).",
 )
 _pad_token_id_option = click.option(
     "--pad-token-id", type=int, default=0, show_default=True, help="The token id that pads a batch."
@@ -209,8 +209,7 @@ def hf(
     "--rename",
     metavar="OLD=NEW",
     multiple=True,
-    help="Replace OLD by NEW in the names of FILE's weights, as in blocks=layers or pos.weight=pos_embedding.weight. "
-    "May be given several times.",
+    help="Replace OLD by NEW in the names of FILE's weights, for example blocks=layers. May be repeated.",
 )
 @click.option("--embeddings", "embeddings_path", type=_FILE, help="The embedding table, if FILE has none.")
 @_tokenizer_option
@@ -219,7 +218,7 @@ def hf(
     type=click.Choice(["auto", *known_layouts()]),
     default="auto",
     show_default=True,
-    help="The naming scheme of FILE's weights; auto detects it.",
+    help="The naming scheme of FILE's weights; auto detects the scheme.",
 )
 @_input_option
 @_max_sequence_tokens_option(f"{DEFAULT_LONGEST}, or the rows of the position table")
@@ -235,7 +234,7 @@ def checkpoint(
     layout: str,
     **options: Any,
 ) -> Exported:
-    """Export the state dict in FILE: safetensors, or a file of torch.save, in one of the layouts of --layout."""
+    """Export the state dict in FILE, a safetensors file or a file of torch.save. --layout lists the layouts."""
     return export_checkpoint(
         file,
         target,
@@ -298,7 +297,7 @@ def module(
 @_tokenizer_option
 @_max_sequence_tokens_option(f"{DEFAULT_LONGEST}. The export runs a sequence of this length", default=DEFAULT_LONGEST)
 @_pad_token_id_option
-@click.option("--vocab-size", type=int, help="The number of token ids. Default: the rows of FILE's embedding table.")
+@click.option("--vocab-size", type=int, help="The number of token ids. Default: the rows of the embedding table.")
 @_pooling_options
 @_expect_option
 @click.option("--input-ids-name", default=names.INPUT_IDS, show_default=True, help="FILE's input for token ids.")

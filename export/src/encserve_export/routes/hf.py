@@ -414,8 +414,8 @@ def _longest(spec: ModelSpec, positions: int | None, asked: int | None) -> tuple
     bound = min(known, default=DEFAULT_LONGEST)
     if usual is None and asked is None and bound > LONGEST_BY_DEFAULT:
         return LONGEST_BY_DEFAULT, (
-            f"max_sequence_tokens is {LONGEST_BY_DEFAULT}; the checkpoint allows {bound}: --max-sequence-tokens "
-            "sets a larger limit, and memory grows with the square of this limit"
+            f"max_sequence_tokens is {LONGEST_BY_DEFAULT}; the checkpoint allows {bound}. --max-sequence-tokens "
+            "sets a larger limit. Memory grows with the square of the limit"
         )
     if usual is None and positions is not None and bound < positions:
         return longest_sequence(positions, bound, asked, "model_max_length")

@@ -55,7 +55,7 @@ def is_id(text: str) -> bool:
 
 
 def download(repository: str, revision: str | None = None, *, with_onnx: bool = False) -> Snapshot:
-    """Download a checkpoint into the cache of huggingface_hub, or find it there.
+    """Download a checkpoint into huggingface_hub's cache, unless the cache already has the checkpoint.
 
     The files come from the repository's root, and from the folders that modules.json and router_config.json name.
 
