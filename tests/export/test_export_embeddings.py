@@ -79,7 +79,7 @@ def test_embeddings_is_refused_for_a_model_that_takes_vectors(tmp_path: Path) ->
 
 
 def test_the_error_for_a_missing_table_names_two_options(tmp_path: Path) -> None:
-    with pytest.raises(EmbeddingTableError, match=r"with --embeddings: .* --input embeddings, and callers"):
+    with pytest.raises(EmbeddingTableError, match=r"with --embeddings: .* --input embeddings\. Then callers"):
         export_checkpoint(DATA / "fused-qkv" / "checkpoint.safetensors", Target(model_repository=tmp_path, name="m"))
 
 

@@ -232,9 +232,9 @@ def _embedding_table(tensors: Mapping[str, Tensor], separate: Table | None) -> T
 def _vocab_size(table: Table | None, d_model: int) -> int:
     if table is None:
         raise EmbeddingTableError(
-            "the checkpoint holds no embedding table. Give a file with the table, (vocab_size, d_model), with "
-            f"--embeddings. Allowed table names in a checkpoint: {_TABLE_NAMES}. Rename your table with --rename "
-            "OLD=NEW. Or give --input embeddings. Then callers must send vectors instead of token ids"
+            "the checkpoint holds no embedding table. Give its file with --embeddings: one matrix of (vocab_size, "
+            f"d_model). Allowed table names in a checkpoint: {_TABLE_NAMES}. Rename your table with --rename OLD=NEW. "
+            "Or give --input embeddings. Then callers must send vectors instead of token ids"
         )
     _check_width(table, d_model)
     return len(table.values)
