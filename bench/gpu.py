@@ -1,4 +1,4 @@
-"""Measures which batch size and which number of simultaneous batches are fastest on a GPU.
+"""Finds the fastest batch size and the fastest number of simultaneous batches on a GPU.
 
     python bench/gpu.py MODEL_REPOSITORY [--model NAME[@VERSION] ...] [--device cuda] [--rounds 5] [--json FILE]
 

@@ -119,7 +119,7 @@ def measure(
     patience: Patience = NO_PATIENCE,
     on_round: Callable[[int, Mapping[str, Measurement]], None] = lambda *_: None,
 ) -> dict[str, list[Measurement]]:
-    """Run every side once a round, in random order.
+    """In each round, run every side once, in random order.
 
     Args:
         sides: The sides.

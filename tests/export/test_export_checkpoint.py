@@ -298,7 +298,7 @@ def test_nan_and_infinity_are_refused(layout: str, value: float) -> None:
         ("torch-native", "layers.1.linear1.bias", r"must have the shape \(12,\); was \(11,\)"),
     ],
 )
-def test_wrong_shapes(layout: str, name: str, message: str) -> None:
+def test_wrong_shapes_are_refused(layout: str, name: str, message: str) -> None:
     state = saved(layout)
     state[name] = state[name][:-1]
     with pytest.raises(WeightShapeError, match=f"{name} {message}"):
@@ -328,7 +328,7 @@ def test_wrong_shapes(layout: str, name: str, message: str) -> None:
         ("split-qkv", {"dropout": 0.1}, "unknown configuration fields: dropout; known are vocab_size"),
     ],
 )
-def test_wrong_configurations(layout: str, fields: dict[str, Any], message: str) -> None:
+def test_wrong_configurations_are_refused(layout: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         find(saved(layout), NEEDED[layout] | fields)
 
@@ -368,7 +368,7 @@ TABLE = "embedding.weight"
         ({"pe": torch.zeros(30, 8, dtype=torch.int64)}, WeightValueError, "pe must hold floating-point numbers"),
     ],
 )
-def test_wrong_tensors(changes: dict[str, Tensor | None], error: type[ExportError], message: str) -> None:
+def test_wrong_tensors_are_refused(changes: dict[str, Tensor | None], error: type[ExportError], message: str) -> None:
     state = {name: tensor for name, tensor in (saved() | changes).items() if tensor is not None}
     with pytest.raises(error, match=message):
         find(state, WITHOUT_POSITION if "pe" in changes else LINEAR)
@@ -399,7 +399,7 @@ def test_an_unknown_layout_lists_names_layouts_and_commands() -> None:
         assert advice in text
 
 
-def test_a_given_layout() -> None:
+def test_only_the_given_layout_is_tried() -> None:
     assert find(saved(), layout="split-qkv").layout == "split-qkv"
     with pytest.raises(UnknownLayoutError, match=r"Looked for fused-qkv by layers\.N\.attention\.qkv_layer\.weight\."):
         find(saved(), layout="fused-qkv")

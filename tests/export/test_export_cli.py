@@ -206,7 +206,7 @@ def test_errors_have_no_traceback_and_write_nothing(arguments: tuple[object, ...
         (("onnx", GOLDEN / "checkpoint.safetensors", "--name", "m", "--precision", "int8"), "--precision"),
     ],
 )
-def test_wrong_usage(arguments: tuple[object, ...], message: str, models: Path) -> None:
+def test_wrong_usage_is_refused(arguments: tuple[object, ...], message: str, models: Path) -> None:
     result = run(*arguments, "--model-repository", models)
     assert result.exit_code == 2
     assert message in result.stderr

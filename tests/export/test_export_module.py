@@ -117,7 +117,7 @@ def assert_rows(bundle: Path, module: nn.Module) -> None:
     assert worst_relative_error(rows[mask == 1], want[mask == 1]) <= 5e-5
 
 
-def test_vectors_in_place_of_ids(module: Mixing, target: Target) -> None:
+def test_a_module_may_take_vectors(module: Mixing, target: Target) -> None:
     module.embedding = nn.Identity()
     exported = export(module, target, input="embeddings", vocab_size=None, d_model=D_MODEL)
     graph = exported.manifest.graph
@@ -235,7 +235,7 @@ class Returning(nn.Module):
         (torch.full((2, 7, 8), torch.nan), "returns hidden states that are not finite"),
     ],
 )
-def test_modules_that_are_not_encoders(target: Target, models: Path, made: Any, message: str) -> None:
+def test_modules_that_are_not_encoders_are_refused(target: Target, models: Path, made: Any, message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         export(Returning(made), target)
     assert not models.exists()
@@ -263,7 +263,7 @@ def test_modules_that_are_not_encoders(target: Target, models: Path, made: Any, 
         ),
     ],
 )
-def test_options_out_of_range(
+def test_options_out_of_range_are_refused(
     module: Mixing, target: Target, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

@@ -321,7 +321,7 @@ def test_a_tokenizer_with_too_many_ids_is_refused(
         (OnnxOptions(pad_token_id=-1), "pad_token_id must be from 0 to 49; was -1"),
     ],
 )
-def test_options_out_of_range(file: Path, target: Target, options: OnnxOptions, message: str) -> None:
+def test_options_out_of_range_are_refused(file: Path, target: Target, options: OnnxOptions, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         export_onnx(save(build(), file), target, options)
     assert not target.model_repository.exists()

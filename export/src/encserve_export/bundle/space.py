@@ -1,7 +1,7 @@
 """Computes the space_id, which identifies the vector space of a model.
 
 Two bundles with equal ids compute equal vectors, up to rounding to float16. The id is a hash of everything that
-determines the vectors. It is computed from the model's own files:
+determines the vectors. The hash is computed from the model's own files:
 
 - the weights: name, type, shape and bytes of every tensor,
 - the configuration: config.json without settings that do not affect vectors,

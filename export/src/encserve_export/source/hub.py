@@ -66,8 +66,8 @@ def download(repository: str, revision: str | None = None, *, with_onnx: bool = 
             downloaded.
 
     Raises:
-        HubError: The repository or revision does not exist or is not accessible, or the download failed. Also raised if
-            OWNER is a local directory and no revision is given, because NAME may be a typing error.
+        HubError: The repository or the revision does not exist or is not accessible. Or the download failed. Or OWNER
+            is a local directory and no revision is given: NAME may then be a typing error.
     """
     owner = repository.partition("/")[0]
     if revision is None and Path(owner).is_dir():

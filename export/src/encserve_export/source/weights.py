@@ -104,7 +104,7 @@ def read_checkpoint(path: Path, embeddings: Path | None = None) -> Weights:
             do not include the table.
 
     Raises:
-        CheckpointFileError: The file is unreadable, or holds no state dict or several.
+        CheckpointFileError: The file is unreadable, or does not hold exactly one state dict.
         UnsafeWeightsError: The file is a pickle of objects that could run code.
     """
     tensors: dict[str, Tensor] = {}
@@ -122,7 +122,7 @@ def read_table(path: Path) -> tuple[str, Tensor]:
     A tensor without a name gets the name of the file, without the suffix.
 
     Raises:
-        CheckpointFileError: The file is unreadable, or does not hold one tensor.
+        CheckpointFileError: The file is unreadable, or does not hold exactly one tensor.
         UnsafeWeightsError: The file is a pickle of objects that could run code.
     """
     content = _load(path)
