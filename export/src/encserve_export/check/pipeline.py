@@ -434,7 +434,7 @@ def _check_prompts(tokenizer: Any, prompts: Iterable[str], longest: int) -> None
         if count >= longest:
             raise UnsupportedModelError(
                 f"the prompt {_short(prompt)} has {count} tokens, and a text has at most {longest} (max_seq_length): "
-                "pooling leaves out the prompt (include_prompt is false), so no token would be left. Remove the "
+                "pooling leaves out the prompt (include_prompt is false), and no other token fits. Remove the "
                 "prompt, or give a larger --max-sequence-tokens"
             )
 

@@ -143,8 +143,8 @@ def _weights_files(directory: Path) -> list[Path]:
         if index.is_file():
             return [directory / part for part in _indexed_files(index)]
     raise CheckpointFileError(
-        f"{directory} holds no weights; looked for {' and '.join(_FILES)}, alone or with an index: download them, or "
-        "save the model with save_pretrained"
+        f"{directory} holds no weights; looked for {' and '.join(_FILES)}, with or without an index. Download the "
+        "weights, or save the model with save_pretrained"
     )
 
 
