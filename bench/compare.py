@@ -95,7 +95,7 @@ def open_engine(graph: Graph, stack: ExitStack) -> OnnxEngine:
 
 
 class Sides:
-    """All sides except the ceiling. The sides' hidden states are compared with those of ONNX Runtime.
+    """All sides except the ceiling. The sides' hidden states are compared with ONNX Runtime's hidden states.
 
     Attributes:
         sides: The sides.

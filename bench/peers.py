@@ -261,7 +261,7 @@ def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compare, print the report, write it to the file of --json, and exit with 1 if a peer is missing."""
+    """Compare, print the report, and write it to the file of --json. Exit with 1 if a peer is missing."""
     report = run_comparison(compare, read_arguments(arguments))
     print_missing(report["missing"])
     for peer, found in report["peers"].items():

@@ -43,7 +43,7 @@ class Measurement:
         return self.tokens / self.seconds
 
     def p50_seconds(self, min_tokens: int = 0) -> float | None:
-        """Return the median latency of calls with at least `min_tokens`; None if there are no such calls."""
+        """Return the median latency of calls with at least `min_tokens`; None without such calls."""
         seconds = [latency for tokens, latency in self.latencies if tokens >= min_tokens]
         return float(np.median(seconds)) if seconds else None
 

@@ -1,6 +1,6 @@
 """Compares the hidden states from ONNX Runtime with the hidden states from PyTorch.
 
-Padded batches are also compared with the same sequences run one at a time.
+Padded batches are also compared with the same sequences, each run alone.
 
 A row is the hidden state of one token, a vector of d_model numbers. The error of a row is ‖got - want‖/‖want‖. The
 error of an array is the largest error of its rows.
@@ -377,7 +377,7 @@ def _run_in_float64(
 
 
 def _attention_excess(got: Rows, want: Rows, bounds: Bounds, tolerance: float) -> str:
-    """Return a text with the error of attention weights, (1, heads, seq, seq), if it is too large; otherwise empty."""
+    """Return the error of attention weights, (1, heads, seq, seq), as text. Return "" if the error is small enough."""
     if bounds.cosine is None:
         error = _largest_difference(got, want)
     else:  # the share of attention that moved to other tokens is half the sum of a token's absolute differences

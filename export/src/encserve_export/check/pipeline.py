@@ -1,4 +1,4 @@
-"""Compares a bundle's token ids and vectors with those of sentence-transformers or transformers, for the same texts.
+"""Compares a bundle's token ids and vectors of texts with the outputs of sentence-transformers or transformers.
 
 The bundle runs in `encserve_server.offline`, so the comparison covers the code that serves the bundle. If the exported
 directory has modules.json, its bundle is compared with sentence-transformers, else with transformers.
@@ -137,7 +137,7 @@ def prepare_comparison(
 ) -> PipelineCheck:
     """Return a function that compares a bundle. The function takes the bundle's folder and manifest as arguments.
 
-    sentence-transformers computes its outputs now, so that its model can be freed before the graph is written.
+    sentence-transformers computes its outputs now, so that the model can be freed before the graph is written.
     transformers computes its outputs when the bundle is compared.
 
     Vectors are not compared if the directory has no weights or if transformers does not know the model. The returned

@@ -59,7 +59,7 @@ def read_dense(directory: Path, repository: str, *, ignore_head: bool = False) -
         raise UnsupportedModelError(f"{encoder}: query_expansion is for multi-vector models; remove it")
     text, vector = read_text(encoder, loaded, transformer), read_vector(directory, loaded, rest)
     tasks = read_tasks(loaded.prompts, transformer)
-    # Use a length only if a settings file states it, because such a length is the authors' choice. Limits of the
+    # Use a length only from a settings file, because such a length is the authors' choice. Limits of the
     # tokenizer or of the positions are not the authors' choice.
     lengths = read_lengths(transformer, tasks) if states_length(settings) else {}
     return dataclasses.replace(

@@ -53,11 +53,12 @@ def kind_of(directory: Path, *, ignore_head: bool = False) -> Kind:
 
     Args:
         directory: The directory.
-        ignore_head: Whether to export the encoder of a classifier or a cross-encoder, instead of refusing it.
+        ignore_head: Whether to export the encoder of a classifier or a cross-encoder. If false, refuse such a
+            directory.
 
     Raises:
         CheckpointFileError: A file is unreadable, or names a folder outside the directory.
-        UnsupportedModelError: A bundle cannot express the model, or one of its modules.
+        UnsupportedModelError: A bundle cannot express the model or a module of the model.
     """
     settings, config = (_read_if_there(directory / name) for name in (SETTINGS, "config.json"))
     named = settings.get("model_type")

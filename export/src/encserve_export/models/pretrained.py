@@ -92,7 +92,7 @@ def load_model(directory: Path, weights: Weights) -> Reference:
             checkpoint.
         WeightShapeError: The shape of a weight contradicts config.json.
         WeightValueError: A weight contains NaN, infinity or integers. Integers are quantized weights, and transformers
-            would load them without their scale.
+            would not apply the scale of these weights.
     """
     config, (model, info) = _from_pretrained(
         directory,

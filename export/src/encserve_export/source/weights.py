@@ -72,7 +72,7 @@ def read_weights(directory: Path) -> Weights:
     """Read the weights of a checkpoint directory.
 
     Raises:
-        CheckpointFileError: The directory has no weights, or they are unreadable.
+        CheckpointFileError: The directory has no weights, or the weights are unreadable.
         UnsafeWeightsError: A pickle contains objects that could run code.
     """
     files = _weights_files(directory)

@@ -80,7 +80,7 @@ class Padding:
         return x.index_select(0, self._from_batch)  # (tokens, n)
 
     def restore(self, rows: Tensor) -> Tensor:
-        """Undo `remove`: (tokens, n) -> (batch·seq, n). A padded position gets the row of the token before it."""
+        """Undo `remove`: (tokens, n) -> (batch·seq, n). A padded position gets the row of the preceding token."""
         return rows.index_select(0, self._to_batch)  # (batch·seq, n)
 
     def transpose_heads(self, heads: Tensor) -> Tensor:
