@@ -64,7 +64,7 @@ def find_golden(name: str, **changed: Any) -> CheckpointEncoder:
 
 
 @pytest.mark.parametrize("name", BARE_GOLDENS)
-def test_rows_equal_those_of_the_original_code(name: str) -> None:
+def test_rows_equal_the_rows_of_the_original_code(name: str) -> None:
     found = find_golden(name)
     assert name.startswith(found.layout)
     sequences, rows = golden_cases(name)
@@ -218,7 +218,7 @@ def test_tensors_in_nested_dicts_and_lists_are_read(tmp_path: Path) -> None:
     assert all(torch.equal(read[name], state[name]) for name in state)
 
 
-def test_renamed_weights() -> None:
+def test_rename_changes_weight_names() -> None:
     state = saved("torch-native") | {"pos.weight": torch.randn(30, 8)}
     theirs = {re.sub(r"^layers", "model.blocks", name): tensor for name, tensor in state.items()}
     renamed = rename_tensors(theirs, {"model.blocks": "layers", "pos.weight": "pos_embedding.weight"})

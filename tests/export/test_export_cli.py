@@ -241,5 +241,5 @@ def test_an_export_prints_as_one_line() -> None:
     assert repr(Exported(Path("models/m/1"), manifest)) == "Exported('m', version '1', s3-0, 'models/m/1')"
 
 
-def test_the_version_of_the_program() -> None:
+def test_the_command_prints_its_version() -> None:
     assert "0.1.0" in run("--version").stdout

@@ -83,7 +83,7 @@ def test_the_error_for_a_missing_table_names_two_options(tmp_path: Path) -> None
         export_checkpoint(DATA / "fused-qkv" / "checkpoint.safetensors", Target(model_repository=tmp_path, name="m"))
 
 
-def test_a_tokenizer_is_refused(tmp_path: Path, tiny: EncoderConfig) -> None:
+def test_a_tokenizer_is_refused_for_vectors(tmp_path: Path, tiny: EncoderConfig) -> None:
     config = dataclasses.replace(tiny, input="embeddings", vocab_size=0)
     tokenizer = TokenizerFile(tmp_path / "tokenizer.json", 10, (), {})
     with pytest.raises(TokenizerError, match="this model's input is embeddings; leave the tokenizer out"):

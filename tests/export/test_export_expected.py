@@ -126,7 +126,7 @@ def export(trained: Path, models: Path, name: str = "mine", **options: Any) -> A
     return export_checkpoint(trained / "weights.safetensors", target, **defaults | options)
 
 
-def test_models_that_take_vectors(trained: Path, models: Path, tmp_path: Path) -> None:
+def test_expected_rows_of_a_model_that_takes_vectors(trained: Path, models: Path, tmp_path: Path) -> None:
     table = load_file(trained / "weights.safetensors")["embedding.weight"]
     vectors = table[torch.from_numpy(ARRAYS["input_ids"])].numpy()
     given = write(tmp_path / "rows.safetensors", input_ids=None, inputs_embeds=vectors, rows=rows_of(trained))
@@ -188,7 +188,7 @@ def test_broken_files_are_refused(tmp_path: Path, content: bytes, suffix: str) -
         read_expected(path)
 
 
-def test_a_file_of_one_array(tmp_path: Path) -> None:
+def test_a_file_of_one_array_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", ARRAYS["rows"])
     with pytest.raises(ExpectedFileError, match=r"\.npz file of numpy\.savez"):
         read_expected(tmp_path / "rows.npy")

@@ -187,7 +187,7 @@ def test_attention_of_another_block_is_refused(tiny: EncoderConfig, tmp_path: Pa
         inspection_gate(encoder, graphs)
 
 
-def test_rounded_inspections_of_other_weights_are_refused(tiny: EncoderConfig, tmp_path: Path) -> None:
+def test_wrong_inspections_in_lower_precisions_are_refused(tiny: EncoderConfig, tmp_path: Path) -> None:
     encoder = random_encoder(dataclasses.replace(tiny, d_model=32), 0)
     with pytest.raises(ParityError, match=r"for inspections differs from PyTorch in \S+: cosine similarity"):
         inspection_gate(random_encoder(encoder.config, 1), write(encoder, tmp_path, "int8"))

@@ -440,7 +440,7 @@ def test_the_encoder_of_a_classifier_is_exported_without_its_head(
         assert np.allclose(embedder.embed(["the cat"])[0], want, atol=1e-5)
 
 
-def test_the_command_takes_the_encoder_of_a_classifier(tmp_path: Path) -> None:
+def test_the_command_exports_the_encoder_of_a_classifier(tmp_path: Path) -> None:
     from click.testing import CliRunner
 
     from encserve_export.cli import main

@@ -86,7 +86,7 @@ def _without_the_fast_path() -> Any:
 @pytest.mark.system  # PyTorch's dynamo exporter needs several seconds
 @pytest.mark.usefixtures("_without_the_fast_path")
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_pytorchs_own_encoder(target: Target, norm_first: bool) -> None:
+def test_pytorchs_own_encoder_is_exported(target: Target, norm_first: bool) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(D_MODEL, 4, 64, activation="gelu", batch_first=True, norm_first=norm_first)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first)
@@ -185,7 +185,7 @@ class ByMask(Mixing):
         (ByMask, "Could not extract specialized integer from data-dependent expression .*shows the line"),
     ],
 )
-def test_data_dependent_control_flow_is_refused_with_torchs_reason(
+def test_the_error_for_data_dependent_control_flow_has_torchs_reason(
     module: Mixing, target: Target, models: Path, kind: type[Mixing], reason: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=f"PyTorch cannot export {kind.__name__} as one graph: {reason}"):

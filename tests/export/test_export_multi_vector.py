@@ -192,7 +192,7 @@ def test_a_maximum_length_below_the_length_of_queries_is_refused(tmp_path: Path)
         export_hf(tmp_path / "m", Target(model_repository=tmp_path / "models", name="m"), max_sequence_tokens=20)
 
 
-def test_a_module_that_a_bundle_cannot_express(tmp_path: Path) -> None:
+def test_a_module_that_a_bundle_cannot_express_is_refused(tmp_path: Path) -> None:
     native(pooling={"pool_factor": 2})(tmp_path / "m")
     path = tmp_path / "m" / "modules.json"
     modules = json.loads(path.read_text())

@@ -421,7 +421,7 @@ def test_a_model_in_training_mode_is_refused(refused: Callable[..., str], change
     assert "the model was exported for training (without model.eval())" in refused(change, ParityError)
 
 
-def test_float16_arithmetic_that_rounds_with_the_batch(refused: Callable[..., str]) -> None:
+def test_float16_rounding_that_depends_on_the_batch_is_refused(refused: Callable[..., str]) -> None:
     def ignore_in_float16(model: onnx.ModelProto) -> None:
         node_of(model, "total").input[0] = "placed"
         model.graph.initializer.append(numpy_helper.from_array(np.ones((2, 2), np.float16), "unused"))

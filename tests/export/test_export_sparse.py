@@ -92,7 +92,7 @@ def test_lengths_of_queries_and_documents(directory: Path, tmp_path: Path) -> No
 
 @pytest.mark.system
 @pytest.mark.parametrize("kind", ["ModernBert", "MPNet", "XLMRoberta", "Electra", "Albert"])
-def test_heads_of_other_language_models(kind: str, tmp_path: Path) -> None:
+def test_heads_of_other_language_models_are_exported(kind: str, tmp_path: Path) -> None:
     """Export SPLADE models of other architectures, and expect success.
 
     The export itself compares the weights with sentence-transformers.
@@ -102,7 +102,7 @@ def test_heads_of_other_language_models(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_queries_with_static_weights(static: Path, tmp_path: Path) -> None:
+def test_static_weights_for_queries_are_exported(static: Path, tmp_path: Path) -> None:
     exported = export(static, tmp_path)
     its = exported.manifest.query.static_sparse
     assert its.max_tokens == 40
@@ -112,7 +112,7 @@ def test_queries_with_static_weights(static: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_documents_with_static_weights(tmp_path: Path) -> None:
+def test_static_weights_for_documents_are_exported(tmp_path: Path) -> None:
     exported = export(write_static_queries(tmp_path / "model", documents=True), tmp_path)
     assert exported.manifest.document.HasField("static_sparse")
     assert not exported.manifest.query.HasField("static_sparse")

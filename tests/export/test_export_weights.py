@@ -79,14 +79,14 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     ],
     ids=["empty", "zip", "pickle", "git lfs"],
 )
-def test_an_unreadable_file_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+def test_the_error_names_an_unreadable_file(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises((CheckpointFileError, UnsafeWeightsError), match=f"{name} is .*{AGAIN}"):
         read_weights(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_a_file_that_is_cut_off_is_named(tmp_path: Path, name: str) -> None:
+def test_the_error_names_a_truncated_file(tmp_path: Path, name: str) -> None:
     tensors = {"a": torch.ones(1000)}
     if name.endswith(".bin"):
         torch.save(tensors, tmp_path / name)
@@ -101,7 +101,7 @@ def test_a_file_that_is_cut_off_is_named(tmp_path: Path, name: str) -> None:
     ("content", "message"),
     [(None, "is missing$"), ("{", "cannot be read as JSON: "), ("[]", "hold a JSON object; was list")],
 )
-def test_a_json_file_that_is_missing_or_broken_is_named(tmp_path: Path, content: str | None, message: str) -> None:
+def test_the_error_names_a_missing_or_broken_json_file(tmp_path: Path, content: str | None, message: str) -> None:
     path = tmp_path / "config.json"
     if content is not None:
         path.write_text(content)

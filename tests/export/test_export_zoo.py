@@ -52,7 +52,7 @@ def test_rounded_vectors_are_close_to_the_library(zoo: Zoo, name: str, precision
             assert least_cosine_of(got, zoo.vectors(name, way)) >= LEAST_COSINE[precision], way
 
 
-def test_static_vectors_do_not_depend_on_their_batch(zoo: Zoo) -> None:
+def test_static_vectors_do_not_depend_on_the_batch(zoo: Zoo) -> None:
     with open_bundle(zoo.export("static").path) as embedder:
         texts = MODELS["static"].texts
         alone = np.concatenate([embedder.embed([text]) for text in texts])

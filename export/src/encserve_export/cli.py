@@ -120,7 +120,10 @@ _pooling_option = functools.partial(
 )
 _name_option = click.option("--name", required=True, help="The model's name.")
 _tokenizer_option = click.option(
-    "--tokenizer", "tokenizer_path", type=_FILE, help="A tokenizer.json. Without it the model takes token ids only."
+    "--tokenizer",
+    "tokenizer_path",
+    type=_FILE,
+    help="A tokenizer.json. Without a tokenizer, the model takes token ids only.",
 )
 _input_option = click.option(
     "--input",
