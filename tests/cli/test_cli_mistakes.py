@@ -246,7 +246,7 @@ CALLS = [
         "a row of documents must have 4 numbers, as query has; had 8. Embed both with one model",
     ),
     ("client.close() or client.embed('hello')", "the client is closed; make a new client"),
-    ("two_loops(client)", "the client belongs to the event loop of its first use: make one in each loop"),
+    ("two_loops(client)", "the client belongs to the event loop of its first call: make one client per loop"),
 ]
 
 

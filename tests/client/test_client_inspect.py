@@ -101,7 +101,7 @@ def test_the_request_has_the_task() -> None:
         ({"hidden_states": [3, 3]}, r"hidden_states\[1\] was 3 after 3$"),
         ({"attention": [0, 1.0]}, r"^attention\[1\] must be an int; was float$"),
         ({"attention": [False, True]}, r"^attention\[0\] must be an int; was bool$"),
-        ({"attention": []}, "^attention must name at least one layer; was empty: pass False to leave it out$"),
+        ({"attention": []}, "^attention must name at least one layer; was empty: pass False for no layers$"),
         ({"hidden_states": 1}, r"^hidden_states must be True, False or .* for one layer pass \[1\]$"),
         ({"attention": None}, "^attention must be True, False or a list of layers; was NoneType$"),
         ({"attention": "01"}, "was str$"),

@@ -316,7 +316,7 @@ def test_the_model_must_have_made_the_vectors() -> None:
     weights = SparseVector(np.array([1], np.uint32), np.ones(1, np.float32), 9)
     with pytest.raises(
         InvalidInputError,
-        match="similarity must be of the model that made the sparse weights; was of model late, with the kinds 'm",
+        match="similarity must be the model of the query; model late does not return sparse weights",
     ):
         rank(weights, [weights], late)
 
