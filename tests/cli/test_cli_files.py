@@ -311,7 +311,7 @@ async def test_options_are_the_servers(service: FakeEncoder, tmp_path: Path) -> 
             "a.parquet.gz",
             "not known",
             [],
-            "a.parquet.gz: is a file of a kind that is not known; known are .txt, .jsonl",
+            "a.parquet.gz: is a file of an unknown kind; known kinds: .txt, .jsonl",
         ),
         ("missing.json", None, [], "missing.json: there is no such file; inputs end in .txt, .jsonl"),
     ],

@@ -155,5 +155,5 @@ def test_the_bundle_of_a_uri_is_copied_once(tmp_path: Path, cache: Path) -> None
     assert find_bundle(f"file://{remote}") == bundle
     (remote / "weights").write_bytes(b"1234")
     assert find_bundle(f"file://{remote}") != bundle
-    with pytest.raises(ValueError, match=r"holds no manifest.json"):
+    with pytest.raises(ValueError, match=r"has no manifest.json"):
         find_bundle(f"file://{remote.parent}")

@@ -229,10 +229,10 @@ async def test_a_dry_run_shows_the_plan_and_writes_nothing(
     result = await encserve(service, "embed", *inputs(source), *output, "--dry-run")
     shown = " ".join(result.stdout.split())
     assert "inputs 1 file, 25 rows" in shown
-    assert "parts of 10 rows" in shown
+    assert "parts 10 rows each" in shown
     assert "model tiny, version 1" in shown
     assert "engine server, float32" in shown
-    assert "time about 0:00:00, as" in shown
+    assert "time about 0:00:00 (" in shown
     [plan] = events_of(await encserve(service, "embed", *inputs(source), *output, "--dry-run", "--json"))
     assert (plan["event"], plan["rows"], plan["part_rows"], plan["parts_before"]) == ("plan", 25, 10, 0)
     assert plan["estimated_seconds"] >= 0
@@ -429,8 +429,8 @@ def test_the_bar_fits_into_the_terminal(
         (["--output", "folder/", "--cache-dir", "c"], "--cache-dir goes with --bundle"),
         (["--output", "folder/", "--ray", "auto"], "--ray goes with --bundle"),
         (["--output", "folder/", "--bundle", "b", "--actors", "2"], "--actors goes with --ray"),
-        (["--output", "folder/", "--bundle", "b", "--model", "m"], "--model is of a server"),
-        (["--output", "folder/", "--bundle", "b", "--model-version", "1"], "--model-version is of a server"),
+        (["--output", "folder/", "--bundle", "b", "--model", "m"], "--model is for a server"),
+        (["--output", "folder/", "--bundle", "b", "--model-version", "1"], "--model-version is for a server"),
         (["--output", "folder/", "--vectors", "--ids"], "--vectors or --ids"),
         (["--output", "folder/", "--overwrite", "--add-inputs"], "--overwrite or --add-inputs"),
         (["--shard", "0/2"], "--shard"),
@@ -617,7 +617,7 @@ def test_a_dry_run_of_a_job_that_is_done(run_words: Callable[..., Result]) -> No
     words = Words()
     run_words(words)
     shown = " ".join(run_words(words, "--dry-run").stdout.split())
-    assert "parts of 10 rows, of which 3 are done" in shown
+    assert "10 rows each; 3 parts are done" in shown
     assert "time none, as all parts are done" in shown
     [plan] = events_of(run_words(words, "--dry-run", "--json"))
     assert plan["estimated_seconds"] == 0

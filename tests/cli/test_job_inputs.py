@@ -299,11 +299,11 @@ def test_vectors(tmp_path: Path) -> None:
     good = np.arange(6, dtype=np.float32).reshape(3, 2)
     rows: list[Any] = [good.tolist(), [[1.0, 2.0], [3.0]], [], None, [[7.0, 8.0]], [[]], [[float("nan")]]]
     problems = {
-        1: "must have vectors of one length; has some of 1 and some of 2 numbers",
+        1: "must have vectors of one length; the vectors have between 1 and 2 numbers",
         2: "is empty",
         3: "is null",
         5: "is empty",
-        6: "must have finite numbers; has NaN, infinity or one that float32 cannot hold",
+        6: "must have finite numbers; has NaN, infinity, or a number too large for float32",
     }
 
     def check(found: Rows) -> None:
@@ -416,7 +416,7 @@ def test_a_column_that_comes_along_has_one_type_in_all_inputs(tmp_path: Path) ->
     nothing = one_file(tmp_path / "b.jsonl", '{"text": "a", "x": null}')
     options = ReadOptions(keep=("x",))
     for others in ([str(number), str(text)], [str(number), fields]):
-        with pytest.raises(ValueError, match=r"--keep x: is int32 in .*a\.parquet and \w+ in .*must be of one type"):
+        with pytest.raises(ValueError, match=r"--keep x: is int32 in .*a\.parquet and \w+ in .*must have one type"):
             plan_of(others, options)
     plan = plan_of([nothing, str(number)], options)
     assert plan.kept_types == {"x": "int32"}
@@ -587,10 +587,10 @@ def test_arguments_of_a_job_are_files_that_can_be_read_again(tmp_path: Path, mon
     (tmp_path / "folder.parquet").mkdir()
     monkeypatch.chdir(tmp_path)
     for arguments, problem in (
-        (["-"], "reads its inputs again, and standard input is gone then"),
+        (["-"], "standard input can be read only once"),
         (["a text"], "a text: there is no such file; inputs end in .txt"),
         (["a.txt", str(path)], "a.txt: is given twice"),
-        (["b.xlsx"], "b.xlsx: is a file of a kind that is not known; known are .txt"),
+        (["b.xlsx"], "b.xlsx: is a file of an unknown kind; known kinds: .txt"),
         (["folder.parquet"], r"folder.parquet: is a folder; name its files, as folder.parquet/\*.parquet does"),
         (["https://example.org/a.csv"], "https://example.org/a.csv: cannot be read: Unrecognized filesystem type"),
         (["s3://bucket/folder"], "s3://bucket/folder: must end in .txt"),

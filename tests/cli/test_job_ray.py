@@ -142,7 +142,7 @@ def test_a_bundle_that_a_node_does_not_have_ends_the_job(
     tmp_path: Path, corpus: list[str], options: RayOptions
 ) -> None:
     backend = RayBackend.of_bundle(str(tmp_path / "nothing"), EngineOptions(), options)
-    with pytest.raises(RuntimeError, match=r"^node 127.0.0.\d \(\w{8}\): the bundle .*/nothing is not there; put it"):
+    with pytest.raises(RuntimeError, match=r"^node 127.0.0.\d \(\w{8}\): the bundle .*/nothing is missing; put"):
         embed(corpus, tmp_path / "out", backend)
 
 
@@ -172,5 +172,5 @@ def test_a_job_that_is_stopped_goes_on_where_it_was(tmp_path: Path, corpus: list
 
 
 def test_where_no_cluster_runs_the_error_says_how_to_start_one(tmp_path: Path, corpus: list[str]) -> None:
-    with pytest.raises(RuntimeError, match="--ray 127.0.0.2:1: no Ray cluster answers there .*`ray start --head`"):
+    with pytest.raises(RuntimeError, match="--ray 127.0.0.2:1: no Ray cluster answers .*`ray start --head`"):
         embed(corpus, tmp_path / "out", RayBackend(FakeBackend(), RayOptions("127.0.0.2:1")))

@@ -84,8 +84,8 @@ class EncodedOutput:
 
     Attributes:
         kind: The kind of the rows; a number if this library has no name for the kind.
-        l2_normalized: Whether the rows were scaled to Euclidean length 1. Always True for int8: int8 rows are scaled before
-            rounding.
+        l2_normalized: Whether the rows were scaled to Euclidean length 1. Always True for int8: the rows are scaled
+            before rounding.
         blocks: The rows, in the order of the inputs: one block per message, and one block without rows for
             neighbouring failed inputs.
         sparse_width: For "sparse": the length of a vector, zeros included. Otherwise 0.
