@@ -148,7 +148,9 @@ async def test_rows_of_tokens_make_a_job_too(service: FakeEncoder, tmp_path: Pat
     assert table_of(tmp_path / "rows")["token_ids"].to_pylist() == ids
 
 
-async def test_columns_come_along(service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path) -> None:
+async def test_kept_columns_are_copied(
+    service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path
+) -> None:
     path = tmp_path / "texts.parquet"
     columns = {"body": TEXTS, "id": range(25), "tag": ["x"] * 25, "date": ["y"] * 25}
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
@@ -180,7 +182,7 @@ async def test_a_second_run_makes_missing_parts_only(
     assert table_of(folder)["text"].to_pylist() == TEXTS
 
 
-async def test_another_job_is_refused_with_what_differs(
+async def test_the_error_of_another_job_names_the_differences(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
 ) -> None:
     other = write_texts(tmp_path / "other.txt", ["other"])
@@ -374,7 +376,7 @@ def test_the_speed_is_that_of_this_run(before: int, facts: str, capsys: pytest.C
     assert capsys.readouterr().err.splitlines() == [facts]
 
 
-def test_programs_are_told_at_most_once_a_second(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_progress_comes_at_most_once_a_second(capsys: pytest.CaptureFixture[str]) -> None:
     clock = FakeClock()
     with shown_progress(1000, "texts", as_json=True, clock=clock.now) as told:
         for step in range(21):
@@ -391,7 +393,7 @@ def test_programs_are_told_at_most_once_a_second(capsys: pytest.CaptureFixture[s
         (10, 10.0, "10 of 1,000 texts, 2 rejected, 1.0 texts/s, 0:16:30 left"),
     ],
 )
-def test_what_is_not_known_yet_is_not_shown(
+def test_unknown_figures_are_not_shown(
     rows: int, seconds: float, facts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The bar leaves out unknown figures. Before the first batch, the speed and the remaining time are unknown."""
@@ -586,7 +588,7 @@ def test_ctrl_c_ends_a_job_whose_batch_takes_long(
     assert result.stderr == ""
 
 
-def test_an_error_while_it_stops_is_not_a_failure(run_words: Callable[..., Result]) -> None:
+def test_an_error_while_a_job_stops_is_not_a_failure(run_words: Callable[..., Result]) -> None:
     once = threading.Lock()
 
     def interrupt(words: Words) -> None:
@@ -656,7 +658,7 @@ def test_a_bundle_makes_single_files_and_prints(monkeypatch: pytest.MonkeyPatch,
     assert refused.stderr == f"Error: {source}, line 2: is bad\n"
 
 
-def test_options_of_bundles_and_clusters_are_handed_on(
+def test_options_reach_bundles_and_clusters(
     monkeypatch: pytest.MonkeyPatch, source: Path, output: tuple[str, str]
 ) -> None:
     found: dict[str, Any] = {}
@@ -686,7 +688,7 @@ def sample_of(job: EmbedJob, encoder: Words, clock: FakeClock) -> Any:
     return take_sample(job.plan, job.plan.work({}, Shard(), divided=False), encoder, clock.now)
 
 
-def test_a_sample_is_taken_until_it_has_taken_a_while(tmp_path: Path) -> None:
+def test_a_sample_grows_until_it_takes_long_enough(tmp_path: Path) -> None:
     """The first sample has 1 row, and each further sample has twice as many rows, up to 512.
 
     No further sample starts after 1.5 s. The result has the rows and the time of the last sample.
@@ -748,7 +750,7 @@ def test_the_rows_of_a_part_are_at_least_1(source: Path, folder: Path, rows: int
     assert folder.exists() != is_new
 
 
-async def test_a_job_goes_on_with_its_version_while_that_is_served(service: FakeEncoder) -> None:
+async def test_a_job_keeps_its_model_version_if_the_server_has_it(service: FakeEncoder) -> None:
     """A resumed job uses the model version that the user names.
 
     If the user names no version, the job uses its old version again. If the server no longer has the old version, the
@@ -827,7 +829,7 @@ def test_an_input_in_the_output_is_refused_by_any_name(
     assert files_in(folder) == before
 
 
-async def test_what_the_model_does_not_have_removes_nothing(
+async def test_an_option_that_the_model_lacks_removes_no_part(
     service: FakeEncoder, source: Path, folder: Path, output: tuple[str, str]
 ) -> None:
     await encserve(service, "embed", *inputs(source), *output)
@@ -843,7 +845,7 @@ async def test_what_the_model_does_not_have_removes_nothing(
         assert problem in " ".join(result.stderr.split())
 
 
-async def test_added_inputs_may_come_before_those_that_are_there(
+async def test_added_inputs_may_come_before_old_inputs(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path
 ) -> None:
     """Add the file b.txt between the old inputs a.txt and c.txt. The rows are then in the order of the file names.
@@ -861,7 +863,7 @@ async def test_added_inputs_may_come_before_those_that_are_there(
 
 
 @pytest.mark.parametrize("change", ["time", "folder"])
-async def test_a_job_goes_on_with_the_same_files_at_another_time_or_place(
+async def test_a_job_accepts_the_same_files_with_another_path_or_time(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path, change: str
 ) -> None:
     """Inputs that were copied or downloaded again are the same inputs if their size and checksum agree."""
@@ -884,7 +886,7 @@ async def test_a_job_goes_on_with_the_same_files_at_another_time_or_place(
     assert "b.txt" in result.stderr
 
 
-async def test_a_new_file_under_the_name_of_a_renamed_one_is_added_only_on_demand(
+async def test_a_new_file_with_the_name_of_a_renamed_file_needs_add_inputs(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
 ) -> None:
     """The input is renamed, and a new file takes the old name. The new file needs --add-inputs."""
@@ -925,9 +927,7 @@ async def test_a_job_without_parts_blocks_no_folder(
 
 
 @pytest.mark.parametrize("change", ["nothing", "dtype", "inputs"])
-def test_of_jobs_that_begin_together_only_equal_ones_go_on(
-    tmp_path: Path, source: Path, folder: Path, change: str
-) -> None:
+def test_two_jobs_that_begin_together_must_be_equal(tmp_path: Path, source: Path, folder: Path, change: str) -> None:
     """Another job begins in the folder while a job loads its model. The later one goes on only if nothing differs."""
     other = write_texts(tmp_path / "other.txt", ["other"])
     make = MakeOptions(dtype="float16") if change == "dtype" else MakeOptions()
@@ -986,7 +986,7 @@ def of_another_model(path: Path) -> None:
 @pytest.mark.parametrize(
     "spoil", [empty, cut_off, half, of_another_file, of_the_same_file, of_another_program, of_another_model]
 )
-def test_a_part_that_is_not_whole_or_not_of_the_job_is_made_again(
+def test_a_damaged_part_or_a_part_of_another_job_is_replaced(
     tmp_path: Path, source: Path, folder: Path, spoil: Callable[[Path], None]
 ) -> None:
     other = write_texts(tmp_path / "other.txt", [f"{text} too" for text in TEXTS])
@@ -1007,7 +1007,7 @@ def test_a_part_that_is_not_whole_or_not_of_the_job_is_made_again(
     assert table_of(folder).equals(whole)
 
 
-def test_a_part_of_another_column_is_made_again(tmp_path: Path) -> None:
+def test_a_part_of_another_column_is_replaced(tmp_path: Path) -> None:
     source = tmp_path / "texts.csv"
     source.write_text("a,b\n1,2\n")
 
@@ -1024,7 +1024,7 @@ def test_a_part_of_another_column_is_made_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["part-00000-000003.parquet", "part-00001-000000.parquet"])
-def test_a_part_behind_the_job_is_refused(run_words: Callable[..., Result], folder: Path, name: str) -> None:
+def test_a_part_after_the_last_part_is_refused(run_words: Callable[..., Result], folder: Path, name: str) -> None:
     """Readers of the folder would find the rows of such a part."""
     run_words(Words())
     shutil.copy(folder / "part-00000-000002.parquet", folder / name)
@@ -1161,7 +1161,7 @@ async def test_a_crash_of_the_server_rejects_no_row(
     assert table_of(folder)["text"].to_pylist() == TEXTS
 
 
-async def test_a_job_stops_while_the_server_has_no_room(service: FakeEncoder, source: Path) -> None:
+async def test_a_job_can_be_stopped_while_the_server_is_full(service: FakeEncoder, source: Path) -> None:
     """The server asks for a retry after 50 ms, for ever. The job ends before the time of its messages is over."""
     refused = threading.Event()
 

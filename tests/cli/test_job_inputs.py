@@ -96,7 +96,7 @@ def read(arguments: Sequence[str], options: ReadOptions | None = None, part_rows
     row_group_size=st.integers(1, 20),
     finished=st.frozensets(st.integers(0, 40)),
 )
-def test_parts_have_fixed_rows_whatever_has_been_done_before(
+def test_parts_have_the_same_rows_after_a_restart(
     tmp_path_factory: pytest.TempPathFactory,
     suffix: str,
     texts: list[str],
@@ -154,9 +154,7 @@ def test_shards_have_every_part_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", ["", ".gz"])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize("last", [True, False])
-def test_line_ends_and_a_byte_order_mark_are_no_part_of_a_text(
-    tmp_path: Path, codec: str, end: str, last: bool
-) -> None:
+def test_texts_exclude_line_ends_and_the_byte_order_mark(tmp_path: Path, codec: str, end: str, last: bool) -> None:
     """Only LF and CRLF end a line. The last line may have no line end.
 
     A byte order mark at the start of the file is skipped.
@@ -188,9 +186,7 @@ def test_a_file_without_rows_has_no_parts(tmp_path: Path, suffix: str) -> None:
             assert blocks_of(plan_of([str(path)])) == []
 
 
-def test_large_texts_of_a_dictionary_are_decoded_a_few_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_dictionary_texts_are_decoded_in_small_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The large texts take 200 MB in memory and 100 KB in the file. Batches have at most 16 MiB."""
     sizes: list[int] = []
     real = pyarrow.parquet.ParquetFile.iter_batches
@@ -340,7 +336,7 @@ def test_vectors(tmp_path: Path) -> None:
     ],
     ids=["dictionary", "large_string", "string_view"],
 )
-def test_columns_of_every_type_of_text(tmp_path: Path, texts: Any) -> None:
+def test_columns_of_every_text_type(tmp_path: Path, texts: Any) -> None:
     """A Parquet column of dictionary, large or view strings can be the input.
 
     --keep copies such a column to the output as plain strings.
@@ -356,7 +352,7 @@ def kept_of(plan: Plan) -> Any:
     return pa.concat_tables([it.rows.kept for it in blocks_of(plan)])
 
 
-def test_columns_come_along(tmp_path: Path) -> None:
+def test_kept_columns_are_copied(tmp_path: Path) -> None:
     """--keep copies columns to the output. The columns of Parquet files keep their types.
 
     If a row has a problem, its values in these columns are still copied.
@@ -408,7 +404,7 @@ def test_fields_of_json_lines_get_one_type(tmp_path: Path, values: list[Any], it
     assert kept["x"].to_pylist() == [want[0], None, None, *want[1:], None]
 
 
-def test_a_column_that_comes_along_has_one_type_in_all_inputs(tmp_path: Path) -> None:
+def test_a_kept_column_has_one_type_in_all_inputs(tmp_path: Path) -> None:
     number, text = tmp_path / "a.parquet", tmp_path / "b.parquet"
     pyarrow.parquet.write_table(pa.table({"text": ["a"], "x": pa.array([1], pa.int32())}), number)
     pyarrow.parquet.write_table(pa.table({"text": ["a"], "x": ["b"]}), text)
@@ -565,7 +561,7 @@ def test_a_column_of_another_type_is_an_error(tmp_path: Path) -> None:
             plan_of([path], ReadOptions(kind, column))  # type: ignore[arg-type]
 
 
-def test_files_that_are_not_whole(tmp_path: Path) -> None:
+def test_damaged_files(tmp_path: Path) -> None:
     """If a file is truncated or damaged, reading fails with a one-line error that names the file."""
     texts = [f"{random.Random(i).random()}" for i in range(5000)]
     for name in ("a.parquet", "a.txt.gz", "a.jsonl.zst"):

@@ -146,7 +146,7 @@ def test_a_bundle_that_a_node_does_not_have_ends_the_job(
         embed(corpus, tmp_path / "out", backend)
 
 
-def test_what_an_actor_cannot_write_ends_the_job_with_one_line(
+def test_an_actor_that_cannot_write_ends_the_job_with_one_line(
     tmp_path: Path, corpus: list[str], options: RayOptions
 ) -> None:
     def on_parts(count: int, job: EmbedJob) -> None:
@@ -156,7 +156,7 @@ def test_what_an_actor_cannot_write_ends_the_job_with_one_line(
         embed(corpus, tmp_path / "out", RayBackend(FakeBackend(seconds=0.1), options), on_parts)
 
 
-def test_a_job_that_is_stopped_goes_on_where_it_was(tmp_path: Path, corpus: list[str], options: RayOptions) -> None:
+def test_a_stopped_ray_job_continues(tmp_path: Path, corpus: list[str], options: RayOptions) -> None:
     def on_parts(count: int, job: EmbedJob) -> None:
         if count == 10:
             job.stop()
@@ -171,6 +171,6 @@ def test_a_job_that_is_stopped_goes_on_where_it_was(tmp_path: Path, corpus: list
     assert files(tmp_path / "out") == files(tmp_path / "alone")
 
 
-def test_where_no_cluster_runs_the_error_says_how_to_start_one(tmp_path: Path, corpus: list[str]) -> None:
+def test_the_error_without_a_cluster_says_how_to_start_one(tmp_path: Path, corpus: list[str]) -> None:
     with pytest.raises(RuntimeError, match="--ray 127.0.0.2:1: no Ray cluster answers .*`ray start --head`"):
         embed(corpus, tmp_path / "out", RayBackend(FakeBackend(), RayOptions("127.0.0.2:1")))

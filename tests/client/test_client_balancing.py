@@ -132,7 +132,7 @@ async def test_a_restart_fails_no_call(start: Start) -> None:
         await call_until(client, lambda: answered(again) > 20)
 
 
-async def test_a_name_is_resolved_to_all_its_addresses(start: Start) -> None:
+async def test_a_dns_name_is_resolved_to_all_addresses(start: Start) -> None:
     """A DNS name has the addresses of two servers. The servers are replaced one after the other.
 
     The client finds each new server through the changed DNS name, and no call fails.

@@ -260,7 +260,7 @@ async def test_several_addresses_without_a_server(caller: Caller) -> None:
         assert f"{host}:{port}: no encserve server here: connection refused" in text
 
 
-async def test_a_socket_file_that_is_not_there(caller: Caller, tmp_path: Path) -> None:
+async def test_a_missing_socket_file(caller: Caller, tmp_path: Path) -> None:
     text = await error_of(caller, f"unix:{tmp_path}/e.sock")
     assert text.startswith(f"unix:{tmp_path}/e.sock: no encserve server here: no such file or directory. Start one")
 
@@ -328,12 +328,12 @@ async def test_a_server_that_answers_is_not_the_cause(service: FakeEncoder) -> N
         Failure(grpc.StatusCode.INTERNAL, "failed to connect"),
     ],
 )
-def test_the_servers_own_failures_need_no_connection(failure: Failure) -> None:
+def test_a_servers_own_failure_starts_no_diagnosis(failure: Failure) -> None:
     assert not Diagnosis("127.0.0.1:1", None).may_help(failure)
     assert Diagnosis("127.0.0.1:1", None).explain(failure) is failure
 
 
-def test_a_machine_that_goes_down_is_noticed() -> None:
+def test_a_machine_that_goes_down_is_detected() -> None:
     """A server with one address gets keepalive pings too. A connection is given up before the default timeout."""
     for target in ("localhost:50051", "dns:///encoder:50051"):
         options = dict(channel_options(target, 1, None, None))

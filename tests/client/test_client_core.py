@@ -164,7 +164,9 @@ def test_a_server_that_never_answers_gets_two_seconds() -> None:
     ],
     ids=["a long outage", "a full server is there", "too short", "no outage"],
 )
-def test_an_outage_is_reported_once_and_then_its_end(failures: list[Failure], told: list[tuple[float, Outage]]) -> None:
+def test_an_outage_and_its_end_are_reported_once(
+    failures: list[Failure], told: list[tuple[float, Outage]]
+) -> None:
     """An outage is reported at the first failure that is half a second or more after the beginning."""
     found = list[tuple[float, Outage]]()
     server = Server(failing(failures))
@@ -172,7 +174,7 @@ def test_an_outage_is_reported_once_and_then_its_end(failures: list[Failure], to
     assert found == told
 
 
-def test_each_outage_is_reported_whatever_messages_fail() -> None:
+def test_each_of_two_outages_is_reported() -> None:
     """Four messages at a time fail during two outages of 3 s each."""
 
     def answer(request: Any) -> Any:
@@ -256,7 +258,7 @@ def test_messages_suit_a_slow_server() -> None:
     assert server.wire.time == pytest.approx(2000 * 64 / 700)
 
 
-def test_each_half_has_its_own_timeout() -> None:
+def test_each_half_of_a_split_message_has_a_full_timeout() -> None:
     def too_large(request: pb.EncodeRequest) -> Outcome:
         if len(request.inputs) > 1:
             return 6.0, Failure(Code.INVALID_ARGUMENT, "too large", "RESPONSE_TOO_LARGE")
@@ -453,7 +455,7 @@ def refusing(bad: set[int]) -> Encode:
     invalid=st.sets(st.integers(0, 39), max_size=3),
     size=st.integers(1, 40),
 )
-def test_run_gives_rows_or_an_error_for_each_input(
+def test_run_returns_rows_or_an_error_for_each_input(
     n_inputs: int, refused: set[int], invalid: set[int], size: int
 ) -> None:
     """The errors name exactly the refused inputs. The rows are those of a call without the refused inputs."""
@@ -496,7 +498,7 @@ def test_run_gives_rows_or_an_error_for_each_input(
         assert counts[-1] == (n_inputs, n_inputs)
 
 
-def test_an_index_beyond_the_inputs() -> None:
+def test_an_index_that_is_out_of_range() -> None:
     [output] = encode(core_of(), Server(lambda request: (0.0, echo(request))), [[1], [2]], describe=True).outputs
     for index in (2, -1):
         with pytest.raises(IndexError, match=f"index must be from 0 to 1; was {index}"):

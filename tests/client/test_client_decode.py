@@ -32,7 +32,7 @@ def response_of(arrays: list[Array], width: int, dtype: DType = "float32") -> pb
 
 
 @given(st.data(), st.integers(1, 5), st.sampled_from(["float32", "float16"]))
-def test_ragged_rows_come_back(data: st.DataObject, width: int, dtype: DType) -> None:
+def test_ragged_rows_are_decoded_exactly(data: st.DataObject, width: int, dtype: DType) -> None:
     """Arrays of float32 or float16 are decoded bit for bit, including infinities and NaN.
 
     An array may also have no rows.
@@ -81,7 +81,7 @@ def set_to(path: str, value: object) -> Callable[[pb.EncodeResponse], None]:
         (lambda it: it.sequences.pop(), "the answer must have 2 sequences; had 1"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(change: Callable[[pb.EncodeResponse], None], text: str) -> None:
+def test_an_inconsistent_reply_is_refused(change: Callable[[pb.EncodeResponse], None], text: str) -> None:
     response = good()
     decode_response(response, Options(), 2, describe=True)
     change(response)
@@ -89,7 +89,7 @@ def test_what_does_not_fit_together_is_refused(change: Callable[[pb.EncodeRespon
         decode_response(response, Options(), 2, describe=True)
 
 
-def test_a_pooled_output_has_one_row_each() -> None:
+def test_a_pooled_output_has_one_row_per_input() -> None:
     response = good()
     response.outputs[0].kind = pb.OUTPUT_KIND_MEAN
     with pytest.raises(ProtocolError, match=r"lengths\[0\] must be 1; was 2"):

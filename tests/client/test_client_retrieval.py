@@ -35,7 +35,7 @@ SPARSE = pb.ModelInfo(sparse_width=100)
 
 
 @pytest.mark.parametrize("task", ["query", "document"])
-async def test_one_vector_each(caller: Caller, service: FakeEncoder, task: str) -> None:
+async def test_one_vector_per_text(caller: Caller, service: FakeEncoder, task: str) -> None:
     service.model_info = pb.ModelInfo(tasks=TASKS)
     client = caller.connect()
     vectors = await caller(client.embed, TEXTS, task=task, prompt_name="p", dimensions=3, truncate=True)
@@ -74,7 +74,7 @@ async def test_sparse_vectors(caller: Caller, service: FakeEncoder) -> None:
     assert (first.indices.tolist(), first.width) == ([3, 4], 100)
 
 
-async def test_a_kind_of_several_can_be_chosen(caller: Caller, service: FakeEncoder) -> None:
+async def test_the_caller_can_choose_a_kind(caller: Caller, service: FakeEncoder) -> None:
     service.model_info = pb.ModelInfo(sparse_width=100, multi_vector_width=8, pooling=pb.OUTPUT_KIND_CLS, tasks=TASKS)
     client = caller.connect()
     assert (await caller(client.embed, TEXTS)).shape == (3, 8)
@@ -162,7 +162,7 @@ async def test_a_kind_that_the_model_gets_later_is_noticed(caller: Caller, servi
         ({"pool_factor": 0.5}, "pool_factor must be >= 1; was 0.5"),
     ],
 )
-async def test_what_no_server_takes(
+async def test_arguments_that_every_server_refuses(
     caller: Caller, service: FakeEncoder, options: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(InvalidInputError, match=problem):
@@ -170,12 +170,12 @@ async def test_what_no_server_takes(
     assert not service.requests
 
 
-def test_a_task_that_there_is_not() -> None:
+def test_an_unknown_task() -> None:
     with pytest.raises(InvalidInputError, match="task must be one of 'query', 'document'; was 'passage'"):
         Options(task="passage")  # type: ignore[arg-type]
 
 
-def test_indices_that_do_not_fit() -> None:
+def test_indices_of_the_wrong_length() -> None:
     tensor = pb.RaggedTensor(
         kind=pb.OUTPUT_KIND_SPARSE,
         data_type=pb.DATA_TYPE_FLOAT32,
@@ -194,14 +194,14 @@ SETS = hnp.arrays(np.float32, st.tuples(st.integers(1, 5), st.just(3)), elements
 
 
 @given(SETS, SETS)
-def test_maxsim_by_its_definition(query: Floats, document: Floats) -> None:
+def test_maxsim_equals_the_definition(query: Floats, document: Floats) -> None:
     want = sum(max(float(q @ d) for d in document) for q in query)
     assert maxsim(query, document) == pytest.approx(want)
     assert maxsim(query, document, "meanmaxsim") == pytest.approx(want / len(query))
 
 
 @given(SETS, st.lists(SETS, min_size=1, max_size=5))
-def test_a_ranking_is_of_all_documents_the_best_first(query: Floats, documents: list[Floats]) -> None:
+def test_a_ranking_has_all_documents_with_the_best_first(query: Floats, documents: list[Floats]) -> None:
     ranked = rank(query, documents)
     assert sorted(index for index, _ in ranked) == list(range(len(documents)))
     scores = [score for _, score in ranked]
@@ -231,7 +231,7 @@ BY_DEFINITION: dict[Any, Callable[[Floats, Floats], float]] = {
 
 
 @given(ROWS, st.sampled_from(sorted(BY_DEFINITION)), st.booleans())
-def test_similarities_by_their_definitions(rows: Floats, by: Any, is_sparse: bool) -> None:
+def test_similarities_equal_their_definitions(rows: Floats, by: Any, is_sparse: bool) -> None:
     """The first row is the query. A list of documents, an array of documents, and sparse weights give equal scores."""
     query, want = rows[0], [BY_DEFINITION[by](rows[0], row) for row in rows]
     rankings = [rank(query, rows, by), rank(query, list(rows), by), rank(query.astype(np.float16), rows, by)]
@@ -262,7 +262,7 @@ def model(**fields: Any) -> ModelInfo:
     return model_info(pb.ModelInfo(d_model=3, **fields))
 
 
-def test_a_model_gives_its_own_similarity() -> None:
+def test_a_model_selects_the_trained_similarity() -> None:
     """The similarity of a model is that of the kind that it was trained for."""
     long, near = np.array([4, 3.0]), np.array([1, 0.0])
     for by, best in (("dot", 0), ("cosine", 1), ("euclidean", 1), ("", 1)):
@@ -279,7 +279,7 @@ def test_a_model_gives_its_own_similarity() -> None:
 
 
 @pytest.mark.parametrize("documents", [np.ones((5, 3)), [np.ones(3)] * 5, [np.ones((2, 3))] * 5, [sparse(1, 0)] * 5])
-def test_the_best_documents(documents: Any) -> None:
+def test_top_k_returns_the_best_documents(documents: Any) -> None:
     """Of equal scores, the first documents are returned."""
     query = documents[0]
     assert [index for index, _ in rank(query, documents, top_k=3)] == [0, 1, 2]
@@ -310,7 +310,7 @@ def test_a_document_without_vectors_comes_last() -> None:
     assert rank(query, [nothing, -query])[-1][0] == 0
 
 
-def test_the_model_must_have_made_the_vectors() -> None:
+def test_a_model_without_the_kind_of_the_query_is_refused() -> None:
     """The similarity of another model, which does not make this kind, is refused."""
     late = model_info(pb.ModelInfo(name="late", d_model=3, multi_vector_width=3, multi_vector_similarity="maxsim"))
     weights = SparseVector(np.array([1], np.uint32), np.ones(1, np.float32), 9)
@@ -362,12 +362,12 @@ BITS = np.ones(3, np.uint8)
         (np.ones(3), [np.ones(3)], {"top_k": 1.5}, "top_k must be an int; was float"),
     ],
 )
-def test_what_cannot_be_ranked(query: Any, documents: Any, options: dict[str, Any], problem: str) -> None:
+def test_wrong_arguments_of_rank_are_refused(query: Any, documents: Any, options: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidInputError, match=problem):
         rank(query, documents, **options)
 
 
-def test_maxsim_is_of_several_vectors_and_by_one_of_two_names() -> None:
+def test_wrong_arguments_of_maxsim_are_refused() -> None:
     vectors = np.ones((2, 3), np.float32)
     for query, document, problem in (
         (NO_WEIGHTS, NO_WEIGHTS, r"query must be a \(n, width\) array of numbers; was sparse weights"),

@@ -261,7 +261,9 @@ def test_invalid_certificate_files_are_refused(made: Certificates, tmp_path: Pat
             EncoderClient(tls=tls)
 
 
-def test_a_silent_server_is_given_up(made: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_diagnosis_of_a_silent_server_ends(
+    made: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The server accepts connections and sends nothing. The diagnosis ends after its timeout."""
     monkeypatch.setattr("encserve_client._grpc.diagnosis._SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
