@@ -163,7 +163,7 @@ async def test_rows_of_every_token(service: FakeEncoder, tmp_path: Path) -> None
 async def test_row_groups_of_parquet_are_cut_by_size(
     service: FakeEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row group ends after the call that makes it large. Calls have 4 inputs here."""
+    """A row group ends after the first call that exceeds the limit. Calls have 4 inputs here."""
     output = tmp_path / "v.parquet"
     for row_group_bytes, n_groups in ((1, 16), (2**20, 1)):
         monkeypatch.setattr(writing, "_ROW_GROUP_BYTES", row_group_bytes)
@@ -246,7 +246,7 @@ async def test_an_input_file_of_an_unknown_kind(
 
 
 async def test_a_pattern_names_files_in_order(service: FakeEncoder, tmp_path: Path) -> None:
-    """A pattern names all files that match it, by name. A file with the name of the pattern comes first."""
+    """A pattern selects all matching files, sorted by name. An existing file with the pattern as name has priority."""
     for name in ("b.txt", "a.txt", "[ab].txt"):
         (tmp_path / name).write_text(f"{name}\n")
     for pattern, want in (("?.txt", ["a.txt", "b.txt"]), ("[ab].txt", ["[ab].txt"])):
@@ -342,7 +342,7 @@ async def test_a_named_pipe_is_read_once(service: FakeEncoder, tmp_path: Path, e
 
 
 async def test_errors_of_a_file_name_the_options(service: FakeEncoder, tmp_path: Path) -> None:
-    """An error of the client names the option instead of the Python argument, as without --output."""
+    """With --output too, an error of the client names the option instead of the Python argument."""
     wrong = ("embed", "a", "--prompt-name", "x", "--output", tmp_path / "v.npy")
     assert (await encserve(service, *wrong, status=1)).stderr.startswith("Error: --prompt-name='x': model ")
 
@@ -367,7 +367,7 @@ async def test_an_unknown_suffix_and_too_many_inputs_to_print(service: FakeEncod
 async def test_files_wait_for_a_full_server(
     service: FakeEncoder, tmp_path: Path, timeout: list[str], status: int
 ) -> None:
-    """By default the command tries again after 10 ms. With --timeout 30 it fails if the server asks for 40 s."""
+    """By default the command retries after 10 ms. With --timeout 30 the command fails if the server asks for 40 s."""
     pushback = "40000" if timeout else "10"
     full = 3
 

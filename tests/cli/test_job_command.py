@@ -323,7 +323,7 @@ async def test_progress_of_a_job_is_shown_on_a_terminal(
 async def test_progress_moves_with_the_first_reply(
     service: FakeEncoder, source: Path, output: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A block of texts becomes several messages. The job reports each reply, although others have not arrived."""
+    """A block of texts needs several messages. The job reports each reply at once, before other replies arrive."""
     reported = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -565,7 +565,7 @@ def test_ctrl_c_before_the_job_begins(run_words: Callable[..., Result], folder: 
 def test_ctrl_c_ends_a_job_whose_batch_takes_long(
     run_words: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A batch that does not end gets a second. Then the process ends, with the same line and status."""
+    """A batch does not end. After one second the process ends with the same line and status."""
     ended = threading.Event()
     statuses = list[int]()
 
@@ -627,7 +627,7 @@ def test_a_dry_run_of_a_job_that_is_done(run_words: Callable[..., Result]) -> No
 
 
 def test_a_dry_run_of_a_share_estimates_the_share(run_words: Callable[..., Result], tmp_path: Path) -> None:
-    """The shares get four parts of 10 rows in turn. The first file has 25 rows, and the second file has 145 rows."""
+    """Each share gets four successive parts of 10 rows. The first file has 25 rows, the second file 145 rows."""
     more = write_texts(tmp_path / "more.txt", [f"text {i}" for i in range(145)])
     flags = [*inputs(more), "--dry-run", "--shard"]
     shown = " ".join(run_words(Words(), *flags, "1/3").stdout.split())
@@ -816,7 +816,7 @@ async def test_only_files_of_jobs_are_removed(
 def test_an_input_in_the_output_is_refused_by_any_name(
     run_words: Callable[..., Result], tmp_path: Path, folder: Path, name: str
 ) -> None:
-    """An input is refused if a link leads to the folder of the output, or to a file there. No file is removed."""
+    """An input is refused if its path is a link to the output folder or to a file there. No file is removed."""
     (folder / "_rejected").mkdir(parents=True)
     (folder / "_rejected/part.jsonl").write_text('"a text"\n')
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), folder / "part-00000-000000.parquet")
@@ -866,7 +866,7 @@ async def test_added_inputs_may_come_before_old_inputs(
 async def test_a_job_accepts_the_same_files_with_another_path_or_time(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path, change: str
 ) -> None:
-    """Inputs that were copied or downloaded again are the same inputs if their size and checksum agree."""
+    """Inputs that were copied or downloaded again are the same inputs if size and checksum are equal."""
     (tmp_path / "old").mkdir()
     sources = [write_texts(tmp_path / "old" / name, TEXTS) for name in ("a.txt", "b.txt")]
     sources.append(write_texts(tmp_path / "old" / "c.txt", TEXTS[:5]))
@@ -912,7 +912,7 @@ async def test_changed_inputs_are_refused(service: FakeEncoder, source: Path, ou
 async def test_a_job_without_parts_blocks_no_folder(
     service: FakeEncoder, tmp_path: Path, source: Path, folder: Path, output: tuple[str, str]
 ) -> None:
-    """A job that was stopped before its first part has left only its settings. Another job replaces them."""
+    """A job was stopped before its first part, so only the plan exists. Another job replaces this plan."""
 
     def stop(words: Words) -> None:
         raise RuntimeError("the power fails")
@@ -928,7 +928,7 @@ async def test_a_job_without_parts_blocks_no_folder(
 
 @pytest.mark.parametrize("change", ["nothing", "dtype", "inputs"])
 def test_two_jobs_that_begin_together_must_be_equal(tmp_path: Path, source: Path, folder: Path, change: str) -> None:
-    """Another job begins in the folder while a job loads its model. The later one goes on only if nothing differs."""
+    """Another job begins in the folder while a job loads its model. The slower job continues only with equal settings."""
     other = write_texts(tmp_path / "other.txt", ["other"])
     make = MakeOptions(dtype="float16") if change == "dtype" else MakeOptions()
     files = [str(source), str(other)] if change == "inputs" else [str(source)]
@@ -1025,7 +1025,7 @@ def test_a_part_of_another_column_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["part-00000-000003.parquet", "part-00001-000000.parquet"])
 def test_a_part_after_the_last_part_is_refused(run_words: Callable[..., Result], folder: Path, name: str) -> None:
-    """Readers of the folder would find the rows of such a part."""
+    """Readers of the folder would read the rows of such a part."""
     run_words(Words())
     shutil.copy(folder / "part-00000-000002.parquet", folder / name)
     result = run_words(Words())
@@ -1070,7 +1070,7 @@ async def test_rejected_rows_keep_their_text(
 
 @pytest.mark.parametrize("suffix", [".txt", ".csv"])
 def test_shards_do_a_job_together(tmp_path: Path, folder: Path, suffix: str) -> None:
-    """Each of three commands does its share. Afterwards nothing is missing."""
+    """Each of three commands does its share. Afterwards no part is missing."""
     texts = [f"text {i}" for i in range(150)]
     source = write_texts(tmp_path / f"texts{suffix}", ["text", *texts] if suffix == ".csv" else texts)
     rows = 0
@@ -1114,7 +1114,7 @@ def test_events_name_files_whose_names_are_not_utf8(
 async def test_a_refused_input_changes_no_other_row(
     service: FakeEncoder, tmp_path: Path, folder: Path, kind: str
 ) -> None:
-    """The rows of the others are those of a job without the refused inputs, whatever messages the inputs are in."""
+    """The other rows equal the rows of a job without the refused inputs. The size of messages has no effect."""
     service.max_request_sequences = 3
     if kind in ("multi_vector", "sparse"):
         service.model_info = pb.ModelInfo(multi_vector_width=8, multi_vector_similarity="maxsim", sparse_width=100)
@@ -1145,7 +1145,7 @@ async def test_all_rows_of_a_block_may_be_refused(service: FakeEncoder, tmp_path
 async def test_a_crash_of_the_server_rejects_no_row(
     service: FakeEncoder, output: tuple[str, str], source: Path, folder: Path
 ) -> None:
-    """The rows of the failed message may succeed later, so the job fails and goes on with the same command."""
+    """The rows of the failed message may succeed later. So the job fails, and the same command continues the job."""
     service.max_request_sequences = 2
 
     async def crash(request: pb.EncodeRequest) -> None:
@@ -1162,7 +1162,7 @@ async def test_a_crash_of_the_server_rejects_no_row(
 
 
 async def test_a_job_can_be_stopped_while_the_server_is_full(service: FakeEncoder, source: Path) -> None:
-    """The server asks for a retry after 50 ms, for ever. The job ends before the time of its messages is over."""
+    """The server is always full and asks for a retry after 50 ms. The job ends before the timeout of its messages."""
     refused = threading.Event()
 
     async def full(request: pb.EncodeRequest) -> None:

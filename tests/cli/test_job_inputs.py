@@ -105,7 +105,7 @@ def test_parts_have_the_same_rows_after_a_restart(
     row_group_size: int,
     finished: frozenset[int],
 ) -> None:
-    """Part k has the rows from k * part_rows on. A job that goes on reads the missing parts in the same blocks."""
+    """Part k starts at row k * part_rows. A continued job reads the missing parts in the same blocks."""
     path = write(tmp_path_factory.getbasetemp() / f"law{suffix}", texts, row_group_size)
     plan = plan_of([str(path)], part_rows=part_rows)
     with pytest.MonkeyPatch.context() as patch:
@@ -206,7 +206,7 @@ def test_large_dictionary_texts_are_decoded_in_small_batches(tmp_path: Path, mon
 
 
 def test_row_groups_of_finished_parts_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file is opened once for all of its parts. Of Parquet files, row groups before the first part are skipped."""
+    """A file is opened once for all of its parts. Parquet row groups before the first missing part are skipped."""
     begun: list[Any] = []
     parquet, csv_file = write(tmp_path / "a.parquet", ["text"] * 30, 8), write(tmp_path / "a.csv", ["text"] * 30)
     plan = plan_of([str(parquet), str(csv_file)], part_rows=5)
@@ -447,7 +447,7 @@ def test_a_column_with_a_type(tmp_path: Path) -> None:
     ],
 )
 def test_a_later_value_that_does_not_fit_is_an_error(tmp_path: Path, its: str, value: str, shown: str) -> None:
-    """A value is never changed silently, even if a type was found or given that does not hold the value."""
+    """If the type of a column does not hold a value, the job fails. A value is never changed silently."""
     path = one_file(tmp_path / "a.jsonl", '{"text": "a", "x": null}', f'{{"text": "a", "x": {value}}}')
     with pytest.raises(ValueError, match=rf"a\.jsonl, line 2: --keep x: must be of the type {its}.*was {shown}; begin"):
         kept_of(plan_of([path], ReadOptions(keep=(f"x:{its}",))))
@@ -480,7 +480,7 @@ def test_a_text_that_a_double_changes_is_an_error(tmp_path: Path, text: str) -> 
 def test_a_double_can_be_read_from_its_text(
     tmp_path_factory: pytest.TempPathFactory, number: float, digits: int
 ) -> None:
-    """The shortest text of a double, and a text with 17 digits or more, are numbers that the type holds."""
+    """A double represents its shortest text, and any text with 17 digits or more that rounds to the double."""
     texts = [repr(number), f"{number:.{digits}e}", f"{number:.1100f}", "0.1000", "1e3", "-0"]
     path = one_file(tmp_path_factory.getbasetemp() / "a.csv", "text,x", *(f"a,{it}" for it in texts))
     kept = kept_of(plan_of([path], ReadOptions(keep=("x:double",))))["x"].to_pylist()
@@ -607,7 +607,7 @@ def test_arguments_of_a_job_are_files_that_can_be_read_again(tmp_path: Path, mon
 
 
 def test_a_file_that_is_changed_while_the_job_runs(tmp_path: Path) -> None:
-    """A file that has another size or checksum than at the beginning is refused, and a file with a new time is not."""
+    """A file is refused if size or checksum has changed. A new time alone is accepted."""
     for suffix in (".txt", ".parquet", ".csv.gz"):
         path = write(tmp_path / f"a{suffix}", ["one", "two"])
         plan = plan_of([str(path)])
@@ -654,7 +654,7 @@ def test_a_line_that_is_too_long_is_a_problem_of_that_row(
 def test_a_long_first_line_after_a_byte_order_mark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    """The mark is not counted as a part of the line. A line that is too long is one row."""
+    """The length of the line excludes the byte order mark. A line that is too long is one row."""
     monkeypatch.setattr(reader, "_MOST_LINE_BYTES", 21)
     path = one_file(tmp_path / "a.txt", "\ufeff" + "x" * (length - 1), "two")
     assert read([path]) == ["x" * (length - 1) if length <= 21 else None, "two"]
@@ -668,7 +668,7 @@ def test_a_long_line_of_a_csv_file_ends_the_read(tmp_path: Path, monkeypatch: py
 
 
 def test_gzip_with_padding(tmp_path: Path) -> None:
-    """Tapes and some tools add zeros after the data of gzip. A file may also have several members."""
+    """Tapes and some tools add zeros after gzip data. A gzip file may also have several members."""
     path = tmp_path / "a.txt.gz"
     path.write_bytes(gzip.compress(b"one\n") + gzip.compress(b"two\n") + bytes(1000))
     assert read([str(path)]) == ["one", "two"]

@@ -52,7 +52,7 @@ def answered(server: FakeServer) -> int:
 
 
 def set_health(server: FakeServer, *, serving: bool) -> None:
-    """Set the health status that a server reports. After this, the state of its models has no effect on the status."""
+    """Set the health status that a server reports. After this, the models have no effect on the status."""
     health = server.app._health
     assert health._watching is not None
     health._watching.cancel()

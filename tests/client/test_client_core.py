@@ -119,7 +119,7 @@ def failing(failures: list[Failure]) -> Encode:
     ids=["the backoff doubles", "the server's delay and 1 s of jitter", "the backoff is at most 5 s"],
 )
 def test_a_failed_message_is_sent_again(failures: list[Failure], sent: list[float]) -> None:
-    """A failed message is sent again after a wait with backoff, as often as its time allows."""
+    """A failed message is sent again after a backoff, until the time of the message is over."""
     server = Server(failing(failures))
     result = encode(core_of(), server, [[5, 6]])
     assert server.wire.sent[1:] == sent  # the first request is GetModel
@@ -147,7 +147,7 @@ def test_attempts_end(
 
 
 def test_a_server_that_never_answers_gets_two_seconds() -> None:
-    """The waits have 1 s and 2 s. The second wait would end after the two seconds."""
+    """The waits are 1 s and 2 s. The second wait would end after the limit of two seconds."""
     server = Server(failing([]))
     server.wire = FakeWire(lambda rpc, request: (0.0, DOWN))
     with pytest.raises(ServerUnavailableError, match=r"^host:1: down \(sent 2 times\)$"):
@@ -164,10 +164,8 @@ def test_a_server_that_never_answers_gets_two_seconds() -> None:
     ],
     ids=["a long outage", "a full server is there", "too short", "no outage"],
 )
-def test_an_outage_and_its_end_are_reported_once(
-    failures: list[Failure], told: list[tuple[float, Outage]]
-) -> None:
-    """An outage is reported at the first failure that is half a second or more after the beginning."""
+def test_an_outage_and_its_end_are_reported_once(failures: list[Failure], told: list[tuple[float, Outage]]) -> None:
+    """An outage is reported at the first failure at least half a second after the start of the outage."""
     found = list[tuple[float, Outage]]()
     server = Server(failing(failures))
     encode(core_of(on_outage=lambda it: found.append((server.wire.time, it))), server, [[5]])
@@ -175,7 +173,7 @@ def test_an_outage_and_its_end_are_reported_once(
 
 
 def test_each_of_two_outages_is_reported() -> None:
-    """Four messages at a time fail during two outages of 3 s each."""
+    """Two outages take 3 s each. In each outage, four messages fail at the same time."""
 
     def answer(request: Any) -> Any:
         return (0.0, DOWN) if server.wire.time % 23 < 3 else (20.0, echo(request))
@@ -458,7 +456,7 @@ def refusing(bad: set[int]) -> Encode:
 def test_run_returns_rows_or_an_error_for_each_input(
     n_inputs: int, refused: set[int], invalid: set[int], size: int
 ) -> None:
-    """The errors name exactly the refused inputs. The rows are those of a call without the refused inputs."""
+    """Exactly the refused inputs have errors. The rows equal the rows of a call without the refused inputs."""
     inputs: list[Any] = [[] if i in invalid else [i + 1] * (1 + i % 3) for i in range(n_inputs)]
     failed = {i for i in range(n_inputs) if i in refused | invalid}
     counts: list[tuple[int, int | None]] = []
@@ -508,7 +506,7 @@ def test_an_index_that_is_out_of_range() -> None:
 
 
 def crashing(bad: set[int], seconds: float = 0.0) -> Encode:
-    """Make a server function that fails messages with a token id of `bad`, without an explanation."""
+    """Make a server function that fails each message with a token id in `bad`. The failure has no reason."""
 
     def answer(request: pb.EncodeRequest) -> Outcome:
         if any(item.token_ids.ids[0] in bad for item in request.inputs):
@@ -546,7 +544,7 @@ def test_run_raises_if_no_message_was_answered(bad: set[int]) -> None:
 
 
 def test_run_ends_after_8_failed_messages_in_a_row() -> None:
-    """A server that never answers does not delay each of 100 messages by the time of a message."""
+    """The call has 100 messages, and the server never answers. The call must not wait for each message in turn."""
     server = Server(lambda request: (1000.0, echo(request)), max_request_sequences=1)
     with pytest.raises(DeadlineError, match="did not answer within 100 s"):
         encode(core_of(), server, [[i] for i in range(1, 101)], describe=True)
@@ -565,7 +563,7 @@ def test_run_raises_an_error_of_all_inputs() -> None:
 
 
 def test_progress_is_called_while_a_message_waits_for_a_retry() -> None:
-    """So that the caller can end a call whose server is away, with an exception."""
+    """An exception of `progress` can then end the call while the server is unavailable."""
     server = Server(failing([DOWN] * 50))
     core = core_of()
     encode(core, Server(failing([])), [[1]])  # the server has answered before

@@ -97,7 +97,7 @@ def test_a_pooled_output_has_one_row_per_input() -> None:
 
 
 def test_rows_without_special_tokens_may_be_fewer() -> None:
-    """If special tokens are excluded, a sequence may have fewer vectors than tokens. More vectors are refused."""
+    """If special tokens are excluded, a sequence may have fewer vectors than tokens, but not more."""
     response = good()
     response.sequences[0].token_count = 4
     decode_response(response, Options(exclude_special_tokens=True), 2, describe=False)
@@ -153,7 +153,7 @@ def test_results_are_copies_of_the_messages() -> None:
 
 @pytest.mark.parametrize("kind", ["multi_vector", "sparse"])
 def test_the_indices_of_an_answer_without_rows_are_empty(kind: OutputKind) -> None:
-    """The indices of another answer of the same call are not lost."""
+    """One answer of a call has no rows. The indices of the other answer are not lost."""
     response = response_of([np.ones((0, 1), np.float32)] * 2, 1)
     response.outputs[0].kind = pb.OUTPUT_KIND_SPARSE if kind == "sparse" else pb.OUTPUT_KIND_MULTI_VECTOR
     part = decode_response(response, Options((Output(kind),)), 2, describe=False)

@@ -135,7 +135,7 @@ async def test_the_caller_can_choose_a_kind(caller: Caller, service: FakeEncoder
 async def test_the_model_lacks_what_the_call_asks_for(
     caller: Caller, service: FakeEncoder, lacking: dict[str, Any], options: dict[str, Any], problem: str
 ) -> None:
-    """The error is in the words of `embed`, and lists what the model has. No input is sent."""
+    """The error uses the arguments of `embed`, and lists the allowed values. No input is sent."""
     service.model_info = pb.ModelInfo(**lacking)
     client = caller.connect()
     with pytest.raises(InvalidRequestError) as caught:
@@ -216,7 +216,7 @@ def sparse(*weights: float) -> SparseVector:
 
 
 def test_each_kind_has_a_default_similarity() -> None:
-    """Cosine for single vectors, so the length of a document has no effect; the dot product for weights."""
+    """The default is cosine for single vectors, so the length of a vector has no effect, and the dot product for weights."""
     assert rank(np.array([3, 4.0]), [np.array([9, 0.0]), np.array([0.3, 0.4])]) == [(1, 1.0), (0, pytest.approx(0.6))]
     assert rank(sparse(2, 0, 1), [sparse(0, 9, 0), sparse(1, 0, 3), sparse(0, 0, 6)]) == [(2, 6.0), (1, 5.0), (0, 0.0)]
 
@@ -232,7 +232,7 @@ BY_DEFINITION: dict[Any, Callable[[Floats, Floats], float]] = {
 
 @given(ROWS, st.sampled_from(sorted(BY_DEFINITION)), st.booleans())
 def test_similarities_equal_their_definitions(rows: Floats, by: Any, is_sparse: bool) -> None:
-    """The first row is the query. A list of documents, an array of documents, and sparse weights give equal scores."""
+    """Row 0 is the query. The scores are equal for a list of documents, an array, and sparse weights."""
     query, want = rows[0], [BY_DEFINITION[by](rows[0], row) for row in rows]
     rankings = [rank(query, rows, by), rank(query, list(rows), by), rank(query.astype(np.float16), rows, by)]
     if is_sparse:
@@ -263,7 +263,7 @@ def model(**fields: Any) -> ModelInfo:
 
 
 def test_a_model_selects_the_trained_similarity() -> None:
-    """The similarity of a model is that of the kind that it was trained for."""
+    """The similarity of a model is for the kind that the model was trained for."""
     long, near = np.array([4, 3.0]), np.array([1, 0.0])
     for by, best in (("dot", 0), ("cosine", 1), ("euclidean", 1), ("", 1)):
         info = model(pooling=pb.OUTPUT_KIND_MEAN, similarity=by)
@@ -280,7 +280,7 @@ def test_a_model_selects_the_trained_similarity() -> None:
 
 @pytest.mark.parametrize("documents", [np.ones((5, 3)), [np.ones(3)] * 5, [np.ones((2, 3))] * 5, [sparse(1, 0)] * 5])
 def test_top_k_returns_the_best_documents(documents: Any) -> None:
-    """Of equal scores, the first documents are returned."""
+    """Of documents with equal scores, the first documents are returned."""
     query = documents[0]
     assert [index for index, _ in rank(query, documents, top_k=3)] == [0, 1, 2]
     assert len(rank(query, documents, top_k=9)) == 5
@@ -288,7 +288,7 @@ def test_top_k_returns_the_best_documents(documents: Any) -> None:
 
 
 def test_many_documents_are_compared_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result does not depend on the size of a block, which bounds the extra memory."""
+    """The block size limits the extra memory. The result does not depend on the block size."""
     rng = np.random.default_rng(0)
     rows = rng.integers(-4, 5, (40, 6)).astype(np.float32)
     late = [rows[:n] for n in rng.integers(0, 9, 40)]
@@ -311,7 +311,7 @@ def test_a_document_without_vectors_comes_last() -> None:
 
 
 def test_a_model_without_the_kind_of_the_query_is_refused() -> None:
-    """The similarity of another model, which does not make this kind, is refused."""
+    """`rank` refuses a model that does not return the kind of the query."""
     late = model_info(pb.ModelInfo(name="late", d_model=3, multi_vector_width=3, multi_vector_similarity="maxsim"))
     weights = SparseVector(np.array([1], np.uint32), np.ones(1, np.float32), 9)
     with pytest.raises(

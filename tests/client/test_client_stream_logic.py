@@ -153,7 +153,7 @@ def test_a_call_fails_if_the_server_does_not_come_back() -> None:
 
 
 def test_a_rate_that_is_exceeded_delays_the_call() -> None:
-    """The server takes two messages a second and refuses the others. No message runs out of time while it waits."""
+    """The server accepts two messages a second and refuses the others. No waiting message reaches the deadline."""
     next_place = 0.0
 
     def encode(request: pb.EncodeRequest) -> Outcome:
@@ -171,7 +171,7 @@ def test_a_rate_that_is_exceeded_delays_the_call() -> None:
 
 
 def test_a_timeout_during_an_outage_does_not_stop_other_messages() -> None:
-    """The retry of a message comes too late, because the machine was suspended. The other inputs get results."""
+    """The machine was suspended, so the retry of a message is after the deadline. The other inputs get results."""
     failures = {2: DOWN, 3: Failure(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", 0.0)}
 
     def encode(request: pb.EncodeRequest) -> Outcome:
@@ -189,7 +189,7 @@ def test_a_timeout_during_an_outage_does_not_stop_other_messages() -> None:
 
 
 def test_a_retry_is_sent_in_time_although_the_caller_is_slow() -> None:
-    """The caller takes 50 ms for each result. The wait before a retry is not longer for that."""
+    """The caller takes 50 ms for each result. The wait before a retry stays the same."""
     failures = [Failure(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", 1.0)]
     retried: list[float] = []
 
@@ -254,7 +254,7 @@ def test_an_error_of_the_options_ends_the_call() -> None:
 
 
 def test_the_time_of_a_slow_caller_does_not_count() -> None:
-    """The caller takes 60 s with each result. The first message fails meanwhile, and is still sent again."""
+    """The caller takes 60 s for each result. The first message fails meanwhile, and is still sent again."""
     failures = [DOWN]
     server = Server(lambda request: (3.0, failures.pop() if failures and 5 in ids_in(request) else echo(request)))
     found = []
@@ -317,7 +317,7 @@ def test_a_single_input_is_sent_at_once() -> None:
 
     def inputs() -> Iterator[list[int]]:
         for i in range(1, 6):
-            server.wire.time += 100.0  # longer than the timeout, but the timeout begins when an input is sent
+            server.wire.time += 100.0  # longer than the timeout, but the timeout starts when an input is sent
             times.append(server.wire.time)
             yield [i]
 
