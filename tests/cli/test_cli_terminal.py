@@ -64,7 +64,7 @@ async def test_progress_moves_with_the_first_reply(
 async def test_a_server_that_goes_away_is_named_with_the_time_left(
     service: FakeEncoder, source: Path, output: str
 ) -> None:
-    """The server is killed after some messages and starts again. Both the end and the restart give a line above the bar."""
+    """The server is killed after some messages, and restarts. Both events give a line above the bar."""
     hold_from(service, 2048)
     with terminal(*arguments(service, source, output), cwd=source.parent) as it:
         await until(lambda: service.n_open)

@@ -928,7 +928,7 @@ async def test_a_job_without_parts_blocks_no_folder(
 
 @pytest.mark.parametrize("change", ["nothing", "dtype", "inputs"])
 def test_two_jobs_that_begin_together_must_be_equal(tmp_path: Path, source: Path, folder: Path, change: str) -> None:
-    """Another job begins in the folder while a job loads its model. The slower job continues only with equal settings."""
+    """A job begins in the folder while another job loads its model. The slower job needs equal settings."""
     other = write_texts(tmp_path / "other.txt", ["other"])
     make = MakeOptions(dtype="float16") if change == "dtype" else MakeOptions()
     files = [str(source), str(other)] if change == "inputs" else [str(source)]

@@ -216,7 +216,7 @@ def sparse(*weights: float) -> SparseVector:
 
 
 def test_each_kind_has_a_default_similarity() -> None:
-    """The default is cosine for single vectors, so the length of a vector has no effect, and the dot product for weights."""
+    """The default is cosine for single vectors, so a vector's length has no effect. For weights, dot product."""
     assert rank(np.array([3, 4.0]), [np.array([9, 0.0]), np.array([0.3, 0.4])]) == [(1, 1.0), (0, pytest.approx(0.6))]
     assert rank(sparse(2, 0, 1), [sparse(0, 9, 0), sparse(1, 0, 3), sparse(0, 0, 6)]) == [(2, 6.0), (1, 5.0), (0, 0.0)]
 

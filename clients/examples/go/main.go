@@ -1,7 +1,7 @@
 // Prints the vector of each text as a line of JSON: go run . localhost:50051 "I understand this" "and that"
 //
-// ENCSERVE_CA is a PEM file of authorities, and turns on TLS. ENCSERVE_CERT and ENCSERVE_TLS_KEY are the files of a client
-// certificate. ENCSERVE_API_KEY is the key.
+// ENCSERVE_CA is a PEM file of authorities, and turns on TLS. ENCSERVE_CERT and ENCSERVE_TLS_KEY are the files of a
+// client certificate. ENCSERVE_API_KEY is the key.
 package main
 
 import (

@@ -1,6 +1,6 @@
 // Prints the vector of each text as a line of JSON: node encode.js localhost:50051 "I understand this" "and that"
-// ENCSERVE_CA is a PEM file of authorities, and turns on TLS. ENCSERVE_CERT and ENCSERVE_TLS_KEY are the files of a client
-// certificate. ENCSERVE_API_KEY is the key.
+// ENCSERVE_CA is a PEM file of authorities, and turns on TLS. ENCSERVE_CERT and ENCSERVE_TLS_KEY are the files of a
+// client certificate. ENCSERVE_API_KEY is the key.
 "use strict";
 
 const fs = require("fs");
