@@ -166,7 +166,7 @@ def _is_remote(argument: str) -> bool:
 
 
 def _kind_of(name: str) -> tuple[str, str | None]:
-    """Return (suffix, codec). The suffix is "" for compressed Parquet, because it is not supported."""
+    """Return (suffix, codec). Compressed Parquet is not supported, so its suffix is ""."""
     path = Path((name.partition("?")[0] if is_uri(name) else name).lower())
     if (codec := CODECS.get(path.suffix)) is None:
         return path.suffix, None
@@ -191,7 +191,7 @@ def read_inputs(texts: Sequence[str], files: Sequence[str], column: str | None, 
         ids: Whether inputs are token ids. A text has commas or spaces between ids.
 
     Raises:
-        ValueError: A row is not an input; the text names the file and the line.
+        ValueError: A row is not an input. The message names the file and the line.
         OSError: A file cannot be opened.
     """
     options = ReadOptions("ids" if ids else "text", column)
@@ -209,7 +209,7 @@ def read_lines(path: Path) -> Iterator[str]:
     r"""Yield the lines of a text file with any suffix. Only \n ends a line.
 
     Raises:
-        ValueError: A line is not UTF-8, or has more than 16 MiB; the text names the file and the line.
+        ValueError: A line is not UTF-8, or has more than 16 MiB. The message names the file and the line.
         OSError: The file cannot be read.
     """
     file = DataFile(click.format_filename(path), str(path.absolute()), ".txt", None)

@@ -23,8 +23,8 @@ def call_metadata(api_key: str | None, metadata: MetadataArgument | None) -> Met
         metadata: The caller's metadata.
 
     Raises:
-        InvalidInputError: An argument has the wrong type, or a value cannot be sent. The text names the argument or
-            the metadata key, but shows no secret.
+        InvalidInputError: An argument has the wrong type, or a value cannot be sent. The error message names the
+            argument or the metadata key, but shows no secret.
     """
     metadata = () if metadata is None else metadata
     checked = check_type("metadata", metadata, (Mapping, list, tuple), "a dict or a list of pairs")

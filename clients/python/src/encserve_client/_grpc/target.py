@@ -28,7 +28,7 @@ def as_target(target: str | Sequence[str] | None) -> str:
 
     Raises:
         InvalidInputError: The target is not a name that gRPC can resolve, and not a list of IP addresses of one
-            version. The text names the argument or the variable.
+            version. The error message names the argument or the variable.
     """
     name = "target"
     if target is None:

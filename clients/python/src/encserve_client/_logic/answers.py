@@ -95,7 +95,7 @@ def decode_response(response: pb.EncodeResponse, options: Options, n_inputs: int
     The result has no reference to `response`. `describe`: whether to convert the tokens of each input.
 
     Raises:
-        ProtocolError: The answer breaks the contract. The text has the numbers.
+        ProtocolError: The answer breaks the contract. The error message has the numbers.
     """
     _check_count("outputs", len(response.outputs), len(options.outputs))
     _check_count("sequences", len(response.sequences), n_inputs)

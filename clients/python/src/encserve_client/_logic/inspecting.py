@@ -135,7 +135,8 @@ class InspectAssembler:
         """Return the result. See `Timings` for `total_seconds` and `attempts`.
 
         Raises:
-            ProtocolError: The answer has more or fewer bytes than its header announces. The text has the numbers.
+            ProtocolError: The answer has more or fewer bytes than its header announces. The error message has the
+                numbers.
         """
         header, seconds = self._header, self._header.timings
         for index, data in enumerate(self._data):

@@ -1,7 +1,7 @@
 """One call of `stream`: inputs are read with a bounded look-ahead, and results are yielded.
 
 `Dispatch` sends the messages, as for every other call. This module adds three things: inputs are read while results
-are taken, results are put into order, and the deadlines exclude the time of a slow caller.
+are taken, results are sorted, and the deadlines exclude the time of a slow caller.
 """
 
 from collections import deque
