@@ -34,7 +34,7 @@ from encserve_cli.job.types import BatchProgress, Part, PartReport, Stopped, Wor
 
 logger = logging.getLogger(__name__)
 
-_MOST_DEATHS = 3  # this many actors may die in the same work
+_MOST_DEATHS = 3  # the job ends after this many deaths of actors in the same work
 _AWAY_SECONDS = 60.0  # the longest time without an answer of an actor
 _LOOK_SECONDS = 1.0  # the time between two checks for a stop
 _WARN_SECONDS = 30.0

@@ -1,4 +1,4 @@
-"""The folder of a job's output, on a disk or in an object store. A complete file gets its final name."""
+"""The folder of a job's output, on a disk or in an object store. Only complete files get their final name."""
 
 import fcntl
 import os
@@ -27,7 +27,7 @@ class Draft:
 
     Attributes:
         path: The local file to write.
-        uri: The final place, for errors.
+        uri: The final path or URI, for errors.
         publish: Gives the file its final name. If `publish` is not called, the file is removed.
     """
 

@@ -38,8 +38,8 @@ def read_lengths(path: Path) -> dict[int, int]:
 def sample_lengths(histogram: Mapping[int, int], count: int, seed: int) -> Lengths:
     """Return `count` lengths of a distribution in random order, (count,).
 
-    The distribution is divided into `count` equal parts. Each length is the median of one part. So the mean stays the
-    same, and the seed changes only the order.
+    The distribution is divided into `count` equal parts. Each length is the median of one part. So the mean stays
+    nearly the same, and the seed changes only the order.
     """
     lengths = np.array(list(histogram), np.int64)
     cumulative = np.cumsum(np.array(list(histogram.values()), np.int64))
