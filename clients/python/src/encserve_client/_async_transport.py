@@ -55,7 +55,7 @@ class AsyncTransport(BaseClient):
         try:
             return await call
         except EncserveError as error:
-            raise error.with_traceback(None) from None  # so that a caller's traceback ends soon after the call
+            raise error.with_traceback(None) from None  # keeps the caller's traceback short
 
     def _iterate(self, results: Results[R]) -> Results[R]:
         return results
@@ -64,7 +64,7 @@ class AsyncTransport(BaseClient):
         self._check_open()
         loop = asyncio.get_running_loop()
         if self._loop not in (None, loop):
-            raise InvalidInputError("the client belongs to the event loop of its first use: make one in each loop")
+            raise InvalidInputError("the client belongs to the event loop of its first call: make one client per loop")
         self._loop = loop
         metadata = with_trace(self._metadata)
         wire = AsyncWire(self._current_connection, metadata, inputs, lambda: self._closed, self._diagnosis)

@@ -58,7 +58,7 @@ class SyncTransport(BaseClient):
         try:
             return run_without_loop(call)
         except EncserveError as error:
-            raise error.with_traceback(None) from None  # so that a caller's traceback ends soon after the call
+            raise error.with_traceback(None) from None  # keeps the caller's traceback short
 
     def _iterate(self, results: AsyncGenerator[tuple[int, R], None]) -> Results[R]:
         try:
