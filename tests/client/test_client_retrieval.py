@@ -175,17 +175,18 @@ def test_a_task_that_there_is_not() -> None:
         Options(task="passage")  # type: ignore[arg-type]
 
 
-def test_indices_that_do_not_fit() -> None:
+@pytest.mark.parametrize("count", [0, 1])
+def test_indices_that_do_not_fit(count: int) -> None:
     tensor = pb.RaggedTensor(
         kind=pb.OUTPUT_KIND_SPARSE,
         data_type=pb.DATA_TYPE_FLOAT32,
         width=1,
         lengths=[2],
         data=bytes(8),
-        indices=bytes(4),
+        indices=bytes(4 * count),
     )
     response = pb.EncodeResponse(outputs=[tensor], sequences=[pb.SequenceInfo(token_count=3)])
-    with pytest.raises(ProtocolError, match=r"must have 8 outputs\[0\].indices; had 4"):
+    with pytest.raises(ProtocolError, match=rf"must have 8 outputs\[0\].indices; had {4 * count}"):
         decode_response(response, Options((Output("sparse"),)), 1, describe=False)
 
 

@@ -174,8 +174,12 @@ def _check_unicode(text: str, name: str) -> str:
     return text
 
 
-def _is_id(value: object) -> bool:
-    return isinstance(value, int | np.integer) and -(2**63) <= int(value) < 2**63
+def _is_id(value: Any) -> bool:
+    try:
+        pb.TokenIds(ids=[value])
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _check_array(array: npt.NDArray[Any], name: str) -> None:
