@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -17,6 +18,7 @@ from encserve_client import (
     EncserveError,
     InferenceError,
     InvalidInputError,
+    InvalidRequestError,
     MessageTooLargeError,
     ModelNotFoundError,
     Outage,
@@ -327,6 +329,34 @@ async def test_a_raw_method_takes_and_returns_serialized_messages(caller: Caller
     await caller.close(client)
     with pytest.raises(ClientClosedError):
         client.raw_method("Encode")
+
+
+async def test_an_error_of_the_callers_code_keeps_its_frames_and_its_cause(caller: Caller) -> None:
+    def inputs() -> Iterator[str]:
+        yield "a"
+        fail()
+
+    def fail(*_: object) -> None:
+        try:
+            raise KeyError("row 3")
+        except KeyError as error:
+            raise InvalidInputError("is broken", field="row") from error
+
+    client = caller.connect()
+    for call in (functools.partial(client.embed, inputs()), functools.partial(client.embed, ["a"], progress=fail)):
+        with pytest.raises(InvalidInputError, match="row is broken") as caught:
+            await caller(call)
+        assert caught.traceback[-1].name == "fail"
+        assert isinstance(caught.value.__cause__, KeyError)
+
+
+async def test_an_error_of_the_library_has_few_frames(caller: Caller) -> None:
+    client = caller.connect()
+    for inputs in ([[]], [[1] * 65]):
+        with pytest.raises(InvalidRequestError) as caught:
+            await caller(client.embed, inputs)
+        own = [frame for frame in caught.traceback if "encserve_client" in str(frame.path)]
+        assert [frame.name for frame in own] == ["embed", "_call"]
 
 
 async def test_a_closed_client_refuses_calls(caller: Caller) -> None:

@@ -24,7 +24,7 @@ from encserve_client._logic.calls import Core, ModelKey, Settings
 from encserve_client._logic.dispatch import TimeLimit
 from encserve_client._logic.streams import StreamOptions
 from encserve_client._logic.wire import Wire
-from encserve_client.exceptions import ClientClosedError, InvalidInputError
+from encserve_client.exceptions import ClientClosedError, EncserveError, InvalidInputError
 from encserve_client.inputs import (
     Input,
     SpanInput,
@@ -328,6 +328,17 @@ class BaseClient:
             wire, iterator = self._wire(), iter(items)
         stream = StreamOptions(iterator, total, ordered, max_in_flight, progress)
         return self._core.stream(wire, key, options, TimeLimit(seconds), stream)
+
+
+def without_own_frames(error: EncserveError) -> EncserveError:
+    """Remove the frames of this library up to the caller's first frame, so that a traceback ends soon after the call.
+
+    Only an error of the caller's code has a caller's frame: of an iterable, or of a function such as `progress`.
+    """
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals["__name__"].partition(".")[0] == __package__:
+        frames = frames.tb_next
+    return error.with_traceback(frames)
 
 
 def check_function(name: str, function: F) -> F:

@@ -8,7 +8,7 @@ from typing import Any, Self, TypeAlias, TypeVar
 
 import grpc
 
-from encserve_client._base import BaseClient
+from encserve_client._base import BaseClient, without_own_frames
 from encserve_client._grpc.channel import Connection
 from encserve_client._grpc.metadata import with_trace
 from encserve_client._grpc.sync_wire import SyncWire
@@ -58,7 +58,7 @@ class SyncTransport(BaseClient):
         try:
             return run_without_loop(call)
         except EncserveError as error:
-            raise error.with_traceback(None) from None  # so that a caller's traceback ends soon after the call
+            raise without_own_frames(error)
 
     def _iterate(self, results: AsyncGenerator[tuple[int, R], None]) -> Results[R]:
         try:

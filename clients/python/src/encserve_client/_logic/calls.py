@@ -4,6 +4,7 @@ import random as random_module
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from encserve_client._arguments import as_float
@@ -20,11 +21,17 @@ from encserve_client._logic.answers import (
 from encserve_client._logic.capabilities import capability_error
 from encserve_client._logic.dispatch import Dispatch, MessageSource, PlannedMessages, TimeLimit
 from encserve_client._logic.failures import ServerHistory
-from encserve_client._logic.inspecting import InspectAssembler, check_layers
+from encserve_client._logic.inspecting import InspectAssembler, layer_error
 from encserve_client._logic.planning import Limits, Message, MessageBuilder, as_bulk, plan_messages
 from encserve_client._logic.streams import Result, Stream, StreamMessages, StreamOptions
 from encserve_client._logic.wire import Rpc, Wire
-from encserve_client.exceptions import EncserveError, FingerprintError, InvalidInputError, ProtocolError
+from encserve_client.exceptions import (
+    EncserveError,
+    FingerprintError,
+    InvalidInputError,
+    InvalidRequestError,
+    ProtocolError,
+)
 from encserve_client.inputs import Input, SpanInput
 from encserve_client.options import PRIORITIES, Array, Options, Priority, Progress, check_choice
 from encserve_client.results import EncodeResult, InspectResult, ModelInfo, SequenceInfo, SparseVector
@@ -117,7 +124,9 @@ class Core:
         expected = self.settings.expected
         async with aclosing(wire):
             # Without inputs, the result comes from the description of the model. A remembered one may be out of date.
-            info = await self._model_for(options, wire, key, time_limit, use_remembered=bool(inputs))
+            info = await self._model_for(
+                partial(capability_error, options=options), wire, key, time_limit, use_remembered=bool(inputs)
+            )
             if not inputs:
                 expected.check(info)
                 return empty_result(info, options, {}, wire.now() - started, 0)
@@ -176,7 +185,9 @@ class Core:
         async with aclosing(wire):
             # A sparse vector has the width of the model, so a remembered model must not be out of date.
             use_remembered = options.outputs[0].kind != "sparse"
-            info = await self._model_for(options, wire, key, time_limit, use_remembered=use_remembered)
+            info = await self._model_for(
+                partial(capability_error, options=options), wire, key, time_limit, use_remembered=use_remembered
+            )
             limits = Limits.of(info, self.settings.max_message_bytes, concurrent)
             share = max(stream.max_in_flight // concurrent, 1)  # so that several messages can be in flight
             limits = replace(limits, max_sequences=min(limits.max_sequences, share))
@@ -200,8 +211,9 @@ class Core:
         request.expected_fingerprint, request.expected_space_id = expected.fingerprint, expected.space_id
         dispatch: Dispatch[InspectAssembler] = self._dispatch(PlannedMessages([Message(request)]), time_limit)
         async with aclosing(wire):
-            info = await self._model_for(options, wire, key, time_limit, use_remembered=True)
-            check_layers(request, info)
+            await self._model_for(
+                lambda info: capability_error(info, options) or layer_error(request, info), wire, key, time_limit
+            )
             await exchange(wire, "Inspect", dispatch, lambda _, answer: answer)
         [(_, answer)] = dispatch.answers
         result = answer.result(wire.now() - started, dispatch.attempts)
@@ -222,7 +234,7 @@ class Core:
         expected = self.settings.expected.fingerprint
         async with aclosing(wire):
             time_limit = self.time_limit(timeout_seconds, wire.now())
-            info = await self._model_for(options, wire, key, time_limit, use_remembered=True)
+            info = await self._model_for(partial(capability_error, options=options), wire, key, time_limit)
             limits = Limits.of(info, self.settings.max_message_bytes, self.settings.max_concurrent_messages)
 
             def decode(message: Message, response: pb.TokenizeResponse) -> tuple[str, list[SequenceInfo]]:
@@ -286,19 +298,24 @@ class Core:
                 self._models.pop(key, None)
 
     async def _model_for(
-        self, options: Options, wire: Wire, key: ModelKey, time_limit: TimeLimit, *, use_remembered: bool
+        self,
+        error_of: Callable[[ModelInfo], InvalidRequestError | None],
+        wire: Wire,
+        key: ModelKey,
+        time_limit: TimeLimit,
+        *,
+        use_remembered: bool = True,
     ) -> ModelInfo:
-        """Return the model of a call with these options.
+        """Return the model of a call. `error_of` returns the error if a model does not support the call.
 
         Raises:
-            InvalidInputError: The call has more outputs than the model allows.
-            InvalidRequestError: The model lacks an output, the task or the prompt.
+            InvalidRequestError: The model does not support the call.
         """
         info = self._models.get(key) if use_remembered else None
-        if info is not None and capability_error(info, options) is None:
+        if info is not None and error_of(info) is None:
             return info
         info = await self._fetch_model(wire, key, time_limit)  # the server may have replaced the model
-        if (error := capability_error(info, options)) is not None:
+        if (error := error_of(info)) is not None:
             raise error
         return info
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, cast
+from typing import Any
 
 from encserve_client.exceptions import EncserveError, InvalidInputError
 from encserve_client.inputs import Input, SpanInput, check_input, pack_input
@@ -73,13 +73,10 @@ class Message:
 
 
 def request_like(template: Request, inputs: Sequence[Any]) -> Request:
-    """Return a copy of an EncodeRequest or a TokenizeRequest with other inputs."""
-    request: Any = type(template)()
-    request.CopyFrom(template)
-    own = _inputs_of(request)
-    del own[:]
-    own.extend(inputs)
-    return cast("Request", request)
+    """Return a copy of an EncodeRequest or a TokenizeRequest with other inputs. The template's inputs are not copied."""
+    fields: dict[str, Any] = {field.name: value for field, value in template.ListFields()}
+    fields["texts" if isinstance(template, pb.TokenizeRequest) else "inputs"] = inputs
+    return type(template)(**fields)
 
 
 def _inputs_of(request: Request) -> Any:
