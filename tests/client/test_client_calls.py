@@ -146,6 +146,18 @@ async def test_oversize_replies_are_split(caller: Caller, service: FakeEncoder) 
     assert caught.value.attempts == 1
 
 
+async def test_a_reply_over_the_clients_own_limit_is_not_computed(caller: Caller, service: FakeEncoder) -> None:
+    """A row has 32 bytes. The client takes replies of 20,000 bytes, so a message has less than 625 tokens."""
+    client = caller.connect(max_message_bytes=20_000)
+    inputs = [[5] * 50] * 40
+    assert len(await caller(client.token_vectors, inputs)) == 40
+    assert len(await caller.all_of(client, inputs)) == 40
+    sizes = [len(it.inputs) for it in service.requests]
+    assert sum(sizes) == 80  # no input was sent twice
+    assert len(await caller(client.embed, inputs)) == 40
+    assert len(service.requests) == len(sizes) + 1
+
+
 def _padded(service: FakeEncoder, n_bytes: int) -> Any:
     """Make a hook for `FakeEncoder.before` that adds `n_bytes` to the reply for each input."""
 
@@ -356,7 +368,7 @@ async def test_an_error_of_the_library_has_few_frames(caller: Caller) -> None:
         with pytest.raises(InvalidRequestError) as caught:
             await caller(client.embed, inputs)
         own = [frame for frame in caught.traceback if "encserve_client" in str(frame.path)]
-        assert [frame.name for frame in own] == ["embed", "_call"]
+        assert [frame.name for frame in own] == ["embed"]
 
 
 async def test_a_closed_client_refuses_calls(caller: Caller) -> None:

@@ -171,6 +171,11 @@ async def test_the_detail_of_sequences_suits_the_method(caller: Caller, service:
             await caller(client.run, ["a"], **wrong)
 
 
+async def test_texts_to_tokenize_share_messages_of_any_number_of_tokens(caller: Caller, service: FakeEncoder) -> None:
+    await caller(caller.connect().tokenize, ["a " * 60] * 200)
+    assert [len(it.texts) for it in service.tokenize_requests] == [200]
+
+
 async def test_tokenize(caller: Caller, service: FakeEncoder) -> None:
     """`tokenize` splits the texts into several messages. An error has the index of the text in the call."""
     service.max_request_sequences = 3

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeAlias, TypeVar
 import grpc
 import grpc.aio
 
-from encserve_client._base import BaseClient, without_own_frames
+from encserve_client._base import BaseClient, trim_traceback
 from encserve_client._grpc.async_wire import AsyncWire
 from encserve_client._grpc.channel import Connection
 from encserve_client._grpc.metadata import with_trace
@@ -55,7 +55,8 @@ class AsyncTransport(BaseClient):
         try:
             return await call
         except EncserveError as error:
-            raise without_own_frames(error)
+            trim_traceback(error)
+            raise
 
     def _iterate(self, results: Results[R]) -> Results[R]:
         return results

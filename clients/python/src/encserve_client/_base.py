@@ -330,15 +330,15 @@ class BaseClient:
         return self._core.stream(wire, key, options, TimeLimit(seconds), stream)
 
 
-def without_own_frames(error: EncserveError) -> EncserveError:
-    """Remove the frames of this library up to the caller's first frame, so that a traceback ends soon after the call.
+def trim_traceback(error: EncserveError) -> None:
+    """Remove the frames before the first frame outside this library, so that a traceback ends soon after the call.
 
-    Only an error of the caller's code has a caller's frame: of an iterable, or of a function such as `progress`.
+    Only an error of the caller's code has such a frame: of an iterable, or of a function such as `progress`.
     """
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals["__name__"].partition(".")[0] == __package__:
         frames = frames.tb_next
-    return error.with_traceback(frames)
+    error.__traceback__ = frames
 
 
 def check_function(name: str, function: F) -> F:

@@ -8,7 +8,7 @@ from typing import Any, Self, TypeAlias, TypeVar
 
 import grpc
 
-from encserve_client._base import BaseClient, without_own_frames
+from encserve_client._base import BaseClient, trim_traceback
 from encserve_client._grpc.channel import Connection
 from encserve_client._grpc.metadata import with_trace
 from encserve_client._grpc.sync_wire import SyncWire
@@ -58,7 +58,8 @@ class SyncTransport(BaseClient):
         try:
             return run_without_loop(call)
         except EncserveError as error:
-            raise without_own_frames(error)
+            trim_traceback(error)
+            raise
 
     def _iterate(self, results: AsyncGenerator[tuple[int, R], None]) -> Results[R]:
         try:

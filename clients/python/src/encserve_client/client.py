@@ -71,8 +71,8 @@ class EncoderClient(SyncTransport):
         expected_space_id: The `space_id` that every answer must have, so that vectors of different models never mix.
             Another space raises SpaceError. Default: any.
         on_outage: A function that is called with an `Outage` when calls wait for a server that is unavailable, half a
-            second after the first failure, and again when the server answers. Any thread with a call may call the
-            function. An exception of `on_outage` ends the call.
+            second after the first failure, and again when the server answers. Each call reports its own outages, in
+            its own thread. An exception of `on_outage` ends the call.
         channel_arguments: gRPC channel arguments by name. They override the arguments of the library.
 
     Raises:

@@ -27,7 +27,7 @@ class Outage:
 
 
 OnOutage = Callable[[Outage], None]
-"""A function that is called when an outage begins and when the outage is over. Any thread with a call may call it."""
+"""A function that is called when an outage begins and when the outage is over, by each call that meets the outage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

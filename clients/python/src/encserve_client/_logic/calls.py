@@ -20,9 +20,16 @@ from encserve_client._logic.answers import (
 )
 from encserve_client._logic.capabilities import capability_error
 from encserve_client._logic.dispatch import Dispatch, MessageSource, PlannedMessages, TimeLimit
-from encserve_client._logic.failures import ServerHistory
+from encserve_client._logic.failures import Outages, ServerHistory
 from encserve_client._logic.inspecting import InspectAssembler, layer_error
-from encserve_client._logic.planning import Limits, Message, MessageBuilder, as_bulk, plan_messages
+from encserve_client._logic.planning import (
+    Limits,
+    Message,
+    MessageBuilder,
+    as_bulk,
+    plan_messages,
+    reply_bytes_per_token,
+)
 from encserve_client._logic.streams import Result, Stream, StreamMessages, StreamOptions
 from encserve_client._logic.wire import Rpc, Wire
 from encserve_client.exceptions import (
@@ -96,12 +103,12 @@ class Core:
 
     Attributes:
         settings: The client's settings.
-        history: Whether the server has ever answered, and outages.
+        history: Whether the server has ever answered.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.history = ServerHistory(settings.target, settings.on_outage)
+        self.history = ServerHistory()
         self._models: dict[ModelKey, ModelInfo] = {}
 
     async def encode(
@@ -130,7 +137,7 @@ class Core:
             if not inputs:
                 expected.check(info)
                 return empty_result(info, options, {}, wire.now() - started, 0)
-            limits = Limits.of(info, self.settings.max_message_bytes, self.settings.max_concurrent_messages)
+            limits = self._limits(info, options)
             template = request_template(key, options, self.settings)
             attempts = 0
             for _ in range(_MAX_ROUNDS):
@@ -188,7 +195,7 @@ class Core:
             info = await self._model_for(
                 partial(capability_error, options=options), wire, key, time_limit, use_remembered=use_remembered
             )
-            limits = Limits.of(info, self.settings.max_message_bytes, concurrent)
+            limits = self._limits(info, options)
             share = max(stream.max_in_flight // concurrent, 1)  # so that several messages can be in flight
             limits = replace(limits, max_sequences=min(limits.max_sequences, share))
             source = StreamMessages(MessageBuilder(request_template(key, options, self.settings), limits))
@@ -235,7 +242,8 @@ class Core:
         async with aclosing(wire):
             time_limit = self.time_limit(timeout_seconds, wire.now())
             info = await self._model_for(partial(capability_error, options=options), wire, key, time_limit)
-            limits = Limits.of(info, self.settings.max_message_bytes, self.settings.max_concurrent_messages)
+            # Only the model's computations limit the number of tokens.
+            limits = replace(self._limits(info, options), max_tokens=2**63)
 
             def decode(message: Message, response: pb.TokenizeResponse) -> tuple[str, list[SequenceInfo]]:
                 return response.fingerprint, sequence_infos(response, message.n_inputs)
@@ -319,6 +327,11 @@ class Core:
             raise error
         return info
 
+    def _limits(self, info: ModelInfo, options: Options) -> Limits:
+        settings = self.settings
+        token_bytes = reply_bytes_per_token(info, options)
+        return Limits.of(info, settings.max_message_bytes, settings.max_concurrent_messages, token_bytes)
+
     async def _fetch_model(self, wire: Wire, key: ModelKey, time_limit: TimeLimit) -> ModelInfo:
         request = pb.GetModelRequest(model=key[0], model_version=key[1])
         response = await self._ask(wire, "GetModel", request, time_limit)
@@ -343,10 +356,10 @@ class Core:
             settings.retry,
             time_limit,
             settings.max_concurrent_messages,
+            Outages(self.history, settings.target, settings.on_outage),
             settings.random,
             settings.target,
             rejected,
-            self.history,
         )
 
 
@@ -366,12 +379,17 @@ async def exchange(
         EncserveError: A message failed, and the failure ends the call.
     """
     while True:
+        _check_failures(dispatch)
         dispatch.send(wire, rpc, may_block=True)
-        if dispatch.failure is not None and dispatch.failed_in_a_row >= _MOST_FAILED_IN_A_ROW:
-            raise dispatch.failure
+        _check_failures(dispatch)  # `send` records the messages whose time is over
         if dispatch.is_done:
             return
         event = await wire.wait(dispatch.seconds_to_wait(wire.now()))
         dispatch.record(event, decode, wire.now())
         if event is not None and progress is not None:
             progress(dispatch.n_finished, n_inputs)
+
+
+def _check_failures(dispatch: Dispatch[Any]) -> None:
+    if dispatch.failure is not None and dispatch.failed_in_a_row >= _MOST_FAILED_IN_A_ROW:
+        raise dispatch.failure

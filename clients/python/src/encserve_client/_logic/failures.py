@@ -2,7 +2,6 @@
 
 import math
 import re
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -219,41 +218,47 @@ class ServerHistory:
         server_seen: Whether the server has ever answered.
     """
 
-    def __init__(self, target: str = "", on_outage: OnOutage | None = None) -> None:
+    def __init__(self) -> None:
         self.server_seen = False
+
+
+class Outages:
+    """The outages that one call meets. Each call reports for itself, so a report never comes after the next report."""
+
+    def __init__(self, history: ServerHistory, target: str, on_outage: OnOutage | None) -> None:
+        self._history = history
         self._target = target
         self._on_outage = on_outage
-        self._lock = threading.Lock()
         self._away_since: float | None = None
         self._is_reported = False
 
     def is_outage(self, failure: Failure) -> bool:
         """Record a failure. Return whether a server that has answered before is unavailable."""
+        history = self._history
         if failure.code is grpc.StatusCode.UNAVAILABLE:
-            self.server_seen = self.server_seen or bool(failure.reason)  # only the server itself gives a reason
-            return self.server_seen
+            history.server_seen = history.server_seen or bool(failure.reason)  # only the server itself gives a reason
+            return history.server_seen
         if failure.reason:
             self.record_answer()
         return False
 
     def record_retry(self, now: float, seconds_left: float) -> None:
         """Record that a message is sent again during an outage. Report an outage once, after `_REPORT_SECONDS`."""
-        with self._lock:
-            self._away_since = now if self._away_since is None else self._away_since
-            if self._is_reported or now - self._away_since < _REPORT_SECONDS:
-                return
+        self._away_since = now if self._away_since is None else self._away_since
+        if not self._is_reported and now - self._away_since >= _REPORT_SECONDS:
             self._is_reported = True
-        if self._on_outage is not None:
-            self._on_outage(Outage(self._target, seconds_left))
+            self._report(Outage(self._target, seconds_left))
 
     def record_answer(self) -> None:
         """Record an answer. Report the end of an outage."""
-        self.server_seen = True
-        with self._lock:
-            was_reported = self._is_reported
-            self._away_since, self._is_reported = None, False
-        if was_reported and self._on_outage is not None:
-            self._on_outage(Outage(self._target, 0.0, is_over=True))
+        self._history.server_seen = True
+        was_reported, self._away_since, self._is_reported = self._is_reported, None, False
+        if was_reported:
+            self._report(Outage(self._target, 0.0, is_over=True))
+
+    def _report(self, outage: Outage) -> None:
+        if self._on_outage is not None:
+            self._on_outage(outage)
 
 
 def is_retryable(failure: Failure) -> bool:
@@ -281,7 +286,7 @@ def seconds_until_retry(
         attempts: How often the message was sent, at least 1.
         remaining_seconds: The time until the deadline of the message.
         random: Returns uniform random numbers from [0, 1).
-        is_outage: See `ServerHistory.is_outage`.
+        is_outage: See `Outages.is_outage`.
     """
     if attempts >= policy.max_attempts or not is_retryable(failure):
         return None

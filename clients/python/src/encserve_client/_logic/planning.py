@@ -2,7 +2,8 @@
 
 The number of tokens is exact for token ids and vectors. For texts, the number is an estimate of the typical case,
 because the worst case would make messages tiny. If the estimate was too low, the server refuses the message before any
-computation, and `Dispatch` sends the halves of the message. The same holds for a reply that would be too large.
+computation, and `Dispatch` sends the halves of the message. The server refuses a reply over its own limit too. But a
+reply over the limit of this client is refused after the computation. So the rows of tokens limit a message too.
 """
 
 import math
@@ -13,7 +14,7 @@ from typing import Any
 
 from encserve_client.exceptions import EncserveError, InvalidInputError
 from encserve_client.inputs import Input, SpanInput, check_input, pack_input
-from encserve_client.options import numpy_dtype
+from encserve_client.options import Options, numpy_dtype
 from encserve_client.results import ModelInfo
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -27,6 +28,7 @@ INTERACTIVE_MESSAGES = 2
 # Bytes of a message besides the inputs: names, options, framing.
 _MESSAGE_OVERHEAD_BYTES = 4096
 _INPUT_OVERHEAD_BYTES = 8
+_INDEX_BYTES = 4
 # English has about 4.5 bytes per token, Chinese about 3, and code between both.
 _TEXT_BYTES_PER_TOKEN = 3
 _TEXT_SPECIAL_TOKENS = 2
@@ -73,7 +75,7 @@ class Message:
 
 
 def request_like(template: Request, inputs: Sequence[Any]) -> Request:
-    """Return a copy of an EncodeRequest or a TokenizeRequest with other inputs. The template's inputs are not copied."""
+    """Return a copy of an EncodeRequest or a TokenizeRequest with other inputs. The old inputs are not copied."""
     fields: dict[str, Any] = {field.name: value for field, value in template.ListFields()}
     fields["texts" if isinstance(template, pb.TokenizeRequest) else "inputs"] = inputs
     return type(template)(**fields)
@@ -103,20 +105,36 @@ class Limits:
     max_sequence_tokens: int
 
     @classmethod
-    def of(cls, info: ModelInfo, max_message_bytes: int, max_concurrent_messages: int) -> "Limits":
+    def of(
+        cls, info: ModelInfo, max_message_bytes: int, max_concurrent_messages: int, token_bytes: int = 0
+    ) -> "Limits":
         """Return the limits of one message in a call with `max_concurrent_messages`.
+
+        `token_bytes`: the size of the rows of one token in the reply, see `reply_bytes_per_token`.
 
         The server allows a message to fill the whole queue. The client divides this number of tokens among the
         concurrent messages, so that a call does not compete with itself. `MAX_MESSAGE_TOKENS` is a second limit, so
         that a slow server can answer within the time of a message.
         """
         request_bytes = min(max_message_bytes, info.max_request_bytes or max_message_bytes)
+        reply_bytes = min(max_message_bytes, info.max_response_bytes or max_message_bytes) - _MESSAGE_OVERHEAD_BYTES
+        reply_tokens = reply_bytes // token_bytes if token_bytes else 2**63
+        share = (info.max_request_tokens or 2**63) // max_concurrent_messages
         return cls(
             max_sequences=info.max_request_sequences or 2**31,
-            max_tokens=min(max((info.max_request_tokens or 2**63) // max_concurrent_messages, 1), MAX_MESSAGE_TOKENS),
+            max_tokens=min(max(min(share, reply_tokens), 1), MAX_MESSAGE_TOKENS),
             max_request_bytes=max(request_bytes - _MESSAGE_OVERHEAD_BYTES, 1),
             max_sequence_tokens=info.max_sequence_tokens or 2**31,
         )
+
+
+def reply_bytes_per_token(info: ModelInfo, options: Options) -> int:
+    """Return the size of the rows and indices of one token in a reply, in bytes; 0 without rows of tokens."""
+    return sum(
+        options.columns(info.width(output)) * options.numpy_dtype.itemsize + _INDEX_BYTES
+        for output in options.outputs
+        if output.kind in ("tokens", "multi_vector")
+    )
 
 
 @dataclass(slots=True)
