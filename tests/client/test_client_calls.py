@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +28,7 @@ from encserve_client import (
     RetryPolicy,
     ServerError,
 )
-from encserve_client.options import PRIORITIES, Options
+from encserve_client.options import PRIORITIES, Options, OutputKind
 from encserve_proto.v1 import encoder_pb2 as pb
 
 Code = grpc.StatusCode
@@ -316,6 +317,57 @@ async def test_nothing_is_sent_for_a_wrong_argument(
     with pytest.raises(InvalidInputError, match=text):
         await caller(getattr(caller.connect(), method), *arguments, **options)
     assert service.n_get_model == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "options", "field", "index"),
+    [
+        ("tokenize", [5], {}, "texts", None),
+        ("tokenize", [["a", 5]], {}, "texts[1]", 1),
+        ("tokenize", [["a", "\ud800"]], {}, "texts[1]", 1),
+        ("tokenize", [["a", "a " * 70]], {"truncate": False}, "texts[1]", 1),
+        ("embed", [["a", "\ud800"]], {}, "inputs[1]", 1),
+        ("embed", [["a", "a " * 70]], {}, "inputs[1]", 1),
+        ("embed_spans", [5, []], {}, "text", None),
+        ("embed_spans", ["\ud800", []], {}, "text", 0),
+        ("embed_spans", [[2**64], []], {}, "text[0]", 0),
+        ("embed_spans", ["a " * 70, []], {}, "text", 0),
+        ("embed", ["a"], {"kind": "sparse"}, "kind", None),
+        ("embed", ["a"], {"max_active_dims": 3}, "max_active_dims", None),
+    ],
+)
+async def test_an_error_names_the_argument(
+    caller: Caller, method: str, arguments: list[Any], options: dict[str, Any], field: str, index: int | None
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await caller(getattr(caller.connect(), method), *arguments, **options)
+    error = caught.value
+    assert (error.field, error.index, error.code) == (field, index, Code.INVALID_ARGUMENT)
+    assert str(error).startswith(field)
+    assert error.problem[0] not in "=: "
+
+
+@pytest.mark.parametrize(
+    ("outputs", "text", "field"),
+    [
+        (["mean"], "options.outputs[0].dimensions: is wrong", "dimensions"),
+        (["mean", "max"], "options.outputs[0].dimensions: is wrong", "outputs[0].dimensions"),
+        (["mean", "max"], "options.outputs[1].dimensions: is wrong", "outputs[1].dimensions"),
+        (["mean", "max"], "options.data_type: is wrong", "dtype"),
+        (["mean"], "expected_fingerprint: is wrong", "expected_fingerprint"),
+        (["mean"], "expected_space_id: is wrong", "expected_space_id"),
+    ],
+)
+async def test_an_error_of_the_server_names_the_argument(
+    caller: Caller, service: FakeEncoder, outputs: list[OutputKind], text: str, field: str
+) -> None:
+    async def refuse(_: pb.EncodeRequest) -> None:
+        raise Refused(Code.INVALID_ARGUMENT, text, "INVALID_OPTION")
+
+    service.before = refuse
+    with pytest.raises(InvalidRequestError, match=rf"^{re.escape(field)}: is wrong$") as caught:
+        await caller(caller.connect().run, ["a"], outputs=outputs)
+    assert caught.value.field == field
 
 
 async def test_names_are_resolved(caller: Caller, service: FakeEncoder) -> None:

@@ -76,10 +76,10 @@ async def test_no_inputs_are_answered_as_of_now(caller: Caller, service: FakeEnc
     service.fingerprint = "new"
     assert (await caller(client.run, [])).fingerprint == "new"
     client = caller.connect(expected_fingerprint="mine")
-    with pytest.raises(FingerprintError, match="fingerprint mine is expected, but the answer has new"):
+    with pytest.raises(FingerprintError, match="^expected_fingerprint: mine is expected, but the answer has new"):
         await caller(client.run, [])
     service.space_id = ""
-    with pytest.raises(SpaceError, match="space_id mine is expected, but the answer has none"):
+    with pytest.raises(SpaceError, match="^expected_space_id: mine is expected, but the answer has none"):
         await caller(caller.connect(expected_space_id="mine").run, [])
 
 
@@ -114,6 +114,7 @@ async def test_a_refusal_is_an_error_of_its_own(
     with pytest.raises(error, match="'mine' is expected") as caught:
         await caller(client.token_vectors, TEXTS)
     assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.FAILED_PRECONDITION, reason)
+    assert caught.value.field == f"expected_{what}"
     assert len(service.requests) == 1
 
 
@@ -126,7 +127,7 @@ async def test_a_server_that_does_not_know_the_field_is_not_believed(
     The client compares the expected value with the value in the reply, and raises an error.
     """
     client = caller.connect(**{f"expected_{what}": "mine"})
-    message = f"{what} mine is expected, but the answer has {getattr(service, what)[:4]}"
+    message = f"^expected_{what}: mine is expected, but the answer has {getattr(service, what)[:4]}"
     for call in (client.token_vectors, client.embed, client.run):
         with pytest.raises(error, match=message):
             await caller(call, TEXTS)

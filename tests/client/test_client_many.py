@@ -302,7 +302,9 @@ async def test_a_sparse_vector_has_the_width_of_the_new_model(caller: Caller, se
 
 
 async def test_an_expected_fingerprint_is_named_by_tokenize(caller: Caller) -> None:
-    with pytest.raises(encserve_client.FingerprintError, match="^fingerprint e{16} is expected, but the answer has f"):
+    with pytest.raises(
+        encserve_client.FingerprintError, match="^expected_fingerprint: e{16} is expected, but the answer has f"
+    ):
         await caller(caller.connect(expected_fingerprint="e" * 16).tokenize, ["a"])
 
 

@@ -89,16 +89,16 @@ async def test_a_kind_of_several_can_be_chosen(caller: Caller, service: FakeEnco
 @pytest.mark.parametrize(
     ("lacking", "options", "problem"),
     [
-        ({}, {"kind": "sparse"}, "kind='sparse': model tiny has the kinds 'vector'"),
-        ({}, {"kind": "multi_vector"}, "kind='multi_vector': model tiny has the kinds 'vector'"),
+        ({}, {"kind": "sparse"}, "kind 'sparse': model tiny has the kinds 'vector'"),
+        ({}, {"kind": "multi_vector"}, "kind 'multi_vector': model tiny has the kinds 'vector'"),
         (
             {"sparse_width": 9},
             {},
-            "kind='vector': model tiny was not trained for single vectors; it has the kinds 'sparse'. Give one of "
+            "kind 'vector': model tiny was not trained for single vectors; it has the kinds 'sparse'. Give one of "
             "these kinds, or a pooling such as 'mean'",
         ),
-        ({}, {"prompt_name": "x"}, "prompt_name='x': model tiny has the prompts 'p', 'q'"),
-        ({}, {"task": "query"}, "task='query': model tiny has no tasks"),
+        ({}, {"prompt_name": "x"}, "prompt_name 'x': model tiny has the prompts 'p', 'q'"),
+        ({}, {"task": "query"}, "task 'query': model tiny has no tasks"),
         ({}, {"dimensions": 9}, "dimensions must be at most 8, the width of model tiny; was 9"),
         (
             {"default_dimensions": 4},
@@ -123,12 +123,12 @@ async def test_a_kind_of_several_can_be_chosen(caller: Caller, service: FakeEnco
         (
             {"sparse_width": 9},
             {"kind": "sparse", "dtype": "int8"},
-            "dtype='int8': 'sparse' has the types 'float32', 'float16'",
+            "dtype 'int8': 'sparse' has the types 'float32', 'float16'",
         ),
         (
             {"multi_vector_width": 4},
             {"kind": "multi_vector", "dtype": "binary"},
-            "dtype='binary': 'multi_vector' has the types 'float32', 'float16', 'int8'",
+            "dtype 'binary': 'multi_vector' has the types 'float32', 'float16', 'int8'",
         ),
     ],
 )

@@ -32,6 +32,7 @@ from encserve_client.inputs import (
     check_inputs,
     check_iterable,
     check_spans,
+    check_texts,
     read_inputs,
 )
 from encserve_client.options import (
@@ -263,9 +264,8 @@ class BaseClient:
         timeout_seconds: float | None,
         progress: Progress | None,
     ) -> Any:
-        items, is_one = read_inputs(texts)
-        for index, item in enumerate(items):
-            check_type(f"texts[{index}]", item, str, "a str")
+        items, is_one = read_inputs(texts, "texts")
+        check_texts(items)
         check_function("progress", progress)
         if not items:
             return []

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 
@@ -54,12 +55,19 @@ class ExpectedIds:
             FingerprintError: The answer has another fingerprint.
             SpaceError: The answer has another space id, or none.
         """
-        if self.fingerprint and self.fingerprint != answer.fingerprint:
-            raise FingerprintError(
-                f"fingerprint {self.fingerprint} is expected, but the answer has {answer.fingerprint}"
-            )
+        self.check_fingerprint(answer.fingerprint)
         if self.space_id and self.space_id != answer.space_id:
-            raise SpaceError(f"space_id {self.space_id} is expected, but the answer has {answer.space_id or 'none'}")
+            raise _mismatch(SpaceError, "expected_space_id", self.space_id, answer.space_id)
+
+    def check_fingerprint(self, fingerprint: str) -> None:
+        """Check the fingerprint of an answer that has no space id. Raise FingerprintError as `check` does."""
+        if self.fingerprint and self.fingerprint != fingerprint:
+            raise _mismatch(FingerprintError, "expected_fingerprint", self.fingerprint, fingerprint)
+
+
+def _mismatch(kind: type[EncserveError], field: str, expected: str, found: str) -> EncserveError:
+    text = f"{field}: {expected} is expected, but the answer has {found or 'none'}"
+    return kind(text, code=grpc.StatusCode.FAILED_PRECONDITION, field=field)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,6 @@ from encserve_client._logic.streams import Result, Stream, StreamMessages, Strea
 from encserve_client._logic.wire import Rpc, Wire
 from encserve_client.exceptions import (
     EncserveError,
-    FingerprintError,
     InvalidInputError,
     InvalidRequestError,
     ProtocolError,
@@ -238,7 +237,6 @@ class Core:
         progress: Progress | None,
     ) -> list[SequenceInfo]:
         """Split the texts into messages, send the messages, and merge the answers."""
-        expected = self.settings.expected.fingerprint
         async with aclosing(wire):
             time_limit = self.time_limit(timeout_seconds, wire.now())
             info = await self._model_for(partial(capability_error, options=options), wire, key, time_limit)
@@ -257,8 +255,7 @@ class Core:
                 if len(fingerprints) <= 1:
                     break
         for fingerprint in fingerprints:
-            if expected and fingerprint != expected:
-                raise FingerprintError(f"fingerprint {expected} is expected, but the answer has {fingerprint}")
+            self.settings.expected.check_fingerprint(fingerprint)
             check_fingerprint(min(fingerprints), fingerprint)
         return [info for _, (_, infos) in answers for info in infos]
 

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import get_args
 
+import grpc
+
 from encserve_client.exceptions import InvalidInputError, InvalidRequestError
 from encserve_client.options import DType, Options
 from encserve_client.results import ModelInfo
@@ -24,7 +26,9 @@ def capability_error(info: ModelInfo, options: Options) -> InvalidRequestError |
             field="outputs",
         )
     field, problem = next(_problems(info, options), ("", ""))
-    return InvalidRequestError(f"{field}{problem}", field=field) if field else None
+    if not field:
+        return None
+    return InvalidRequestError(f"{field}{problem}", code=grpc.StatusCode.INVALID_ARGUMENT, field=field)
 
 
 def _problems(info: ModelInfo, options: Options) -> Iterator[tuple[str, str]]:
@@ -34,15 +38,15 @@ def _problems(info: ModelInfo, options: Options) -> Iterator[tuple[str, str]]:
         if output.kind == "model" and info.pooling is None:
             yield (
                 "kind",
-                f"='vector': {model} was not trained for single vectors; it has {_listed(info.kinds, 'kinds')}. Give "
+                f" 'vector': {model} was not trained for single vectors; it has {_listed(info.kinds, 'kinds')}. Give "
                 "one of these kinds, or a pooling such as 'mean'",
             )
         if output.kind in ("multi_vector", "sparse") and output.kind not in info.kinds:
-            yield "kind", f"={output.kind!r}: {model} has {_listed(info.kinds, 'kinds')}"
+            yield "kind", f" {output.kind!r}: {model} has {_listed(info.kinds, 'kinds')}"
     if options.task is not None and options.task not in info.tasks:
-        yield "task", f"={options.task!r}: {model} has {_listed(info.tasks, 'tasks')}"
+        yield "task", f" {options.task!r}: {model} has {_listed(info.tasks, 'tasks')}"
     if options.prompt_name and options.prompt_name not in info.prompts:
-        yield "prompt_name", f"={options.prompt_name!r}: {model} has {_listed(info.prompts, 'prompts')}"
+        yield "prompt_name", f" {options.prompt_name!r}: {model} has {_listed(info.prompts, 'prompts')}"
     yield from _problems_of_numbers(info, options)
 
 
@@ -50,7 +54,7 @@ def _problems_of_numbers(info: ModelInfo, options: Options) -> Iterator[tuple[st
     for output in options.outputs:
         allowed = _DTYPES.get(output.kind, get_args(DType))
         if options.dtype not in allowed:
-            yield "dtype", f"={options.dtype!r}: {output.kind!r} has {_listed(allowed, 'types')}"
+            yield "dtype", f" {options.dtype!r}: {output.kind!r} has {_listed(allowed, 'types')}"
         if output.dimensions is None or isinstance(output.kind, int):
             continue
         if output.kind == "sparse":

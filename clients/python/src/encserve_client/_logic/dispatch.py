@@ -243,14 +243,19 @@ class Dispatch(Generic[R]):
         position = failure.input_at_fault(message.n_inputs)
         if self.rejected is not None and position is not None:
             index = message.first_index + position
-            self.rejected[index] = failure.to_exception(message.attempts, message.first_index, self._call)
+            self.rejected[index] = self._exception(message, failure)
             self._outbox.push_first(message.without(position))
             return
         is_end_of_call = failure.code is _TOO_LATE and self._limit.ends is not None
         self._give_up(
             message,
-            lambda: failure.to_exception(message.attempts, message.first_index, self._call, message.n_inputs),
+            lambda: self._exception(message, failure),
             affects_one_message=failure.affects_one_message and not is_end_of_call,
+        )
+
+    def _exception(self, message: Message, failure: Failure) -> EncserveError:
+        return failure.to_exception(
+            message.attempts, message.first_index, self._call, message.n_inputs, message.arguments
         )
 
     def _deadline_clock(self, now: float) -> float:

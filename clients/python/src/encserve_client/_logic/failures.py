@@ -26,9 +26,12 @@ _REPORT_SECONDS = 0.5
 # The start of the server's text if one input caused the failure.
 _INPUT_AT_FAULT = re.compile(r"(?:inputs|texts)\[(\d+)\]")
 # The start of the server's text if one field of the request is wrong.
-_FIELD = re.compile(r"(?:inputs|texts|input|options|tensors|model|model_version|prompt_name|task)\b[\w.\[\]]*(?=: )")
+_FIELD = re.compile(
+    r"(?:inputs|texts|input|options|tensors|model|model_version|prompt_name|task|expected_fingerprint|expected_space_id)\b"
+    r"[\w.\[\]]*(?=: )"
+)
 # The parts of fields that the arguments of this library do not have, and the arguments with other names than fields.
-_INNER = re.compile(r"^options\.(?:outputs\[0\]\.)?|^inputs\[0\]\.(?=spans)|\.(?:text|token_ids|ids|embeddings|data)\b")
+_INNER = re.compile(r"^options\.|\.(?:text|token_ids|ids|embeddings|data)\b")
 _ARGUMENTS = {"data_type": "dtype", "model_version": "version"}
 # gRPC itself refuses messages that are too large, on both sides, with this text and without a reason of the server.
 _TOO_LARGE_TEXT = re.compile(r"message larger than max|exceeds maximum (allowed )?size", re.IGNORECASE)
@@ -136,6 +139,7 @@ class Failure:
         first_index: int = 0,
         call: CallInfo = CallInfo(),
         n_inputs: int = 2**31,
+        arguments: Iterable[tuple[str, str]] = (),
     ) -> errors.EncserveError:
         """Return the exception for the caller.
 
@@ -146,6 +150,7 @@ class Failure:
             call: The call of the message.
             n_inputs: Number of inputs of the message, if known. If a message of one input is too large, the index of
                 that input is certain.
+            arguments: The beginnings of fields, each with the beginning of the argument; see `Message.arguments`.
         """
         if self.is_too_large:
             kind: type[errors.EncserveError] = errors.MessageTooLargeError
@@ -154,6 +159,10 @@ class Failure:
         text, field = self._text(attempts, first_index, call), ""
         if found := _FIELD.match(text):
             field = _INNER.sub("", found[0])
+            for begin, argument in arguments:
+                if field.startswith(begin):
+                    field = argument + field.removeprefix(begin)
+                    break
             field = _ARGUMENTS.get(field, field)
             text = f"{field}{text[found.end() :]}"
         error = kind.__new__(kind)

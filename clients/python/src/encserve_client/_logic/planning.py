@@ -57,6 +57,17 @@ class Message:
         """Number of inputs."""
         return len(_inputs_of(self.request))
 
+    @property
+    def arguments(self) -> list[tuple[str, str]]:
+        """The beginnings of fields that are arguments of the call, each with the beginning of the argument."""
+        request = self.request
+        if not isinstance(request, pb.EncodeRequest):
+            return []
+        arguments = [("outputs[0].", "")] if len(request.options.outputs) == 1 else []
+        if request.inputs and request.inputs[0].HasField("spans"):
+            arguments += [("inputs[0].spans", "spans"), ("inputs[0]", "text")]
+        return arguments
+
     def halves(self) -> "list[Message]":
         """Return the inputs in two messages. Return no message if the message has at most one input."""
         middle = self.n_inputs // 2
@@ -173,7 +184,7 @@ def plan_messages(
     An input that is over the limits gets a separate message, because only the server knows the exact size.
 
     Args:
-        inputs: The inputs.
+        inputs: The inputs. Without `rejected`, each input must have passed the checks of its type.
         template: A request without inputs.
         limits: The limits of one message.
         rejected: If given, gets the error of each invalid input, by index. Then these inputs are in no message.
@@ -184,8 +195,9 @@ def plan_messages(
     builder = MessageBuilder(template, limits)
     for index, item in enumerate(inputs):
         try:
-            full = builder.add(index, item)
+            full = builder.add(index, item if rejected is None else check_input(item, f"inputs[{index}]"))
         except InvalidInputError as error:
+            error.index = index
             if rejected is None:
                 raise
             rejected[index] = error
@@ -218,18 +230,13 @@ class MessageBuilder:
         """Whether the message has as many inputs as one message may have."""
         return self._total.sequences >= self._limits.max_sequences
 
-    def add(self, index: int, item: object) -> Message | None:
+    def add(self, index: int, item: Input | SpanInput) -> Message | None:
         """Add the input with this index. Return the previous message if the input begins a new message.
 
         Raises:
-            InvalidInputError: `item` is not an input. The error has the index, and the builder does not change.
+            InvalidInputError: The input cannot be sent, see `pack_input`. The builder does not change.
         """
-        name = f"{'texts' if self._takes_texts else 'inputs'}[{index}]"
-        try:
-            packed = pack_input(item if isinstance(item, SpanInput) else check_input(item, name), name)
-        except InvalidInputError as error:
-            error.index = index
-            raise
+        packed = pack_input(item, f"{'texts' if self._takes_texts else 'inputs'}[{index}]")
         total = self._total.plus(cost := cost_of(packed, self._limits))
         full = None
         # The inputs of a message have consecutive indices, so the first index gives the index of each.
