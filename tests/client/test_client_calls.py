@@ -393,6 +393,8 @@ async def test_a_raw_method_takes_and_returns_serialized_messages(caller: Caller
     await caller.close(client)
     with pytest.raises(ClientClosedError):
         client.raw_method("Encode")
+    with pytest.raises(ClientClosedError):
+        await (method() if caller.kind == "async" else asyncio.to_thread(method))
 
 
 async def test_an_error_of_the_callers_code_keeps_its_frames_and_its_cause(caller: Caller) -> None:

@@ -16,7 +16,7 @@ from encserve_client._grpc.channel import (
     channel_options,
 )
 from encserve_client._grpc.diagnosis import Diagnosis
-from encserve_client._grpc.metadata import MetadataArgument, call_metadata, has_bearer_key, with_trace
+from encserve_client._grpc.metadata import MetadataArgument, call_metadata, has_bearer_key
 from encserve_client._grpc.proxy import proxy_of
 from encserve_client._grpc.target import as_target, has_several_addresses, is_local
 from encserve_client._logic.answers import ExpectedIds
@@ -189,16 +189,19 @@ class BaseClient:
         return self._target
 
     def raw_method(self, rpc: str) -> Callable[..., Any]:
-        """Return the method of an RPC of the service, such as "Encode", that sends and returns serialized messages.
+        """Return a function that calls an RPC of the service, such as "Encode", with serialized messages.
 
-        For programs that measure or forward calls: nothing is checked, split or sent again. The method takes the
-        `timeout` in seconds as gRPC's methods do, and raises gRPC's errors.
+        For programs that measure or forward calls: nothing is checked, split or sent again. The function takes the
+        request and the `timeout` in seconds, and returns the reply. Each call uses the present certificates.
+
+        Args:
+            rpc: An RPC with one reply: every RPC except "Inspect".
 
         Raises:
-            ClientClosedError: The client is closed.
+            ClientClosedError: The client is closed. The function raises this error too, and `grpc.RpcError`.
         """
-        method = self._current_connection().channel.unary_unary(f"/{SERVICE_NAME}/{rpc}")
-        return functools.partial(method, metadata=with_trace(self._metadata))
+        self._check_open()
+        return functools.partial(self._call_raw, f"/{SERVICE_NAME}/{rpc}")
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
@@ -207,6 +210,10 @@ class BaseClient:
     def _check_open(self) -> None:
         if self._closed:
             raise ClientClosedError
+
+    def _call_raw(self, path: str, request: bytes, **options: Any) -> Any:
+        """Send one serialized message to the RPC at `path`. Subclasses override this method."""
+        raise NotImplementedError
 
     def _current_connection(self) -> Connection:
         """Return the connection for a new call, with the present certificates."""

@@ -82,6 +82,10 @@ class SyncTransport(BaseClient):
             self._wires.add(wire)
         return wire
 
+    def _call_raw(self, path: str, request: bytes, **options: Any) -> Any:
+        connection = self._current_connection()  # the reference keeps the channel open
+        return connection.channel.unary_unary(path)(request, metadata=with_trace(self._metadata), **options)
+
     def _open(self) -> Connection:
         """Create a channel. The channel connects when the first call uses it."""
         if self._credentials is None:
