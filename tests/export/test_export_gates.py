@@ -339,3 +339,20 @@ def test_zeros_and_numbers_that_are_not_finite(
     rows = np.array([got, [1, 1]], np.float32), np.array([want, [1, 1]], np.float32)
     assert relative_error(*rows) == pytest.approx(error)
     assert least_cosine(*rows) == pytest.approx(cosine)
+
+
+class DifferentInOnnx(nn.Module):
+    """A head whose graph differs from PyTorch by a factor of 1.001."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        vectors: Tensor = self.linear(pooled) * (1.001 if torch.onnx.is_in_onnx_export() else 1)
+        return vectors
+
+
+def test_a_head_whose_graph_differs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ParityError, match=r"differ from PyTorch: relative error 1\.0e-03"):
+        write_head(DifferentInOnnx().requires_grad_(False), 8, tmp_path)

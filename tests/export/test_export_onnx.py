@@ -19,6 +19,7 @@ from onnx_files import (
     POSITIONS,
     VOCAB_SIZE,
     build,
+    expected_rows_with_types,
     export_torch,
     node_of,
     random_table,
@@ -35,6 +36,7 @@ from encserve_export.core.precision import Precision
 from encserve_export.onnx_graph import external
 from encserve_export.onnx_graph.interface import Names, embedding_rows, precision_of
 from encserve_export.onnx_graph.nodes import all_tensors
+from encserve_export.onnx_graph.run import OnnxEncoder
 from encserve_export.source.tokenizer import read_tokenizer
 from encserve_proto.bundle.v1 import manifest_pb2
 
@@ -86,6 +88,18 @@ def test_the_manifest_describes_the_model(file: Path, target: Target) -> None:
     assert 0 < parity.max_padding_error <= 1e-5
     assert {tuple(case.lengths) for case in parity.cases} >= {(1,), (16,), (16, 8, 1)}
     assert not manifest.HasField("text")
+
+
+def test_each_token_has_the_type_0(tmp_path: Path) -> None:
+    model, ids = build(with_types=True), np.array([[3, 4, 5]])
+    graph = manifest_pb2.Graph(
+        input_ids_name="input_ids",
+        attention_mask_name="attention_mask",
+        token_type_ids_name="token_type_ids",
+        output_name="rows",
+    )
+    (rows,) = OnnxEncoder(save(model, tmp_path / "typed.onnx"), graph)(ids, np.ones_like(ids))
+    np.testing.assert_allclose(rows, expected_rows_with_types(model, ids[0]), rtol=1e-5, atol=1e-6)
 
 
 def test_the_command(file: Path, models: Path, tiny: EncoderConfig, write_tokenizer: Callable[..., Path]) -> None:

@@ -16,6 +16,7 @@ import onnxruntime as ort
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from onnx_files import build, expected_rows_with_types, save
 from tiny_bundle import VOCAB_SIZE, byte_products, expected_rows, write_bundle
 
 from encserve_server.engine.base import BatchResult, Engine
@@ -62,6 +63,21 @@ def test_each_sequence_gets_its_own_rows_without_padding(engine: Engine, batch: 
     assert result.padded_tokens == max(map(len, batch)) * len(batch)
     assert result.compute_seconds > 0
     assert_rows(result, batch)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_token_has_the_type_0(bundle: Bundle, tmp_path: Path, engine: str) -> None:
+    model, batch = build(with_types=True), [np.array([3, 4, 5]), np.array([7])]
+    graph = replace(
+        bundle.graph,
+        path=save(model, tmp_path / "typed.onnx"),
+        input_name="input_ids",
+        attention_mask_name="attention_mask",
+        token_type_ids_name="token_type_ids",
+    )
+    with contextlib.closing(opened(graph, engine)) as its:
+        for ids, rows in zip(batch, its.run(batch).rows, strict=True):
+            np.testing.assert_allclose(rows, expected_rows_with_types(model, ids), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -73,6 +73,16 @@ def build(*, with_types: bool = False, positions: int = POSITIONS, opset: int = 
     )
 
 
+def expected_rows_with_types(model: onnx.ModelProto, ids: Any) -> Any:
+    """Return the rows of `build(with_types=True)` for one sequence in which each token has the type 0.
+
+    `ids`: (seq,). The result is (seq, d_model).
+    """
+    table, kinds, places = (numpy_helper.to_array(tensor_of(model, name)) for name in ("table", "kinds", "places"))
+    placed = table[ids] + kinds[0] + places[: len(ids)]  # (seq, d_model)
+    return placed + placed.mean(axis=0)
+
+
 def node_of(model: onnx.ModelProto, name: str) -> Any:
     """Return the node with this name."""
     return next(node for node in model.graph.node if node.name == name)
