@@ -202,8 +202,12 @@ def test_a_short_outage_after_a_call_that_gave_up_is_not_reported() -> None:
     found = list[Outage]()
     core = core_of(retry=THRICE, on_outage=found.append)
     server = Server(failing([DOWN]))
+
+    def stop(done: int, total: int | None) -> None:
+        raise KeyError("enough")
+
     with pytest.raises(KeyError):
-        encode(core, server, [[5]], progress=lambda *_: {}[1])
+        encode(core, server, [[5]], progress=stop)
     server.wire.time += 100.0
     server.encode = failing([DOWN])
     encode(core, server, [[5]])
@@ -522,9 +526,49 @@ def test_run_gives_rows_or_an_error_for_each_input(
         assert counts[-1] == (n_inputs, n_inputs)
 
 
+VECTORS_ONLY = {"input_kind": pb.INPUT_KIND_EMBEDDINGS}
+
+
+@pytest.mark.parametrize(
+    ("limits", "item", "problem"),
+    [
+        ({}, "a", "must be token ids, because model m has no tokenizer"),
+        ({}, np.ones((2, 2)), "must be a text or token ids, because model m takes no vectors"),
+        (
+            VECTORS_ONLY,
+            np.ones((2, 3)),
+            r"must have 2 columns \(d_model of model m\); had 3",
+        ),
+        (
+            VECTORS_ONLY,
+            [5],
+            "must be an array of vectors, because model m takes vectors only",
+        ),
+    ],
+)
+def test_inputs_that_the_model_does_not_take_are_not_sent(limits: dict[str, Any], item: Input, problem: str) -> None:
+    core, server = core_of(), Server(failing([]), **limits)
+    for _ in range(2):
+        result = encode(core, server, [item] * 400, describe=True)
+        assert (len(result.errors), result.errors[3].index) == (400, 3)
+        with pytest.raises(InvalidRequestError, match=rf"^inputs\[0\] {problem}$"):
+            encode(core, server, [item])
+    assert server.sizes == []
+
+
+def test_a_tokenizer_that_the_model_gets_later_is_noticed() -> None:
+    core, server = core_of(), Server(failing([]))
+    result = encode(core, server, [[5], "a"], describe=True)
+    assert (list(result.errors), server.sizes) == ([1], [1])
+    server.info.has_tokenizer = True
+    server.encode = lambda request: (0.0, echo(pb.EncodeRequest(inputs=[pb.Input(token_ids=pb.TokenIds(ids=[7]))])))
+    assert ids_in(encode(core, server, ["a"])) == [[7]]
+
+
 def test_a_stored_error_does_not_grow() -> None:
     [output] = encode(core_of(), Server(refusing({2})), [[1], [2]], describe=True).outputs
-    for read in (lambda: output.array(1), output.matrix):
+    reads: list[Callable[[], object]] = [lambda: output.array(1), output.matrix]
+    for read in reads:
         depths = set()
         for _ in range(3):
             with pytest.raises(InvalidRequestError) as caught:

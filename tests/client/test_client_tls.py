@@ -5,7 +5,6 @@ The client names the cause of a failed TLS connection. It reads certificate file
 
 import asyncio
 import contextlib
-import functools
 import socket
 import ssl
 import threading
@@ -215,12 +214,11 @@ async def test_changed_files_are_read_again(
     tls = Tls(ca=mount.ca, cert=mount.pair.cert, key=mount.pair.key)
     client = caller.connect(target=await start(made.server, made.ca), tls=tls, retry=ONCE)
     raw = client.raw_method("GetModel")
-    call_raw = raw if kind == "async" else functools.partial(asyncio.to_thread, raw)
     with pytest.raises(ServerUnavailableError, match="refuses the client certificate"):
         await caller(client.models)
     for pair in (made.client, Pair(made.server.cert, made.client.key)):
         mount.put(pair, made.ca)
-        assert pb.GetModelResponse.FromString(await call_raw(b"", timeout=30)).model.name == "tiny"
+        assert pb.GetModelResponse.FromString(await caller(raw, b"", timeout=30)).model.name == "tiny"
         assert len(await caller(client.models)) == 1
     assert (
         len(client._connections if kind == "async" else client._closers) == 1

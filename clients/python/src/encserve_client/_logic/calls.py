@@ -18,7 +18,7 @@ from encserve_client._logic.answers import (
     model_info,
     sequence_infos,
 )
-from encserve_client._logic.capabilities import capability_error
+from encserve_client._logic.capabilities import capability_error, input_errors
 from encserve_client._logic.dispatch import Dispatch, MessageSource, PlannedMessages, TimeLimit
 from encserve_client._logic.failures import Outages, ServerHistory
 from encserve_client._logic.inspecting import InspectAssembler, layer_error
@@ -130,9 +130,14 @@ class Core:
         expected = self.settings.expected
         async with aclosing(wire):
             # Without inputs, the result comes from the description of the model. A remembered one may be out of date.
+            known = self._models.get(key)
+            use_remembered = bool(inputs) and known is not None and not input_errors(known, inputs)
             info = await self._model_for(
-                partial(capability_error, options=options), wire, key, time_limit, use_remembered=bool(inputs)
+                partial(capability_error, options=options), wire, key, time_limit, use_remembered=use_remembered
             )
+            refused = input_errors(info, inputs)
+            if refused and not describe:
+                raise next(iter(refused.values()))
             if not inputs:
                 expected.check(info)
                 return empty_result(info, options, {}, wire.now() - started, 0)
@@ -140,7 +145,7 @@ class Core:
             template = request_template(key, options, self.settings)
             attempts = 0
             for _ in range(_MAX_ROUNDS):
-                rejected: dict[int, EncserveError] | None = {} if describe else None
+                rejected = dict(refused) if describe else None
                 messages = plan_messages(inputs, template, limits, rejected)
                 if self.settings.priority is None:
                     messages = as_bulk(messages, template)

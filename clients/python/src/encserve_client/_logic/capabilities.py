@@ -1,12 +1,14 @@
 """Check that a model supports the options of a call."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import get_args
 
 import grpc
+import numpy as np
 
-from encserve_client.exceptions import InvalidInputError, InvalidRequestError
+from encserve_client.exceptions import EncserveError, InvalidInputError, InvalidRequestError
+from encserve_client.inputs import SpanInput
 from encserve_client.options import DType, Options
 from encserve_client.results import ModelInfo
 
@@ -29,6 +31,31 @@ def capability_error(info: ModelInfo, options: Options) -> InvalidRequestError |
     if not field:
         return None
     return InvalidRequestError(f"{field}{problem}", code=grpc.StatusCode.INVALID_ARGUMENT, field=field)
+
+
+def input_errors(info: ModelInfo, inputs: Sequence[object]) -> dict[int, EncserveError]:
+    """Return the error of each input of a kind that the model does not take, by index."""
+    errors: dict[int, EncserveError] = {}
+    for index, item in enumerate(inputs):
+        if problem := _problem_of_input(info, item.input if isinstance(item, SpanInput) else item):
+            field = "text" if isinstance(item, SpanInput) else f"inputs[{index}]"
+            text = f"{field} {problem}"
+            errors[index] = error = InvalidRequestError(text, code=grpc.StatusCode.INVALID_ARGUMENT, field=field)
+            error.index = index
+    return errors
+
+
+def _problem_of_input(info: ModelInfo, item: object) -> str:
+    is_vectors = isinstance(item, np.ndarray) and item.ndim == 2
+    if info.input_kind == "embeddings" and not is_vectors:
+        return f"must be an array of vectors, because model {info.name} takes vectors only"
+    if info.input_kind == "token_ids" and is_vectors:
+        return f"must be a text or token ids, because model {info.name} takes no vectors"
+    if info.input_kind == "embeddings" and isinstance(item, np.ndarray) and item.shape[1] != info.d_model:
+        return f"must have {info.d_model} columns (d_model of model {info.name}); had {item.shape[1]}"
+    if isinstance(item, str) and not info.has_tokenizer:
+        return f"must be token ids, because model {info.name} has no tokenizer"
+    return ""
 
 
 def _problems(info: ModelInfo, options: Options) -> Iterator[tuple[str, str]]:

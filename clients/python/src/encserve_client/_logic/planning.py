@@ -187,13 +187,16 @@ def plan_messages(
         inputs: The inputs. Without `rejected`, each input must have passed the checks of its type.
         template: A request without inputs.
         limits: The limits of one message.
-        rejected: If given, gets the error of each invalid input, by index. Then these inputs are in no message.
+        rejected: If given, has the error of each refused input, by index, and gets the error of each invalid input.
+            These inputs are in no message.
 
     Raises:
         InvalidInputError: An input is invalid, and `rejected` is None.
     """
     builder = MessageBuilder(template, limits)
     for index, item in enumerate(inputs):
+        if rejected and index in rejected:
+            continue
         try:
             full = builder.add(index, item if rejected is None else check_input(item, f"inputs[{index}]"))
         except InvalidInputError as error:
