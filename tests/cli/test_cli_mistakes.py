@@ -122,7 +122,7 @@ COMMANDS = [
     ),
     Mistake("embed hello --task query", "--task 'query': model tiny has no tasks"),
     Mistake("tokenize hello --task query", "--task 'query': model tiny has no tasks"),
-    Mistake("embed hello --prompt-name nope", "--prompt-name='nope': model tiny has the prompts 'q'"),
+    Mistake("embed hello --prompt-name nope", "--prompt-name 'nope': model tiny has the prompts 'q'"),
     Mistake("encode hello --dtype int8", "--dtype 'int8': 'tokens' has the types 'float32', 'float16'"),
     Mistake("embed hello --dimensions 9", "--dimensions must be at most 4, the width of model tiny; was 9"),
     Mistake(

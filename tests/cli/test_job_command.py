@@ -833,7 +833,7 @@ async def test_what_the_model_does_not_have_removes_nothing(
     await encserve(service, "embed", *inputs(source), *output)
     before = files_in(folder)
     for flags, problem in (
-        (["--prompt-name", "nope"], "--prompt-name='nope': model tiny has the prompts 'p', 'q'"),
+        (["--prompt-name", "nope"], "--prompt-name 'nope': model tiny has the prompts 'p', 'q'"),
         (["--task", "query"], "--task 'query': model tiny has no tasks"),
         (["--dimensions", "9999"], "--dimensions must be at most 8, the width of model tiny; was 9999"),
         (["--kind", "sparse"], "--kind 'sparse': model tiny has the kinds 'vector'"),

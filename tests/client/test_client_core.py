@@ -526,6 +526,14 @@ def test_run_gives_rows_or_an_error_for_each_input(
         assert counts[-1] == (n_inputs, n_inputs)
 
 
+def test_refusals_of_all_inputs_resend_each_input_a_few_times() -> None:
+    """The server names one input of a message at a time. 400 inputs are sent at most 10 times each."""
+    server = Server(refusing({1}))
+    result = encode(core_of(), server, [[1]] * 400, describe=True)
+    assert len(result.errors) == 400
+    assert sum(server.sizes) <= 10 * 400
+
+
 VECTORS_ONLY = {"input_kind": pb.INPUT_KIND_EMBEDDINGS}
 
 

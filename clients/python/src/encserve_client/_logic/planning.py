@@ -74,8 +74,13 @@ class Message:
         return [*self._slice(0, middle), *self._slice(middle, self.n_inputs)] if middle else []
 
     def without(self, position: int) -> "list[Message]":
-        """Return the inputs except one, in at most two messages."""
-        return [*self._slice(0, position), *self._slice(position + 1, self.n_inputs)]
+        """Return the inputs except one, in at most three messages.
+
+        The server names only the first wrong input. If all later inputs are wrong too, halves keep the bytes few.
+        """
+        middle = (position + 1 + self.n_inputs) // 2
+        ranges = ((0, position), (position + 1, middle), (middle, self.n_inputs))
+        return [message for start, end in ranges for message in self._slice(start, end)]
 
     def _slice(self, start: int, end: int) -> "list[Message]":
         """Return one message with the inputs from `start` to `end`, or no message for an empty range."""
